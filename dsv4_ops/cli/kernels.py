@@ -409,6 +409,7 @@ def examples() -> dict[str, Call]:
         "experts, 170 tokens": _experts(170),
         "experts, 2048 tokens": _experts(2048),
         "experts, activations in fp8": _experts(activations="fp8"),
+        "experts, codes": _experts(128, activations="fp8"),
         "experts, fp8": _experts(fp8=True),
         "experts, fp8, 170 tokens": _experts(170, fp8=True),
         "experts, bf16": _experts(bf16=True),
@@ -477,12 +478,12 @@ def report(capability: int = 90, progress: Callable[[str], object] = str) -> lis
 def launches(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
 ) -> list[_Launch]:
-    """Return the launches of any GPU, then those of capability ``where`` alone."""
+    """Return the launches of any GPU, then those of capability ``where`` alone: of other kernels,
+    or with other constants."""
     anywhere = recorded(op, args, settings)
-    known = {each.kernel for each in anywhere}
-    return anywhere + [
-        each for each in recorded(op, args, settings, where) if each.kernel not in known
-    ]
+    known = [(each.kernel, each.kwargs) for each in anywhere]
+    there = recorded(op, args, settings, where)
+    return anywhere + [each for each in there if (each.kernel, each.kwargs) not in known]
 
 
 def _usage(kernel: Any, capability: int) -> tuple[int, int]:

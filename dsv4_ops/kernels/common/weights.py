@@ -189,7 +189,7 @@ def scale_values(scale):
 
 
 @triton.jit
-def _load_words(weight, step, half, MASKED: tl.constexpr):
+def load_words(weight, step, half, MASKED: tl.constexpr):
     """16 words of every row."""
     rows, given, row_words = weight
     word = step * 32 + half * 16 + tl.arange(0, 16)[None, :]
@@ -237,7 +237,7 @@ def multiply_fp4(
     sums = tl.zeros((ROWS, rows.shape[0]), tl.float32)
     scales = scale.to(tl.pointer_type(tl.int64), bitcast=True)
     for step in tl.range(first, stop, num_stages=STAGES):
-        words, more = _load_words(weight, step, 0, MASKED), _load_words(weight, step, 1, MASKED)
+        words, more = load_words(weight, step, 0, MASKED), load_words(weight, step, 1, MASKED)
         of_step = tl.load(scales + step)[:, None]
         by_four, others = of_step.to(tl.int32), (of_step >> 32).to(tl.int32)
         sums = _add_fp4(sums, words, by_four, rows + step * 256, given, WARPS)
@@ -266,7 +266,7 @@ def multiply_fp8(
     TOKENS: tl.constexpr = rows.shape[0]
     k = tl.arange(0, 128)[None, :]
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
-    words, more_words = _load_words(weight, first, 0, MASKED), _load_words(weight, first, 1, MASKED)
+    words, more_words = load_words(weight, first, 0, MASKED), load_words(weight, first, 1, MASKED)
     for step in tl.range(first, stop, num_stages=STAGES):
         after = tl.minimum(step + 1, stop - 1)
         x_tile = _widened(tl.load(rows + step * 128 + k, mask=given, other=0.0))
@@ -274,8 +274,8 @@ def multiply_fp8(
         if token_scales is not None:
             of_tokens = tl.load(token_scales + step * token_stride, mask=tl.ravel(given), other=0.0)
             factor = factor * of_tokens[None, :]
-        next_words = _load_words(weight, after, 0, MASKED)
-        next_more = _load_words(weight, after, 1, MASKED)
+        next_words = load_words(weight, after, 0, MASKED)
+        next_more = load_words(weight, after, 1, MASKED)
         if not ORDERED:
             x_tile = reorder_tile(x_tile, TOKENS)
         shift = tl.full((ROWS, 16), _FP8_FACTOR, tl.int32)

@@ -1,4 +1,5 @@
-"""Activations between both products of experts, rounded to what FP8 codes hold.
+"""Activations of experts in FP8: codes and scales by the places of a plan, and those between both
+products, rounded or as codes.
 
 A plan has places for about twice as many rows as there are; the others are left as they are.
 """
@@ -9,6 +10,7 @@ import triton.language as tl
 
 from dsv4_ops.core.layout import ACTIVATION_BLOCK
 from dsv4_ops.dispatch.choice import CODES_CAPABILITY
+from dsv4_ops.kernels.common.fp4_codes import scale_blocks, scale_place
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     dequantize,
     quantize,
@@ -35,6 +37,48 @@ def round_rows_kernel(
         tl.store(place, found, mask=block < COUNT)
 
 
+@triton.jit
+def place_scales_kernel(
+    scales, scale_stride, scale_block_stride,
+    topk, sorted_rows,
+    placed, placed_stride,
+    COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The scales of a block of ``ROWS`` places, [BLOCKS, ROWS], in bf16."""
+    inside = tl.arange(0, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.load(sorted_rows + first + inside)
+    token = tl.where(row >= 0, row // topk, 0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)[:, None].to(tl.int64)
+    found = scales + token[None, :] * scale_stride + block * scale_block_stride
+    given = (row >= 0)[None, :] & (block < COUNT)
+    exponents = tl.load(found, mask=given, other=0.0).to(tl.int32, bitcast=True) >> 16
+    placed = placed.to(tl.pointer_type(tl.int16), bitcast=True)
+    target = placed + block * (2 * placed_stride) + first + scale_place(inside, ROWS)[None, :]
+    tl.store(target, exponents.to(tl.int16))
+
+
+@triton.jit
+def quantize_places_kernel(
+    rows, row_stride, sorted_rows,
+    codes, placed, placed_stride,
+    COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Codes of one row, whose values stay where they are, and its scales in bf16."""
+    place = tl.program_id(0).to(tl.int64)
+    given = tl.load(sorted_rows + place) >= 0
+    block = tl.arange(0, BLOCKS)
+    inside = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    there = (block[:, None] < COUNT) & given
+    values = widen(tl.load(rows + place * row_stride + inside, mask=there, other=0.0))
+    found, scale = quantize(values)
+    tl.store(codes + place * row_stride + inside, found, mask=there)
+    placed = placed.to(tl.pointer_type(tl.int16), bitcast=True)
+    target = placed + block.to(tl.int64) * (2 * placed_stride)
+    target += place // ROWS * ROWS + scale_place(place % ROWS, ROWS)
+    tl.store(target, tl.where(given, scale << 7, 0).to(tl.int16), mask=block < COUNT)
+
+
 def can_round(capability: tuple[int, int] | None) -> bool:
     """Whether Triton converts e4m3 codes there; None is the interpreter, or AMD."""
     return torch.version.hip is None and (capability is None or capability >= CODES_CAPABILITY)
@@ -47,3 +91,33 @@ def round_rows(launch: Launcher, rows: torch.Tensor, sorted_rows: torch.Tensor) 
         rows, rows.stride(0), sorted_rows,
         COUNT=count, BLOCKS=triton.next_power_of_2(count), num_warps=4,
     )  # fmt: skip
+
+
+def place_scales(
+    launch: Launcher, scales: torch.Tensor, topk: int, sorted_rows: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """int32 [K // 128, places // 2], pairs of bf16 scales: of the tokens at the places of a plan of
+    blocks of ``rows``, and 0 where there are none."""
+    count = int(scales.shape[1])
+    blocks = triton.next_power_of_2(scale_blocks(count * ACTIVATION_BLOCK))
+    placed = sorted_rows.new_empty((blocks, sorted_rows.shape[0] // 2))
+    launch(place_scales_kernel)[sorted_rows.shape[0] // rows,](
+        scales, *scales.stride(), topk, sorted_rows, placed, placed.stride(0),
+        COUNT=count, BLOCKS=blocks, ROWS=rows, num_warps=4,
+    )  # fmt: skip
+    return placed
+
+
+def quantize_places(
+    launch: Launcher, values: torch.Tensor, sorted_rows: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 codes of the bf16 ``values`` at the places of a plan, and scales as ``place_scales``
+    has them."""
+    count = values.shape[1] // ACTIVATION_BLOCK
+    codes = torch.empty_like(values, dtype=torch.uint8)
+    placed = sorted_rows.new_empty((count, sorted_rows.shape[0] // 2))
+    launch(quantize_places_kernel)[sorted_rows.shape[0],](
+        values, values.stride(0), sorted_rows, codes, placed, placed.stride(0),
+        COUNT=count, BLOCKS=triton.next_power_of_2(count), ROWS=rows, num_warps=4,
+    )  # fmt: skip
+    return codes, placed

@@ -1,17 +1,26 @@
 """The two products of routed experts, whose weights are read once for each block of rows, or for
 two."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp4_codes import (  # by name: Inductor copies kernels
+    code_place,
+    has_nan,
+    multiply_fp4_codes,
+    multiply_fp4_codes_by_blocks,
+    ordered_codes,
+    scale_place,
+)
+from dsv4_ops.kernels.common.fp8 import (
     multiply_add,
     round_to_bf16,
 )
+from dsv4_ops.kernels.common.triton_compat import INTERPRETED
 from dsv4_ops.kernels.common.weights import (
     bf16_activations,
     byte_rows,
@@ -23,10 +32,17 @@ from dsv4_ops.kernels.common.weights import (
     step_of,
     tile_rows,
 )
-from dsv4_ops.kernels.experts.activations import can_round, round_rows
+from dsv4_ops.kernels.experts.activations import (
+    can_round,
+    place_scales,
+    quantize_places,
+    round_rows,
+)
 from dsv4_ops.kernels.experts.plan import PAIR, expert_plan
 from dsv4_ops.kernels.launcher import Launcher
+from dsv4_ops.kernels.linear.block_products import CAPABILITY
 from dsv4_ops.reference.experts import combine
+from dsv4_ops.reference.linear import quantized
 
 TILES = {
     4: {16: (64, 4, 3), 32: (128, 8, 3), 64: (64, 4, 3), 128: (128, 8, 3)},
@@ -45,6 +61,10 @@ but for FP8, whose programs hold 17 KB. Where routing is even, hardly an expert 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """Values of K of a step of bf16 weights, by the rows of a block."""
 
+LISTED, PART = 128, 16
+"""Programs that are looked through for those whose scales are far apart, and rows that are
+multiplied at a time there: so the kernels that are always in use need no registers for those."""
+
 _LARGE_SHARED = ((9, 0), (10, 0), (10, 3))
 """GPUs with as much."""
 
@@ -57,6 +77,10 @@ MEAN_ROWS = {4: _FEW_BITS, 8: _FEW_BITS, 16: {16: 5, 32: 16, 64: 40}}
 """By the bits, rows of an expert, on average, up to which a block holds so many; beyond, 128."""
 
 MOST_ROWS = 128
+
+CODE_ROWS, CODE_TILE = 32, (64, 4, 3)
+"""Rows of a block of FP4 whose activations are multiplied as codes, and its ``TILES``. Programs of
+two blocks have as many steps under way, 67 KB, and at most 168 registers: three fit an SM."""
 
 SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
 """By the bits, rows of a block where their number is a symbol."""
@@ -105,9 +129,9 @@ def _multiply_bf16(
 
 @triton.jit
 def _expert_sums(
-    weight, scale, x, expert, first,
+    weight, scale, x, x_scale, expert, first,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr,
-    TILE: tl.constexpr,
+    TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Products of rows of an expert's weight, [SIZE, WIDTH], with rows of ``x``."""
     codes, code_expert_stride, code_row_stride = weight
@@ -128,7 +152,16 @@ def _expert_sums(
         weight = (words, given[:, None], WIDTH // 8)
         scale = scales + row * scale_row_stride
         steps = (0, (WIDTH + 255) // 256)
-        return multiply_fp4(weight, scale, x, steps, ROWS, WARPS, STAGES, MASKED)
+        if BY_BLOCKS:
+            return multiply_fp4_codes_by_blocks(
+                weight, scale, x, x_scale, steps, ROWS, WARPS, MASKED
+            )
+        elif CODES:
+            return multiply_fp4_codes(
+                weight, scale, x, x_scale, steps, ROWS, WARPS, STAGES, MASKED, TOKENS
+            )
+        else:  # Triton would compile what is behind a branch that returns
+            return multiply_fp4(weight, scale, x, steps, ROWS, WARPS, STAGES, MASKED)
     row, exists = _rows_of(tl.arange(0, ROWS), first, SIZE, GATED)  # as the sums have them
     return multiply_fp8(
         (words, given[:, None], WIDTH // 4),
@@ -139,117 +172,248 @@ def _expert_sums(
 
 
 @triton.jit
+def _rows_at(
+    x, row, given, place,
+    TOKENS: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Rows of activations and their scales, as products take them: those of a block, or of its
+    places from one on."""
+    x, x_stride, x_scale, scale_stride = x
+    block, part = place
+    block = tl.cast(block, tl.int64)
+    rows = x + row.to(tl.int64)[:, None] * x_stride
+    if CODES:
+        rows = rows.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    if BY_BLOCKS:
+        inside = part + tl.arange(0, HELD)
+        scales = x_scale.to(tl.pointer_type(tl.int16), bitcast=True) + block * TOKENS
+        scales += inside // TOKENS * TOKENS + scale_place(inside % TOKENS, TOKENS)
+        return (rows, given[:, None]), (scales, 2 * scale_stride)
+    else:
+        return (rows, given[:, None]), (x_scale + block * (TOKENS // 2), scale_stride)
+
+
+@triton.jit
 def _gate_up(
     x, weight, scale, out, place,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    TOKENS: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr,
+    TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, HELD: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``HELD`` rows: those of a block of ``TOKENS``, or of two from it on."""
-    x, x_stride, topk = x
+    """A tile of ``HELD`` rows: those of a block of ``TOKENS``, of two from it on, or of a part of
+    one. Returns the products, gates and ups."""
+    x, topk = x
     out, out_stride = out
-    sorted_rows, block, expert, first = place
+    sorted_rows, block, part, expert, first = place
     ROWS: tl.constexpr = TILE[0]
-    slot = block.to(tl.int64) * TOKENS + tl.arange(0, HELD)
+    slot = tl.cast(block, tl.int64) * TOKENS + part + tl.arange(0, HELD)
     row = tl.load(sorted_rows + slot)
-    token = tl.where(row >= 0, row // topk, 0).to(tl.int64)
-    x_rows = (x + token[:, None] * x_stride, (row >= 0)[:, None])
+    token = tl.where(row >= 0, row // topk, 0)
+    rows, of_rows = _rows_at(x, token, row >= 0, (block, part), TOKENS, HELD, CODES, BY_BLOCKS)
     sums = _expert_sums(
-        weight, scale, x_rows, expert.to(tl.int64), first, 2 * SIZE, WIDTH, BITS, True, TILE
-    )
+        weight, scale, rows, of_rows, expert.to(tl.int64), first,
+        2 * SIZE, WIDTH, BITS, True, TOKENS, CODES, BY_BLOCKS, TILE,
+    )  # fmt: skip
     parts = tl.reshape(sums, (ROWS // 16, 2, 8, HELD))
     gate, up = tl.split(tl.permute(parts, (0, 2, 3, 1)))
     gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
     up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     act = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (ROWS // 2, HELD))
     unit = first + tl.arange(0, ROWS // 2)
-    unit = place_of(unit, BITS == 4) if BITS < 16 else unit
+    if CODES:
+        unit = code_place(unit)
+    elif BITS < 16:
+        unit = place_of(unit, BITS == 4)
     tl.store(out + slot[None, :] * out_stride + unit[:, None], round_to_bf16(act))
+    return sums
 
 
 @triton.jit
 def gate_up_kernel(
-    x, x_stride,
+    x, x_stride, x_scale, x_scale_stride,
     topk, sorted_rows, expert_of_block,
     codes, code_expert_stride, code_row_stride,
     scales, scale_expert_stride, scale_row_stride, scale_stride,
-    out, out_stride,
+    out, out_stride, far,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    TOKENS: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr, TILES: tl.constexpr,
+    TOKENS: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
+    """With ``CODES``, ``far`` says which programs ``gate_up_far_kernel`` has to do again."""
     block = tl.program_id(0) // TILES
     first = tl.program_id(0) % TILES * (TILE[0] // 2)
     expert = tl.load(expert_of_block + block)
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
-    rows, target = (x, x_stride, topk), (out, out_stride)
+    rows, target = ((x, x_stride, x_scale, x_scale_stride), topk), (out, out_stride)
+    if CODES:
+        tl.store(far + tl.program_id(0), 0)
     if (expert >= 0) & (expert < PAIR):
-        _gate_up(
-            rows, weight, scale, target, (sorted_rows, block, expert, first),
-            LIMIT, SIZE, WIDTH, BITS, TOKENS, TOKENS, TILE,
+        sums = _gate_up(
+            rows, weight, scale, target, (sorted_rows, block, 0, expert, first),
+            LIMIT, SIZE, WIDTH, BITS, TOKENS, CODES, False, TOKENS, TILE,
         )  # fmt: skip
+        if CODES:
+            tl.store(far + tl.program_id(0), 1, mask=has_nan(sums))
     if PAIR_TILE is not None:
         if expert >= PAIR:
-            _gate_up(
-                rows, weight, scale, target, (sorted_rows, block, expert - PAIR, first),
-                LIMIT, SIZE, WIDTH, BITS, TOKENS, 2 * TOKENS, PAIR_TILE,
+            sums = _gate_up(
+                rows, weight, scale, target, (sorted_rows, block, 0, expert - PAIR, first),
+                LIMIT, SIZE, WIDTH, BITS, TOKENS, CODES, False, 2 * TOKENS, PAIR_TILE,
             )  # fmt: skip
+            if CODES:
+                tl.store(far + tl.program_id(0), 1, mask=has_nan(sums))
+
+
+@triton.jit
+def gate_up_far_kernel(
+    x, x_stride, x_scale, x_scale_stride,
+    topk, sorted_rows, expert_of_block,
+    codes, code_expert_stride, code_row_stride,
+    scales, scale_expert_stride, scale_row_stride, scale_stride,
+    out, out_stride, far, num_programs,
+    LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Do programs of ``gate_up_kernel`` again whose scales are far apart, ``PART`` rows at a
+    time."""
+    weight = (codes, code_expert_stride, code_row_stride)
+    scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
+    rows, target = ((x, x_stride, x_scale, x_scale_stride), topk), (out, out_stride)
+    start = tl.program_id(0) * LISTED
+    listed = start + tl.arange(0, LISTED)
+    if tl.max(tl.load(far + listed, mask=listed < num_programs, other=0)) > 0:
+        for program in range(start, tl.minimum(start + LISTED, num_programs)):
+            if tl.load(far + program) > 0:
+                block, first = program // TILES, program % TILES * (TILE[0] // 2)
+                expert = tl.load(expert_of_block + block)
+                held = tl.where(expert >= PAIR, 2 * TOKENS, TOKENS)
+                expert = tl.where(expert >= PAIR, expert - PAIR, expert)
+                for part in range(0, held, PART):
+                    _gate_up(
+                        rows, weight, scale, target, (sorted_rows, block, part, expert, first),
+                        LIMIT, SIZE, WIDTH, 4, TOKENS, True, True, PART, TILE,
+                    )  # fmt: skip
 
 
 @triton.jit
 def _down(
     x, weight, scale, out, place,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
-    HELD: tl.constexpr, TILE: tl.constexpr,
+    CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of as many rows, whose products go to their places in ``out``."""
-    x, x_stride = x
-    sorted_rows, block, expert, first = place
+    sorted_rows, block, part, expert, first = place
     ROWS: tl.constexpr = TILE[0]
-    slot = block.to(tl.int64) * TOKENS + tl.arange(0, HELD)
-    row = tl.load(sorted_rows + slot)
-    x_rows = (x + slot[:, None] * x_stride, (row >= 0)[:, None])
+    slot = tl.cast(block, tl.int64) * TOKENS + part + tl.arange(0, HELD)
+    given = tl.load(sorted_rows + slot) >= 0
+    rows, of_rows = _rows_at(x, slot, given, (block, part), TOKENS, HELD, CODES, BY_BLOCKS)
     sums = _expert_sums(
-        weight, scale, x_rows, expert.to(tl.int64), first, SIZE, WIDTH, BITS, False, TILE
-    )
-    column = first + tl.arange(0, ROWS)[None, :]
-    target = out + row.to(tl.int64)[:, None] * SIZE + column
-    tl.store(target, tl.trans(sums), mask=(row >= 0)[:, None] & (column < SIZE))
+        weight, scale, rows, of_rows, expert.to(tl.int64), first,
+        SIZE, WIDTH, BITS, False, TOKENS, CODES, BY_BLOCKS, TILE,
+    )  # fmt: skip
+    # not the load from before, whose result would take registers in between
+    row = tl.load(sorted_rows + slot, cache_modifier=".cg")
+    column = first + tl.arange(0, ROWS)[:, None]
+    target = out + row.to(tl.int64)[None, :] * SIZE + column
+    tl.store(target, sums, mask=(row >= 0)[None, :] & (column < SIZE))
+    return sums
 
 
 @triton.jit
 def down_kernel(
-    x, x_stride,
+    x, x_stride, x_scale, x_scale_stride,
     sorted_rows, expert_of_block,
     codes, code_expert_stride, code_row_stride,
     scales, scale_expert_stride, scale_row_stride, scale_stride,
-    out,
+    out, far,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
-    TILE: tl.constexpr, PAIR_TILE: tl.constexpr, TILES: tl.constexpr,
+    CODES: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """``far`` is as that of ``gate_up_kernel``."""
     block = tl.program_id(0) // TILES
     first = tl.program_id(0) % TILES * TILE[0]
     expert = tl.load(expert_of_block + block)
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
+    rows = (x, x_stride, x_scale, x_scale_stride)
+    if CODES:
+        tl.store(far + tl.program_id(0), 0)
     if (expert >= 0) & (expert < PAIR):
-        _down(
-            (x, x_stride), weight, scale, out, (sorted_rows, block, expert, first),
-            SIZE, WIDTH, BITS, TOKENS, TOKENS, TILE,
+        sums = _down(
+            rows, weight, scale, out, (sorted_rows, block, 0, expert, first),
+            SIZE, WIDTH, BITS, TOKENS, CODES, False, TOKENS, TILE,
         )  # fmt: skip
+        if CODES:
+            tl.store(far + tl.program_id(0), 1, mask=has_nan(sums))
     if PAIR_TILE is not None:
         if expert >= PAIR:
-            _down(
-                (x, x_stride), weight, scale, out, (sorted_rows, block, expert - PAIR, first),
-                SIZE, WIDTH, BITS, TOKENS, 2 * TOKENS, PAIR_TILE,
+            sums = _down(
+                rows, weight, scale, out, (sorted_rows, block, 0, expert - PAIR, first),
+                SIZE, WIDTH, BITS, TOKENS, CODES, False, 2 * TOKENS, PAIR_TILE,
             )  # fmt: skip
+            if CODES:
+                tl.store(far + tl.program_id(0), 1, mask=has_nan(sums))
 
 
-def block_rows(num_rows: int, num_experts: int, bits: int) -> int:
-    """Rows of a block."""
-    if not isinstance(num_rows, int):
-        return SYMBOLIC_ROWS[bits]
-    mean = num_rows / num_experts
-    return next((rows for rows, most in MEAN_ROWS[bits].items() if mean <= most), MOST_ROWS)
+@triton.jit
+def down_far_kernel(
+    x, x_stride, x_scale, x_scale_stride,
+    sorted_rows, expert_of_block,
+    codes, code_expert_stride, code_row_stride,
+    scales, scale_expert_stride, scale_row_stride, scale_stride,
+    out, far, num_programs,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Likewise of ``down_kernel``."""
+    weight = (codes, code_expert_stride, code_row_stride)
+    scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
+    rows = (x, x_stride, x_scale, x_scale_stride)
+    start = tl.program_id(0) * LISTED
+    listed = start + tl.arange(0, LISTED)
+    if tl.max(tl.load(far + listed, mask=listed < num_programs, other=0)) > 0:
+        for program in range(start, tl.minimum(start + LISTED, num_programs)):
+            if tl.load(far + program) > 0:
+                block, first = program // TILES, program % TILES * TILE[0]
+                expert = tl.load(expert_of_block + block)
+                held = tl.where(expert >= PAIR, 2 * TOKENS, TOKENS)
+                expert = tl.where(expert >= PAIR, expert - PAIR, expert)
+                for part in range(0, held, PART):
+                    _down(
+                        rows, weight, scale, out, (sorted_rows, block, part, expert, first),
+                        SIZE, WIDTH, 4, TOKENS, True, True, PART, TILE,
+                    )  # fmt: skip
+
+
+class Blocks(NamedTuple):
+    """How rows are divided among programs.
+
+    Args:
+        rows: Rows of a block.
+        tile: Rows of the weight per program, warps, and steps under way.
+        stages: Steps under way of a program of two blocks; 0 without any.
+        codes: Whether FP8 codes are multiplied, and not the values that they stand for.
+    """
+
+    rows: int
+    tile: tuple[int, int, int]
+    stages: int
+    codes: bool
+
+
+def blocks_of(
+    num_rows: int, num_experts: int, bits: int, *, codes: bool = False, most: int = MOST_ROWS
+) -> Blocks:
+    """Of ``num_rows`` rows of all experts; ``codes`` if codes can be multiplied."""
+    rows = SYMBOLIC_ROWS[bits]
+    if isinstance(num_rows, int):
+        mean = num_rows / num_experts
+        rows = next((held for held, least in MEAN_ROWS[bits].items() if mean <= least), MOST_ROWS)
+    if codes and rows >= CODE_ROWS:
+        return Blocks(CODE_ROWS, CODE_TILE, CODE_TILE[2], True)
+    rows = min(rows, most)
+    return Blocks(rows, TILES[bits][rows], PAIR_STAGES.get((bits, rows), 0), False)
 
 
 def experts(
@@ -272,53 +436,118 @@ def experts(
     if num_rows == 0:
         return x.new_zeros((num_tokens, width))
     bits = _BITS.get(gate_up.dtype, 4)
-    tokens = block_rows(num_rows, num_experts, bits)
-    if launch.capability(x.device) not in (None, *_LARGE_SHARED):
-        tokens = min(tokens, SMALL_ROWS)
-    tile = TILES[bits][tokens]
-    stages = PAIR_STAGES.get((bits, tokens), 0)
+    capability = launch.capability(x.device)
+    blocks = blocks_of(
+        num_rows,
+        num_experts,
+        bits,
+        codes=bits == 4 and activations == "fp8" and (INTERPRETED or capability == CAPABILITY),
+        most=MOST_ROWS if capability in (None, *_LARGE_SHARED) else SMALL_ROWS,
+    )
+    tokens, tile = blocks.rows, blocks.tile
     plan = expert_plan(
-        launch, topk_ids, num_experts=num_experts, block_size=tokens, pairs=stages > 0
+        launch, topk_ids, num_experts=num_experts, block_size=tokens, pairs=blocks.stages > 0
     )
     capacity = plan.expert_of_block.shape[0]
     step = STEPS[tokens] if bits == 16 else step_of(bits == 4)
     padded = round_up(size, max(step, WEIGHT_BLOCK))
     act = x.new_empty((capacity * tokens, padded))
-    ordered = _ordered(bf16_activations(x, activations), bits)
     tiles = padded // (tile[0] // 2)
     masked = padded != size or width % step != 0
-    launch(gate_up_kernel)[capacity * tiles,](
-        ordered, ordered.stride(0),
+    arguments = (
+        *_inputs(launch, x, activations, bits, topk, plan.sorted_rows, blocks),
         topk, plan.sorted_rows, plan.expert_of_block,
         *_addressed(gate_up, gate_up_scale, bits),
         act, padded,
-        LIMIT=float(swiglu_limit), SIZE=size, WIDTH=width, BITS=bits, TOKENS=tokens,
-        **_tiles(tile, stages, masked, step), TILES=tiles, num_warps=tile[1],
     )  # fmt: skip
-    if activations == "fp8" and can_round(launch.capability(x.device)):
-        round_rows(launch, act, plan.sorted_rows)
-    else:
-        act = bf16_activations(act, activations)
+    sizes = {"LIMIT": float(swiglu_limit), "SIZE": size, "WIDTH": width}
+    kernels = gate_up_kernel, gate_up_far_kernel
+    _launch(
+        launch, kernels, capacity * tiles, arguments, sizes, bits, blocks, (masked, step), tiles
+    )
     out = x.new_empty((num_rows, width), dtype=torch.float32)
     tiles = triton.cdiv(width, tile[0])
     masked = width % tile[0] != 0 or size % step != 0
-    launch(down_kernel)[capacity * tiles,](
-        act, padded,
+    arguments = (
+        *_between(launch, act, activations, plan.sorted_rows, blocks),
         plan.sorted_rows, plan.expert_of_block,
         *_addressed(down, down_scale, bits),
         out,
-        SIZE=width, WIDTH=size, BITS=bits, TOKENS=tokens,
-        **_tiles(tile, stages, masked, step), TILES=tiles, num_warps=tile[1],
     )  # fmt: skip
+    sizes = {"SIZE": width, "WIDTH": size}
+    kernels = down_kernel, down_far_kernel
+    _launch(
+        launch, kernels, capacity * tiles, arguments, sizes, bits, blocks, (masked, step), tiles
+    )
     return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)
 
 
-def _tiles(
-    tile: tuple[int, int, int], stages: int, masked: bool, step: int
-) -> dict[str, tuple[Any, ...] | None]:
-    """Of a program of one block and, with ``stages``, of one that has two."""
-    rest = (masked, step)
-    return {"TILE": (*tile, *rest), "PAIR_TILE": (*tile[:2], stages, *rest) if stages else None}
+def _launch(
+    launch: Launcher,
+    kernels: tuple[Any, Any],
+    programs: int,
+    arguments: tuple[Any, ...],
+    sizes: dict[str, Any],
+    bits: int,
+    blocks: Blocks,
+    rest: tuple[bool, int],
+    tiles: int,
+) -> None:
+    """A product, and those of its programs again whose scales are far apart."""
+    kernel, far_kernel = kernels
+    placed = arguments[2]  # int32; nobody reads it without codes
+    far = placed.new_empty((programs,)) if blocks.codes else placed
+    tile = (*blocks.tile, *rest)
+    pair = (*blocks.tile[:2], blocks.stages, *rest) if blocks.stages else None
+    launch(kernel)[programs,](
+        *arguments, far,
+        **sizes, BITS=bits, TOKENS=blocks.rows, CODES=blocks.codes, TILE=tile, PAIR_TILE=pair,
+        TILES=tiles, num_warps=blocks.tile[1],
+    )  # fmt: skip
+    if blocks.codes:
+        launch(far_kernel)[(programs + LISTED - 1) // LISTED,](
+            *arguments, far, programs,
+            **sizes, TOKENS=blocks.rows, TILE=tile, TILES=tiles, LISTED=LISTED, PART=PART,
+            num_warps=blocks.tile[1],
+        )  # fmt: skip
+
+
+def _inputs(
+    launch: Launcher,
+    x: torch.Tensor,
+    activations: str,
+    bits: int,
+    topk: int,
+    sorted_rows: torch.Tensor,
+    blocks: Blocks,
+) -> tuple[Any, ...]:
+    """Rows that ``gate_up_kernel`` reads and their stride, then scales and their stride; without codes
+    nobody reads scales."""
+    if blocks.codes:
+        codes, scales = quantized(x)
+        ordered = ordered_codes(codes)
+        placed = place_scales(launch, scales, topk, sorted_rows, blocks.rows)
+        return ordered, ordered.stride(0), placed, placed.stride(0)
+    rows = _ordered(bf16_activations(x, activations), bits)
+    return rows, rows.stride(0), sorted_rows, 0
+
+
+def _between(
+    launch: Launcher,
+    act: torch.Tensor,
+    activations: str,
+    sorted_rows: torch.Tensor,
+    blocks: Blocks,
+) -> tuple[Any, ...]:
+    """Likewise of ``down_kernel``."""
+    if blocks.codes:
+        codes, placed = quantize_places(launch, act, sorted_rows, blocks.rows)
+        return codes, codes.stride(0), placed, placed.stride(0)
+    if activations == "fp8" and can_round(launch.capability(act.device)):
+        round_rows(launch, act, sorted_rows)
+    else:
+        act = bf16_activations(act, activations)
+    return act, act.stride(0), sorted_rows, 0
 
 
 def _ordered(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -18,6 +18,8 @@ from dsv4_ops.testing.contract.compare import assert_agrees, equal
 
 SETTINGS = {"swiglu_limit": 10.0, "activations": "bf16"}
 
+BLOCKS_OF = products.blocks_of
+
 WITHOUT_CODES = Launcher(_Fused, capability=(8, 0))
 """On an A100, for which Triton converts no e4m3 codes."""
 
@@ -33,7 +35,9 @@ def check(block: int, width: int, size: int, bits: int) -> None:
     ids = torch.randint(-1, 4, (tokens, 2), generator=seed).int()
     ids[10:, 0] = 1
     call = (x, torch.rand(tokens, 2, generator=seed), ids, up, up_scale, down, down_scale)
-    products.block_rows = lambda *_: block
+    stages = products.PAIR_STAGES.get((bits, block), 0)
+    blocks = products.Blocks(block, products.TILES[bits][block], stages, False)
+    products.blocks_of = lambda *_, **__: blocks
     case = Case(f"blocks of {block}", call, SETTINGS)
     found = experts(EAGER, *call, **SETTINGS)
     expected = case.run(OPS["experts"].reference)
@@ -52,6 +56,33 @@ def check(block: int, width: int, size: int, bits: int) -> None:
     odd = [torch.cat((each[..., :1], each), -1)[..., 1:] for each in (up_scale, down_scale)]
     again = experts(EAGER, *call[:4], odd[0], down, odd[1], **SETTINGS)
     assert torch.equal(again, found)
+
+
+def check_codes(width: int, size: int, apart: int) -> None:
+    """FP4 by FP8 codes: blocks, pairs of them, and scales of a row that are far from each other,
+    nothing, NaN, or of blocks of zeros."""
+    seed = torch.Generator().manual_seed(apart)
+    up, up_scale, down, down_scale = expert_weights(seed, 3, width, size, 4)
+    up_scale[1, 5, 1], down_scale[1, 7, 2] = 118 - apart, 118 + apart
+    up_scale[1, -2, -1], up_scale[1, 3, 0] = 0, 255
+    up[1, 11, :16], up_scale[1, 11, 0] = 0, 0
+    products.blocks_of = BLOCKS_OF
+    tokens = 150
+    x = torch.randn(tokens, width, generator=seed).bfloat16()
+    ids = torch.randint(-1, 4, (tokens, 2), generator=seed).int()
+    ids[30:, 0] = 1
+    call = (x, torch.rand(tokens, 2, generator=seed), ids, up, up_scale, down, down_scale)
+    case = Case("codes", call, {**SETTINGS, "activations": "fp8"})
+    assert BLOCKS_OF(tokens * 2, 3, 4, codes=True).codes
+    for spoilt in (False, True):
+        if spoilt:
+            x[40, 7] = math.nan
+        else:
+            up_scale[1, 3, 0] = 119
+        found = experts(EAGER, *call, **case.settings)
+        expected = case.run(OPS["experts"].reference)
+        assert bool(found.isfinite().all()) != spoilt
+        assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
 
 
 def check_plan(num_rows: int) -> None:
@@ -133,6 +164,8 @@ if __name__ == "__main__":
     check_pairs()
     check_rounding()
     check_route()
+    for sizes in ((256, 128, 40), (384, 256, 3), (128, 384, 100)):
+        check_codes(*sizes)
     for block in products.TILES[16]:
         if block in products.TILES[4]:
             check(block, 288, 64, 4)

@@ -1,5 +1,6 @@
 """Kernels without a GPU: their logic in Triton's interpreter, their cubins for sm_90."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,11 @@ BYTES_IN_REGISTERS = {
 # kernels that hold a tile of products, or the keys that they select from; two programs per SM
 TILES_IN_REGISTERS = {
     "cp_topk_kernel",
+    "down_far_kernel",
     "expert_counts_kernel",
     "expert_plan_kernel",
     "fp8_block_kernel",
+    "gate_up_far_kernel",
     "indexer_logits_kernel",
     "indexer_logits_ragged_kernel",
     "pool_windows_kernel",
@@ -127,6 +130,8 @@ def test_no_kernel_spills_registers(part, monkeypatch):
     ]
     assert not kernels.spilling(reports)
     for item in reports:
+        if item.op == "experts, codes":
+            assert item.registers <= 168, f"three programs of four warps fit an SM: {item}"
         if item.kernel in ONE_PER_SM:
             continue
         limit = 144 if item.kernel in BYTES_IN_REGISTERS else 64
@@ -134,6 +139,25 @@ def test_no_kernel_spills_registers(part, monkeypatch):
         if item.kernel in TILES_IN_REGISTERS:
             limit = 65536 // (2 * 32 * item.warps) if item.warps > 4 else 255
         assert item.registers <= limit, f"occupancy falls: {item}"
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.skipif(not (NIGHTLY or NEWEST), reason="`make smoke` compiles them in each CI run")
+def test_code_tiles_take_four_words_of_a_thread_that_are_side_by_side():
+    """Their assembly has four words of one scale at a time, which depends on Triton's layout."""
+    from dsv4_ops.cli import kernels
+
+    every = launched()["experts, codes"]
+    product = next(each for each in every if each.kwargs.get("CODES"))
+    module = kernels.compiled(product, 90).asm["ttgir"]
+    tiles = re.findall(r"packed_element = 4 : i32.*?: tensor<64x16xi32, (#\w+)>", module)
+    assert len(tiles) == 4  # two of a step, of one block and of two
+    for layout in set(tiles):
+        held = re.search(rf"^{layout} = (.*)$", module, re.M)
+        assert held, f"{layout} of {module[:2000]}"
+        blocked = "sizePerThread = [1, 4]" in held[1] and "order = [1, 0]" in held[1]
+        assert blocked or "register = [[0, 1], [0, 2]," in held[1], held[1]
 
 
 def written_kernels():
