@@ -43,8 +43,9 @@ def ordered_codes(x: Tensor) -> Tensor:
     more = round_up(int(x.shape[1]), step_of(True)) - int(x.shape[1])
     codes = x.view(torch.uint8)
     padded = torch.cat([codes, codes.new_zeros((codes.shape[0], more))], -1) if more else codes
-    parts = padded.unflatten(-1, (-1, 4, 4, 2, 4)).permute(0, 1, 3, 4, 2, 5)
-    return parts.reshape(padded.shape)
+    fours = padded.view(torch.int32)
+    parts = fours.unflatten(-1, (-1, 4, 4, 2)).permute(0, 1, 3, 4, 2)
+    return parts.reshape(fours.shape).view(torch.uint8)
 
 
 def scale_blocks(width: int) -> int:

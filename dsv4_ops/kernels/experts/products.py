@@ -18,6 +18,7 @@ from dsv4_ops.kernels.common.fp4_codes import (  # by name: Inductor copies kern
 )
 from dsv4_ops.kernels.common.fp8 import (
     multiply_add,
+    round_to,
     round_to_bf16,
 )
 from dsv4_ops.kernels.common.triton_compat import INTERPRETED
@@ -78,9 +79,9 @@ MEAN_ROWS = {4: _FEW_BITS, 8: _FEW_BITS, 16: {16: 5, 32: 16, 64: 40}}
 
 MOST_ROWS = 128
 
-CODE_ROWS, CODE_TILE = 32, (64, 4, 3)
-"""Rows of a block of FP4 whose activations are multiplied as codes, and its ``TILES``. Programs of
-two blocks have as many steps under way, 67 KB, and at most 168 registers: three fit an SM."""
+CODE_ROWS, CODE_TILE, CODE_PAIR_STAGES = 32, (64, 4, 4), 3
+"""Rows of a block of FP4 whose activations are multiplied as codes, its ``TILES`` and
+``PAIR_STAGES``: 59 and 67 KB and at most 168 registers, so that three programs fit an SM."""
 
 SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
 """By the bits, rows of a block where their number is a symbol."""
@@ -316,7 +317,8 @@ def _down(
     row = tl.load(sorted_rows + slot, cache_modifier=".cg")
     column = first + tl.arange(0, ROWS)[:, None]
     target = out + row.to(tl.int64)[None, :] * SIZE + column
-    tl.store(target, sums, mask=(row >= 0)[None, :] & (column < SIZE))
+    values = round_to(sums, out.dtype.element_ty)
+    tl.store(target, values, mask=(row >= 0)[None, :] & (column < SIZE))
     return sums
 
 
@@ -411,7 +413,7 @@ def blocks_of(
         mean = num_rows / num_experts
         rows = next((held for held, least in MEAN_ROWS[bits].items() if mean <= least), MOST_ROWS)
     if codes and rows >= CODE_ROWS:
-        return Blocks(CODE_ROWS, CODE_TILE, CODE_TILE[2], True)
+        return Blocks(CODE_ROWS, CODE_TILE, CODE_PAIR_STAGES, True)
     rows = min(rows, most)
     return Blocks(rows, TILES[bits][rows], PAIR_STAGES.get((bits, rows), 0), False)
 
@@ -465,7 +467,9 @@ def experts(
     _launch(
         launch, kernels, capacity * tiles, arguments, sizes, bits, blocks, (masked, step), tiles
     )
-    out = x.new_empty((num_rows, width), dtype=torch.float32)
+    # FP8 activations are rounded to 4 bits, their products to 8: half of what the sum has to read
+    dtype = torch.bfloat16 if blocks.codes else torch.float32
+    out = x.new_empty((num_rows, width), dtype=dtype)
     tiles = triton.cdiv(width, tile[0])
     masked = width % tile[0] != 0 or size % step != 0
     arguments = (
@@ -521,8 +525,8 @@ def _inputs(
     sorted_rows: torch.Tensor,
     blocks: Blocks,
 ) -> tuple[Any, ...]:
-    """Rows that ``gate_up_kernel`` reads and their stride, then scales and their stride; without codes
-    nobody reads scales."""
+    """Rows that ``gate_up_kernel`` reads and their stride, then scales and their stride. Nobody reads
+    scales without codes."""
     if blocks.codes:
         codes, scales = quantized(x)
         ordered = ordered_codes(codes)
