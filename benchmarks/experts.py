@@ -21,7 +21,10 @@ from dsv4_ops.dispatch.providers import choice_of
 NUM_EXPERTS, TOPK, WIDTH, SIZE, LIMIT = 256, 6, 4096, 2048, 10.0
 """Those of DeepSeek-V4-Flash."""
 
-GROUPS = ("fp4", "fp8", "bf16")
+W4A8 = "w4a8"
+GROUPS = ("fp4", W4A8, "fp8", "bf16")
+"""Of weights; activations are in bf16, but in FP8 for the second, whose weights are in FP4."""
+
 CHECKED, CHECK_SCALE = 8, 64.0
 """Tokens of a batch whose results of Humming are compared, and what multiplies x there: then a
 tenth of the gates and ups is out of bounds."""
@@ -41,6 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @functools.cache
 def expert_weights(group: str, device: torch.device) -> tuple[Any, Any, Any, Any]:
     """gate_up, its scale, down, its scale: of all experts."""
+    if group == W4A8:
+        return expert_weights("fp4", device)
     if group == "bf16":
         up, down = (each.transpose(1, 2) for each in bf16_weights(device))
         return up, None, down, None
@@ -118,13 +123,15 @@ def measure(group: str, library: Any, row: Row, device: torch.device) -> None:
     experts = sum(int(each[2].unique().numel()) for each in inputs) / len(inputs)
     held = sum(each.nbytes for each in made if each is not None)
     row.weight_bytes = experts / NUM_EXPERTS * held
-    row.impl = choice_of("experts", *inputs[0], *made, swiglu_limit=LIMIT).impl
-    call = torch.compile(functools.partial(ops.experts, swiglu_limit=LIMIT), dynamic=False)
+    settings: dict[str, Any] = {"swiglu_limit": LIMIT}
+    settings["activations"] = "fp8" if group == W4A8 else "bf16"
+    row.impl = choice_of("experts", *inputs[0], *made, **settings).impl
+    call = torch.compile(functools.partial(ops.experts, **settings), dynamic=False)
     if row.tokens <= 8:
-        whole = ops.experts(*inputs[0], *made, swiglu_limit=LIMIT, impl="reference")
+        whole = ops.experts(*inputs[0], *made, **settings, impl="reference")
         row.error = weights.relative_error(call(*inputs[0], *made), whole)
     forms = {"us": [functools.partial(call, *each, *made) for each in inputs]}
-    if group != "fp8":
+    if group in ("fp4", "bf16"):
         plain = torch.compile(grouped_experts, dynamic=False)
         forms["baseline_us"] = [
             functools.partial(plain, *each, *bf16_weights(device)) for each in inputs

@@ -219,10 +219,10 @@ def multiply_fp4_codes(
     HELD: tl.constexpr = rows.shape[0]
     scales = scale.to(tl.pointer_type(tl.int64), bitcast=True)
     of_first = tl.load(scales + first)
-    largest = (of_first & 255).to(tl.int32)
+    max_scale = (of_first & 255).to(tl.int32)
     for shift in tl.static_range(8, 64, 8):
-        largest = tl.maximum(largest, ((of_first >> shift) & 255).to(tl.int32))
-    base = tl.minimum(tl.maximum(largest - _BELOW, 0), _LARGEST_BASE)
+        max_scale = tl.maximum(max_scale, ((of_first >> shift) & 255).to(tl.int32))
+    base = tl.minimum(tl.maximum(max_scale - _BELOW, 0), _LARGEST_BASE)
     sums = tl.zeros((ROWS, HELD), tl.float32)
     for step in tl.range(first, stop, num_stages=STAGES):
         words, more = load_words(weight, step, 0, MASKED), load_words(weight, step, 1, MASKED)

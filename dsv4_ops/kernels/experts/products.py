@@ -525,8 +525,8 @@ def _inputs(
     sorted_rows: torch.Tensor,
     blocks: Blocks,
 ) -> tuple[Any, ...]:
-    """Rows that ``gate_up_kernel`` reads and their stride, then scales and their stride. Nobody reads
-    scales without codes."""
+    """Rows that ``gate_up_kernel`` reads, and their scales, which nobody reads without codes; each
+    with a stride."""
     if blocks.codes:
         codes, scales = quantized(x)
         ordered = ordered_codes(codes)
