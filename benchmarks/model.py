@@ -294,8 +294,8 @@ _STAGES = {
     "experts": (
         *("cutlass13device_kernel", "grouped_gemm", "grouped_mm"),
         *("gate_up_kernel", "down_kernel", "expert_plan_kernel", "quantize_ordered_kernel"),
-        *("expert_counts_kernel", "round_rows_kernel", "place_scales_kernel"),
-        *("quantize_places_kernel", "gate_up_far_kernel", "down_far_kernel"),
+        *("expert_counts_kernel", "round_rows_kernel", "order_scales_kernel"),
+        *("quantize_ordered_kernel", "gate_up_by_blocks_kernel", "down_by_blocks_kernel"),
     ),
     "attention": ("split_keys", "join_splits", "prefill_keys"),
     "indexer": ("select_keys", "indexer", "merge_groups", "merge_parts", "quantize_query"),

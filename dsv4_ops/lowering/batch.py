@@ -24,10 +24,14 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
     registers. They are realized because every entry of a later [num_tokens, width] stage reads
     them; inlined, each would search again.
     """
+    from sympy import sympify
+
     from dsv4_ops.lowering._compat import ops
     from dsv4_ops.lowering.slot_rows import int32, realized
 
-    (boundaries,), (num_reqs,) = query_start_loc.get_size(), seq_lens.get_size()
+    # of a tensor that the graph makes, as arange does, Inductor has ints
+    (boundaries,) = map(sympify, query_start_loc.get_size())
+    (num_reqs,) = map(sympify, seq_lens.get_size())
     load_start, load_len = query_start_loc.make_loader(), seq_lens.make_loader()
 
     def start_of(request: Any) -> Any:

@@ -286,7 +286,8 @@ def experts(
         bfloat16 [num_tokens, hidden_size], dense: over the experts of a token the sum of
         weight * (a W_down^T), a = bf16(silu(min(g, limit)) * clamp(u, -limit, limit)) with
         (g, u) = x W_gate_up^T. Products, SwiGLU and sum are in float32, with one cast of each a and
-        one of the result.
+        one of the result; where codes are multiplied (below), sums of 128 products have some 14
+        bits, and each a W_down^T is cast to bfloat16, too.
 
     Mutates: nothing.
 
@@ -298,8 +299,10 @@ def experts(
 
     Compile: on a GPU kernels of ours: the plan, gate and up with SwiGLU, for FP8 activations their
         rounding, and down, and a weighted sum of Inductor's. Both products read an expert once for
-        a block of rows (16 to 128, by the mean of an expert), or for two of up to 32. They take a
-        FP4 scale above 2^9 for infinite and one below 2^-117 may round; a weight's FP8 code of NaN
+        a block of rows (16 to 128, by the mean of an expert), or for two of up to 32. FP4 meets FP8
+        activations as codes on Hopper, where an expert has 14 rows or more on average, or their
+        number is a symbol; elsewhere as values in bf16, which take a FP4 scale above 2^9 for
+        infinite, while one below 2^-117 may round. A weight's FP8 code of NaN
         reads as 480. Released files have none of these. On a CPU two reductions of Inductor that
         gather and dequantise as they multiply; eager code there dequantises one expert at a time,
         for 16 rows. Dynamic in num_tokens; CUDA graphs and export: yes.

@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_said_in_short():
         ("_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel", "experts"),
         ("expert_counts_kernel", "experts"),
         ("round_rows_kernel", "experts"),
-        ("gate_up_far_kernel", "experts"),
+        ("gate_up_by_blocks_kernel", "experts"),
         ("nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT", "projections"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "projections"),
         ("split_keys_kernel", "attention"),

@@ -74,3 +74,35 @@ def test_scales_that_begin_at_any_byte_give_the_same(skipped):
     ]
     expected = ops.experts(*routed, up, up_scale, down, down_scale, **W4A16)
     assert torch.equal(ops.experts(*routed, up, moved[0], down, moved[1], **W4A16), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [40, 100])  # blocks, and pairs of them
+@pytest.mark.parametrize("scale", [110, 111, 122, 123, 255])
+def test_scales_around_the_reach_of_codes(num_tokens, scale):
+    """Of rows behind their first 256 columns: 111 and 122 are the last within reach of 118."""
+    seed = torch.Generator().manual_seed(num_tokens)
+    up, up_scale, down, down_scale = expert_weights(seed, 2, 512, 384, 4)
+    up_scale, down_scale = (torch.full_like(each, 118) for each in (up_scale, down_scale))
+    up_scale[1, 5, -1] = up_scale[0, 700, 9] = down_scale[1, 70, -1] = scale
+    x = torch.randn(512, num_tokens, generator=seed).bfloat16().t()
+    scores = torch.rand(num_tokens, 2, generator=seed).topk(2)
+    routed = scores.values, scores.indices.int()
+    check(x, *routed, (up, up_scale, down, down_scale), W4A8)
+
+
+def test_codes_of_nan_of_an_odd_width_and_of_a_symbolic_number_of_tokens():
+    seed = torch.Generator().manual_seed(0)
+    weights = tuple(each.cuda() for each in expert_weights(seed, 2, 384, 384, 4))
+    x = torch.randn(90, 384, generator=seed).bfloat16().cuda()
+    x[20, 7] = torch.nan
+    scores = torch.rand(90, 2, generator=seed).topk(2)
+    routed = scores.values.cuda(), scores.indices.int().cuda()
+    compiled = torch.compile(ops.experts, dynamic=True, fullgraph=True)
+    for count in (90, 50):
+        call = (x[:count], *(each[:count] for each in routed), *weights)
+        found = compiled(*call, **W4A8)
+        assert found[20].isnan().all()
+        others = torch.arange(count) != 20
+        assert found[others].isfinite().all()
+        expected = ops.experts(*call, **{**W4A8, "impl": "reference"})
+        assert (found - expected)[others].norm() < 2e-2 * expected[others].norm()

@@ -18,7 +18,7 @@ WRITTEN = {
     "compact_pages_kernel": {"out", "lens_out"},
     "compress_and_insert_kernel": {"k_cache"},
     "cp_topk_kernel": {"out"},
-    "down_far_kernel": {"out"},
+    "down_by_blocks_kernel": {"out"},
     "down_kernel": {"out"},
     "expert_counts_kernel": {"counts"},
     "expert_plan_kernel": {"sorted_rows", "expert_of_block", "num_blocks"},
@@ -27,7 +27,7 @@ WRITTEN = {
     "finish_heads_kernel": {"out", "lse"},
     "fp8_block_kernel": {"out"},
     "fp8_linear_kernel": {"out"},
-    "gate_up_far_kernel": {"out"},
+    "gate_up_by_blocks_kernel": {"out"},
     "gate_up_kernel": {"out"},
     "gather_all_kernel": {"out"},
     "gather_indexer_kernel": {"out", "scales_out"},
@@ -51,14 +51,14 @@ WRITTEN = {
     "mla_decode_kernel": {"out", "lse", "partial", "partial_lse", "partial_scale"},
     "mla_expand_kernel": {"out"},
     "mla_insert_kernel": {"kv_cache"},
-    "place_scales_kernel": {"placed"},
+    "order_scales_kernel": {"ordered"},
     "pool_windows_kernel": {"pooled"},
     "mla_prefill_kernel": {"out", "lse"},
     "prefill_keys_kernel": {"out", "lse"},
     "inverse_rope_group_kernel": {"values", "scales"},
     "qnorm_rope_kv_insert_kernel": {"k_cache", "out"},
     "quantize_and_insert_kernel": {"k_cache"},
-    "quantize_places_kernel": {"codes", "placed"},
+    "quantize_ordered_kernel": {"codes", "ordered"},
     "quantize_query_kernel": {"out", "weights_out"},
     "choose_experts_kernel": {"ids", "weights"},
     "grouped_topk_kernel": {"ids", "weights"},
@@ -129,7 +129,7 @@ def test_torch_takes_no_other_argument_for_written_to(example):
     if example == "experts, codes":
         names = [launch.kernel.__name__ for launch in launches]
         for product in ("gate_up_kernel", "down_kernel"):
-            wanted[names.index(product)] = {"out", "far"}
+            wanted[names.index(product)] = {"out", "out_of_reach"}
     if example == "hyper_connection":
         wanted[0] = {"partial"}  # no block whose output the streams take
     if example == "hyper_connection, of 1024":

@@ -1,8 +1,9 @@
 """Products of FP4 weights with FP8 activations: e2m1 codes become e4m3 codes that hold the scales
 of their blocks, too, and the matrix unit multiplies codes.
 
-An e2m1 value times a power of two is an e4m3 value while its exponent is in reach: while the scales
-of a row differ by at most 2^11. Other rows are multiplied one block of scales at a time.
+An e2m1 value times a power of two is an e4m3 value while its exponent is in reach: while the scale
+is from 2^-7 to 2^4 times the largest of the row's first 256 columns. Other rows are multiplied one
+block of scales at a time.
 """
 
 import torch
@@ -41,7 +42,7 @@ def ordered_codes(x: Tensor) -> Tensor:
     """Codes [num_rows, k] as uint8 in the order in which kernels multiply them, with zeros up to a
     step: code 32 t + 8 c + 4 h + j of 128 is at 32 c + 16 h + 4 t + j."""
     more = round_up(int(x.shape[1]), step_of(True)) - int(x.shape[1])
-    codes = x.view(torch.uint8)
+    codes = x.view(torch.uint8).contiguous()
     padded = torch.cat([codes, codes.new_zeros((codes.shape[0], more))], -1) if more else codes
     fours = padded.view(torch.int32)
     parts = fours.unflatten(-1, (-1, 4, 4, 2)).permute(0, 1, 3, 4, 2)
@@ -54,14 +55,14 @@ def scale_blocks(width: int) -> int:
 
 
 @triton.jit
-def code_place(k):
+def code_offset(k):
     """Where ``ordered_codes`` puts code ``k``."""
     part = k % 128
     return k - part + part // 8 % 4 * 32 + part // 4 % 2 * 16 + part // 32 * 4 + part % 4
 
 
 @triton.jit
-def scale_place(row, ROWS: tl.constexpr):
+def scale_offset(row, ROWS: tl.constexpr):
     """Where the scale of a row is among those of its block of ``ROWS``: a thread of the matrix unit
     has the products of rows 8 i + 2 t and 8 i + 2 t + 1, and finds their scales side by side."""
     return row // 2 % 4 * (ROWS // 4) + row // 8 * 2 + row % 2
@@ -69,7 +70,7 @@ def scale_place(row, ROWS: tl.constexpr):
 
 @triton.jit
 def _row_scales(scales, ROWS: tl.constexpr, HELD: tl.constexpr):
-    """float32 [1, HELD] of pairs of scales in bf16 from this address on, by ``scale_place``."""
+    """float32 [1, HELD] of pairs of scales in bf16 from this address on, by ``scale_offset``."""
     pairs = tl.load(scales + tl.arange(0, HELD // 2))
     parts = tl.reshape(pairs, (HELD // ROWS, 4, ROWS // 8))
     pairs = tl.reshape(tl.permute(parts, (0, 2, 1)), (HELD // 2,))
@@ -210,7 +211,7 @@ def multiply_fp4_codes(
     Args:
         weight, scale: As of ``multiply_fp4``.
         x: Addresses [HELD, 1] of ``ordered_codes``, and which rows exist.
-        x_scale: Address of their scales, pairs in bf16 by ``scale_place`` of ``TOKENS``, and the
+        x_scale: Address of their scales, pairs in bf16 by ``scale_offset`` of ``TOKENS``, and the
             stride of blocks of K. They are 0 for rows that do not exist.
     """
     rows, given = x

@@ -1,7 +1,8 @@
 """Activations of experts in FP8: codes and scales by the places of a plan, and those between both
 products, rounded or as codes.
 
-A plan has places for about twice as many rows as there are; the others are left as they are.
+A plan has places for about twice as many rows as there are. The others are left as they are, but
+their scales are 0.
 """
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from dsv4_ops.core.layout import ACTIVATION_BLOCK
 from dsv4_ops.dispatch.choice import CODES_CAPABILITY
-from dsv4_ops.kernels.common.fp4_codes import scale_blocks, scale_place
+from dsv4_ops.kernels.common.fp4_codes import scale_blocks, scale_offset
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     dequantize,
     quantize,
@@ -38,10 +39,10 @@ def round_rows_kernel(
 
 
 @triton.jit
-def place_scales_kernel(
+def order_scales_kernel(
     scales, scale_stride, scale_block_stride,
     topk, sorted_rows,
-    placed, placed_stride,
+    ordered, ordered_stride,
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The scales of a block of ``ROWS`` places, [BLOCKS, ROWS], in bf16."""
@@ -53,15 +54,15 @@ def place_scales_kernel(
     found = scales + token[None, :] * scale_stride + block * scale_block_stride
     given = (row >= 0)[None, :] & (block < COUNT)
     exponents = tl.load(found, mask=given, other=0.0).to(tl.int32, bitcast=True) >> 16
-    placed = placed.to(tl.pointer_type(tl.int16), bitcast=True)
-    target = placed + block * (2 * placed_stride) + first + scale_place(inside, ROWS)[None, :]
+    ordered = ordered.to(tl.pointer_type(tl.int16), bitcast=True)
+    target = ordered + block * (2 * ordered_stride) + first + scale_offset(inside, ROWS)[None, :]
     tl.store(target, exponents.to(tl.int16))
 
 
 @triton.jit
-def quantize_places_kernel(
+def quantize_ordered_kernel(
     rows, row_stride, sorted_rows,
-    codes, placed, placed_stride,
+    codes, ordered, ordered_stride,
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Codes of one row, whose values stay where they are, and its scales in bf16."""
@@ -73,9 +74,9 @@ def quantize_places_kernel(
     values = widen(tl.load(rows + place * row_stride + inside, mask=there, other=0.0))
     found, scale = quantize(values)
     tl.store(codes + place * row_stride + inside, found, mask=there)
-    placed = placed.to(tl.pointer_type(tl.int16), bitcast=True)
-    target = placed + block.to(tl.int64) * (2 * placed_stride)
-    target += place // ROWS * ROWS + scale_place(place % ROWS, ROWS)
+    ordered = ordered.to(tl.pointer_type(tl.int16), bitcast=True)
+    target = ordered + block.to(tl.int64) * (2 * ordered_stride)
+    target += place // ROWS * ROWS + scale_offset(place % ROWS, ROWS)
     tl.store(target, tl.where(given, scale << 7, 0).to(tl.int16), mask=block < COUNT)
 
 
@@ -93,31 +94,31 @@ def round_rows(launch: Launcher, rows: torch.Tensor, sorted_rows: torch.Tensor) 
     )  # fmt: skip
 
 
-def place_scales(
+def order_scales(
     launch: Launcher, scales: torch.Tensor, topk: int, sorted_rows: torch.Tensor, rows: int
 ) -> torch.Tensor:
     """int32 [K // 128, places // 2], pairs of bf16 scales: of the tokens at the places of a plan of
     blocks of ``rows``, and 0 where there are none."""
     count = int(scales.shape[1])
     blocks = triton.next_power_of_2(scale_blocks(count * ACTIVATION_BLOCK))
-    placed = sorted_rows.new_empty((blocks, sorted_rows.shape[0] // 2))
-    launch(place_scales_kernel)[sorted_rows.shape[0] // rows,](
-        scales, *scales.stride(), topk, sorted_rows, placed, placed.stride(0),
+    ordered = sorted_rows.new_empty((blocks, sorted_rows.shape[0] // 2))
+    launch(order_scales_kernel)[sorted_rows.shape[0] // rows,](
+        scales, *scales.stride(), topk, sorted_rows, ordered, ordered.stride(0),
         COUNT=count, BLOCKS=blocks, ROWS=rows, num_warps=4,
     )  # fmt: skip
-    return placed
+    return ordered
 
 
-def quantize_places(
+def quantize_ordered(
     launch: Launcher, values: torch.Tensor, sorted_rows: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 codes of the bf16 ``values`` at the places of a plan, and scales as ``place_scales``
+    """uint8 codes of the bf16 ``values`` at the places of a plan, and scales as ``order_scales``
     has them."""
     count = values.shape[1] // ACTIVATION_BLOCK
     codes = torch.empty_like(values, dtype=torch.uint8)
-    placed = sorted_rows.new_empty((count, sorted_rows.shape[0] // 2))
-    launch(quantize_places_kernel)[sorted_rows.shape[0],](
-        values, values.stride(0), sorted_rows, codes, placed, placed.stride(0),
+    ordered = sorted_rows.new_empty((count, sorted_rows.shape[0] // 2))
+    launch(quantize_ordered_kernel)[sorted_rows.shape[0],](
+        values, values.stride(0), sorted_rows, codes, ordered, ordered.stride(0),
         COUNT=count, BLOCKS=triton.next_power_of_2(count), ROWS=rows, num_warps=4,
     )  # fmt: skip
-    return codes, placed
+    return codes, ordered

@@ -9,12 +9,12 @@ import triton.language as tl
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
 from dsv4_ops.kernels.common.fp4_codes import (  # by name: Inductor copies kernels
-    code_place,
+    code_offset,
     has_nan,
     multiply_fp4_codes,
     multiply_fp4_codes_by_blocks,
     ordered_codes,
-    scale_place,
+    scale_offset,
 )
 from dsv4_ops.kernels.common.fp8 import (
     multiply_add,
@@ -35,8 +35,8 @@ from dsv4_ops.kernels.common.weights import (
 )
 from dsv4_ops.kernels.experts.activations import (
     can_round,
-    place_scales,
-    quantize_places,
+    order_scales,
+    quantize_ordered,
     round_rows,
 )
 from dsv4_ops.kernels.experts.plan import PAIR, expert_plan
@@ -63,8 +63,8 @@ STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """Values of K of a step of bf16 weights, by the rows of a block."""
 
 LISTED, PART = 128, 16
-"""Programs that are looked through for those whose scales are far apart, and rows that are
-multiplied at a time there: so the kernels that are always in use need no registers for those."""
+"""Programs that one looks through for those whose scales were out of reach, and rows that it
+multiplies at a time: kernels of their own, so that the others need no registers for those."""
 
 _LARGE_SHARED = ((9, 0), (10, 0), (10, 3))
 """GPUs with as much."""
@@ -147,6 +147,8 @@ def _expert_sums(
         return _multiply_bf16((rows, given[:, None]), x, ROWS, WIDTH, TILE[4], STAGES, MASKED)
     row, given = _rows_of(tile_rows(ROWS, WARPS), first, SIZE, GATED)
     codes = codes + expert * code_expert_stride + row[:, None] * code_row_stride
+    if CODES:  # or Triton might load fewer bytes at a time, and pack other words
+        codes = tl.multiple_of(codes, [16, 16])
     words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = scales + expert * scale_expert_stride
     if BITS == 4:
@@ -188,7 +190,7 @@ def _rows_at(
     if BY_BLOCKS:
         inside = part + tl.arange(0, HELD)
         scales = x_scale.to(tl.pointer_type(tl.int16), bitcast=True) + block * TOKENS
-        scales += inside // TOKENS * TOKENS + scale_place(inside % TOKENS, TOKENS)
+        scales += inside // TOKENS * TOKENS + scale_offset(inside % TOKENS, TOKENS)
         return (rows, given[:, None]), (scales, 2 * scale_stride)
     else:
         return (rows, given[:, None]), (x_scale + block * (TOKENS // 2), scale_stride)
@@ -222,7 +224,7 @@ def _gate_up(
     act = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (ROWS // 2, HELD))
     unit = first + tl.arange(0, ROWS // 2)
     if CODES:
-        unit = code_place(unit)
+        unit = code_offset(unit)
     elif BITS < 16:
         unit = place_of(unit, BITS == 4)
     tl.store(out + slot[None, :] * out_stride + unit[:, None], round_to_bf16(act))
@@ -235,12 +237,13 @@ def gate_up_kernel(
     topk, sorted_rows, expert_of_block,
     codes, code_expert_stride, code_row_stride,
     scales, scale_expert_stride, scale_row_stride, scale_stride,
-    out, out_stride, far,
+    out, out_stride, out_of_reach,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     TOKENS: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """With ``CODES``, ``far`` says which programs ``gate_up_far_kernel`` has to do again."""
+    """Multiply gates and ups. With ``CODES``, write which programs met NaN, which
+    ``gate_up_by_blocks_kernel`` does again, to ``out_of_reach``."""
     block = tl.program_id(0) // TILES
     first = tl.program_id(0) % TILES * (TILE[0] // 2)
     expert = tl.load(expert_of_block + block)
@@ -248,14 +251,14 @@ def gate_up_kernel(
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
     rows, target = ((x, x_stride, x_scale, x_scale_stride), topk), (out, out_stride)
     if CODES:
-        tl.store(far + tl.program_id(0), 0)
+        tl.store(out_of_reach + tl.program_id(0), 0)
     if (expert >= 0) & (expert < PAIR):
         sums = _gate_up(
             rows, weight, scale, target, (sorted_rows, block, 0, expert, first),
             LIMIT, SIZE, WIDTH, BITS, TOKENS, CODES, False, TOKENS, TILE,
         )  # fmt: skip
         if CODES:
-            tl.store(far + tl.program_id(0), 1, mask=has_nan(sums))
+            tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(sums))
     if PAIR_TILE is not None:
         if expert >= PAIR:
             sums = _gate_up(
@@ -263,29 +266,29 @@ def gate_up_kernel(
                 LIMIT, SIZE, WIDTH, BITS, TOKENS, CODES, False, 2 * TOKENS, PAIR_TILE,
             )  # fmt: skip
             if CODES:
-                tl.store(far + tl.program_id(0), 1, mask=has_nan(sums))
+                tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(sums))
 
 
 @triton.jit
-def gate_up_far_kernel(
+def gate_up_by_blocks_kernel(
     x, x_stride, x_scale, x_scale_stride,
     topk, sorted_rows, expert_of_block,
     codes, code_expert_stride, code_row_stride,
     scales, scale_expert_stride, scale_row_stride, scale_stride,
-    out, out_stride, far, num_programs,
+    out, out_stride, out_of_reach, num_programs,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Do programs of ``gate_up_kernel`` again whose scales are far apart, ``PART`` rows at a
-    time."""
+    """Do programs of ``gate_up_kernel`` again that met NaN, ``PART`` rows at a time. Neighbours,
+    which have the same rows, go to different programs."""
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
     rows, target = ((x, x_stride, x_scale, x_scale_stride), topk), (out, out_stride)
-    start = tl.program_id(0) * LISTED
-    listed = start + tl.arange(0, LISTED)
-    if tl.max(tl.load(far + listed, mask=listed < num_programs, other=0)) > 0:
-        for program in range(start, tl.minimum(start + LISTED, num_programs)):
-            if tl.load(far + program) > 0:
+    step = tl.num_programs(0)
+    listed = tl.program_id(0) + tl.arange(0, LISTED) * step
+    if tl.max(tl.load(out_of_reach + listed, mask=listed < num_programs, other=0)) > 0:
+        for program in range(tl.program_id(0), num_programs, step):
+            if tl.load(out_of_reach + program) > 0:
                 block, first = program // TILES, program % TILES * (TILE[0] // 2)
                 expert = tl.load(expert_of_block + block)
                 held = tl.where(expert >= PAIR, 2 * TOKENS, TOKENS)
@@ -328,11 +331,11 @@ def down_kernel(
     sorted_rows, expert_of_block,
     codes, code_expert_stride, code_row_stride,
     scales, scale_expert_stride, scale_row_stride, scale_stride,
-    out, far,
+    out, out_of_reach,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
     CODES: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """``far`` is as that of ``gate_up_kernel``."""
+    """Multiply by the second weight, as ``gate_up_kernel`` does by the first."""
     block = tl.program_id(0) // TILES
     first = tl.program_id(0) % TILES * TILE[0]
     expert = tl.load(expert_of_block + block)
@@ -340,14 +343,14 @@ def down_kernel(
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
     rows = (x, x_stride, x_scale, x_scale_stride)
     if CODES:
-        tl.store(far + tl.program_id(0), 0)
+        tl.store(out_of_reach + tl.program_id(0), 0)
     if (expert >= 0) & (expert < PAIR):
         sums = _down(
             rows, weight, scale, out, (sorted_rows, block, 0, expert, first),
             SIZE, WIDTH, BITS, TOKENS, CODES, False, TOKENS, TILE,
         )  # fmt: skip
         if CODES:
-            tl.store(far + tl.program_id(0), 1, mask=has_nan(sums))
+            tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(sums))
     if PAIR_TILE is not None:
         if expert >= PAIR:
             sums = _down(
@@ -355,28 +358,28 @@ def down_kernel(
                 SIZE, WIDTH, BITS, TOKENS, CODES, False, 2 * TOKENS, PAIR_TILE,
             )  # fmt: skip
             if CODES:
-                tl.store(far + tl.program_id(0), 1, mask=has_nan(sums))
+                tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(sums))
 
 
 @triton.jit
-def down_far_kernel(
+def down_by_blocks_kernel(
     x, x_stride, x_scale, x_scale_stride,
     sorted_rows, expert_of_block,
     codes, code_expert_stride, code_row_stride,
     scales, scale_expert_stride, scale_row_stride, scale_stride,
-    out, far, num_programs,
+    out, out_of_reach, num_programs,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Likewise of ``down_kernel``."""
+    """Do programs of ``down_kernel`` again, as ``gate_up_by_blocks_kernel`` does."""
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
     rows = (x, x_stride, x_scale, x_scale_stride)
-    start = tl.program_id(0) * LISTED
-    listed = start + tl.arange(0, LISTED)
-    if tl.max(tl.load(far + listed, mask=listed < num_programs, other=0)) > 0:
-        for program in range(start, tl.minimum(start + LISTED, num_programs)):
-            if tl.load(far + program) > 0:
+    step = tl.num_programs(0)
+    listed = tl.program_id(0) + tl.arange(0, LISTED) * step
+    if tl.max(tl.load(out_of_reach + listed, mask=listed < num_programs, other=0)) > 0:
+        for program in range(tl.program_id(0), num_programs, step):
+            if tl.load(out_of_reach + program) > 0:
                 block, first = program // TILES, program % TILES * TILE[0]
                 expert = tl.load(expert_of_block + block)
                 held = tl.where(expert >= PAIR, 2 * TOKENS, TOKENS)
@@ -411,7 +414,7 @@ def blocks_of(
     rows = SYMBOLIC_ROWS[bits]
     if isinstance(num_rows, int):
         mean = num_rows / num_experts
-        rows = next((held for held, least in MEAN_ROWS[bits].items() if mean <= least), MOST_ROWS)
+        rows = next((held for held, limit in MEAN_ROWS[bits].items() if mean <= limit), MOST_ROWS)
     if codes and rows >= CODE_ROWS:
         return Blocks(CODE_ROWS, CODE_TILE, CODE_PAIR_STAGES, True)
     rows = min(rows, most)
@@ -443,7 +446,7 @@ def experts(
         num_rows,
         num_experts,
         bits,
-        codes=bits == 4 and activations == "fp8" and (INTERPRETED or capability == CAPABILITY),
+        codes=activations == "fp8" and _multiplies_codes(launch, gate_up, down, bits, capability),
         most=MOST_ROWS if capability in (None, *_LARGE_SHARED) else SMALL_ROWS,
     )
     tokens, tile = blocks.rows, blocks.tile
@@ -463,7 +466,7 @@ def experts(
         act, padded,
     )  # fmt: skip
     sizes = {"LIMIT": float(swiglu_limit), "SIZE": size, "WIDTH": width}
-    kernels = gate_up_kernel, gate_up_far_kernel
+    kernels = gate_up_kernel, gate_up_by_blocks_kernel
     _launch(
         launch, kernels, capacity * tiles, arguments, sizes, bits, blocks, (masked, step), tiles
     )
@@ -479,11 +482,25 @@ def experts(
         out,
     )  # fmt: skip
     sizes = {"SIZE": width, "WIDTH": size}
-    kernels = down_kernel, down_far_kernel
+    kernels = down_kernel, down_by_blocks_kernel
     _launch(
         launch, kernels, capacity * tiles, arguments, sizes, bits, blocks, (masked, step), tiles
     )
     return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)
+
+
+def _multiplies_codes(
+    launch: Launcher,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    bits: int,
+    capability: tuple[int, int] | None,
+) -> bool:
+    """Whether kernels multiply FP4 by codes here: their code tiles need loads of 16 bytes.
+    Addresses are not known while a graph is traced, and Inductor sees to them."""
+    if bits != 4 or not (capability == CAPABILITY or (INTERPRETED and capability is None)):
+        return False
+    return launch.opaque_gluon or (launch.is_aligned(gate_up) and launch.is_aligned(down))
 
 
 def _launch(
@@ -497,20 +514,20 @@ def _launch(
     rest: tuple[bool, int],
     tiles: int,
 ) -> None:
-    """A product, and those of its programs again whose scales are far apart."""
-    kernel, far_kernel = kernels
-    placed = arguments[2]  # int32; nobody reads it without codes
-    far = placed.new_empty((programs,)) if blocks.codes else placed
+    """Launch a product, and another kernel for those of its programs that met NaN."""
+    kernel, exact_kernel = kernels
+    row_scales = arguments[2]  # int32; nobody reads it without codes
+    out_of_reach = row_scales.new_empty((programs,)) if blocks.codes else row_scales
     tile = (*blocks.tile, *rest)
     pair = (*blocks.tile[:2], blocks.stages, *rest) if blocks.stages else None
     launch(kernel)[programs,](
-        *arguments, far,
+        *arguments, out_of_reach,
         **sizes, BITS=bits, TOKENS=blocks.rows, CODES=blocks.codes, TILE=tile, PAIR_TILE=pair,
         TILES=tiles, num_warps=blocks.tile[1],
     )  # fmt: skip
     if blocks.codes:
-        launch(far_kernel)[(programs + LISTED - 1) // LISTED,](
-            *arguments, far, programs,
+        launch(exact_kernel)[(programs + LISTED - 1) // LISTED,](
+            *arguments, out_of_reach, programs,
             **sizes, TOKENS=blocks.rows, TILE=tile, TILES=tiles, LISTED=LISTED, PART=PART,
             num_warps=blocks.tile[1],
         )  # fmt: skip
@@ -525,13 +542,13 @@ def _inputs(
     sorted_rows: torch.Tensor,
     blocks: Blocks,
 ) -> tuple[Any, ...]:
-    """Rows that ``gate_up_kernel`` reads, and their scales, which nobody reads without codes; each
-    with a stride."""
+    """Return the rows that ``gate_up_kernel`` reads, and their scales, which it reads with codes
+    only; each with a stride."""
     if blocks.codes:
         codes, scales = quantized(x)
         ordered = ordered_codes(codes)
-        placed = place_scales(launch, scales, topk, sorted_rows, blocks.rows)
-        return ordered, ordered.stride(0), placed, placed.stride(0)
+        row_scales = order_scales(launch, scales, topk, sorted_rows, blocks.rows)
+        return ordered, ordered.stride(0), row_scales, row_scales.stride(0)
     rows = _ordered(bf16_activations(x, activations), bits)
     return rows, rows.stride(0), sorted_rows, 0
 
@@ -543,10 +560,10 @@ def _between(
     sorted_rows: torch.Tensor,
     blocks: Blocks,
 ) -> tuple[Any, ...]:
-    """Likewise of ``down_kernel``."""
+    """Do programs of ``down_kernel`` again, as ``gate_up_by_blocks_kernel`` does."""
     if blocks.codes:
-        codes, placed = quantize_places(launch, act, sorted_rows, blocks.rows)
-        return codes, codes.stride(0), placed, placed.stride(0)
+        codes, row_scales = quantize_ordered(launch, act, sorted_rows, blocks.rows)
+        return codes, codes.stride(0), row_scales, row_scales.stride(0)
     if activations == "fp8" and can_round(launch.capability(act.device)):
         round_rows(launch, act, sorted_rows)
     else:

@@ -3,6 +3,8 @@
 test_expert_kernels.py starts it. Prints the blocks that were right."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from dsv4_ops.testing.cases.experts import expert_weights
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
 
 SETTINGS = {"swiglu_limit": 10.0, "activations": "bf16"}
+W4A8 = {**SETTINGS, "activations": "fp8"}
 
 BLOCKS_OF = products.blocks_of
 
@@ -58,31 +61,75 @@ def check(block: int, width: int, size: int, bits: int) -> None:
     assert torch.equal(again, found)
 
 
-def check_codes(width: int, size: int, apart: int) -> None:
-    """FP4 by FP8 codes: blocks, pairs of them, and scales of a row that are far from each other,
-    nothing, NaN, or of blocks of zeros."""
-    seed = torch.Generator().manual_seed(apart)
-    up, up_scale, down, down_scale = expert_weights(seed, 3, width, size, 4)
-    up_scale[1, 5, 1], down_scale[1, 7, 2] = 118 - apart, 118 + apart
-    up_scale[1, -2, -1], up_scale[1, 3, 0] = 0, 255
+def check_codes() -> None:
+    """FP4 by FP8 codes: scales of a row that are just within reach and just out of it, and of
+    blocks of zeros; scales that are NaN, and NaN of one token."""
+    again, case = codes_case(512, 128, 20)
+    _, _, _, up, up_scale, _, down_scale = case.tensors
+    up_scale[1, 5, -1], up_scale[1, 6, -1] = 122, 111
     up[1, 11, :16], up_scale[1, 11, 0] = 0, 0
+    assert not again()
+    for row, scale in ((5, 123), (6, 110)):
+        usual = int(up_scale[1, row, -1])
+        up_scale[1, row, -1] = scale
+        assert again()
+        up_scale[1, row, -1] = usual
+    down_scale[1, 3, 1] = 255
+    assert not again()  # of the first product
+    assert experts(EAGER, *case.tensors, **W4A8)[10:, 3].isnan().all()
+    again, case = codes_case(128, 384, 50)
+    assert not again()
+    case.tensors[0][20, 7] = math.nan
+    assert again()
+
+
+def codes_case(width: int, size: int, tokens: int) -> tuple[Callable[[], bool], Case]:
+    """A call, and what runs it and says whether programs of its first product met NaN."""
+    seed = torch.Generator().manual_seed(width)
+    up, up_scale, down, down_scale = expert_weights(seed, 2, width, size, 4)
+    up_scale, down_scale = (torch.full_like(each, 118) for each in (up_scale, down_scale))
+    x = torch.randn(width, tokens, generator=seed).bfloat16().t()
+    ids = torch.randint(-1, 3, (tokens, 2), generator=seed).int()
+    ids[10:, 0] = 1
+    weights = torch.rand(tokens, 2, generator=seed)
+    case = Case("codes", (x, weights, ids, up, up_scale, down, down_scale), W4A8)
     products.blocks_of = BLOCKS_OF
-    tokens = 150
-    x = torch.randn(tokens, width, generator=seed).bfloat16()
-    ids = torch.randint(-1, 4, (tokens, 2), generator=seed).int()
-    ids[30:, 0] = 1
-    call = (x, torch.rand(tokens, 2, generator=seed), ids, up, up_scale, down, down_scale)
-    case = Case("codes", call, {**SETTINGS, "activations": "fp8"})
-    assert BLOCKS_OF(tokens * 2, 3, 4, codes=True).codes
-    for spoilt in (False, True):
-        if spoilt:
-            x[40, 7] = math.nan
-        else:
-            up_scale[1, 3, 0] = 119
-        found = experts(EAGER, *call, **case.settings)
+    assert BLOCKS_OF(ids.numel(), 2, 4, codes=True).codes
+
+    def again() -> bool:
+        flags: list[torch.Tensor] = []
+        launch = products._launch
+
+        def look(launcher: Launcher, kernels: tuple[Any, Any], *rest: Any) -> None:
+            def wrap(kernel: Any) -> Any:
+                return Counted(kernel, flags) if kernel is kernels[1] else _Fused(kernel)
+
+            launch(Launcher(wrap), kernels, *rest)
+
+        products._launch = look
+        try:
+            found = experts(EAGER, *case.tensors, **W4A8)
+        finally:
+            products._launch = launch
         expected = case.run(OPS["experts"].reference)
-        assert bool(found.isfinite().all()) != spoilt
         assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
+        return bool(flags[0].any())
+
+    return again, case
+
+
+class Counted:
+    """A kernel that keeps what says which programs it does again."""
+
+    def __init__(self, kernel: Any, flags: list[torch.Tensor]) -> None:
+        self.kernel, self.flags = kernel, flags
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **settings: Any) -> None:
+            self.flags.append(args[self.kernel.arg_names.index("out_of_reach")].clone())
+            self.kernel[grid](*args, **settings)
+
+        return launch
 
 
 def check_plan(num_rows: int) -> None:
@@ -164,8 +211,7 @@ if __name__ == "__main__":
     check_pairs()
     check_rounding()
     check_route()
-    for sizes in ((256, 128, 40), (384, 256, 3), (128, 384, 100)):
-        check_codes(*sizes)
+    check_codes()
     for block in products.TILES[16]:
         if block in products.TILES[4]:
             check(block, 288, 64, 4)

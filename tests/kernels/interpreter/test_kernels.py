@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import dsv4_ops
 from dsv4_ops.__main__ import main
@@ -41,11 +42,11 @@ BYTES_IN_REGISTERS = {
 # kernels that hold a tile of products, or the keys that they select from; two programs per SM
 TILES_IN_REGISTERS = {
     "cp_topk_kernel",
-    "down_far_kernel",
+    "down_by_blocks_kernel",
     "expert_counts_kernel",
     "expert_plan_kernel",
     "fp8_block_kernel",
-    "gate_up_far_kernel",
+    "gate_up_by_blocks_kernel",
     "indexer_logits_kernel",
     "indexer_logits_ragged_kernel",
     "pool_windows_kernel",
@@ -147,17 +148,28 @@ def test_no_kernel_spills_registers(part, monkeypatch):
 def test_code_tiles_take_four_words_of_a_thread_that_are_side_by_side():
     """Their assembly has four words of one scale at a time, which depends on Triton's layout."""
     from dsv4_ops.cli import kernels
+    from dsv4_ops.kernels.aot import compile
+    from dsv4_ops.kernels.aot.compile import Argument
 
-    every = launched()["experts, codes"]
-    product = next(each for each in every if each.kwargs.get("CODES"))
-    module = kernels.compiled(product, 90).asm["ttgir"]
-    tiles = re.findall(r"packed_element = 4 : i32.*?: tensor<64x16xi32, (#\w+)>", module)
-    assert len(tiles) == 4  # two of a step, of one block and of two
-    for layout in set(tiles):
-        held = re.search(rf"^{layout} = (.*)$", module, re.M)
-        assert held, f"{layout} of {module[:2000]}"
-        blocked = "sizePerThread = [1, 4]" in held[1] and "order = [1, 0]" in held[1]
-        assert blocked or "register = [[0, 1], [0, 2]," in held[1], held[1]
+    found = {}
+    for launch in launched()["experts, codes"]:
+        name = launch.kernel.__name__
+        if not launch.kwargs.get("CODES") and "by_blocks" not in name:
+            continue
+        arguments = [kernels._known(value) for value in launch.args]
+        codes = launch.kernel.arg_names.index("codes")
+        arguments[codes] = Argument.tensor(torch.uint8, aligned=False)
+        module = compile.compiled(launch.kernel, arguments, launch.kwargs, 90).asm["ttgir"]
+        tiles = re.findall(r"packed_element = 4 : i32.*?: tensor<64x16xi32, (#\w+)>", module)
+        found[name] = len(tiles)
+        for layout in set(tiles):
+            held = re.search(rf"^{layout} = (.*)$", module, re.M)
+            assert held, f"{layout} of {module[:2000]}"
+            blocked = "sizePerThread = [1, 4]" in held[1] and "order = [1, 0]" in held[1]
+            assert blocked or "register = [[0, 1], [0, 2]," in held[1], f"{name}: {held[1]}"
+    # two of a step, of one block and of two
+    products = {"gate_up_kernel": 4, "down_kernel": 4}
+    assert found == {**products, "gate_up_by_blocks_kernel": 1, "down_by_blocks_kernel": 1}
 
 
 def written_kernels():
