@@ -38,6 +38,9 @@ import dsv4_ops.attention.metadata
 print(dsv4_ops.token_map(torch.tensor([0, 1]).int(), torch.tensor([5]).int(), num_tokens=1))
 """
 
+LOOP_MS = 60
+"""Of the loop below, on a machine that the budget of 150 ms is meant for; some are half as fast."""
+
 IMPORT_TIME = """
 import gc, os, sys, time, torch
 gc.disable()
@@ -47,7 +50,10 @@ for _ in range(5):
     if not child:
         start = time.process_time()
         import dsv4_ops
-        print((time.process_time() - start) * 1000, flush=True)
+        imported = time.process_time()
+        for _ in range(1_000_000):
+            start += 0.0
+        print((imported - start) / (time.process_time() - imported), flush=True)
         os._exit(0)
     os.waitpid(child, 0)
 """
@@ -79,11 +85,12 @@ def test_import_needs_torch_only():
 
 
 def test_import_costs_less_than_150_ms_over_torch(tmp_path):
-    """Of processor time, the best of five: the budget is the package's, not that of a busy machine,
-    of a collection of torch's objects, or of bytecode that is not kept."""
+    """Of processor time, the best of five, in units of a loop: the budget is the package's, not
+    that of a slow or busy machine, of a collection of torch's objects, or of bytecode that is not
+    kept."""
     found = run(IMPORT_TIME, str(tmp_path), PYTHONDONTWRITEBYTECODE="").stdout.split()
     assert len(found) == 5
-    assert min(map(float, found)) < 150
+    assert min(map(float, found)) * LOOP_MS < 150
 
 
 @pytest.mark.slow
