@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_ops.core.layout import ACTIVATION_BLOCK, round_up
+from dsv4_ops.core.layout import round_up
 from dsv4_ops.kernels.common.fp8 import multiply_codes  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.common.weights import load_words, scale_values, step_of
@@ -47,11 +47,6 @@ def ordered_codes(x: Tensor) -> Tensor:
     fours = padded.view(torch.int32)
     parts = fours.unflatten(-1, (-1, 4, 4, 2)).permute(0, 1, 3, 4, 2)
     return parts.reshape(fours.shape).view(torch.uint8)
-
-
-def scale_blocks(width: int) -> int:
-    """Blocks of activations with a scale, up to a step."""
-    return round_up(width, step_of(True)) // ACTIVATION_BLOCK
 
 
 @triton.jit

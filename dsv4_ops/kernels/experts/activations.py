@@ -11,7 +11,7 @@ import triton.language as tl
 
 from dsv4_ops.core.layout import ACTIVATION_BLOCK
 from dsv4_ops.dispatch.choice import CODES_CAPABILITY
-from dsv4_ops.kernels.common.fp4_codes import scale_blocks, scale_offset
+from dsv4_ops.kernels.common.fp4_codes import scale_offset
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     dequantize,
     quantize,
@@ -100,7 +100,7 @@ def order_scales(
     """int32 [K // 128, places // 2], pairs of bf16 scales: of the tokens at the places of a plan of
     blocks of ``rows``, and 0 where there are none."""
     count = int(scales.shape[1])
-    blocks = triton.next_power_of_2(scale_blocks(count * ACTIVATION_BLOCK))
+    blocks = max(2, triton.next_power_of_2(count))  # a step of products has two
     ordered = sorted_rows.new_empty((blocks, sorted_rows.shape[0] // 2))
     launch(order_scales_kernel)[sorted_rows.shape[0] // rows,](
         scales, *scales.stride(), topk, sorted_rows, ordered, ordered.stride(0),
