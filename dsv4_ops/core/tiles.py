@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from dsv4_ops.core.torch_compat import sym_min
 
 KEY_TILE = 64
 """Keys that a program takes at a time."""
@@ -91,6 +92,5 @@ def programs_per_tile(num_heads: int, num_programs: int) -> int:
 
 def plan_blocks(num_rows: int, num_experts: int, block_size: int) -> int:
     """Most blocks that ``num_rows`` rows fill, when no block has rows of two experts."""
-    padded = num_rows + torch.sym_min(num_experts, num_rows) * (block_size - 1)
-    blocks: int = padded // block_size
-    return blocks
+    padded = num_rows + sym_min(num_experts, num_rows) * (block_size - 1)
+    return padded // block_size

@@ -6,10 +6,10 @@ them in the installed one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.config as functorch_config
@@ -42,6 +42,8 @@ __all__ = [
     "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
     "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
+    "sym_max",
+    "sym_min",
     "symmetric_workspace",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "timeout_of",  # ProcessGroup._get_backend(device).options._timeout: 2.11, 2.13
     "without_autocast",  # torch._C._ExcludeDispatchKeyGuard: 2.11, 2.13
@@ -50,6 +52,10 @@ __all__ = [
 
 AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
 """Dispatch keys under which ``torch.autocast`` reaches an op."""
+
+# torch 2.15 annotates them with int | SymInt; a SymInt is an int to our annotations
+sym_max: Callable[[int, int], int] = cast(Any, torch.sym_max)
+sym_min: Callable[[int, int], int] = cast(Any, torch.sym_min)
 
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 after_autograd = torch._C._after_autograd_keyset

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.torch_compat import sym_max, sym_min
 from dsv4_ops.core.types import ABSENT, INT32_MAX
 from dsv4_ops.reference.common import masked_index, valid_tokens, visible_rows
 from dsv4_ops.reference.kv_cache import gather_k_cache
@@ -55,14 +56,13 @@ class Prefill(NamedTuple):
     def widths(self) -> tuple[int, int]:
         """Entries of a token's list: of the window, which holds no more than a request, and of the
         compressed rows."""
-        swa = torch.sym_min(self.window_size, self.swa.rows)
+        swa = sym_min(self.window_size, self.swa.rows)
         return swa, self.extra_rows if self.topk_indices is None else self.topk_indices.shape[1]
 
     def padded(self, multiple: int) -> int:
         """Entries of a token's list, a multiple and at least one of it."""
         width = sum(self.widths)
-        most: int = torch.sym_max(width + -width % multiple, multiple)
-        return most
+        return sym_max(width + -width % multiple, multiple)
 
 
 class Spans(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4_ops.core.torch_compat import sym_max, sym_min
 from dsv4_ops.core.types import ABSENT, INT32_MAX
 from dsv4_ops.reference.common import int32_slots
 from dsv4_ops.reference.pages import locate
@@ -73,9 +74,9 @@ def _listed(rows: Listed, multiple: int) -> tuple[Tensor, Tensor]:
     if rows.req_indices is not None:
         found = locate(slots, rows.req_indices[:, None], column, kept, rows.block_size)
         slots = int32_slots(*found, rows.block_size)
-    count = torch.sym_min(rows.num_blocks * rows.block_size, INT32_MAX)
+    count = sym_min(rows.num_blocks * rows.block_size, INT32_MAX)
     kept = kept & (slots >= 0) & (slots < count)
-    padded = torch.sym_max(width + -width % multiple, multiple)
+    padded = sym_max(width + -width % multiple, multiple)
     slots = pad(torch.where(kept, slots, ABSENT), (0, padded - width), value=ABSENT)
     return slots, rows.lens.clamp(0, width).contiguous()
 
@@ -102,7 +103,7 @@ def compact_pages(
     """Blocks of every token that exist, one behind the other, and how many rows are on them: for
     what cannot skip a block. Behind them, and without any, block 0; one column at least. The last
     block stays last, the only one that may not be full."""
-    width, columns = block_table.shape[1], torch.sym_max(block_table.shape[1], 1)
+    width, columns = block_table.shape[1], sym_max(block_table.shape[1], 1)
     column = torch.arange(width, device=lens.device)
     real = (req_indices >= 0) & (req_indices < block_table.shape[0])
     entries = block_table[torch.where(real, req_indices, 0)]

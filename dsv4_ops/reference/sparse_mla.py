@@ -20,6 +20,7 @@ from dsv4_ops.core.tiles import (
     START_TILES,
     programs_per_tile,
 )
+from dsv4_ops.core.torch_compat import sym_max
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.reference.batch import token_map
 from dsv4_ops.reference.common import masked_rows, take, valid_tokens, visible_rows
@@ -77,7 +78,7 @@ def _split_size(tiles: Tensor, programs: int) -> Tensor:
     counts = ((tiles + sizes[:, None] - 1) // sizes[:, None]).clamp(min=1).sum(1)
     shared, extra = total + START_TILES * (counts - programs), counts - num_tokens
     time = torch.maximum(sizes * programs, shared) + PLAN_EXTRA_SPLIT_TILES * extra
-    most = torch.sym_max(programs - num_tokens, programs // EXTRA_SPLIT_SHARE)
+    most = sym_max(programs - num_tokens, programs // EXTRA_SPLIT_SHARE)
     least = torch.where(extra <= most, time * _PACKED + index, 2**62).amin() % _PACKED
     return torch.where(index == least, sizes, 0).sum()
 
@@ -170,8 +171,7 @@ def _blocks(lens: Tensor, width: int) -> Tensor:
 
 def _blocks_of(width: int) -> int:
     """Most blocks of a list of ``width`` columns, at least one."""
-    most: int = torch.sym_max((width + KEY_TILE - 1) // KEY_TILE, 1)
-    return most
+    return sym_max((width + KEY_TILE - 1) // KEY_TILE, 1)
 
 
 def _iterate(after: Tensor, count: int) -> Tensor:
