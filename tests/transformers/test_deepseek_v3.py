@@ -648,7 +648,7 @@ def test_a_changed_kv_b_proj_is_refused():
     model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
     cache, attention = new_cache(model), model.model.layers[1].self_attn
     handle = attention.kv_b_proj.register_forward_hook(lambda *_: None)
-    name = "model.layers.1.self_attn.kv_b_proj must be Hugging Face's own, without hooks"
+    name = "model.layers.1.self_attn.kv_b_proj must be Hugging Face's own as patch saw it"
     with pytest.raises(NotImplementedError, match=rf"{name}.*got a hook"):
         model(tokens()[:, :3], cache=cache)
     handle.remove()

@@ -246,8 +246,8 @@ def test_hooks_where_ops_do_the_work_are_refused(name):
     handle = model.get_submodule(f"model.layers.1.{name}").register_forward_hook(lambda *_: None)
     refuses(
         model,
-        f"model.layers.1.{name} must be Hugging Face's own, without hooks, as ops do its work, "
-        "got a hook. Undo that, or pass Hugging Face's cache.",
+        f"model.layers.1.{name} must be Hugging Face's own as patch saw it, without hooks, as ops "
+        "do its work, got a hook. Undo that, or pass Hugging Face's cache.",
     )
     torch.testing.assert_close(model(text()[:2, :LENGTH]).logits, want, rtol=0, atol=CLOSE)
     handle.remove()
@@ -259,7 +259,7 @@ def test_other_modules_where_ops_do_the_work_are_refused():
     compressor = model.model.layers[2].self_attn.compressor
     norm, start = compressor.kv_norm, "model.layers.2.self_attn"
     rest = (
-        "must be Hugging Face's own, without hooks, as ops do its work, got {}. "
+        "must be Hugging Face's own as patch saw it, without hooks, as ops do its work, got {}. "
         "Undo that, or pass Hugging Face's cache."
     )
     compressor.kv_norm = nn.RMSNorm(512)

@@ -189,3 +189,41 @@ def test_other_models_are_not_loaded(tmp_path):
     small_mla_config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="must say how weights are quantised, got None"):
         hf.load_quantized(tmp_path)
+
+
+ADAPTED = (
+    "must have no adapter, as it holds codes that count with their scales, got one. Adapt linear "
+    "layers only, or load with FineGrainedFP8Config(dequantize=True)."
+)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_adapters_of_codes_are_refused(checkpoint, first):
+    """They would add to codes without the scales: an effect of 15 % became 80 %. PEFT adapts fused
+    experts by their parameters."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    settings = peft.LoraConfig(target_modules=["gate_proj", "up_proj"], init_lora_weights=False)
+    model = hf.load_quantized(checkpoint[0])
+    name = "layers.1.mlp.experts.gate_up_proj"
+    if first:
+        peft.get_peft_model(model, settings)
+        refused(model, f"patch: model.{name} {ADAPTED}")
+        return
+    hf.patch(model)
+    cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
+    ids = torch.arange(5)[None]
+    want = model(ids, cache=cache).logits
+    cache.reset()
+    adapters = peft.get_peft_model(model, settings)
+    before = [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(cache.tensors)]
+    with pytest.raises(NotImplementedError) as raised:
+        model(ids, cache=cache)
+    assert str(raised.value) == f"model: {name} {ADAPTED}"
+    after = torch.utils._pytree.tree_leaves(cache.tensors)
+    assert all(torch.equal(*both) for both in zip(before, after, strict=True))
+    with pytest.raises(Exception, match="gate_up_proj must have no adapter"):
+        torch.compile(hf.decode_step, backend="eager")(model, *step_of(model))
+    with pytest.raises(NotImplementedError, match="model: gate_up_proj must have no adapter"):
+        model(ids)  # without a cache of ours
+    with adapters.disable_adapter():
+        assert torch.equal(model(ids, cache=cache).logits, want)

@@ -19,6 +19,7 @@ from dsv4_ops.integrations.transformers.modules import (
     QUANTIZED_EXPERTS,
     Forward,
     Maker,
+    class_of,
     is_part,
     own_forward,
     quantized_weights,
@@ -72,7 +73,7 @@ def runs_op(module: Any, x: Tensor, top_k: int) -> bool:
     return (
         x.device.type in RUN_ON
         and getattr(module.config, "_experts_implementation", None) == _DEFAULT
-        and type(module.act_fn).__name__ in _ACTIVATIONS
+        and class_of(module.act_fn) in _ACTIVATIONS
         and not statically_known_true(rows > MOST_ROWS * module.num_experts)
         and all(
             isinstance(each, Tensor)

@@ -30,6 +30,7 @@ from dsv4_ops.integrations.transformers.precompiled import (
     state,
 )
 from dsv4_ops.integrations.transformers.steps import (
+    check_model,
     check_tensors,
     decode,
     decode_step,
@@ -170,7 +171,7 @@ class CompiledStep:
         if self.regional:
             logits = _PARTS[self.step](self.model, batch, tensors, run=run, **rest)
         else:
-            self._refresh()
+            self._refresh(op, tensors.device)
             logits = run("step", self.step, self.model, batch, tensors, **rest)
         if isinstance(run, _Recorder):
             self._plans[key] = run.plan
@@ -194,9 +195,9 @@ class CompiledStep:
                 self._hooks.add(module._forward_hooks)
                 self._hooks.add(module._forward_pre_hooks)
 
-    def _refresh(self) -> None:
-        """Bring what ``patch`` added up to date with the weights, as an eager step does: a graph
-        cannot."""
+    def _refresh(self, op: str, device: torch.device) -> None:
+        """Check the modules and bring what ``patch`` added up to date with the weights, as an eager
+        step does: a graph cannot."""
         body = self.model.model
         shared = self._shared is not None and all(
             name in parameters and local(parameters[name]).data_ptr() == at
@@ -205,7 +206,8 @@ class CompiledStep:
         if not shared or self._spec.copies_weights:
             self._spec.refresh(body)
         if not shared:  # each walk over the modules takes a tenth of a millisecond per layer
-            quantized.refresh(body)
+            check_model(op, self.model, device)
+            quantized.refresh(op, body)
             self._shared = _shared_weights(body)
 
     def _planned(

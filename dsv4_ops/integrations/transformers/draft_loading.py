@@ -14,6 +14,7 @@ from dsv4_ops.core.checkpoint import NAN_SCALE, StoredTensor, draft_tensors
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers import forwards, quantized
 from dsv4_ops.integrations.transformers.architectures.base import DRAFT, draft_of
+from dsv4_ops.integrations.transformers.modules import mark
 from dsv4_ops.integrations.transformers.patch import add_replacements
 from dsv4_ops.integrations.transformers.steps import spec_of
 from dsv4_ops.reference.experts import expert_values
@@ -108,6 +109,7 @@ def attach(model: Any, draft: Any) -> Any:
     """Make a draft layer with weights part of a patched model; return the model."""
     spec = spec_of(OP, model)
     quantized.check(OP, draft)
+    mark(draft)
     spec.prepare_draft(draft)
     quantized.prepare(draft)
     add_replacements(model, forwards.of_layers(draft, spec))

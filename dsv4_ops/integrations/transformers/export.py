@@ -17,6 +17,7 @@ from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.steps import (
     check_cache,
     check_is_batch,
+    check_model,
     check_paged,
     decode_step,
     prefill_step,
@@ -224,6 +225,7 @@ def _checked(
         rule, advice = "be in a folder that is there", "Make the folder"
         raise refusal(ValueError, op, "path", rule, repr(str(path)), advice)
     check_cache(op, spec, cache.tensors)
+    check_model(op, model, cache.device)
     split = next((name for name, each in model.named_parameters() if hasattr(each, "to_local")), "")
     if split:
         rule, found = "be whole on every rank", f"{split!r} as Hugging Face split it"

@@ -60,9 +60,9 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
                 **rest,
             )
         check_inputs(self, input_ids, inputs_embeds, rest, cache.device)
-        check_modules(OP, spec, self, cache.device)
+        check_modules(OP, spec, spec.kinds, self, cache.device)
         spec.refresh(self)
-        quantized.refresh(self)
+        quantized.refresh(OP, self)
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None
         shape = (given.shape[0], given.shape[1])

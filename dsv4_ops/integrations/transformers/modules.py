@@ -1,6 +1,9 @@
 """Method replacement, and checks of the modules that our ops stand in for.
 
 A step may call modules of any kind, but modules that it replaces by ops must be unchanged.
+``patch`` decides on the host which class each module has and stores the answer on the module; a
+trace reads that constant. A tracer may show other names and other functions than the host has:
+Dynamo of torch 2.15 shows the wrapper of a decorated forward.
 """
 
 from __future__ import annotations
@@ -25,18 +28,24 @@ if TYPE_CHECKING:
 Forward = Callable[..., Any]
 Maker = Callable[[Forward], Forward]
 
-_CODE = {
+_MODELLING = {
     f"transformers.models.deepseek_v{version}.modeling_deepseek_v{version}": f"DeepseekV{version}"
     for version in (2, 3, 4)
 }
 """Prefix of the class names in each of Hugging Face's modelling files."""
+_ACTIVATIONS = "transformers.activations", "torch.nn.modules.activation"
+_TRUSTED = ("torch", "transformers")
+"""Packages whose decorators leave a forward Hugging Face's own."""
 QUANTIZED_LINEAR, QUANTIZED_EXPERTS = ("weight",), ("gate_up_proj", "down_proj")
 SOURCE = "_dsv4_ops_source"
 """What a module's buffers were made of: where its weight is, and its version."""
+CLASS = "_dsv4_ops_class"
+"""Name of the class that ``mark`` saw on a module."""
 REPLACED = "_dsv4_ops_replaced_forward"
 """What a bound method's module had as a forward of its own, or None."""
 _ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there"
-_CHANGED = "be Hugging Face's own, without hooks, as ops do its work"
+_AGAIN = "Call unpatch, change the configuration with the layers, and patch again"
+_CHANGED = "be Hugging Face's own as patch saw it, without hooks, as ops do its work"
 
 
 class Replacement:
@@ -103,20 +112,51 @@ def with_methods(module: Any, made: dict[int, Any] | None = None) -> Any:
     return made[id(module)]
 
 
+def defining_class(module: Any) -> str | None:
+    """Name of the Hugging Face class that defines a module's forward, or None.
+
+    Only for the host. A subclass that inherits the forward counts; a class whose forward somebody
+    else replaced or decorated does not.
+    """
+    owner = next((each for each in type(module).__mro__ if "forward" in vars(each)), None)
+    if owner is None or owner.__module__ not in (*_MODELLING, *_ACTIVATIONS):
+        return None
+    function = vars(owner)["forward"]
+    while function is not None:
+        # functools.wraps copies __module__, but not the globals
+        package = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
+        if package not in _TRUSTED:
+            return None
+        function = getattr(function, "__wrapped__", None)
+    return owner.__name__
+
+
+def mark(model: Any) -> None:
+    """Store the class of every module on it, for traces to read."""
+    for module in model.modules():
+        found = defining_class(module)
+        if found is not None:
+            setattr(module, CLASS, found)
+
+
+def unmark(model: Any) -> None:
+    """Remove what ``mark`` stored."""
+    for module in model.modules():
+        vars(module).pop(CLASS, None)
+
+
 def class_of(module: Any) -> str | None:
-    """Name of the Hugging Face DeepSeek class that defines a module's forward, or None."""
-    kind, forward = type(module), type(module).forward
-    if forward.__module__ in _CODE:
-        return str(forward.__qualname__).split(".")[0]
-    # Dynamo in torch 2.15 wraps a forward under @torch.no_grad()
-    decorated = forward.__module__ == "torch.utils._contextlib"
-    return kind.__name__ if decorated and kind.__module__ in _CODE else None
+    """Name of the Hugging Face class that ``mark`` saw on a module, or None."""
+    return vars(module).get(CLASS) if isinstance(module, nn.Module) else None
 
 
 def is_part(module: Any, part: str) -> bool:
-    """Whether a module is Hugging Face's ``part``, such as "Attention", of any family."""
-    found = class_of(module)
-    return found is not None and any(found == prefix + part for prefix in _CODE.values())
+    """Whether a module is Hugging Face's ``part``, such as "Attention", of any family.
+
+    Only for the host.
+    """
+    found = defining_class(module)
+    return found is not None and any(found == prefix + part for prefix in _MODELLING.values())
 
 
 def own_forward(module: Any) -> Any:
@@ -135,17 +175,12 @@ def runs_ours(module: Any) -> bool:
     return ours and own_forward(module) is None
 
 
-def runs(module: Any, function: Forward) -> bool:
-    """Whether a module's forward is this one of ours."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, Replacement):
-        return forward.function is function
-    return getattr(forward, "__func__", None) is function
-
-
 def _is_harmless(hook: Any) -> bool:
-    """Whether accelerate's hook, which is a forward of the instance, loads no weights."""
-    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+    """Whether accelerate's hook, which is a forward of the instance, loads no weights.
+
+    Only its hook that aligns devices has ``offload``.
+    """
+    return getattr(hook, "offload", True) is False
 
 
 def quantized_weights(module: Any) -> tuple[str, ...]:
@@ -200,19 +235,38 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-def check_modules(op: str, spec: ModelSpec, body: Any, device: torch.device) -> None:
+def check_layers(op: str, kinds: tuple[str, ...], body: Any) -> None:
+    """Raise if ``body`` has more or fewer layers than the configuration."""
+    if len(body.layers) != len(kinds):
+        rule = f"be the {len(kinds)} of the configuration"
+        raise refusal(ValueError, op, "model.layers", rule, len(body.layers), _AGAIN)
+
+
+def check_modules(
+    op: str, spec: ModelSpec, kinds: tuple[str, ...], body: Any, device: torch.device
+) -> None:
     """Raise if a module of ``body`` that our ops replace was changed, or is on another device than
-    the cache."""
+    the cache.
+
+    The host also asks whether the class of a module still has the forward that ``patch`` saw.
+    """
     if own_forward(body) is not None:
         raise _changed(op, "model.model", "a forward of its own")
+    check_layers(op, kinds, body)
     for index, layer in enumerate(body.layers):
         attention = unwrapped(layer.self_attn)
         name = f"model.layers.{index}.self_attn"
         _check_hook(op, name, attention)
         if own_forward(attention) is not None:
             raise _changed(op, name, "a forward of its own")
+        if class_of(attention) is None:
+            raise refusal(ValueError, op, name, "be one that patch saw", "another", _AGAIN)
         check_skipped(op, spec, name, attention)
-        weight: Tensor = next(attention.parameters())
+        weight: Tensor | None = next(attention.parameters(), None)
+        if weight is None:
+            rule = "have parameters of its own"
+            advice = "FSDP1 keeps them in one flat tensor: load with Hugging Face's tp_plan instead"
+            raise refusal(NotImplementedError, op, name, rule, "none", advice)
         if weight.device != device:
             rule = f"be on the cache's device, {device}"
             raise refusal(ValueError, op, name, rule, weight.device, _ONE_DEVICE)
@@ -321,8 +375,13 @@ def _change(module: Any) -> str | None:
         return "a hook"
     if own_forward(module) is not None:
         return "a forward of its own"
-    known = class_of(module) or is_linear(module) or quantized_weights(module) == QUANTIZED_LINEAR
-    return None if known else type(module).__name__
+    marked, plain = class_of(module), type(module) is nn.Linear and has_plain_weight(module)
+    if not (marked or plain or quantized_weights(module) == QUANTIZED_LINEAR):
+        split = type(module) is nn.Linear
+        return "a bias, or a split weight" if split else type(module).__name__
+    if not torch.compiler.is_compiling() and defining_class(module) != marked:
+        return "another forward of its class"
+    return None
 
 
 def _changed(op: str, name: str, found: str) -> Exception:

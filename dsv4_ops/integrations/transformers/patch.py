@@ -16,7 +16,14 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     ModelSpec,
     require_transformers,
 )
-from dsv4_ops.integrations.transformers.modules import Maker, Replacement, check_placement
+from dsv4_ops.integrations.transformers.modules import (
+    Maker,
+    Replacement,
+    check_layers,
+    check_placement,
+    mark,
+    unmark,
+)
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
 _SPEC, _REPLACED = "dsv4_ops_spec", "_dsv4_ops_replaced"
@@ -116,6 +123,7 @@ def patch(
     if spec.parallel is not None:
         spec.parallel.agree("patch", "model", model.device, spec=spec)
     spec = spec.scheduled(next(model.parameters()).device)
+    mark(model)
     spec.prepare(model)
     quantized.prepare(model)
     replaced = _Replacements()
@@ -156,6 +164,7 @@ def unpatch(model: Any) -> Any:
     quantized.restore(model)
     delattr(model, _SPEC)
     delattr(model, _REPLACED)
+    unmark(model)
     return model
 
 
@@ -173,6 +182,7 @@ def _check_model(model: Any, spec: ModelSpec) -> None:
     if hasattr(model, _SPEC):
         rule, advice = "not be patched yet", "Call unpatch first"
         raise refusal(ValueError, "patch", "model", rule, "a patched one", advice)
+    check_layers("patch", spec.kinds, model.model)
     check_placement("patch", model)
 
 

@@ -31,6 +31,7 @@ from dsv4_ops.integrations.transformers.modules import (
     own_forward,
     quantized_weights,
     runs_ours,
+    unwrapped,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import experts
@@ -57,11 +58,38 @@ def replacements(model: Any, recipe: Recipe, impl: str) -> Iterator[tuple[Any, s
 
 def check(op: str, model: Any) -> None:
     """Raise if a quantised weight is not in the released format, before anything is changed."""
+    check_adapters(op, model)
     for name, module in model.named_modules():
         for weight in quantized_weights(module):
             _check_weight(op, f"{name}.{weight}", module, weight)
         if quantized_weights(module):
             _check_settings(op, name, module)
+
+
+def check_adapters(op: str, model: Any) -> None:
+    """Raise if an adapter adds to the codes themselves.
+
+    PEFT's adapters of a parameter, such as those of fused experts, do; adapters of a linear layer
+    add to its output.
+    """
+    for name, module in model.named_modules():
+        of_parameter = "base_layer" in module._modules and hasattr(module, "parameter_name")
+        if of_parameter and quantized_weights(unwrapped(module)) and not module.disable_adapters:
+            raise _adapted(op, f"{name}.{module.parameter_name}")
+
+
+def _adapted(op: str, name: str) -> Exception:
+    rule, found = "have no adapter, as it holds codes that count with their scales", "one"
+    advice = "Adapt linear layers only, or load with FineGrainedFP8Config(dequantize=True)"
+    return refusal(NotImplementedError, op, name, rule, found, advice)
+
+
+def _codes(module: Any, name: str) -> Tensor:
+    """A parameter of codes; raise if a parametrization took its place."""
+    if name not in module._parameters:
+        raise _adapted("model", name)
+    codes: Tensor = module._parameters[name]
+    return codes.detach()
 
 
 def prepare(model: Any) -> None:
@@ -74,11 +102,13 @@ def prepare(model: Any) -> None:
             _fill_blocks(module)
 
 
-def refresh(body: Any) -> None:
-    """Share storage with the scales again, after a model was moved or its scales replaced."""
+def refresh(op: str, body: Any) -> None:
+    """Bring the model up to date before an eager step: refuse adapters of codes, and share storage
+    with the scales again after a move, or after scales were replaced."""
     quantized = getattr(body.config, "quantization_config", None) is not None
     if torch.compiler.is_compiling() or not quantized:
         return
+    check_adapters(op, body)
     for module in body.modules():
         for weight in quantized_weights(module):
             held = getattr(module, _buffer(weight), None)
@@ -202,18 +232,19 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor | QuantizedGroups) -> Tensor:
         groups = getattr(self, "n_groups", 1)
         if isinstance(x, QuantizedGroups):
-            held, scale = self.weight.detach(), self.dsv4_ops_weight_scale
+            held, scale = _codes(self, "weight"), self.dsv4_ops_weight_scale
             out = fp8_grouped_linear(x.values, held, scale, x.scales, impl=impl)
             return out.unflatten(1, (groups, -1))
         lead = x.shape[:-1]
         rows = x.to(torch.bfloat16)
         rows = rows.flatten(0, -3) if groups > 1 else rows.reshape(-1, x.shape[-1])
-        weight, scale = getattr(self, _CODES, self.weight).detach(), self.dsv4_ops_weight_scale
+        codes, scale = _codes(self, "weight"), self.dsv4_ops_weight_scale
+        weight = getattr(self, _CODES, codes)
         if torch.is_grad_enabled() and x.requires_grad:
             out = _differentiable(rows, weight, scale, groups)
         else:
             out = product(recipe, impl, rows, weight, scale, groups)
-        return out[..., : self.weight.shape[0]].reshape(*lead, -1).to(x.dtype)
+        return out[..., : codes.shape[0]].reshape(*lead, -1).to(x.dtype)
 
     return forward
 
@@ -252,9 +283,9 @@ def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
             x.to(torch.bfloat16),
             weights.float(),
             chosen.to(torch.int32),
-            self.gate_up_proj.detach(),
+            _codes(self, "gate_up_proj"),
             self.dsv4_ops_gate_up_proj_scale,
-            self.down_proj.detach(),
+            _codes(self, "down_proj"),
             self.dsv4_ops_down_proj_scale,
             swiglu_limit=limit_of(self),
             activations=recipe.expert_activations,

@@ -250,9 +250,9 @@ def _check_draft(op: str, spec: ModelSpec, model: Any, cache: CacheTensors, next
     if not spec.holds_states(cache, next_n):
         rule, advice = f"be made with next_n of at least {next_n}", "Make another"
         raise refusal(ValueError, op, "cache", rule, "fewer", advice)
-    check_modules(op, spec, draft, cache.device)
+    check_modules(op, spec, spec.draft_kinds(op), draft, cache.device)
     spec.refresh(draft)
-    quantized.refresh(draft)
+    quantized.refresh(op, draft)
 
 
 def _check_columns(op: str, uniforms: Tensor, columns: int) -> None:

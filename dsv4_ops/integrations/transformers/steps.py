@@ -157,10 +157,9 @@ def checked(
     check_tensors(op, batch, cache)
     starts = batch.query_start_loc
     check_cache(op, spec, cache)
-    check_body(op, model)
-    check_modules(op, spec, model.model, cache.device)
+    check_model(op, model, cache.device)
     spec.refresh(model.model)
-    quantized.refresh(model.model)
+    quantized.refresh(op, model.model)
     of_batch = (batch.tokens, starts, batch.seq_lens, batch.rows)
     if values_are_free(*of_batch, cache.tables.pool):
         sizes = (spec.block_tokens, spec.most_tokens(cache))
@@ -169,6 +168,13 @@ def checked(
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
             spec.parallel.agree(op, "batch", cache.device, **shapes)
     return spec, cache
+
+
+def check_model(op: str, model: Any, device: torch.device) -> None:
+    """Raise if a module that a step replaces, or passes by, was changed since ``patch``."""
+    spec = spec_of(op, model)
+    check_body(op, model)
+    check_modules(op, spec, spec.kinds, model.model, device)
 
 
 def build_step(

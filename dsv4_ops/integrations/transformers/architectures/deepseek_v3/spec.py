@@ -240,7 +240,7 @@ class MlaModelSpec(ModelSpec):
         cache = given.cache
         for layer, caches in zip(body.layers, cache.layers, strict=True):
             hidden = given.run(
-                type(layer.mlp).__name__,
+                str(class_of(layer.mlp)),
                 layer,
                 hidden,
                 dsv4_ops=given.context(caches, cache.rope.table),

@@ -24,7 +24,6 @@ from dsv4_ops.integrations.transformers.modules import (
     is_unchanged,
     linear_float32,
     own_forward,
-    runs,
     runs_ours,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
@@ -109,13 +108,16 @@ class Carried(NamedTuple):
         return mixed(self.post, self.mix, self.block_out, self.streams)[None]
 
 
-def can_carry(layers: Any, streams: Tensor, context: Any) -> bool:
+def can_carry(recipe: Recipe, layers: Any, streams: Tensor, context: Any) -> bool:
     """Whether all layers take ``Carried`` and return it: who hooks a layer gets tensors."""
-    return not has_global_hooks() and all(
-        runs(layer, _layer_of_float32_norms)
-        and is_unchanged(layer)
-        and _is_fused(layer, streams, context)
-        for layer in layers
+    replaced = recipe.streams_float32 and recipe.norms_float32  # by _layer_of_float32_norms
+    return (
+        replaced
+        and not has_global_hooks()
+        and all(
+            runs_ours(layer) and is_unchanged(layer) and _is_fused(layer, streams, context)
+            for layer in layers
+        )
     )
 
 
@@ -152,7 +154,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
             quantized.is_quantized(block.experts)
             or bf16_experts.runs_op(block.experts, x, gate.top_k)
         )
-        and type(gate.score_fn).__name__ == "SqrtSoftplusActivation"
+        and class_of(gate.score_fn) == "SqrtSoftplusActivation"
         and gate.weight.dtype == torch.bfloat16
     )
     if not ours:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from dsv4_ops.core.registry import AUTO, REFERENCE
 from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.integrations.transformers.modules import (
+    QUANTIZED_LINEAR,
     class_of,
     is_linear,
     linear_float32,
     own_forward,
+    quantized_weights,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
@@ -97,7 +99,8 @@ def _is_own(layer: Any) -> bool:
     if is_linear(layer):
         return bool(layer.weight.dtype == torch.bfloat16)
     hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return type(layer).__name__ == "FP8Linear" and not hooks and own_forward(layer) is None
+    fp8 = quantized_weights(layer) == QUANTIZED_LINEAR
+    return fp8 and not hooks and own_forward(layer) is None
 
 
 def of_attention(module: Any) -> list[Any]:

@@ -53,7 +53,12 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import 
     rounded_table,
     yarn_of,
 )
-from dsv4_ops.integrations.transformers.modules import Maker, heads_are_split, unwrapped
+from dsv4_ops.integrations.transformers.modules import (
+    Maker,
+    class_of,
+    heads_are_split,
+    unwrapped,
+)
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import (
     CacheTables,
@@ -246,11 +251,11 @@ class DeepseekV4Spec(RingSpec):
         streams: Tensor | Carried
         streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
         cache = given.cache
-        if can_carry(body.layers, streams, given):
+        if can_carry(self.recipe, body.layers, streams, given):
             streams = Carried.of(streams)
         for kind, layer, caches in zip(self.kinds, body.layers, cache.layers, strict=True):
             streams = given.run(
-                f"{kind}_{type(layer.mlp.gate).__name__}",
+                f"{kind}_{class_of(layer.mlp.gate)}",
                 layer,
                 streams,
                 input_ids=ids,

@@ -1,0 +1,344 @@
+"""``patch`` decides on the host what a module is: traces read neither names nor functions, which a
+tracer may show differently. Users' wrappers run or are refused, in eager and compiled steps."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+import transformers
+
+import dsv4_ops
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.modules import class_of, defining_class
+from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.support.hf_models import Engine, new_cache, text
+from tests.support.ranks import run_ranks
+
+FAMILIES = {"v4": small_model, "v3": small_mla_model}
+LENGTH, CLOSE = 24, 1e-4
+SETTINGS = {"kv": "fp32", "precision": "reference"}
+STATE = "must be Hugging Face's own as patch saw it, without hooks, as ops do its work"
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def modelling(model):
+    """The file of Hugging Face that a model's class is in."""
+    return getattr(transformers.models, model.config.model_type).__dict__[
+        f"modeling_{model.config.model_type}"
+    ]
+
+
+def last_logits(model, **compiled):
+    """Logits of the last of 24 tokens of two requests, by a decode step."""
+    step = torch.compile(v4.decode_step, backend="eager", **compiled)
+    step = step if compiled else v4.decode_step
+    cache = new_cache(model, max_batch_size=2, max_cache_len=64)
+    engine = Engine(model, cache, text()[:2])
+    engine.prefill({0: LENGTH - 1, 1: LENGTH - 1})
+    engine.decode({0: 1, 1: 1}, step=step)
+    return torch.stack([engine.logits[request][LENGTH - 1] for request in (0, 1)])
+
+
+def stock_logits(model):
+    return model(text()[:2, :LENGTH]).logits[:, -1]
+
+
+def steps(model):
+    """A decode step by each way, as functions without arguments."""
+    return {
+        "eager": lambda: last_logits(model),
+        "compiled": lambda: last_logits(model, fullgraph=True),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_that_a_tracer_shows_do_not_count(family, monkeypatch):
+    """Dynamo of torch 2.15 shows the wrapper's names where a forward is decorated."""
+    model = FAMILIES[family]()
+    want = stock_logits(model)
+    v4.patch(model, **SETTINGS)
+    for kind in {type(module) for module in model.modules()}:
+        forward = vars(kind).get("forward")
+        if forward is not None and kind.__module__.startswith("transformers."):
+            for name in ("__module__", "__qualname__", "__name__"):
+                monkeypatch.setattr(forward, name, "transformers.utils.deprecation")
+    for logits in steps(model).values():
+        torch.testing.assert_close(logits(), want, rtol=0, atol=CLOSE)
+
+
+def test_no_trace_reads_a_name_or_a_functions_identity():
+    """Outside of the functions that run on the host: what ``patch`` calls, and cache keys."""
+    host = {"defining_class", "_unbound"}
+    host_files = {"precompiled.py", "kernel_files.py", "compiled.py", "twins.py"}
+    names = {"__module__", "__qualname__", "__func__", "__code__", "__wrapped__", "__globals__"}
+    package = Path(dsv4_ops.__file__).parent
+    traced = ("attention", "core", "dispatch", "integrations/transformers", "ops", "reference")
+    found, files = [], 0
+    for path in (file for folder in traced for file in sorted((package / folder).rglob("*.py"))):
+        if path.name in host_files:
+            continue
+        files += 1
+        tree = ast.parse(path.read_text())
+        skipped = {
+            inner
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef) and function.name in host
+            for inner in ast.walk(function)
+        }
+        for node in ast.walk(tree):
+            if node in skipped:
+                continue
+            if isinstance(node, ast.Attribute) and node.attr in names:
+                found.append(f"{path.name}:{node.lineno} {node.attr}")
+            if isinstance(node, ast.Compare):
+                inside = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+                found += [
+                    f"{path.name}:{node.lineno} compares a name"
+                    for each in inside
+                    if each.attr == "__name__"
+                ]
+    assert files > 60
+    # on the host: patch's check of rotary embeddings, criteria of generate, options of a step
+    allowed = {"rotary.py", "draft_generation.py"}
+    assert [each for each in found if each.split(":")[0] not in allowed] == []
+
+
+def test_the_class_of_a_module_is_that_of_its_forward():
+    model = small_model()
+    attention = model.model.layers[1].self_attn
+    assert class_of(attention) is None
+    assert defining_class(attention) == "DeepseekV4Attention"
+    assert defining_class(nn.Linear(2, 2)) is None
+
+    class Inherits(type(attention)):
+        pass
+
+    class Overrides(type(attention)):
+        def forward(self, x):
+            return x
+
+    attention.__class__ = Inherits
+    assert defining_class(attention) == "DeepseekV4Attention"
+    attention.__class__ = Overrides
+    assert defining_class(attention) is None
+    v4.patch(small_model(), **SETTINGS)
+    patched = v4.patch(small_model(), **SETTINGS)
+    assert class_of(patched.model.layers[1].self_attn.compressor) == "DeepseekV4CSACompressor"
+    v4.unpatch(patched)
+    assert class_of(patched.model.layers[1].self_attn.compressor) is None
+
+
+def doubled(forward):
+    """A decorator as users write it."""
+
+    @functools.wraps(forward)
+    def wrapper(*args, **rest):
+        return 2 * forward(*args, **rest)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_a_wrapper_around_an_instances_forward_runs(family, first):
+    """In both orders, of a module that steps call."""
+    stock = FAMILIES[family]()
+    plain = stock_logits(stock)
+    model = FAMILIES[family]()
+    for each in (stock, model):
+        if each is model and not first:
+            v4.patch(model, **SETTINGS)
+        for layer in each.model.layers:
+            norm = layer.post_attention_layernorm
+            norm.forward = doubled(norm.forward)
+    if first:
+        v4.patch(model, **SETTINGS)
+    want = stock_logits(stock)
+    assert (want - plain).abs().max() > 0.05
+    for logits in steps(model).values():
+        torch.testing.assert_close(logits(), want, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("precision", ["reference", "serve"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrapper_around_a_classes_forward_runs(family, precision, monkeypatch):
+    """Of a module that steps call, put on before patch; functools.wraps copies its names."""
+    model = FAMILIES[family]()
+    plain = stock_logits(model)
+    norm = type(model.model.norm)
+    monkeypatch.setattr(norm, "forward", doubled(norm.forward))
+    want = stock_logits(model)
+    assert (want - plain).abs().max() > 0.05
+    v4.patch(model, kv="fp32", precision=precision)
+    for way, logits in steps(model).items():
+        if family == "v4":  # its kv_norm is inside the compressor, which ops stand for
+            with pytest.raises(Exception, match=r"compressor\.kv_norm must be Hugging Face's own"):
+                logits()
+        else:
+            torch.testing.assert_close(logits(), want, rtol=0, atol=5e-4, msg=way)
+
+
+def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
+    """Before patch in both ways; after it by an eager step, which asks the host."""
+    compressor = "DeepseekV4CSACompressor"
+    before, after = small_model(), v4.patch(small_model(), **SETTINGS)
+    kind = getattr(modelling(before), compressor)
+    monkeypatch.setattr(kind, "forward", doubled(kind.forward))
+    v4.patch(before, **SETTINGS)
+    name = f"model.layers.1.self_attn.compressor {STATE}, got"
+    for logits in steps(before).values():
+        with pytest.raises(Exception, match=f"{name} {compressor}"):
+            logits()
+    with pytest.raises(NotImplementedError, match=f"^prefill_step: {name} another forward of its"):
+        last_logits(after)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_disabled_modules_run_outside_the_graph(family):
+    """With torch._dynamo.disable around an instance's forward, or around a class that ops stand
+    for, which is not called."""
+    model = FAMILIES[family]()
+    want = stock_logits(model)
+    v4.patch(model, **SETTINGS)
+    norm = model.model.norm
+    norm.forward = torch._dynamo.disable(norm.forward)
+    for logits in (last_logits(model), last_logits(model, fullgraph=False)):
+        torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
+
+
+def test_a_class_that_ops_stand_for_may_be_disabled(monkeypatch):
+    model = small_model()
+    want = stock_logits(model)
+    kind = modelling(model).DeepseekV4CSACompressor
+    monkeypatch.setattr(kind, "forward", torch._dynamo.disable(kind.forward))
+    v4.patch(model, **SETTINGS)
+    for logits in steps(model).values():
+        torch.testing.assert_close(logits(), want, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_hooks_of_accelerate_compile(family, first):
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    model = FAMILIES[family]()
+    want = stock_logits(model)
+    if not first:
+        v4.patch(model, **SETTINGS)
+    settings = {"main_device": "cpu", "force_hooks": True}
+    model = accelerate.dispatch_model(model, {"": "cpu"}, **settings)
+    if first:
+        v4.patch(model, **SETTINGS)
+    for logits in (last_logits(model), last_logits(model, fullgraph=False)):
+        torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_adapters_of_peft_compile(family, first):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    settings = peft.LoraConfig(
+        r=4, target_modules=r".*\.(q_b_proj|o_proj|o_b_proj)|lm_head", init_lora_weights=False
+    )
+    torch.manual_seed(0)
+    stock = FAMILIES[family]()
+    plain = stock_logits(stock)
+    want = stock_logits(peft.get_peft_model(stock, settings).eval())
+    assert (want - plain).abs().max() > 0.1
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    if not first:
+        v4.patch(model, **SETTINGS)
+    model = peft.get_peft_model(model, settings).eval().get_base_model()
+    if first:
+        v4.patch(model, **SETTINGS)
+    for logits in steps(model).values():
+        torch.testing.assert_close(logits(), want, rtol=0, atol=2 * CLOSE)
+
+
+# Layers that patch did not see
+
+
+AGAIN = "Call unpatch, change the configuration with the layers, and patch again."
+
+
+def removed(model):
+    del model.model.layers[1]
+    return f"model.layers must be the 3 of the configuration, got 2. {AGAIN}"
+
+
+def replaced(model):
+    model.model.layers[1] = FAMILIES[model.config.model_type[-2:]]().model.layers[1]
+    return f"model.layers.1.self_attn must be one that patch saw, got another. {AGAIN}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("change", [removed, replaced])
+def test_other_layers_than_patch_saw_are_refused(family, change):
+    model = v4.patch(FAMILIES[family](), **SETTINGS)
+    cache = new_cache(model, max_batch_size=2, max_cache_len=64)
+    batch = Engine(model, cache, text()).batch({0: 1})
+    message = change(model)
+    calls = {
+        "decode_step": lambda: v4.decode_step(model, batch, cache),
+        "prefill_step": lambda: v4.prefill_step(model, batch, cache),
+        "model": lambda: model(text()[:1, :3], cache=cache),
+    }
+    for op, call in calls.items():
+        with pytest.raises(ValueError, match="must be") as raised:
+            call()
+        assert str(raised.value) == f"{op}: {message}"
+    if change is removed:
+        v4.unpatch(model)
+        with pytest.raises(ValueError, match="must be") as raised:
+            v4.patch(model, **SETTINGS)
+        assert str(raised.value) == f"patch: {message}"
+
+
+# FSDP
+
+
+def sharded(rank):
+    """Logits of a V4 whose layers FSDP2 shards over two ranks, and what other uses raise."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model, errors = v4.patch(small_model(), **SETTINGS), []
+    for layer in model.model.layers:
+        fully_shard(layer)
+    logits = last_logits(model)
+    fully_shard(model)
+    old, latent = (v4.patch(make(), **SETTINGS) for make in (small_model, small_mla_model))
+    cpu = torch.device("cpu")
+    old.model.layers[0] = FullyShardedDataParallel(old.model.layers[0], device_id=cpu)
+    fully_shard(latent.model.layers[0])
+    for each in (model, old, latent):
+        with pytest.raises(NotImplementedError) as raised:
+            last_logits(each)
+        errors.append(str(raised.value))
+    return logits, errors
+
+
+def test_layers_of_fsdp(tmp_path):
+    want = stock_logits(small_model())
+    for logits, errors in run_ranks(2, sharded, tmp_path):
+        torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
+        assert errors == [
+            "prefill_step: model must have no hooks, nor a forward of its own, as they are not "
+            "called, got one. Call the model itself with cache=cache, or remove them.",
+            "prefill_step: model.layers.0.self_attn must have parameters of its own, got none. "
+            "FSDP1 keeps them in one flat tensor: load with Hugging Face's tp_plan instead.",
+            f"prefill_step: model.layers.0.self_attn.kv_b_proj {STATE}, got a bias, or a split "
+            "weight. Undo that, or pass Hugging Face's cache.",
+        ]
