@@ -15,12 +15,18 @@ import transformers
 
 import dsv4_ops
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.export import DecodeModule
 from dsv4_ops.integrations.transformers.modules import class_of, defining_class
 from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.support.hf_models import Engine, new_cache, text
 from tests.support.ranks import run_ranks
 
-FAMILIES = {"v4": small_model, "v3": small_mla_model}
+CSA = {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
+FAMILIES = {
+    "v4": functools.partial(small_model, **CSA),
+    "v3": functools.partial(small_mla_model, num_hidden_layers=2),
+}
+"""Models of few layers, whose steps compile in seconds."""
 LENGTH, CLOSE = 24, 1e-4
 SETTINGS = {"kv": "fp32", "precision": "reference"}
 STATE = "must be Hugging Face's own as patch saw it, without hooks, as ops do its work"
@@ -41,11 +47,15 @@ def modelling(model):
     ]
 
 
-def last_logits(model, **compiled):
+def cache_of(model):
+    return new_cache(model, max_batch_size=2, max_cache_len=64)
+
+
+def last_logits(model, step=v4.decode_step, cache=None, **compiled):
     """Logits of the last of 24 tokens of two requests, by a decode step."""
-    step = torch.compile(v4.decode_step, backend="eager", **compiled)
-    step = step if compiled else v4.decode_step
-    cache = new_cache(model, max_batch_size=2, max_cache_len=64)
+    if compiled:
+        step = torch.compile(v4.decode_step, backend="eager", **compiled)
+    cache = cache or cache_of(model)
     engine = Engine(model, cache, text()[:2])
     engine.prefill({0: LENGTH - 1, 1: LENGTH - 1})
     engine.decode({0: 1, 1: 1}, step=step)
@@ -77,6 +87,67 @@ def test_names_that_a_tracer_shows_do_not_count(family, monkeypatch):
                 monkeypatch.setattr(forward, name, "transformers.utils.deprecation")
     for logits in steps(model).values():
         torch.testing.assert_close(logits(), want, rtol=0, atol=CLOSE)
+
+
+def compile_whole(model):
+    step = v4.compile_step(model, mode="whole", backend="eager")
+    return last_logits(model, step=lambda _, *rest: step(*rest))
+
+
+def compile_regional(model):
+    step = v4.compile_step(model, mode="regional", backend="eager")
+    return last_logits(model, step=lambda _, *rest: step(*rest))
+
+
+def export(model, strict):
+    """By the module behind ``export_decode``."""
+    cache = cache_of(model)
+
+    def step(_, batch, tensors):
+        program = torch.export.export(
+            DecodeModule(model, cache), v4.decode_inputs(batch, cache), strict=strict
+        )
+        return program.module()(*v4.decode_inputs(batch, cache))
+
+    return last_logits(model, step, cache)
+
+
+def explained(model):
+    """``dynamo.explain`` runs the step, and finds one graph without a break."""
+
+    def step(*args):
+        found = torch._dynamo.explain(v4.decode_step)(*args)
+        assert (found.graph_count, found.graph_break_count) == (1, 0)
+        return v4.decode_step(*args)
+
+    return last_logits(model, step=step)
+
+
+def called(model):
+    """The compiled model, as Hugging Face calls it."""
+    cache = cache_of(model)
+    model(text()[:2, : LENGTH - 1], cache=cache)
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    return step(text()[:2, LENGTH - 1 : LENGTH], cache=cache).logits[:, -1]
+
+
+WAYS = {
+    "compile_step_whole": compile_whole,
+    "compile_step_regional": compile_regional,
+    "export_strict": functools.partial(export, strict=True),
+    "export": functools.partial(export, strict=False),
+    "explain": explained,
+    "model": called,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_into_a_trace(way, family):
+    model = FAMILIES[family]()
+    want = stock_logits(model)
+    v4.patch(model, **SETTINGS)
+    torch.testing.assert_close(WAYS[way](model), want, rtol=0, atol=CLOSE)
 
 
 def test_no_trace_reads_a_name_or_a_functions_identity():
@@ -117,8 +188,8 @@ def test_no_trace_reads_a_name_or_a_functions_identity():
 
 
 def test_the_class_of_a_module_is_that_of_its_forward():
-    model = small_model()
-    attention = model.model.layers[1].self_attn
+    model = FAMILIES["v4"]()
+    attention = model.model.layers[0].self_attn
     assert class_of(attention) is None
     assert defining_class(attention) == "DeepseekV4Attention"
     assert defining_class(nn.Linear(2, 2)) is None
@@ -134,11 +205,10 @@ def test_the_class_of_a_module_is_that_of_its_forward():
     assert defining_class(attention) == "DeepseekV4Attention"
     attention.__class__ = Overrides
     assert defining_class(attention) is None
-    v4.patch(small_model(), **SETTINGS)
-    patched = v4.patch(small_model(), **SETTINGS)
-    assert class_of(patched.model.layers[1].self_attn.compressor) == "DeepseekV4CSACompressor"
+    patched = v4.patch(FAMILIES["v4"](), **SETTINGS)
+    assert class_of(patched.model.layers[0].self_attn.compressor) == "DeepseekV4CSACompressor"
     v4.unpatch(patched)
-    assert class_of(patched.model.layers[1].self_attn.compressor) is None
+    assert class_of(patched.model.layers[0].self_attn.compressor) is None
 
 
 def doubled(forward):
@@ -194,11 +264,11 @@ def test_a_wrapper_around_a_classes_forward_runs(family, precision, monkeypatch)
 def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
     """Before patch in both ways; after it by an eager step, which asks the host."""
     compressor = "DeepseekV4CSACompressor"
-    before, after = small_model(), v4.patch(small_model(), **SETTINGS)
+    before, after = FAMILIES["v4"](), v4.patch(FAMILIES["v4"](), **SETTINGS)
     kind = getattr(modelling(before), compressor)
     monkeypatch.setattr(kind, "forward", doubled(kind.forward))
     v4.patch(before, **SETTINGS)
-    name = f"model.layers.1.self_attn.compressor {STATE}, got"
+    name = f"model.layers.0.self_attn.compressor {STATE}, got"
     for logits in steps(before).values():
         with pytest.raises(Exception, match=f"{name} {compressor}"):
             logits()
@@ -206,7 +276,9 @@ def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
         last_logits(after)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["v4", pytest.param("v3", marks=pytest.mark.nightly("the same of V4"))]
+)
 def test_disabled_modules_run_outside_the_graph(family):
     """With torch._dynamo.disable around an instance's forward, or around a class that ops stand
     for, which is not called."""
@@ -220,7 +292,7 @@ def test_disabled_modules_run_outside_the_graph(family):
 
 
 def test_a_class_that_ops_stand_for_may_be_disabled(monkeypatch):
-    model = small_model()
+    model = FAMILIES["v4"]()
     want = stock_logits(model)
     kind = modelling(model).DeepseekV4CSACompressor
     monkeypatch.setattr(kind, "forward", torch._dynamo.disable(kind.forward))
@@ -229,8 +301,16 @@ def test_a_class_that_ops_stand_for_may_be_disabled(monkeypatch):
         torch.testing.assert_close(logits(), want, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("family", "first"),
+    [
+        ("v3", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly("V3, whose kv_b_proj has a hook too"))
+            for each in (("v3", True), ("v4", True), ("v4", False))
+        ),
+    ],
+)
 def test_hooks_of_accelerate_compile(family, first):
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
     model = FAMILIES[family]()
@@ -275,20 +355,21 @@ AGAIN = "Call unpatch, change the configuration with the layers, and patch again
 
 
 def removed(model):
-    del model.model.layers[1]
-    return f"model.layers must be the 3 of the configuration, got 2. {AGAIN}"
+    count = len(model.model.layers)
+    del model.model.layers[0]
+    return f"model.layers must be the {count} of the configuration, got {count - 1}. {AGAIN}"
 
 
 def replaced(model):
-    model.model.layers[1] = FAMILIES[model.config.model_type[-2:]]().model.layers[1]
-    return f"model.layers.1.self_attn must be one that patch saw, got another. {AGAIN}"
+    model.model.layers[0] = FAMILIES[model.config.model_type[-2:]]().model.layers[0]
+    return f"model.layers.0.self_attn must be one that patch saw, got another. {AGAIN}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("change", [removed, replaced])
 def test_other_layers_than_patch_saw_are_refused(family, change):
     model = v4.patch(FAMILIES[family](), **SETTINGS)
-    cache = new_cache(model, max_batch_size=2, max_cache_len=64)
+    cache = cache_of(model)
     batch = Engine(model, cache, text()).batch({0: 1})
     message = change(model)
     calls = {
@@ -314,12 +395,12 @@ def sharded(rank):
     """Logits of a V4 whose layers FSDP2 shards over two ranks, and what other uses raise."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    model, errors = v4.patch(small_model(), **SETTINGS), []
+    model, errors = v4.patch(FAMILIES["v4"](), **SETTINGS), []
     for layer in model.model.layers:
         fully_shard(layer)
     logits = last_logits(model)
     fully_shard(model)
-    old, latent = (v4.patch(make(), **SETTINGS) for make in (small_model, small_mla_model))
+    old, latent = (v4.patch(make(), **SETTINGS) for make in FAMILIES.values())
     cpu = torch.device("cpu")
     old.model.layers[0] = FullyShardedDataParallel(old.model.layers[0], device_id=cpu)
     fully_shard(latent.model.layers[0])
@@ -331,7 +412,7 @@ def sharded(rank):
 
 
 def test_layers_of_fsdp(tmp_path):
-    want = stock_logits(small_model())
+    want = stock_logits(FAMILIES["v4"]())
     for logits, errors in run_ranks(2, sharded, tmp_path):
         torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
         assert errors == [
