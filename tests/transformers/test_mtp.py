@@ -230,6 +230,13 @@ def _nan(held):
     held[E8M0].view(torch.uint8)[3, 1] = 255
 
 
+E4M3 = "mtp.0.attn.wq_b.weight"
+
+
+def _nan_code(held):
+    held[E4M3].view(torch.uint8)[3, 1] = 0xFF
+
+
 def _drop(name):
     return lambda held: held.pop(name)
 
@@ -306,9 +313,15 @@ def _without_draft(held):
             "Draft layers of other architectures are unknown.",
         ),
         (
+            _nan_code,
+            {},
+            f"load_mtp: {E4M3} must hold codes of numbers, got NaN (0x7F or 0xFF). "
+            "Download it again.",
+        ),
+        (
             _nan,
             {},
-            f"load_mtp: {E8M0} must hold bytes of 0 to 254, as 255 is NaN, got 1 others. "
+            f"load_mtp: {E8M0} must hold bytes of 0 to 254, as 255 is NaN, got 1 other values. "
             "Download it again.",
         ),
     ],
@@ -319,6 +332,20 @@ def test_what_cannot_be_loaded_is_refused_by_name(quantized, changed, change, co
         v4.load_mtp(quantized, folder)
     assert str(raised.value) == message
     assert not hasattr(quantized, "mtp")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 0.75])
+def test_float32_scales_that_bytes_cannot_hold_are_refused(tmp_path, value):
+    """By a model that is dequantised, too."""
+    folder = write_checkpoint(tmp_path, CONFIG, family="base", shards=1)
+    file = folder / "model-00001-of-00001.safetensors"
+    held = dict(tensors(folder))
+    held["mtp.0.attn.wq_b.scale"][0, 0] = value
+    save_file(held, file, metadata={"format": "pt"})
+    plain = v4.patch(float32_model(folder), kv="fp32", precision="reference")
+    with pytest.raises(ValueError, match=r"^load_mtp: mtp.0.attn.wq_b.scale must hold powers of "):
+        v4.load_mtp(plain, folder)
+    assert not hasattr(plain, "mtp")
 
 
 def test_models_that_cannot_have_it_are_refused(path, model, quantized, tmp_path):

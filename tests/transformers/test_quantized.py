@@ -425,7 +425,7 @@ def bytes_of(*shape):
         (bytes_of(32, 1).to(BF16), TypeError, "be torch.float8_e8m0fnu or torch.uint8 or "
          f"torch.float32, got torch.bfloat16. {AGAIN}"),
         (bytes_of(32, 1).fill_(255), ValueError, "hold bytes of 0 to 254, as 255 is NaN, "
-         f"got 32 others. {AGAIN}"),
+         f"got 32 other values. {AGAIN}"),
     ],
     ids=["transposed", "shape", "none", "dtype", "NaN"],
 )  # fmt: skip
@@ -436,6 +436,34 @@ def test_wrong_scales_are_refused(loaded, value, kind, rule):
         value._is_hf_initialized = True
     layer._parameters["weight_scale_inv"] = value
     refused(loaded, kind, f"{SCALE} must {rule}")
+
+
+def test_what_is_no_number_is_refused_in_every_weight(loaded, tmp_path):
+    """NaN codes of both signs, and byte 255 of scales; FP4 codes are all numbers."""
+    path = write_checkpoint(
+        tmp_path,
+        {**FORCED, "num_hidden_layers": 1, "compress_ratios": [0, 0], "vocab_size": 64},
+        family="base",
+    )
+    for model in (loaded, v4.load_quantized(path)):
+        weights = {
+            name: weight
+            for name, weight in model.named_parameters()
+            if weight.dtype in (E4M3, torch.float8_e8m0fnu)
+        }
+        assert any(weight.dim() == 3 for weight in weights.values())
+        for name, weight in weights.items():
+            scale = weight.dtype != E4M3
+            held = weight.data.view(torch.uint8).view(-1)
+            held = held[len(held) // 2 :][:1]
+            for code in (255,) if scale else (0x7F, 0xFF):
+                kept, held[:] = held.clone(), code
+                rule = "hold bytes of 0 to 254, as 255 is NaN, got 1 other values"
+                if not scale:
+                    rule = "hold codes of numbers, got NaN (0x7F or 0xFF)"
+                refused(model, ValueError, f"{name} must {rule}. {AGAIN}")
+                held[:] = kept
+        v4.patch(model)
 
 
 def test_a_scale_that_the_file_lacks_is_refused(tiny, tmp_path, monkeypatch):

@@ -28,12 +28,14 @@ def _no_grad():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("v3"))
+
+
+def written(path, **changed):
     """A folder, and the state of the same model with the values of its codes. Every token has all
     experts: a near tie of the router would hide what a weight costs."""
-    path = tmp_path_factory.mktemp("v3")
-    config = small_mla_config(
-        **v3_checkpoint.SIZES, n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1
-    )
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+    config = small_mla_config(**{**v3_checkpoint.SIZES, **experts, **changed})
     seed = torch.Generator().manual_seed(0)
     model = transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16)
     for name, weight in model.named_parameters():
@@ -73,6 +75,27 @@ def test_as_close_as_the_same_weights_in_bf16(checkpoint, tokens):
         for model in (hf.load_quantized(checkpoint[0]), model_of(checkpoint, torch.bfloat16))
     ]
     assert 0 < errors[0] <= 1.5 * errors[1], errors
+
+
+def test_a_kv_b_proj_that_ends_within_a_block(tmp_path):
+    """Three heads of 192 + 128 rows are 7.5 blocks: patch keeps its halves beside it, and prefills
+    of expanded contexts multiply by its codes. A scale that is replaced counts in both."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "qk_nope_head_dim": 192}
+    made, ids = written(tmp_path, **heads), torch.arange(190)[None] * 7 % 250
+    exact = model_of(made, torch.float32)(ids).logits.double()
+    model = hf.load_quantized(tmp_path)
+    found = [logits_of(each, ids, "bf16") for each in (model, model_of(made, torch.bfloat16))]
+    errors = [(each - exact).norm() / exact.norm() for each in found]
+    assert 0 < errors[0] <= 1.5 * errors[1], errors
+    name = "model.layers.0.self_attn.kv_b_proj"
+    layer = model.get_submodule(name)
+    assert (layer.weight.shape[0], layer.weight_scale_inv.shape[0]) == (960, 8)
+    layer.weight_scale_inv = torch.nn.Parameter(layer.weight_scale_inv.data * 2)
+    made[1][f"{name}.weight"] *= 2
+    exact = model_of(made, torch.float32)(ids).logits.double()
+    cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
+    again = model(ids, cache=cache).logits.double()
+    assert (again - exact).norm() <= 1.5 * errors[1] * exact.norm()
 
 
 def test_weights_stay_as_loaded(checkpoint):
@@ -173,6 +196,43 @@ def test_wrong_scales_are_refused(checkpoint):
     refused(model, f"{ODD}.weight_scale_inv must have the shape [5, 2], got [4, 2]")
     odd.weight_scale_inv.data = torch.ones(2, 5)
     refused(model, "It is transposed")
+
+
+def test_what_is_no_number_is_refused_in_every_weight(checkpoint):
+    """Float32 scales that are no finite numbers, or negative, which no largest absolute value is;
+    and NaN codes of both signs."""
+    model = hf.load_quantized(checkpoint[0])
+    weights = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if "_scale_inv" in name or weight.dtype == torch.float8_e4m3fn
+    }
+    # five projections of each attention, a dense block of three, experts and a shared one
+    assert len(weights) == 2 * (2 * 5 + 3 + 2 + 3)
+    for name, weight in weights.items():
+        held = weight.data.view(-1)
+        held = held[len(held) // 2 :][:1]
+        rule = "hold finite numbers of 0 or more, got 1 other values"
+        others = (float("nan"), float("inf"), -float("inf"), -1e-30)
+        if "_scale_inv" not in name:
+            rule, held = "hold codes of numbers, got NaN (0x7F or 0xFF)", held.view(torch.uint8)
+            others = (0x7F, 0xFF)
+        for value in others:
+            kept, held[:] = held.clone(), value
+            refused(model, f"patch: {name} must {rule}. Load the released")
+            held[:] = kept
+    hf.patch(model)
+
+
+def test_a_block_of_scale_0_is_zeros(checkpoint):
+    """The scale of a block of zeros: 0 / 448."""
+    model = hf.load_quantized(checkpoint[0])
+    layer = model.model.layers[0].self_attn.o_proj
+    layer.weight_scale_inv.data[0] = 0.0
+    hf.patch(model)
+    out = layer(torch.randn(3, 256, dtype=torch.bfloat16))
+    assert out[:, :128].count_nonzero() == 0
+    assert out[:, 128:].count_nonzero() > 0
 
 
 def test_blocks_that_end_within_a_row_are_refused(checkpoint):

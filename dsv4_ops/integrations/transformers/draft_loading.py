@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checkpoint import NAN_SCALE, StoredTensor, draft_tensors
+from dsv4_ops.core.checkpoint import StoredTensor, draft_tensors
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.stored_values import check_values
 from dsv4_ops.integrations.transformers import forwards, quantized
 from dsv4_ops.integrations.transformers.architectures.base import DRAFT, draft_of
 from dsv4_ops.integrations.transformers.modules import mark
@@ -74,7 +75,8 @@ def load_mtp(model: Any, path: Path | str) -> Any:
     Raises:
         ValueError: the model is not patched, has a draft layer already, or is of other sizes; the
             checkpoint has no draft layer; a tensor of it is missing, transposed, unknown or of
-            another dtype, or a scale is NaN, by name.
+            another dtype, or has NaN, an infinity or a float32 scale that is no power of two, by
+            name.
         NotImplementedError: a draft of DSpark, several draft layers, another architecture, or a
             model that is split over ranks. The model is not changed.
         ImportError: safetensors is missing.
@@ -177,17 +179,14 @@ def _num_experts(stored: Mapping[str, StoredTensor]) -> int:
 
 
 def _read(files: ExitStack, opened: dict[Path, Any], stored: StoredTensor, name: str) -> Tensor:
-    """Read a tensor; raise if it has scales that are NaN."""
+    """Read a tensor; raise if it holds no numbers, or scales that bytes cannot."""
     from safetensors import safe_open
 
     if stored.file not in opened:
         opened[stored.file] = files.enter_context(safe_open(stored.file, framework="pt"))
     found: Tensor = opened[stored.file].get_tensor(name)
-    if name.endswith(".scale") and found.dtype != torch.float32:
-        wrong = int((found.view(torch.uint8) == NAN_SCALE).sum())
-        if wrong:
-            rule, advice = f"hold bytes of 0 to 254, as {NAN_SCALE} is NaN", "Download it again"
-            raise refusal(ValueError, OP, name, rule, f"{wrong} others", advice)
+    scale, advice = name.endswith(".scale"), "Download it again"
+    check_values(OP, name, found, advice, scale=scale, power_of_two=True)
     return found
 
 

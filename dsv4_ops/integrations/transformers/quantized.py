@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checkpoint import NAN_SCALE
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK, round_up
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE
+from dsv4_ops.core.stored_values import check_values
 from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.integrations.transformers.bf16_experts import limit_of
 from dsv4_ops.integrations.transformers.modules import (
@@ -28,6 +28,7 @@ from dsv4_ops.integrations.transformers.modules import (
     Forward,
     Maker,
     has_global_hooks,
+    local,
     own_forward,
     quantized_weights,
     runs_ours,
@@ -57,7 +58,9 @@ def replacements(model: Any, recipe: Recipe, impl: str) -> Iterator[tuple[Any, s
 
 
 def check(op: str, model: Any) -> None:
-    """Raise if a quantised weight is not in the released format, before anything is changed."""
+    """Raise if a quantised weight is not in the released format, before anything is changed.
+
+    Codes and scales are read on their device, without a copy; those of meta tensors are not."""
     check_adapters(op, model)
     for name, module in model.named_modules():
         for weight in quantized_weights(module):
@@ -93,33 +96,32 @@ def _codes(module: Any, name: str) -> Tensor:
 
 
 def prepare(model: Any) -> None:
-    """Give every quantised module its scales in dtypes that ops take, without a copy."""
+    """Give every quantised module its scales in dtypes that ops take, without a copy; and again
+    where storage is no longer shared, as after a move or with scales that were replaced."""
     for module in model.modules():
-        for weight in quantized_weights(module):
+        weights = quantized_weights(module)
+        if all(_is_prepared(module, weight) for weight in weights):
+            continue
+        for weight in weights:
             scale = _readable(_scale(module, weight))
             module.register_buffer(_buffer(weight), scale, persistent=False)
-        if quantized_weights(module) == QUANTIZED_LINEAR:
+        if weights == QUANTIZED_LINEAR:
             _fill_blocks(module)
 
 
+def _is_prepared(module: Any, weight: str) -> bool:
+    held, whole = getattr(module, _buffer(weight), None), getattr(module, _CODES, None)
+    shared = held is not None and held.data_ptr() == _scale(module, weight).data_ptr()
+    return shared and (whole is None or whole.data_ptr() == module.weight.data_ptr())
+
+
 def refresh(op: str, body: Any) -> None:
-    """Bring the model up to date before an eager step: refuse adapters of codes, and share storage
-    with the scales again after a move, or after scales were replaced."""
+    """Bring a model up to date before an eager step: refuse adapters of codes, and prepare again
+    what shares no storage with the weights."""
     quantized = getattr(body.config, "quantization_config", None) is not None
-    if torch.compiler.is_compiling() or not quantized:
-        return
-    check_adapters(op, body)
-    for module in body.modules():
-        for weight in quantized_weights(module):
-            held = getattr(module, _buffer(weight), None)
-            whole = getattr(module, _CODES, None)
-            if (
-                held is None
-                or held.data_ptr() != _scale(module, weight).data_ptr()
-                or (whole is not None and whole.data_ptr() != module.weight.data_ptr())
-            ):
-                prepare(module)
-                break
+    if quantized and not torch.compiler.is_compiling():
+        check_adapters(op, body)
+        prepare(body)
 
 
 def restore(model: Any) -> None:
@@ -167,9 +169,9 @@ def dense_weight(linear: Any, weight: Tensor) -> Tensor:
     """What a linear layer multiplies with: its weight, or the values of its codes in float32."""
     if quantized_weights(linear) != QUANTIZED_LINEAR:
         return weight
-    scale = getattr(linear, _buffer("weight"), None)
-    scale = _readable(linear.weight_scale_inv) if scale is None else scale
-    rows = getattr(linear, _CODES, weight)
+    if not torch.compiler.is_compiling():
+        prepare(linear)  # families make weights of their own of it before all modules are prepared
+    rows, scale = getattr(linear, _CODES, weight), getattr(linear, _buffer("weight"))
     values: Tensor = weight_values(rows, scale)[: weight.shape[0]]
     return values
 
@@ -203,11 +205,8 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
     if scale.dtype not in dtypes:
         rule = "be " + " or ".join(map(str, dtypes))
         raise refusal(TypeError, op, label, rule, scale.dtype, _AGAIN)
-    if scale.dtype != torch.float32 and not scale.is_meta:
-        wrong = int((scale.view(torch.uint8) == NAN_SCALE).sum())
-        if wrong:
-            rule = f"hold bytes of 0 to 254, as {NAN_SCALE} is NaN"
-            raise refusal(ValueError, op, label, rule, f"{wrong} others", _AGAIN)
+    check_values(op, label, local(scale.detach()), _AGAIN, scale=True)
+    check_values(op, name, local(codes.detach()), _AGAIN)
 
 
 def _check_settings(op: str, name: str, module: Any) -> None:

@@ -1,0 +1,82 @@
+"""What the codes, scales and weights of a checkpoint must hold: finite numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.refusal import refusal
+
+NAN_SCALE = 255
+"""The UE8M0 byte that is NaN."""
+NAN_CODE = 0x7F
+"""The e4m3 byte that is NaN, without its sign."""
+LEAST_SCALE = 1 << 22
+"""float32 pattern of 2^-127, the scale of byte 0."""
+
+
+def check_values(
+    op: str,
+    name: str,
+    values: Tensor,
+    advice: str,
+    *,
+    scale: bool = False,
+    power_of_two: bool = False,
+) -> None:
+    """Raise if a stored tensor holds what no number is, or what no quantiser writes.
+
+    FP4 codes and integers are all numbers and not read; neither are meta tensors. FP8 codes cost
+    two reductions over their bytes, on their device and without a copy. A scale in float32 is a
+    largest absolute value over a largest code: 0 for a block of zeros, and never negative.
+
+    Args:
+        op: Public function that an error names.
+        name: Name of the tensor.
+        values: Its values, in the dtype that is stored.
+        advice: What to do.
+        scale: Whether they are scales; bytes are UE8M0 then, and FP4 codes or integers otherwise.
+        power_of_two: Whether a loader makes UE8M0 bytes of float32 scales.
+
+    Raises:
+        ValueError: NaN, an infinity, or a scale that is negative or no power of two where it must
+            be one.
+    """
+    if values.is_meta or not values.numel():
+        return
+    if values.dtype == torch.float8_e4m3fn:
+        rule, wrong = "hold codes of numbers", "NaN (0x7F or 0xFF)" if _has_nan(values) else ""
+    elif scale:
+        rule, broken = _scale_rule(values, power_of_two)
+        count = int(broken.sum())
+        wrong = f"{count} other values" if count else ""
+    elif values.is_floating_point():
+        rule, wrong = "hold finite numbers", "" if _is_finite(values) else "NaN or an infinity"
+    else:
+        return
+    if wrong:
+        raise refusal(ValueError, op, name, rule, wrong, advice)
+
+
+def _has_nan(codes: Tensor) -> bool:
+    """0x7F is the largest signed byte, and 0xFF the largest unsigned one."""
+    signed, unsigned = codes.view(torch.int8), codes.view(torch.uint8)
+    return int(signed.amax()) == NAN_CODE or int(unsigned.amax()) == NAN_CODE | 0x80
+
+
+def _is_finite(values: Tensor) -> bool:
+    low, high = values.aminmax()  # both are NaN if a value is
+    return bool(low.isfinite()) and bool(high.isfinite())
+
+
+def _scale_rule(scales: Tensor, power_of_two: bool) -> tuple[str, Tensor]:
+    """What scales must do, and which ones do not."""
+    if scales.dtype != torch.float32:
+        rule = f"hold bytes of 0 to {NAN_SCALE - 1}, as {NAN_SCALE} is NaN"
+        return rule, scales.view(torch.uint8) == NAN_SCALE
+    if power_of_two:
+        bits = scales.view(torch.int32)
+        normal = (bits >= 1 << 23) & (bits < 255 << 23) & (bits & 0x7FFFFF == 0)
+        rule = "hold powers of two only, as loaders make bytes of them"
+        return rule, ~normal & (bits != LEAST_SCALE)
+    return "hold finite numbers of 0 or more", ~((scales >= 0) & scales.isfinite())
