@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint", help="write a tiny checkpoint in the released format, or check one"
     )
     checkpoint.add_argument("path", metavar="DIR", help="folder that is written, or read")
-    checkpoint.add_argument("--check", action="store_true", help="check names, shapes and scales")
+    checkpoint.add_argument(
+        "--check", action="store_true", help="check names, shapes and all numbers"
+    )
     checkpoint.add_argument("--family", choices=("instruct", "base"), default="instruct")
     checkpoint.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     checkpoint.add_argument("--shards", type=int, default=3, help="default: %(default)s")
@@ -121,7 +123,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
         if not options.check:
             checkpoint.write(options.path, options.family, options.seed, options.shards)
         print(checkpoint.describe(options.path))
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, NotImplementedError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -3,16 +3,21 @@
 import json
 import re
 from collections import Counter
+from functools import partial
 from math import prod
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import dsv4_ops as ops
 from dsv4_ops.__main__ import main
+from dsv4_ops.core import checkpoint
 from dsv4_ops.core.checkpoint import (
     check_checkpoint,
-    read_headers,
+    draft_tensors,
     released_tensors,
     weight_bytes,
 )
@@ -27,6 +32,7 @@ from dsv4_ops.testing.checkpoint import (
 )
 from dsv4_ops.testing.float64.experts import fp4_values
 from dsv4_ops.testing.float64.linear import block_values
+from tests.support.mutated import NUMBERS, accepts, mutated
 
 SMALL = {
     **TINY,
@@ -155,7 +161,7 @@ def tiny(tmp_path_factory):
 
 def test_the_tiny_checkpoint_is_as_it_says(tiny):
     info = check_checkpoint(tiny)
-    assert info == (427, 14_416_412, "fp4", "F8_E8M0", "mtp", True)
+    assert info == (427, 14_416_412, "fp4", "F8_E8M0", "mtp", True, "deepseek_v4")
     found = dict(tensors(tiny))
     scales = {name: value for name, value in found.items() if name.endswith(".scale")}
     for name, scale in scales.items():
@@ -255,6 +261,44 @@ def test_what_is_not_as_released_is_refused_by_name(small, name, value, message)
     assert refused(small) == f"check_checkpoint: {message}"
 
 
+def test_every_number_is_checked(small):
+    """--check reads all that can be none: FP8 codes, scales, and what is not quantised."""
+    file, whole = small / SHARD, (small / SHARD).read_bytes()
+    header, weights = header_of(file)
+    bits = {
+        "F8_E4M3": b"\xff",
+        "F8_E8M0": b"\xff",
+        "BF16": b"\x80\x7f",
+        "F32": b"\x00\x00\x80\xff",
+    }
+    kinds = set()
+    for name, entry in header.items():
+        if entry.get("dtype") in bits:
+            start, stop = entry["data_offsets"]
+            value = bits[entry["dtype"]]
+            at = start + (stop - start) // 2 // len(value) * len(value)
+            write_header(file, header, weights[:at] + value + weights[at + len(value) :])
+            with pytest.raises(ValueError, match=rf"^check_checkpoint: {re.escape(name)} must hol"):
+                check_checkpoint(small, codes=True)
+            if not name.endswith(".scale"):
+                check_checkpoint(small)
+            kinds.add(entry["dtype"])
+    assert kinds == bits.keys()
+    file.write_bytes(whole)
+    check_checkpoint(small, codes=True)
+
+
+def test_numbers_past_the_first_chunk_are_checked(small, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_CHUNK", 64)
+    header, weights = header_of(small / SHARD)
+    start = header[NORM]["data_offsets"][0]
+    for value in (0, 63, 64, 127):  # of 128 in bf16: four chunks
+        at = start + 2 * value
+        write_header(small / SHARD, header, weights[:at] + b"\xc0\x7f" + weights[at + 2 :])
+        with pytest.raises(ValueError, match=rf"^check_checkpoint: {re.escape(NORM)} must hold "):
+            check_checkpoint(small, codes=True)
+
+
 def test_float32_scales_that_are_no_powers_of_two_are_refused(tmp_path):
     path = write_checkpoint(tmp_path, SMALL, shards=2, family="base")
     scale = dict(tensors(path))[SCALE]
@@ -307,6 +351,225 @@ def test_a_file_of_other_content_is_refused_by_name(small, name, content, messag
     assert found.endswith(AGAIN)
 
 
+def header_of(file):
+    """The header of a file as JSON, and its data."""
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def write_header(file, header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+NORM = "layers.0.attn_norm.weight"  # 128 values in bf16, 256 bytes
+
+
+def _entry(**changed):
+    return lambda header: header[NORM].update(changed)
+
+
+def _moved(start, stop):
+    """Offsets of the norm, from where it is."""
+
+    def change(header):
+        offsets = header[NORM]["data_offsets"]
+        header[NORM]["data_offsets"] = [offsets[0] + start, offsets[1] + stop]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_entry(dtype=None), f"{NORM} must have a dtype, a shape and two data_offsets in its hea"),
+        (_entry(shape="128"), f"{NORM} must have a dtype, a shape and two data_offsets in its he"),
+        (_entry(shape=[128.0]), f"{NORM} must have a dtype, a shape and two data_offsets in its "),
+        (_entry(shape=[True, 128]), f"{NORM} must have a dtype, a shape and two data_offsets in "),
+        (_entry(shape=[-1, -128]), f"{NORM} must have a dtype, a shape and two data_offsets in "),
+        (_entry(data_offsets=[0]), f"{NORM} must have a dtype, a shape and two data_offsets in i"),
+        (_entry(data_offsets=[0, 1, 2]), f"{NORM} must have a dtype, a shape and two data_offset"),
+        (_entry(strides=[1]), f"{NORM} must have a dtype, a shape and two data_offsets in its he"),
+        (lambda header: header[NORM].pop("shape"), f"{NORM} must have a dtype, a shape and two "),
+        (lambda header: header.update({NORM: []}), f"{NORM} must have a dtype, a shape and two "),
+        (_entry(dtype="BF17"), f"{NORM} must be of a dtype that safetensors has, got BF17. "),
+        (_entry(shape=[2**40, 2**40, 0]), f"{NORM} must have fewer than {2**56} values, got [1"),
+        (_entry(shape=[127]), f"{NORM} must have data_offsets of 254 bytes, as BF16 [127] takes, "
+         "got 256. "),
+        (_entry(dtype="F32"), f"{NORM} must have data_offsets of 512 bytes, as F32 [128] takes, g"),
+        (_entry(dtype="F4", shape=[511]), f"{NORM} must have data_offsets of 255.5 bytes, as F4 "),
+        (_moved(0, -2), f"{NORM} must have data_offsets of 256 bytes, as BF16 [128] takes, got 2"),
+        (_moved(-2, -2), f"{NORM} must begin at byte "),
+        (_moved(2, 2), "must begin at byte "),
+        (lambda header: header.pop(NORM), "must begin at byte "),
+        (lambda header: header.update(__metadata__={"format": 1}), f"{SHARD} must have __metadata"),
+        (lambda header: header.update(__metadata__=[]), f"{SHARD} must have __metadata__ of texts"),
+    ],
+)  # fmt: skip
+def test_a_header_that_contradicts_itself_is_refused(small, change, message):
+    header, data = header_of(small / SHARD)
+    change(header)
+    write_header(small / SHARD, header, data)
+    assert message in refused(small)
+
+
+def test_a_name_is_there_once(small):
+    """In a header, and in all shards."""
+    header, data = header_of(small / SHARD)
+    text = json.dumps(header).encode()
+    write_header(small / SHARD, text[:-1] + b"," + text[1:], data)
+    assert "must be JSON, got a name that is there twice. " in refused(small)
+    write_header(small / SHARD, header, data)
+    changed(small, NORM, torch.zeros(128, dtype=torch.bfloat16))
+    second = small / SHARD.replace("1-of", "2-of")
+    header, data = header_of(second)
+    header[NORM] = {"dtype": "BF16", "shape": [0], "data_offsets": [len(data)] * 2}
+    write_header(second, header, data)
+    assert f"{NORM} must be in one shard, got {SHARD} and {second.name}. " in refused(small)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {}}, "must hold metadata, got none. "),
+        ({"weight_map": [], "metadata": {}}, "must hold a weight_map, got none. "),
+        ({"weight_map": {"a": None}, "metadata": {}}, "must name the file of a, got NoneType. "),
+        ({"weight_map": {"a": ["b"]}, "metadata": {}}, "must name the file of a, got list. "),
+        ({"weight_map": {"a": "../b"}, "metadata": {}}, "hold every shard of its index, got no .."),
+        ({"weight_map": {"a": "\0"}, "metadata": {}}, "hold every shard of its index, got no \0"),
+        ({"weight_map": {"a": "x" * 999}, "metadata": {}}, "hold every shard of its index, got no"),
+        ({"weight_map": {"a": "."}, "metadata": {}}, "hold every shard of its index, got no .. "),
+    ],
+)
+def test_an_index_of_other_content_is_refused(small, index, message):
+    (small / INDEX).write_text(json.dumps(index))
+    assert message in refused(small)
+
+
+def test_one_file_needs_no_index(small):
+    """Hugging Face takes it, if there is an index too."""
+    held = dict(tensors(small))
+    num_bytes = check_checkpoint(small).num_bytes
+    for file in small.glob("model*"):
+        file.unlink()
+    save_file(held, small / "model.safetensors")
+    (small / INDEX).write_text("{}")
+    assert check_checkpoint(small)[:2] == (len(held), num_bytes)
+
+
+# --- any JSON in place of what the files say
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory):
+    """A checkpoint in one file, whose parts can be written again."""
+    path = write_checkpoint(tmp_path_factory.mktemp("fuzzed"), SMALL, shards=1)
+    (path / "model-00001-of-00001.safetensors").rename(path / "model.safetensors")
+    (path / INDEX).unlink()
+    return path
+
+
+def accepts_all(path):
+    accepts(partial(draft_tensors, op="load_mtp"), path, "load_mtp")
+    return accepts(check_checkpoint, path)
+
+
+@st.composite
+def contradictory(draw, header):
+    """A header that looks like one: places move, together or alone, or a dtype or shape is another.
+    And the bytes that are added behind the data."""
+    header = json.loads(json.dumps(header))
+    names = [name for name in header if name != "__metadata__"]
+    names.sort(key=lambda name: header[name]["data_offsets"])
+    at, by = draw(st.integers(0, len(names) - 2)), draw(st.sampled_from((-4, -1, 1, 4)))
+    one, after = header[names[at]], header[names[at + 1]]
+    change = draw(st.sampled_from(("border", "hole", "swap", "dtype", "shape", "draft")))
+    if change == "border":
+        one["data_offsets"][1] += by
+        after["data_offsets"][0] += by
+    elif change == "hole":
+        for name in names[at + 1 :]:
+            header[name]["data_offsets"] = [each + abs(by) for each in header[name]["data_offsets"]]
+        return header, abs(by)
+    elif change == "swap":
+        one["data_offsets"], after["data_offsets"] = after["data_offsets"], one["data_offsets"]
+    elif change == "dtype":
+        one["dtype"] = draw(st.sampled_from(("F32", "I8", "U8", "F8_E5M2", "F4", "X")) | st.text())
+    elif change == "shape":
+        one["shape"] = draw(st.permutations(one["shape"]) | st.lists(NUMBERS, max_size=3))
+    else:  # DSpark's drafts have names and shapes that no config gives
+        added = {"dtype": "F4", "shape": [draw(st.integers(0, 9))], "data_offsets": [0, 0]}
+        stop = header[names[-1]]["data_offsets"][1]
+        size = draw(st.integers(0, 5))
+        added["data_offsets"] = [stop, stop + size]
+        header["mtp.0.main_proj.weight"] = added
+        return header, size
+    return header, 0
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_header_is_accepted_or_refused_clearly(fuzzed, data):
+    """One that is accepted is one that safetensors reads alike."""
+    file = fuzzed / "model.safetensors"
+    whole = file.read_bytes()
+    header, weights = header_of(file)
+    any_change = mutated(header).map(lambda made: (made, 0))
+    try:
+        changed, added = data.draw(any_change | contradictory(header))
+        write_header(file, changed, weights + bytes(added))
+        if not accepts_all(fuzzed):
+            return
+        with safe_open(file, framework="pt") as opened:
+            assert {*opened.keys()} == changed.keys() - {"__metadata__"}
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                assert part.get_dtype() == changed[name]["dtype"]
+                assert part.get_shape() == changed[name]["shape"]
+    finally:
+        file.write_bytes(whole)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_bytes_of_a_header_are_accepted_or_refused_clearly(fuzzed, data):
+    file = fuzzed / "model.safetensors"
+    whole = file.read_bytes()
+    try:
+        stop = 8 + int.from_bytes(whole[:8], "little")
+        at = data.draw(st.integers(0, 12) | st.integers(0, stop))
+        length = data.draw(st.integers(0, 6))
+        content = whole[:at] + data.draw(st.binary(max_size=6)) + whole[at + length :]
+        file.write_bytes(content)
+        accepts_all(fuzzed)
+    finally:
+        file.write_bytes(whole)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_config_is_accepted_or_refused_clearly(fuzzed, data):
+    file = fuzzed / "config.json"
+    whole = file.read_bytes()
+    try:
+        file.write_text(json.dumps(data.draw(mutated(json.loads(whole)))))
+        accepts_all(fuzzed)
+    finally:
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 100_000, '{"\\ud800": 1}'])
+def test_texts_that_parsers_choke_on_are_refused(fuzzed, content):
+    for name in ("config.json", "model.safetensors"):
+        file = fuzzed / name
+        whole = file.read_bytes()
+        text = content.encode()
+        file.write_bytes(text if name == "config.json" else len(text).to_bytes(8, "little") + text)
+        assert f"{name} must be JSON, got " in refused(fuzzed)
+        file.write_bytes(whole)
+
+
 def test_a_path_is_one():
     with pytest.raises(TypeError, match=r"^check_checkpoint: path must be a str or a path, "):
         check_checkpoint(3)
@@ -330,14 +593,18 @@ def test_the_command_line_writes_and_checks(tmp_path, capsys):
     folder = str(tmp_path / "tiny")
     assert main(["checkpoint", folder, "--shards", "2"]) == 0
     assert "427 tensors" in capsys.readouterr().out
-    assert len(read_headers(tmp_path / "tiny")) == 427
+    assert check_checkpoint(folder).num_tensors == 427
     before = {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
     assert main(["checkpoint", folder, "--seed", "1"]) == 1  # without --check, by mistake
     assert "checkpoint: DIR must hold no checkpoint to write over" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
     assert main(["checkpoint", folder, "--check"]) == 0
     assert "fp4 experts" in capsys.readouterr().out
-    (tmp_path / "tiny" / "config.json").unlink()
+    config = tmp_path / "tiny" / "config.json"
+    config.write_text(json.dumps({**TINY, "model_type": "deepseek_v41"}))
+    assert main(["checkpoint", folder, "--check"]) == 1
+    assert "check_checkpoint: config.model_type must be one of deep" in capsys.readouterr().err
+    config.unlink()
     assert main(["checkpoint", folder, "--check"]) == 1
     assert "check_checkpoint: path must hold config.json" in capsys.readouterr().err
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dsv4_ops.core.checkpoint import CONFIG, INDEX, check_checkpoint
+from dsv4_ops.core.checkpoint import check_checkpoint
+from dsv4_ops.core.headers import CONFIG, INDEX, WHOLE
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.testing.checkpoint import write_checkpoint
 
@@ -16,24 +17,25 @@ def write(path: str, family: str, seed: int, shards: int) -> None:
         ValueError: the folder has a checkpoint, which somebody may want to keep, or a number of
             shards below 1.
     """
-    if any((Path(path) / name).exists() for name in (CONFIG, INDEX)):
+    if any((Path(path) / name).exists() for name in (CONFIG, INDEX, WHOLE)):
         rule, advice = "hold no checkpoint to write over", "Pass --check to check it, or remove it"
         raise refusal(ValueError, "checkpoint", "DIR", rule, repr(path), advice)
     write_checkpoint(path, family=family, seed=seed, shards=shards)
 
 
 def describe(path: str) -> str:
-    """Check a checkpoint and say what it is.
+    """Check all of a checkpoint, and say what it is.
 
     Raises:
         ValueError: what is not as released, by name.
+        NotImplementedError: another architecture.
     """
-    info = check_checkpoint(path)
+    info = check_checkpoint(path, codes=True)
     lines = [
-        f"{path}: {info.num_tensors} tensors, {info.num_bytes / 1e6:.1f} MB",
+        f"{path}: {info.model_type}, {info.num_tensors} tensors, {info.num_bytes / 1e6:.1f} MB",
         f"  {info.expert_dtype} experts, scales {info.scale_dtype}, draft layers: {info.draft}",
     ]
-    if not info.names_experts:
+    if info.expert_dtype == "fp4" and not info.names_experts:
         lines.append(
             "  config.json has no expert_dtype: Hugging Face takes fp8, and then loads no fp4"
         )

@@ -1,52 +1,47 @@
-"""The files of the released DeepSeek-V4 checkpoints: tensors of a config, and a check of headers.
-
-Nothing here reads weights; scales are read, because what they must not hold decides.
-"""
+"""Released checkpoints: the tensors that V4's config stands for, and a check of all families."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from dsv4_ops.core import mla_checkpoint
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.headers import (
+    AGAIN,
+    CONFIG,
+    StoredTensor,
+    TensorInfo,
+    read_headers,
+    read_json,
+)
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.released_config import check_ratios, check_size, check_sizes, scale_format
+from dsv4_ops.core.stored_values import check_values
 
 OP = "check_checkpoint"
-INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+V4 = "deepseek_v4"
 E4M3, E8M0, FP4_PAIRS = "F8_E4M3", "F8_E8M0", "I8"
 """Names of dtypes in safetensors headers: FP8 codes, scales, and two FP4 codes in a byte."""
-NAN_SCALE = 255
-LEAST_SCALE = 1 << 22
-"""float32 pattern of 2^-127, the scale of byte 0."""
 DSPARK = ("main_proj", "main_norm", "markov_head", "confidence_head")
 """Parts of the names that a draft of DSpark has under ``mtp.``."""
 
-_AGAIN = "Download the file again, or convert it from the released one"
-
-
-class TensorInfo(NamedTuple):
-    """dtype, as safetensors names it, and shape of a stored tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a shard, and where its bytes are."""
-
-    info: TensorInfo
-    file: Path
-    start: int
-    stop: int
+_DTYPES = {
+    E4M3: torch.float8_e4m3fn,
+    E8M0: torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+"""dtypes that can hold what is no number."""
+_CHUNK = 1 << 24
+"""Bytes that are read at once."""
 
 
 class CheckpointInfo(NamedTuple):
@@ -57,8 +52,9 @@ class CheckpointInfo(NamedTuple):
         num_bytes: Their bytes.
         expert_dtype: "fp4" or "fp8", from the header.
         scale_dtype: "F8_E8M0" or "F32", from the header.
-        draft: "mtp", "dspark" or "none": what is under ``mtp.``.
+        draft: "mtp", "dspark" or "none": the draft layers, under ``mtp.`` or behind the others.
         names_experts: Whether the config says ``expert_dtype``; Hugging Face takes "fp8" without.
+        model_type: "deepseek_v4", "deepseek_v3" (R1 too) or "deepseek_v2".
     """
 
     num_tensors: int
@@ -67,6 +63,7 @@ class CheckpointInfo(NamedTuple):
     scale_dtype: str
     draft: str
     names_experts: bool
+    model_type: str
 
 
 def released_tensors(
@@ -83,32 +80,36 @@ def released_tensors(
         ValueError: a size that is missing, or no multiple of a block.
     """
     _check_sizes("released_tensors", config)
-    found: dict[str, TensorInfo] = {}
-    layers, drafts = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
-    ratios = config["compress_ratios"]
+    return dict(_tensors("released_tensors", config, expert_dtype, scale_dtype))
+
+
+def _tensors(
+    op: str, config: Mapping[str, Any], expert_dtype: str, scale_dtype: str
+) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors of a config with sizes, one after the other: with wrong ones they are many."""
+    drafts = config.get("num_nextn_predict_layers") or 0
     width, vocabulary = config["hidden_size"], config["vocab_size"]
     for name in ("embed", "head"):
-        found[f"{name}.weight"] = TensorInfo("BF16", (vocabulary, width))
-    found["norm.weight"] = TensorInfo("BF16", (width,))
-    found |= _head(config, "")
-    for layer in range(layers):
-        hashed = layer < config["num_hash_layers"]
-        each = _block(config, ratios[layer], hashed, expert_dtype, scale_dtype)
-        found |= {f"layers.{layer}.{name}": info for name, info in each}
+        yield f"{name}.weight", TensorInfo("BF16", (vocabulary, width))
+    yield "norm.weight", TensorInfo("BF16", (width,))
+    yield from _head(config, "")
+    for layer in range(config["num_hidden_layers"]):
+        hashed, ratio = layer < config["num_hash_layers"], config["compress_ratios"][layer]
+        for name, info in _block(op, config, ratio, hashed, expert_dtype, scale_dtype):
+            yield f"layers.{layer}.{name}", info
     for draft in range(drafts):
         prefix = f"mtp.{draft}."
-        each = _block(config, 0, False, expert_dtype, scale_dtype)
-        found |= {f"{prefix}{name}": info for name, info in each}
+        for name, info in _block(op, config, 0, False, expert_dtype, scale_dtype):
+            yield f"{prefix}{name}", info
         for name in ("e_proj", "h_proj"):
-            found |= dict(_fp8(f"{prefix}{name}", width, width, scale_dtype))
+            yield from _fp8(op, f"{prefix}{name}", width, width, scale_dtype)
         for name in ("enorm", "hnorm", "norm"):
-            found[f"{prefix}{name}.weight"] = TensorInfo("BF16", (width,))
-        found |= _head(config, prefix)
-    return found
+            yield f"{prefix}{name}.weight", TensorInfo("BF16", (width,))
+        yield from _head(config, prefix)
 
 
 _SIZES = (
-    *("num_hidden_layers", "compress_ratios", "num_hash_layers", "vocab_size", "hidden_size"),
+    *("num_hidden_layers", "num_hash_layers", "vocab_size", "hidden_size"),
     *("hc_mult", "q_lora_rank", "o_groups", "num_attention_heads", "head_dim", "o_lora_rank"),
     *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
 )
@@ -119,26 +120,29 @@ _INDEXER_SIZES = ("index_n_heads", "index_head_dim")
 
 
 def _check_sizes(op: str, config: Mapping[str, Any]) -> None:
-    ratios = config.get("compress_ratios", ())
-    wanted = (*_SIZES, *(_INDEXER_SIZES if 4 in ratios else ()))
-    missing = [name for name in wanted if config.get(name) is None]
-    advice = "Take the config.json that belongs to the weights"
-    if missing:
-        rule = f"have {', '.join(missing)}"
-        raise refusal(ValueError, op, "config", rule, f"{len(missing)} missing", advice)
-    if len(ratios) < config["num_hidden_layers"]:
-        rule = f"have a ratio for each of {config['num_hidden_layers']} layers"
-        raise refusal(ValueError, op, "config.compress_ratios", rule, len(ratios), advice)
+    check_sizes(op, config, _SIZES, zero=("num_hidden_layers", "num_hash_layers"))
+    check_ratios(op, config)
+    if 4 in config["compress_ratios"]:
+        check_sizes(op, config, _INDEXER_SIZES)
+    for name, least in (("num_nextn_predict_layers", 0), ("n_shared_experts", 1)):
+        if config.get(name) is not None:
+            check_size(op, name, config[name], least)
 
 
-def _head(config: Mapping[str, Any], prefix: str) -> dict[str, TensorInfo]:
+def _head(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, TensorInfo]]:
     streams, width = config["hc_mult"], config["hidden_size"]
     shapes = {"fn": (streams, streams * width), "base": (streams,), "scale": (1,)}
-    return {f"{prefix}hc_head_{part}": TensorInfo("F32", shape) for part, shape in shapes.items()}
+    for part, shape in shapes.items():
+        yield f"{prefix}hc_head_{part}", TensorInfo("F32", shape)
 
 
 def _block(
-    config: Mapping[str, Any], ratio: int, hashed: bool, expert_dtype: str, scale_dtype: str
+    op: str,
+    config: Mapping[str, Any],
+    ratio: int,
+    hashed: bool,
+    expert_dtype: str,
+    scale_dtype: str,
 ) -> Iterator[tuple[str, TensorInfo]]:
     """Tensors of a layer with a compressor of ``ratio``, 0 for none."""
     width, rank, groups = config["hidden_size"], config["q_lora_rank"], config["o_groups"]
@@ -153,7 +157,7 @@ def _block(
         return name, TensorInfo("F32", shape)
 
     def fp8(name: str, rows: int, columns: int) -> Iterator[tuple[str, TensorInfo]]:
-        return _fp8(name, rows, columns, scale_dtype)
+        return _fp8(op, name, rows, columns, scale_dtype)
 
     for name in ("attn_norm", "ffn_norm"):
         yield bf16(f"{name}.weight", width)
@@ -178,11 +182,11 @@ def _block(
         yield f32("ffn.gate.bias", experts)
     sizes = {"w1": (size, width), "w3": (size, width), "w2": (width, size)}
     expert: Callable[[str, int, int], Iterator[tuple[str, TensorInfo]]]
-    expert = _fp4 if expert_dtype == "fp4" else fp8
+    expert = partial(_fp4, op) if expert_dtype == "fp4" else fp8
     for index in range(experts):
         for name, shape in sizes.items():
             yield from expert(f"ffn.experts.{index}.{name}", *shape)
-    shared = size * config.get("n_shared_experts", 1)
+    shared = size * (config.get("n_shared_experts") or 1)
     sizes = {"w1": (shared, width), "w3": (shared, width), "w2": (width, shared)}
     for name, shape in sizes.items():
         yield from fp8(f"ffn.shared_experts.{name}", *shape)
@@ -203,15 +207,17 @@ def _compressor(prefix: str, ratio: int, dim: int, width: int) -> Iterator[tuple
     yield f"{prefix}norm.weight", TensorInfo("BF16", (dim,))
 
 
-def _fp8(name: str, rows: int, columns: int, scale_dtype: str) -> Iterator[tuple[str, TensorInfo]]:
-    _check_blocks(name, rows, WEIGHT_BLOCK)
-    _check_blocks(name, columns, WEIGHT_BLOCK)
+def _fp8(
+    op: str, name: str, rows: int, columns: int, scale_dtype: str
+) -> Iterator[tuple[str, TensorInfo]]:
+    _check_blocks(op, name, rows, WEIGHT_BLOCK)
+    _check_blocks(op, name, columns, WEIGHT_BLOCK)
     yield f"{name}.weight", TensorInfo(E4M3, (rows, columns))
     yield f"{name}.scale", TensorInfo(scale_dtype, (rows // WEIGHT_BLOCK, columns // WEIGHT_BLOCK))
 
 
-def _fp4(name: str, rows: int, columns: int) -> Iterator[tuple[str, TensorInfo]]:
-    _check_blocks(name, columns, FP4_BLOCK)
+def _fp4(op: str, name: str, rows: int, columns: int) -> Iterator[tuple[str, TensorInfo]]:
+    _check_blocks(op, name, columns, FP4_BLOCK)
     yield f"{name}.weight", TensorInfo(FP4_PAIRS, (rows, columns // 2))
     yield f"{name}.scale", TensorInfo(E8M0, (rows, columns // FP4_BLOCK))
 
@@ -273,118 +279,106 @@ def _part(name: str) -> str:
     return "attention" if ".attn." in name else "other"
 
 
-def _check_blocks(name: str, size: int, block: int) -> None:
+def _check_blocks(op: str, name: str, size: int, block: int) -> None:
     if size % block != 0:
         rule, advice = f"have sizes that are multiples of {block}", "Correct the config"
-        raise refusal(ValueError, "released_tensors", name, rule, size, advice)
+        raise refusal(ValueError, op, name, rule, size, advice)
 
 
-def read_headers(path: Path) -> dict[str, StoredTensor]:
-    """Headers of all shards of a checkpoint; reads no tensor.
-
-    Raises:
-        ValueError: a file is missing or broken, or a tensor is in another shard than the index
-            says.
-    """
-    path = Path(path)
-    index = _json(path / INDEX)
-    found: dict[str, StoredTensor] = {}
-    for shard in sorted(set(index["weight_map"].values())):
-        found |= _header(path / shard)
-    for name, shard in index["weight_map"].items():
-        if name not in found or found[name].file.name != shard:
-            actual = found[name].file.name if name in found else "none"
-            raise refusal(ValueError, OP, name, f"be in {shard}, as the index says", actual, _AGAIN)
-    return found
-
-
-def _json(file: Path, op: str = OP) -> dict[str, Any]:
-    if not file.is_file():
-        rule, advice = f"hold {file.name}", "Pass the folder of a checkpoint"
-        raise refusal(ValueError, op, "path", rule, file.parent, advice)
-    held = _object(op, file.name, file.read_bytes())
-    if file.name == INDEX and not isinstance(held.get("weight_map"), dict):
-        raise refusal(ValueError, op, file.name, "hold a weight_map", "none", _AGAIN)
-    return held
-
-
-def _object(op: str, name: str, content: bytes) -> dict[str, Any]:
-    try:
-        held = json.loads(content)
-    except ValueError as error:  # no JSON, or no text
-        raise refusal(ValueError, op, name, "be JSON", error, _AGAIN) from error
-    if not isinstance(held, dict):
-        rule = "hold names and values"
-        raise refusal(ValueError, op, name, rule, type(held).__name__, _AGAIN)
-    return held
-
-
-def _header(file: Path, op: str = OP) -> dict[str, StoredTensor]:
-    if not file.is_file():
-        rule = "hold every shard of its index"
-        raise refusal(ValueError, op, "path", rule, f"no {file.name}", "Download the shard")
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        held = file.stat().st_size
-        if not 0 < size <= held - 8:
-            rule, actual = "begin with the size of its header", f"{size} in {held} bytes"
-            raise refusal(ValueError, op, file.name, rule, actual, _AGAIN)
-        entries = _object(op, file.name, stream.read(size))
-    entries.pop("__metadata__", None)
-    first, found = 8 + size, {}
-    for name, entry in entries.items():
-        start, stop = (first + offset for offset in entry["data_offsets"])
-        info = TensorInfo(entry["dtype"], tuple(entry["shape"]))
-        found[name] = StoredTensor(info, file, start, stop)
-    if file.stat().st_size != max((each.stop for each in found.values()), default=first):
-        rule = "be as long as its header says"
-        raise refusal(ValueError, op, file.name, rule, f"{file.stat().st_size} bytes", _AGAIN)
-    return found
-
-
-def check_checkpoint(path: Path | str, *, scales: bool = True) -> CheckpointInfo:
+def check_checkpoint(
+    path: Path | str, *, scales: bool = True, codes: bool = False
+) -> CheckpointInfo:
     """Check names, dtypes, shapes and scales of a released checkpoint.
 
-    A scale that is missing, transposed or of another block size changes weights without any error
-    later; a scale byte of 255 is NaN; float32 scales that are no powers of two would be rounded by
-    Hugging Face's loader.
+    Of DeepSeek-V4, V3, R1 or V2 in FP8. Without a norm, or with a scale that is missing,
+    transposed or of another block size, a loader gives a model of other weights, with a warning at
+    most; a scale or code that is NaN makes all results NaN; and float32 scales that are no powers
+    of two are rounded by Hugging Face's loader where it keeps bytes of them: always for V4, and
+    for V3 and V2 if the config says ``scale_fmt="ue8m0"``. A scale of 0 is one of a block of
+    zeros; none is negative.
 
     Args:
-        path: The folder with ``config.json`` and the index of the shards.
-        scales: Whether to read the scales, a twentieth of the bytes. Headers are always read.
+        path: The folder with ``config.json`` and the shards with their index, or one file. Headers
+            are always read.
+        scales: Whether to read the scales: a twentieth of the bytes of V4, 1/4000 of V3's.
+        codes: Whether to read FP8 codes and unquantised weights too, and refuse what is no finite
+            number: the bytes once, 16 MB at a time, of V4 less the FP4 codes, which are all
+            numbers. ``patch`` reads the codes of what it patches on the model's device.
 
     Returns:
         What the checkpoint is.
 
     Raises:
         ValueError: what is not as released, by name.
+        NotImplementedError: another architecture.
     """
-    path = Checks(OP).path("path", path)
-    config, stored = _json(path / CONFIG), read_headers(path)
+    checks = Checks(OP)
+    path = checks.path("path", path)
+    checks.flag("scales", scales)
+    checks.flag("codes", codes)
+    config = read_json(path / CONFIG, OP)
+    kind = config.get("model_type")
+    if kind != V4 and kind not in mla_checkpoint.MODEL_TYPES:
+        rule = f"be one of {V4}, {', '.join(mla_checkpoint.MODEL_TYPES)}"
+        advice = "Checkpoints of other architectures are unknown"
+        raise refusal(NotImplementedError, OP, "config.model_type", rule, repr(kind), advice)
+    of_bytes = scale_format(OP, config) == "ue8m0"
+    stored = read_headers(path, OP)
+    check = _check_v4 if kind == V4 else _check_mla
+    expert_dtype, scale_dtype, draft = check(config, stored, of_bytes)
+    _check_values(stored, scales, codes, power_of_two=of_bytes or kind == V4)
+    size = sum(each.stop - each.start for each in stored.values())
+    said = "expert_dtype" in config or "expert_dtype" in config["quantization_config"]
+    return CheckpointInfo(len(stored), size, expert_dtype, scale_dtype, draft, said, str(kind))
+
+
+def _check_v4(
+    config: Mapping[str, Any], stored: Mapping[str, StoredTensor], of_bytes: bool
+) -> tuple[str, str, str]:
+    """dtype of the experts and the scales, and kind of the drafts, of V4's checked headers."""
     first = _require(stored, "layers.0.ffn.experts.0.w1.weight").info.dtype
     expert_dtype = "fp4" if first == FP4_PAIRS else "fp8"
     said = config.get("expert_dtype")
     if said not in (None, expert_dtype):
         rule = f"be {expert_dtype!r} for experts of {first}"
         raise refusal(ValueError, OP, "expert_dtype", rule, repr(said), "Correct config.json")
-    scale_dtype = _require(stored, "layers.0.attn.wq_a.scale").info.dtype
-    if scale_dtype not in (E8M0, "F32"):
-        rule = f"be {E8M0} or F32"
-        raise refusal(ValueError, OP, "layers.0.attn.wq_a.scale", rule, scale_dtype, _AGAIN)
+    if expert_dtype == "fp4" and not of_bytes:
+        name, rule = "quantization_config.scale_fmt", "be 'ue8m0' for experts in FP4"
+        raise refusal(ValueError, OP, name, rule, "another", "Correct config.json")
+    scale_dtype = _scale_dtype(OP, stored, "layers.0.attn.wq_a.scale")
     draft = _draft(stored)
-    expected = released_tensors(config, expert_dtype=expert_dtype, scale_dtype=scale_dtype)
-    for name, info in expected.items():
-        if draft == "mtp" or not name.startswith("mtp."):
-            _check_tensor(name, info, _require(stored, name, info).info)
-    unknown = [name for name in stored if name not in expected and not name.startswith("mtp.")]
+    _check_sizes(OP, config)
+    found = _tensors(OP, config, expert_dtype, scale_dtype)
+    expected = (each for each in found if draft == "mtp" or not each[0].startswith("mtp."))
+    _check_tensors(stored, expected, lambda name: draft == "dspark" and name.startswith("mtp."))
+    return expert_dtype, scale_dtype, draft
+
+
+def _check_mla(
+    config: Mapping[str, Any], stored: Mapping[str, StoredTensor], _: bool
+) -> tuple[str, str, str]:
+    """As ``_check_v4``, of V3's and V2's headers."""
+    expected = mla_checkpoint.mla_tensors(OP, config)
+    _check_tensors(stored, expected, lambda name: mla_checkpoint.is_other(config, name))
+    scales = (tensor.info.dtype for name, tensor in stored.items() if _is_scale(name))
+    has_draft = any(mla_checkpoint.is_draft(config, name) for name in stored)
+    return "fp8", next(scales, "none"), "mtp" if has_draft else "none"
+
+
+def _check_tensors(
+    stored: Mapping[str, StoredTensor],
+    expected: Iterable[tuple[str, TensorInfo]],
+    is_other: Callable[[str], bool],
+) -> None:
+    """Raise unless the files have the expected tensors and no more, but for other ones."""
+    seen = set()
+    for name, info in expected:
+        _check_tensor(name, info, _require(stored, name, info).info)
+        seen.add(name)
+    unknown = [name for name in stored if name not in seen and not is_other(name)]
     if unknown:
         rule = "hold no tensor that the config has no place for"
         raise refusal(ValueError, OP, "path", rule, min(unknown), "Correct config.json")
-    if scales:
-        _check_scales(stored)
-    size = sum(each.stop - each.start for each in stored.values())
-    named = said is not None or "expert_dtype" in config.get("quantization_config", {})
-    return CheckpointInfo(len(stored), size, expert_dtype, scale_dtype, draft, named)
 
 
 def _require(
@@ -396,15 +390,16 @@ def _require(
 ) -> StoredTensor:
     if name not in stored:
         what = name if info is None else f"{name}, {info}"
-        raise refusal(ValueError, op, "path", f"hold {what}", "no such tensor", _AGAIN)
+        raise refusal(ValueError, op, "path", f"hold {what}", "no such tensor", AGAIN)
     return stored[name]
 
 
 def _check_tensor(name: str, wanted: TensorInfo, actual: TensorInfo, *, op: str = OP) -> None:
-    if actual == wanted:
+    dtypes = wanted.dtype.split(" or ")
+    if actual.dtype in dtypes and actual.shape == wanted.shape:
         return
-    transposed = actual == TensorInfo(wanted.dtype, wanted.shape[::-1])
-    advice = "It is transposed" if transposed else _AGAIN
+    transposed = actual.dtype in dtypes and actual.shape == wanted.shape[::-1]
+    advice = "It is transposed" if transposed else AGAIN
     raise refusal(ValueError, op, name, f"be {wanted}", actual, advice)
 
 
@@ -424,40 +419,44 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
         NotImplementedError: a draft of DSpark, or the checkpoint of another architecture.
     """
     path = Checks(op).path("path", path)
-    config, index = _json(path / CONFIG, op), _json(path / INDEX, op)
+    config = read_json(path / CONFIG, op)
     kind = config.get("model_type")
-    if kind != "deepseek_v4":
-        rule, advice = "be 'deepseek_v4'", "Draft layers of other architectures are unknown"
+    if kind != V4:
+        rule, advice = f"be {V4!r}", "Draft layers of other architectures are unknown"
         raise refusal(NotImplementedError, op, "model_type", rule, repr(kind), advice)
-    shards = {name: file for name, file in index["weight_map"].items() if name.startswith("mtp.")}
-    stored: dict[str, StoredTensor] = {}
-    for file in sorted(set(shards.values())):
-        stored |= _header(path / file, op)
-    stored = {name: tensor for name, tensor in stored.items() if name in shards}
+    stored = read_headers(path, op, lambda name: name.startswith("mtp."))
     dspark = [name for name in stored if any(part in name for part in DSPARK)]
     if dspark:
         rule, advice = "be of an MTP layer", "DSpark's drafts are not implemented"
         raise refusal(NotImplementedError, op, "path", rule, f"{min(dspark)} of DSpark", advice)
-    if not shards:
+    if not stored:
         rule, advice = "hold a draft layer, mtp.0", "Pass a checkpoint that has one"
         raise refusal(ValueError, op, "path", rule, "no tensor of it", advice)
-    others = [name for name in shards if not name.startswith("mtp.0.")]
+    others = [name for name in stored if not name.startswith("mtp.0.")]
     if others:
         rule, advice = "hold one draft layer, mtp.0", "Drafts of several layers are unknown"
         raise refusal(NotImplementedError, op, "path", rule, min(others), advice)
     expert = _require(stored, "mtp.0.ffn.experts.0.w1.weight", op=op).info.dtype
-    scale = _require(stored, "mtp.0.attn.wq_a.scale", op=op).info.dtype
+    scale = _scale_dtype(op, stored, "mtp.0.attn.wq_a.scale")
     settings = {**config, "num_hidden_layers": 0, "num_nextn_predict_layers": 1}
-    expert_dtype = "fp4" if expert == FP4_PAIRS else "fp8"
-    expected = released_tensors(settings, expert_dtype=expert_dtype, scale_dtype=scale)
-    wanted = {name: info for name, info in expected.items() if name.startswith("mtp.")}
-    for name, info in wanted.items():
-        _check_tensor(name, info, _require(stored, name, info, op=op).info, op=op)
-    unknown = [name for name in stored if name not in wanted]
+    _check_sizes(op, settings)
+    found = {}
+    for name, info in _tensors(op, settings, "fp4" if expert == FP4_PAIRS else "fp8", scale):
+        if name.startswith("mtp."):
+            tensor = found[name] = _require(stored, name, info, op=op)
+            _check_tensor(name, info, tensor.info, op=op)
+    unknown = [name for name in stored if name not in found]
     if unknown:
         rule = "hold no tensor that a draft layer has no place for"
         raise refusal(ValueError, op, "path", rule, min(unknown), "It is of another model")
-    return {name.removeprefix("mtp.0."): stored[name] for name in wanted}
+    return {name.removeprefix("mtp.0."): tensor for name, tensor in found.items()}
+
+
+def _scale_dtype(op: str, stored: Mapping[str, StoredTensor], name: str) -> str:
+    found = _require(stored, name, op=op).info.dtype
+    if found not in (E8M0, "F32"):
+        raise refusal(ValueError, op, name, f"be {E8M0} or F32", found, AGAIN)
+    return found
 
 
 def _draft(stored: Mapping[str, StoredTensor]) -> str:
@@ -467,21 +466,23 @@ def _draft(stored: Mapping[str, StoredTensor]) -> str:
     return "mtp" if names else "none"
 
 
-def _check_scales(stored: Mapping[str, StoredTensor]) -> None:
-    ordered = sorted(stored.items(), key=lambda item: (item[1].file, item[1].start))
-    for name, tensor in ordered:
-        if not name.endswith(".scale"):
+def _is_scale(name: str) -> bool:
+    return name.endswith((".scale", "_scale_inv"))
+
+
+def _check_values(
+    stored: Mapping[str, StoredTensor], scales: bool, codes: bool, *, power_of_two: bool
+) -> None:
+    """Raise if what is read holds no numbers, in the order of the bytes."""
+    buffer = bytearray(_CHUNK)
+    for name, tensor in sorted(stored.items(), key=lambda item: (item[1].file, item[1].start)):
+        dtype, scale = _DTYPES.get(tensor.info.dtype), _is_scale(name)
+        if dtype is None or not (scales if scale else codes):
             continue
         with tensor.file.open("rb") as stream:
             stream.seek(tensor.start)
-            held = bytearray(stream.read(tensor.stop - tensor.start))
-        if tensor.info.dtype == E8M0:
-            wrong = held.count(NAN_SCALE)
-            rule = "hold bytes of 0 to 254, as 255 is NaN"
-        else:
-            bits = torch.frombuffer(held, dtype=torch.int32)
-            normal = (bits >= 1 << 23) & (bits < 255 << 23) & (bits & 0x7FFFFF == 0)
-            wrong = int((~normal & (bits != LEAST_SCALE)).sum())
-            rule = "hold powers of two only, as loaders make bytes of them"
-        if wrong:
-            raise refusal(ValueError, OP, name, rule, f"{wrong} other values", _AGAIN)
+            for start in range(tensor.start, tensor.stop, _CHUNK):
+                part = memoryview(buffer)[: tensor.stop - start]
+                stream.readinto(part)
+                values = torch.frombuffer(part, dtype=dtype)
+                check_values(OP, name, values, AGAIN, scale=scale, power_of_two=power_of_two)

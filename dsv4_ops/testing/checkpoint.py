@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checkpoint import CONFIG, E8M0, FP4_PAIRS, INDEX, TensorInfo, released_tensors
+from dsv4_ops.core.checkpoint import E8M0, FP4_PAIRS, released_tensors
+from dsv4_ops.core.headers import CONFIG, INDEX, TensorInfo
 from dsv4_ops.core.layout import FP4_BLOCK, FP8_MAX, WEIGHT_BLOCK
 from dsv4_ops.core.refusal import refusal
 

@@ -1,7 +1,8 @@
-"""DeepSeek-V3's released format with random weights: FP8 codes (e4m3) and a float32 scale for each
-128 x 128 of them, blocks at the ends less."""
+"""DeepSeek-V3's released format, of V3's or V2's model: FP8 codes (e4m3) and a float32 scale for
+each 128 x 128 of them, blocks at the ends less."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ SIZES: dict[str, Any] = {
 """Those of V3 where a block ends within a layer: ``kv_a_proj_with_mqa`` has 576 rows."""
 
 
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantized(weight: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales, and the values that both stand for, in float32."""
     rows, columns = weight.shape
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
@@ -39,14 +40,20 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 slice(column * BLOCK, (column + 1) * BLOCK),
             )
             block = weight[part].float()
-            scales[row, column] = block.abs().max() / 448
+            scale = float(block.abs().max() / 448)
+            scales[row, column] = 2.0 ** math.ceil(math.log2(scale)) if power_of_two else scale
             codes[part] = (block / scales[row, column]).to(torch.float8_e4m3fn)
             values[part] = codes[part].float() * scales[row, column]
     return codes, scales, values
 
 
-def write(path: Path, model: Any) -> dict[str, Tensor]:
-    """Write a model's weights; return its state with the values of the codes."""
+def write(
+    path: Path, model: Any, *, shards: int = 1, scale_fmt: str | None = None
+) -> dict[str, Tensor]:
+    """Write a model's weights; return its state with the values of the codes.
+
+    Scales are powers of two with ``scale_fmt`` "ue8m0", as V3.1's are."""
+    power_of_two = scale_fmt == "ue8m0"
     files: dict[str, Tensor] = {}
     state = model.state_dict()
     for name, weight in list(state.items()):
@@ -57,24 +64,40 @@ def write(path: Path, model: Any) -> dict[str, Tensor]:
                 names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
                 values = []
                 for part, each in zip(names, expert.chunk(len(names)), strict=True):
-                    codes, scales, value = quantized(each)
+                    codes, scales, value = quantized(each, power_of_two)
                     files[f"{place}.{index}.{part}.weight"] = codes
                     files[f"{place}.{index}.{part}.weight_scale_inv"] = scales
                     values.append(value)
                 state[name][index] = torch.cat(values)
         elif name.endswith("proj.weight") or name.endswith("with_mqa.weight"):
-            codes, scales, state[name] = quantized(weight)
+            codes, scales, state[name] = quantized(weight, power_of_two)
             files[name], files[f"{name}_scale_inv"] = codes, scales
         else:
             files[name] = weight.contiguous()
-    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    save(path, files, shards)
     config = model.config.to_dict()
-    config["dtype"], config["architectures"] = "bfloat16", ["DeepseekV3ForCausalLM"]
+    config["dtype"], config["architectures"] = "bfloat16", [type(model).__name__]
     config["quantization_config"] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "weight_block_size": [BLOCK, BLOCK],
         "activation_scheme": "dynamic",
+        **({} if scale_fmt is None else {"scale_fmt": scale_fmt}),
     }
     (path / "config.json").write_text(json.dumps(config))
     return state
+
+
+def save(path: Path, files: dict[str, Tensor], shards: int = 1) -> None:
+    """Write tensors to one file, or to several with an index."""
+    if shards == 1:
+        save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+        return
+    names, shard_of = sorted(files), {}
+    for shard in range(shards):
+        part = names[shard::shards]
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({name: files[name] for name in part}, path / file, metadata={"format": "pt"})
+        shard_of |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": shard_of}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -10,36 +10,44 @@ from typing import Any
 
 from dsv4_ops.core.checkpoint import check_checkpoint
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.headers import CONFIG
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.architectures.base import require_transformers
 
 OP = "load_quantized"
 _LOCK = threading.Lock()
-_CLASSES = {"deepseek_v4": "DeepseekV4ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+_CLASSES = {
+    "deepseek_v4": "DeepseekV4ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+}
 """Class of each type of model."""
+_ELSEWHERE = ("gguf_file", "state_dict", "subfolder", "variant")
+"""Settings of ``from_pretrained`` with which it reads other files than those that are checked."""
 
 
 def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) -> Any:
-    """Load DeepSeek-V4, V3 or R1 with FP8 and FP4 weights as they are, to be patched.
+    """Load DeepSeek-V4, V3, R1 or V2 with FP8 and FP4 weights as they are, to be patched.
 
     On a GPU ``from_pretrained(path)`` of the model's class does the same. This differs where
     Hugging Face looks after its own kernels: it loads on a CPU too, where Hugging Face dequantises
     V4 and fails for V3, whose ``kv_a_proj_with_mqa`` ends within a block of 128 rows; without
-    accelerate; and a config that does not name the dtype of its experts (V4-Pro's). The files of V4
-    are checked first, and the scales of all by ``patch``.
+    accelerate; and a config that does not name the dtype of its experts (V4-Pro's). All files are
+    checked first, by ``check_checkpoint``; codes and scales again by ``patch``, where they are.
 
     Args:
         path: Folder of the checkpoint.
-        scales: Whether ``check_checkpoint`` reads the scales of V4.
+        scales: Whether ``check_checkpoint`` reads the scales. Without, float32 scales that Hugging
+            Face rounds to bytes (``scale_fmt="ue8m0"``) are not found.
         settings: Arguments of ``from_pretrained``, such as ``device_map="cuda"``.
 
     Returns:
-        ``DeepseekV4ForCausalLM`` or ``DeepseekV3ForCausalLM`` in evaluation mode, not patched;
-        without the draft layer, which ``load_mtp`` loads into V4.
+        ``DeepseekV4ForCausalLM``, ``DeepseekV3ForCausalLM`` or ``DeepseekV2ForCausalLM`` in
+        evaluation mode, not patched; without the draft layer, which ``load_mtp`` loads into V4.
 
     Raises:
         ValueError, TypeError: the path is no folder, or the files are not as released: a tensor is
-            missing, transposed or unknown; or not quantised.
+            missing, transposed or unknown; or not quantised; or settings that read other files.
         NotImplementedError: another model.
         ImportError: transformers is missing or too old.
 
@@ -62,21 +70,26 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
     if config is not None and not hasattr(config, "model_type"):
         rule, advice = "be a configuration", "Pass AutoConfig.from_pretrained(path), or none"
         raise refusal(TypeError, OP, "config", rule, type(config).__name__, advice)
+    elsewhere = [name for name in _ELSEWHERE if settings.get(name)]
+    if elsewhere or settings.setdefault("use_safetensors", True) is False:
+        name, rule = (*elsewhere, "use_safetensors")[0], "not be given, as path is what is checked"
+        raise refusal(
+            ValueError, OP, name, rule, repr(settings[name]), "Load it by from_pretrained"
+        )
+    info = check_checkpoint(path, scales=scales)
     config = config or library.AutoConfig.from_pretrained(path)
-    name = _CLASSES.get(config.model_type)
-    if name is None:
-        rule, advice = f"be one of {', '.join(_CLASSES)}", "Load it by from_pretrained"
-        found = repr(config.model_type)
-        raise refusal(NotImplementedError, OP, "config.model_type", rule, found, advice)
+    if config.model_type != info.model_type:
+        rule, advice = f"be {info.model_type!r}, as {CONFIG} has it", "Pass the model's own config"
+        raise refusal(ValueError, OP, "config.model_type", rule, repr(config.model_type), advice)
     if getattr(config, "quantization_config", None) is None:
         rule, advice = "say how weights are quantised", "Load it by from_pretrained"
         raise refusal(ValueError, OP, "config.quantization_config", rule, None, advice)
-    if config.model_type == "deepseek_v4":
-        info = check_checkpoint(path, scales=scales)
-        if info.expert_dtype == "fp4":
-            config.quantization_config["expert_dtype"] = info.expert_dtype
+    if info.expert_dtype == "fp4":
+        config.quantization_config["expert_dtype"] = info.expert_dtype
     with _any_environment():
-        model = getattr(library, name).from_pretrained(path, config=config, **settings)
+        model = getattr(library, _CLASSES[info.model_type]).from_pretrained(
+            path, config=config, **settings
+        )
     return model.eval()
 
 

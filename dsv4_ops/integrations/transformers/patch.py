@@ -58,9 +58,11 @@ def patch(
 
     A model loaded in the released precision (``FineGrainedFP8Config``, without dequantisation)
     multiplies its FP8 and FP4 codes with ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``,
-    and needs no kernels from Hugging Face's hub. Scales that are missing, transposed or NaN are
-    refused. Experts in bfloat16 on a GPU run ``experts`` too, where no gradient is wanted,
-    ``set_experts_implementation`` chose no other, and an expert has at most 256 rows on average.
+    and needs no kernels from Hugging Face's hub. Scales that are missing, transposed or negative
+    are refused, and so are scales and codes that are NaN or infinite: two reductions read the
+    codes, on their device and without a copy. Experts in bfloat16 on a GPU run ``experts`` too,
+    where no gradient is wanted, ``set_experts_implementation`` chose no other, and an expert has at
+    most 256 rows on average.
 
     Args:
         model: The model. It is changed, and returned.

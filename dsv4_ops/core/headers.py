@@ -1,0 +1,209 @@
+"""Headers of safetensors files, and the index of a checkpoint's shards; reads no tensor.
+
+A header that is accepted is one that safetensors opens: a loader must not be the first to find out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from dsv4_ops.core.refusal import refusal
+
+CONFIG = "config.json"
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+"""The index of shards, and the file that has all tensors; loaders take the second if both exist."""
+AGAIN = "Download the file again, or convert it from the released one"
+
+_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+}
+"""Bits of a value, by the name of its dtype."""
+_ENTRY = {"dtype", "shape", "data_offsets"}
+_MOST_HEADER_BYTES = 100_000_000
+_MOST_VALUES = 1 << 56
+
+
+class TensorInfo(NamedTuple):
+    """dtype, as safetensors names it, and shape of a stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a shard, and where its bytes are."""
+
+    info: TensorInfo
+    file: Path
+    start: int
+    stop: int
+
+
+def read_headers(
+    path: Path, op: str, wanted: Callable[[str], bool] = lambda _: True
+) -> dict[str, StoredTensor]:
+    """Headers of the files that a loader opens.
+
+    Args:
+        path: The folder.
+        op: Public function that an error names.
+        wanted: Whether a tensor of that name is; shards without such ones are not opened.
+
+    Returns:
+        The wanted tensors.
+
+    Raises:
+        ValueError: a file is missing or broken, or a tensor is in another shard than the index
+            says, or in two.
+    """
+    if (path / WHOLE).is_file():
+        whole = read_header(path / WHOLE, op)
+        return {name: tensor for name, tensor in whole.items() if wanted(name)}
+    shards = {name: file for name, file in read_index(path, op).items() if wanted(name)}
+    found: dict[str, StoredTensor] = {}
+    for shard in sorted(set(shards.values())):
+        for name, tensor in read_header(path / shard, op).items():
+            if name in found:
+                rule, actual = "be in one shard", f"{found[name].file.name} and {shard}"
+                raise refusal(ValueError, op, name, rule, actual, AGAIN)
+            if wanted(name):
+                found[name] = tensor
+    for name, shard in shards.items():
+        if name not in found or found[name].file.name != shard:
+            actual = found[name].file.name if name in found else "none"
+            raise refusal(ValueError, op, name, f"be in {shard}, as the index says", actual, AGAIN)
+    return found
+
+
+def read_index(path: Path, op: str) -> dict[str, str]:
+    """The shard of every tensor, from the index.
+
+    Raises:
+        ValueError: the index is missing or broken, or one of its shards is missing.
+    """
+    index = read_json(path / INDEX, op)
+    shards = index.get("weight_map")
+    if not isinstance(shards, dict):
+        raise refusal(ValueError, op, INDEX, "hold a weight_map", "none", AGAIN)
+    if not isinstance(index.get("metadata"), dict):  # Hugging Face reads it
+        raise refusal(ValueError, op, INDEX, "hold metadata", "none", AGAIN)
+    files = {each.name for each in path.iterdir() if each.is_file()}
+    for name, shard in shards.items():
+        if not isinstance(shard, str):
+            rule = f"name the file of {name}"
+            raise refusal(ValueError, op, INDEX, rule, type(shard).__name__, AGAIN)
+        if shard not in files:
+            rule = "hold every shard of its index"
+            raise refusal(ValueError, op, "path", rule, f"no {shard}", "Download the shard")
+    return shards
+
+
+def read_json(file: Path, op: str) -> dict[str, Any]:
+    """The content of a file of names and values.
+
+    Raises:
+        ValueError: it is missing or broken.
+    """
+    if not file.is_file():
+        rule, advice = f"hold {file.name}", "Pass the folder of a checkpoint"
+        raise refusal(ValueError, op, "path", rule, file.parent, advice)
+    return _object(op, file.name, file.read_bytes())
+
+
+def read_header(file: Path, op: str) -> dict[str, StoredTensor]:
+    """The tensors of a file, in the order of their bytes.
+
+    Raises:
+        ValueError: its header is broken or contradicts itself or the length of the file.
+    """
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        held = file.stat().st_size
+        if not 0 < size <= min(held - 8, _MOST_HEADER_BYTES):
+            rule, actual = "begin with the size of its header", f"{size} in {held} bytes"
+            raise refusal(ValueError, op, file.name, rule, actual, AGAIN)
+        entries = _object(op, file.name, stream.read(size))
+    _check_metadata(op, file.name, entries.pop("__metadata__", {}))
+    first = stop = 8 + size
+    tensors = [_stored(op, file, first, name, entry) for name, entry in entries.items()]
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in sorted(tensors, key=lambda each: (each[1].start, each[1].stop)):
+        if tensor.start != stop:
+            rule = f"begin at byte {stop - first}, where the tensor before it ends"
+            raise refusal(ValueError, op, name, rule, tensor.start - first, AGAIN)
+        found[name], stop = tensor, tensor.stop
+    if held != stop:
+        rule = "be as long as its header says"
+        raise refusal(ValueError, op, file.name, rule, f"{held} bytes", AGAIN)
+    return found
+
+
+def _stored(op: str, file: Path, first: int, name: str, entry: Any) -> tuple[str, StoredTensor]:
+    """Name and place of a tensor, from its entry in a header whose data begin at ``first``."""
+    held = entry if isinstance(entry, dict) and entry.keys() == _ENTRY else {}
+    dtype, shape, offsets = (held.get(part) for part in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets, 2):
+        rule = "have a dtype, a shape and two data_offsets in its header"
+        raise refusal(ValueError, op, name, rule, _short(entry), AGAIN)
+    if dtype not in _BITS:
+        rule = "be of a dtype that safetensors has"
+        raise refusal(ValueError, op, name, rule, _short(dtype), AGAIN)
+    if prod(max(size, 1) for size in shape) >= _MOST_VALUES:  # libraries count in 64 bits
+        rule = f"have fewer than {_MOST_VALUES} values"
+        raise refusal(ValueError, op, name, rule, _short(shape), AGAIN)
+    info, (start, stop) = TensorInfo(dtype, tuple(shape)), offsets
+    bits = prod(shape) * _BITS[dtype]
+    if bits != 8 * (stop - start):
+        rule = f"have data_offsets of {bits / 8:g} bytes, as {info} takes"
+        raise refusal(ValueError, op, name, rule, stop - start, AGAIN)
+    return name, StoredTensor(info, file, first + start, first + stop)
+
+
+def _are_sizes(held: Any, count: int | None = None) -> TypeGuard[list[int]]:
+    """Whether these are sizes, as many as wanted."""
+    if not isinstance(held, list) or count not in (None, len(held)):
+        return False
+    return all(type(each) is int and each >= 0 for each in held)
+
+
+def _check_metadata(op: str, name: str, held: Any) -> None:
+    if not isinstance(held, Mapping) or not all(isinstance(each, str) for each in held.values()):
+        raise refusal(ValueError, op, name, "have __metadata__ of texts", _short(held), AGAIN)
+
+
+def _object(op: str, name: str, content: bytes) -> dict[str, Any]:
+    try:
+        held = json.loads(content.decode(), object_pairs_hook=_pairs)
+    except (ValueError, RecursionError) as error:  # no JSON, no text, or too deep
+        raise refusal(ValueError, op, name, "be JSON", _short(str(error)), AGAIN) from error
+    if not isinstance(held, dict):
+        rule = "hold names and values"
+        raise refusal(ValueError, op, name, rule, type(held).__name__, AGAIN)
+    return held
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are text, each once: parsers differ in what they make of others."""
+    for text in (each for pair in pairs for each in pair if isinstance(each, str)):
+        text.encode()  # raises if there is half a surrogate pair
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name that is there twice")
+    return made
+
+
+def _short(held: Any) -> str:
+    text = held if isinstance(held, str) else repr(held)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,161 @@
+"""The tensors of checkpoints of DeepSeek-V3, R1 and V2 in FP8, by their config.
+
+Names are those of Hugging Face's modules, but that the files have every expert by itself. Linear
+layers have e4m3 codes and a scale for each block of 128 x 128, blocks at the ends less.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dsv4_ops.core.headers import TensorInfo
+from dsv4_ops.core.layout import WEIGHT_BLOCK
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.released_config import check_size, check_sizes
+
+MODEL_TYPES = ("deepseek_v3", "deepseek_v2")
+SCALES = "F32 or F8_E8M0"
+FLOATS = "BF16 or F16 or F32"
+"""dtypes of what is not quantised: loaders convert it to that of the model."""
+
+_SIZES = (
+    *("num_hidden_layers", "first_k_dense_replace", "vocab_size", "hidden_size"),
+    *("intermediate_size", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
+    *("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_DRAFTS = "num_nextn_predict_layers"
+_COMPUTED = ".rotary_emb.inv_freq"
+"""End of the names of what loaders compute from the config, where old files have it."""
+
+
+def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
+    """Name, dtypes and shape of every tensor that a checkpoint must have.
+
+    Raises:
+        ValueError: a size that is missing or none, biases, or skipped modules that are no patterns.
+    """
+    check_sizes(op, config, _SIZES, zero=("first_k_dense_replace",))
+    if "q_lora_rank" not in config:
+        check_sizes(op, config, ("q_lora_rank",))
+    for name, least in (("q_lora_rank", 1), (_DRAFTS, 0)):
+        if config.get(name) is not None:
+            check_size(op, name, config[name], least)
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name):
+            rule, advice = "be false", "Quantised layers with biases are unknown"
+            raise refusal(ValueError, op, f"config.{name}", rule, repr(config[name]), advice)
+    return _Tensors(config, _skipped(op, config)).all()
+
+
+def is_other(config: Mapping[str, Any], name: str) -> bool:
+    """Whether loaders skip a tensor: it is computed, or of a draft layer, behind the others."""
+    return name.endswith(_COMPUTED) or is_draft(config, name)
+
+
+def is_draft(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a tensor is of a draft layer (multi-token prediction)."""
+    found = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    default = int(config["model_type"] == "deepseek_v3")
+    drafts = config.get(_DRAFTS, default) or 0
+    return found is not None and 0 <= int(found[1]) - config["num_hidden_layers"] < drafts
+
+
+class _Tensors:
+    def __init__(self, config: Mapping[str, Any], skipped: list[str]) -> None:
+        self.config, self.skipped = config, skipped
+
+    def all(self) -> Iterator[tuple[str, TensorInfo]]:
+        config = self.config
+        width, vocabulary = config["hidden_size"], config["vocab_size"]
+        yield _plain("model.embed_tokens", vocabulary, width)
+        yield from self.linear("lm_head", vocabulary, width)
+        yield _plain("model.norm", width)
+        for layer in range(config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}."
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                yield _plain(f"{prefix}{name}", width)
+            yield from self.attention(f"{prefix}self_attn.")
+            if layer < config["first_k_dense_replace"]:
+                yield from self.block(f"{prefix}mlp.", config["intermediate_size"])
+            else:
+                yield from self.experts(f"{prefix}mlp.")
+
+    def attention(self, prefix: str) -> Iterator[tuple[str, TensorInfo]]:
+        config = self.config
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        q_rank, rank = config.get("q_lora_rank"), config["kv_lora_rank"]
+        nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        if q_rank is None:
+            yield from self.linear(f"{prefix}q_proj", heads * (nope + rope), width)
+        else:
+            yield from self.linear(f"{prefix}q_a_proj", q_rank, width)
+            yield _plain(f"{prefix}q_a_layernorm", q_rank)
+            yield from self.linear(f"{prefix}q_b_proj", heads * (nope + rope), q_rank)
+        yield from self.linear(f"{prefix}kv_a_proj_with_mqa", rank + rope, width)
+        yield _plain(f"{prefix}kv_a_layernorm", rank)
+        rows = heads * (nope + config["v_head_dim"])
+        yield from self.linear(f"{prefix}kv_b_proj", rows, rank)
+        yield from self.linear(f"{prefix}o_proj", width, heads * config["v_head_dim"])
+
+    def experts(self, prefix: str) -> Iterator[tuple[str, TensorInfo]]:
+        config, size = self.config, self.config["moe_intermediate_size"]
+        count = config["n_routed_experts"]
+        yield _plain(f"{prefix}gate", count, config["hidden_size"])
+        if config["model_type"] == "deepseek_v3":
+            yield f"{prefix}gate.e_score_correction_bias", TensorInfo(FLOATS, (count,))
+        yield from self.block(f"{prefix}shared_experts.", size * config["n_shared_experts"])
+        for index in range(count):
+            yield from self.block(f"{prefix}experts.{index}.", size, f"{prefix}experts")
+
+    def block(
+        self, prefix: str, size: int, module: str | None = None
+    ) -> Iterator[tuple[str, TensorInfo]]:
+        width = self.config["hidden_size"]
+        for name, rows, columns in (
+            ("gate_proj", size, width),
+            ("up_proj", size, width),
+            ("down_proj", width, size),
+        ):
+            yield from self.linear(f"{prefix}{name}", rows, columns, module)
+
+    def linear(
+        self, name: str, rows: int, columns: int, module: str | None = None
+    ) -> Iterator[tuple[str, TensorInfo]]:
+        """A layer's weight, and its scales unless Hugging Face skips it, or the ``module`` that it
+        loads it into."""
+        if any(_matches(pattern, module or name) for pattern in self.skipped):
+            yield _plain(name, rows, columns)
+            return
+        blocks = -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK)
+        yield f"{name}.weight", TensorInfo("F8_E4M3", (rows, columns))
+        yield f"{name}.weight_scale_inv", TensorInfo(SCALES, blocks)
+
+
+def _plain(name: str, *shape: int) -> tuple[str, TensorInfo]:
+    return f"{name}.weight", TensorInfo(FLOATS, shape)
+
+
+def _skipped(op: str, config: Mapping[str, Any]) -> list[str]:
+    """Patterns of the modules that Hugging Face does not convert to FP8."""
+    held = config["quantization_config"]
+    name = "modules_to_not_convert"
+    patterns = held.get(name)
+    patterns = held.get("ignored_layers") if patterns is None else patterns
+    if patterns is None:
+        return ["lm_head"]
+    try:
+        for pattern in patterns:
+            re.compile(pattern)
+    except (TypeError, re.error) as error:
+        rule, advice = "be a list of patterns", "Take the config.json that belongs to the weights"
+        raise refusal(
+            ValueError, op, f"quantization_config.{name}", rule, str(error), advice
+        ) from error
+    return list(patterns)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names a module, one around it, or its end."""
+    return bool(re.match(rf"(?:{pattern})(?:(?<=\.)|\.|$)", name)) or name.endswith(pattern)

@@ -1,0 +1,76 @@
+"""``config.json`` of a released checkpoint: sizes, and how its weights are quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from dsv4_ops.core.layout import WEIGHT_BLOCK
+from dsv4_ops.core.refusal import refusal
+
+SCALE_FORMATS = ("float", "ue8m0")
+_ADVICE = "Take the config.json that belongs to the weights"
+_QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [WEIGHT_BLOCK, WEIGHT_BLOCK],
+}
+"""What quantization_config must say; the first of these in words, the others by default too."""
+
+
+def check_sizes(
+    op: str, config: Mapping[str, Any], names: Iterable[str], *, zero: Collection[str] = ()
+) -> None:
+    """Raise unless a config has these sizes, integers of at least 1, or 0 for those of ``zero``."""
+    names = list(names)
+    missing = [name for name in names if config.get(name) is None]
+    if missing:
+        rule = f"have {', '.join(missing)}"
+        raise refusal(ValueError, op, "config", rule, f"{len(missing)} missing", _ADVICE)
+    for name in names:
+        least = 0 if name in zero else 1
+        check_size(op, name, config[name], least)
+
+
+def check_size(op: str, name: str, size: Any, least: int = 1) -> None:
+    """Raise unless this is an integer of at least ``least``."""
+    if type(size) is not int or size < least:
+        rule = f"be an integer of at least {least}"
+        raise refusal(ValueError, op, f"config.{name}", rule, repr(size), _ADVICE)
+
+
+def check_ratios(op: str, config: Mapping[str, Any]) -> None:
+    """Raise unless a config of V4 has a compression ratio for each layer."""
+    ratios, layers = config.get("compress_ratios"), config["num_hidden_layers"]
+    name, rule = "config.compress_ratios", f"have a ratio for each of {layers} layers"
+    if not isinstance(ratios, list):
+        raise refusal(ValueError, op, name, rule, type(ratios).__name__, _ADVICE)
+    if len(ratios) < layers:
+        raise refusal(ValueError, op, name, rule, len(ratios), _ADVICE)
+    for ratio in ratios:
+        check_size(op, "compress_ratios", ratio, 0)
+
+
+def scale_format(op: str, config: Mapping[str, Any]) -> str:
+    """Format in which a loader keeps scales: "float", or "ue8m0" for bytes.
+
+    Raises:
+        ValueError: the config does not say how weights are quantised, or in another way than FP8
+            in blocks.
+    """
+    name, held = "quantization_config", config.get("quantization_config")
+    if not isinstance(held, dict):
+        rule, advice = "say how weights are quantised", "Load it by from_pretrained"
+        found = None if held is None else type(held).__name__
+        raise refusal(ValueError, op, f"config.{name}", rule, found, advice)
+    for part, wanted in _QUANTIZATION.items():
+        actual = held.get(part, None if part == "quant_method" else wanted)
+        if actual != wanted:
+            rule = f"be {wanted!r}"
+            raise refusal(ValueError, op, f"{name}.{part}", rule, repr(actual), _ADVICE)
+    found = held.get("scale_fmt", "float")
+    if found not in SCALE_FORMATS:
+        rule = f"be one of {', '.join(SCALE_FORMATS)}"
+        raise refusal(ValueError, op, f"{name}.scale_fmt", rule, repr(found), _ADVICE)
+    return str(found)

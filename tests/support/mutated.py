@@ -1,0 +1,46 @@
+"""JSON with a change somewhere, and whether what reads it accepts it or refuses it clearly."""
+
+import json
+import re
+
+from hypothesis import strategies as st
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+NUMBERS = st.integers(-3, 300) | st.integers(-(2**70), 2**70)
+
+
+@st.composite
+def mutated(draw, document):
+    """A document with other JSON at some place, without it, or with more beside it."""
+    document = json.loads(json.dumps(document))
+    held, key = document, draw(st.sampled_from(sorted(document)))
+    while isinstance(held[key], (dict, list)) and held[key] and draw(st.integers(0, 3)):
+        held = held[key]
+        key = draw(st.sampled_from(sorted(held) if isinstance(held, dict) else range(len(held))))
+    change = draw(st.sampled_from(("replace", "number", "delete", "add", "copy")))
+    if change == "delete":
+        del held[key]
+    elif change == "add" and isinstance(held, dict):
+        held[draw(st.text(max_size=4))] = draw(JSON)
+    elif change == "copy":
+        others = list(held.values() if isinstance(held, dict) else held)
+        held[key] = draw(st.sampled_from(others))
+    else:
+        held[key] = draw(NUMBERS if change == "number" else JSON)
+    return document
+
+
+def accepts(read, path, op="check_checkpoint"):
+    """Whether it does; if not, its error has a rule, what was found and what to do."""
+    try:
+        read(path)
+    except (ValueError, NotImplementedError) as error:
+        message = str(error)
+    else:
+        return True
+    assert re.match(rf"(?s){op}: .* must .+, got .*\. \w.*\.$", message), message
+    return False

@@ -1,0 +1,374 @@
+"""Files of DeepSeek-V3, R1 and V2 in FP8 are checked before a byte of a weight is loaded."""
+
+import json
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
+
+import transformers
+
+from dsv4_ops.__main__ import main
+from dsv4_ops.core.checkpoint import check_checkpoint
+from dsv4_ops.core.mla_checkpoint import mla_tensors
+from dsv4_ops.integrations import transformers as hf
+from dsv4_ops.testing.models import small_mla_config
+from tests.support import v3_checkpoint
+from tests.support.mutated import accepts, mutated
+
+E4M3 = torch.float8_e4m3fn
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+ATTENTION = "model.layers.0.self_attn"
+FILE = "model.safetensors"
+
+
+def small(version=3, **changed):
+    """A model whose layers are all of several blocks, with random weights."""
+    config = small_mla_config(version, **{**v3_checkpoint.SIZES, **EXPERTS, **changed})
+    kind = getattr(transformers, f"DeepseekV{version}ForCausalLM")
+    model, seed = kind(config).to(torch.bfloat16), torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        values = torch.randn(weight.shape, generator=seed)
+        norm = name.endswith("norm.weight")
+        weight.data = (1 + values / 8 if norm else values * weight.shape[-1] ** -0.5).bfloat16()
+    return model
+
+
+@pytest.fixture(scope="module", params=[3, 2], ids=["v3", "v2"])
+def released(request, tmp_path_factory):
+    """A folder, and the state of the same model with the values of its codes."""
+    path = tmp_path_factory.mktemp(f"v{request.param}")
+    return path, v3_checkpoint.write(path, small(request.param))
+
+
+@pytest.fixture
+def copied(released, tmp_path):
+    """The folder's tensors and its config, and what writes them when they were changed."""
+    files = load_file(released[0] / FILE)
+    config = json.loads((released[0] / "config.json").read_text())
+
+    def write(shards=1):
+        v3_checkpoint.save(tmp_path, files, shards)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return files, config, write
+
+
+def refused(path, message, monkeypatch, capsys, kind=ValueError):
+    """By ``load_quantized``, before Hugging Face opens a file, and on the command line."""
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.PreTrainedModel, "from_pretrained", None)
+        with pytest.raises(kind) as caught:
+            hf.load_quantized(path)
+    assert message in str(caught.value), caught.value
+    assert main(["checkpoint", str(path), "--check"]) == 1
+    assert capsys.readouterr().err == f"{caught.value}\n"
+
+
+def test_v3_has_the_tensors_that_its_headers_were_seen_with():
+    """Count and bytes of a dump of the headers of DeepSeek-V3, with layer 61: a layer of experts,
+    the embedding and the head again, eh_proj and three norms."""
+    config = transformers.DeepseekV3Config(num_hidden_layers=62).to_dict()
+    found = dict(mla_tensors("test", {**config, "quantization_config": {}}))
+    width, vocabulary = 7168, 129280
+    draft = [(vocabulary, width)] * 2 + [(width, 2 * width)] + [(width,)] * 3
+    assert len(found) + len(draft) == 91_991
+    sizes = {"F8_E4M3": 1, "F32 or F8_E8M0": 4, "BF16 or F16 or F32": 2}
+    total = sum(2 * torch.Size(shape).numel() for shape in draft)
+    for name, info in found.items():
+        size = 4 if name.endswith("e_score_correction_bias") else sizes[info.dtype]
+        total += size * torch.Size(info.shape).numel()
+    assert total == 688_574_839_360
+    assert found["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 56)
+    assert found["model.layers.2.mlp.down_proj.weight_scale_inv"].shape == (56, 144)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_whole_checkpoint_is_what_it_says(copied, shards, capsys):
+    files, config, write = copied
+    path = write(shards)
+    size = sum(value.nbytes for value in files.values())
+    kind = config["model_type"]
+    assert check_checkpoint(path, codes=True) == (
+        *(len(files), size, "fp8", "F32", "none", False, kind),
+    )
+    assert main(["checkpoint", str(path), "--check"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{kind}, {len(files)} tensors" in shown
+    assert "Hugging Face takes fp8" not in shown
+    assert type(hf.load_quantized(path)).__name__ in config["architectures"]
+
+
+@pytest.mark.parametrize("tokens", [20, 190])
+def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
+    """As close to float32 as the same values in bf16 are; short prompts are absorbed."""
+    path, state = released
+    ids = torch.arange(tokens)[None] * 7 % 250
+    config = transformers.AutoConfig.from_pretrained(path)
+    del config.quantization_config
+    kind = getattr(transformers, config.architectures[0])
+
+    def dense(dtype):
+        model = kind(config).to(dtype).eval()
+        model.config.dtype = dtype
+        model.load_state_dict(state)
+        return model
+
+    with torch.no_grad():
+        exact = dense(torch.float32)(ids).logits.double()
+        errors = []
+        for model in (hf.load_quantized(path), dense(torch.bfloat16)):
+            hf.patch(model, kv="bf16")
+            cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
+            found = model(ids, cache=cache).logits.double()
+            errors.append((found - exact).norm() / exact.norm())
+    assert 0 < errors[0] <= 1.5 * errors[1], errors
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"q_lora_rank": None}, "q_proj"),
+        ({"first_k_dense_replace": 0}, "mlp.experts.3.up_proj"),
+        ({"n_shared_experts": 2}, "mlp.shared_experts.up_proj"),
+    ],
+)
+def test_other_sizes(tmp_path, changed, expected):
+    v3_checkpoint.write(tmp_path, small(**changed))
+    files = load_file(tmp_path / FILE)
+    assert any(expected in name for name in files)
+    assert check_checkpoint(tmp_path).num_tensors == len(files)
+    hf.patch(hf.load_quantized(tmp_path))
+
+
+def test_a_draft_layer_and_what_is_computed_are_skipped(copied):
+    """V3's is behind the others; V2 has none."""
+    files, config, write = copied
+    layer = config["num_hidden_layers"]
+    files[f"{ATTENTION}.rotary_emb.inv_freq"] = torch.ones(32)
+    assert check_checkpoint(write()).draft == "none"
+    config["num_nextn_predict_layers"] = 1
+    files[f"model.layers.{layer}.eh_proj.weight"] = torch.ones(3)
+    assert check_checkpoint(write()).draft == "mtp"
+    files[f"model.layers.{layer + 1}.eh_proj.weight"] = torch.ones(3)
+    with pytest.raises(ValueError, match="hold no tensor that the config has no place for, got "):
+        check_checkpoint(write())
+
+
+def test_modules_that_are_not_converted(copied):
+    files, config, write = copied
+    held = config["quantization_config"]
+    held["modules_to_not_convert"] = ["lm_head", "o_proj", r"model.layers.1.mlp.shared.*"]
+    plain = [name for name in files if re.search(r"o_proj|layers\.1\.mlp\.shared", name)]
+    with pytest.raises(ValueError, match=r"o_proj\.weight must be BF16 or F16 or F32"):
+        check_checkpoint(write())
+    for name in plain:
+        if name.endswith("_scale_inv"):
+            del files[name]
+        else:
+            files[name] = files[name].bfloat16()
+    path = write()
+    check_checkpoint(path)
+    model = hf.patch(hf.load_quantized(path))
+    assert model.model.layers[1].mlp.shared_experts.up_proj.weight.dtype == torch.bfloat16
+    held["modules_to_not_convert"] = ["("]
+    with pytest.raises(ValueError, match=r"modules_to_not_convert must be a list of patterns, got"):
+        check_checkpoint(write())
+
+
+def test_every_tensor_is_required_by_name(copied):
+    """Norms too, in place of which Hugging Face makes random ones."""
+    files, _, write = copied
+    for name in list(files):
+        kept = files.pop(name)
+        with pytest.raises(ValueError, match=rf"path must hold {re.escape(name)}, .*no such tens"):
+            check_checkpoint(write(), scales=False)
+        files[name] = kept
+    check_checkpoint(write())
+
+
+def test_every_number_is_checked(copied):
+    """--check reads all of them: codes, scales, and what is not quantised."""
+    files, _, write = copied
+    for name, held in files.items():
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[held.itemsize]
+        value = {E4M3: 0x7F, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}[held.dtype]
+        at = held.view(bits).view(-1)[held.numel() // 2 :][:1]
+        kept, at[:] = at.clone(), value
+        with pytest.raises(ValueError, match=rf"^check_checkpoint: {re.escape(name)} must hold "):
+            check_checkpoint(write(), codes=True)
+        at[:] = kept
+    check_checkpoint(write(), codes=True)
+
+
+SCALE, CODES = f"{ATTENTION}.o_proj.weight_scale_inv", f"{ATTENTION}.o_proj.weight"
+NORM = "model.layers.1.post_attention_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (NORM, None, f"path must hold {NORM}, BF16 or F16 or F32 [256], got no such tensor"),
+        (SCALE, None, f"path must hold {SCALE}, F32 or F8_E8M0 [2, 2], got no such tensor"),
+        (CODES, None, f"path must hold {CODES}, F8_E4M3 [256, 256], got no such tensor"),
+        (
+            f"{ATTENTION}.kv_a_proj_with_mqa.weight_scale_inv",
+            lambda held: held.T.contiguous(),
+            "must be F32 or F8_E8M0 [5, 2], got F32 [2, 5]. It is transposed",
+        ),
+        (SCALE, lambda _: torch.ones(4, 2), f"{SCALE} must be F32 or F8_E8M0 [2, 2], got F32 [4"),
+        (SCALE, lambda held: held.double(), "must be F32 or F8_E8M0 [2, 2], got F64 [2, 2]"),
+        (CODES, lambda held: held.bfloat16(), f"{CODES} must be F8_E4M3 [256, 256], got BF16 ["),
+        (NORM, lambda held: held.to(E4M3), "must be BF16 or F16 or F32 [256], got F8_E4M3 [256]"),
+        ("model.layers.0.engram.weight", lambda _: torch.ones(1), "the config has no place for"),
+        *(
+            (SCALE, lambda held, value=value: held.fill_(value), "must hold finite numbers of 0 or")
+            for value in (float("nan"), float("inf"), -1.0)
+        ),
+    ],
+)
+def test_what_is_not_as_released_is_refused(copied, name, change, message, monkeypatch, capsys):
+    files, _, write = copied
+    held = files.pop(name, None)
+    if change is not None:
+        files[name] = change(held)
+    refused(write(), message, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("quant_method", "awq", "quantization_config.quant_method must be 'fp8', got 'awq'. "),
+        ("weight_block_size", [64, 128], "weight_block_size must be [128, 128], got [64, 128]. "),
+        ("activation_scheme", "static", "activation_scheme must be 'dynamic', got 'static'. "),
+        ("scale_fmt", "bytes", "scale_fmt must be one of float, ue8m0, got 'bytes'. "),
+    ],
+)
+def test_other_quantisation_is_refused(copied, setting, value, message, monkeypatch, capsys):
+    _, config, write = copied
+    config["quantization_config"][setting] = value
+    refused(write(), message, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("kv_lora_rank", None, "config must have kv_lora_rank, got 1 missing. "),
+        ("kv_lora_rank", "512", "config.kv_lora_rank must be an integer of at least 1, got '512'."),
+        ("n_routed_experts", 0, "config.n_routed_experts must be an integer of at least 1, got 0."),
+        (
+            "n_routed_experts",
+            10**12,
+            "model.layers.1.mlp.gate.weight must be BF16 or F16 or F32 [1000000000000, 256], got",
+        ),
+        ("num_hidden_layers", 10**12, "path must hold model.layers.2.input_layernorm.weight, "),
+        ("v_head_dim", 64, f"{ATTENTION}.kv_b_proj.weight must be F8_E4M3 [384, 512], got "),
+        ("attention_bias", True, "config.attention_bias must be false, got True. "),
+        ("num_nextn_predict_layers", "1", "num_nextn_predict_layers must be an integer of at"),
+        ("quantization_config", None, "config.quantization_config must say how weights are"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(copied, name, value, message, monkeypatch, capsys):
+    _, config, write = copied
+    config[name] = value
+    refused(write(), message, monkeypatch, capsys)
+
+
+def test_missing_and_broken_files_are_refused(copied, monkeypatch, capsys):
+    _, _, write = copied
+    path = write(3)
+    shard = path / "model-00002-of-00003.safetensors"
+    whole = shard.read_bytes()
+    for content, message in (
+        (whole[:-1], f"{shard.name} must be as long as its header says, got {len(whole) - 1}"),
+        (b"<html>", f"{shard.name} must begin with the size of its header"),
+        (None, f"path must hold every shard of its index, got no {shard.name}. Download the shard"),
+    ):
+        if content is None:
+            shard.unlink()
+        else:
+            shard.write_bytes(content)
+        refused(path, message, monkeypatch, capsys)
+    (path / "model.safetensors.index.json").unlink()
+    refused(path, "path must hold model.safetensors.index.json", monkeypatch, capsys)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_config_and_header_are_accepted_or_refused_clearly(released, data):
+    for name in ("config.json", FILE):
+        file = released[0] / name
+        whole = file.read_bytes()
+        start = 8 if name == FILE else 0
+        stop = 8 + int.from_bytes(whole[:8], "little") if start else len(whole)
+        try:
+            text = json.dumps(data.draw(mutated(json.loads(whole[start:stop])))).encode()
+            size = len(text).to_bytes(8, "little")[:start]
+            file.write_bytes(size + text + whole[stop:])
+            accepts(check_checkpoint, released[0])
+        finally:
+            file.write_bytes(whole)
+
+
+# Scales that Hugging Face keeps in bytes
+
+
+def test_scales_that_bytes_cannot_hold_are_refused(released, tmp_path, monkeypatch, capsys):
+    """``scale_fmt="ue8m0"`` makes bytes of float32 scales: 0.75 becomes 1 or 0.5."""
+    v3_checkpoint.save(tmp_path, load_file(released[0] / FILE))
+    config = json.loads((released[0] / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = "must hold powers of two only, as loaders make bytes of them, got"
+    refused(tmp_path, message, monkeypatch, capsys)
+    check_checkpoint(tmp_path, scales=False)
+
+
+@pytest.mark.parametrize("stored", ["F32", "F8_E8M0"])
+@pytest.mark.parametrize("scale_fmt", ["ue8m0", "float"])
+def test_powers_of_two_are_loaded_exactly(tmp_path, stored, scale_fmt):
+    """V3.1's scales, in float32 or in bytes; Hugging Face keeps them in either."""
+    state = v3_checkpoint.write(tmp_path, small(), scale_fmt="ue8m0")
+    files = load_file(tmp_path / FILE)
+    if stored == "F8_E8M0":
+        for name in [name for name in files if name.endswith("_scale_inv")]:
+            files[name] = files[name].to(torch.float8_e8m0fnu)
+        v3_checkpoint.save(tmp_path, files)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = scale_fmt
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert check_checkpoint(tmp_path).scale_dtype == stored
+    layer = hf.patch(hf.load_quantized(tmp_path)).model.layers[0].self_attn.o_proj
+    wanted = {"ue8m0": torch.float8_e8m0fnu, "float": torch.float32}[scale_fmt]
+    assert layer.weight_scale_inv.dtype == wanted
+    found = layer(torch.eye(256, dtype=torch.bfloat16)).T
+    assert torch.equal(found, state[CODES].bfloat16())
+
+
+# What is passed to Hugging Face
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"variant": "fp16"},
+        {"subfolder": "sub"},
+        {"use_safetensors": False},
+        {"state_dict": {"a": 1}},
+    ],
+)
+def test_settings_that_read_other_files_are_refused(released, setting):
+    (name,) = setting
+    with pytest.raises(ValueError, match=rf"^load_quantized: {name} must not be given, as path is"):
+        hf.load_quantized(released[0], **setting)
+
+
+def test_a_config_of_another_architecture_is_refused(released):
+    other = transformers.LlamaConfig()
+    with pytest.raises(ValueError, match=r"^load_quantized: config.model_type must be 'deepseek_v"):
+        hf.load_quantized(released[0], config=other)
