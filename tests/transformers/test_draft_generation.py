@@ -145,27 +145,129 @@ def test_sampled_text_has_the_models_distribution(model):
     assert (chance > 0.01).sum() > 5
 
 
-def test_what_it_cannot_do_is_refused_by_name(model, path):
-    ids, _ = prompts(5)
+def refused(held, message, *args, **given):
+    arguments = {"num_draft_tokens": 2, "max_new_tokens": 3, "do_sample": False, **given}
+    with pytest.raises((ValueError, NotImplementedError)) as raised:
+        held.generate(*args, **arguments)
+    assert str(raised.value).startswith(f"generate: {message}")
+
+
+def test_models_without_a_draft_layer_are_refused(path):
     plain = v4.patch(v4.load_quantized(path))
+    message = "num_draft_tokens must be None for a model without a draft layer, got 2. Call load_m"
+    refused(plain, message, prompts(5)[0])
+
+
+REFUSED = {
+    "num_draft_tokens": (0, "be at least 1, got 0"),
+    **{
+        name: (object(), "be None with num_draft_tokens, got another")
+        for name in (
+            "streamer",
+            "cache",
+            "past_key_values",
+            "assistant_model",
+            "custom_generate",
+            "inputs_embeds",
+            "position_ids",
+            "negative_prompt_ids",
+            "prefix_allowed_tokens_fn",
+            "output_router_logits",
+        )
+    },
+    "num_beams": (2, "be 1 with num_draft_tokens, got 2"),
+    "use_cache": (False, "be True with num_draft_tokens, got False"),
+    "cache_implementation": ("dynamic", "be None with num_draft_tokens, got dynamic"),
+    "return_dict_in_generate": (True, "be False with num_draft_tokens, got True"),
+    "output_hidden_states": (True, "be False with num_draft_tokens, got True"),
+    "output_attentions": (True, "be False with num_draft_tokens, got True"),
+    "prompt_lookup_num_tokens": (3, "be None with num_draft_tokens, got 3"),
+    "penalty_alpha": (0.6, "be None with num_draft_tokens, got 0.6"),
+    "dola_layers": ("low", "be None with num_draft_tokens, got low"),
+    "stop_strings": ("a", "be None with num_draft_tokens, got a"),
+    "token_healing": (True, "be False with num_draft_tokens, got True"),
+    "use_mtp": (True, "be False with a patched model, got True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_do_is_refused_by_name(model, name):
+    """However it is given: as an argument, in the call's configuration, or as the model's own."""
+    value, rule = REFUSED[name]
+    ids, message = prompts(5)[0], f"{name} must {rule}. "
+    refused(model, message, ids, **{name: value})
+    if not hasattr(model.generation_config, name):
+        return
+    config = transformers.GenerationConfig()
+    setattr(config, name, value)
+    refused(model, message, ids, config)
+    refused(model, message, ids, generation_config=config)
+    own = getattr(model.generation_config, name)
+    setattr(model.generation_config, name, value)
+    try:
+        refused(model, message, ids)
+    finally:
+        setattr(model.generation_config, name, own)
+
+
+def test_processors_and_criteria_that_it_cannot_run_are_refused(model):
+    ids, _ = prompts(5)
     processor = [transformers.RepetitionPenaltyLogitsProcessor(1.5)]
-    for held, given, message in (
-        (plain, {}, "num_draft_tokens must be None for a model without a draft layer, got 2. Call"),
-        (model, {"streamer": object()}, "streamer must be None with num_draft_tokens, got another"),
-        (
-            model,
-            {"logits_processor": processor},
-            "logits_processor must hold nothing with num_draft_tokens, got RepetitionPenalty",
-        ),
-        (model, {"max_time": 9.0}, "stopping_criteria must hold MaxLengthCriteria or EosTokenCri"),
-        (
-            model,
-            {"return_dict_in_generate": True},
-            "return_dict_in_generate must be False with num_draft_tokens, got True",
-        ),
-        (model, {"num_draft_tokens": 0}, "num_draft_tokens must be at least 1, got 0"),
-    ):
-        arguments = {"num_draft_tokens": 2, "max_new_tokens": 3, "do_sample": False, **given}
-        with pytest.raises((ValueError, NotImplementedError)) as raised:
-            held.generate(ids, **arguments)
-        assert str(raised.value).startswith(f"generate: {message}")
+    message = "logits_processor must hold nothing with num_draft_tokens, got RepetitionPenalty"
+    refused(model, message, ids, logits_processor=processor)
+    refused(model, message, ids, None, processor)
+    message = "stopping_criteria must hold MaxLengthCriteria or EosTokenCriteria with num_draft_to"
+    refused(model, message, ids, max_time=9.0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ([[1, 2], [3, 0]], [[1, 1], [0, 0]], "attention_mask must be 1 in the last column, which "),
+        ([[1, 2], [3, 0]], [[1, 1], [1, 0]], "attention_mask must be 1 in the last column, which "),
+        ([[1, 2]], [[1]], "attention_mask must have shape [1, 2 or more], got [1, 1]. Pass the "),
+        ([[1, 2]], [[1, 1, 1]], "attention_mask must count tokens before input_ids that the cach"),
+        ([[]], None, "input_ids must have a row and a token, got shape [1, 0]. Pass a prompt, or "),
+    ],
+    ids=["padding alone", "padded on the right", "short", "long", "empty"],
+)
+@pytest.mark.parametrize("num_drafts", [None, 2])
+def test_prompts_are_checked_with_drafts_as_without(model, ids, mask, message, num_drafts):
+    mask = None if mask is None else torch.tensor(mask)
+    ids = torch.tensor(ids, dtype=torch.int64)
+    refused(model, message, input_ids=ids, attention_mask=mask, num_draft_tokens=num_drafts)
+
+
+@pytest.mark.parametrize("num_drafts", [None, 2])
+def test_a_mask_of_one_row_is_of_all(model, num_drafts):
+    ids, mask = prompts(5, 5)
+    ids, mask = torch.cat([ids.new_full((2, 2), PAD), ids], 1), torch.tensor([[0, 0] + [1] * 5])
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    want = model.generate(ids, attention_mask=mask.expand(2, -1), **settings)
+    got = model.generate(ids, attention_mask=mask, num_draft_tokens=num_drafts, **settings)
+    assert torch.equal(got, want)
+
+
+def test_ids_of_int32(model):
+    ids, mask = prompts(5, 9)
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    want = model.generate(ids.int(), eos_token_id=None, **settings)
+    got = model.generate(ids.int(), num_draft_tokens=2, eos_token_id=None, **settings)
+    assert got.dtype == want.dtype
+    assert torch.equal(got, want)
+
+
+def test_ids_outside_the_vocabulary_are_refused(model):
+    ids = torch.tensor([[1, 2, CONFIG["vocab_size"]]])
+    for num_drafts in (None, 2):
+        with pytest.raises(
+            ValueError, match=r"must be in 0\.\.4, the vocabulary of the model, got 5"
+        ):
+            model.generate(ids, num_draft_tokens=num_drafts, max_new_tokens=2, do_sample=False)
+
+
+def test_no_prompt_begins_with_the_token_that_begins_a_text(model):
+    settings = {"bos_token_id": 3, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    want = model.generate(**settings)
+    assert want[0, 0] == 3
+    assert torch.equal(model.generate(num_draft_tokens=2, **settings), want)

@@ -15,7 +15,7 @@ import transformers
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
-from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.models import small_mla_model, small_model
 from dsv4_ops.testing.text import PAD
 from tests.helpers import Called
 from tests.support.hf_models import new_cache, reference, stock, text
@@ -384,3 +384,151 @@ def test_transformers_compiles_it_by_itself():
     assert torch.equal(out, wanted())
     assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (2, 0), (0, 5), (0,)], ids=str)
+def test_empty_prompts(shape):
+    """Hugging Face's errors are of its tensors, whatever the cache is."""
+    model, width = reference(), reference().config.hidden_size
+    ids = torch.zeros(shape, dtype=torch.int64)
+    kinds = [("inputs", ids), ("input_ids", ids)]
+    if len(shape) == 2:
+        kinds.append(("inputs_embeds", torch.zeros(*shape, width)))
+    for name, prompt in kinds:
+        for settings in ({}, {"cache_implementation": "dynamic"}, {"use_cache": False}):
+            for cache in (None, cache_of()) if not settings else (None,):
+                with pytest.raises(ValueError, match="must have a row and a token") as raised:
+                    model.generate(**{name: prompt}, cache=cache, **settings, **GREEDY)
+                assert str(raised.value) == (
+                    f"generate: {name} must have a row and a token, got shape "
+                    f"{list(prompt.shape)}. Pass a prompt, or none to begin with bos_token_id."
+                )
+    with pytest.raises(ValueError, match="must have a row and a token"):
+        model.generate(ids, **GREEDY)
+
+
+def test_no_prompt():
+    with pytest.raises(ValueError, match="`bos_token_id` has to be defined"):
+        reference().generate(bos_token_id=None, **GREEDY)
+    want = stock().generate(bos_token_id=3, **GREEDY)
+    assert want.shape == (1, NEW + 1)
+    assert torch.equal(reference().generate(bos_token_id=3, **GREEDY), want)
+
+
+# Drafts of Hugging Face's assisted decoding, which V4 refuses
+
+
+@lru_cache
+def mla(version, patched, **fields):
+    model = small_mla_model(version=version, **fields)
+    return v4.patch(model, kv="fp32", precision="reference") if patched else model
+
+
+def repeated():
+    """A text that repeats itself, so that look-ups find drafts."""
+    return text()[:1, :8].repeat(1, 3)
+
+
+ASSISTED = {
+    "prompt_lookup_num_tokens": lambda version: 3,
+    "assistant_early_exit": lambda version: 1,
+    "assistant_model": lambda version: mla(version, False, num_hidden_layers=2),
+    "patched assistant_model": lambda version: mla(version, True, num_hidden_layers=2),
+}
+
+
+@pytest.mark.parametrize("version", [3, 2])
+@pytest.mark.parametrize("name", ASSISTED)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_assisted_decoding_of_v3_and_v2(name, version, sampled):
+    drafts = {name.split()[-1]: ASSISTED[name](version)}
+    found = []
+    for patched in (False, True):
+        torch.manual_seed(3)
+        settings = {"max_new_tokens": 12, "do_sample": sampled, "top_k": 0, **drafts}
+        found.append(generate(mla(version, patched), repeated(), **settings))
+    assert torch.equal(*found)
+
+
+def test_drafts_are_accepted_and_rejected(monkeypatch):
+    """Or the test above would show nothing."""
+    crops, cropped = [], v4.PagedCache.crop
+
+    def crop(cache, tokens_to_remove):
+        crops.append(int(tokens_to_remove))
+        return cropped(cache, tokens_to_remove)
+
+    monkeypatch.setattr(v4.PagedCache, "crop", crop)
+    model = mla(3, True)
+    own = {"assistant_model": model, "max_new_tokens": 12}
+    plain = generate(model, repeated(), max_new_tokens=12)
+    assert torch.equal(generate(model, repeated(), **own), plain)
+    assert len(crops) < 12  # drafts of the model itself are accepted
+    crops.clear()
+    generate(model, repeated(), prompt_lookup_num_tokens=3, max_new_tokens=12)
+    assert min(crops) < 0
+
+
+def test_assisted_decoding_from_a_given_cache():
+    model, drafts = mla(3, True), {"prompt_lookup_num_tokens": 3}
+    sizes = {"max_batch_size": 1, "max_cache_len": 128, "num_blocks": 2}
+    cache = v4.PagedCache.for_model(model, **sizes)
+    first = generate(model, repeated(), cache=cache, **drafts)
+    assert torch.equal(first, generate(mla(3, False), repeated()))
+    assert cache.seq_lens.tolist() == [24 + NEW - 1]
+    turn = torch.cat([first, text()[1:2, :7]], 1)
+    second = generate(model, turn, cache=cache, **drafts)
+    assert torch.equal(second, generate(mla(3, False), turn))
+    small = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=24 + NEW + 1)
+    with pytest.raises(ValueError, match="must be at most max_cache_len") as raised:
+        generate(model, repeated(), cache=small, **drafts)
+    assert str(raised.value) == (
+        "generate: max_length and its drafts must be at most max_cache_len of the cache = 31, got "
+        "32. Lower max_length and its drafts, or raise max_cache_len of the cache."
+    )
+    assert small.requests == {}
+
+
+@pytest.mark.parametrize("pad", [0, 3])
+def test_assisted_decoding_that_ends_and_of_padded_prompts(pad):
+    mask = torch.cat([torch.zeros(1, pad), torch.ones(1, 24)], 1).long()
+    tokens = torch.cat([torch.full((1, pad), PAD), repeated()], 1)
+    plain = generate(mla(3, False), tokens, attention_mask=mask, max_new_tokens=20)
+    eos = int(plain[0, -8])
+    settings = {"attention_mask": mask, "max_new_tokens": 20, "eos_token_id": eos}
+    want = generate(mla(3, False), tokens, **settings)
+    assert want.shape[1] < plain.shape[1]
+    for drafts in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": mla(3, True)}):
+        assert torch.equal(generate(mla(3, True), tokens, **drafts, **settings), want)
+
+
+def test_a_long_look_up_and_a_long_prompt():
+    """Of more tokens than a step of a cache has by default, and drafts behind the longest text."""
+    tokens = text()[:1, :8].repeat(1, 300)
+    drafts = {"prompt_lookup_num_tokens": 40, "max_new_tokens": 4}
+    got = generate(mla(3, True), tokens, **drafts)
+    assert torch.equal(got, generate(mla(3, False), tokens, **drafts))
+
+
+def test_crop_moves_lengths_back():
+    cache = v4.PagedCache.for_model(mla(3, True), max_batch_size=3, max_cache_len=64)
+    cache.seq_lens.copy_(torch.tensor([9, 4, 0]))
+    lens = cache.seq_lens
+    for count, want in (
+        (0, [9, 4, 0]),
+        (-3, [6, 1, 0]),
+        (torch.tensor(-2), [4, 0, 0]),
+        (3, [3, 0, 0]),
+    ):
+        cache.crop(count)
+        assert cache.seq_lens.tolist() == want
+    assert cache.seq_lens is lens
+    assert cache.is_croppable
+    assert not cache_of().is_croppable
+    with pytest.raises(NotImplementedError) as raised:
+        cache_of().crop(-1)
+    assert str(raised.value) == (
+        "PagedCache: crop must be called on a cache without windows and states, which overwrite "
+        "earlier ones, got rings of swa, c4_states, c128_states. "
+        "Pass position_ids that go back, as far as next_n allows."
+    )

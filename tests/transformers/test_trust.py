@@ -330,7 +330,6 @@ def test_a_cache_is_made_of_a_configuration():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda cache: cache.crop(1),
         lambda cache: cache.batch_repeat_interleave(2),
         lambda cache: cache.batch_select_indices(torch.tensor([0])),
     ],

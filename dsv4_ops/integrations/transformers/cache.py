@@ -362,12 +362,27 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     @property
     def is_croppable(self) -> bool:
-        """False."""
-        return False
+        """Whether ``crop`` works: rings may have overwritten what earlier positions read."""
+        return not self.rings
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: the rings may have overwritten what earlier positions need."""
-        self._refuse("crop", "Pass position_ids that go back, as far as next_n allows")
+        """Move the lengths of all rows back: assisted decoding drops the drafts it rejects.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens to remove from every row. Above 0: the
+                length that longer rows get, as Hugging Face had it before 5.24.
+
+        Raises:
+            NotImplementedError: the cache has rings, as that of DeepSeek-V4.
+        """
+        if self.rings:
+            rule = "be called on a cache without windows and states, which overwrite earlier ones"
+            advice = "Pass position_ids that go back, as far as next_n allows"
+            found = "rings of " + ", ".join(self.rings)
+            raise refusal(NotImplementedError, "PagedCache", "crop", rule, found, advice)
+        count = int(tokens_to_remove)
+        lens = self.seq_lens
+        lens.copy_(lens.clamp(max=count) if count > 0 else (lens + count).clamp(min=0))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: the number of rows is fixed."""

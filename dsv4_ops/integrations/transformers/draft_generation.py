@@ -16,6 +16,13 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.architectures.base import draft_of
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
+from dsv4_ops.integrations.transformers.prompts import (
+    CACHES,
+    MASK,
+    first_column,
+    setting,
+    whole_mask,
+)
 from dsv4_ops.integrations.transformers.speculation import (
     SpeculativeStep,
     speculative_prefill,
@@ -34,13 +41,33 @@ _WARPERS = (
 )
 """Processors whose result depends on a row's logits only, and not on the text before it."""
 _CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
-_NOT_TAKEN = (
-    "streamer",
-    "assistant_model",
-    "custom_generate",
-    "inputs_embeds",
-    "negative_prompt_ids",
+_SETTINGS = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "use_cache": True,
+    "return_dict_in_generate": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "token_healing": False,
+    "assistant_early_exit": None,
+    "constraints": None,
+    "dola_layers": None,
+    "force_words_ids": None,
+    "penalty_alpha": None,
+    "prompt_lookup_num_tokens": None,
+    "stop_strings": None,
+}
+"""Settings of generation that drafts do not take, with their only value."""
+_ARGUMENTS = (
+    "inputs",
+    "input_ids",
+    MASK,
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "tokenizer",
 )
+"""Arguments that drafts take besides settings of generation."""
 
 
 def check_call(model: Any, num_drafts: Any, given: dict[str, Any]) -> None:
@@ -49,9 +76,17 @@ def check_call(model: Any, num_drafts: Any, given: dict[str, Any]) -> None:
     if draft_of(model) is None:
         rule, advice = "be None for a model without a draft layer", "Call load_mtp first"
         raise refusal(ValueError, _OP, "num_draft_tokens", rule, num_drafts, advice)
-    for name in (*_NOT_TAKEN, cache_argument()):
-        if given.get(name) is not None:
+    for name, value in given.items():
+        known = name in _ARGUMENTS or hasattr(model.generation_config, name)
+        if not known and value is not None and value is not False:
             _refuse(name, "be None", "another")
+    for name, only in _SETTINGS.items():
+        value = setting(model, given, name)
+        if value is not None and value != only and (only or value):
+            _refuse(name, f"be {only}", value)
+    cache = setting(model, given, "cache_implementation")
+    if cache not in CACHES:
+        _refuse("cache_implementation", "be None", cache)
 
 
 def _refuse(name: str, rule: str, actual: object) -> None:
@@ -77,12 +112,13 @@ class DraftDecoding:
     ) -> Tensor:
         """Return prompts and new tokens, padded on the right, [batch, length]."""
         cache = rest.get(cache_argument())
-        _check(logits_processor, stopping_criteria, generation_config, cache)
         assert isinstance(cache, PagedCache)
+        _check(logits_processor, stopping_criteria, generation_config)
+        mask = whole_mask(input_ids, generation_config, rest, cache)
+        first_column(mask, input_ids.shape[1], cache)
         most = generation_config.max_length - input_ids.shape[1]
         run = _Run(model, cache, self.num_drafts, generation_config, list(logits_processor))
-        given = rest.get("attention_mask")
-        mask = torch.ones_like(input_ids) if given is None else given
+        input_ids = input_ids.to(torch.int64)
         prompts = [ids[there != 0] for ids, there in zip(input_ids, mask, strict=True)]
         new = _texts(run, prompts, most, generation_config)
         width = max(map(len, new))
@@ -90,11 +126,10 @@ class DraftDecoding:
         out = input_ids.new_full((len(new), width), 0 if pad is None else int(pad))
         for row, tokens in zip(out, new, strict=True):
             row[: len(tokens)] = torch.tensor(tokens, dtype=row.dtype)
-        cache.raise_if_dropped()
         return torch.cat([input_ids, out], 1)
 
 
-def _check(processors: Any, criteria: Any, config: Any, cache: Any) -> None:
+def _check(processors: Any, criteria: Any, config: Any) -> None:
     warpers = _WARPERS if config.do_sample else ()
     for name, kinds, given in (
         ("logits_processor", warpers, processors),
@@ -104,10 +139,6 @@ def _check(processors: Any, criteria: Any, config: Any, cache: Any) -> None:
         if others:
             rule = "hold " + (" or ".join(kinds) if kinds else "nothing")
             _refuse(name, rule, others[0])
-    if config.return_dict_in_generate:
-        _refuse("return_dict_in_generate", "be False", True)
-    if not isinstance(cache, PagedCache):
-        _refuse("cache_implementation", "be None", config.cache_implementation)
 
 
 class _Run:

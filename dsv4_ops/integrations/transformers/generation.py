@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,12 +18,16 @@ from dsv4_ops.integrations.transformers.blocks import out_of_blocks
 from dsv4_ops.integrations.transformers.cache import DEFAULT_CHUNK, PagedCache
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.integrations.transformers.draft_generation import DraftDecoding, check_call
-from dsv4_ops.integrations.transformers.padded import matrix, shown
+from dsv4_ops.integrations.transformers.prompts import (
+    CACHES,
+    MASK,
+    check_prompts,
+    first_column,
+    setting,
+    whole_mask,
+)
 
 Method = Callable[..., Any]
-
-_OURS = (None, "static", "hybrid")
-_MASK = "attention_mask"
 
 # Tokens of a prefill step over all rows, and the minimum per row: bounds the window rings' memory.
 _STEP_TOKENS, _MIN_CHUNK = 16384, 256
@@ -52,24 +57,29 @@ def generate(before: Method) -> Method:
     With ``num_draft_tokens`` the model's draft layer proposes that many tokens a step.
     """
 
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(before).parameters.values()
+    names = [each.name for each in parameters if each.kind is positional][1:]
+
     @functools.wraps(before)
     def run(self: Any, *args: Any, **given: Any) -> Any:
-        if "cache" in given:
-            given[cache_argument()] = given.pop("cache")
-        if given.get("use_mtp", getattr(given.get("generation_config"), "use_mtp", None)):
+        given = dict(**dict(zip(names, args, strict=False)), **given)
+        if setting(self, given, "use_mtp"):
             rule = "be False with a patched model"
             advice = "Pass num_draft_tokens; load_mtp loads the draft layer of a checkpoint"
             raise refusal(NotImplementedError, "generate", "use_mtp", rule, True, advice)
-        _check_mask(args[0] if args else None, given)
+        check_prompts(given)
         call = _Call()
         num_drafts = given.pop("num_draft_tokens", None)
         if num_drafts is not None:
             check_call(self, num_drafts, given)
             call.num_drafts = num_drafts
             given["custom_generate"] = DraftDecoding(num_drafts)
+        if "cache" in given:
+            given[cache_argument()] = given.pop("cache")
         token = _CALL.set(call)
         try:
-            out = before(self, *args, **given)
+            out = before(self, *args[len(names) :], **given)
         finally:
             _CALL.reset(token)
         for cache in call.caches:
@@ -77,23 +87,6 @@ def generate(before: Method) -> Method:
         return out
 
     return run
-
-
-def _check_mask(inputs: Any, given: dict[str, Any]) -> None:
-    """Raise if the mask is not one of the prompts. Hugging Face counts positions by it, so that the
-    error would be one of these."""
-    mask, names = given.get(_MASK), ("inputs_embeds", "inputs", "input_ids")
-    named = [given.get(name) for name in names]
-    prompts = next((each for each in (*named, inputs) if isinstance(each, Tensor)), None)
-    if mask is None or prompts is None or prompts.dim() < 2:
-        return
-    batch, length = prompts.shape[:2]
-    rows, columns = matrix(mask)
-    covers = rows in (1, batch) and columns >= length  # masks of more dimensions are other caches'
-    if not covers and not (isinstance(mask, Tensor) and mask.dim() > 2):
-        rule = f"have shape [{batch}, {length} or more]"
-        advice = "Pass the mask of the tokens, 0 for padding"
-        raise refusal(ValueError, "generate", _MASK, rule, shown(mask), advice)
 
 
 def prepare_cache(before: Method) -> Method:
@@ -109,32 +102,42 @@ def prepare_cache(before: Method) -> Method:
     ) -> Any:
         rows = batch_size * (generation_config.num_return_sequences or 1)
         cache = model_kwargs.get(cache_argument())
-        ours = cache is None and generation_config.cache_implementation in _OURS
+        ours = cache is None and generation_config.cache_implementation in CACHES
+        # every draft of an assistant is a call, and its cache outlives it
+        ours = ours and not generation_config.is_assistant
         searches = (generation_config.num_beams or 1) > 1
         static = generation_config.cache_implementation is not None
+        call = _CALL.get()
         if searches and (isinstance(cache, PagedCache) or (ours and static)):
             rule, advice = "be 1 with a PagedCache", "Pass cache_implementation='dynamic' instead"
             beams = generation_config.num_beams
             raise refusal(NotImplementedError, "generate", "num_beams", rule, beams, advice)
+        # the last step verifies drafts behind the longest text
+        assisted = generation_mode == "assisted_generation"
+        looked_up = (assisted and generation_config.prompt_lookup_num_tokens) or 0
         if ours and not searches and generation_config.use_cache is not False:
-            call = _CALL.get()
             num_drafts = 0 if call is None else call.num_drafts
-            longest = max_cache_length + 1 + num_drafts  # the last step verifies drafts behind it
+            longest = max_cache_length + 1 + max(num_drafts, looked_up)
             chunk = _chunk(generation_config, model_kwargs, rows, longest)
             made = PagedCache.for_model(
                 self,
                 max_batch_size=rows,
                 max_cache_len=longest,
-                max_chunk=max(chunk, 1 + num_drafts),
+                # assisted decoding runs a prompt and its first drafts at once
+                max_chunk=longest if assisted else max(chunk, 1 + num_drafts),
                 next_n=1 + num_drafts,
             )
-            model_kwargs[cache_argument()] = made
-            return None
-        found = before(
-            self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
-        if isinstance(cache, PagedCache):
-            _reserve_rows(cache, rows, max_cache_length)
+            model_kwargs[cache_argument()] = cache = made
+            found = None
+        else:
+            found = before(
+                self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            if isinstance(cache, PagedCache):
+                cache.raise_if_dropped()
+                _reserve_rows(cache, rows, max_cache_length, looked_up)
+        if call is not None and isinstance(cache, PagedCache):
+            call.caches.append(cache)
         return found
 
     return prepare
@@ -147,7 +150,7 @@ def _chunk(
 
     A power of two, to compile few graphs: each cache size is a graph of its own.
     """
-    mask = model_kwargs.get(_MASK)
+    mask = model_kwargs.get(MASK)
     columns = max_cache_len if mask is None else mask.shape[1]
     prompt = getattr(generation_config, "_mask_length", columns)
     most = min(prompt, generation_config.prefill_chunk_size or chunk_of(rows, max_cache_len))
@@ -160,11 +163,12 @@ def chunk_of(rows: int, max_cache_len: int) -> int:
     return min(max_cache_len, DEFAULT_CHUNK, max(_STEP_TOKENS // rows, _MIN_CHUNK))
 
 
-def _reserve_rows(cache: PagedCache, rows: int, length: int) -> None:
+def _reserve_rows(cache: PagedCache, rows: int, length: int, drafts: int = 0) -> None:
     """Add requests and blocks for all tokens of ``generate``; on error nothing changes."""
-    checks = Checks("generate")
+    checks, name = Checks("generate"), "max_length and its drafts" if drafts else "max_length"
+    length += drafts
     checks.at_most("batch size", rows, "max_batch_size of the cache", cache.max_batch_size)
-    checks.at_most("max_length", length, "max_cache_len of the cache", cache.max_cache_len)
+    checks.at_most(name, length, "max_cache_len of the cache", cache.max_cache_len)
     owners = {row: request for request, row in cache.requests.items()}
     vacant = [row for row in range(rows) if row not in owners]
     if owners and vacant:
@@ -175,7 +179,7 @@ def _reserve_rows(cache: PagedCache, rows: int, length: int) -> None:
     if lacking > cache.num_free_blocks:
         advice = "Free a request, or pass a smaller max_new_tokens"
         sizes = (cache.num_free_blocks, cache.num_blocks, lacking)
-        raise out_of_blocks("generate", "max_length", *sizes, advice)
+        raise out_of_blocks("generate", name, *sizes, advice)
     for row in range(rows):
         if not owners:
             cache.add(row)
@@ -218,14 +222,10 @@ def prefill(before: Method) -> Method:
         cache = model_kwargs.get(cache_argument())
         if not isinstance(cache, PagedCache):
             return before(self, input_ids, generation_config, model_kwargs, is_first_iteration)
-        cache.raise_if_dropped()
-        call = _CALL.get()
-        if call is not None:
-            call.caches.append(cache)
         embeddings = model_kwargs.get("inputs_embeds")
         inputs = input_ids if embeddings is None else embeddings
-        mask = _whole_mask(inputs, generation_config, model_kwargs, cache)
-        start = _first_column(mask, inputs.shape[1], cache)
+        mask = whole_mask(inputs, generation_config, model_kwargs, cache)
+        start = first_column(mask, inputs.shape[1], cache)
         before_inputs = mask.shape[1] - inputs.shape[1]
         if before_inputs:
             _reserve_rows(cache, mask.shape[0], generation_config.max_length - 1 + before_inputs)
@@ -236,7 +236,7 @@ def prefill(before: Method) -> Method:
         for begin in range(start, mask.shape[1], chunk):
             end = min(begin + chunk, mask.shape[1])
             kwargs, columns = dict(model_kwargs), slice(begin - before_inputs, end - before_inputs)
-            for name in (_MASK, "position_ids"):
+            for name in (MASK, "position_ids"):
                 if kwargs.get(name) is not None:
                     kwargs[name] = kwargs[name][..., :end]
             if embeddings is not None:
@@ -251,46 +251,6 @@ def prefill(before: Method) -> Method:
     return run
 
 
-def _whole_mask(
-    inputs: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
-) -> Tensor:
-    """The mask of all tokens; rows of different lengths need it even if it is all ones."""
-    mask: Tensor | None = model_kwargs.get(_MASK)
-    if mask is None:
-        columns = getattr(generation_config, "_mask_length", inputs.shape[1])
-        mask = torch.ones(inputs.shape[0], columns, dtype=torch.int64, device=cache.device)
-        if len(set(cache.seq_lens[: inputs.shape[0]].tolist())) > 1:
-            model_kwargs[_MASK] = mask
-    return mask
-
-
-def _first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
-    """The first column that ``generate`` must compute; raise if a row cannot continue there."""
-    stored = cache.seq_lens[: mask.shape[0], None].to(mask.device)
-    there = mask != 0
-    new = there & (there.cumsum(1) > stored)
-    first = torch.where(new.any(1), new.to(torch.int8).argmax(1), mask.shape[1])
-    given = mask.shape[1] - length
-    if not bool(there[:, -1].all()):
-        row = int((~there[:, -1]).to(torch.int8).argmax())
-        advice = "Pad on the left, or cut columns of padding"
-        rule = "be 1 in the last column, which the next token follows"
-        raise refusal(ValueError, "generate", _MASK, rule, f"0 in row {row}", advice)
-    known, last = int(first.min()), int(first.max())
-    if last == mask.shape[1]:
-        row = int(first.argmax())
-        rule = "have more tokens than the cache in every row"
-        found = f"{int(there[row].sum())} of {int(stored[row])} in row {row}"
-        advice = "Pass the mask of all tokens, those of the cache included, or another cache"
-        raise refusal(ValueError, "generate", _MASK, rule, found, advice)
-    if known < given:
-        row = int(first.argmin())
-        rule = f"count tokens before input_ids that the cache has, {int(stored[row])} in row {row}"
-        counted = int(there[row, :given].sum())
-        raise refusal(ValueError, "generate", _MASK, rule, counted, "Pass all tokens as input_ids")
-    return given if given else known
-
-
 def masks(before: Method) -> Method:
     """``create_masks_for_generate``: with a ``PagedCache``, the padding of the new tokens only.
 
@@ -299,7 +259,7 @@ def masks(before: Method) -> Method:
     """
 
     def make(self: Any, **given: Any) -> Any:
-        mask: Tensor | None = given.get(_MASK)
+        mask: Tensor | None = given.get(MASK)
         cache = given.get(cache_argument())
         if not isinstance(cache, PagedCache):
             from transformers.masking_utils import create_masks_for_generate

@@ -1,0 +1,92 @@
+"""What ``generate`` is given: settings, prompts and their mask, with any way of decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.integrations.transformers.cache import PagedCache
+from dsv4_ops.integrations.transformers.padded import matrix, shown
+
+CACHES = (None, "static", "hybrid")
+"""``cache_implementation`` for which ``generate`` makes a ``PagedCache``."""
+MASK = "attention_mask"
+
+_OP = "generate"
+_PROMPTS = ("inputs_embeds", "inputs", "input_ids")
+
+
+def setting(model: Any, given: dict[str, Any], name: str) -> Any:
+    """The value of a generation setting: the argument, or a default of Hugging Face's."""
+    configs = given.get("generation_config"), getattr(model, "generation_config", None)
+    values = [given.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((value for value in values if value is not None), None)
+
+
+def check_prompts(given: dict[str, Any]) -> None:
+    """Raise if a prompt has no token, or if the mask is of other prompts. Repeat a mask of one row.
+
+    Hugging Face counts positions by the mask, so that the error would be one of these.
+    """
+    name = next((each for each in _PROMPTS if isinstance(given.get(each), Tensor)), None)
+    if name is None:
+        return
+    prompts, mask = given[name], given.get(MASK)
+    if 0 in prompts.shape[:2]:
+        rule = "have a row and a token"
+        advice = "Pass a prompt, or none to begin with bos_token_id"
+        raise refusal(ValueError, _OP, name, rule, f"shape {shown(prompts)}", advice)
+    if mask is None or prompts.dim() < 2:
+        return
+    batch, length = prompts.shape[:2]
+    rows, columns = matrix(mask)
+    covers = rows in (1, batch) and columns >= length  # masks of more dimensions are other caches'
+    if not covers and not (isinstance(mask, Tensor) and mask.dim() > 2):
+        rule = f"have shape [{batch}, {length} or more]"
+        advice = "Pass the mask of the tokens, 0 for padding"
+        raise refusal(ValueError, _OP, MASK, rule, shown(mask), advice)
+    if covers:
+        given[MASK] = mask.expand(batch, columns)
+
+
+def whole_mask(
+    inputs: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+) -> Tensor:
+    """The mask of all tokens; rows of different lengths need it even if it is all ones."""
+    mask: Tensor | None = model_kwargs.get(MASK)
+    if mask is None:
+        columns = getattr(generation_config, "_mask_length", inputs.shape[1])
+        mask = torch.ones(inputs.shape[0], columns, dtype=torch.int64, device=cache.device)
+        if len(set(cache.seq_lens[: inputs.shape[0]].tolist())) > 1:
+            model_kwargs[MASK] = mask
+    return mask
+
+
+def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
+    """The first column that ``generate`` must compute; raise if a row cannot continue there."""
+    stored = cache.seq_lens[: mask.shape[0], None].to(mask.device)
+    there = mask != 0
+    new = there & (there.cumsum(1) > stored)
+    first = torch.where(new.any(1), new.to(torch.int8).argmax(1), mask.shape[1])
+    given = mask.shape[1] - length
+    if not bool(there[:, -1].all()):
+        row = int((~there[:, -1]).to(torch.int8).argmax())
+        advice = "Pad on the left, or cut columns of padding"
+        rule = "be 1 in the last column, which the next token follows"
+        raise refusal(ValueError, _OP, MASK, rule, f"0 in row {row}", advice)
+    known, last = int(first.min()), int(first.max())
+    if last == mask.shape[1]:
+        row = int(first.argmax())
+        rule = "have more tokens than the cache in every row"
+        found = f"{int(there[row].sum())} of {int(stored[row])} in row {row}"
+        advice = "Pass the mask of all tokens, those of the cache included, or another cache"
+        raise refusal(ValueError, _OP, MASK, rule, found, advice)
+    if known < given:
+        row = int(first.argmin())
+        rule = f"count tokens before input_ids that the cache has, {int(stored[row])} in row {row}"
+        counted = int(there[row, :given].sum())
+        raise refusal(ValueError, _OP, MASK, rule, counted, "Pass all tokens as input_ids")
+    return given if given else known
