@@ -504,6 +504,7 @@ class Ranks:
             call = functools.partial(step, model, made, cache.tensors)
             for context in contexts:
                 made.seq_lens.fill_(context + 1)
+                cache.seq_lens.fill_(context)
                 row = Row(
                     group, self.world, variant, model.config.num_attention_heads, batch, context
                 )

@@ -111,6 +111,7 @@ def _step(
     starts = tokens * torch.arange(requests + 1, dtype=torch.int32, device=cache.device)
     ids = torch.zeros(requests * tokens, dtype=torch.int64, device=cache.device)
     batch = v4.StepBatch(ids, starts, torch.full_like(rows, context), rows)
+    cache.seq_lens.fill_(context)
     run = v4.decode_step if tokens == 1 else v4.prefill_step
     return functools.partial(run, model, batch, cache.tensors)
 

@@ -196,6 +196,7 @@ def decode(
         call = functools.partial(compiled, model, step, cache.tensors)
         for context in contexts:
             lens.fill_(context)
+            cache.seq_lens.fill_(context)
             for _ in range(3):
                 call()
             ms, old = wall_ms(call, _STEPS), stock[batch, context]

@@ -6,7 +6,6 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -229,6 +228,7 @@ def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
     metadata = torch.compile(_metadata, fullgraph=True, dynamic=False, options=options)
     for row in rows:
         step = _batch(model, batch, row.context)
+        cache.seq_lens.fill_(row.context)
         eager = v4.decode_step(model, step, cache.tensors, state_rings=False)
         eager_call = _bound(v4.decode_step, model, step, cache.tensors, state_rings=False)
         row.eager_ms = _median_ms(eager_call, model.device, 3)
@@ -263,15 +263,9 @@ def _bound(function: Callable[..., Any], *args: Any, **settings: Any) -> Callabl
 
 def _metadata(model: Any, batch: Any, cache: Any) -> Any:
     """What all layers share, as the compiled step has it in front of them."""
-    from dsv4_ops.integrations.transformers.dropped import count_dropped, storable
-    from dsv4_ops.integrations.transformers.steps import tokens_of
+    from dsv4_ops.integrations.transformers.steps import build_step
 
-    spec = model.dsv4_ops_spec
-    found, wanted = tokens_of(batch, cache)
-    kept = storable(found.tokens, cache, spec.block_tokens)
-    step = spec.build_step(replace(found, tokens=kept), cache, "decode")
-    count_dropped(cache, wanted, step.positions >= 0)
-    return step
+    return build_step(model.dsv4_ops_spec, batch, cache, "decode", model.config.vocab_size)
 
 
 def _profile(row: ModelRow, call: Callable[[], Any], metadata: Callable[[], Any]) -> None:

@@ -35,6 +35,7 @@ def decode_batch(cache: v4.PagedCache) -> v4.StepBatch:
     """A token for each of four requests; the other requests and tokens are padding."""
     for request in range(4):
         cache.add(request, num_tokens=LENGTH)
+    cache.seq_lens.fill_(LENGTH)  # as if steps had filled the rows
     values = ([0, 1, 2, 3, 4, 4, 4], [LENGTH] * 4 + [0, 0], [0, 1, 2, 3, -1, -1])
     rest = (torch.tensor(value, dtype=torch.int32, device=cache.device) for value in values)
     return v4.StepBatch(torch.zeros(TOKENS, dtype=torch.int64, device=cache.device), *rest)

@@ -133,6 +133,7 @@ def test_inputs_of_a_package_have_names():
     )
     found = dict(zip(names, tensors, strict=True))
     assert found["dropped"] is cache.tensors.dropped
+    assert found["cache.seq_lens"] is cache.seq_lens
     assert found["layers.1.indexer"] is cache.tensors.layers[1].indexer
     assert "layers.0.compressed" not in names
 

@@ -338,6 +338,7 @@ def test_adversarial_batches_touch_no_one_else(context, request, monkeypatch):
 def test_a_row_without_blocks_is_refused_or_counted(monkeypatch):
     cache = new_cache(num_blocks=2)
     cache.add(0, 64)
+    cache.seq_lens.fill_(64)
     batch = v4.StepBatch(torch.tensor([1]), i32([0, 1]), i32([65]), i32([0]))
     with pytest.raises(ValueError, match="have blocks for all tokens of row 0, got 65"):
         v4.decode_step(reference(), batch, cache)
@@ -676,13 +677,14 @@ def test_memory_of_a_cache():
     assert cache.memory()["latents"] == 80 * 4 * 64 * 5 * 3
     assert set(cache.memory()) == {"latents", "tables"}
     assert "latents" in repr(cache)
-    assert v4.input_names(cache)[:6] == (
+    assert v4.input_names(cache)[:7] == (
         "tokens",
         "query_start_loc",
         "seq_lens",
         "rows",
         "tables.blocks",
         "dropped",
+        "cache.seq_lens",
     )
 
 

@@ -476,10 +476,13 @@ def test_steps_that_cannot_run_are_refused(model, quantized, text):
     small = new_cache(model, 0, max_cache_len=4096, max_chunk=64)
     for each in (bare, small):
         prompts(text, each)
+    for each in (bare, small, cache):
+        each.seq_lens.fill_(160)
     before = cache.tensors.draft[0].swa.clone()
     ragged = v4.StepBatch(batch.tokens, i32([0, 1, 4, 6]), batch.seq_lens, batch.rows)
     plain = v4.PagedCache.for_model(quantized, max_batch_size=3, max_cache_len=160, next_n=2)
     prompts(text, plain)
+    plain.seq_lens.fill_(160)
     sizes = v4.StepBatch(batch.tokens[:3], i32([0, 1, 2, 3]), batch.seq_lens, batch.rows)
     wrong = torch.rand(3, 2)
     for held, given, into, rest, message in (

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import padded, steps
+from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import i32
 from tests.support.hf_models import expected, new_cache, reference, text
 
@@ -143,13 +144,14 @@ def test_a_graph_drops_and_counts_positions_behind_a_gap():
 
 
 def batch_of(tokens, starts, lens, rows):
-    return v4.StepBatch(torch.tensor(tokens), i32(starts), i32(lens), i32(rows))
+    return v4.StepBatch(torch.as_tensor(tokens), i32(starts), i32(lens), i32(rows))
 
 
 def pooled(**sizes):
     cache = new_cache(**{"max_cache_len": 270, "num_blocks": 3, "max_chunk": 64, **sizes})
     for request in range(3):
         cache.add(request, 200)
+    cache.seq_lens.copy_(i32([270, 260, 20]))  # as if something else had filled the rows
     return cache
 
 
@@ -195,6 +197,13 @@ BATCHES = {
         1,
         "batch.seq_lens must count the 2 tokens that request 1 has in the step, got 1. "
         "Pass the tokens of every request, those of the step included.",
+    ),
+    "a gap": (
+        ([1, 2, 3], [0, 1, 3], [10, 23], [0, 2]),
+        2,
+        "batch.seq_lens must go on at most at the 20 tokens that row 2 has, got 23 of request 1, "
+        "2 of them in the step. Pass all tokens, or set cache.seq_lens where something else filled "
+        "the row.",
     ),
     "an id outside the vocabulary": (
         ([1, 260], [0, 1, 2], [10, 11], [0, 1]),
@@ -258,6 +267,7 @@ def test_a_compiled_step_counts_too():
 
 def test_calls_that_do_not_fit_are_refused():
     model, cache = reference(), pooled()
+    cache.seq_lens.zero_()
     before = leaves(cache)
     for start, ids, message in (
         (
@@ -287,6 +297,60 @@ def test_graphs_of_calls_count_too():
     cache = new_cache(max_cache_len=12)
     assert step(torch.full((1, 2), 2**40), cache=cache).logits.isfinite().all()
     assert int(cache.tensors.dropped) == 2
+
+
+STEPS = {"V4": reference, "V3": lambda: v4.patch(small_mla_model(), kv="fp32")}
+
+
+@pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])
+@pytest.mark.parametrize("family", STEPS)
+def test_a_gap_is_counted_without_a_look_at_values(family, step, monkeypatch):
+    """From tensors alone: no step reads rows that its request did not write."""
+    model = STEPS[family]()
+    caches = [new_cache(model, max_batch_size=2) for _ in range(2)]
+    whole, gapped = (cache.tensors for cache in caches)
+    for cache in (whole, gapped):
+        step(model, batch_of([1, 2, 3, 4], [0, 3, 4], [3, 1], [0, 1]), cache)
+        assert cache.seq_lens.tolist() == [3, 1]
+    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    want = step(model, batch_of([5, 7], [0, 1, 2], [4, 0], [0, -1]), whole)
+    got = step(model, batch_of([5, 6, 7], [0, 1, 3], [4, 4], [0, 1]), gapped)
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=CLOSE)
+    assert got.isfinite().all()
+    assert int(gapped.dropped) == 2
+    assert gapped.seq_lens.tolist() == [4, 1]
+    for ours, other in zip(tree_leaves(gapped.layers), tree_leaves(whole.layers), strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=CLOSE)
+    # it counts on until the request goes on where its row ends, or before
+    step(model, batch_of([8], [0, 1], [5], [1]), gapped)
+    assert int(gapped.dropped) == 3
+    step(model, batch_of([6, 7, 8], [0, 3], [4], [1]), gapped)
+    step(model, batch_of([7, 8], [0, 2], [4], [1]), gapped)
+    assert int(gapped.dropped) == 3
+    assert gapped.seq_lens.tolist() == [4, 4]
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_row_of_another_request_is_empty():
+    cache = new_cache(num_blocks=2)
+    cache.add("a", 40)
+    v4.prefill_step(reference(), batch_of([1] * 30, [0, 30], [30], [0]), cache)
+    cache.free("a")
+    cache.add("b", 40)
+    v4.decode_step(reference(), batch_of([1], [0, 1], [11], [0]), cache)
+    with pytest.raises(RuntimeError, match="got 1 dropped"):
+        cache.raise_if_dropped()
+
+
+def test_calls_and_steps_share_the_lengths():
+    cache = new_cache(max_batch_size=1)
+    tokens = text()[:1, :14]
+    reference()(tokens[:, :10], cache=cache)
+    logits = v4.decode_step(reference(), batch_of(tokens[0, 10:12], [0, 2], [12], [0]), cache)
+    torch.testing.assert_close(logits, expected()[0, 10:12], rtol=0, atol=CLOSE)
+    logits = reference()(tokens[:, 12:], cache=cache).logits
+    torch.testing.assert_close(logits[0], expected()[0, 12:14], rtol=0, atol=CLOSE)
+    assert cache.seq_lens.tolist() == [14]
 
 
 # Forms of the arguments

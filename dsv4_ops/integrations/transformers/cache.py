@@ -125,8 +125,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             )
         self._pool = BlockPool(max_batch_size, blocks, self.blocks_per_row)
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
-        self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
-        self.written = torch.zeros_like(self.seq_lens)  # furthest end of each row so far
+        lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
+        self.written = torch.zeros_like(lens)  # furthest end of each row so far
         drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
         self.tensors = CacheTensors(
             tables=self.spec.tables(self._pool_table(), self.rings, max_cache_len),
@@ -135,8 +135,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             draft=self._layers(drafts, blocks),
             made_for=self.spec.fingerprint,
             dropped=torch.zeros(1, dtype=torch.int64, device=self.device),
+            seq_lens=lens,
         )
-        mark_static(self.seq_lens, self.written, *pytree.tree_leaves(self.tensors))
+        mark_static(self.written, *pytree.tree_leaves(self.tensors))
 
     def _layers(self, kinds: tuple[str, ...], num_blocks: int) -> tuple[Any, ...]:
         sizes = (self._max_batch_size, num_blocks, self.rings, self.device)
@@ -162,6 +163,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return (owned if self.owns_blocks else torch.full_like(owned, -1)).to(self.device)
 
     # Requests
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """Length of the request in every row, [max_batch_size], int32, on the device.
+
+        Calls and steps read and write it. Write it where something else filled the rows.
+        """
+        return self.tensors.seq_lens
 
     @property
     def requests(self) -> dict[Hashable, int]:
@@ -235,7 +244,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             rule = "have stored all tokens of its steps"
             advice = (
                 "Reserve blocks, keep requests within max_cache_len, give each a row of its own, "
-                "and pass positions without gaps"
+                "and pass positions and lengths without gaps"
             )
             found = f"{dropped} dropped"
             raise refusal(RuntimeError, "raise_if_dropped", "the cache", rule, found, advice)

@@ -130,6 +130,12 @@ def _check_request(
         advice = "Cut the request into chunks, or make the cache with a larger max_chunk"
         found = f"{count} of request {request}"
         raise refusal(ValueError, op, "batch.query_start_loc", rule, found, advice)
+    first, stored = length - count, int(cache.seq_lens[row])
+    if first > stored:
+        rule = f"go on at most at the {stored} tokens that row {row} has"
+        found = f"{of_request}, {count} of them in the step"
+        advice = "Pass all tokens, or set cache.seq_lens where something else filled the row"
+        raise refusal(ValueError, op, name, rule, found, advice)
     blocks = cache.tables.pool[row, (length - count) // block_tokens :]
     held = blocks[: (length - 1) // block_tokens + 1 - (length - count) // block_tokens]
     if bool((held < 0).any()):

@@ -51,13 +51,13 @@ class DecodeModule(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         """Run the step on the tensors of ``decode_inputs``; return logits."""
         start = len(_BATCH) + self._num_tables
-        batch, tables, dropped = tensors[:4], tensors[4:start], tensors[start]
-        caches = iter(tensors[start + 1 :])
+        batch, tables, counters = tensors[:4], tensors[4:start], tensors[start : start + 2]
+        caches = iter(tensors[start + 2 :])
         layers = tuple(
             kind(**{name: next(caches) for name in names}) for kind, names in self._layers
         )
         rope = self._rope(**{name: getattr(self, f"{name}_rope") for name in self._rope_names})
-        cache = CacheTensors(self._tables(*tables), rope, layers, dropped, self._made_for)
+        cache = CacheTensors(self._tables(*tables), rope, layers, *counters, self._made_for)
         return self.step(StepBatch(*batch), cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
@@ -76,8 +76,8 @@ class PrefillModule(DecodeModule):
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
     """Inputs of a package of ``export_decode`` or ``export_prefill``.
 
-    The batch, the block tables, the counter of dropped tokens, and the caches of every layer, in
-    the order of ``input_names``.
+    The batch, the block tables, the counter of dropped tokens, the lengths of the rows, and the
+    caches of every layer, in the order of ``input_names``.
 
     Args:
         batch: The step.
@@ -92,7 +92,8 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
     caches = [
         getattr(layer, name) for layer in cache.tensors.layers for name in _cache_names(layer)
     ]
-    return (*(getattr(batch, name) for name in _BATCH), *tables, cache.tensors.dropped, *caches)
+    counters = (cache.tensors.dropped, cache.tensors.seq_lens)
+    return (*(getattr(batch, name) for name in _BATCH), *tables, *counters, *caches)
 
 
 def input_names(cache: PagedCache) -> tuple[str, ...]:
@@ -100,7 +101,8 @@ def input_names(cache: PagedCache) -> tuple[str, ...]:
     check_paged("input_names", cache)
     layers = enumerate(cache.tensors.layers)
     caches = [f"layers.{index}.{name}" for index, layer in layers for name in _cache_names(layer)]
-    return (*_BATCH, *(f"tables.{name}" for name in _table_names(cache)), "dropped", *caches)
+    tables = [f"tables.{name}" for name in _table_names(cache)]
+    return (*_BATCH, *tables, "dropped", "cache.seq_lens", *caches)
 
 
 def _table_names(cache: PagedCache) -> tuple[str, ...]:

@@ -56,12 +56,12 @@ def decode_step(
     Returns:
         [num_tokens, vocab_size]. Rows of padding tokens are finite but undefined.
 
-    Mutates: the caches, at the positions of the step. Lengths come from ``batch``; those of the
-        ``PagedCache`` are neither read nor written. Tokens that cannot be stored are treated as
-        padding and counted in ``cache.dropped``: beyond ``max_cache_len``, without a reserved
-        block, in a row that an earlier request of the batch uses, beyond ``max_chunk``, or missing
-        between ``query_start_loc`` and ``tokens``. An id outside the vocabulary is counted too, and
-        read as id 0.
+    Mutates: the caches, at the positions of the step, and ``cache.seq_lens``, which become those of
+        ``batch``. Tokens that cannot be stored are treated as padding and counted in
+        ``cache.dropped``: beyond ``max_cache_len``, without a reserved block, in a row that an
+        earlier request of the batch uses, beyond ``max_chunk``, missing between
+        ``query_start_loc`` and ``tokens``, or behind a gap: their request begins the step beyond
+        the length that its row has. An id outside the vocabulary is counted too, and read as id 0.
 
     Raises:
         ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a
@@ -181,7 +181,11 @@ def build_step(
     spec: ModelSpec, batch: StepBatch, cache: CacheTensors, schedule: str, vocab_size: int
 ) -> Any:
     """Build what the layers of a step share; count the tokens that it cannot store."""
-    found, wanted = tokens_of(batch, cache)
+    found, wanted = tokens_of(batch, cache, cache.seq_lens)
+    requests = found.requests()
+    of_row = torch.arange(cache.num_rows, dtype=torch.int32, device=wanted.device)[:, None]
+    lens = torch.where(of_row == requests.rows, requests.seq_lens, 0).amax(1)
+    cache.seq_lens.copy_(torch.where(lens > 0, lens, cache.seq_lens))
     found = replace(found, tokens=storable(found.tokens, cache, spec.block_tokens))
     step = spec.build_step(found, cache, schedule)
     stored = (step.positions >= 0) & in_vocabulary(batch.tokens, vocab_size)
@@ -248,8 +252,15 @@ def _named(fingerprint: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in fingerprint.split("; "))
 
 
-def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[StepTokens, Tensor]:
+def tokens_of(
+    batch: StepBatch, cache: CacheTensors, stored: Tensor | None = None
+) -> tuple[StepTokens, Tensor]:
     """Map a batch's tokens to cache rows.
+
+    Args:
+        batch: The step.
+        cache: The caches.
+        stored: Length of every row; requests beyond it are padding. None: begin anywhere.
 
     Returns:
         The step's tokens; and the query length of every request by ``query_start_loc``.
@@ -263,6 +274,9 @@ def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[StepTokens, Tensor
     owner = torch.where(live, request_rows, -1 - index)
     taken = ((owner[:, None] == owner) & (index[:, None] > index)).any(1)
     owner = torch.where(taken, -1, owner)
+    if stored is not None:
+        held = stored.index_select(0, owner.clamp(min=0))
+        owner = torch.where(batch.seq_lens - counts > held, -1, owner)
     mapped = token_map(starts, batch.seq_lens, num_tokens=batch.tokens.shape[0])
     request = mapped.req_indices.clamp(min=0)
     row = owner.index_select(0, request)

@@ -91,6 +91,8 @@ class CacheTensors:
         rope: RoPE tables, such as ``RopeTables``.
         layers: Caches of every layer, such as ``LayerCaches``, written by steps.
         dropped: Number of tokens that steps could not store, [1], int64.
+        seq_lens: Length of the request in every row after its last step, [max_batch_size], int32;
+            0 before the first. A request goes on there or before.
         made_for: ``fingerprint`` of the model; steps refuse the cache of another model.
             Part of the pytree's structure, so a constant in graphs.
         draft: Caches of the draft layer, such as ``LayerCaches``; empty without one.
@@ -100,6 +102,7 @@ class CacheTensors:
     rope: Any
     layers: tuple[Any, ...]
     dropped: Tensor
+    seq_lens: Tensor
     made_for: str
     draft: tuple[Any, ...] = ()
 
@@ -115,7 +118,7 @@ class CacheTensors:
 
 
 _NAMESPACE = "dsv4_ops.transformers"
-_CACHE = ("tables", "rope", "layers", "dropped", "draft")
+_CACHE = ("tables", "rope", "layers", "dropped", "seq_lens", "draft")
 
 
 def _flatten(cache: CacheTensors) -> tuple[list[Any], str]:
@@ -128,8 +131,8 @@ def _flatten_with_keys(cache: CacheTensors) -> tuple[list[tuple[Any, Any]], str]
 
 
 def _unflatten(values: Iterable[Any], made_for: str) -> CacheTensors:
-    tables, rope, layers, dropped, draft = values
-    return CacheTensors(tables, rope, layers, dropped, made_for, draft)
+    *tensors, draft = values
+    return CacheTensors(*tensors, made_for, draft)
 
 
 pytree.register_pytree_node(
