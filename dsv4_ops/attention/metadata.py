@@ -181,8 +181,7 @@ class PrefillMetadata(_Tensors):
         gather_lens: Trailing positions whose window keys are needed, [num_reqs].
         c4_cu_seq_lens: Offsets of the requests in the gathered indexer keys, [num_reqs + 1].
         c4_row_start, c4_row_stop: Visible rows of the gathered indexer keys, [num_tokens].
-        chunks: The indexer's chunk plan for the requests after the first num_decodes,
-            [max_chunks, 4].
+        chunks: The indexer's chunk plan for the requests after the decodes, [max_chunks, 4].
         num_chunks: Valid rows of ``chunks``, [1].
     """
 
@@ -226,8 +225,9 @@ def build_decode_metadata(
         slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
             that write nothing.
         block_tables: Block tables of every cache group.
-        is_valid_token: False for tokens to treat as padding, [num_tokens], bool. With None, only
-            tokens after the last request are padding.
+        is_valid_token: False for tokens to treat as padding, [num_tokens], bool. With None, tokens
+            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``); pass ones for tokens
+            that attend and write nothing.
 
     Returns:
         ``DecodeMetadata`` with num_tokens rows.
@@ -273,7 +273,7 @@ def build_prefill_metadata(
     is_valid_token: Tensor | None = None,
     *,
     max_chunks: int,
-    num_decodes: int | Tensor = 0,
+    num_decodes: int | Tensor | None = None,
 ) -> PrefillMetadata:
     """Build the metadata of a step with prefills; decodes, if any, come first.
 
@@ -285,9 +285,9 @@ def build_prefill_metadata(
         block_tables: As for ``build_decode_metadata``.
         is_valid_token: As for ``build_decode_metadata``.
         max_chunks: Capacity of the chunk plan, from ``AttentionSpec.max_chunks``.
-        num_decodes: Leading requests that the chunk plan skips: an int, or an int32 tensor (the
-            result of ``split_decodes_and_prefills``, or its first entry), so that one graph serves
-            any mix.
+        num_decodes: Leading requests that the chunk plan skips. With None, the decodes of the
+            batch, which ``split`` of the result counts. Otherwise an int, or an int32 tensor (the
+            result of ``split_decodes_and_prefills`` with another threshold, or its first entry).
 
     Returns:
         ``PrefillMetadata`` with num_tokens rows.
@@ -300,10 +300,12 @@ def build_prefill_metadata(
     bounds = prefill_row_bounds(
         rows["positions"], rows["req_indices"], seq_lens, compress_ratio=spec.c4_ratio
     )
-    plan = _plan_chunks(op, spec, query_start_loc, seq_lens, max_chunks, num_decodes)
+    split = split_decodes_and_prefills(query_start_loc, decode_threshold=spec.next_n)
+    skipped = split if num_decodes is None else num_decodes
+    plan = _plan_chunks(op, spec, query_start_loc, seq_lens, max_chunks, skipped)
     return PrefillMetadata(
         **rows,
-        split=split_decodes_and_prefills(query_start_loc, decode_threshold=spec.next_n),
+        split=split,
         gather_lens=prefill_gather_lens(query_start_loc, seq_lens, window_size=spec.window_size),
         c4_cu_seq_lens=bounds.cu_seq_lens,
         c4_row_start=bounds.row_start,
@@ -365,12 +367,13 @@ def token_rows(
     is_valid_token: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Compute the fields that decode and prefill metadata share."""
+    checks = Checks(op)
+    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     tokens = token_map(query_start_loc, seq_lens, num_tokens=slot_mapping.shape[0])
-    if is_valid_token is not None:
-        checks = Checks(op)
-        checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
-        checks.tensor("is_valid_token", is_valid_token, torch.bool, "num_tokens")
-        tokens = TokenMap(*(torch.where(is_valid_token, each, ABSENT) for each in tokens))
+    if is_valid_token is None:
+        is_valid_token = slot_mapping >= 0
+    checks.tensor("is_valid_token", is_valid_token, torch.bool, "num_tokens")
+    tokens = TokenMap(*(torch.where(is_valid_token, each, ABSENT) for each in tokens))
     return rows_of_tokens(spec, tokens, slot_mapping, block_tables)
 
 

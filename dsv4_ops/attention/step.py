@@ -152,8 +152,9 @@ def build_attention_step(
             model lacks, pass any table, [num_reqs, 0] included.
         state_tables: Block tables of the compressor states.
         is_valid_token: False for tokens to treat as padding, [num_tokens], bool, such as those of a
-            captured step of fixed size; they write nothing, whatever their slot. With None, only
-            tokens after the last request are padding.
+            captured step of fixed size; they write nothing, whatever their slot. With None, tokens
+            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``); pass ones for tokens
+            that attend and write nothing.
         plan_heads: Query heads of the C128 layers, to build one split-KV schedule
             (``sparse_mla_plan``) that they share; 0 for none. It balances requests of very
             different lengths: on an H200, 512 requests of 100 to 128k tokens take a C128 layer of
@@ -248,7 +249,8 @@ def attention_step_of_tokens(
         spec: The model's attention configuration.
         tokens: Row in the block tables and position of every token, -1 for padding. The tokens of a
             request must be adjacent and in the order of their positions.
-        slot_mapping: As for ``build_attention_step``.
+        slot_mapping: As for ``build_attention_step``; a token with a position and no slot attends
+            and writes nothing.
         block_tables: As for ``build_attention_step``.
         state_tables: As for ``build_attention_step``.
         plan_heads: As for ``build_attention_step``.

@@ -234,6 +234,12 @@ def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
         assert not group.lens[~valid].any()
         assert bool((group.slot_mapping[~valid] == -1).all())
         assert bool((group.state_slot_mapping[~valid] == -1).all())
+    without_slots = (starts, lens, torch.where(valid, slots, -1), tables, held)
+    for again in (None, valid):
+        pairs = zip(
+            leaves(build_attention_step(SPEC, *without_slots, again)), leaves(step), strict=True
+        )
+        assert all(torch.equal(one, other) for one, other in pairs)
     whole = build_attention_step(SPEC, *batch, held)
     assert torch.equal(step.slot_mapping[valid], slots[valid])
     assert step.is_valid_token is not None
@@ -277,9 +283,10 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def test_states_of_a_token_go_where_its_window_key_goes() -> None:
-    """A slot of -1 keeps a token out of every cache; by hand, blocks of 4 and 8 rows."""
+    """A slot of -1 keeps a token out of every cache, and it attends only where a mask says that it
+    is one; by hand, blocks of 4 and 8 rows."""
     table = i32([[7, 3, 5]])
-    step = build_attention_step(
+    batch = (
         SPEC,
         i32([0, 3]),
         i32([9]),
@@ -287,6 +294,11 @@ def test_states_of_a_token_go_where_its_window_key_goes() -> None:
         BlockTables(swa=table, c4=table, c128=table),
         StateTables(c4=table, c128=i32([[2, 4]])),
     )
+    padded = build_attention_step(*batch)
+    assert padded.positions.tolist() == [6, -1, 8]
+    assert padded.c4.lens.tolist() == [1, 0, 2]
+    assert padded.swa_lens.tolist() == [7, 0, 8]  # of a window of 8
+    step = build_attention_step(*batch, torch.ones(3, dtype=torch.bool))
     assert step.positions.tolist() == [6, 7, 8]
     assert step.c4.state_slot_mapping.tolist() == [3 * 4 + 2, -1, 5 * 4]
     assert step.c128.state_slot_mapping.tolist() == [2 * 8 + 6, -1, 4 * 8]

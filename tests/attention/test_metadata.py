@@ -28,17 +28,7 @@ def decode(*inputs: torch.Tensor):
 
 
 def prefill(*inputs: torch.Tensor):
-    """Of the requests behind the decodes, as the device counts them; tokens without a slot are
-    padding."""
-    split = split_decodes_and_prefills(inputs[0], decode_threshold=SPEC.next_n)
-    return build_prefill_metadata(
-        SPEC,
-        *inputs[:3],
-        tables_of(inputs),
-        inputs[2] >= 0,
-        max_chunks=MAX_CHUNKS,
-        num_decodes=split,
-    )
+    return build_prefill_metadata(SPEC, *inputs[:3], tables_of(inputs), max_chunks=MAX_CHUNKS)
 
 
 def assert_equal(actual, expected) -> None:
@@ -113,16 +103,42 @@ def test_invalid_tokens_are_padding_by_hand():
         assert metadata.c128_slot_mapping.tolist() == [-1] * 4
     assert prefill.c4_row_stop.tolist() == [3, 0, 4 + 2, 0]
     assert decode.c128_indices[1].tolist() == [-1] * 128
-    everywhere = torch.ones(4, dtype=torch.bool)
-    assert_equal(
-        build_decode_metadata(spec, *batch, everywhere), build_decode_metadata(spec, *batch)
-    )
     with pytest.raises(
         TypeError, match=r"^build_decode_metadata: is_valid_token must be torch.bool"
     ):
         build_decode_metadata(spec, *batch, valid.int())
     with pytest.raises(ValueError, match=r"is_valid_token must have shape \[num_tokens\] with"):
         build_prefill_metadata(spec, *batch, valid[:3], max_chunks=2)
+
+
+def test_tokens_without_a_slot_are_padding_by_hand():
+    """vLLM's rule, with no mask; a mask of ones has such a token attend, and write nothing."""
+    spec = AttentionSpec(
+        window_size=3, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=4, max_model_len=16
+    )
+    table = i32([[7, 3], [2, 5]])
+    slots, tables = i64([100, 101, -1, 103]), BlockTables(table, table, table)
+    batch, everywhere = (i32([0, 2, 4]), i32([8, 6]), slots, tables), torch.ones(4).bool()
+    for build, more in ((build_decode_metadata, {}), (build_prefill_metadata, {"max_chunks": 2})):
+        metadata = build(spec, *batch, **more)
+        assert metadata.is_valid_token.tolist() == [True, True, False, True]
+        assert metadata.req_indices.tolist() == [0, 0, -1, 1]
+        assert metadata.positions.tolist() == [6, 7, -1, 5]
+        assert metadata.seq_lens.tolist() == [7, 8, 0, 6]
+        assert metadata.c4_lens.tolist() == [3, 4, 0, 3]
+        assert metadata.c128_lens.tolist() == [1, 2, 0, 1]
+        assert metadata.swa_lens.tolist() == [3, 3, 0, 3]
+        window = [[12, 13, 14], [13, 14, 15], [-1] * 3, [11, 20, 21]]
+        assert metadata.swa_indices.tolist() == window
+        assert metadata.c4_slot_mapping.tolist() == [-1, 7 * 4 + 3, -1, 2 * 4 + 2]
+        assert metadata.c128_slot_mapping.tolist() == [-1, 7 * 2 + 1, -1, -1]
+        whole = build(spec, *batch, everywhere, **more)
+        assert whole.is_valid_token.tolist() == [True] * 4
+        assert whole.positions.tolist() == [6, 7, 4, 5]
+        assert whole.swa_indices[2].tolist() == [10, 11, 20]
+        assert torch.equal(whole.c4_slot_mapping, metadata.c4_slot_mapping)
+        with pytest.raises(TypeError, match=f"^{build.__name__}: slot_mapping must be torch.int64"):
+            build(spec, *batch[:2], slots.int(), tables, **more)
 
 
 def plan_behind(num_decodes):
@@ -142,7 +158,7 @@ def test_a_chunk_plan_leaves_out_the_decodes_by_hand():
     prefills = [[2, 3, 0, 10], [3, 4, 0, 4], [4, 5, 0, 10], [4, 5, 10, 20]]
     split = split_decodes_and_prefills(i32([0, 1, 2, 12, 16, 36, 36]), decode_threshold=1)
     assert split.tolist() == [2, 4, 2, 34]
-    for num_decodes in (2, i32([2]), split):
+    for num_decodes in (None, 2, i32([2]), split):
         plan = plan_behind(num_decodes)
         assert plan.num_chunks.tolist() == [4]
         assert plan.chunks.tolist() == [*prefills, [0] * 4]
