@@ -26,7 +26,6 @@ from dsv4_ops.core.tiles import (
 )
 from dsv4_ops.dispatch.choice import check_device, check_impl, impl_for, not_ours, require
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
-from dsv4_ops.ops.context_parallel import process_group_size
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
 from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS, PREFILL_PROVIDERS
 
@@ -103,15 +102,12 @@ def check_layer_impl(layer: LayerCall, schedule: str) -> None:
             _check_plan(spec, q, plan, parts)
 
 
-def check_ranks(ranks: ContextParallel, step: AttentionStep) -> None:
+def check_ranks(ranks: ContextParallel, step: AttentionStep, q: Tensor) -> None:
     """Check that the step is one of a rank, and that there are such ranks."""
     if step.share is None:
         advice = f"{_OWN_SPEC} and a cp_rank"
         raise refusal(ValueError, _OP, "step", "be of a rank", "a step of one GPU", advice)
-    size = process_group_size(_OP, ranks.group)
-    if size != ranks.world_size:
-        rule, advice = f"have {size} ranks as its group", "Make it with ContextParallel.of"
-        raise refusal(ValueError, _OP, "spec.parallel", rule, ranks.world_size, advice)
+    ranks.check(_OP, int(q.shape[2]) * q.element_size(), q.device)
 
 
 def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:

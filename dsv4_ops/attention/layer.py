@@ -115,7 +115,7 @@ def attention_layer(
     ranks = None if kind == "window" else spec.ranks
     if ranks is not None:
         schedule = "decode"
-        check_ranks(ranks, step)
+        check_ranks(ranks, step, inputs.q)
     check_layer_impl(layer, schedule)
     decode = schedule == "decode"
     q, query = insert(layer, schedule, state_rings)

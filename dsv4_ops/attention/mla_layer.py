@@ -13,11 +13,12 @@ from dsv4_ops.attention.parallel import every_rank
 from dsv4_ops.attention.tensors import MlaCache, MlaInputs, MlaWeights, without_gradients
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MlaFp8Layout, PlainLayout
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ContextChunks, MlaAttention
-from dsv4_ops.dispatch.choice import impl_for
+from dsv4_ops.dispatch.choice import check_device, require
+from dsv4_ops.dispatch.libraries import LIBRARIES
 from dsv4_ops.ops.context_parallel import cp_combine, cp_gather_heads, cp_gather_rows
 from dsv4_ops.ops.mla import (
-    PROVIDERS as DECODE_PROVIDERS,
     mla_absorb_q,
     mla_decode,
     mla_dequantize_rows,
@@ -28,7 +29,6 @@ from dsv4_ops.ops.mla import (
     mla_v_up,
 )
 from dsv4_ops.ops.mla_context import (
-    PREFILL_PROVIDERS,
     merge_attn_states,
     merge_states,
     mla_prefill,
@@ -60,9 +60,10 @@ def mla_layer(
     Mutates: ``cache``, at the slots of the step, before attention reads it.
 
     Raises:
-        ValueError, TypeError: a tensor is missing or does not match ``spec``. Nothing is written.
-        NotImplementedError, RuntimeError: ``spec.impl`` is not available here. Backward raises
-            NotImplementedError.
+        ValueError, TypeError: a tensor is missing or does not match ``spec``, or there are no such
+            ranks as ``spec.parallel``. Nothing is written.
+        NotImplementedError, ImportError, RuntimeError: ``spec.impl`` does not take the step, or is
+            not available here. Nothing is written. Backward raises NotImplementedError.
 
     Example:
         >>> import torch
@@ -120,7 +121,7 @@ def attend_absorbed(
         kv_lora_rank=spec.kv_lora_rank,
         layout=spec.layout,
         batch_invariant=spec.batch_invariant,
-        impl=impl_for(DECODE_PROVIDERS, spec.impl),
+        impl=spec.decode_impl,
     )
     if ranks is not None and ranks.shards_heads:
         attended = MlaAttention(*cp_combine(*attended, ranks.group, via=ranks.via))
@@ -150,8 +151,8 @@ def attend_expanded(
         expanded: Tensor, k_pe: Tensor, cu_seq_lens: Tensor, causal: bool
     ) -> tuple[Tensor, ...]:
         k_nope, v = expanded.split((spec.qk_nope_head_dim, spec.v_head_dim), -1)
-        tensors, impl = (q, k_nope, k_pe, v), impl_for(PREFILL_PROVIDERS, spec.impl)
-        settings: dict[str, Any] = {"softmax_scale": spec.softmax_scale, "impl": impl}
+        tensors = (q, k_nope, k_pe, v)
+        settings: dict[str, Any] = {"softmax_scale": spec.softmax_scale, "impl": spec.prefill_impl}
         return mla_prefill(*tensors, start_loc, cu_seq_lens, causal=causal, **settings)
 
     expanded = torch.nn.functional.linear(kv_c, w_kv_b).unflatten(-1, heads)
@@ -174,17 +175,21 @@ def attend_expanded(
 
 
 def _context_rows(spec: MlaSpec, cache: MlaCache, step: MlaStep, chunk: int) -> Tensor:
-    """Rows of a chunk of the contexts in the order of their positions; 0 for those unused."""
+    """Rows of a chunk of the contexts in the order of their positions, in the spec's dtype; 0 for
+    those unused."""
     slots, size = cast(Tensor, step.chunk_slots)[chunk], spec.block_size
     if spec.ranks is None:
-        return mla_gather_kv(cache.kv, slots, cache.scale, block_size=size, layout=spec.layout)
+        rows = mla_gather_kv(cache.kv, slots, cache.scale, block_size=size, layout=spec.layout)
+        return rows.to(spec.dtype)  # codes are read as bfloat16
     coded = spec.layout != PlainLayout.tag
     gather = mla_gather_codes if coded else mla_gather_kv
     own = gather(cache.kv, slots, block_size=size, layout=spec.layout)
     rows, index = cp_gather_rows(own, spec.ranks.group), cast(Tensor, step.chunk_rows)[chunk]
     # a rank's last rows may never have been written
     rows = torch.where(index[:, None] >= 0, rows.index_select(0, index.clamp(min=0)), 0)
-    return mla_dequantize_rows(rows, cache.scale, layout=spec.layout) if coded else rows
+    if coded:
+        rows = mla_dequantize_rows(rows, cache.scale, layout=spec.layout)
+    return rows.to(spec.dtype)
 
 
 def _check(
@@ -212,3 +217,13 @@ def _check(
     if spec.layout != MlaFp8Layout.tag:
         checks.without("cache.scale", cache.scale, None, f"layout {spec.layout!r}")
     checks.tensor("step.positions", step.positions, torch.int64, "num_tokens")
+    op, device = checks.op, inputs.q.device
+    check_device(op, spec.impl, device)
+    if spec.impl in LIBRARIES and not torch.compiler.is_compiling():  # lowering checks it then
+        require(op, spec.impl)
+    spec.check_impl(op, step.decode_lens.shape[0])
+    if spec.ranks is not None:
+        spec.ranks.check(op, rank * spec.dtype.itemsize, device)
+        if step.chunk_slots is not None and step.chunk_rows is None:
+            advice = "Build each step with the layer's own MlaSpec and a cp_rank"
+            raise refusal(ValueError, op, "step", "be of a rank", "a step of one GPU", advice)

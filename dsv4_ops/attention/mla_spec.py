@@ -10,10 +10,20 @@ import torch
 
 from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import MLA_LAYOUTS, Layout, MlaDsFp8Layout, PlainLayout, mla_layout
+from dsv4_ops.core.layout import (
+    CACHE_ALIGNMENT,
+    MLA_LAYOUTS,
+    Layout,
+    MlaDsFp8Layout,
+    MlaFp8Layout,
+    PlainLayout,
+    mla_layout,
+)
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO
-from dsv4_ops.dispatch.choice import IMPLS
+from dsv4_ops.dispatch.choice import Sizes, check_limit, impl_for
+from dsv4_ops.ops.mla import PROVIDERS as DECODE_PROVIDERS
+from dsv4_ops.ops.mla_context import PREFILL_PROVIDERS
 
 CONTEXTS = ("absorbed", "chunked")
 """How tokens of a prefill attend: to latent rows with absorbed queries, as decodes do, or to
@@ -81,11 +91,13 @@ class MlaSpec:
         checks.one_of("layout", self.layout, *MLA_LAYOUTS, belongs_to="the cache has")
         checks.one_of("context", self.context, *CONTEXTS, belongs_to="prefills shall have")
         checks.one_of("chunk_plan", self.chunk_plan, "packed", "equal", belongs_to="steps have")
-        checks.one_of("impl", self.impl, *IMPLS, belongs_to="shall run")
+        checks.one_of("impl", self.impl, AUTO, *DECODE_PROVIDERS, belongs_to="shall run")
         checks.flag("batch_invariant", self.batch_invariant)
+        checks.instance("parallel", self.parallel, ContextParallel)
         if self.dtype not in (torch.bfloat16, torch.float32):
             rule = "be torch.bfloat16 or torch.float32"
             raise refusal(TypeError, "MlaSpec", "dtype", rule, self.dtype, "Pass one of them")
+        checks.divides("a pair", 2, "qk_rope_head_dim", self.qk_rope_head_dim)
         sizes = (self.kv_lora_rank, self.width)
         wanted = (MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.width)
         if self.layout == MlaDsFp8Layout.tag and sizes != wanted:
@@ -93,10 +105,48 @@ class MlaSpec:
             found = f"{self.layout!r} for {sizes[0]} of {sizes[1]} values"
             rule, advice = f"{rule}{wanted[1]} values", "Pass 'mla_fp8' or 'plain'"
             raise refusal(NotImplementedError, "MlaSpec", "layout", rule, found, advice)
+        if self.layout == MlaFp8Layout.tag and self.width % CACHE_ALIGNMENT:
+            rule = f"be another than {self.layout!r} unless kv_lora_rank + qk_rope_head_dim is a "
+            rule, found = (
+                f"{rule}multiple of {CACHE_ALIGNMENT}",
+                f"{self.layout!r} with {self.width}",
+            )
+            raise refusal(NotImplementedError, "MlaSpec", "layout", rule, found, "Pass 'plain'")
+        self.check_impl("MlaSpec", 1)
         if self.block_size % self.cp_interleave:
             rule, advice = "divide block_size", "Pass a power of two"
             found = f"{self.cp_interleave} of blocks of {self.block_size} rows"
             raise refusal(ValueError, "MlaSpec", "parallel.interleave", rule, found, advice)
+
+    def check_impl(self, op: str, num_tokens: int) -> None:
+        """Raise an error of ``op`` if ``impl`` does not take decodes of ``num_tokens`` tokens, or
+        prefills that expand contexts."""
+        heads = self.num_heads * (1 if self.ranks is None else self.ranks.head_parts)
+        decode = {
+            "q": Sizes((num_tokens, heads, self.width), self.dtype),
+            "layout": self.layout,
+            "block_size": self.block_size,
+            "kv_lora_rank": self.kv_lora_rank,
+            "plan": None,
+            "num_splits": 0,
+            "batch_invariant": self.batch_invariant,
+        }
+        check_limit("mla_decode", DECODE_PROVIDERS, self.decode_impl, decode, op)
+        if self.context == "chunked":
+            nope, value = self.qk_nope_head_dim, self.v_head_dim
+            widths = {"q": nope + self.qk_rope_head_dim, "k_nope": nope, "v": value}
+            prefill = {name: Sizes((1, 1, width), self.dtype) for name, width in widths.items()}
+            check_limit("mla_prefill", PREFILL_PROVIDERS, self.prefill_impl, prefill, op)
+
+    @property
+    def decode_impl(self) -> str:
+        """Implementation of ``mla_decode``."""
+        return impl_for(DECODE_PROVIDERS, self.impl)
+
+    @property
+    def prefill_impl(self) -> str:
+        """Implementation of ``mla_prefill``."""
+        return impl_for(PREFILL_PROVIDERS, self.impl)
 
     @classmethod
     def deepseek_v3(cls, **changed: Any) -> MlaSpec:

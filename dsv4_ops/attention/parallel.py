@@ -16,6 +16,7 @@ from dsv4_ops.core.torch_compat import group_rank
 from dsv4_ops.ops.context_parallel import (
     COMBINES,
     GATHERS,
+    check_combines,
     cp_gather_rows,
     gather_each,
     process_group_size,
@@ -104,6 +105,16 @@ class ContextParallel:
     def rank(self, device: torch.device | str | None = None) -> Tensor:
         """Return the rank of this process, [1], int32, as ops take it."""
         return torch.tensor([group_rank(self.group)], dtype=torch.int32, device=device)
+
+    def check(self, op: str, row_bytes: int, device: torch.device) -> None:
+        """Raise an error of ``op`` if there are no such ranks, or they cannot merge attention of
+        ``row_bytes`` bytes a head on ``device``."""
+        size = process_group_size(op, self.group)
+        if size != self.world_size:
+            rule, advice = f"have {size} ranks as its group", "Make it with ContextParallel.of"
+            raise refusal(ValueError, op, "spec.parallel", rule, self.world_size, advice)
+        if self.shards_heads:
+            check_combines(op, "spec.parallel.via", self.via, row_bytes, device)
 
     def agree(self, op: str, what: str, device: torch.device | str, **values: Any) -> None:
         """Raise on every rank if any of ``values`` differs between ranks, which would hang steps.

@@ -17,7 +17,7 @@ from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.dispatch.choice import IMPLS
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA
-from dsv4_ops.ops.rope import ROPE_DIM, rope_cos_sin_cache
+from dsv4_ops.ops.rope import ROPE_DIM, SCALE_LAYOUTS, rope_cos_sin_cache
 
 KINDS = ("window", "c4", "c128")
 """Layer kinds: "window" (sliding) attends to the sliding window only, "c4" (CSA, ratio 4) also to
@@ -93,6 +93,13 @@ class LayerSpec:
         checks.flag("batch_invariant", self.batch_invariant)
         checks.one_of("impl", self.impl, *IMPLS, belongs_to="shall run")
         checks.at_least(0, schedule_sms=self.schedule_sms, sm_parts=self.sm_parts)
+        for name, fp8 in (("layout", MainLayout.tag), ("indexer_layout", IndexerLayout.tag)):
+            value = getattr(self, name)
+            checks.one_of(name, value, fp8, PlainLayout.tag, belongs_to="the caches have")
+        if self.dtype not in (torch.bfloat16, torch.float32):
+            rule = "be torch.bfloat16 or torch.float32"
+            raise refusal(TypeError, "LayerSpec", "dtype", rule, self.dtype, "Pass one of them")
+        self._check_sizes(checks)
         if self.schedule_sms and self.impl != DEEP_GEMM:
             rule, advice = f"be 0 for impl {self.impl!r}", "Only DeepGEMM takes a schedule"
             raise refusal(ValueError, "LayerSpec", "schedule_sms", rule, self.schedule_sms, advice)
@@ -114,9 +121,27 @@ class LayerSpec:
                     rule = f"be {wanted!r} for impl 'flash_mla'"
                     advice = "FlashMLA runs nothing else"
                     raise refusal(NotImplementedError, "LayerSpec", name, rule, repr(got), advice)
-        for name, fp8 in (("layout", MainLayout.tag), ("indexer_layout", IndexerLayout.tag)):
-            value = getattr(self, name)
-            checks.one_of(name, value, fp8, PlainLayout.tag, belongs_to="the caches have")
+
+    def _check_sizes(self, checks: Checks) -> None:
+        """Check what FP8 keys and FP8 outputs have one size of."""
+        checks.divides("a pair", 2, "rope_dim", self.rope_dim)
+        for name in ("head_dim", "index_head_dim"):
+            most = self.head_dim if name == "head_dim" else IndexerLayout.head_dim
+            checks.at_most("rope_dim", self.rope_dim, name, most)
+        if self.layout == MainLayout.tag:
+            partner = f"layout {self.layout!r}"
+        elif self.scale_layout is not None:
+            partner = f"scale_layout {self.scale_layout!r}"
+        else:
+            return
+        checks.equal("head_dim", self.head_dim, MainLayout.head_dim, partner)
+        checks.equal("rope_dim", self.rope_dim, ROPE_DIM, partner)
+        if self.scale_layout is None:
+            return
+        checks.one_of("scale_layout", self.scale_layout, *SCALE_LAYOUTS, belongs_to="outputs have")
+        if self.layout == PlainLayout.tag and self.dtype != torch.bfloat16:
+            rule, advice = f"be torch.bfloat16 with {partner}", "Quantised outputs are of bfloat16"
+            raise refusal(TypeError, "LayerSpec", "dtype", rule, self.dtype, advice)
 
     @classmethod
     def deepseek_v4_flash(

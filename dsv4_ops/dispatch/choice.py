@@ -16,7 +16,7 @@ import torch.compiler.config as compiler_config
 from torch import Tensor
 
 from dsv4_ops.core.ints import known
-from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
 from dsv4_ops.core.tiles import is_of_ours
@@ -65,6 +65,11 @@ SCALED_MM_FROM = {
 SCALED_MM_COLUMNS = 512
 """Rows of four scales: versions of torch differ in how shorter ones are padded."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
+LEAST_LATENT = 16
+"""Least values of a latent that our dense decode takes, whose matrix products have no less."""
+MOST_COLUMNS = 128
+"""Columns of keys without RoPE, of those with it, or of values, that a tile of our dense prefill
+holds."""
 
 
 FASTER_LIBRARY = ("indexer_logits", DEEP_GEMM)
@@ -100,6 +105,13 @@ class Choice(NamedTuple):
     reason: str
 
 
+class Sizes(NamedTuple):
+    """What limits ask of a tensor, where it does not exist yet."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+
+
 class Limit(NamedTuple):
     """What a library does not take: ``what`` the call has, and what it would take."""
 
@@ -123,15 +135,18 @@ def check_impl(
     check_limit(op, providers, impl, values)
 
 
-def check_limit(op: str, providers: Sequence[str], impl: str, values: Values) -> None:
+def check_limit(
+    op: str, providers: Sequence[str], impl: str, values: Values, asked_by: str = ""
+) -> None:
     """What was asked for takes such a call, whoever asked: the op checks it again where it runs, as
-    the sizes of an exported program are not known before."""
-    limited = impl in (*LIBRARIES, FLASH_ATTN, SCALED_MM)
-    found = limit(op, impl, values, asking=True) if limited else None
+    the sizes of an exported program are not known before, and layers, ``asked_by``, before anything
+    is written. Of tensors ``Sizes`` are enough."""
+    found = limit(op, impl, values, asking=True)
     if found is not None:
         others = [each for each in (AUTO, *providers) if each != impl]
         rule = f"be {_either(others)} {found.what}"
-        raise refusal(NotImplementedError, op, "impl", rule, repr(impl), found.advice)
+        caller = asked_by or op
+        raise refusal(NotImplementedError, caller, "impl", rule, repr(impl), found.advice)
 
 
 def impl_for(providers: Sequence[str], impl: str) -> str:
@@ -160,15 +175,18 @@ def check_codes(op: str, device: torch.device) -> None:
 
 
 def limit(op: str, library: str, values: Values, *, asking: bool = False) -> Limit | None:
-    """What ``library`` does not take of a call of ``op``; sizes that are symbols are within its
-    limits, unless ``asking``."""
+    """What ``library``, or "triton", does not take of a call of ``op``; sizes that are symbols are
+    within its limits, unless ``asking``."""
     if library == FLASH_ATTN:
         return _flash_attn_limit(values)
     if library == FLASH_MLA:
         return _flash_mla_limit(op, values, asking)
     if library == SCALED_MM:
         return _scaled_mm_limit(values)
-    return _deep_gemm_limit(values)
+    if library == DEEP_GEMM:
+        return _deep_gemm_limit(values)
+    ours = {"mla_decode": _dense_decode_limit, "mla_prefill": _dense_prefill_limit}
+    return ours[op](values) if library == TRITON and op in ours else None
 
 
 def _above(size: Any, most: int, asking: bool) -> bool:
@@ -263,6 +281,33 @@ def _scaled_mm_limit(values: Values) -> Limit | None:
     if columns % SCALED_MM_COLUMNS != 0:
         advice = f"scaled_mm takes multiples of {SCALED_MM_COLUMNS}"
         return Limit(f"with in_features {columns}", advice)
+    return None
+
+
+def _dense_decode_limit(values: Values) -> Limit | None:
+    q, cache, layout = values["q"], values.get("kv_cache"), values["layout"]
+    rank, width = int(values["kv_lora_rank"]), int(q.shape[2])
+    if rank < LEAST_LATENT or rank & (rank - 1) != 0 or width <= rank:
+        what = f"with rows of {width} values, of which {rank} are the latent"
+        least = f"a latent of a power of two from {LEAST_LATENT} on"
+        return Limit(what, f"Our kernels take {least}, and rotated values behind it")
+    if layout != PlainLayout.tag and q.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+        what = f"with layout {layout!r} and {q.dtype} queries"
+        return Limit(what, "Our kernels read codes for bfloat16 queries, or for codes")
+    if cache is not None and (cache.stride(2) != 1 or cache.stride(1) != cache.shape[2]):
+        return Limit("with rows that lie apart", "Our kernels take blocks of dense rows")
+    return None
+
+
+def _dense_prefill_limit(values: Values) -> Limit | None:
+    q, k_nope, v = (values[name] for name in ("q", "k_nope", "v"))
+    widths = [int(each.shape[2]) for each in (q, k_nope, v)]
+    if q.dtype == torch.float32:
+        return Limit("with torch.float32", "Our kernel takes bfloat16 or float16")
+    if max(widths[0] - widths[1], *widths[1:]) > MOST_COLUMNS:
+        what = f"with keys of {widths[0]}, of which {widths[1]} are not rotated, and values of "
+        what = f"{what}{widths[2]} columns"
+        return Limit(what, f"Our kernel takes up to {MOST_COLUMNS} of each kind")
     return None
 
 

@@ -570,12 +570,7 @@ def cp_combine(
     if num_heads % world:
         rule, advice = f"have a multiple of {world} heads, one part a rank", "Pad the heads"
         raise refusal(ValueError, op, "out", rule, num_heads, advice)
-    if via == "symmetric_memory" and width * out.element_size() > SYMMETRIC_ROW_BYTES:
-        rule = f"have rows of at most {SYMMETRIC_ROW_BYTES} bytes for {via!r}"
-        raise refusal(ValueError, op, "out", rule, width * out.element_size(), "Pass 'all_to_all'")
-    if via == "symmetric_memory" and out.device.type != "cuda":
-        rule, advice = f"be another than {via!r} on {out.device.type}", "Pass 'all_to_all'"
-        raise refusal(RuntimeError, op, "via", rule, repr(via), advice)
+    check_combines(op, "via", via, width * out.element_size(), out.device)
     if world == 1:
         return MergedStates(out, lse)
     if guard_or_false(num_tokens == 0):  # nothing to send
@@ -608,6 +603,19 @@ def cp_combine(
     outs = exchanged[:, :length].unflatten(1, (num_tokens, own, width))
     lses = exchanged[:, length:].unflatten(1, (num_tokens, own, 4 // lanes.itemsize))
     return merge_states(outs.view(out.dtype), _as_lse(lses), lse_base=lse_base)
+
+
+def check_combines(op: str, name: str, via: str, row_bytes: int, device: torch.device) -> None:
+    """Raise an error of ``op`` if ``cp_combine`` cannot merge such rows ``via``, there ``name``."""
+    if via != "symmetric_memory":
+        return
+    if row_bytes > SYMMETRIC_ROW_BYTES:
+        rule = f"be another than {via!r} for rows of more than {SYMMETRIC_ROW_BYTES} bytes"
+        found = f"{via!r} for {row_bytes}"
+        raise refusal(ValueError, op, name, rule, found, "Pass 'all_to_all'")
+    if device.type != "cuda":
+        rule, advice = f"be another than {via!r} on {device.type}", "Pass 'all_to_all'"
+        raise refusal(RuntimeError, op, name, rule, repr(via), advice)
 
 
 def process_group_size(op: str, group: str) -> int:

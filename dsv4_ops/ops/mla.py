@@ -762,9 +762,10 @@ def mla_decode(
     check_splits(checks, num_splits, batch_invariant)
     taken: dict[str, Any] = {"block_size": block_size, "kv_lora_rank": kv_lora_rank}
     taken |= {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
-    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, "plan": plan, **taken})
     checks.above(0, softmax_scale=softmax_scale)
     check_cache(checks, kv_cache, block_size, layout, width)
+    given = {"q": q, "kv_cache": kv_cache, "plan": plan}
+    check_impl(checks.op, PROVIDERS, impl, q.device, {**given, **taken})
     if layout == PlainLayout.tag:
         checks.tensor("kv_cache", kv_cache, q.dtype, "num_blocks", "block_size", "width")
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_tokens")

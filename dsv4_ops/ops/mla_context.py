@@ -494,7 +494,7 @@ def mla_prefill(
         rule = f"have qk_nope_head_dim + qk_rope_head_dim = {width} columns"
         advice = "Pass [nope | rope] of each head"
         raise checks.refusal(ValueError, "q", rule, known(q.shape[2]), advice)
-    check_impl(checks.op, PREFILL_PROVIDERS, impl, q.device, {"q": q, "v": v})
+    check_impl(checks.op, PREFILL_PROVIDERS, impl, q.device, {"q": q, "k_nope": k_nope, "v": v})
     tensors = (q, k_nope, k_pe, v, query_start_loc, cu_seq_lens)
     settings = {"softmax_scale": softmax_scale, "causal": causal, "impl": impl}
     return MlaAttention(*_mla_prefill(*tensors, **settings))

@@ -19,7 +19,7 @@ from dsv4_ops.reference import rope as reference
 ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
 """Values of a key that are rotated."""
 
-_SCALE_LAYOUTS = ("row", "column_padded", "ue8m0_packed")
+SCALE_LAYOUTS = ("row", "column_padded", "ue8m0_packed")
 
 _DIMENSIONS = ("num_tokens", "num_positions")
 
@@ -254,7 +254,7 @@ def inverse_rope_group_quantize(
     """
     checks = Checks("inverse_rope_group_quantize")
     belongs_to = "the matrix product takes"
-    checks.one_of("scale_layout", scale_layout, *_SCALE_LAYOUTS, belongs_to=belongs_to)
+    checks.one_of("scale_layout", scale_layout, *SCALE_LAYOUTS, belongs_to=belongs_to)
     _check_groups(checks, o, positions, cos_sin_cache, MainLayout.head_dim, num_groups)
     settings: dict[str, Any] = {"num_groups": num_groups, "scale_layout": scale_layout}
     groups = _inverse_rope_group_quantize(o, positions, cos_sin_cache, **settings)

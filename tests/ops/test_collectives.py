@@ -163,7 +163,8 @@ def test_errors(fake_ranks: str) -> None:
             (torch.zeros(1, 3, 4097), lse[:1, :3], fake_ranks),
             {"via": "symmetric_memory"},
             ValueError,
-            "out must have rows of at most 16384 bytes for 'symmetric_memory', got 16388",
+            "via must be another than 'symmetric_memory' for rows of more than 16384 bytes, got "
+            "'symmetric_memory' for 16388",
         ),
     ]
     for args, named, kind, message in rows:

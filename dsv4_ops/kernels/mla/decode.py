@@ -10,10 +10,10 @@ import triton
 from torch import Tensor
 
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
-from dsv4_ops.core.registry import AUTO
+from dsv4_ops.core.registry import AUTO, TRITON
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import MlaAttention
-from dsv4_ops.dispatch.choice import not_ours
+from dsv4_ops.dispatch.choice import limit
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import listed, paged, strided
 from dsv4_ops.kernels.launcher import EAGER, Launcher
@@ -55,8 +55,6 @@ INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
 PARTS, MOST_IN_PARTS = 4, 1024
 """Programs that combine a head of a token, up to so many heads of all tokens."""
 
-_WHAT = "with such queries or rows"
-
 
 class Call(NamedTuple):
     """The tensors of a call; those that there may be not last."""
@@ -89,8 +87,7 @@ def mla_decode(
 ) -> MlaAttention:
     rows = (kv_cache, seq_lens, req_indices, block_table, query_start_loc)
     call = Call(q, *rows, plan, q_scale, kv_scale)
-    if not supported(call, settings):
-        not_ours(OP, impl, _WHAT)
+    if limit(OP, TRITON, {**call._asdict(), **settings}) is not None:
         return reference.mla_decode(*call, **settings)
     if q.shape[0] == 0 or int(q.shape[1]) == 0:
         return MlaAttention(*_results(q, int(settings["kv_lora_rank"])))
@@ -103,18 +100,6 @@ def mla_decode(
 
 
 _OF_HOPPER = ("softmax_scale", "block_size", "layout", "num_splits", "batch_invariant")
-
-
-def supported(call: Call, settings: Mapping[str, Any]) -> bool:
-    """Whether the kernel in Triton takes such rows; others go to the reference."""
-    q, cache = call.q, call.kv_cache
-    rank, width = int(settings["kv_lora_rank"]), int(q.shape[2])
-    powers = rank >= LEAST_TILE and rank & (rank - 1) == 0 and width > rank
-    dense = cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]
-    kinds = (torch.bfloat16, torch.float16, torch.float32)
-    if settings["layout"] == PlainLayout.tag:
-        return powers and dense and q.dtype == cache.dtype and q.dtype in kinds
-    return powers and dense and q.dtype in (torch.bfloat16, torch.float8_e4m3fn)
 
 
 def runs_on_hopper(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> bool:

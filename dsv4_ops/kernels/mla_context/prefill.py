@@ -6,7 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from dsv4_ops.dispatch.choice import not_ours
+from dsv4_ops.core.registry import TRITON
+from dsv4_ops.dispatch.choice import limit
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla_context.prefill_kernel import mla_prefill_kernel
@@ -17,9 +18,6 @@ _LARGE_TILE, _SMALL_TILE = (128, 64, 2, 8), (64, 32, 2, 4)
 
 _LARGE_SHARED = ((8, 0), (9, 0), (10, 0), (10, 3))
 """GPUs with 160 KiB of shared memory or more."""
-
-MOST_COLUMNS = 128
-"""Columns of keys without RoPE, of those with it, or of values, that fit a tile."""
 
 
 def mla_prefill(
@@ -34,8 +32,7 @@ def mla_prefill(
     causal: bool,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    if not supported(q, k_nope, k_pe, v):
-        not_ours("mla_prefill", impl, "of float32, or of more than 128 columns")
+    if limit("mla_prefill", TRITON, {"q": q, "k_nope": k_nope, "v": v}) is not None:
         tensors = (q, k_nope, k_pe, v, query_start_loc, cu_seq_lens)
         return reference.mla_prefill(*tensors, softmax_scale=softmax_scale, causal=causal)
     num_tokens, num_heads, value_dim = q.shape[0], int(q.shape[1]), int(v.shape[2])
@@ -56,12 +53,6 @@ def mla_prefill(
         QUERIES=queries, KEYS=keys, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return out, lse
-
-
-def supported(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor) -> bool:
-    """Whether the kernel takes such a call; others go to the reference."""
-    widest = max(int(each.shape[-1]) for each in (k_nope, k_pe, v))
-    return q.dtype != torch.float32 and widest <= MOST_COLUMNS
 
 
 def _width(size: int) -> int:

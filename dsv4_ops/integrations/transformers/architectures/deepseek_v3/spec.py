@@ -119,6 +119,7 @@ class MlaModelSpec(ModelSpec):
             impl=execution.impl,
             parallel=execution.parallel,
         )
+        replace(layers, context="chunked")  # as steps of prefills have it: refused here, or never
         model_dtype = dtype_of(config, dtype)
         interleaved = bool(getattr(config, "rope_interleave", True))
         kinds = ("mla",) * config.num_hidden_layers

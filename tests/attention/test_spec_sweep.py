@@ -1,0 +1,318 @@
+"""Every combination of what a spec of layers says is right, or refused before anything is
+written."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention import (
+    ContextParallel,
+    MlaCache,
+    MlaInputs,
+    MlaSpec,
+    MlaWeights,
+    build_mla_step,
+    mla_layer,
+)
+from dsv4_ops.dispatch import choice
+from dsv4_ops.ops.mla import split_kv_b_proj
+from tests.helpers import i32
+from tests.support.layers import (
+    KINDS,
+    SPEC,
+    Engine,
+    SmallLayer,
+    caches_of,
+    hidden_states,
+    oracle,
+    projected,
+)
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+TOKENS = 20
+
+
+def refused_by(error: Exception, *names: str) -> str:
+    """The first words of a message in our form: what raised it, and the argument."""
+    op, _, rest = str(error).partition(": ")
+    assert op in names, error
+    assert " must " in rest, error
+    assert ", got " in rest, error
+    return " ".join((op, rest.partition(" must ")[0]))
+
+
+def bytes_of(caches: list[Tensor]) -> list[Tensor]:
+    return [cache.contiguous().view(torch.uint8).clone() for cache in caches]
+
+
+# Layers of DeepSeek-V4
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "layout": ("v4_fp8", "plain"),
+    "indexer_layout": ("v4_indexer_fp8", "plain"),
+    "dtype": (BF16, F32, torch.float16),
+    "scale_layout": (None, "row", "ue8m0_packed", "bogus"),
+    "head_dim": (512, 64),
+    "rope_dim": (64, 32),
+}
+
+
+def of_groups(found: Any) -> Tensor:
+    """The output of a layer, quantised or not, as float64."""
+    if isinstance(found, Tensor):
+        return found.double()
+    scales = found.scales
+    if scales.dtype == torch.int32:  # four bytes of a head, the first in the lowest
+        packed = scales.permute(0, 2, 1)[:, : found.values.shape[1]].contiguous()
+        scales = torch.exp2(packed.view(torch.uint8).double() - 127)
+    values = found.values.double().unflatten(-1, (-1, 128)) * scales[..., None]
+    return values.flatten(-2).transpose(0, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_of_v4_is_right_or_refused(kind: str) -> None:
+    """Against the formulas; what is refused is refused by the spec, and has written nothing."""
+    outcomes: Counter[str] = Counter()
+    hidden = hidden_states(1, TOKENS)
+    for values in product(*SETTINGS.values()):
+        chosen = dict(zip(SETTINGS, values, strict=True))
+        try:
+            spec = replace(SPEC, **chosen)
+        except (ValueError, TypeError) as error:
+            outcomes[refused_by(error, "LayerSpec")] += 1
+            continue
+        layer = SmallLayer(kind, spec)
+        (inputs,) = projected(layer, hidden)
+        batch = Engine(layer, 1).batch([TOKENS])
+        exact = spec.layout == "plain" and spec.dtype == F32
+        budget = 3e-6 if exact else 0.01 if spec.scale_layout is None else 0.08
+        found = {}
+        for layer.schedule, layer.state_rings in product(("decode", "prefill"), (False, True)):
+            for cache in caches_of(layer).values():
+                cache.view(torch.uint8).fill_(0xFF)
+            out = of_groups(layer.attend(inputs, *batch))
+            assert out.isfinite().all(), chosen
+            found[layer.schedule, layer.state_rings] = out
+            amax = out.abs().amax((1, 2))
+            first = found["decode", False]
+            assert ((out - first).abs().amax((1, 2)) <= budget * amax).all(), chosen
+        if spec.rope_dim == 64:  # that of the oracle
+            want = oracle(layer, inputs)
+            sure = want.margin > 1e-3
+            error = (first - want.out).abs().amax((1, 2))[sure]
+            assert (error <= budget * want.out.abs().amax((1, 2))[sure]).all(), (chosen, error)
+        outcomes["right"] += 1
+    # 2 of layout v4_fp8: 2 indexers, 2 dtypes, 3 scale_layouts, 1 size; of plain 2 indexers:
+    # 2 dtypes of 2 x 2 sizes, and 2 scale_layouts of bfloat16 and 1 size
+    assert outcomes["right"] == 2 * (2 * 3 + (2 * 4 + 2)), outcomes
+    assert set(outcomes) == {
+        "right",
+        *(f"LayerSpec {name}" for name in ("dtype", "scale_layout", "head_dim", "rope_dim")),
+    }
+
+
+# Dense layers
+
+HEADS, NOPE, VALUE, BLOCK = 2, 4, 3, 4
+SIZES = {"plain": (16, 4), "mla_fp8": (12, 4), "mla_ds_fp8": (512, 64)}
+"""Values of the latent and rotated ones."""
+STEPS = ([7, 5, 0], [1, 3, 6], [4, 1, 1])
+"""Tokens of three requests in each step, some of which have a context."""
+DENSE: dict[str, tuple[Any, ...]] = {
+    "dtype": (BF16, F32, torch.float16),
+    "layout": tuple(SIZES),
+    "context": ("absorbed", "chunked"),
+    "chunk_plan": ("packed", "equal"),
+    "next_n": (1, 3),
+    "batch_invariant": (False, True),
+    "impl": ("auto", "triton", "flash_mla", "deep_gemm", "reference"),
+}
+
+
+def dense_spec(**chosen: Any) -> MlaSpec:
+    rank, rope = SIZES[chosen["layout"]]
+    sizes = {"num_heads": HEADS, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE}
+    sizes |= {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "block_size": BLOCK}
+    sizes |= {"max_decode_tokens": 4, "workspace_rows": 13, "max_chunks": 4}
+    return MlaSpec(softmax_scale=(NOPE + rope) ** -0.5, **{**sizes, **chosen})
+
+
+class Dense:
+    """Three requests of a dense layer, and their attention in float64."""
+
+    def __init__(self, spec: MlaSpec) -> None:
+        made = torch.Generator().manual_seed(2)
+        rank, rope, total = spec.kv_lora_rank, spec.qk_rope_head_dim, 13
+
+        def rows(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=made).to(spec.dtype)
+
+        self.tokens = [
+            MlaInputs(rows(total, HEADS, NOPE + rope), rows(total, rank), rows(total, rope))
+            for _ in STEPS[0]
+        ]
+        weight = rows(HEADS * (NOPE + VALUE), rank) * rank**-0.5
+        halves = split_kv_b_proj(weight, num_heads=HEADS, qk_nope_head_dim=NOPE, v_head_dim=VALUE)
+        table = torch.tensor([1.0] * (rope // 2) + [0.0] * (rope // 2)).repeat(total, 1)
+        self.weights = MlaWeights(table, *halves, weight)  # no angle: RoPE has tests of its own
+        self.want = [self._attention(spec, each, weight.to(F64)) for each in self.tokens]
+
+    def _attention(self, spec: MlaSpec, tokens: MlaInputs, weight: Tensor) -> Tensor:
+        q, kv_c, k_pe = (each.to(F64) for each in vars(tokens).values())
+        expanded = (kv_c @ weight.T).unflatten(-1, (HEADS, -1))
+        shared = k_pe[:, None].expand(-1, HEADS, -1)
+        keys = torch.cat((expanded[..., :NOPE], shared), -1)
+        logits = torch.einsum("qhd,khd->hqk", q, keys) * spec.softmax_scale
+        future = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1)
+        weights = logits.masked_fill(future, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, expanded[..., NOPE:]).flatten(1)
+
+    def run(self, spec: MlaSpec, cache: MlaCache) -> float:
+        """Error of all steps, relative to the outputs."""
+        done, errors, table = [0] * len(self.tokens), [], torch.arange(12).view(3, 4).flip(1).int()
+        for counts in STEPS:
+            order = sorted(range(3), key=lambda request: counts[request] > spec.next_n)
+            ends = [done[each] + counts[each] for each in order]
+            parts = [
+                [
+                    getattr(self.tokens[each], name)[done[each] : end]
+                    for name in ("q", "kv_c", "k_pe")
+                ]
+                for each, end in zip(order, ends, strict=True)
+            ]
+            starts = torch.tensor([0, *(counts[each] for each in order)]).cumsum(0).int()
+            step = build_mla_step(spec, starts, i32(ends), table[order], num_tokens=sum(counts))
+            inputs = MlaInputs(*(torch.cat(each) for each in zip(*parts, strict=True)))
+            out = mla_layer(spec, inputs, self.weights, cache, step).to(F64)
+            for each, end, found in zip(
+                order, ends, out.split(starts.diff().tolist()), strict=True
+            ):
+                errors.append(found - self.want[each][done[each] : end])
+                done[each] = end
+        assert done == [12, 9, 7]
+        want = torch.cat([each[:end] for each, end in zip(self.want, done, strict=True)])
+        return float(torch.cat(errors).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+BUDGETS = {("plain", F32): 2e-6, ("plain", BF16): 0.012}
+"""Of codes 0.06, as spec/mla.md has it for V3's sizes."""
+
+
+def test_every_dense_layer_is_right_or_refused() -> None:
+    outcomes: Counter[str] = Counter()
+    layers: dict[Any, Dense] = {}
+    for values in product(*DENSE.values()):
+        chosen = dict(zip(DENSE, values, strict=True))
+        try:
+            spec = dense_spec(**chosen)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            outcomes[refused_by(error, "MlaSpec")] += 1
+            continue
+        layer = layers.setdefault((spec.dtype, spec.layout), None) or Dense(spec)
+        layers[spec.dtype, spec.layout] = layer
+        cache = MlaCache.allocate(spec, 12)
+        cache.kv.view(torch.uint8).fill_(0x7F)
+        before = bytes_of([cache.kv])
+        try:
+            error = layer.run(spec, cache)
+        except RuntimeError as refused:
+            outcomes[refused_by(refused, "mla_layer")] += 1
+            assert torch.equal(*before, *bytes_of([cache.kv])), chosen
+            continue
+        budget = BUDGETS.get((spec.layout, spec.dtype), 0.06)
+        assert budget / 40 < error < budget, (chosen, error)
+        outcomes["right"] += 1
+    each = 2 * 2 * 2 * 2  # contexts, plans, next_n, batch_invariant
+    assert outcomes["right"] == 2 * 3 * each * 2, outcomes  # dtypes, layouts, auto and reference
+    assert set(outcomes) == {"right", "MlaSpec dtype", "MlaSpec impl", "mla_layer impl"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (
+            {"layout": "mla_fp8"},
+            "layout must be another than 'mla_fp8' unless kv_lora_rank + qk_rope_head_dim is a "
+            "multiple of 16, got 'mla_fp8' with 20. Pass 'plain'.",
+        ),
+        (
+            {"dtype": F32, "context": "chunked", "impl": "triton"},
+            "impl must be 'auto', 'flash_attn' or 'reference' with torch.float32, got 'triton'. "
+            "Our kernel takes bfloat16 or float16.",
+        ),
+        (
+            {"layout": "mla_fp8", "qk_rope_head_dim": 16, "dtype": F32, "impl": "triton"},
+            "impl must be 'auto', 'flash_mla' or 'reference' with layout 'mla_fp8' and "
+            "torch.float32 queries, got 'triton'. "
+            "Our kernels read codes for bfloat16 queries, or for codes.",
+        ),
+        (
+            {"kv_lora_rank": 12, "impl": "triton"},
+            "impl must be 'auto', 'flash_mla' or 'reference' with rows of 16 values, of which 12 "
+            "are the latent, got 'triton'. Our kernels take a latent of a power of two from 16 on, "
+            "and rotated values behind it.",
+        ),
+        (
+            {"context": "chunked", "impl": "triton", "v_head_dim": 129},
+            "impl must be 'auto', 'flash_attn' or 'reference' with keys of 8, of which 4 are not "
+            "rotated, and values of 129 columns, got 'triton'. "
+            "Our kernel takes up to 128 of each kind.",
+        ),
+        (
+            {"impl": "flash_mla"},
+            "impl must be 'auto', 'triton' or 'reference' with rows of 20 values, of which 16 are "
+            "the latent, got 'flash_mla'. FlashMLA takes rows of 576, of which 512 are the latent.",
+        ),
+        (
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_size": 64, "impl": "flash_mla"}
+            | {"batch_invariant": True},
+            "impl must be 'auto', 'triton' or 'reference' with num_splits or batch_invariant, got "
+            "'flash_mla'. FlashMLA decides itself what it splits.",
+        ),
+        ({"qk_rope_head_dim": 3}, "qk_rope_head_dim must be a multiple of a pair = 2, got 3."),
+        ({"parallel": 2}, "parallel must be a ContextParallel or None, got int."),
+    ],
+)
+def test_what_a_dense_spec_refuses(chosen: dict[str, Any], message: str) -> None:
+    usual = {"layout": "plain", "dtype": BF16, "impl": "auto"}
+    sizes = {"kv_lora_rank": 16, "qk_rope_head_dim": 4}
+    with pytest.raises((NotImplementedError, ValueError, TypeError)) as caught:
+        dense_spec(**{**usual, **sizes, **chosen})
+    assert str(caught.value).startswith(f"MlaSpec: {message}")
+
+
+def test_what_only_a_step_shows_is_refused_before_the_insert(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens that FlashMLA's planner does not take, ranks that do not exist, and on a CPU what
+    runs on GPUs only."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_size": 64}
+    spec = dense_spec(layout="plain", dtype=BF16, **sizes)
+    layer, cache = Dense(spec), MlaCache.allocate(spec, 1)
+    inputs = MlaInputs(*(each[:2] for each in vars(layer.tokens[0]).values()))
+    step = build_mla_step(spec, i32([0, 2]), i32([2]), i32([[0]]), num_tokens=2)
+
+    def refusal_of(changed: MlaSpec) -> str:
+        with pytest.raises((NotImplementedError, RuntimeError, ValueError)) as caught:
+            mla_layer(changed, inputs, layer.weights, cache, step)
+        assert not cache.kv.any()
+        return str(caught.value)
+
+    absent = ContextParallel(group="none", world_size=2)
+    assert refusal_of(replace(spec, parallel=absent)).startswith(
+        "mla_layer: group must be the name of an initialised process group, got 'none'."
+    )
+    assert refusal_of(replace(spec, impl="flash_mla")).startswith(
+        "mla_layer: impl must be 'auto' or 'reference' on cpu, got 'flash_mla'."
+    )
+    monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    monkeypatch.setattr(choice, "FLASH_MLA_TOKENS", 1)
+    assert refusal_of(replace(spec, impl="flash_mla")).startswith(
+        "mla_layer: impl must be 'auto', 'triton' or 'reference' with 2 tokens, got 'flash_mla'."
+    )
