@@ -157,7 +157,9 @@ def global_topk_indices_and_lens(
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, topk] slots at unchanged places, -1 for
         unused entries, rows past the table, negative blocks and slots beyond int32; and int32
-        [num_tokens], one past the last valid entry.
+        [num_tokens], one past the last valid entry. With holes between valid entries this differs
+        from vLLM, which counts the valid entries and leaves the holes (0.22), so that a reader of
+        the first ``lens`` misses the last ones, or moves the entries together (0.33).
 
     Mutates: nothing.
 

@@ -159,6 +159,34 @@ def test_weights_in_blocks_of_codes():
     assert w_uv[1, [0, 127, 128], 0].tolist() == [6.0, 6.0, 10.0]
 
 
+def quantized_by_vllm(x):
+    """``dynamic_per_batched_tensor_quant``: the scale and the products have the dtype of x."""
+    least, largest = x.aminmax()
+    scale = 448.0 / torch.maximum(least.abs(), largest.abs()).clamp(min=1e-10)
+    codes = (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).int(), scale.float().reciprocal()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codes", "scales"), [(torch.float32, 0.0, 2**-22), (torch.bfloat16, 0.08, 2**-7)]
+)
+def test_how_far_vllm_is_from_one_scale_in_float32(dtype, codes, scales):
+    """As the docstring says; at some seed by more than half of that."""
+    generator, far = torch.Generator().manual_seed(0), 0.0
+    for _ in range(40):
+        scale = torch.rand(1, generator=generator).exp2()
+        x = (torch.randn(256, 64, generator=generator) * scale).to(dtype)
+        other, factor = quantized_by_vllm(x)
+        made = ops.quantize_per_tensor(x)
+        steps = (other - made.codes.view(torch.uint8).int()).abs()
+        assert int(steps.max()) <= 1
+        share = float((steps > 0).float().mean())
+        assert share <= codes
+        assert float((factor / made.scale - 1).abs()) <= scales
+        far = max(far, share)
+    assert far >= codes / 2
+
+
 def test_one_scale_for_a_tensor_counts_every_row():
     x = torch.tensor([[1.0, -2.0], [448.0, 0.0]])
     codes, scale = ops.quantize_per_tensor(x)

@@ -245,6 +245,14 @@ def test_dense_compressed_indices(case: tuple[Any, ...], layout: Any) -> None:
     assert_exact(result.lens, i32(lens))
 
 
+def test_lengths_of_rows_with_holes_reach_behind_the_last_entry() -> None:
+    """vLLM would count 2, and a reader of the first two would miss slot 704."""
+    rows, table = i32([[0, -1, 64, -1]]), i32([[10, 11]])
+    found = ops.global_topk_indices_and_lens(rows, i32([0]), table, block_size=64)
+    assert found.indices.tolist() == [[640, -1, 704, -1]]
+    assert found.lens.tolist() == [3]
+
+
 def test_token_columns_may_have_any_stride() -> None:
     requests, table = strided(i32([1, 0, -1])), strided(i32([[3, 8], [5, 9]]))
     chosen = call(
