@@ -62,6 +62,8 @@ class LayerSpec:
             if each has its own. Windows and the compressors' states every rank has whole. If ranks
             shard heads, ``num_groups`` and the heads of queries and sink are those of one, but not
             the heads of the indexer.
+        kinds: Kinds of the model's layers. A step plans for these; a layer of another kind plans in
+            its own call.
     """
 
     attention: AttentionSpec = field(default_factory=AttentionSpec)
@@ -83,9 +85,15 @@ class LayerSpec:
     schedule_sms: int = 0
     sm_parts: int = 0
     parallel: ContextParallel | None = None
+    kinds: tuple[str, ...] = KINDS
 
     def __post_init__(self) -> None:
         checks = Checks("LayerSpec")
+        if not isinstance(self.kinds, tuple):
+            rule, found = "be a tuple", type(self.kinds).__name__
+            raise refusal(TypeError, "LayerSpec", "kinds", rule, found, "Pass some of KINDS")
+        for each in self.kinds:
+            checks.one_of("kinds", each, *KINDS, belongs_to="the layers have")
         checks.at_least(1, **{name: getattr(self, name) for name in _SIZES})
         checks.above(0, eps=self.eps)
         checks.instance("yarn", self.yarn, YarnScaling)

@@ -273,7 +273,7 @@ def _plan(op: str, spec: LayerSpec, rows: dict[str, Tensor], num_heads: int) -> 
     if num_heads and spec.sm_parts:
         rule, advice = "be 0 with sm_parts", "FlashMLA uses its own metadata"
         raise refusal(ValueError, op, "plan_heads", rule, num_heads, advice)
-    if num_heads == 0:
+    if num_heads == 0 or "c128" not in spec.kinds:
         return None
     return sparse_mla_plan(rows["swa_lens"], rows["c128_lens"], num_heads=num_heads)
 
@@ -282,7 +282,7 @@ def _metadata(
     spec: LayerSpec, rows: dict[str, Tensor], kind: str, table: Tensor | None = None
 ) -> Tensor | None:
     """FlashMLA's tile scheduler metadata for layers of this kind."""
-    if spec.sm_parts == 0:
+    if spec.sm_parts == 0 or kind not in spec.kinds:
         return None
     width = 0
     if table is not None:
@@ -299,7 +299,7 @@ def _metadata(
 
 def _schedule(spec: LayerSpec, rows: dict[str, Tensor], table: Tensor) -> Tensor | None:
     """DeepGEMM's schedule, from lengths masked and clamped to the block table."""
-    if spec.schedule_sms == 0:
+    if spec.schedule_sms == 0 or "c4" not in spec.kinds:
         return None
     block_size, request = spec.block_size("c4"), rows["req_indices"]
     valid = (request >= 0) & (request < table.shape[0])

@@ -363,6 +363,10 @@ def examples() -> dict[str, Call]:
         "mla_decode, ds_fp8": _dense(656, layout="mla_ds_fp8", heads=128),
         "sparse_mla_gathered": _listed(),
         "sparse_mla_plan": ((tokens, tokens), {"num_heads": 64, "num_programs": 132}),
+        "flash_mla_metadata": (
+            (tokens, tokens),
+            {"swa_width": 128, "extra_width": 512, "num_sm_parts": 132},
+        ),
         "sparse_mla_prefill": _prefill(main, topk, **pages),
         "sparse_mla_prefill, pages": _prefill(main, topk, **pages, impl="triton"),
         "sparse_mla_prefill, all rows": _prefill(main, None, **c128),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.tiles import programs_per_tile
-from dsv4_ops.lowering.kinds import Choices, Decompose, TritonKernel
+from dsv4_ops.lowering.kinds import Choices, TritonKernel
 from dsv4_ops.reference import sparse_mla as reference
 
 
@@ -22,7 +22,7 @@ def _sparse_mla_plan(
 sparse_mla_plan = TritonKernel(_sparse_mla_plan)
 
 
-flash_mla_metadata = Decompose(reference.flash_mla_metadata)
+flash_mla_metadata = TritonKernel(reference.flash_mla_metadata)
 
 
 sparse_mla_decode = Choices(reference.sparse_mla_decode)

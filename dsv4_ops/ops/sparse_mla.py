@@ -229,6 +229,7 @@ _flash_mla_metadata = define_op(
     "sparse_mla",
     "flash_mla_metadata(Tensor swa_lens, Tensor? extra_lens, *, int swa_width, "
     "int extra_width, int num_sm_parts) -> Tensor",
+    lowering=KERNEL_ON_CUDA,
     dynamic=("num_tokens",),
     source="the planner in FlashMLA's sparse_decode_fwd, for one query per row",
     gradient=INTEGERS,
@@ -261,7 +262,8 @@ def flash_mla_metadata(
             ``extra_width`` likewise; None for layers with a window only.
         swa_width: Columns of ``swa_indices``. At least 1.
         extra_width: Columns of ``extra_indices``, or max_blocks * extra_block_size of a block
-            table; 0 without ``extra_lens``. Memory grows with num_tokens times both widths / 64.
+            table; 0 without ``extra_lens``. On a CPU memory grows with num_tokens times both widths
+            / 64.
         num_sm_parts: Parts: ``dsv4_ops.dispatch.providers.flash_mla_num_sm_parts``. At least 1.
 
     Returns:
@@ -283,9 +285,9 @@ def flash_mla_metadata(
             ``extra_width`` without ``extra_lens``.
         TypeError: a dtype other than int32, or a number that is no int.
 
-    Compile: decomposes to prefix sums and gathers; dynamic in num_tokens; CUDA graphs and export:
-        yes. No host synchronisation: a captured graph makes the metadata of the lengths that it
-        finds.
+    Compile: on CUDA one Triton kernel inside the graph, on the CPU prefix sums and gathers; dynamic
+        in num_tokens; CUDA graphs and export: yes. No host synchronisation: a captured graph makes
+        the metadata of the lengths that it finds.
 
     Source: what FlashMLA's ``flash_mla_with_kvcache``, given ``indices``, ``topk_length`` and
         ``extra_topk_length``, leaves in its ``FlashMLASchedMeta`` on Hopper; semantics only.

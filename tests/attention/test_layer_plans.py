@@ -333,3 +333,41 @@ def test_a_step_makes_the_schedule_of_deep_gemm_once() -> None:
         ValueError, match="LayerSpec: schedule_sms must be 0 for impl 'auto', got 2"
     ):
         replace(SPEC, schedule_sms=2)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ("c4", "c128"), ("window",), ("c4",), ()])
+def test_a_step_plans_for_the_kinds_of_the_model_alone(kinds: tuple[str, ...]) -> None:
+    """Of FlashMLA's metadata, DeepGEMM's schedule and our own plan."""
+    table = torch.arange(16, dtype=torch.int32)[None]
+    args = (i32([0, 1]), i32([60]), torch.tensor([59]), BlockTables(table, table, table))
+    sets = {
+        "flash_mla": {"sm_parts": 3},
+        "deep_gemm": {"schedule_sms": 2},
+        "auto": {},
+    }
+    steps = {
+        impl: build_attention_step(
+            replace(SPEC, impl=impl, kinds=kinds, **sizes),
+            *args,
+            StateTables(table, table),
+            plan_heads=4 if impl == "auto" else 0,
+        )
+        for impl, sizes in sets.items()
+    }
+    metadata = steps["flash_mla"]
+    plans = {"window": metadata.plan, "c4": metadata.c4.plan, "c128": metadata.c128.plan}
+    assert {kind for kind, plan in plans.items() if plan is not None} == set(kinds)
+    assert (steps["deep_gemm"].c4.schedule is not None) == ("c4" in kinds)
+    assert (steps["auto"].c128.plan is not None) == ("c128" in kinds)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error", "message"),
+    [
+        (["c4"], TypeError, "kinds must be a tuple, got list"),
+        (("c4", "csa"), ValueError, "kinds must be 'window' or 'c4' or 'c128', got 'csa'"),
+    ],
+)
+def test_kinds_are_those_of_layers(kinds: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^LayerSpec: {message}"):
+        replace(SPEC, kinds=kinds)

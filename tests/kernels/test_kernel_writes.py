@@ -27,6 +27,7 @@ WRITTEN = {
     "finish_heads_kernel": {"out", "lse"},
     "fp8_block_kernel": {"out"},
     "fp8_linear_kernel": {"out"},
+    "flash_mla_metadata_kernel": {"out"},
     "gate_up_by_blocks_kernel": {"out"},
     "gate_up_kernel": {"out"},
     "gather_all_kernel": {"out"},

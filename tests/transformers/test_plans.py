@@ -141,6 +141,18 @@ def test_steps_share_what_a_library_would_make_in_every_layer(
         assert all(torch.equal(ours[place], other[place]) for place in ours)
 
 
+@pytest.mark.usefixtures("no_kernels", "flash_mla")
+def test_a_model_without_windows_has_no_metadata_for_them():
+    types = [LAYER_TYPES[1], LAYER_TYPES[2]]
+    sizes = {"layer_types": types, "num_attention_heads": 64, "index_n_heads": 64}
+    model = v4.patch(small_model(dtype=torch.bfloat16, **sizes), impl="flash_mla")
+    assert model.dsv4_ops_spec.step_layers.kinds == ("c4", "c128")
+    engine = Engine(model, new_cache(model), text())
+    with Called() as called:
+        engine.decode(SHORT, padding=1)
+    assert called.names.count("flash_mla_metadata") == 2
+
+
 @pytest.mark.usefixtures("deep_gemm")
 def test_a_pickled_model_has_no_schedules_of_another_gpu():
     """Its layers make their own, as those of another process may have other SMs."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention import AttentionStep, ContextParallel, LayerCaches, LayerSpec
+from dsv4_ops.attention import KINDS, AttentionStep, ContextParallel, LayerCaches, LayerSpec
 from dsv4_ops.attention.metadata import AttentionSpec
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
@@ -105,6 +105,7 @@ class DeepseekV4Spec(RingSpec):
         Checks(op).one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
         _check_sizes(op, config, kv)
         check_rope(op, config)
+        kinds = tuple(KIND_OF_TYPE[kind] for kind in config.layer_types)
         layout, indexer_layout = PlainLayout.tag, PlainLayout.tag
         if kv == "fp8":
             layout, indexer_layout = MainLayout.tag, IndexerLayout.tag
@@ -121,9 +122,9 @@ class DeepseekV4Spec(RingSpec):
             indexer_layout=indexer_layout,
             dtype=_DTYPE_OF_KV[kv],
             parallel=parallel,
+            kinds=tuple(kind for kind in KINDS if kind in kinds),
         )
         check_frequencies(op, config, layers)
-        kinds = tuple(KIND_OF_TYPE[kind] for kind in config.layer_types)
         _check_flash_mla(op, impl, kv, batch_invariant)
         dtype = dtype_of(config, _DTYPE_OF_KV[kv])
         takes_plan = not batch_invariant and impl not in (FLASH_MLA, REFERENCE)
@@ -284,6 +285,7 @@ class DeepseekV4Spec(RingSpec):
 
     def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> AttentionStep:
         layers = self.layers_for("decode", step.tokens.positions.shape[0])
+        layers = replace(layers, kinds=draft.KINDS)
         cache = replace(cache, layers=cache.draft)
         return self.build_ring_step(layers, step, cache, 0)
 
@@ -422,7 +424,7 @@ def _fingerprint(layers: LayerSpec, kinds: tuple[str, ...], rope_dtype: torch.dt
     for part in parts if layers.yarn is None else [*parts, layers.yarn]:
         values |= {field.name: getattr(part, field.name) for field in fields(part)}
     # listed field by field, or not about the cache
-    for name in ("attention", "parallel", *_OF_STEPS):
+    for name in ("attention", "parallel", "kinds", *_OF_STEPS):
         del values[name]
     if layers.ranks is not None:
         values["ranks"] = f"{layers.ranks.world_size} of {layers.ranks.interleave} rows"
