@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.support import cpu_seconds
 
-INTERPRETED = ["torch", "triton", "triton.runtime.interpreter", "triton.experimental.gluon"]
+INTERPRETED = ["torch", "triton.experimental.gluon", "tests.kernels.interpreter.masks"]
 IMPORTED = [
     "tests.support.once",
     "tests.support.quick",
@@ -48,7 +48,7 @@ def python(
 
     Not for tests of what an import brings or costs, nor of variables that torch reads when it is
     imported. After ``seconds`` the process is killed. With ``interpreter`` it has Triton, whose
-    kernels are interpreted.
+    kernels are interpreted, with the interpreter mended.
     """
     if interpreter not in _servers or _servers[interpreter].poll() is not None:
         _servers[interpreter] = _serve(interpreter)

@@ -86,7 +86,7 @@ def merge_ranks(
         tl.store(merged_at, result.to(element), mask=inside)
         log = tl.log(total) if NATURAL else tl.log2(total)
         tl.store(merged_lse + row, origin + log, mask=live)
-    tl.store(count_at, count)
+        tl.store(count_at, count)  # after the loop, its address would spill on Triton 3.9
 
 
 @triton.jit

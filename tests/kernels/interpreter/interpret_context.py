@@ -4,7 +4,6 @@ Prints the tiles that were right."""
 
 import torch
 
-import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.launcher import EAGER

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 import dsv4_ops as ops
-import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case

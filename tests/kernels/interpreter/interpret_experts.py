@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.experts import activations, experts, plan, products, route

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels import opaque_op

@@ -7,7 +7,6 @@ import sys
 import torch
 from hypothesis import HealthCheck, given, settings
 
-import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS

@@ -41,6 +41,7 @@ def workspace(folder: str, rank: int, world: int) -> torch.Tensor:
     """That of this rank, for kernels of few programs; this process maps those of all ranks."""
     import triton.language as tl
 
+    import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
     from dsv4_ops.kernels.context_parallel import combine, exchange, gather
 
     combine.FEW_PROGRAMS = gather.FEW_PROGRAMS = 3

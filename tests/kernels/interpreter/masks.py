@@ -1,8 +1,11 @@
-"""Triton's interpreter mended; imported first by what runs under TRITON_INTERPRET=1.
+"""Triton's interpreter mended, for every process of a test that interprets kernels: ``forked.py`` and
+``mapped.py`` import it there.
 
 Masks: ``scalar & block`` of conditions is an int1 for Triton, on a GPU and in its interpreter; but
 the interpreter keeps its values as int32 or int64, and since 3.9 refuses such a mask. Older ones
 read it as what it is: this does the same.
+
+Scalars: Triton 3.6 keeps them as arrays of one value, which NumPy since 2.4 takes for no index.
 
 Time: a launch patches ``triton.language``, and so does each call of a device function again, by
 looking at every member of the module, which is half of a kernel's time. Here a launch alone does.
@@ -40,6 +43,14 @@ def _unless_patched(patch: Any) -> Any:
         if not languages or any(tl.core.is_builtin(each.load) for each in languages):
             return patch(function)
         return interpreter._LangPatchScope()  # nothing to undo
+
+    return call
+
+
+def _scalar_index(patch: Any) -> Any:
+    def call(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     return call
 
@@ -120,6 +131,7 @@ if knobs.runtime.interpret:
     for _name, _place in _PLACE_OF_MASK.items():
         _method = getattr(InterpreterBuilder, _name)
         setattr(InterpreterBuilder, _name, _with_conditions(_method, _place))
+    _replace(interpreter, "_patch_lang_tensor", _scalar_index)
     _replace(interpreter, "_get_np_dtype", _known_dtype)
     _replace(interpreter, "_convert_float", _quick_bf16)
     _replace(TritonSemantic, "binary_op_sanitize_overflow_impl", _asserted)

@@ -29,7 +29,7 @@ def test_ranks_merge_in_each_others_memory(world: int, tmp_path: Path) -> None:
         (64, 4),
         *(
             pytest.param(*each, marks=pytest.mark.nightly("other tiles"))
-            for each in ((32, 2), (4, 8))
+            for each in ((32, 2), (4, 8), (64, 8))
         ),
     ],
 )
