@@ -385,6 +385,12 @@ def examples() -> dict[str, Call]:
         "indexer_select": _indexer(*selected, **chosen),
         "indexer_select, slots": _indexer(*selected, **chosen, slots=True),
         "indexer_select, top 1024": _indexer(*selected, **{**chosen, "topk": 1024, "slots": True}),
+        **{
+            f"indexer_select, {rows} x {next_n} tokens": _indexer(
+                indexer, _longs(rows, next_n), tokens, _tensor(rows, 512), **chosen, slots=True
+            )
+            for rows, next_n in ((4, 2), (2, 4))
+        },
         "indexer_logits, deep_gemm": _indexer(indexer, *named, **logits, impl="deep_gemm"),
         "indexer_topk": ((_floats(8, 32768), tokens), {"topk": 512}),
         "fp8_linear": _linear(),

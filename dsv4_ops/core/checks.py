@@ -30,6 +30,7 @@ from dsv4_ops.core.types import INT32_MAX, MAX_REQUESTS
 _DIMENSIONS = {
     "num_reqs": "the requests of the batch, padding requests included",
     "num_tokens": "the tokens of the padded batch",
+    "next_n": "the tokens of a request",
     "max_blocks": "the pages of the longest request",
     "topk": "the selected rows of a token",
     "num_blocks": "the pages of the cache",
@@ -139,6 +140,18 @@ class Checks:
         self.tensor("req_indices", req_indices, torch.int32, "num_tokens")
         for table in block_table:
             self.tensor("block_table", table, torch.int32, "num_reqs", "max_blocks")
+
+    def by_token(self, name: str, value: Tensor, dtype: torch.dtype) -> None:
+        """``value`` has an entry for every token, [num_tokens] or [num_reqs, next_n]; the number of
+        tokens is known."""
+        if not isinstance(value, Tensor) or value.dim() != 2:
+            self.tensor(name, value, dtype, "num_tokens")
+            return
+        dims = ("num_reqs", "next_n")
+        self.tensor(name, value, dtype, *dims)
+        if value.shape[0] * value.shape[1] != self.sizes["num_tokens"]:
+            but = f" of {self._num_tokens('entries')}"
+            raise self._other_shape(name, value, dims, "Pass one per token", but)
 
     def _dimension(
         self, name: str, value: Tensor, dims: tuple[str | int, ...], axis: int, dim: str | int

@@ -185,7 +185,7 @@ _paged_mqa_logits_metadata = define_op(
     "indexer",
     "paged_mqa_logits_metadata(Tensor seq_lens, *, int block_size, int num_sms) -> Tensor",
     dynamic=("num_reqs",),
-    source="DeepGEMM's get_paged_mqa_logits_metadata for one query per row",
+    source="DeepGEMM's get_paged_mqa_logits_metadata",
     gradient=INTEGERS,
 )
 
@@ -199,8 +199,12 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
 
     Args:
         seq_lens: Keys that every row of queries may see, [num_reqs], int32; below 0 counts as 0. In
-            a step whose tokens are scored one by one, as ``indexer_logits`` does, a row is a token.
-            Of lengths [num_reqs, next_n] with next_n up to 2 DeepGEMM takes the last column.
+            a step whose tokens are scored one by one, as our ops call DeepGEMM, a row is a token.
+            Or keys that every token of a request may see, [num_reqs, next_n], as ``mtp_seq_lens``
+            gives them, for a call of DeepGEMM with queries [num_reqs, next_n, ...], which reads
+            keys once for a request: a row is a request, with the longest of its lengths. DeepGEMM
+            itself takes the last of them, which is not the longest if a request has fewer tokens
+            than next_n: then give its call that longest length in all columns.
         block_size: Rows of a block: 64, or another divisor of 256. The schedule does not depend on
             it.
         num_sms: SMs that the logits run on, DeepGEMM's ``get_num_sms()``. At least 1.
@@ -232,9 +236,14 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
         >>> lens = torch.tensor([1000, 300, 0, 600], dtype=torch.int32)  # 4, 2, 0 and 3 splits
         >>> dsv4_ops.paged_mqa_logits_metadata(lens, block_size=64, num_sms=4).tolist()
         [[0, 0], [0, 3], [1, 1], [3, 1], [4, 0]]
+        >>> lens = torch.tensor([[999, 1000], [300, 0], [0, 0], [599, 600]], dtype=torch.int32)
+        >>> dsv4_ops.paged_mqa_logits_metadata(lens, block_size=64, num_sms=4).tolist()
+        [[0, 0], [0, 3], [1, 1], [3, 1], [4, 0]]
     """
     checks = Checks("paged_mqa_logits_metadata")
-    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
+    per_token = isinstance(seq_lens, Tensor) and seq_lens.dim() == 2
+    columns = ("next_n",) if per_token else ()
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs", *columns)
     checks.at_least(1, block_size=block_size, num_sms=num_sms)
     checks.divisor("block_size", block_size, "the keys of a split", SCHEDULE_KEYS)
     checks.request_limit()
@@ -379,7 +388,9 @@ def indexer_logits(
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
             Blocks may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size,
             128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
-        lens: Rows that every token may see, [num_tokens], int32; ``flatten_decode`` gives them.
+        lens: Rows that every token may see, [num_tokens], int32; ``flatten_decode`` gives them. Or
+            [num_reqs, next_n], as ``mtp_seq_lens`` gives them, token j of row b being token b *
+            next_n + j: the same scores.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
@@ -436,11 +447,11 @@ def indexer_logits(
     checks = Checks("indexer_logits")
     checks.at_least(0, num_rows=num_rows)
     check_paged(checks, q, weights, k_cache, block_size=block_size, layout=layout)
-    checks.tensor("lens", lens, torch.int32, "num_tokens")
+    checks.by_token("lens", lens, torch.int32)
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
     taken: dict[str, Any] = {"layout": layout, "block_size": block_size}
-    checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
+    _check_schedule(checks, schedule, "lens", lens)
     check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
     rows = (q, weights, k_cache, lens, req_indices, block_table)
     return _indexer_logits(*rows, schedule, num_rows=num_rows, impl=impl, **taken)
@@ -493,6 +504,14 @@ def indexer_logits_ragged(
     checks.tensor("row_start", row_start, torch.int32, "num_tokens")
     checks.tensor("row_stop", row_stop, torch.int32, "num_tokens")
     return _indexer_logits_ragged(q, weights, k, scales, row_start, row_stop)
+
+
+def _check_schedule(checks: Checks, schedule: Tensor | None, name: str, rows: Tensor) -> None:
+    """Check DeepGEMM's schedule, and that tokens are given as DeepGEMM scores them, one by one."""
+    checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
+    if schedule is not None and rows.dim() == 2:
+        rule, advice = f"be None with {name} [num_reqs, next_n]", "It is of tokens: flatten both"
+        raise checks.refusal(ValueError, "schedule", rule, "a tensor", advice)
 
 
 def check_paged(
@@ -601,6 +620,10 @@ def indexer_select(
     reference, which the layout "plain" takes everywhere, gathers keys and stores their scores. A
     token's rows depend on no other token.
 
+    Where tokens next to each other are of one request, as in a verification of drafted tokens, pass
+    their positions as [num_reqs, next_n]: our kernels then read the keys of a request once for up
+    to 4 of them, and not once for each.
+
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
             ``indexer_quantize_q``, as are the weights. For the layout "plain" bfloat16 or float32,
@@ -611,13 +634,18 @@ def indexer_select(
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
             Blocks may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size,
             128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
-        positions: Absolute position of every token, [num_tokens], int64; below 0: no row.
+        positions: Absolute position of every token, [num_tokens], int64; below 0: no row. Or
+            [num_reqs, next_n], token j of row b being token b * next_n + j. That is about speed
+            alone: the result is the same, also if the tokens of a row are of several requests.
+            Lengths of ``mtp_seq_lens``, less 1, are such positions; of compressed rows with
+            ``compress_ratio`` 1.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         schedule: For DeepGEMM, as ``indexer_logits`` takes it: of the complete rows of every token,
-            no more than max_blocks * block_size. None to have it made in the call.
+            no more than max_blocks * block_size. None to have it made in the call, or with
+            positions [num_reqs, next_n], whose tokens DeepGEMM scores one by one.
         block_size: Rows per block, 64 for DeepGEMM. At least 1.
         compress_ratio: Tokens of a compressed row, 4. At least 1.
         topk: Rows to choose, 512 (Flash) or 1024 (Pro). At least 0.
@@ -671,9 +699,11 @@ def indexer_select(
     checks.at_least(0, topk=topk)
     checks.flag("slots", slots)
     check_paged(checks, q, weights, k_cache, block_size=block_size, layout=layout)
-    checks.tokens(positions, req_indices, block_table)
+    checks.by_token("positions", positions, torch.int64)
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
     taken: dict[str, Any] = {"layout": layout, "block_size": block_size}
-    checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
+    _check_schedule(checks, schedule, "positions", positions)
     check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
     rows = (q, weights, k_cache, positions, req_indices, block_table)
     sizes = {"compress_ratio": compress_ratio, "topk": topk, "slots": slots}

@@ -68,6 +68,8 @@ def _stored(k_cache: Tensor, pages: Tensor, rows: Tensor, block_size: int) -> tu
 
 
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
+    if seq_lens.dim() == 2:
+        seq_lens = pad(seq_lens, (0, 1)).amax(1)  # a request without tokens has no keys
     splits = (seq_lens.long().clamp(min=0) + SCHEDULE_KEYS - 1) // SCHEDULE_KEYS
     before = pad(splits.cumsum(0), (1, 0))
     sm = torch.arange(num_sms + 1, device=seq_lens.device)
@@ -135,9 +137,8 @@ def indexer_logits(
     layout: str,
     impl: str = "auto",
 ) -> Tensor:
-    found, exists = paged_scores(
-        q, weights, k_cache, lens, req_indices, block_table, block_size, num_rows, layout
-    )
+    tensors = (q, weights, k_cache, lens.reshape(-1), req_indices, block_table)
+    found, exists = paged_scores(*tensors, block_size, num_rows, layout)
     return torch.where(exists, found, -torch.inf)
 
 
@@ -202,7 +203,7 @@ def indexer_select(
     slots: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    num_reqs, max_blocks = block_table.shape
+    positions, (num_reqs, max_blocks) = positions.reshape(-1), block_table.shape
     valid = valid_tokens(positions, req_indices, num_reqs)
     lens = torch.where(valid, visible_rows(positions, compress_ratio), 0)
     tensors = (q, weights, k_cache, lens, req_indices, block_table)

@@ -110,6 +110,7 @@ def indexer_logits(
     if num_tokens == 0 or num_rows == 0:
         return weights.new_empty((num_tokens, num_rows))
     table, most = (block_table, req_indices), block_table.shape[1] * block_size
+    lens = lens.reshape(-1)  # a row of tokens may be of several requests: scored one by one
     listed = (*table, lens, num_blocks, torch.sym_min(most, num_rows))
     pages, counted = opaque_op.launching(list_pages, launch, q.device)(*listed)
     rows = (weights.contiguous(), counted, pages, schedule)
@@ -134,7 +135,7 @@ def indexer_select(
     slots: bool = False,
     **settings: Any,
 ) -> Tensor:
-    num_reqs, max_blocks = block_table.shape
+    positions, (num_reqs, max_blocks) = positions.reshape(-1), block_table.shape
     valid = valid_tokens(positions, req_indices, num_reqs)
     lens = torch.where(valid, visible_rows(positions, compress_ratio), 0)
     tensors = (q, weights, k_cache, lens, req_indices, block_table, schedule)

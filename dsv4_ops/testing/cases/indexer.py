@@ -274,6 +274,12 @@ def _logits_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", tensors, {**settings, "num_rows": num_rows})
 
 
+def _precise_logits(
+    q: Tensor, weights: Tensor, k_cache: Tensor, lens: Tensor, *rest: Tensor, **settings: Any
+) -> tuple[Exact]:
+    return (paged_scores(q, weights, k_cache, lens.reshape(-1), *rest, **settings).exact(),)
+
+
 indexer_logits = OpTesting(
     cases=_logits_cases,
     settings=(
@@ -281,7 +287,7 @@ indexer_logits = OpTesting(
         *({"block_size": size, "layout": PLAIN} for size in (64, 3)),
     ),
     make=_logits_call,
-    precise=lambda *tensors, **settings: (paged_scores(*tensors, **settings).exact(),),
+    precise=_precise_logits,
 )
 
 
@@ -417,6 +423,7 @@ def _scores(
     *tensors: Tensor, block_size: int, compress_ratio: int, layout: str, **settings: Any
 ) -> Scores:
     q, weights, k_cache, positions, req_indices, block_table = tensors
+    positions = positions.reshape(-1)
     real = (positions >= 0) & (positions < 2**31 - 1)
     lens = torch.where(real, (positions.clamp(-1, 2**31) + 1) // compress_ratio, 0)
     num_rows = block_table.shape[1] * block_size
