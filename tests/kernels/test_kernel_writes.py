@@ -68,6 +68,7 @@ WRITTEN = {
     "save_compressor_states_kernel": {"states"},
     "select_keys_kernel": {"keys", "indices", "plan", "out"},
     "select_logits_kernel": {"keys", "indices", "plan", "out"},
+    "select_shared_keys_kernel": {"keys", "indices", "plan", "out"},
     "sparse_mla_plan_kernel": {"plan"},
     "stream_ends_kernel": {"post", "mix", "out"},
     "stream_products_kernel": {"written", "partial"},

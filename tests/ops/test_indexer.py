@@ -1,21 +1,23 @@
 """The lightning indexer: its selection against plain Python, its invariances, the quantised
-pipeline from bf16, and its plain layout."""
+pipeline from bf16, rows of tokens of one request, and its plain layout."""
 
 import importlib
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.reference.indexer import scores, sortable
+from dsv4_ops.testing.case import i32, i64
 from dsv4_ops.testing.cases.indexer import beyond_int32, tiny_cache, tiny_query
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.float64.indexer import paged_scores
+from dsv4_ops.testing.strategies.indexer_batches import in_rows
 from tests.helpers import NIGHTLY
 from tests.ops.test_contract import patterns
 from tests.oracles.indexer import indexer_select as oracle
@@ -267,6 +269,112 @@ def test_sortable_orders_every_kind_of_float():
     zeros = sortable(torch.tensor([0.0, -0.0, torch.nan, -torch.nan]))
     assert zeros[0] == zeros[1]
     assert zeros[2] == zeros[3]
+
+
+IN_ROWS = ("indexer_logits", "indexer_select")
+
+
+def test_rows_of_tokens_give_the_hand_computed_numbers():
+    """Three requests of two tokens over keys that score 64, 512, NaN and 256: all of them, the
+    second token padding, and a request whose only block does not exist."""
+    table, requests = i32([[0, 1], [1, 0], [9, -1]]), i32([0, 0, 1, 1, 2, 2])
+    tensors = (*tiny_query(6), tiny_cache())
+    positions = i64([[11, 15], [7, -1], [15, 15]])
+    sizes = {"block_size": 2, "compress_ratio": 4, "topk": 2}
+    chosen = ops.indexer_select(*tensors, positions, requests, table, **sizes)
+    none = [-1, -1]
+    assert chosen.tolist() == [[0, 1], [1, 3], [0, 1], none, none, none]
+    slots = ops.indexer_select(*tensors, positions, requests, table, **sizes, slots=True)
+    assert slots.tolist() == [[0, 1], [1, 3], [2, 3], none, none, none]
+    lens = i32([[1, 2], [0, -3], [2, 2]])
+    logits = ops.indexer_logits(*tensors, lens, requests, table, block_size=2, num_rows=2)
+    inf = torch.inf
+    assert logits.tolist() == [[64.0, -inf], [64.0, 512.0], *[[-inf, -inf]] * 4]
+
+
+def test_lengths_of_drafts_are_read_by_schedule_logits_and_selection():
+    """Requests with all of their three tokens, with two, with none, and the last of no request."""
+    starts, seq_lens = i32([0, 3, 5, 5, 6]), i32([1200, 302, 0, 9])
+    sizes = {"next_n": 3, "compress_ratio": 4}
+    lens = ops.mtp_seq_lens(starts, seq_lens, **sizes)
+    assert lens.tolist() == [[299, 299, 300], [75, 75, 0], [0, 0, 0], [2, 0, 0]]
+    # 2, 1, 0 and 1 splits of 256 keys
+    schedule = ops.paged_mqa_logits_metadata(lens, block_size=64, num_sms=3)
+    assert schedule.tolist() == [[0, 0], [1, 0], [3, 0], [4, 0]]
+    packed = ops.mtp_seq_lens(starts, seq_lens, next_n=3)
+    tensors, *_ = random_call(20, num_tokens=12)
+    q, weights, cache, _, _, table = tensors
+    table = table.expand(4, -1)
+    requests = torch.arange(4, dtype=torch.int32).repeat_interleave(3)
+    flat = (packed.flatten().long() - 1, requests, table)
+    expected = select((q, weights, cache, *flat), ratio=4)
+    by_position = (packed.long() - 1, requests, table)
+    assert torch.equal(select((q, weights, cache, *by_position), ratio=4), expected)
+    by_length = (lens.long() - 1, requests, table)
+    assert torch.equal(select((q, weights, cache, *by_length), ratio=1), expected)
+    scored = {"block_size": SIZE, "num_rows": PAGES * SIZE}
+    logits = ops.indexer_logits(q, weights, cache, lens, requests, table, **scored)
+    assert torch.equal(ops.indexer_topk(logits, lens.flatten(), topk=64), expected)
+
+
+def test_a_schedule_of_rows_is_that_of_their_longest_lengths():
+    generator = torch.Generator().manual_seed(21)
+    lens = torch.randint(-300, 3000, (40, 4), generator=generator, dtype=torch.int32)
+    sizes = {"block_size": 64, "num_sms": 132}
+    longest = ops.paged_mqa_logits_metadata(lens.amax(1), **sizes)
+    assert torch.equal(ops.paged_mqa_logits_metadata(lens, **sizes), longest)
+    assert torch.equal(ops.paged_mqa_logits_metadata(lens.t().contiguous().t(), **sizes), longest)
+    none = ops.paged_mqa_logits_metadata(lens[:, :0], **sizes)
+    assert torch.equal(none, ops.paged_mqa_logits_metadata(0 * lens[:, 0], **sizes))
+    assert ops.paged_mqa_logits_metadata(lens[:0], **sizes).tolist() == [[0, 0]] * 133
+
+
+@pytest.mark.parametrize("name", IN_ROWS)
+def test_rows_of_tokens_are_those_of_the_flattened_form(name):
+    @sampled
+    @given(testing.strategy(name), st.integers(1, 5), st.booleans())
+    def compare(case, next_n, mixed):
+        case = in_rows(case, next_n, mixed)
+        *queries, places, requests, table = case.tensors
+        op = getattr(ops, name)
+        found = op(*queries, places, requests, table, **case.settings)
+        flat = op(*queries, places.flatten(), requests, table, **case.settings)
+        assert torch.equal(found.nan_to_num(7.0), flat.nan_to_num(7.0))
+
+    compare()
+
+
+def rows_only(name, monkeypatch):
+    """The op, under a contract of rows of two tokens alone."""
+    spec, op_testing = OPS[name], testing.op_testing(name)
+
+    def make(draw, settings, min_size):
+        return in_rows(op_testing.make(draw, settings, min_size), 2, draw.flag())
+
+    module = importlib.import_module(spec.module("testing"))
+    changed = replace(op_testing, cases=list, make=make, settings=op_testing.settings[:1])
+    monkeypatch.setattr(module, name, changed)
+    return spec
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_ROWS)
+def test_rows_of_tokens_are_compiled_and_exported(name, monkeypatch):
+    spec = rows_only(name, monkeypatch)
+    checks.check_fake(spec)
+    checks.check_opcheck(spec, traces=1)
+    checks.CompiledOps([spec]).fuzz(50 if NIGHTLY else 20)
+    if NIGHTLY:
+        checks.check_package(spec)
+
+
+def test_a_schedule_of_rows_is_compiled():
+    compiled = torch.compile(ops.paged_mqa_logits_metadata, fullgraph=True, dynamic=True)
+    for shape in ((5, 2), (3, 4), (9, 3)):
+        lens = torch.arange(300, 300 + shape[0] * shape[1], dtype=torch.int32).view(shape)
+        with torch._dynamo.config.patch(error_on_recompile=shape != (5, 2)):
+            found = compiled(lens, block_size=64, num_sms=7)
+        assert torch.equal(found, ops.paged_mqa_logits_metadata(lens, block_size=64, num_sms=7))
 
 
 PLAIN = {"block_size": SIZE, "layout": "plain"}

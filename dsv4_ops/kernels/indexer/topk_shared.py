@@ -1,9 +1,9 @@
 """Pass one of the selection for tokens that share keys, such as those of a verification: keys are
 read once and scored with the queries of TOKENS tokens, each of which has a scratch row of its own.
 
-As in ``topk_partial.py``, except that all rows of a program are filled alike: what a reduction
-keeps is padded to one length. That tokens lie together promises nothing: where their requests
-differ, a program takes them in runs of one request.
+As in ``topk_partial.py``, except that all scratch rows of a program are filled alike: what a
+reduction keeps is padded to one length. Tokens that lie together need not be of one request: a
+program takes them in runs whose requests are the same.
 """
 
 import triton
@@ -130,7 +130,6 @@ def select_shared_keys_kernel(
                     while start < stop:
                         length = tl.minimum(stop - start, (CAPACITY - fill) // STEP * STEP)
                         tiles = (length + STEP - 1) // STEP
-                        # weights are loaded anew for each tile: those of all tokens would spill
                         # Triton's interpreter has no range up to a value: extra tiles add nothing
                         for tile in tl.range(
                             0, CAPACITY // STEP if EMULATE else tiles, num_stages=STAGES
@@ -140,6 +139,7 @@ def select_shared_keys_kernel(
                             )
                             slot = tile * STEP + lane
                             for place in tl.static_range(TOKENS):
+                                # for each tile anew: kept for all tokens, they would spill
                                 weight = load_weights(scaled, first + place, num_heads, HEADS)
                                 score = score_codes(codes, scale, query[place], weight)
                                 there = exists & (start + slot < visible[place])
@@ -155,8 +155,8 @@ def select_shared_keys_kernel(
                             while number < end:
                                 row = number * CAPACITY
                                 kept, least = reduce_list(
-                                    keys + row, indices + row, _varied(fill, number), head, start - fill,
-                                    pick(low, number), topk, most, CAPACITY,
+                                    keys + row, indices + row, _varied(fill, number),
+                                    head, start - fill, pick(low, number), topk, most, CAPACITY,
                                 )  # fmt: skip
                                 pad_list(keys + row, kept, most, CAPACITY)
                                 low = tl.where(member == number, least, low)

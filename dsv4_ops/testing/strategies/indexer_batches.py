@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
+from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.float64.indexer import LARGEST_INTEGER
 from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS, ragged_batch
 from dsv4_ops.testing.strategies.caches import random_bytes
@@ -55,6 +56,25 @@ class Paged(NamedTuple):
     positions: Tensor
     req_indices: Tensor
     table: Tensor
+
+
+def in_rows(case: Case, next_n: int, mixed: bool) -> Case:
+    """The call with positions, or lengths, [num_reqs, next_n]: the first tokens of every request,
+    and padding; or if ``mixed`` all tokens, whosever they are, again and again."""
+    q, weights, cache, places, req_indices, table = (
+        each for each in case.tensors if each is not None
+    )
+    num_tokens, num_reqs = q.shape[0], table.shape[0] if q.shape[0] else 0
+    order = torch.arange(num_reqs * next_n).view(num_reqs, next_n) % max(num_tokens, 1)
+    there = torch.full(order.shape, mixed)
+    for request in range(0 if mixed else num_reqs):
+        own = (req_indices == request).nonzero()[:next_n, 0]
+        order[request, : len(own)], there[request, : len(own)] = own, True
+    each = order.flatten()
+    rows = (torch.where(there, places[order], -1).to(places.dtype), req_indices[each], table)
+    if not num_tokens:
+        rows = (places.view(0, next_n), req_indices, table[:0])
+    return Case(f"{case.name}, in rows", (q[each], weights[each], cache, *rows), case.settings)
 
 
 def paged_calls(draw: Draw, *, settings: dict[str, Any], min_size: int) -> Paged:

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from dsv4_ops import testing
 from dsv4_ops.core.layout import IndexerLayout
@@ -16,10 +16,13 @@ from dsv4_ops.kernels.indexer import logits as indexer, topk as launchers
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.indexer import beyond_int32
+from dsv4_ops.testing.strategies.indexer_batches import in_rows
 from tests.kernels.interpreter.interpret_kernels import check, fuzz
 
 SMALL = {
     "PROGRAMS": 40,
+    "SHARED_PROGRAMS": 40,
+    "SHARED_STEP": 16,
     "CAPACITY": 64,
     "MERGED": 64,
     "GROUPS": 3,
@@ -103,10 +106,23 @@ def check_slots(thorough: bool) -> None:
     assert torch.equal(found, spec.reference(*tensors, **sizes, slots=True))
 
 
+def check_rows(thorough: bool) -> None:
+    """Rows of two to four tokens: of one request each, one of which is longer than the other, and
+    of several requests in turn; one part, lists that are merged at once, and in groups."""
+    kinds = itertools.cycle(("random", "ascending", "descending"))
+    for next_n, mixed in itertools.product((2, 3, 4) if thorough else (3, 4), (False, True)):
+        for seed, sizes in enumerate(({"pages": 1}, {"pages": 6}, {"topk": 40})):
+            if thorough or seed != next_n % 3:
+                check(
+                    "indexer_select",
+                    in_rows(long_selection(seed, next(kinds), **sizes), next_n, mixed),
+                )
+
+
 def main(examples: int) -> None:
     vars(launchers).update(SMALL)
     indexer.STEP = 16
-    for name in ("merge_groups_kernel", "merge_parts_kernel"):
+    for name in ("select_shared_keys_kernel", "merge_groups_kernel", "merge_parts_kernel"):
         setattr(launchers, name, counted(name, getattr(launchers, name)))
     thorough = examples > 1
     every = ("random", "ties", "ascending", "descending", "constant")
@@ -118,26 +134,39 @@ def main(examples: int) -> None:
         check("indexer_topk", long_rows(2, kind, topk=40))
         launchers.MERGED = SMALL["MERGED"]
     check_slots(thorough)
+    check_rows(thorough)
     for name in ("indexer_topk", "indexer_select"):
         for case in testing.cases_of(name):
             check(name, case)
         fuzz(name, examples)
     small = {"block_size": 64, "compress_ratio": 1, "topk": TOPK, "layout": IndexerLayout.tag}
 
-    @settings(
+    bounded = settings(
         max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+
+    @bounded
     @given(testing.op_testing("indexer_select").strategy(settings=small))
     def sampled(case: Case) -> None:
         check("indexer_select", case)
 
-    sampled()
-    small["slots"] = True
-    sampled()
+    @bounded
+    @given(
+        testing.op_testing("indexer_select").strategy(settings=small),
+        st.integers(2, 5),
+        st.booleans(),
+    )
+    def sampled_rows(case: Case, next_n: int, mixed: bool) -> None:
+        check("indexer_select", in_rows(case, next_n, mixed))
+
+    for slots in (False, True):
+        small["slots"] = slots
+        sampled()
+        sampled_rows()
     print(happened)
 
 

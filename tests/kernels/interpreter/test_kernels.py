@@ -53,6 +53,7 @@ TILES_IN_REGISTERS = {
     "router_products_kernel",
     "select_keys_kernel",
     "select_logits_kernel",
+    "select_shared_keys_kernel",
     "stream_products_kernel",
 }
 

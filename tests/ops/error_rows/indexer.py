@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
-from tests.helpers import i32
+from tests.helpers import i32, i64
 from tests.ops.error_rows.cache import ALLOCATE_PLAIN, Entry, cache_rows, layout_rows
 from tests.ops.error_rows.rope import TABLE, float_rows
 from tests.ops.error_rows.sparse import flag_rows
@@ -17,6 +17,10 @@ QUERY = {
     "weights": Valid(torch.ones(5, 2), "[num_tokens, num_heads]"),
 }
 LENS = Valid(i32([1, 2, 0, 1, 1]), "[num_tokens]")
+IN_ROWS = {
+    "lens": LENS._replace(any_rank=True),
+    "positions": Valid(i64([7, 8, 5, 6, 3]), "[num_tokens]", any_rank=True),
+}
 SCHEDULE = Valid(i32([[0, 0], [2, 1], [5, 0]]), "[num_sms + 1, 2]")
 OWN |= {
     "indexer_quantize_q": {
@@ -28,7 +32,12 @@ OWN |= {
             "torch.bfloat16 or torch.float32",
         ),
     },
-    "indexer_logits": {**QUERY, "k_cache": INDEXER, "lens": LENS, "schedule": SCHEDULE},
+    "indexer_logits": {
+        **QUERY,
+        "k_cache": INDEXER,
+        "lens": IN_ROWS["lens"],
+        "schedule": SCHEDULE,
+    },
     "indexer_logits_ragged": {
         **QUERY,
         "k": Valid(torch.ones(4, 128, dtype=torch.uint8), "[num_k, 128]"),
@@ -37,7 +46,12 @@ OWN |= {
         "row_stop": Valid(i32([1, 1, 2, 3, 4]), "[num_tokens]"),
     },
     "indexer_topk": {"logits": Valid(torch.ones(5, 4), "[num_tokens, num_rows]"), "lens": LENS},
-    "indexer_select": {**QUERY, "k_cache": INDEXER, "schedule": SCHEDULE},
+    "indexer_select": {
+        **QUERY,
+        "k_cache": INDEXER,
+        "positions": IN_ROWS["positions"],
+        "schedule": SCHEDULE,
+    },
 }
 COUNTS |= {"num_heads": "the heads of the queries", "num_k": "the gathered keys"}
 
@@ -170,6 +184,50 @@ def plain_rows() -> Iterator[Entry]:
     )
 
 
+def in_rows(name: str) -> Iterator[Entry]:
+    """Errors of an argument that may be [num_reqs, next_n] too."""
+    value = IN_ROWS[name].value
+    six = torch.cat((value, value[:1])).view(3, 2)
+    queries = {"q": Q[[0, 1, 2, 3, 4, 4]], "weights": torch.ones(6, 2)}
+    requests = {"req_indices": i32([0, 0, 1, 1, 2, 2])}
+    yield from (
+        (
+            f"{name} of rank 3",
+            {name: value[None, None]},
+            ValueError,
+            f"{name} must have shape [num_tokens], got [1, 1, 5]. Pass a tensor of 1 dimension.",
+        ),
+        (
+            f"one number as {name}",
+            {name: value[0]},
+            ValueError,
+            f"{name} must have shape [num_tokens], got []. Pass a tensor of 1 dimension.",
+        ),
+        (
+            f"rows of {name} for other tokens",
+            {name: six},
+            ValueError,
+            f"{name} must have shape [num_reqs, next_n] of num_tokens = 5 entries as in q, "
+            "got [3, 2]. Pass one per token.",
+        ),
+        (
+            f"a row of {name} for another number of requests",
+            {name: value[None]},
+            ValueError,
+            f"block_table must have shape [num_reqs, max_blocks] with num_reqs = 1 as in {name}, "
+            "got [3, 2]. Make them agree: num_reqs counts the requests of the batch, padding "
+            "requests included.",
+        ),
+        (
+            f"rows of {name} and a schedule of tokens",
+            {name: six, **queries, **requests},
+            ValueError,
+            f"schedule must be None with {name} [num_reqs, next_n], got a tensor. "
+            "It is of tokens: flatten both.",
+        ),
+    )
+
+
 PAGED: list[Entry] = [
     BYTES,
     *cache_rows(IndexerLayout, MainLayout),
@@ -182,7 +240,7 @@ INDEXER_TABLE: dict[str, list[Entry]] = {
         odd(130),
         *(row for row in float_rows("softmax_scale", 0) if row[1]["softmax_scale"] is not None),
     ],
-    "indexer_logits": PAGED,
+    "indexer_logits": [*PAGED, *in_rows("lens")],
     "indexer_logits_ragged": [
         BYTES,
         (
@@ -201,5 +259,5 @@ INDEXER_TABLE: dict[str, list[Entry]] = {
             "logits must be torch.float32, got torch.bfloat16. Cast it with .to(torch.float32).",
         ),
     ],
-    "indexer_select": [*PAGED, *flag_rows("slots")],
+    "indexer_select": [*PAGED, *flag_rows("slots"), *in_rows("positions")],
 }

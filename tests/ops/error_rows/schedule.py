@@ -15,6 +15,9 @@ OWN |= {
         "cp_rank": Valid(i32([1]), "[1]"),
     },
     "flash_mla_metadata": {"swa_lens": LENS, "extra_lens": LENS},
+    "paged_mqa_logits_metadata": {
+        "seq_lens": Valid(i32([9, 7, 4]), "[num_reqs]", any_rank=True),
+    },
 }
 NUMBERS |= {"num_sms": 132, "num_sm_parts": 66, "swa_width": 128, "extra_width": 512}
 
@@ -49,6 +52,24 @@ SCHEDULE_TABLE: dict[str, list[Entry]] = {
     ],
     "paged_mqa_logits_metadata": [
         *divisor_rows(),
+        (
+            "lengths of rank 3",
+            {"seq_lens": torch.zeros(2, 2, 2, dtype=torch.int32)},
+            ValueError,
+            "seq_lens must have shape [num_reqs], got [2, 2, 2]. Pass a tensor of 1 dimension.",
+        ),
+        (
+            "one length",
+            {"seq_lens": torch.zeros((), dtype=torch.int32)},
+            ValueError,
+            "seq_lens must have shape [num_reqs], got []. Pass a tensor of 1 dimension.",
+        ),
+        (
+            "too many rows of lengths",
+            {"seq_lens": torch.zeros(16384, 2, dtype=torch.int32)},
+            ValueError,
+            "num_reqs must be at most 16383, got 16384. Split the batch.",
+        ),
         (
             "too many rows",
             {"seq_lens": torch.zeros(16384, dtype=torch.int32)},
