@@ -35,10 +35,12 @@ class Conversation:
     Args:
         rows: Requests.
         rng: Of new tokens.
+        pad: The id of padding; no request says it, but the model may.
         sizes: Of the cache.
     """
 
-    def __init__(self, rows, rng, **sizes):
+    def __init__(self, rows, rng, pad=PAD, **sizes):
+        self.pad = pad
         self.rng, self.cache = rng, new_cache(max_batch_size=rows, max_cache_len=400, **sizes)
         self.ids = torch.zeros(rows, 0, dtype=torch.int64)
         self.mask = torch.zeros(rows, 0, dtype=torch.int64)
@@ -47,18 +49,19 @@ class Conversation:
     def say(self, counts, padding=0):
         """New tokens behind what is there, padded on the left to one length and more."""
         width = max(counts) + padding
-        ids = torch.full((len(counts), width), PAD)
+        ids = torch.full((len(counts), width), self.pad)
         for row, count in enumerate(counts):
-            words = [self.rng.randrange(256) for _ in range(count)]
+            words = [self.rng.choice(range(256)) for _ in range(count)]
+            words = [word + (word == self.pad) for word in words]
             ids[row, width - count :] = torch.tensor(words)
         self.ids = torch.cat([self.ids, ids], 1)
-        self.mask = torch.cat([self.mask, (ids != PAD).long()], 1)
+        self.mask = torch.cat([self.mask, (ids != self.pad).long()], 1)
 
     def pad_anew(self):
         """All padding to the left, as a tokenizer pads the text of a conversation."""
         real = [row[there > 0] for row, there in zip(self.ids, self.mask, strict=True)]
         width = max(map(len, real))
-        self.ids = torch.full((len(real), width), PAD)
+        self.ids = torch.full((len(real), width), self.pad)
         self.mask = torch.zeros_like(self.ids)  # the model says PAD itself at times
         for row, tokens in enumerate(real):
             self.ids[row, width - len(tokens) :] = tokens
@@ -68,7 +71,7 @@ class Conversation:
         """Generate, check the logits of every token, and keep the answers."""
         begin = self.ids.shape[1]
         given = {"input_ids": self.ids, "attention_mask": self.mask, **RECORD, **given}
-        given |= {"eos_token_id": eos, "pad_token_id": PAD, "max_new_tokens": NEW}
+        given |= {"eos_token_id": eos, "pad_token_id": self.pad, "max_new_tokens": NEW}
         out = reference().generate(cache=self.cache, **given)
         answers = out.sequences[:, -len(out.logits) :]
         ended = answers == (-1 if eos is None else eos)
@@ -126,9 +129,12 @@ def test_random_conversations(seed):
         for _ in range(3):
             longest = rng.choice([4, 20, 60])
             turns.say([rng.randint(1, longest) for _ in range(rows)], rng.choice([0, 3]))
+            given = {"prefill_chunk_size": rng.choice([None, 9, 50])}
             if rng.random() < 0.5:
                 turns.pad_anew()
-            answers = turns.answer(eos, prefill_chunk_size=rng.choice([None, 9, 50]))
+            elif rng.random() < 0.5:
+                given["attention_mask"] = None
+            answers = turns.answer(eos, **given)
             eos = int(rng.choice(answers[:, :3].flatten().tolist()))
 
 
@@ -154,6 +160,88 @@ def test_random_masks(seed):
                 want = stock()(torch.tensor([words])).logits[0]
                 torch.testing.assert_close(torch.cat(found), want, rtol=0, atol=CLOSE)
         assert cache.seq_lens.tolist() == [len(words) for words in texts]
+
+
+def said_by_the_model(*counts, seed=8):
+    """An id that the model says in its first answer, and nobody else."""
+    turns = Conversation(len(counts), Random(seed))
+    turns.say(counts)
+    answers = turns.answer()
+    return next(
+        int(one) for one in answers[:, :-1].flatten() if not (turns.ids == one)[:, :-NEW].any()
+    )
+
+
+@pytest.mark.parametrize("counts", [(9,), (9, 9), (9, 4)], ids=str)
+def test_a_text_that_holds_the_pad_id_goes_on_without_a_mask(counts):
+    """Tokens that the cache stores are no padding, wherever padding is besides."""
+    pad = said_by_the_model(*counts)
+    turns = Conversation(len(counts), Random(8), pad=pad)
+    turns.say(counts)
+    turns.answer(attention_mask=None)
+    assert ((turns.ids == pad) & (turns.mask > 0)).any()
+    for new in (3, 5), (4, 1):
+        turns.say(new[: len(counts)], padding=1 if len(counts) > 1 else 0)
+        turns.answer(attention_mask=None)
+
+
+def test_a_text_that_ended_early_and_holds_the_pad_id_goes_on_without_a_mask():
+    pad = said_by_the_model(9, 9)
+    turns = Conversation(2, Random(8), pad=pad)
+    turns.say([9, 9])
+    answers = Conversation.answer(turns)
+    eos = next(int(one) for one in answers[0, 1:-1] if int(one) != pad)
+    turns = Conversation(2, Random(8), pad=pad)
+    turns.say([9, 9])
+    turns.answer(eos, attention_mask=None)
+    assert turns.ended_early
+    for new in (3, 6), (8, 2):
+        turns.say(new)
+        turns.answer(eos, attention_mask=None)
+
+
+def test_a_prompt_that_holds_the_pad_id():
+    """Hugging Face takes it for padding there, and it stays padding."""
+    turns = Conversation(1, Random(9))
+    turns.say([9])
+    turns.ids[0, 4] = PAD
+    turns.mask[0, 4] = 0
+    turns.answer(attention_mask=None)
+    turns.say([3])
+    turns.answer(attention_mask=None)
+
+
+def test_a_prompt_in_a_cache_that_holds_the_pad_id():
+    """Prompt caching: a call of the model stores all of it."""
+    turns = Conversation(2, Random(10))
+    turns.say([9, 9])
+    turns.ids[0, 4] = turns.ids[1, 8] = PAD
+    reference()(turns.ids, cache=turns.cache)
+    turns.say([3, 3])
+    turns.answer(attention_mask=None)
+
+
+def test_what_may_be_padding_is_refused_without_a_mask():
+    message = (
+        "generate: attention_mask must be given where prompts hold pad_token_id and the cache has "
+        "another text, got None. Pass 1 for every token, those of the cache included, and 0 for "
+        "padding."
+    )
+    turns = Conversation(2, Random(11))
+    turns.say([9, 4])
+    reference()(turns.ids, attention_mask=turns.mask, cache=turns.cache)
+    turns.say([3, 3])
+    lens = turns.cache.seq_lens.clone()
+    with pytest.raises(ValueError, match="attention_mask must be given") as raised:
+        turns.answer(attention_mask=None)
+    assert str(raised.value) == message
+    assert torch.equal(turns.cache.seq_lens, lens)
+    turns.answer()
+    turns.say([2, 5])
+    turns.pad_anew()
+    with pytest.raises(ValueError, match="attention_mask must be given"):
+        turns.answer(attention_mask=None)
+    turns.answer()
 
 
 def test_prompts_longer_than_a_chunk_are_cut():

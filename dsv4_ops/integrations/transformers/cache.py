@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,21 @@ __all__ = ["OutOfBlocks", "PagedCache"]
 
 DEFAULT_CHUNK = 2048
 """Default ``max_chunk``: the rings of window keys grow with it."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the last call of ``generate`` read and wrote.
+
+    Attributes:
+        ids: Tokens and padding, [batch, columns].
+        mask: 0 for padding, [batch, columns].
+        seq_lens: Lengths of the cache's rows after it, [batch].
+    """
+
+    ids: Tensor
+    mask: Tensor
+    seq_lens: Tensor
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
@@ -125,6 +141,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             )
         self._pool = BlockPool(max_batch_size, blocks, self.blocks_per_row)
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
+        self.text: Text | None = None
         lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
         self.written = torch.zeros_like(lens)  # furthest end of each row so far
         drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
@@ -250,6 +267,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             raise refusal(RuntimeError, "raise_if_dropped", "the cache", rule, found, advice)
 
     def _forget(self, row: int) -> None:
+        self.text = None
         self.seq_lens[row] = 0
         self.written[row] = 0
 
@@ -360,6 +378,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     def reset(self) -> None:
         """Drop all tokens; requests keep their rows and blocks."""
+        self.text = None
         self.seq_lens.zero_()
         self.written.zero_()
 

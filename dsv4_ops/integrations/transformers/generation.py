@@ -23,6 +23,8 @@ from dsv4_ops.integrations.transformers.prompts import (
     MASK,
     check_prompts,
     first_column,
+    inferred_mask,
+    remember,
     setting,
     whole_mask,
 )
@@ -40,6 +42,7 @@ class _Call:
     caches: list[PagedCache] = field(default_factory=list)
     ended: Tensor | None = None
     padded: Tensor | None = None  # rows whose last token is padding: they had ended before it
+    mask: Tensor | None = None  # of the prompts
     num_drafts: int = 0
 
     def step(self, ended: Tensor) -> None:
@@ -84,9 +87,26 @@ def generate(before: Method) -> Method:
             _CALL.reset(token)
         for cache in call.caches:
             cache.raise_if_dropped()
+            if call.mask is not None:
+                remember(cache, out if isinstance(out, Tensor) else out.sequences, call.mask)
         return out
 
     return run
+
+
+def mask_of_prompts(before: Method) -> Method:
+    """``_prepare_attention_mask_for_generation``: tokens that the cache stores are not padding."""
+
+    def prepare(
+        self: Any, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Any:
+        inferred = before(self, inputs_tensor, generation_config, model_kwargs)
+        cache = model_kwargs.get(cache_argument())
+        if not isinstance(cache, PagedCache) or inputs_tensor.dim() != 2:
+            return inferred
+        return inferred_mask(inferred, inputs_tensor, cache)
+
+    return prepare
 
 
 def prepare_cache(before: Method) -> Method:
@@ -138,6 +158,10 @@ def prepare_cache(before: Method) -> Method:
                 _reserve_rows(cache, rows, max_cache_length, looked_up)
         if call is not None and isinstance(cache, PagedCache):
             call.caches.append(cache)
+            columns = getattr(generation_config, "_mask_length", 0)
+            call.mask = model_kwargs.get(MASK)
+            if call.mask is None and columns:
+                call.mask = torch.ones(rows, columns, dtype=torch.int64, device=cache.device)
         return found
 
     return prepare
@@ -286,6 +310,7 @@ def masks(before: Method) -> Method:
 
 HOOKS = {
     "generate": generate,
+    "_prepare_attention_mask_for_generation": mask_of_prompts,
     "_prepare_cache_for_generation": prepare_cache,
     "_get_stopping_criteria": stopping_criteria,
     "_prefill": prefill,

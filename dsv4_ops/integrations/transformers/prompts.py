@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.integrations.transformers.cache import PagedCache
+from dsv4_ops.integrations.transformers.cache import PagedCache, Text
 from dsv4_ops.integrations.transformers.padded import matrix, shown
 
 CACHES = (None, "static", "hybrid")
@@ -63,6 +63,44 @@ def whole_mask(
         if len(set(cache.seq_lens[: inputs.shape[0]].tolist())) > 1:
             model_kwargs[MASK] = mask
     return mask
+
+
+def remember(cache: PagedCache, ids: Tensor, mask: Tensor) -> None:
+    """Keep the text that ``generate`` returned, of prompts with this mask, for its next turn."""
+    stored = cache.seq_lens[: ids.shape[0]].to(mask.device)
+    answers, count = stored - mask.sum(1), ids.shape[1] - mask.shape[1]
+    cache.text = None
+    if int(answers.max()) == count - 1:  # or the prompts were a part of the text
+        # the last token of an answer is not stored; padding follows answers that ended before
+        column = torch.arange(count, device=mask.device)
+        there = (column < answers[:, None]) | (answers[:, None] == count - 1)
+        whole = torch.cat([mask, there.to(mask.dtype)], 1)
+        cache.text = Text(ids, whole.to(ids.device), stored.to(ids.device))
+
+
+def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
+    """The mask of prompts that came without one; raise if it is not known which ids are padding.
+
+    Hugging Face infers it from ``pad_token_id``, which a text may hold too: a token that the cache
+    stores is not padding.
+    """
+    batch, length = ids.shape
+    stored, text = cache.seq_lens[:batch].to(ids.device), cache.text
+    if len(stored) < batch or not bool(stored.any()):
+        return inferred
+    if text is not None and torch.equal(text.seq_lens, stored):
+        columns = text.ids.shape[1]
+        if torch.equal(text.ids, ids[:, :columns]):
+            return torch.cat([text.mask, inferred[:, columns:]], 1)
+    if bool(inferred.all()):
+        return inferred
+    longest = int(stored.max())
+    if text is None and bool((stored == longest).all()) and bool(inferred[:, 0].all()):
+        known = torch.arange(length, device=ids.device) < longest
+        return torch.where(known, torch.ones_like(inferred), inferred)
+    rule = "be given where prompts hold pad_token_id and the cache has another text"
+    advice = "Pass 1 for every token, those of the cache included, and 0 for padding"
+    raise refusal(ValueError, _OP, MASK, rule, None, advice)
 
 
 def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
