@@ -107,7 +107,7 @@ def attend_absorbed(
 ) -> Tensor:
     """Attend to the cache's latent rows; ``q`` are the rotated queries of the decode tokens."""
     nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
-    absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t), spec.ranks
+    absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t, weights.q_scale), spec.ranks
     if ranks is not None and ranks.shards_heads:
         absorbed = cp_gather_heads(absorbed, ranks.group, via=ranks.gathers_via)
     rows = (step.decode_lens, step.decode_req_indices, step.block_table, step.decode_start_loc)
@@ -115,6 +115,7 @@ def attend_absorbed(
         absorbed,
         cache.kv,
         *rows,
+        q_scale=weights.q_scale,
         kv_scale=cache.scale,
         softmax_scale=spec.softmax_scale,
         block_size=spec.block_size,
@@ -125,7 +126,7 @@ def attend_absorbed(
     )
     if ranks is not None and ranks.shards_heads:
         attended = MlaAttention(*cp_combine(*attended, ranks.group, via=ranks.via))
-    up = mla_v_up(attended.out, weights.w_uv)
+    up = mla_v_up(attended.out.to(spec.dtype), weights.w_uv)  # that of codes is bfloat16
     if ranks is None or ranks.shards_heads:
         return up
     # values are a quarter of the latents: sent once they are expanded
@@ -206,6 +207,10 @@ def _check(
     checks.tensor("weights.cos_sin_cache", table, torch.float32, "num_positions", rope)
     checks.tensor("weights.w_uk_t", weights.w_uk_t, spec.dtype, heads, nope, rank)
     checks.tensor("weights.w_uv", weights.w_uv, spec.dtype, heads, rank, value)
+    if spec.query is None:
+        checks.without("weights.q_scale", weights.q_scale, None, "query None")
+    else:
+        checks.tensor("weights.q_scale", weights.q_scale, torch.float32, 1)
     if step.prefill_start_loc is not None:
         w_kv_b = cast(Tensor, weights.w_kv_b)
         checks.tensor("weights.w_kv_b", w_kv_b, spec.dtype, heads * (nope + value), rank)

@@ -29,6 +29,9 @@ CONTEXTS = ("absorbed", "chunked")
 """How tokens of a prefill attend: to latent rows with absorbed queries, as decodes do, or to
 expanded keys and values, those of the context chunk by chunk."""
 
+FP8_QUERY = "fp8"
+"""Absorbed queries as codes."""
+
 _DIMS = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 _SIZES = (*_DIMS, "block_size", "next_n", "max_decode_tokens", "workspace_rows")
 
@@ -49,6 +52,8 @@ class MlaSpec:
         block_size: Rows per block of the cache.
         layout: Layout tag of the cache: "plain", "mla_fp8" or "mla_ds_fp8".
         dtype: Dtype of queries, latents and plain caches, bfloat16 or float32.
+        query: Absorbed queries: None in ``dtype``; "fp8", for the layout "mla_fp8", as e4m3 codes
+            over one scale, ``MlaWeights.q_scale``. Expanded queries stay in ``dtype``.
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
         context: "absorbed" or "chunked"; see ``break_even``.
         max_decode_tokens: "chunked": rows that decodes may take; decode tokens beyond are
@@ -73,6 +78,7 @@ class MlaSpec:
     block_size: int = 64
     layout: str = PlainLayout.tag
     dtype: torch.dtype = torch.bfloat16
+    query: str | None = None
     next_n: int = 1
     context: str = "absorbed"
     max_decode_tokens: int = 1
@@ -112,18 +118,26 @@ class MlaSpec:
                 f"{self.layout!r} with {self.width}",
             )
             raise refusal(NotImplementedError, "MlaSpec", "layout", rule, found, "Pass 'plain'")
+        if self.query is not None:
+            checks.one_of("query", self.query, FP8_QUERY, belongs_to="queries shall be, or None")
+            if self.layout != MlaFp8Layout.tag:
+                rule, found = f"be None with layout {self.layout!r}", repr(self.query)
+                advice = "Codes meet the codes of 'mla_fp8'"
+                raise refusal(NotImplementedError, "MlaSpec", "query", rule, found, advice)
         self.check_impl("MlaSpec", 1)
         if self.block_size % self.cp_interleave:
             rule, advice = "divide block_size", "Pass a power of two"
             found = f"{self.cp_interleave} of blocks of {self.block_size} rows"
             raise refusal(ValueError, "MlaSpec", "parallel.interleave", rule, found, advice)
 
-    def check_impl(self, op: str, num_tokens: int) -> None:
-        """Raise an error of ``op`` if ``impl`` does not take decodes of ``num_tokens`` tokens, or
-        prefills that expand contexts."""
+    def check_impl(self, op: str, num_tokens: int, impl: str | None = None) -> None:
+        """Raise an error of ``op`` if ``impl``, by default the spec's own, does not take decodes of
+        ``num_tokens`` tokens, or prefills that expand contexts."""
+        impl = self.impl if impl is None else impl
         heads = self.num_heads * (1 if self.ranks is None else self.ranks.head_parts)
+        dtype = self.dtype if self.query is None else torch.float8_e4m3fn
         decode = {
-            "q": Sizes((num_tokens, heads, self.width), self.dtype),
+            "q": Sizes((num_tokens, heads, self.width), dtype),
             "layout": self.layout,
             "block_size": self.block_size,
             "kv_lora_rank": self.kv_lora_rank,
@@ -131,12 +145,13 @@ class MlaSpec:
             "num_splits": 0,
             "batch_invariant": self.batch_invariant,
         }
-        check_limit("mla_decode", DECODE_PROVIDERS, self.decode_impl, decode, op)
+        check_limit("mla_decode", DECODE_PROVIDERS, impl_for(DECODE_PROVIDERS, impl), decode, op)
         if self.context == "chunked":
             nope, value = self.qk_nope_head_dim, self.v_head_dim
             widths = {"q": nope + self.qk_rope_head_dim, "k_nope": nope, "v": value}
             prefill = {name: Sizes((1, 1, width), self.dtype) for name, width in widths.items()}
-            check_limit("mla_prefill", PREFILL_PROVIDERS, self.prefill_impl, prefill, op)
+            chosen = impl_for(PREFILL_PROVIDERS, impl)
+            check_limit("mla_prefill", PREFILL_PROVIDERS, chosen, prefill, op)
 
     @property
     def decode_impl(self) -> str:

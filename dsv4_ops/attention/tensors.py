@@ -137,12 +137,15 @@ class MlaWeights:
         w_uv: Values' part, [num_heads, kv_lora_rank, v_head_dim].
         w_kv_b: ``kv_b_proj.weight`` itself, [num_heads * (qk_nope_head_dim + v_head_dim),
             kv_lora_rank], for chunked contexts.
+        q_scale: Query "fp8": what codes of absorbed queries are multiplied by, [1], float32. Values
+            above 448 times it saturate.
     """
 
     cos_sin_cache: Tensor
     w_uk_t: Tensor
     w_uv: Tensor
     w_kv_b: Tensor | None = None
+    q_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dsv4_ops.attention import (
     mla_step_of_tokens,
 )
 from dsv4_ops.core.types import TokenMap
-from dsv4_ops.ops.mla import split_kv_b_proj
+from dsv4_ops.ops.mla import mla_insert_kv, split_kv_b_proj
 from tests.helpers import i32
 
 F32, F64 = torch.float32, torch.float64
@@ -218,6 +218,63 @@ def test_half_precision_and_codes_are_near(layout, near, changed):
     errors, want = run(spec, 5)
     error = errors.square().mean().sqrt() / want.square().mean().sqrt()
     assert near / 10 < error < near
+
+
+def test_errors_of_codes_at_v3_sizes():
+    """The last 16 of 1024 positions, 16 of V3's heads, a largest weight of 0.4 on average; relative
+    to attention in float64, as docs/transformers.md says."""
+    heads, length, count, nope, value = 16, 1024, 16, 128, 128
+    made = torch.Generator().manual_seed(0)
+
+    def rows(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=made) * scale).bfloat16()
+
+    kv_c, k_pe, q = rows(length, 512), rows(length, 64), rows(count, heads, nope + 64, scale=2.0)
+    weight = rows(heads * (nope + value), 512, scale=512**-0.5)
+    halves = split_kv_b_proj(weight, num_heads=heads, qk_nope_head_dim=nope, v_head_dim=value)
+    expanded = (kv_c.to(F64) @ weight.to(F64).T).unflatten(-1, (heads, -1))
+    shared = k_pe.to(F64)[:, None].expand(-1, heads, -1)
+    logits = torch.einsum("qhd,khd->hqk", q.to(F64), torch.cat((expanded[..., :nope], shared), -1))
+    future = torch.arange(length)[None] > torch.arange(length - count, length)[:, None]
+    scaled = logits * MlaSpec.deepseek_v3().softmax_scale
+    p = scaled.masked_fill(future, -torch.inf).softmax(-1)
+    want = torch.einsum("hqk,khd->qhd", p, expanded[..., nope:]).flatten(1)
+    assert 0.35 < float(p.amax(-1).mean()) < 0.45
+    table = torch.tensor([1.0] * 32 + [0.0] * 32).repeat(length, 1)  # no angle
+    found = {}
+    for layout, query in (("plain", None), ("mla_fp8", None), ("mla_fp8", "fp8")):
+        spec = MlaSpec.deepseek_v3(num_heads=heads, layout=layout, query=query)
+        cache, all_rows = MlaCache.allocate(spec, 16), torch.arange(length)
+        sizes = {"block_size": 64, "layout": layout}
+        mla_insert_kv(kv_c, k_pe, cache.kv, all_rows, cache.scale, **sizes)
+        table_of_blocks = torch.arange(16, dtype=torch.int32)[None]
+        batch = (i32([0, count]), i32([length]), table_of_blocks)
+        step = build_mla_step(spec, *batch, num_tokens=count)
+        weights = MlaWeights(table, *halves, q_scale=None if query is None else torch.ones(1))
+        inputs = MlaInputs(q, kv_c[-count:], k_pe[-count:])
+        error = mla_layer(spec, inputs, weights, cache, step).to(F64) - want
+        found[layout, query] = float(error.square().mean().sqrt() / want.square().mean().sqrt())
+    stated = {("plain", None): 0.004, ("mla_fp8", None): 0.06, ("mla_fp8", "fp8"): 0.08}
+    for case, error in stated.items():
+        assert abs(found[case] - error) < error / 8, found
+
+
+def test_a_scale_of_queries_goes_with_codes():
+    batch = (i32([0, 1]), i32([1]), i32([[0]]))
+    inputs = MlaInputs(torch.ones(1, HEADS, 8), torch.ones(1, RANK), torch.ones(1, ROPE))
+    halves = torch.ones(HEADS, NOPE, RANK), torch.ones(HEADS, RANK, VALUE)
+    for layout, query, scale, message in (
+        ("mla_fp8", "fp8", None, "weights.q_scale must be a tensor, got NoneType"),
+        ("mla_fp8", "fp8", torch.ones(2), r"weights.q_scale must have shape \[1\], got \[2\]"),
+        ("mla_fp8", None, torch.ones(1), "weights.q_scale must be None with query None"),
+    ):
+        spec = dataclasses.replace(SPEC, layout=layout, query=query)
+        cache = MlaCache.allocate(spec, 1)
+        step = build_mla_step(spec, *batch, num_tokens=1)
+        weights = MlaWeights(torch.ones(8, ROPE), *halves, q_scale=scale)
+        with pytest.raises((ValueError, TypeError), match=f"^mla_layer: {message}"):
+            mla_layer(spec, inputs, weights, cache, step)
+        assert not cache.kv.any()
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ STEPS = ([7, 5, 0], [1, 3, 6], [4, 1, 1])
 DENSE: dict[str, tuple[Any, ...]] = {
     "dtype": (BF16, F32, torch.float16),
     "layout": tuple(SIZES),
+    "query": (None, "fp8", "int8"),
     "context": ("absorbed", "chunked"),
     "chunk_plan": ("packed", "equal"),
     "next_n": (1, 3),
@@ -188,7 +189,9 @@ class Dense:
             starts = torch.tensor([0, *(counts[each] for each in order)]).cumsum(0).int()
             step = build_mla_step(spec, starts, i32(ends), table[order], num_tokens=sum(counts))
             inputs = MlaInputs(*(torch.cat(each) for each in zip(*parts, strict=True)))
-            out = mla_layer(spec, inputs, self.weights, cache, step).to(F64)
+            scale = None if spec.query is None else torch.full((1,), 2.0**-4)
+            weights = replace(self.weights, q_scale=scale)
+            out = mla_layer(spec, inputs, weights, cache, step).to(F64)
             for each, end, found in zip(
                 order, ends, out.split(starts.diff().tolist()), strict=True
             ):
@@ -200,7 +203,7 @@ class Dense:
 
 
 BUDGETS = {("plain", F32): 2e-6, ("plain", BF16): 0.012}
-"""Of codes 0.06, as spec/mla.md has it for V3's sizes."""
+"""Of codes 0.06, of queries in codes too 0.09; ``test_mla_layers.py`` has V3's sizes."""
 
 
 def test_every_dense_layer_is_right_or_refused() -> None:
@@ -224,12 +227,14 @@ def test_every_dense_layer_is_right_or_refused() -> None:
             outcomes[refused_by(refused, "mla_layer")] += 1
             assert torch.equal(*before, *bytes_of([cache.kv])), chosen
             continue
-        budget = BUDGETS.get((spec.layout, spec.dtype), 0.06)
+        budget = BUDGETS.get((spec.layout, spec.dtype), 0.06 if spec.query is None else 0.09)
         assert budget / 40 < error < budget, (chosen, error)
         outcomes["right"] += 1
     each = 2 * 2 * 2 * 2  # contexts, plans, next_n, batch_invariant
-    assert outcomes["right"] == 2 * 3 * each * 2, outcomes  # dtypes, layouts, auto and reference
-    assert set(outcomes) == {"right", "MlaSpec dtype", "MlaSpec impl", "mla_layer impl"}
+    # dtypes; layouts, one of them with queries in codes too; auto and reference
+    assert outcomes["right"] == 2 * (3 + 1) * each * 2, outcomes
+    refused = {"MlaSpec dtype", "MlaSpec impl", "MlaSpec query", "mla_layer impl"}
+    assert set(outcomes) == {"right", *refused}
 
 
 @pytest.mark.parametrize(
@@ -274,6 +279,11 @@ def test_every_dense_layer_is_right_or_refused() -> None:
             "impl must be 'auto', 'triton' or 'reference' with num_splits or batch_invariant, got "
             "'flash_mla'. FlashMLA decides itself what it splits.",
         ),
+        (
+            {"query": "fp8"},
+            "query must be None with layout 'plain', got 'fp8'. Codes meet the codes of 'mla_fp8'.",
+        ),
+        ({"query": "int8"}, "query must be 'fp8', got 'int8'."),
         ({"qk_rope_head_dim": 3}, "qk_rope_head_dim must be a multiple of a pair = 2, got 3."),
         ({"parallel": 2}, "parallel must be a ContextParallel or None, got int."),
     ],

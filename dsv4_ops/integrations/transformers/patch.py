@@ -38,6 +38,7 @@ def patch(
     batch_invariant: bool = False,
     plan: bool = True,
     parallel: ContextParallel | None = None,
+    query: str | None = None,
 ) -> Any:
     """Let a DeepSeek model of Hugging Face run from a ``PagedCache``.
 
@@ -90,6 +91,10 @@ def patch(
             ``sinks`` and ``o_a_proj`` ("colwise") and ``o_b_proj`` ("rowwise") of V4, and of its
             indexer ``q_b_proj`` and ``weights_proj`` ("colwise"). Such a V4 runs from a
             ``PagedCache`` only.
+        query: "fp8", of V3 and V2 with the kv "fp8": absorbed queries as e4m3 codes over one scale
+            a layer, the buffer ``dsv4_ops_q_scale`` of its attention, 1 until you fill it. It makes
+            results less exact and no step faster, but ranks gather half the bytes. None for queries
+            in bfloat16.
 
     Returns:
         ``model``.
@@ -116,8 +121,11 @@ def patch(
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("plan", plan)
     checks.one_of("impl", impl, *IMPLS, belongs_to="shall run")
+    if query is not None:
+        checks.one_of("query", query, "fp8", belongs_to="queries shall be, or None")
     chosen: dict[str, Any] = {"batch_invariant": batch_invariant, "impl": impl, "plan": plan}
-    spec = spec_of_config("patch", config, kv, precision, **chosen, parallel=parallel)
+    chosen |= {"parallel": parallel, "query": query}
+    spec = spec_of_config("patch", config, kv, precision, **chosen)
     _check_model(model, spec)
     spec = spec.of_model(model)
     quantized.check("patch", model)

@@ -137,6 +137,7 @@ class Execution(NamedTuple):
     impl: str = AUTO
     plan: bool = True
     parallel: ContextParallel | None = None
+    query: str | None = None
 
 
 def dtype_of(config: Any, default: torch.dtype) -> torch.dtype:

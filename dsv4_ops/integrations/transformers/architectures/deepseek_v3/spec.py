@@ -75,7 +75,7 @@ _LAYOUT_OF_KV = {
 }
 """Layout of the cache, and dtype that layers compute in."""
 
-_KEYS, _VALUES = "dsv4_ops_w_uk_t", "dsv4_ops_w_uv"
+_KEYS, _VALUES, _QUERY_SCALE = "dsv4_ops_w_uk_t", "dsv4_ops_w_uv", "dsv4_ops_q_scale"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class MlaModelSpec(ModelSpec):
     ) -> MlaModelSpec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
         Checks(op).one_of("kv", kv, *_LAYOUT_OF_KV, belongs_to="the cache shall hold")
-        _check_config(op, config, kv, execution.impl)
+        _check_config(op, config, kv, execution)
         rotary = rotary_of(op, config)
         layout, dtype = _LAYOUT_OF_KV[kv]
         layers = MlaSpec(
@@ -115,11 +115,13 @@ class MlaModelSpec(ModelSpec):
             kv_lora_rank=config.kv_lora_rank,
             layout=layout,
             dtype=dtype,
+            query=execution.query,
             batch_invariant=execution.batch_invariant,
-            impl=execution.impl,
             parallel=execution.parallel,
         )
-        replace(layers, context="chunked")  # as steps of prefills have it: refused here, or never
+        # as steps of prefills have it: refused here, or never
+        replace(layers, context="chunked").check_impl(op, 1, execution.impl)
+        layers = replace(layers, impl=execution.impl)
         model_dtype = dtype_of(config, dtype)
         interleaved = bool(getattr(config, "rope_interleave", True))
         kinds = ("mla",) * config.num_hidden_layers
@@ -265,11 +267,13 @@ class MlaModelSpec(ModelSpec):
         kv_c = module.kv_a_layernorm(kv_c)
         inputs = MlaInputs(*(each.to(spec.dtype) for each in (q, kv_c, k_pe)))
         expands = context.step.prefill_start_loc is not None
+        scale = None if spec.query is None else getattr(module, _QUERY_SCALE)
         weights = MlaWeights(
             context.rope,
             getattr(module, _KEYS),
             getattr(module, _VALUES),
             self._keys_and_values(module.kv_b_proj).to(spec.dtype) if expands else None,
+            None if scale is None else scale.to(torch.float32),  # a model may have been cast
         )
         attended = mla_layer(spec, inputs, weights, context.caches, context.step)
         out: Tensor = module.o_proj(attended.to(hidden.dtype))
@@ -326,10 +330,14 @@ class MlaModelSpec(ModelSpec):
     def prepare(self, model: Any) -> None:
         for _, attention in _attentions(model.model):
             self._split(attention)
+            if self.layers.query is not None:
+                one = torch.ones(1, device=attention.kv_b_proj.weight.device)
+                attention.register_buffer(_QUERY_SCALE, one, persistent=False)
 
     def restore(self, model: Any) -> None:
+        added = (_KEYS, _VALUES, SOURCE)
         for _, attention in _attentions(model.model):
-            for name in (_KEYS, _VALUES, SOURCE):
+            for name in added if self.layers.query is None else (*added, _QUERY_SCALE):
                 delattr(attention, name)
 
     def refresh(self, body: Any) -> None:
@@ -412,7 +420,7 @@ def _as_pairs(x: Tensor) -> Tensor:
     return pairs.flatten(-2)
 
 
-def _check_config(op: str, config: Any, kv: str, impl: str) -> None:
+def _check_config(op: str, config: Any, kv: str, execution: Execution) -> None:
     if config.num_key_value_heads != config.num_attention_heads:
         name, rule = "config.num_key_value_heads", f"be {config.num_attention_heads}, as heads are"
         found, advice = config.num_key_value_heads, "Latent attention has one key per head"
@@ -427,6 +435,10 @@ def _check_config(op: str, config: Any, kv: str, impl: str) -> None:
         rule = "be 'bf16' or 'fp32' unless kv_lora_rank + qk_rope_head_dim is a multiple of 16"
         found = f"{kv!r} with {width}"
         raise refusal(NotImplementedError, op, "kv", rule, found, "Pass another kv")
+    if execution.query is not None and kv != "fp8":
+        rule, found = f"be None with kv {kv!r}", repr(execution.query)
+        raise refusal(ValueError, op, "query", rule, found, "Pass kv='fp8', or leave it out")
+    impl = execution.impl
     if impl in LIBRARIES:
         rule, advice = "be 'auto', 'triton' or 'reference' for dense MLA", "Pass one of them"
         raise refusal(NotImplementedError, op, "impl", rule, repr(impl), advice)

@@ -100,7 +100,10 @@ class DeepseekV4Spec(RingSpec):
         cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution
     ) -> DeepseekV4Spec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
-        batch_invariant, impl, plan, parallel = execution
+        batch_invariant, impl, plan, parallel, query = execution
+        if query is not None:
+            rule, advice = "be None for DeepSeek-V4", "Its attention takes queries in bfloat16"
+            raise refusal(NotImplementedError, op, "query", rule, repr(query), advice)
         _check_layer_types(op, config)
         Checks(op).one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
         _check_sizes(op, config, kv)
