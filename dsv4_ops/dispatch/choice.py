@@ -140,7 +140,7 @@ def check_limit(
 ) -> None:
     """What was asked for takes such a call, whoever asked: the op checks it again where it runs, as
     the sizes of an exported program are not known before, and layers, ``asked_by``, before anything
-    is written. Of tensors ``Sizes`` are enough."""
+    is written. ``Sizes`` can stand in for tensors."""
     found = limit(op, impl, values, asking=True)
     if found is not None:
         others = [each for each in (AUTO, *providers) if each != impl]
@@ -290,7 +290,7 @@ def _dense_decode_limit(values: Values) -> Limit | None:
     if rank < LEAST_LATENT or rank & (rank - 1) != 0 or width <= rank:
         what = f"with rows of {width} values, of which {rank} are the latent"
         least = f"a latent of a power of two from {LEAST_LATENT} on"
-        return Limit(what, f"Our kernels take {least}, and rotated values behind it")
+        return Limit(what, f"Our kernels take {least}, followed by rotated values")
     if layout != PlainLayout.tag and q.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         what = f"with layout {layout!r} and {q.dtype} queries"
         return Limit(what, "Our kernels read codes for bfloat16 queries, or for codes")

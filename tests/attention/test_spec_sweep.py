@@ -260,7 +260,7 @@ def test_every_dense_layer_is_right_or_refused() -> None:
             {"kv_lora_rank": 12, "impl": "triton"},
             "impl must be 'auto', 'flash_mla' or 'reference' with rows of 16 values, of which 12 "
             "are the latent, got 'triton'. Our kernels take a latent of a power of two from 16 on, "
-            "and rotated values behind it.",
+            "followed by rotated values.",
         ),
         (
             {"context": "chunked", "impl": "triton", "v_head_dim": 129},

@@ -161,8 +161,8 @@ def test_weights_in_blocks_of_codes():
 
 def quantized_by_vllm(x):
     """``dynamic_per_batched_tensor_quant``: the scale and the products have the dtype of x."""
-    least, largest = x.aminmax()
-    scale = 448.0 / torch.maximum(least.abs(), largest.abs()).clamp(min=1e-10)
+    least, most = x.aminmax()
+    scale = 448.0 / torch.maximum(least.abs(), most.abs()).clamp(min=1e-10)
     codes = (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8).int(), scale.float().reciprocal()
 

@@ -73,7 +73,7 @@ def flash_mla_metadata_kernel(
                 starts = tl.cumsum(size, axis=0) - size
                 exists = index <= num_tokens
                 stop = tl.where(first + TOKENS > num_tokens, total + 1, tile_start + tile_size)
-                cuts_behind = tl.zeros((TOKENS,), tl.int32) + cuts
+                cuts_before = tl.zeros((TOKENS,), tl.int32) + cuts
                 reached = tl.minimum(end + share, total)
                 while (part < num_parts) & (reached < stop):
                     offset = tl.minimum(reached - tile_start, _LARGEST).to(tl.int32)
@@ -94,11 +94,11 @@ def flash_mla_metadata_kernel(
                     again = tl.where(begun & (next_token == token), shared + 1, 1)
                     shared = tl.where(inside, again, 0)
                     cuts += inside.to(tl.int32)
-                    cuts_behind += (inside & (starts > start)).to(tl.int32)
+                    cuts_before += (inside & (starts > start)).to(tl.int32)
                     token, block = next_token, next_block
                     reached = tl.minimum(end + share, total)
                     part += 1
-                tl.store(counts + index, index + cuts_behind, mask=exists)
+                tl.store(counts + index, index + cuts_before, mask=exists)
                 before = tl.max(starts, axis=0) - tile_size
                 tile_start += tile_size
             first += TOKENS
