@@ -391,6 +391,9 @@ def examples() -> dict[str, Call]:
         "indexer_select": _indexer(*selected, **chosen),
         "indexer_select, slots": _indexer(*selected, **chosen, slots=True),
         "indexer_select, top 1024": _indexer(*selected, **{**chosen, "topk": 1024, "slots": True}),
+        "indexer_logits, rows of 4 tokens": _indexer(
+            indexer, _tensor(2, 4), tokens, _tensor(2, 512), **logits
+        ),
         "indexer_select, rows of 2 tokens": _indexer(*_in_rows(indexer, 2), **chosen),
         "indexer_select, rows of 4 tokens": _indexer(*_in_rows(indexer, 4), **chosen, slots=True),
         "indexer_select, rows of 4, top 1024": _indexer(

@@ -390,7 +390,8 @@ def indexer_logits(
             128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
         lens: Rows that every token may see, [num_tokens], int32; ``flatten_decode`` gives them. Or
             [num_reqs, next_n], as ``mtp_seq_lens`` gives them, token j of row b being token b *
-            next_n + j: the same scores.
+            next_n + j: the same scores, but our kernel reads the keys of a request once for up to 4
+            tokens. The tokens of a row may be of several requests all the same.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],

@@ -49,6 +49,20 @@ def test_the_adapter_selects_what_the_reference_selects(topk, slots, deep_gemm):
     assert deep_gemm.calls == 1
 
 
+def test_the_adapter_scores_rows_of_tokens_one_by_one(deep_gemm):
+    """They may be of several requests, and then no row of pages serves all of them."""
+    queries, lens, rows = indexer_call(4)
+    settings = {"block_size": 64, "num_rows": 256}
+    upstream = ops.indexer_logits(*queries, lens.view(3, 3), *rows, **settings, impl="deep_gemm")
+    assert torch.equal(upstream, reference_logits(*queries, lens, *rows, **settings))
+    positions = lens.clamp(max=1000).long() * 4 - 1
+    settings = {"block_size": 64, "compress_ratio": 4, "topk": 60}
+    in_rows = (*queries, positions.view(3, 3), *rows)
+    upstream = ops.indexer_select(*in_rows, **settings, impl="deep_gemm")
+    assert torch.equal(upstream, reference_select(*queries, positions, *rows, **settings))
+    assert (deep_gemm.calls, deep_gemm.schedules) == (2, 2)
+
+
 def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
     """The stand-in refuses any other than that of the lengths that count; other executions ignore
     it."""

@@ -36,6 +36,7 @@ WRITTEN = {
     "gather_wanted_kernel": {"out"},
     "indexer_logits_kernel": {"out"},
     "indexer_logits_ragged_kernel": {"out"},
+    "indexer_logits_shared_kernel": {"out"},
     "insert_c4_step_kernel": {
         *("q_out", "codes", "weights_out", "swa_cache"),
         *("states", "k_cache", "indexer_states", "indexer_cache"),

@@ -150,6 +150,16 @@ def score_tile(
 
 
 @triton.jit
+def find_run(request, count, done, TOKENS: tl.constexpr):
+    """The request of the first token from ``done`` on that has candidates, and one past the last
+    token before another such request."""
+    lane = tl.arange(0, request.shape[0])
+    wanted = (lane >= done) & (count > 0)
+    own = pick(request, tl.min(tl.where(wanted, lane, TOKENS - 1)))
+    return own, tl.min(tl.where(wanted & (request != own), lane, TOKENS))
+
+
+@triton.jit
 def sortable(score):
     """int32 in the order of float32 scores: -0 is 0, and NaN is below every number."""
     bits = score.to(tl.int32, bitcast=True)

@@ -42,26 +42,13 @@ LOGITS_STEP, LOGITS_LEAST = 512, 2048
 
 STAGES = 3
 
-SHARED, SHARED_HEADS = 4, 256
-"""Most tokens that share the keys of a program, and most heads of them together, whose queries it
-holds in shared memory."""
-
-SHARED_PROGRAMS, SHARED_STEP = 264, 64
-"""Programs of them, two per SM, and keys that they score at a time."""
+SHARED_PROGRAMS = 264
+"""Programs where tokens share keys: two per SM."""
 
 
 def warps_for(capacity: int) -> int:
     """Warps that have 16 of the keys in every thread."""
     return min(max(capacity // 512, 4), 16)
-
-
-def sharing(positions: torch.Tensor, heads: int) -> int:
-    """Tokens that share keys: of a row of ``positions`` that has rows, all or an equal part."""
-    row = positions.shape[1] if positions.dim() == 2 else 1
-    if not isinstance(row, int):
-        return 1
-    most = min(SHARED, SHARED_HEADS // heads)
-    return next((count for count in range(most, 1, -1) if row % count == 0), 1)
 
 
 class _Scratch:
@@ -168,14 +155,14 @@ def indexer_select(
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
     most = (max_blocks * block_size + LEAST - 1) // LEAST
     sizes = indexer.tile(num_heads)
-    shared = sharing(positions, sizes["HEADS"])
+    shared = indexer.sharing(positions, sizes["HEADS"])
     scratch = _Scratch(launch, q, most, topk, shared)
     sizes |= scratch.sizes
     kernel, positions = select_keys_kernel, positions.reshape(-1)
     if shared > 1:
         kernel = select_shared_keys_kernel
         sizes |= {"TOKENS": shared, "LANES": triton.next_power_of_2(shared)}
-        sizes["STEP"] = min(sizes["STEP"], SHARED_STEP)
+        sizes["STEP"] = min(sizes["STEP"], indexer.SHARED_STEP)
     # no fewer rows of a product than its warps take, and capacity for two tiles
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     table = (block_table, block_table.stride(0), block_table.stride(1))

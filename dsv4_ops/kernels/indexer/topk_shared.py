@@ -14,6 +14,7 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.indexer.score_tile import (
     ABSENT_KEY,
     find_pages,
+    find_run,
     load_query,
     load_tile,
     load_weights,
@@ -28,16 +29,6 @@ from dsv4_ops.kernels.indexer.topk_merge import (
     partition,
     reduce_list,
 )
-
-
-@triton.jit
-def _find_run(request, count, done, TOKENS: tl.constexpr):
-    """The request of the first token from ``done`` on that has candidates, and one past the last
-    token before another such request."""
-    lane = tl.arange(0, request.shape[0])
-    wanted = (lane >= done) & (count > 0)
-    own = pick(request, tl.min(tl.where(wanted, lane, TOKENS - 1)))
-    return own, tl.min(tl.where(wanted & (request != own), lane, TOKENS))
 
 
 @triton.jit
@@ -87,7 +78,7 @@ def select_shared_keys_kernel(
         every = tl.minimum(every, tl.cast(max_blocks, tl.int64) * BLOCK_SIZE).to(tl.int32)
         done = 0
         while done < TOKENS:
-            own, end = _find_run(request, every, done, TOKENS)
+            own, end = find_run(request, every, done, TOKENS)
             counts = tl.where((member >= done) & (member < end), every, 0)
             count = tl.max(counts)
             parts, share, width, whole = partition(

@@ -274,10 +274,10 @@ def _logits_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", tensors, {**settings, "num_rows": num_rows})
 
 
-def _precise_logits(
-    q: Tensor, weights: Tensor, k_cache: Tensor, lens: Tensor, *rest: Tensor, **settings: Any
-) -> tuple[Exact]:
-    return (paged_scores(q, weights, k_cache, lens.reshape(-1), *rest, **settings).exact(),)
+def _precise_logits(*tensors: Tensor, **settings: Any) -> tuple[Exact]:
+    q, weights, k_cache, lens, requests, table = tensors
+    rows = (q, weights, k_cache, lens.reshape(-1), requests, table)
+    return (paged_scores(*rows, **settings).exact(),)
 
 
 indexer_logits = OpTesting(

@@ -22,7 +22,6 @@ from tests.kernels.interpreter.interpret_kernels import check, fuzz
 SMALL = {
     "PROGRAMS": 40,
     "SHARED_PROGRAMS": 40,
-    "SHARED_STEP": 16,
     "CAPACITY": 64,
     "MERGED": 64,
     "GROUPS": 3,
@@ -113,15 +112,25 @@ def check_rows(thorough: bool) -> None:
     for next_n, mixed in itertools.product((2, 3, 4) if thorough else (3, 4), (False, True)):
         for seed, sizes in enumerate(({"pages": 1}, {"pages": 6}, {"topk": 40})):
             if thorough or seed != next_n % 3:
-                check(
-                    "indexer_select",
-                    in_rows(long_selection(seed, next(kinds), **sizes), next_n, mixed),
-                )
+                case = in_rows(long_selection(seed, next(kinds), **sizes), next_n, mixed)
+                check("indexer_select", case)
+                check("indexer_logits", logits_of(case))
+
+
+def logits_of(case: Case) -> Case:
+    """The logits that a selection of every row goes by, but for the last few columns."""
+    q, weights, cache, positions, requests, table = case.tensors
+    sizes = {name: case.settings[name] for name in ("block_size", "layout")}
+    lens, num_rows = (positions + 1).to(torch.int32), 64 * table.shape[1] - 30
+    tensors = (q, weights, cache, lens, requests, table)
+    return Case(case.name, tensors, {**sizes, "num_rows": num_rows})
 
 
 def main(examples: int) -> None:
     vars(launchers).update(SMALL)
-    indexer.STEP = 16
+    indexer.STEP = indexer.SHARED_STEP = 16
+    for name in ("indexer_logits_kernel", "indexer_logits_shared_kernel"):
+        setattr(indexer, name, counted(name, getattr(indexer, name)))
     for name in ("select_shared_keys_kernel", "merge_groups_kernel", "merge_parts_kernel"):
         setattr(launchers, name, counted(name, getattr(launchers, name)))
     thorough = examples > 1
@@ -163,6 +172,12 @@ def main(examples: int) -> None:
     def sampled_rows(case: Case, next_n: int, mixed: bool) -> None:
         check("indexer_select", in_rows(case, next_n, mixed))
 
+    @bounded
+    @given(testing.strategy("indexer_logits"), st.integers(2, 5), st.booleans())
+    def sampled_logits(case: Case, next_n: int, mixed: bool) -> None:
+        check("indexer_logits", in_rows(case, next_n, mixed))
+
+    sampled_logits()
     for slots in (False, True):
         small["slots"] = slots
         sampled()

@@ -85,5 +85,6 @@ def test_parts_reductions_and_groups_choose_the_same_rows():
     script = Path(__file__).parent / "interpret_indexer.py"
     launched = "\n".join(forked.interpreted(script, "20" if NIGHTLY else "1"))
     assert "select_shared_keys_kernel" in launched
+    assert "indexer_logits_shared_kernel" in launched
     assert "merge_groups_kernel" in launched
     assert "merge_parts_kernel" in launched
