@@ -50,7 +50,7 @@ def test_the_adapter_selects_what_the_reference_selects(topk, slots, deep_gemm):
 
 
 def test_the_adapter_scores_rows_of_tokens_one_by_one(deep_gemm):
-    """They may be of several requests, and then no row of pages serves all of them."""
+    """They may be of several requests, and then no row of blocks serves all of them."""
     queries, lens, rows = indexer_call(4)
     settings = {"block_size": 64, "num_rows": 256}
     upstream = ops.indexer_logits(*queries, lens.view(3, 3), *rows, **settings, impl="deep_gemm")
