@@ -48,6 +48,12 @@ def new_cache(model: Any = None, **sizes: Any) -> v4.PagedCache:
     )
 
 
+def check_states(got: Tensor, want: Tensor) -> None:
+    """Hidden states are Hugging Face's within 1e-5 of the largest one."""
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
 class Engine:
     """Runs requests in ragged steps and keeps the logits of every token.
 

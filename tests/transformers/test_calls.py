@@ -1,6 +1,8 @@
 """Calls of a patched model with a ``PagedCache``: what it returns, and what it refuses before
 anything is written."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch.utils._pytree import (
@@ -17,8 +19,16 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from benchmarks.baselines.stock_model import YARN
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import small_config
-from tests.support.hf_models import Engine, expected, new_cache, reference, text
+from dsv4_ops.testing.models import small_config, small_mla_model
+from tests.support.hf_models import (
+    Engine,
+    check_states,
+    expected,
+    new_cache,
+    reference,
+    stock,
+    text,
+)
 
 CLOSE = 1e-5
 LENGTH = 12
@@ -60,6 +70,55 @@ def test_outputs():
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
+FAMILIES = {
+    "V4": (reference, stock),
+    "V3": (lambda: mla(3, True), lambda: mla(3, False)),
+    "V2": (lambda: mla(2, True), lambda: mla(2, False)),
+}
+
+
+@lru_cache
+def mla(version, patched):
+    model = small_mla_model(version=version)
+    return v4.patch(model, kv="fp32", precision="reference") if patched else model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_hugging_face(family):
+    """Of a prompt, of a chunk behind it and of a token; asked for in the call or in the model."""
+    patched, plain = (make() for make in FAMILIES[family])
+    want = plain(text()[:2, :20], output_hidden_states=True, use_cache=False)
+    cache = v4.PagedCache.for_model(patched, max_batch_size=2, max_cache_len=64)
+    for begin, end in (0, 12), (12, 19), (19, 20):
+        ids = text()[:2, begin:end]
+        got = patched(ids, cache=cache, output_hidden_states=True)
+        assert type(got.hidden_states) is tuple
+        for ours, other in zip(got.hidden_states, want.hidden_states, strict=True):
+            assert ours.dtype == other.dtype
+            check_states(ours, other[:, begin:end])
+    assert patched(ids, cache=cache).hidden_states is None
+    patched.config.output_hidden_states = True
+    try:
+        got = patched(ids, cache=cache, return_dict=False)
+        assert len(got[2]) == len(want.hidden_states)
+        assert patched(ids, cache=cache, output_hidden_states=False).hidden_states is None
+    finally:
+        patched.config.output_hidden_states = False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_of_padded_prompts(family):
+    patched, plain = (make() for make in FAMILIES[family])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0, 1]])
+    cache = v4.PagedCache.for_model(patched, max_batch_size=2, max_cache_len=64)
+    ids = text()[:2, :7]
+    got = patched(ids, attention_mask=mask, cache=cache, output_hidden_states=True).hidden_states
+    for row, there in enumerate(mask > 0):
+        want = plain(ids[row : row + 1, there], output_hidden_states=True, use_cache=False)
+        for ours, other in zip(got, want.hidden_states, strict=True):
+            check_states(ours[row, there], other[0])
+
+
 def zeros(*shape, dtype=torch.int64):
     return torch.zeros(shape, dtype=dtype)
 
@@ -84,8 +143,14 @@ REFUSED_CALLS = [
     ({"position_ids": [0]}, {}, PLACES.format("list")),
     *[
         ({name: True}, {}, RECORDED.format(name))
-        for name in ("output_hidden_states", "output_attentions", "output_router_logits")
+        for name in ("output_attentions", "output_router_logits")
     ],
+    (
+        {"output_hidden_states": [0, -1]},
+        {},
+        "output_hidden_states must be True or False with a PagedCache, got [0, -1]. "
+        "Choose from the tuple of all.",
+    ),
     (
         {"input_ids": zeros(12)},
         {},

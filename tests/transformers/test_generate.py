@@ -18,7 +18,7 @@ from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.testing.models import small_mla_model, small_model
 from dsv4_ops.testing.text import PAD
 from tests.helpers import Called
-from tests.support.hf_models import new_cache, reference, stock, text
+from tests.support.hf_models import check_states, new_cache, reference, stock, text
 
 PROMPT, NEW = 12, 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
@@ -356,8 +356,22 @@ def test_what_hugging_face_refuses():
     assert cache.requests == {}
     with pytest.raises(ValueError, match="not supported with stateful models"):
         generate(reference(), prompt_lookup_num_tokens=3)
-    with pytest.raises(NotImplementedError, match="output_hidden_states must be False"):
-        generate(reference(), output_hidden_states=True, return_dict_in_generate=True)
+    with pytest.raises(NotImplementedError, match="output_attentions must be False"):
+        generate(reference(), output_attentions=True, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize("chunk", [64, 5])
+@pytest.mark.parametrize("settings", [{}, {"prefill_chunk_size": 5}], ids=str)
+def test_hidden_states(chunk, settings):
+    """Of every step, a prompt's in one, however many chunks it takes; or of chunks that are asked
+    for, the last."""
+    record = {"output_hidden_states": True, "return_dict_in_generate": True}
+    want = generate(stock(), **record, **settings).hidden_states
+    got = generate(reference(), cache=cache_of(max_chunk=chunk), **record, **settings)
+    assert len(got.hidden_states) == len(want) == NEW
+    for ours, others in zip(got.hidden_states, want, strict=True):
+        for one, other in zip(ours, others, strict=True):
+            check_states(one, other)
 
 
 def test_states_of_prompts_are_saved_when_their_windows_were_read():

@@ -54,7 +54,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     graphs write in place.
 
     As ``cache`` of a patched model, row r belongs to row r of ``input_ids``; with
-    ``StepBatch``, rows are those that ``add`` returns.
+    ``StepBatch``, rows are those that ``add`` returns. The model returns ``hidden_states`` with it
+    (``output_hidden_states=True``); it refuses ``output_attentions`` and ``output_router_logits``,
+    which no op writes. ``seq_lens`` has the length of every row.
 
     Args:
         config: ``DeepseekV4Config``, ``DeepseekV3Config`` or ``DeepseekV2Config``.

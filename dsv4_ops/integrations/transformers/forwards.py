@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from dsv4_ops.core.gradient import differentiated, without_derivative
 from dsv4_ops.integrations.transformers import bf16_experts, quantized
-from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, StepRun
+from dsv4_ops.integrations.transformers.architectures.base import (
+    ModelSpec,
+    Runner,
+    StepRun,
+    run_part,
+)
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.integrations.transformers.modules import (
@@ -74,15 +79,32 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
             ids, embeddings = placed.take(input_ids), placed.take(inputs_embeds)
             several = bool(shape[1] > 1)  # guards a symbolic length
             schedule = "prefill" if several else "decode"
-            step = StepRun(placed.step, cache.tensors, schedule, state_rings=several)
-            hidden = run_layers(self, spec, ids, embeddings, step)
-            hidden = placed.give_back(hidden, shape)
+            states: list[Tensor] = []
+            asked = rest.get("output_hidden_states")
+            if asked is None:
+                asked = getattr(self.config, "output_hidden_states", False)
+            run = _keeping(spec, states) if asked else run_part
+            step = StepRun(placed.step, cache.tensors, schedule, state_rings=several, run=run)
+            states.append(run_layers(self, spec, ids, embeddings, step))
+            states = [placed.give_back(each, shape) for each in states]
         trained = differentiated(chain((inputs_embeds,), self.parameters()))
         if trained:
-            hidden = without_derivative("PagedCache", hidden, trained)
-        return MoeModelOutputWithPast(last_hidden_state=hidden, **{name: cache})
+            states = [without_derivative("PagedCache", each, trained) for each in states]
+        outputs = {name: cache, "hidden_states": tuple(states)} if asked else {name: cache}
+        return MoeModelOutputWithPast(last_hidden_state=states[-1], **outputs)
 
     return forward
+
+
+def _keeping(spec: ModelSpec, states: list[Tensor]) -> Runner:
+    """A runner that adds what a layer takes to ``states``, as Hugging Face's hooks do."""
+
+    def run(_: str, function: Callable[..., Any], hidden: Any, *args: Any, **rest: Any) -> Any:
+        if isinstance(function, nn.Module):
+            states.append(spec.states_of(hidden)[0])
+        return function(hidden, *args, **rest)
+
+    return run
 
 
 def attention_forward(spec: ModelSpec, before: Forward) -> Forward:

@@ -256,7 +256,7 @@ def prefill(before: Method) -> Method:
         asked, forward = generation_config.prefill_chunk_size, self.__call__
         if asked and self._valid_auto_compile_criteria(model_kwargs, generation_config):
             forward = self.get_compiled_call(generation_config.compile_config)
-        chunk = min(asked or mask.shape[1], cache.max_chunk)
+        chunk, states = min(asked or mask.shape[1], cache.max_chunk), []
         for begin in range(start, mask.shape[1], chunk):
             end = min(begin + chunk, mask.shape[1])
             kwargs, columns = dict(model_kwargs), slice(begin - before_inputs, end - before_inputs)
@@ -270,6 +270,10 @@ def prefill(before: Method) -> Method:
                 ids, is_first_iteration=is_first_iteration, **kwargs
             )
             outputs = forward(**given, return_dict=True)
+            states.append(outputs.hidden_states)
+        if states[-1] is not None and not asked:  # of chunks asked for, Hugging Face keeps the last
+            layers = zip(*states, strict=True)
+            outputs.hidden_states = tuple(torch.cat(parts, 1) for parts in layers)
         return outputs
 
     return run

@@ -49,11 +49,12 @@ class PaddedStep:
         return _moved(values, self.columns).flatten(0, 1)
 
     def give_back(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return values of the step's tokens to the inputs' order, [batch, length, width]."""
-        values = values.view(*shape, -1)
+        """Return values [num_tokens, ...] to the inputs' order, [batch, length, ...]."""
+        values = values.view(*shape, *values.shape[1:])
         if self.columns is None:
             return values
-        return values.gather(1, self.columns[..., None].expand_as(values))
+        columns = self.columns.view(*shape, *[1] * (values.dim() - 2))
+        return values.gather(1, columns.expand_as(values))
 
 
 def padded_step(
@@ -231,10 +232,14 @@ def check_inputs(
         if plain and not torch.is_autocast_enabled(own.weight.device.type):
             dtype = own.weight.dtype
         checks.tensor("inputs_embeds", embeddings, dtype, *sizes)
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+    for name in ("output_attentions", "output_router_logits"):
         if outputs.get(name, getattr(config, name, False)):
             rule, advice = "be False with a PagedCache", "Pass another cache, or none"
             raise refusal(NotImplementedError, OP, name, rule, "True", advice)
+    states = outputs.get("output_hidden_states")
+    if states is not None and not isinstance(states, bool):
+        rule, advice = "be True or False with a PagedCache", "Choose from the tuple of all"
+        raise refusal(NotImplementedError, OP, "output_hidden_states", rule, states, advice)
 
 
 def _check(

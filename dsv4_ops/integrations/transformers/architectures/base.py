@@ -251,6 +251,11 @@ class ModelSpec(ABC):
         """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states of
         the tokens in ``given.wanted``."""
 
+    def states_of(self, hidden: Any) -> Tensor:
+        """What a layer takes, as Hugging Face's layer takes it, [1, num_tokens, ...]."""
+        states: Tensor = hidden
+        return states
+
     def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         """Run all layers; return the residual streams, which a draft layer reads."""
         raise NotImplementedError

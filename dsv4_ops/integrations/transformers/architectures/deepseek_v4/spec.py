@@ -246,8 +246,11 @@ class DeepseekV4Spec(RingSpec):
         return given.run("norm", _normed, body, self._run(body, hidden, ids, given), given.wanted)
 
     def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
-        found = self._run(body, hidden, ids, given)
-        return found.mixed() if isinstance(found, Carried) else found
+        return self.states_of(self._run(body, hidden, ids, given))
+
+    def states_of(self, hidden: Any) -> Tensor:
+        states: Tensor = hidden.mixed() if isinstance(hidden, Carried) else hidden
+        return states
 
     def _run(
         self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun
