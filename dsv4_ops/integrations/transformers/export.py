@@ -51,14 +51,15 @@ class DecodeModule(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         """Run the step on the tensors of ``decode_inputs``; return logits."""
         start = len(_BATCH) + self._num_tables
-        batch, tables, counters = tensors[:4], tensors[4:start], tensors[start : start + 2]
+        batch, tables = StepBatch(*tensors[:4]), self._tables(*tensors[4:start])
+        dropped, seq_lens = tensors[start : start + 2]
         caches = iter(tensors[start + 2 :])
         layers = tuple(
             kind(**{name: next(caches) for name in names}) for kind, names in self._layers
         )
         rope = self._rope(**{name: getattr(self, f"{name}_rope") for name in self._rope_names})
-        cache = CacheTensors(self._tables(*tables), rope, layers, *counters, self._made_for)
-        return self.step(StepBatch(*batch), cache)
+        cache = CacheTensors(tables, rope, layers, dropped, seq_lens, self._made_for)
+        return self.step(batch, cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
         """The function to package."""

@@ -131,8 +131,8 @@ def _flatten_with_keys(cache: CacheTensors) -> tuple[list[tuple[Any, Any]], str]
 
 
 def _unflatten(values: Iterable[Any], made_for: str) -> CacheTensors:
-    *tensors, draft = values
-    return CacheTensors(*tensors, made_for, draft)
+    tables, rope, layers, dropped, seq_lens, draft = values
+    return CacheTensors(tables, rope, layers, dropped, seq_lens, made_for, draft)
 
 
 pytree.register_pytree_node(
