@@ -1,24 +1,29 @@
 # make check  errors, numbers by hand, oracles, fakes, the smallest kernels interpreted; a minute
 # make test  what a change must pass, and CI runs       make lint  formatting, types, import rule
-# make test-all  nightly: every example, package and variant, 20000 sampled calls per op; hours
+# make test-all  nightly: every example, package and variant, 20000 sampled calls per op; hours; lanes
 # make docs  the site of docs/ into build/site; fails at any warning
-# make venv  the environment that all of them need
+# make env  the environment of tests; make venv  that of all targets
 # make demo MODEL=v3  stock Hugging Face beside ours on a small DeepSeek-V4 or V3, measured here; minutes
 # make quality  a model trained here to copy, scored in every precision; half an hour without a GPU
 # make figures  figures of README and docs/, and plots, written anew from the rows in benchmarks/
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
 # make tensorrt-stubs  torch-tensorrt without TensorRT, for tests/tensorrt, into build/
-# make smoke  the newest torch, Triton and transformers on the CPU: kernels, six ops, a model's step
+# make smoke LANE=oldest  other torch, Triton, transformers: kernels, six ops, steps; any target takes LANE
+# make lanes  `make smoke` in all lanes of dsv4_ops/core/versions.py, one after the other; nightly
 # A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds its own environment.
 PYTHON ?= python3
-VENV ?= .venv
+# none: what pip resolves today; else a name in dsv4_ops/core/versions.py, in an environment of its own
+LANE ?=
+VENV ?= .venv$(addprefix -,$(LANE))
+ifdef LANE
+RELEASES := $(shell $(PYTHON) .ci/lanes.py $(LANE))
+$(if $(RELEASES),,$(error no such LANE))
+endif
 # one process per core, at most 8 (one more took 8 % longer); WORKERS=0 takes none but its own
 WORKERS ?= auto
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# for pip, such as `-c .ci/constraints.txt`
-PIP_ARGS ?=
 # of test-gpu: the Python of the machine, GPUs, processes on all of them, seconds of a call
 GPU_PYTHON ?= python3
 GPUS ?= 1
@@ -27,10 +32,8 @@ GPU_SECONDS ?= 510
 PART ?= 1/1
 
 BIN := $(VENV)/bin
-NEWEST ?= .venv-newest
-NEWEST_STAMP := $(NEWEST)/.installed
 # the longest first, so that no process waits for another
-SMOKE := $(addprefix tests/,kernels/interpreter/test_kernels.py transformers/test_compiled.py ops/test_contract.py kernels/test_compat.py)
+SMOKE := $(addprefix tests/,kernels/interpreter/test_kernels.py transformers/test_compiled.py ops/test_contract.py test_cli.py kernels/test_compat.py)
 TEST_STAMP := $(VENV)/.installed-test
 DEV_STAMP := $(VENV)/.installed-dev
 
@@ -41,7 +44,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 STUBS ?= build/tensorrt_stubs
 
-.PHONY: tensorrt-stubs check test test-all test-gpu smoke demo quality figures lint docs kernels venv
+.PHONY: tensorrt-stubs check test test-all test-gpu smoke lanes demo quality figures lint docs kernels env venv
 
 check: export DSV4_OPS_EXAMPLES ?= 40
 check: $(TEST_STAMP)
@@ -51,14 +54,22 @@ test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 test-all: export DSV4_OPS_NIGHTLY = 1
-test-all: test
+test-all: test lanes
 
 # Tests that started may end later than GPU_SECONDS.
 test-gpu:
 	DSV4_OPS_GPUS=$(GPUS) $(GPU_PYTHON) -m pytest -q -m gpu tests -n $(GPU_WORKERS) --dist worksteal --part $(PART) --stop-after $(GPU_SECONDS) $(PYTEST_ARGS)
 
-smoke: $(NEWEST_STAMP)
-	$(NEWEST)/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m smoke $(SMOKE) $(PYTEST_ARGS)
+smoke: export DSV4_OPS_SMOKE = 1
+smoke: $(TEST_STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m smoke $(SMOKE) $(PYTEST_ARGS)
+
+# one environment at a time: each takes 5 GB
+lanes: export DSV4_OPS_NIGHTLY =
+lanes:
+	failed=; for lane in $$($(PYTHON) .ci/lanes.py); do \
+	    rm -rf build/lane; $(MAKE) smoke LANE=$$lane VENV=build/lane || failed="$$failed $$lane"; \
+	done; rm -rf build/lane; if [ "$$failed" ]; then echo "lanes that failed:$$failed"; exit 1; fi
 
 # waiting threads that spin would take the core from the compiler
 demo: $(TEST_STAMP)
@@ -88,25 +99,20 @@ kernels: $(TEST_STAMP)
 tensorrt-stubs: $(TEST_STAMP)
 	$(BIN)/python .ci/tensorrt_stubs.py $(STUBS)
 
+env: $(TEST_STAMP)
+
 venv: $(DEV_STAMP)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Python compiles what is imported; pip would compile all, for a quarter of its time.
-$(TEST_STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --no-compile $(PIP_ARGS) -e '.[test]'
+INSTALL = $(BIN)/python -m pip install --no-compile $(RELEASES)
+$(TEST_STAMP): pyproject.toml $(if $(LANE),dsv4_ops/core/versions.py) | $(BIN)/python
+	$(INSTALL) -e '.[test]'
 	touch $@
 
-# torch without the CUDA libraries that a CPU does not need: gigabytes
-$(NEWEST_STAMP): pyproject.toml .ci/newest.txt .ci/newest-needs.txt .ci/cuda_stubs.py
-	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --no-compile -r .ci/newest-needs.txt
-	$(NEWEST)/bin/python -m pip install --no-compile --no-deps -r .ci/newest.txt -e .
-	$(NEWEST)/bin/python .ci/cuda_stubs.py "$$($(NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+# After the test extra, to which it adds: `make test` runs in the same environment before and after.
+$(DEV_STAMP): $(TEST_STAMP)
+	$(INSTALL) -e '.[dev]'
 	touch $@
-
-# The dev extra holds the test extra, so this satisfies both stamps.
-$(DEV_STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --no-compile $(PIP_ARGS) -e '.[dev]'
-	touch $(TEST_STAMP) $@

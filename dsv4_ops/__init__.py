@@ -5,6 +5,8 @@ Inductor lowerings take effect by themselves with ``torch.compile`` and AOTInduc
 ``core/registry.py`` for how).
 """
 
+import torch as _torch
+
 from dsv4_ops._version import __version__
 from dsv4_ops.core.fingerprint import extend_cache_key as _extend_cache_key
 from dsv4_ops.core.public import public_names as _public_names
@@ -34,6 +36,7 @@ from dsv4_ops.core.types import (
     TopkIndices as TopkIndices,
     VerifiedDraft as VerifiedDraft,
 )
+from dsv4_ops.core.versions import warn_if_newer as _warn_if_newer
 from dsv4_ops.core.yarn import YarnScaling as YarnScaling
 from dsv4_ops.ops.batch import (
     expand_block_table as expand_block_table,
@@ -155,5 +158,6 @@ from dsv4_ops.ops.sparse_mla import (
 from dsv4_ops.ops.streams import hyper_connection as hyper_connection
 
 _extend_cache_key(__version__)
+_warn_if_newer("torch", str(_torch.__version__))
 
 __all__ = ["__version__", *_public_names(globals())]

@@ -34,7 +34,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _kernels(options.capability)
     if options.command == "checkpoint":
         return _checkpoint(options)
-    return _doctor(options.json, options.selftest)
+    return _doctor(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="what works on this machine; exit status 1 if not all"
     )
     doctor.add_argument("--json", action="store_true", help="machine-readable")
+    doctor.add_argument(
+        "--quick", action="store_true", help="compile no steps of tiny models (saves half a minute)"
+    )
     doctor.add_argument(
         "--selftest", action="store_true", help="also compile an op (takes seconds)"
     )
@@ -129,11 +132,11 @@ def _checkpoint(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(as_json: bool, selftest: bool) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     from dsv4_ops.cli import doctor
 
-    report = doctor.collect(selftest=selftest)
-    print(json.dumps(report, indent=2, default=str) if as_json else doctor.render(report))
+    report = doctor.collect(steps=not options.quick, selftest=options.selftest)
+    print(json.dumps(report, indent=2, default=str) if options.json else doctor.render(report))
     return 0 if doctor.healthy(report) else 1
 
 

@@ -35,7 +35,7 @@ import sys
 from torch._inductor import config
 config.cpp.cxx = (None, sys.argv[1])
 from dsv4_ops.__main__ import main
-sys.exit(main(["doctor", "--json"]))
+sys.exit(main(["doctor", "--quick", "--json"]))
 """
 
 
@@ -206,7 +206,7 @@ def test_version_in_a_fresh_process():
 
 
 def test_doctor_prints_every_section_and_judges_by_its_problems(capsys):
-    status, out = run(capsys, "doctor")
+    status, out = run(capsys, "doctor", "--quick")
     for section in ("system", "torch", "gpu", "providers", "lowerings", "cache", "aot_inductor"):
         assert re.search(rf"^{section}$", out, re.MULTILINE)
     for fact in (torch.__version__, "triton", "flash_mla", "cache_key_tag", "not run"):
@@ -215,7 +215,7 @@ def test_doctor_prints_every_section_and_judges_by_its_problems(capsys):
 
 
 def test_doctor_json_parses_and_says_the_same(capsys):
-    status, out = run(capsys, "doctor", "--json")
+    status, out = run(capsys, "doctor", "--quick", "--json")
     report = json.loads(out)
     assert status == (1 if report["problems"] else 0)
     assert report["torch"]["version"] == torch.__version__
@@ -226,14 +226,14 @@ def test_doctor_json_parses_and_says_the_same(capsys):
 
 
 def test_doctor_selftest_compiles_in_a_fresh_process():
-    section = doctor.collect(selftest=True)["lowerings"]
+    section = doctor.collect(steps=False, selftest=True)["lowerings"]
     assert section["self-test"] == "passed"
     assert section["active"] is True
 
 
 def test_doctor_reports_a_failed_selftest(monkeypatch):
     monkeypatch.setattr(doctor, "_selftest_outcome", lambda: "exit status 1: opaque")
-    report = doctor.collect(selftest=True)
+    report = doctor.collect(steps=False, selftest=True)
     assert report["lowerings"]["active"] is False
     assert any("self-test failed: exit status 1: opaque" in text for text in report["problems"])
 
@@ -253,7 +253,7 @@ def test_doctor_reports_a_failed_selftest(monkeypatch):
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_doctor_prints_although_a_probe_raises(capsys, monkeypatch, target, form):
     monkeypatch.setattr(target, fails)
-    status, out = run(capsys, "doctor", *form)
+    status, out = run(capsys, "doctor", "--quick", *form)
     assert status == 1
     assert "broken on purpose" in out
     assert "aot_inductor" in out
@@ -262,30 +262,98 @@ def test_doctor_prints_although_a_probe_raises(capsys, monkeypatch, target, form
 def test_doctor_finds_an_op_without_trace_rule(monkeypatch):
     rule = "torch._library.simple_registry.find_torch_dispatch_rule"
     monkeypatch.setattr(rule, lambda op, mode: None if "token_map" in str(op) else fails)
-    report = doctor.collect()
+    report = doctor.collect(steps=False)
     assert report["lowerings"]["without trace rule"] == ["token_map"]
     assert any("opaque calls: token_map." in text for text in report["problems"])
 
 
 def test_doctor_finds_an_overwritten_cache_key_tag():
     with torch.compiler.config.patch(cache_key_tag="mine"):
-        report = doctor.collect()
+        report = doctor.collect(steps=False)
     assert report["cache"]["included"] is False
     assert any("lacks 'dsv4_ops=" in text for text in report["problems"])
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.16.0a0+git123", "3.0"])
-def test_doctor_refuses_a_torch_out_of_range(monkeypatch, version):
-    monkeypatch.setattr(torch, "__version__", version)
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_doctor_compiles_a_step_of_each_family(capsys):
+    pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+    status, out = run(capsys, "doctor")
+    assert status == 0, out
+    for family in ("DeepSeek-V4", "DeepSeek-V3"):
+        assert re.search(rf"^  {family} +compiles, \d+\.\d s$", out, re.MULTILINE)
+
+
+def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):
+    stderr = (
+        "Traceback ...\n  File ...\nValueError: broken on purpose\n\nSet a variable to see more\n"
+    )
+    wrong = SimpleNamespace(returncode=1, stdout="", stderr=stderr)
+    right = SimpleNamespace(returncode=0, stdout="8.5\n", stderr="a warning\n")
+    monkeypatch.setattr(
+        doctor.subprocess, "run", lambda command, **_: wrong if "V4" in command[-1] else right
+    )
+    monkeypatch.setattr(probes, "distribution_version", lambda name: "5.24.0")
     problems = []
-    assert doctor._torch(problems)["in range"] is False
-    assert version in problems[0]
-    assert 'pip install "torch>=2.11,<2.16"' in problems[0]
+    section = doctor._steps(problems, True)
+    assert section == {
+        "DeepSeek-V4": "fails: ValueError: broken on purpose",
+        "DeepSeek-V3": "compiles, 8.5 s",
+    }
+    (problem,) = problems
+    assert "DeepSeek-V4 fails with torch" in problem
+    assert f"`{sys.executable} -m dsv4_ops.cli.steps DeepSeek-V4` prints" in problem
 
 
-def test_the_supported_range_is_that_of_pyproject():
-    (first, last) = (".".join(map(str, version)) for version in doctor.SUPPORTED_TORCH)
-    assert f'"torch>={first},<{last}"' in (ROOT / "pyproject.toml").read_text()
+def found_versions(monkeypatch, torch_version, transformers_version):
+    """Problems and warnings of an installation with these versions."""
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(probes, "distribution_version", lambda name: transformers_version)
+    problems, warnings = [], []
+    return doctor._versions(problems, warnings), problems, warnings
+
+
+@pytest.mark.parametrize("transformers", ["5.24.0", "5.23.1", None])
+def test_doctor_is_content_with_versions_that_were_tested_together(monkeypatch, transformers):
+    section, *said = found_versions(monkeypatch, "2.15.0+cu132", transformers)
+    assert section["tested together"] is True
+    assert said == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "transformers", "warning"),
+    [
+        (
+            "2.15.0+cu132",
+            "5.17.0",
+            "torch 2.15.0+cu132 with transformers 5.17.0 was not tested: torch 2.15.0+cu132 was "
+            "tested with transformers 5.21, 5.23, 5.24.",
+        ),
+        (
+            "2.16.0a0+git123",
+            "5.24.0",
+            "torch 2.16.0a0+git123 with transformers 5.24.0 was not tested: torch 2.11 to 2.15 "
+            "were tested.",
+        ),
+        ("3.0", None, "torch 3.0 was not tested: torch 2.11 to 2.15 were tested."),
+    ],
+)
+def test_doctor_warns_of_versions_that_were_not(monkeypatch, torch_version, transformers, warning):
+    section, problems, warnings = found_versions(monkeypatch, torch_version, transformers)
+    assert section["tested together"] is False
+    assert (problems, warnings) == ([], [warning])
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "transformers", "advice"),
+    [
+        ("2.10.1", "5.24.0", '"torch>=2.11"'),
+        ("2.15.0", "5.16.1", '"transformers>=5.17"'),
+    ],
+)
+def test_doctor_finds_versions_that_are_too_old(monkeypatch, torch_version, transformers, advice):
+    _, (problem,), _ = found_versions(monkeypatch, torch_version, transformers)
+    assert f"pip install {advice}" in problem
 
 
 needs_gxx = pytest.mark.skipif(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,30 +22,35 @@ from typing import Any
 Section = dict[str, Any]
 Problems = list[str]
 
-SUPPORTED_TORCH = ((2, 11), (2, 16))
-"""First supported and first unsupported version of torch; pyproject.toml says the same."""
-
-_SELFTEST_SECONDS = 300
+_CHILD_SECONDS = 300
 _LIBSTDCXX = "libstdc++.so"
+FAMILIES = ("DeepSeek-V4", "DeepSeek-V3")
+"""Of which ``dsv4_ops.cli.steps`` compiles a step."""
 _PROBE_SOURCE = """#include <stdexcept>
 extern "C" void dsv4_ops_probe(int fail) { if (fail) throw std::runtime_error("probe"); }
 """
 
 
-def collect(*, selftest: bool = False) -> dict[str, Any]:
+def collect(*, steps: bool = True, selftest: bool = False) -> dict[str, Any]:
     """Probe this machine.
 
     Args:
+        steps: Also compile a decode step of a tiny model of each family, in processes of their
+            own. Takes seconds.
         selftest: Also compile an op in a fresh process and import the optional libraries.
             Takes seconds.
 
     Returns:
-        One entry per section, and ``problems``: what is wrong and what to do about it.
+        One entry per section; ``warnings``, what was not tested; and ``problems``: what is wrong
+        and what to do about it.
     """
     problems: Problems = []
+    warnings: list[str] = []
     probes: dict[str, Callable[[Problems], Section]] = {
         "system": _system,
         "torch": _torch,
+        "versions": lambda problems: _versions(problems, warnings),
+        "steps": lambda problems: _steps(problems, steps),
         "gpu": _gpu,
         "providers": lambda problems: _providers(problems, selftest),
         "torch-tensorrt": _tensorrt,
@@ -55,6 +61,7 @@ def collect(*, selftest: bool = False) -> dict[str, Any]:
     report: dict[str, Any] = {
         name: _guarded(name, probe, problems) for name, probe in probes.items()
     }
+    report["warnings"] = warnings
     report["problems"] = problems
     return report
 
@@ -80,11 +87,12 @@ def render(report: dict[str, Any]) -> str:
     """``report`` as text."""
     lines = []
     for name, section in report.items():
-        if name == "problems":
+        if name in ("problems", "warnings"):
             continue
         lines.append(name)
         width = max((len(key) for key in section), default=0)
         lines += [f"  {key:<{width}}  {_text(value)}" for key, value in section.items()]
+    lines += [f"warning: {text}" for text in report["warnings"]]
     lines.append("problems" if report["problems"] else "no problems found")
     lines += [f"  {number}. {text}" for number, text in enumerate(report["problems"], 1)]
     return "\n".join(lines)
@@ -116,23 +124,66 @@ def _torch(problems: Problems) -> Section:
 
     from dsv4_ops.dispatch.probes import probe
 
-    first, last = SUPPORTED_TORCH
-    supported = f"{first[0]}.{first[1]} up to, not including, {last[0]}.{last[1]}"
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    in_range = first <= found < last
-    if not in_range:
-        problems.append(
-            f"torch {torch.__version__} is outside the supported range, {supported}. "
-            "Install one inside it: "
-            f'pip install "torch>={first[0]}.{first[1]},<{last[0]}.{last[1]}".'
-        )
     return {
         "version": str(torch.__version__),
         "cuda build": torch.version.cuda,
         "triton": probe("triton").version,
-        "supported": supported,
-        "in range": in_range,
     }
+
+
+def _versions(problems: Problems, warnings: list[str]) -> Section:
+    """Whether these releases of torch and transformers were tested together, and which were."""
+    import torch
+
+    from dsv4_ops.core import versions
+    from dsv4_ops.dispatch.probes import distribution_version
+
+    found, beside = str(torch.__version__), distribution_version("transformers")
+    installed = {"torch": found, "transformers": beside}
+    for package, version in installed.items():
+        oldest = versions.supported(package)[0]
+        if version and versions.release(version) < versions.release(oldest):
+            problems.append(
+                f"{package} {version} is older than {oldest}, the oldest that is supported. "
+                f'Run `pip install "{package}>={oldest}"`.'
+            )
+    said = versions.untested(found, beside)
+    if said:
+        warnings.append(said)
+    releases = sorted({lane.torch for lane in versions.LANES.values()}, key=versions.release)
+    return {
+        "transformers": beside,
+        "tested together": not said,
+        **{
+            f"tested with torch {torch}": f"transformers {', '.join(versions.partners(torch))}"
+            for torch in releases
+        },
+    }
+
+
+def _steps(problems: Problems, run: bool) -> Section:
+    """Compile a decode step of a tiny model of each family, without Inductor's code."""
+    import torch
+
+    from dsv4_ops.dispatch.probes import distribution_version
+
+    if not run:
+        return {"compiled": "not run, left out by --quick"}
+    found = distribution_version("transformers")
+    if found is None:
+        return {"compiled": "not run, transformers is not installed"}
+    section: Section = {}
+    for family in FAMILIES:
+        command = ["-m", "dsv4_ops.cli.steps", family]
+        status, out, said = _child(command)
+        section[family] = f"compiles, {out} s" if status == 0 else f"fails: {said}"
+        if status:
+            problems.append(
+                f"a compiled decode step of {family} fails with torch {torch.__version__} and "
+                f"transformers {found}: {said}. "
+                f"Report it with what `{shlex.join([sys.executable, *command])}` prints."
+            )
+    return section
 
 
 def _gpu(problems: Problems) -> Section:
@@ -260,22 +311,35 @@ def selftest() -> None:
 
 def _selftest_outcome() -> str:
     """``selftest`` in a fresh process without caches: its first compile must be lowered."""
+    code = "import dsv4_ops.cli.doctor as d; d.selftest()"
+    status, _, said = _child(["-c", code], TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    return f"exit status {status}: {said}" if status else "passed"
+
+
+def _child(arguments: list[str], **environment: str) -> tuple[int, str, str]:
+    """Exit status of a fresh Python, what it printed, and the error that it ended with."""
     try:
         child = subprocess.run(
-            [sys.executable, "-c", "import dsv4_ops.cli.doctor as d; d.selftest()"],
-            env={**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
+            [sys.executable, *arguments],
+            env={**os.environ, **environment},
             cwd=Path(__file__).resolve().parents[2],
             capture_output=True,
             text=True,
-            timeout=_SELFTEST_SECONDS,
+            timeout=_CHILD_SECONDS,
             check=False,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    if child.returncode == 0:
-        return "passed"
-    said = child.stderr.strip().splitlines() or ["no message"]
-    return f"exit status {child.returncode}: {said[-1]}"
+        return 1, "", str(error)
+    return child.returncode, child.stdout.strip(), _error_line(child.stderr)
+
+
+def _error_line(stderr: str) -> str:
+    """Find the line of a traceback that names the error; notes may follow it."""
+    lines = stderr.strip().splitlines() or ["no message"]
+    named = (
+        line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported)\b", line)
+    )
+    return next(named, lines[-1])
 
 
 def _cache(problems: Problems) -> Section:

@@ -26,7 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_REQUESTS = 2
 PROMPT_LENGTH = 100  # 64 steps then cross token 128: a window of keys and a C128 window are full
 COUNT_BACKEND = "eager"
+BACKEND = "inductor"  # of our decode step
 JOB_SECONDS = 1200
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # what calls a package's kernels has no loops: 10 s less
+    "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
+}
 
 MODELS = {"v4": ("DeepSeek-V4", small_model), "v3": ("DeepSeek-V3", small_mla_model)}
 """What ``--model`` takes: their names, and who makes a small one."""
@@ -40,6 +46,8 @@ class Work:
     layers: int
     steps: int
     of: str = "v4"
+    enough: int | None = None
+    """Graphs of stock Hugging Face after which counting stops."""
 
     def model(self) -> Any:
         """Without an end token: requests go on for all steps, also in generate."""
@@ -64,7 +72,15 @@ def count_stock(work: Work, progress: Progress) -> Graphs:
         stock.Stock(work.model(), work.prompts()),
         work.steps,
         backend=COUNT_BACKEND,
+        enough=work.enough,
         progress=lambda text: progress.say(f"  stock Hugging Face, {text}"),
+    )
+
+
+def compile_ours(work: Work, progress: Progress) -> Graphs:
+    """Graphs that decoding takes with the patched model, compiled by Inductor."""
+    return measure.count_graphs(
+        work.ours(work.model()), work.steps, backend=BACKEND, progress=progress.say
     )
 
 
@@ -80,10 +96,18 @@ def capture_stock(work: Work, progress: Progress) -> Captured:
 
 JOBS: dict[str, tuple[Callable[[Work, Progress], Any], type]] = {
     "count-stock": (count_stock, Graphs),
+    "compile": (compile_ours, Graphs),
     "capture-stock": (capture_stock, Captured),
     "package": (build_package, Package),
 }
 """What a process does, and what it gives."""
+
+
+def arguments(work: Work, job: str | None = None) -> list[str]:
+    """What Python is given to run the demo of ``work``, or a job of it alone."""
+    options = [f"--model={work.of}", f"--steps={work.steps}", f"--layers={work.layers}"]
+    options += [f"--device={work.device}", f"--stock-graphs={work.enough or 0}"]
+    return ["-m", "examples.demo", *options, *([f"--job={job}"] if job else [])]
 
 
 class Job:
@@ -97,14 +121,11 @@ class Job:
 
     def __init__(self, name: str, work: Work, progress: Progress) -> None:
         self.made = JOBS[name][1]
-        options = [f"--steps={work.steps}", f"--layers={work.layers}", f"--device={work.device}"]
-        options.append(f"--model={work.of}")
-        hidden = [f"--job={name}", f"--since={progress.since}"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "examples.demo", *options, *hidden],
+            [sys.executable, *arguments(work, name), f"--since={progress.since}"],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **_ENVIRONMENT},
             cwd=ROOT,
         )
 
@@ -131,7 +152,11 @@ class Job:
         return Failed(**found) if "error" in found else self.made(**found)
 
 
-def run_job(name: str, work: Work, progress: Progress) -> None:
-    """Do a job and print what it gives, or its error, as JSON."""
+def run_job(name: str, work: Work, progress: Progress, *, attempted: bool) -> None:
+    """Do a job and print what it gives as JSON: its error too, or raise that."""
     warnings.simplefilter("ignore", FutureWarning)  # torch's own, while it exports
-    print(json.dumps(asdict(attempt(lambda: JOBS[name][0](work, progress)))))
+
+    def call() -> Any:
+        return JOBS[name][0](work, progress)
+
+    print(json.dumps(asdict(attempt(call) if attempted else call())))

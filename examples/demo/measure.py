@@ -77,6 +77,8 @@ class Graphs:
     """Decode step that raised at that limit, from 1; the rest ran with a higher one."""
     seconds: float
     tokens: list[list[int]]
+    stopped_at: int | None = None
+    """Decode step after which nobody went on counting; None if all were run."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def count_graphs(
     *,
     backend: str,
     limit: int = 256,
+    enough: int | None = None,
     compiled: Callable[..., Tensor] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Graphs:
@@ -144,6 +147,7 @@ def count_graphs(
         steps: Decode steps.
         backend: Of ``torch.compile``; the number of graphs does not depend on it.
         limit: Most graphs that are compiled in all.
+        enough: Graphs after which to stop; None runs all steps.
         compiled: ``torch.compile(side.step, fullgraph=True, backend=backend)``, to use it later.
         progress: Told of every graph.
     """
@@ -152,7 +156,7 @@ def count_graphs(
 
     run = compiled or torch.compile(side.step, fullgraph=True, backend=backend)
     torch._dynamo.reset()
-    default, fails_at, counts = config.recompile_limit, None, []
+    default, fails_at, stopped_at, counts = config.recompile_limit, None, None, []
     start = time.perf_counter()
     with ExitStack() as stack, _quiet_dynamo(), _counted() as counters:
         logits = [side.start()]
@@ -174,6 +178,9 @@ def count_graphs(
             counts.append(counters["stats"]["unique_graphs"])
             if counts[-1:] != counts[-2:-1]:
                 progress(f"step {number}: {counts[-1]} graphs")
+            if counts[-1] == enough and number < steps:
+                stopped_at = number
+                break
         breaks = sum(counters["graph_break"].values())
     return Graphs(
         backend=backend,
@@ -184,6 +191,7 @@ def count_graphs(
         fails_at=fails_at,
         seconds=time.perf_counter() - start,
         tokens=_tokens(torch.stack(logits)),
+        stopped_at=stopped_at,
     )
 
 

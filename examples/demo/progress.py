@@ -20,7 +20,7 @@ class Progress:
     """
 
     def __init__(
-        self, since: float | None = None, every: float = 30.0, stream: TextIO | None = None
+        self, since: float | None = None, every: float = 15.0, stream: TextIO | None = None
     ) -> None:
         self.since = time.time() if since is None else since
         self.every, self.stream = every, stream

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,15 +20,23 @@ from dsv4_ops._version import __version__
 from dsv4_ops.testing.models import LAYER_TYPES, require_transformers
 from dsv4_ops.testing.text import real_text
 from examples.demo import measure, stock, table
-from examples.demo.jobs import JOBS, MODELS, NUM_REQUESTS, PROMPT_LENGTH, Job, Work, run_job
+from examples.demo.jobs import (
+    BACKEND,
+    JOBS,
+    MODELS,
+    NUM_REQUESTS,
+    PROMPT_LENGTH,
+    Job,
+    Work,
+    arguments,
+    run_job,
+)
 from examples.demo.measure import Failed, Side, Unmeasured, attempt
 from examples.demo.progress import Progress
 
 MIN_STEPS, MAX_STEPS = 8, 4096
 MAX_LAYERS = 61
 GENERATED = 8  # tokens asked of generate
-
-BACKEND = "inductor"  # of our decode step
 
 NEEDS_GPU = Unmeasured("needs a GPU")
 NOT_BUILT = Unmeasured("left out by --fast")
@@ -42,17 +51,19 @@ def main(argv: Sequence[str]) -> int:
     progress = Progress(options.since)
     try:
         require_transformers()
-        work = Work(_device(options.device), options.layers, options.steps, options.model)
+        enough = options.stock_graphs or None
+        work = Work(_device(options.device), options.layers, options.steps, options.model, enough)
     except (ImportError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     if options.job:
-        run_job(options.job, work, progress)
+        run_job(options.job, work, progress, attempted=options.since is not None)
         return 0
-    return _report(run(work, with_package=not options.fast, progress=progress), options.out)
+    found = run(work, with_package=not options.fast, progress=progress)
+    return _report(found, work, options.out)
 
 
-def _report(found: table.Demo, out: Path | None) -> int:
+def _report(found: table.Demo, work: Work, out: Path | None) -> int:
     print(table.render(found))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +71,18 @@ def _report(found: table.Demo, out: Path | None) -> int:
     wrong = table.problems(found)
     for line in wrong:
         print(f"demo: dsv4_ops FAILED: {line}", file=sys.stderr)
+        again = shlex.join([sys.executable, *arguments(work, _job_of(line))])
+        print(f"demo:   `{again}` runs it alone", file=sys.stderr)
     if not wrong:
         done = "dsv4_ops: no failures, and all tokens are those of stock Hugging Face"
         print(f"{done}. {found.seconds:.0f} s in all.")
     return 1 if wrong else 0
+
+
+def _job_of(problem: str) -> str | None:
+    """The job that shows a problem with its traceback; None where the whole demo does."""
+    shown_by = {"compiled decode failed": "compile", "the AOTInductor package failed": "package"}
+    return next((job for text, job in shown_by.items() if problem.startswith(text)), None)
 
 
 def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
@@ -168,9 +187,13 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--model", choices=tuple(MODELS), default="v4", help="default: %(default)s")
     add("--device", default="auto", help="auto, cpu or cuda; default: a GPU if there is one")
+    add(
+        "--stock-graphs", type=int, default=3, metavar="N",
+        help="count Hugging Face's graphs up to N, 0 counts all, default: %(default)s",
+    )  # fmt: skip
     add("--fast", action="store_true", help="leave out the AOTInductor package")
     add("--out", type=Path, metavar="FILE", help="write all measurements there, as JSON")
-    add("--job", choices=tuple(JOBS), help=argparse.SUPPRESS)
+    add("--job", choices=tuple(JOBS), help="one measurement alone, with its traceback")
     add("--since", type=float, help=argparse.SUPPRESS)
     return parser
 

@@ -89,7 +89,7 @@ def rows(demo: Demo) -> list[Row]:
         both("  graph breaks", lambda side: _graphs(side.graphs, lambda found: str(found.breaks))),
         both(
             f"  recompiles over {demo.setting.steps} steps",
-            lambda side: _graphs(side.graphs, lambda found: str(found.recompiles)),
+            lambda side: _graphs(side.graphs, _recompiles),
         ),
         both("  torch's recompile limit", lambda side: _graphs(side.graphs, _limit)),
         both("host syncs per step", lambda side: _or_reason(side.host_syncs, _number)),
@@ -230,10 +230,19 @@ def _graphs(found: Graphs | Failed, describe: Callable[[Graphs], str]) -> str:
 
 
 def _graph_count(found: Graphs) -> str:
-    return f"{found.graphs} ({found.backend}, {found.seconds:.0f} s)"
+    more = " and more" if found.stopped_at is not None else ""
+    return f"{found.graphs}{more} ({found.backend}, {found.seconds:.0f} s)"
+
+
+def _recompiles(found: Graphs) -> str:
+    if found.stopped_at is None:
+        return str(found.recompiles)
+    return f"{found.recompiles} in {found.stopped_at} steps, where counting stopped"
 
 
 def _limit(found: Graphs) -> str:
+    if found.stopped_at is not None and found.fails_at is None:
+        return f"not counted so far ({found.limit})"
     if found.fails_at is None:
         return f"not reached ({found.limit})"
     return f"reached at step {found.fails_at} ({found.limit})"

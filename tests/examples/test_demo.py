@@ -100,6 +100,15 @@ def test_a_step_that_recompiles_fails_at_torchs_limit_and_is_counted_beyond():
     assert len(said) == 13
 
 
+@torch._dynamo.config.patch(specialize_int=True)
+def test_counting_stops_at_enough_graphs():
+    found = measure.count_graphs(Growing(), 12, backend="eager", enough=3)
+    assert (found.graphs, found.recompiles, found.stopped_at) == (3, 2, 3)
+    assert found.tokens == measure.decode(Growing(), 3).tokens
+    found = measure.count_graphs(Growing(), 3, backend="eager", enough=3)
+    assert (found.graphs, found.stopped_at) == (3, None)
+
+
 def test_speed_is_of_all_requests(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
@@ -144,7 +153,7 @@ def test_a_job_that_raises_prints_its_error(monkeypatch, capsys):
         raise OSError("no compiler")
 
     monkeypatch.setitem(jobs.JOBS, "package", (raises, ours.Package))
-    assert main(["--job=package", "--layers=1", "--steps=8", "--device=cpu"]) == 0
+    assert main(["--job=package", "--layers=1", "--steps=8", "--device=cpu", "--since=0"]) == 0
     assert json.loads(capsys.readouterr().out) == {"error": "OSError: no compiler"}
 
 
@@ -215,6 +224,17 @@ def test_the_table_says_what_was_measured_and_what_was_not():
     ]
 
 
+def test_the_table_says_where_counting_stopped():
+    demo = fake_demo()
+    some = graphs(graphs=3, recompiles=2, stopped_at=3, tokens=[row[:2] for row in TOKENS])
+    found = table.rows(replace(demo, stock=replace(demo.stock, graphs=some)))
+    rows = {name: stock for name, stock, _ in found}
+    assert rows["compiled decode: graphs"] == "3 and more (eager, 2 s)"
+    assert rows["  recompiles over 2 steps"] == "2 in 3 steps, where counting stopped"
+    assert rows["  torch's recompile limit"] == "not counted so far (8)"
+    assert rows["  compiled"] == "4 of 4 the same"
+
+
 def test_the_table_is_followed_by_errors_in_full_and_the_setting():
     printed = table.render(fake_demo())
     heading = "Not supported by stock Hugging Face (expected, no failure of dsv4_ops):"
@@ -281,8 +301,31 @@ def test_the_exit_status_says_whether_tokens_differ(monkeypatch, capsys, tmp_pat
     assert main(["--device", "cpu", "--out", str(out)]) == status
     printed = capsys.readouterr()
     assert ("differ from stock Hugging Face" in printed.err) == bool(status)
+    again = "-m examples.demo --model=v4 --steps=64 --layers=3 --device=cpu --stock-graphs=3"
+    assert (again in printed.err) == bool(status)
     assert "16 (eager, 2 s)" in printed.out
     assert json.loads(out.read_text())["setting"]["torch"] == "2.13"
+
+
+@pytest.mark.parametrize(
+    ("failed", "job"), [("graphs", "compile"), ("package", "package"), ("host_syncs", None)]
+)
+def test_a_failure_says_what_shows_it_alone(monkeypatch, capsys, failed, job):
+    monkeypatch.setattr(run, "run", lambda *_, **__: fake_demo(**{failed: Failed("Error: x")}))
+    assert main(["--device", "cpu"]) == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"demo:   `{sys.executable} -m examples.demo --model=v4")
+    assert line.endswith("runs it alone")
+    assert re.findall(r"--job=(\w+)`", line) == ([job] if job else [])
+
+
+def test_a_job_by_itself_raises(monkeypatch):
+    def raises(*_):
+        raise LookupError("broken on purpose")
+
+    monkeypatch.setitem(jobs.JOBS, "compile", (raises, Graphs))
+    with pytest.raises(LookupError, match="broken on purpose"):
+        main(["--job=compile", "--device=cpu"])
 
 
 @pytest.mark.parametrize(

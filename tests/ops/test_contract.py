@@ -12,7 +12,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.reference.common import buffers_by
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_precise, equal
-from tests.helpers import NEWEST, NIGHTLY
+from tests.helpers import NIGHTLY, SMOKE
 from tests.oracles import (
     batch as oracles,
     compressor as oracles_compressor,
@@ -30,7 +30,7 @@ from tests.support.quick import flags_of_users
 
 EXAMPLES = 20_000 if NIGHTLY else int(os.environ.get("DSV4_OPS_EXAMPLES", 60))
 """Sampled calls per op; `make check` takes fewer."""
-SMOKE = {
+SMOKE_OPS = {
     "apply_rope",
     "compressed_slot_mapping",
     "indexer_topk",
@@ -41,7 +41,7 @@ SMOKE = {
 """One op of each way to a lowering and of each hazard: `make smoke` runs these."""
 
 each_op = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.smoke] * (name in SMOKE)) for name in OPS]
+    "name", [pytest.param(name, marks=[pytest.mark.smoke] * (name in SMOKE_OPS)) for name in OPS]
 )
 
 
@@ -264,8 +264,8 @@ def groups():
     names = [name for name in OPS if NIGHTLY or not is_twin(name)]
     for vectors in (True, False):
         chosen = [name for name in names if (NIGHTLY or name in VECTORS) == vectors]
-        smoke = [name for name in chosen if name in SMOKE]
-        rest = [name for name in chosen if name not in SMOKE]
+        smoke = [name for name in chosen if name in SMOKE_OPS]
+        rest = [name for name in chosen if name not in SMOKE_OPS]
         for some, marks in ((smoke, [pytest.mark.smoke]), (rest, [])):
             for group in split(sorted(some, key=ALONE.__contains__)):
                 yield pytest.param(group, vectors, id="-".join(group), marks=marks)
@@ -275,10 +275,10 @@ def groups():
 @pytest.mark.parametrize(("names", "vectors"), [*groups()])
 def test_compiled_equals_the_reference(names, vectors):
     """One graph, nothing opaque, no recompile over sampled batches of any size, between a producer
-    and a consumer too; those of SMOKE with the flags that users get, on the newest torch."""
+    and a consumer too; those of SMOKE_OPS with the flags that users get, in `make smoke`."""
     specs = [OPS[name] for name in names]
     fused = [OPS[name] for name in names if is_fused(name)]
-    of_users = SMOKE.issuperset(names) and (NEWEST or NIGHTLY)
+    of_users = SMOKE_OPS.issuperset(names) and (SMOKE or NIGHTLY)
     flags = flags_of_users() if of_users else contextlib.nullcontext()
     with torch._inductor.config.patch({"cpp.simdlen": None if vectors else 1}), flags:
         compiled = checks.CompiledOps(specs, fused=fused)

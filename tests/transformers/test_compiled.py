@@ -11,7 +11,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
-from tests.helpers import NEWEST, NIGHTLY
+from tests.helpers import NIGHTLY, SMOKE
 from tests.support.hf_models import LENGTH, REQUESTS, Engine, expected, new_cache, reference, text
 
 STEPS, BUDGET = 200, 6
@@ -60,8 +60,8 @@ def test_one_graph_over_200_steps_of_a_changing_batch():
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(not NEWEST, reason="test_demo.py packages one on other stacks")
-def test_a_decode_step_of_the_newest_stack():
+@pytest.mark.skipif(not SMOKE, reason="`make smoke` runs it; test_demo.py packages a step")
+def test_inductors_code_of_a_decode_step():
     """Inductor's code of a whole step, all kinds of layers in it, and Hugging Face's logits."""
     model, cache, tokens = reference(), new_cache(), text()
     model(tokens[:, :120], cache=cache)
@@ -71,7 +71,7 @@ def test_a_decode_step_of_the_newest_stack():
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(not (NEWEST or NIGHTLY), reason="`make smoke` runs it")
+@pytest.mark.skipif(not (SMOKE or NIGHTLY), reason="`make smoke` runs it")
 def test_hugging_faces_form_is_one_graph():
     """Lengths live on the device, so that no step differs from the one before."""
     counter = CompileCounterWithBackend("eager")

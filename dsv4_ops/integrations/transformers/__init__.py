@@ -15,7 +15,10 @@ Example:
     (torch.Size([2, 3, 260]), [3, 3])
 """
 
+from importlib.metadata import version as _version
+
 from dsv4_ops.core.public import public_names as _public_names
+from dsv4_ops.core.versions import warn_if_newer as _warn_if_newer
 from dsv4_ops.integrations.transformers.cache import (
     OutOfBlocks as OutOfBlocks,
     PagedCache as PagedCache,
@@ -52,5 +55,7 @@ from dsv4_ops.integrations.transformers.tensors import (
     RopeTables as RopeTables,
     StepBatch as StepBatch,
 )
+
+_warn_if_newer("transformers", _version("transformers"))
 
 __all__ = _public_names(globals())

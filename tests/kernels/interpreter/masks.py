@@ -1,5 +1,5 @@
-"""Triton's interpreter mended, for every process of a test that interprets kernels: ``forked.py`` and
-``mapped.py`` import it there.
+"""Triton's interpreter mended: ``forked.py`` and ``mapped.py`` import it in every process of a test
+that interprets kernels.
 
 Masks: ``scalar & block`` of conditions is an int1 for Triton, on a GPU and in its interpreter; but
 the interpreter keeps its values as int32 or int64, and since 3.9 refuses such a mask. Older ones

@@ -9,7 +9,7 @@ import torch
 import dsv4_ops
 from dsv4_ops.__main__ import main
 from dsv4_ops.core.registry import OPS
-from tests.helpers import NEWEST, NIGHTLY
+from tests.helpers import NIGHTLY
 from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
@@ -116,10 +116,9 @@ def test_examples_launch_every_kernel():
 
 @pytest.mark.slow
 @pytest.mark.smoke
-@pytest.mark.skipif(not (NIGHTLY or NEWEST), reason="`make smoke` compiles them in each CI run")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_kernel_spills_registers(part, monkeypatch):
-    """Of every variant: `make smoke` on the newest stack, `make test-all` on the default one."""
+    """Of every variant, as each release of Triton compiles it."""
     from dsv4_ops.cli import kernels
 
     every = launched()
@@ -146,7 +145,6 @@ def test_no_kernel_spills_registers(part, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.smoke
-@pytest.mark.skipif(not (NIGHTLY or NEWEST), reason="`make smoke` compiles them in each CI run")
 def test_code_tiles_take_four_words_of_a_thread_that_are_side_by_side():
     """Their assembly has four words of one scale at a time, which depends on Triton's layout."""
     from dsv4_ops.cli import kernels
