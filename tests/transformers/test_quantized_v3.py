@@ -12,6 +12,7 @@ import transformers
 
 import dsv4_ops as ops
 from dsv4_ops.integrations import transformers as hf
+from dsv4_ops.integrations.transformers.architectures.deepseek_v3 import spec
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import small_mla_config
 from tests.support import v3_checkpoint
@@ -115,6 +116,16 @@ def test_weights_stay_as_loaded(checkpoint):
     hf.unpatch(model)
     assert {name: (each.shape, each.dtype) for name, each in model.state_dict().items()} == before
     assert not [name for name, _ in model.named_buffers() if "dsv4_ops" in name]
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale_inv"])
+def test_what_a_gpu_goes_by_to_split_kv_b_proj_again(checkpoint, name):
+    """There a step asks whether codes or scales changed; on a CPU it splits them each time."""
+    linear = hf.load_quantized(checkpoint[0]).model.layers[0].self_attn.kv_b_proj
+    before = spec._identity(linear)
+    assert spec._identity(linear) == before
+    linear._parameters[name].zero_()
+    assert spec._identity(linear) != before
 
 
 def test_weights_that_are_loaded_later_count(checkpoint):

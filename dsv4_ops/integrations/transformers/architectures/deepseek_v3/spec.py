@@ -344,9 +344,10 @@ class MlaModelSpec(ModelSpec):
         if torch.compiler.is_compiling():
             return
         for _, attention in _attentions(body):
-            weight = local(attention.kv_b_proj.weight)
+            linear = attention.kv_b_proj
             # torch does not count what is written by way of weight.data or of NumPy
-            if weight.device.type == "cpu" or getattr(attention, SOURCE) != _identity(weight):
+            changed = getattr(attention, SOURCE) != _identity(linear)
+            if changed or linear.weight.device.type == "cpu":
                 self._split(attention)
 
     @torch.no_grad()
@@ -366,7 +367,7 @@ class MlaModelSpec(ModelSpec):
                 attention.register_buffer(name, half, persistent=False)
             else:
                 held.copy_(half)
-        source = _identity(weight)
+        source = _identity(attention.kv_b_proj)
         if getattr(attention, SOURCE, None) != source:  # a compiled step sees what is set
             setattr(attention, SOURCE, source)
 
@@ -402,9 +403,12 @@ def _attentions(body: Any) -> Iterator[tuple[int, Any]]:
         yield index, unwrapped(layer.self_attn)
 
 
-def _identity(weight: Tensor) -> tuple[int, int]:
-    """What changes when a weight does."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
+    """Address and version of each parameter, which change when one does."""
+    parameters = (local(each) for each in linear._parameters.values() if each is not None)
+    return tuple(
+        (each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters
+    )
 
 
 def _can_hold(held: Tensor, half: Tensor) -> bool:
