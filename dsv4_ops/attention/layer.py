@@ -27,7 +27,6 @@ from dsv4_ops.attention.tensors import (
 )
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
-from dsv4_ops.core.torch_compat import statically_known_true
 from dsv4_ops.core.types import IndexerQuery, QuantizedGroups
 from dsv4_ops.ops.c4_step import insert_c4_step
 from dsv4_ops.ops.compressor import compress_and_insert, save_and_compress, save_compressor_states
@@ -248,15 +247,11 @@ def select(layer: LayerCall, query: IndexerQuery, *, slots: bool) -> Tensor:
     Cache ``slots`` for ``attend_decode``, or row indices within the request for ``attend_prefill``.
     """
     spec, step = layer.spec, layer.step
-    positions, table = step.positions, step.c4.block_table
-    if slots and step.c4.schedule is None:  # a schedule is of tokens
-        positions = _in_rows(positions, table.shape[0])
+    tokens = (step.positions, step.req_indices, step.c4.block_table)
     return indexer_select(
         *query,
         cast(Tensor, layer.caches.indexer),
-        positions,
-        step.req_indices,
-        table,
+        *tokens,
         step.c4.schedule,
         block_size=spec.block_size("c4"),
         compress_ratio=spec.attention.c4_ratio,
@@ -265,18 +260,6 @@ def select(layer: LayerCall, query: IndexerQuery, *, slots: bool) -> Tensor:
         slots=slots,
         impl=indexer_impl(spec, query.q),
     )
-
-
-def _in_rows(positions: Tensor, num_reqs: int) -> Tensor:
-    """Positions as [num_reqs, next_n] where every request may have several tokens, all as many; by
-    sizes alone, which is enough, as selection takes rows of tokens of any request."""
-    num_tokens = positions.shape[0]
-    several = statically_known_true(num_reqs >= 1) and statically_known_true(
-        num_tokens >= 2 * num_reqs
-    )
-    if several and statically_known_true(num_tokens % num_reqs == 0):
-        return positions.view(num_reqs, num_tokens // num_reqs)
-    return positions
 
 
 def _check(layer: LayerCall) -> None:

@@ -237,12 +237,6 @@ def _indexer(*between: Tensor, **settings: Any) -> Call:
     return (_codes(8, 64, 128), _floats(8, 64), *between), settings
 
 
-def _in_rows(cache: Tensor, next_n: int) -> tuple[Tensor, ...]:
-    """Cache, positions, requests and block table of 8 tokens, ``next_n`` of each request."""
-    num_reqs = 8 // next_n
-    return (cache, _longs(num_reqs, next_n), _tensor(8), _tensor(num_reqs, 512))
-
-
 def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> Call:
     """Arguments of ``fp8_linear``, or of ``fp8_grouped_linear``: 4096 x 4096."""
     lead = (count, num_groups) if num_groups else (count,)
@@ -391,14 +385,6 @@ def examples() -> dict[str, Call]:
         "indexer_select": _indexer(*selected, **chosen),
         "indexer_select, slots": _indexer(*selected, **chosen, slots=True),
         "indexer_select, top 1024": _indexer(*selected, **{**chosen, "topk": 1024, "slots": True}),
-        "indexer_logits, rows of 4 tokens": _indexer(
-            indexer, _tensor(2, 4), tokens, _tensor(2, 512), **logits
-        ),
-        "indexer_select, rows of 2 tokens": _indexer(*_in_rows(indexer, 2), **chosen),
-        "indexer_select, rows of 4 tokens": _indexer(*_in_rows(indexer, 4), **chosen, slots=True),
-        "indexer_select, rows of 4, top 1024": _indexer(
-            *_in_rows(indexer, 4), **{**chosen, "topk": 1024, "slots": True}
-        ),
         "indexer_logits, deep_gemm": _indexer(indexer, *named, **logits, impl="deep_gemm"),
         "indexer_topk": ((_floats(8, 32768), tokens), {"topk": 512}),
         "fp8_linear": _linear(),

@@ -390,8 +390,8 @@ def indexer_logits(
             128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
         lens: Rows that every token may see, [num_tokens], int32; ``flatten_decode`` gives them. Or
             [num_reqs, next_n], as ``mtp_seq_lens`` gives them, token j of row b being token b *
-            next_n + j: the same scores, but our kernel reads the keys of a request once for up to 4
-            tokens. The tokens of a row may be of several requests all the same.
+            next_n + j. Every token is scored by itself, as if they were flat: ``indexer_select``
+            says why.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
@@ -621,9 +621,10 @@ def indexer_select(
     reference, which the layout "plain" takes everywhere, gathers keys and stores their scores. A
     token's rows depend on no other token.
 
-    Where tokens next to each other are of one request, as in a verification of drafted tokens, pass
-    their positions as [num_reqs, next_n]: our kernels then read the keys of a request once for up
-    to 4 of them, and not once for each.
+    Positions [num_reqs, next_n] run as one row a token, without a copy if they are contiguous.
+    Kernels that read a request's keys once for its tokens took longer where batches or contexts are
+    large: the L2 serves the other tokens, and the products and reductions over the heads are the
+    same for each.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
@@ -636,10 +637,9 @@ def indexer_select(
             Blocks may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size,
             128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
         positions: Absolute position of every token, [num_tokens], int64; below 0: no row. Or
-            [num_reqs, next_n], token j of row b being token b * next_n + j. That is about speed
-            alone: the result is the same, also if the tokens of a row are of several requests.
-            Lengths of ``mtp_seq_lens``, less 1, are such positions; of compressed rows with
-            ``compress_ratio`` 1.
+            [num_reqs, next_n], token j of row b being token b * next_n + j, with the request that
+            ``req_indices`` says. Lengths of ``mtp_seq_lens``, less 1, are such positions; of
+            compressed rows with ``compress_ratio`` 1.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],

@@ -36,7 +36,6 @@ WRITTEN = {
     "gather_wanted_kernel": {"out"},
     "indexer_logits_kernel": {"out"},
     "indexer_logits_ragged_kernel": {"out"},
-    "indexer_logits_shared_kernel": {"out"},
     "insert_c4_step_kernel": {
         *("q_out", "codes", "weights_out", "swa_cache"),
         *("states", "k_cache", "indexer_states", "indexer_cache"),
@@ -69,7 +68,6 @@ WRITTEN = {
     "save_compressor_states_kernel": {"states"},
     "select_keys_kernel": {"keys", "indices", "plan", "out"},
     "select_logits_kernel": {"keys", "indices", "plan", "out"},
-    "select_shared_keys_kernel": {"keys", "indices", "plan", "out"},
     "sparse_mla_plan_kernel": {"plan"},
     "stream_ends_kernel": {"post", "mix", "out"},
     "stream_products_kernel": {"written", "partial"},

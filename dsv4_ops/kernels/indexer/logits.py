@@ -12,12 +12,9 @@ from dsv4_ops.kernels.arguments import angles, paged, strided
 from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
 from dsv4_ops.kernels.indexer.score_tile import (
     find_pages,
-    find_run,
     load_codes,
     load_query,
-    load_tile,
     load_weights,
-    pick,
     score_codes,
     score_tile,
 )
@@ -42,27 +39,11 @@ STAGES = 4
 
 WARPS = 4
 
-SHARED, SHARED_HEADS = 4, 256
-"""Most tokens that share the keys of a program, and most heads of them together, whose queries it
-holds in shared memory."""
-
-SHARED_STEP = 64
-"""Keys that are scored with the queries of these tokens at a time."""
-
 
 def tile(num_heads: int) -> dict[str, int]:
     """Heads as the matrix unit takes them, and keys that are scored at a time."""
     heads = max(16, triton.next_power_of_2(num_heads))
     return {"HEADS": heads, "STEP": min(STEP, max(64 * STEP // heads, 16))}
-
-
-def sharing(places: torch.Tensor, heads: int) -> int:
-    """Tokens that share keys: of a row of ``places`` that has rows, all or an equal part."""
-    row = places.shape[1] if places.dim() == 2 else 1
-    if not isinstance(row, int):
-        return 1
-    most = min(SHARED, SHARED_HEADS // heads)
-    return next((count for count in range(most, 1, -1) if row % count == 0), 1)
 
 
 def indexer_quantize_q(
@@ -132,69 +113,6 @@ def indexer_logits_kernel(
         tl.store(target + row, float("-inf"), mask=row < num_rows)
 
 
-@triton.jit
-def indexer_logits_shared_kernel(
-    q, token_stride, head_stride, dim_stride, num_heads,
-    weights, weight_token_stride, weight_head_stride,
-    k_cache, page_stride, num_blocks,
-    lens, lens_stride,
-    req_indices, request_stride,
-    block_table, table_stride, column_stride, num_reqs, max_blocks,
-    out, num_rows,
-    BLOCK_SIZE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    HEADS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    TOKENS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """As ``indexer_logits_kernel``, but for TOKENS tokens that share keys, in runs of a request."""
-    cache = (k_cache, page_stride, num_blocks)
-    FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES)
-    queries = (q, token_stride, head_stride, dim_stride, num_heads)
-    scaled = (weights, weight_token_stride, weight_head_stride)
-    spans = (num_rows + ROWS - 1) // ROWS
-    token = (tl.program_id(0) // spans).to(tl.int64) * TOKENS
-    first = tl.program_id(0) % spans * ROWS
-    member = tl.arange(0, LANES)
-    every = token + tl.minimum(member, TOKENS - 1)
-    request = tl.load(req_indices + every * request_stride).to(tl.int64)
-    real = (request >= 0) & (request < num_reqs) & (member < TOKENS)
-    request = tl.where(real, request, 0)
-    length = tl.where(real, tl.load(lens + every * lens_stride), 0)
-    lane = tl.arange(0, STEP)
-    done = 0
-    while done < TOKENS:
-        own, end = find_run(request, length, done, TOKENS)
-        counts = tl.where((member >= done) & (member < end), length, 0)
-        count = tl.max(counts)
-        if first < count:
-            query = ()
-            visible = ()
-            for place in tl.static_range(TOKENS):
-                query += (load_query(queries, token + place, HEADS, DATA_BYTES),)
-                visible += (pick(counts, place),)
-            held = tl.cast(max_blocks, tl.int64) * BLOCK_SIZE
-            stop = tl.minimum(tl.minimum(count, num_rows), held).to(tl.int32)
-            entries = (block_table + own * table_stride, column_stride)
-            pages = find_pages(entries, first, stop, BLOCK_SIZE, STEP, ROWS)
-            for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):
-                codes, scale, exists = load_tile(
-                    cache, entries, pages, first, tile, stop, FORMAT, STEP
-                )
-                row = first + tile * STEP + lane
-                for place in tl.static_range(TOKENS):
-                    weight = load_weights(scaled, token + place, num_heads, HEADS)
-                    score = score_codes(codes, scale, query[place], weight)
-                    there = exists & (row < stop) & (row < visible[place])
-                    score = tl.where(there, score, float("-inf"))
-                    inside = (row < num_rows) & (place >= done) & (place < end)
-                    tl.store(out + (token + place) * num_rows + row, score, mask=inside)
-        else:
-            row = first + tl.arange(0, ROWS)
-            for place in tl.static_range(TOKENS):
-                inside = (row < num_rows) & (place >= done) & (place < end)
-                tl.store(out + (token + place) * num_rows + row, float("-inf"), mask=inside)
-        done = end
-
-
 def indexer_logits(
     launch: Launcher,
     q: torch.Tensor,
@@ -222,12 +140,7 @@ def indexer_logits(
     if num_tokens == 0 or num_rows == 0:
         return out
     sizes = tile(int(num_heads))
-    kernel, shared = indexer_logits_kernel, sharing(lens, sizes["HEADS"])
-    if shared > 1:
-        kernel = indexer_logits_shared_kernel
-        sizes |= {"TOKENS": shared, "LANES": triton.next_power_of_2(shared)}
-        sizes["STEP"] = min(sizes["STEP"], SHARED_STEP)
-    launch(kernel)[num_tokens // shared * ((num_rows + ROWS - 1) // ROWS),](
+    launch(indexer_logits_kernel)[num_tokens * ((num_rows + ROWS - 1) // ROWS),](
         *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(lens.reshape(-1), req_indices),
         *strided(block_table), block_table.shape[0], block_table.shape[1],

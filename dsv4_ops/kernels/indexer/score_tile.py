@@ -95,32 +95,31 @@ def _existing(page, num_blocks):
 
 
 @triton.jit
-def pick(values, number):
-    """The value at a place that is no constant."""
+def _pick(values, number):
     lane = tl.arange(0, values.shape[0])
     return tl.sum(tl.where(lane == number, values, 0), axis=0)
 
 
 @triton.jit
-def load_tile(
-    cache, entries, pages, start, tile, stop,
+def score_tile(
+    cache, entries, pages, start, tile, stop, query, weight,
     FORMAT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of a tile of the rows of ``find_pages``, and which of them are in pages that
-    exist. Addresses in 64 bits for every row would cost as much as the products; small blocks have
-    them. FORMAT: rows of a block, bytes of a row's codes and scale."""
+    """Scores of a tile of the rows of ``find_pages``, and which of them are in pages that exist.
+    Addresses in 64 bits for every row would cost as much as the products; small blocks have them.
+    FORMAT: rows of a block, bytes of a row's codes and scale."""
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     k_cache, page_stride, num_blocks = cache
     lane = tl.arange(0, STEP)
     first = start + tile * STEP
     if BLOCK_SIZE % STEP == 0:
-        page = _existing(pick(pages, tile), num_blocks)
+        page = _existing(_pick(pages, tile), num_blocks)
         exists = (page >= 0) & (lane >= 0)  # a value per lane
         row = first % BLOCK_SIZE + lane
         base = page.to(tl.int64) * page_stride
     elif STEP == 2 * BLOCK_SIZE:
-        near = _existing(pick(pages, 2 * tile), num_blocks)
-        far = _existing(pick(pages, 2 * tile + 1), num_blocks)
+        near = _existing(_pick(pages, 2 * tile), num_blocks)
+        far = _existing(_pick(pages, 2 * tile + 1), num_blocks)
         exists = tl.where(lane < BLOCK_SIZE, near, far) >= 0
         near, far = near.to(tl.int64) * page_stride, far.to(tl.int64) * page_stride
         base = tl.where(lane < BLOCK_SIZE, near, far)
@@ -136,27 +135,7 @@ def load_tile(
     scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
     codes = load_codes(base + row * FORMAT[1], 1, exists, FORMAT[1])
     scale = tl.load(scale_at, mask=exists, other=0.0)
-    return codes, scale, exists
-
-
-@triton.jit
-def score_tile(
-    cache, entries, pages, start, tile, stop, query, weight,
-    FORMAT: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Scores of the rows of ``load_tile``, and which of them exist."""
-    codes, scale, exists = load_tile(cache, entries, pages, start, tile, stop, FORMAT, STEP)
     return score_codes(codes, scale, query, weight), exists
-
-
-@triton.jit
-def find_run(request, count, done, TOKENS: tl.constexpr):
-    """The request of the first token from ``done`` on that has candidates, and one past the last
-    token before another such request."""
-    lane = tl.arange(0, request.shape[0])
-    wanted = (lane >= done) & (count > 0)
-    own = pick(request, tl.min(tl.where(wanted, lane, TOKENS - 1)))
-    return own, tl.min(tl.where(wanted & (request != own), lane, TOKENS))
 
 
 @triton.jit

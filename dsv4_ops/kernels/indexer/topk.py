@@ -14,7 +14,6 @@ from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.indexer import logits as indexer
 from dsv4_ops.kernels.indexer.topk_merge import merge_groups_kernel, merge_parts_kernel
 from dsv4_ops.kernels.indexer.topk_partial import select_keys_kernel, select_logits_kernel
-from dsv4_ops.kernels.indexer.topk_shared import select_shared_keys_kernel
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference import indexer as reference
 
@@ -42,9 +41,6 @@ LOGITS_STEP, LOGITS_LEAST = 512, 2048
 
 STAGES = 3
 
-SHARED_PROGRAMS = 264
-"""Programs where tokens share keys: two per SM."""
-
 
 def warps_for(capacity: int) -> int:
     """Warps that have 16 of the keys in every thread."""
@@ -52,26 +48,21 @@ def warps_for(capacity: int) -> int:
 
 
 class _Scratch:
-    """Scratch rows and the plan of the parts of every row, and what is launched with them, if
-    ``shared`` tokens have a program."""
+    """Scratch rows and the plan of the parts of every row, and what is launched with them."""
 
-    def __init__(
-        self, launch: Launcher, like: torch.Tensor, num_rows: int, topk: int, shared: int = 1
-    ) -> None:
+    def __init__(self, launch: Launcher, like: torch.Tensor, num_rows: int, topk: int) -> None:
         self.launch, self.topk, num_tokens = launch, topk, like.shape[0]
-        most, groups = PROGRAMS if shared == 1 else SHARED_PROGRAMS, num_tokens // shared
         self.width = triton.next_power_of_2(topk)
         self.capacity = max(CAPACITY, 2 * self.width)
         self.together = max(MERGED, self.capacity)
         self.groups = min(max(self.together // self.width, 2), GROUPS)
         self.grouped = max(self.together, WIDE_GROUP if self.width >= WIDE else 0)
-        scratch = (most * shared, self.capacity)
-        sizes = (scratch, scratch, (num_tokens, 3))
+        sizes = ((PROGRAMS, self.capacity), (PROGRAMS, self.capacity), (num_tokens, 3))
         self.lists = tuple(like.new_empty(size, dtype=torch.int32) for size in sizes)
         self.out = like.new_empty((num_tokens, topk), dtype=torch.int32)
-        self.rows = torch.sym_min(num_tokens, most * shared)
-        self.splits = torch.sym_max(1, torch.sym_min(num_rows, most // groups))
-        self.programs = torch.sym_min(groups * self.splits, most)
+        self.rows = torch.sym_min(num_tokens, PROGRAMS)
+        self.splits = torch.sym_max(1, torch.sym_min(num_rows, PROGRAMS // num_tokens))
+        self.programs = torch.sym_min(num_tokens * self.splits, PROGRAMS)
         self.arguments = (*self.lists, self.out, num_tokens, self.splits, topk)
         self.sizes = {
             "WIDTH": self.width,
@@ -154,20 +145,13 @@ def indexer_select(
     if num_tokens == 0 or topk == 0:
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
     most = (max_blocks * block_size + LEAST - 1) // LEAST
-    sizes = indexer.tile(num_heads)
-    shared = indexer.sharing(positions, sizes["HEADS"])
-    scratch = _Scratch(launch, q, most, topk, shared)
-    sizes |= scratch.sizes
-    kernel, positions = select_keys_kernel, positions.reshape(-1)
-    if shared > 1:
-        kernel = select_shared_keys_kernel
-        sizes |= {"TOKENS": shared, "LANES": triton.next_power_of_2(shared)}
-        sizes["STEP"] = min(sizes["STEP"], indexer.SHARED_STEP)
+    scratch = _Scratch(launch, q, most, topk)
+    sizes = {**indexer.tile(num_heads), **scratch.sizes}
     # no fewer rows of a product than its warps take, and capacity for two tiles
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     table = (block_table, block_table.stride(0), block_table.stride(1))
-    requests = (req_indices, req_indices.stride(0))
-    launch(kernel)[scratch.programs,](
+    requests, positions = (req_indices, req_indices.stride(0)), positions.reshape(-1)
+    launch(select_keys_kernel)[scratch.programs,](
         *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(positions), *requests,
         *table, block_table.shape[0], max_blocks, *scratch.arguments,

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
 
 from dsv4_ops import testing
 from dsv4_ops.core.layout import IndexerLayout
@@ -16,12 +16,10 @@ from dsv4_ops.kernels.indexer import logits as indexer, topk as launchers
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.indexer import beyond_int32
-from dsv4_ops.testing.strategies.indexer_batches import in_rows
 from tests.kernels.interpreter.interpret_kernels import check, fuzz
 
 SMALL = {
     "PROGRAMS": 40,
-    "SHARED_PROGRAMS": 40,
     "CAPACITY": 64,
     "MERGED": 64,
     "GROUPS": 3,
@@ -105,33 +103,10 @@ def check_slots(thorough: bool) -> None:
     assert torch.equal(found, spec.reference(*tensors, **sizes, slots=True))
 
 
-def check_rows(thorough: bool) -> None:
-    """Rows of two to four tokens: of one request each, one of which is longer than the other, and
-    of several requests in turn; one part, lists that are merged at once, and in groups."""
-    kinds = itertools.cycle(("random", "ascending", "descending"))
-    for next_n, mixed in itertools.product((2, 3, 4) if thorough else (3, 4), (False, True)):
-        for seed, sizes in enumerate(({"pages": 1}, {"pages": 6}, {"topk": 40})):
-            if thorough or seed != next_n % 3:
-                case = in_rows(long_selection(seed, next(kinds), **sizes), next_n, mixed)
-                check("indexer_select", case)
-                check("indexer_logits", logits_of(case))
-
-
-def logits_of(case: Case) -> Case:
-    """The logits that a selection of every row goes by, but for the last few columns."""
-    q, weights, cache, positions, requests, table = case.tensors
-    sizes = {name: case.settings[name] for name in ("block_size", "layout")}
-    lens, num_rows = (positions + 1).to(torch.int32), 64 * table.shape[1] - 30
-    tensors = (q, weights, cache, lens, requests, table)
-    return Case(case.name, tensors, {**sizes, "num_rows": num_rows})
-
-
 def main(examples: int) -> None:
     vars(launchers).update(SMALL)
-    indexer.STEP = indexer.SHARED_STEP = 16
-    for name in ("indexer_logits_kernel", "indexer_logits_shared_kernel"):
-        setattr(indexer, name, counted(name, getattr(indexer, name)))
-    for name in ("select_shared_keys_kernel", "merge_groups_kernel", "merge_parts_kernel"):
+    indexer.STEP = 16
+    for name in ("merge_groups_kernel", "merge_parts_kernel"):
         setattr(launchers, name, counted(name, getattr(launchers, name)))
     thorough = examples > 1
     every = ("random", "ties", "ascending", "descending", "constant")
@@ -143,45 +118,26 @@ def main(examples: int) -> None:
         check("indexer_topk", long_rows(2, kind, topk=40))
         launchers.MERGED = SMALL["MERGED"]
     check_slots(thorough)
-    check_rows(thorough)
     for name in ("indexer_topk", "indexer_select"):
         for case in testing.cases_of(name):
             check(name, case)
         fuzz(name, examples)
     small = {"block_size": 64, "compress_ratio": 1, "topk": TOPK, "layout": IndexerLayout.tag}
 
-    bounded = settings(
+    @settings(
         max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-
-    @bounded
     @given(testing.op_testing("indexer_select").strategy(settings=small))
     def sampled(case: Case) -> None:
         check("indexer_select", case)
 
-    @bounded
-    @given(
-        testing.op_testing("indexer_select").strategy(settings=small),
-        st.integers(2, 5),
-        st.booleans(),
-    )
-    def sampled_rows(case: Case, next_n: int, mixed: bool) -> None:
-        check("indexer_select", in_rows(case, next_n, mixed))
-
-    @bounded
-    @given(testing.strategy("indexer_logits"), st.integers(2, 5), st.booleans())
-    def sampled_logits(case: Case, next_n: int, mixed: bool) -> None:
-        check("indexer_logits", in_rows(case, next_n, mixed))
-
-    sampled_logits()
-    for slots in (False, True):
-        small["slots"] = slots
-        sampled()
-        sampled_rows()
+    sampled()
+    small["slots"] = True
+    sampled()
     print(happened)
 
 

@@ -14,11 +14,13 @@ from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
-from dsv4_ops.kernels.indexer import topk  # imports triton
-
 
 class Grids(dict[str, torch.SymInt | int]):
-    """A launch that takes down the programs of every kernel."""
+    """A launch that takes down the programs and the arguments of every kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.arguments = {}
 
     def __call__(self, kernel):
         return Grid(self, kernel.__name__.removesuffix("_kernel"))
@@ -30,7 +32,10 @@ class Grid:
 
     def __getitem__(self, grid):
         (self.grids[self.name],) = grid
-        return lambda *_, **__: None
+        return self.call
+
+    def call(self, *arguments, **_):
+        self.grids.arguments[self.name] = arguments
 
 
 @pytest.mark.parametrize(
@@ -52,39 +57,30 @@ def test_merges_of_any_number_of_tokens(tokens, grouped, parts):
 
 
 @pytest.mark.parametrize(
-    ("next_n", "num_heads", "together"),
+    ("name", "kernel", "dtype", "settings"),
     [
-        *((1, 64, 1), (2, 64, 2), (3, 64, 3), (4, 64, 4), (5, 64, 1), (6, 64, 3), (8, 64, 4)),
-        *((4, 128, 2), (4, 512, 1)),
+        ("indexer_logits", "indexer_logits", torch.int32, {"num_rows": 9}),
+        ("indexer_select", "select_keys", torch.int64, {"compress_ratio": 4, "topk": 512}),
     ],
 )
-def test_tokens_of_a_row_share_keys(next_n, num_heads, together):
-    """As many as divide a row and have their queries in shared memory, for any number of rows."""
-    layout, rows = IndexerLayout(64), 6
-    tensors = (
-        torch.empty(rows * next_n, num_heads, 128).to(torch.float8_e4m3fn),
-        torch.empty(rows * next_n, num_heads),
-        layout.allocate(8),
-        torch.empty(rows, next_n, dtype=torch.int64),
-        torch.empty(rows * next_n, dtype=torch.int32),
-        torch.empty(rows, 512, dtype=torch.int32),
-    )
-    sizes = {"block_size": 64, "compress_ratio": 4, "topk": 512, "layout": layout.tag}
-    grids = Grids()
-    OPS["indexer_select"].launcher("triton")(grids, *tensors, **sizes)
-    kernel = "select_keys" if together == 1 else "select_shared_keys"
-    assert kernel in grids
-    # each row of keys in up to 128 parts
-    most = topk.PROGRAMS if together == 1 else topk.SHARED_PROGRAMS
-    groups = rows * next_n // together
-    assert grids[kernel] == groups * min(128, most // groups)
+def test_rows_of_tokens_are_a_view_of_one_row_a_token(name, kernel, dtype, settings):
+    """Six rows of four tokens: the programs of 24 tokens, over the caller's own memory."""
+    layout = IndexerLayout(64)
+    places, tables = torch.zeros(6, 4, dtype=dtype), torch.zeros(6, 8, dtype=torch.int32)
+    queries = (torch.empty(24, 64, 128).to(torch.float8_e4m3fn), torch.empty(24, 64))
+    requests = torch.zeros(24, dtype=torch.int32)
+    grids, flat = Grids(), Grids()
+    for taken, each in ((grids, places), (flat, places.flatten())):
+        tensors = (*queries, layout.allocate(8), each, requests, tables)
+        OPS[name].launcher("triton")(taken, *tensors, block_size=64, layout=layout.tag, **settings)
+    assert grids == flat
+    given = [each for each in grids.arguments[kernel] if isinstance(each, torch.Tensor)]
+    assert [each.shape for each in given if each.data_ptr() == places.data_ptr()] == [(24,)]
 
 
 @pytest.mark.slow
 def test_parts_reductions_and_groups_choose_the_same_rows():
     script = Path(__file__).parent / "interpret_indexer.py"
     launched = "\n".join(forked.interpreted(script, "20" if NIGHTLY else "1"))
-    assert "select_shared_keys_kernel" in launched
-    assert "indexer_logits_shared_kernel" in launched
     assert "merge_groups_kernel" in launched
     assert "merge_parts_kernel" in launched

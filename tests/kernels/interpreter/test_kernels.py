@@ -49,12 +49,10 @@ TILES_IN_REGISTERS = {
     "gate_up_by_blocks_kernel",
     "indexer_logits_kernel",
     "indexer_logits_ragged_kernel",
-    "indexer_logits_shared_kernel",
     "pool_windows_kernel",
     "router_products_kernel",
     "select_keys_kernel",
     "select_logits_kernel",
-    "select_shared_keys_kernel",
     "stream_products_kernel",
 }
 
