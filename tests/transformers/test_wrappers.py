@@ -262,7 +262,7 @@ def test_a_wrapper_around_a_classes_forward_runs(family, precision, monkeypatch)
 
 
 def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
-    """Before patch in both ways; after it by an eager step, which asks the host."""
+    """Before patch, by eager and compiled steps; after it by an eager step, which asks the host."""
     compressor = "DeepseekV4CSACompressor"
     before, after = FAMILIES["v4"](), v4.patch(FAMILIES["v4"](), **SETTINGS)
     kind = getattr(modelling(before), compressor)
