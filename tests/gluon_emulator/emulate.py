@@ -62,7 +62,7 @@ def _e4m3() -> np.ndarray:
 
 
 def _widen_codes(words: Value, factor: Value) -> tuple[Value, Value]:
-    """``widen_codes`` of hopper_rows.py: lower bytes are earlier values."""
+    """``widen_codes`` of sparse MLA's dequant producer: lower bytes are earlier values."""
     codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
     halves = np.ascontiguousarray(factor.data).view(np.uint16).reshape(*factor.shape, 2)
     factors = widened(np.concatenate([halves, halves], -1))
@@ -72,15 +72,15 @@ def _widen_codes(words: Value, factor: Value) -> tuple[Value, Value]:
     return words.like(pairs[..., 0]), words.like(pairs[..., 1])
 
 
-def _halve_codes(words: Value) -> tuple[Value, Value]:
-    """``halve_codes`` of dense MLA likewise, as float16."""
+def _codes_to_f16(words: Value) -> tuple[Value, Value]:
+    """``codes_to_f16`` of dense MLA: float16 values."""
     codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
     pairs = np.ascontiguousarray(_e4m3()[codes].astype(np.float16)).view(np.int32)
     return words.like(pairs[..., 0]), words.like(pairs[..., 1])
 
 
 def _scale_codes(words: Value, scale: Value) -> tuple[Value, Value]:
-    """``scale_codes`` of dense MLA likewise, by a float32 factor."""
+    """``scale_codes`` of dense MLA: bf16 values times a float32 factor."""
     codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
     with np.errstate(all="ignore"):
         bits = rounded_to_bf16(_e4m3()[codes] * scale.data[..., None])
@@ -88,7 +88,7 @@ def _scale_codes(words: Value, scale: Value) -> tuple[Value, Value]:
     return words.like(pairs[..., 0]), words.like(pairs[..., 1])
 
 
-def _product(left: Value, right: Value, *_: Any) -> Value:
+def _multiply(left: Value, right: Value, *_: Any) -> Value:
     return left * right
 
 
@@ -106,10 +106,10 @@ def _prefetch_l2(address: Value, size: Value) -> None:
 
 ASSEMBLY = {
     "prefetch_l2": _prefetch_l2,
-    "halve_codes": _halve_codes,
+    "codes_to_f16": _codes_to_f16,
     "widen_codes": _widen_codes,
     "scale_codes": _scale_codes,
-    "_product": _product,
+    "_multiply": _multiply,
 }
 """What functions with assembly mean, by their names."""
 

@@ -1,8 +1,8 @@
-"""FP8 rows of dense MLA on their way to Hopper's matrix unit: loaded as words, stored as float16,
-or with scales as bf16.
+"""Producer of dense MLA rows in FP8: it loads words of codes, and stores float16, or bf16 for rows
+with scales.
 
-Half the latents of a block at a time: a thread has 64 codes of each of two rows, and eight of the
-RoPE dimensions. The codes of the next half are on their way while those of one are stored.
+It loads half the latents of a block at a time: a thread holds 64 codes of each of two rows, and
+eight codes of the RoPE columns. The next half is loaded while one is stored.
 """
 
 from triton.experimental import gluon
@@ -11,33 +11,33 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
 from dsv4_ops.kernels.mla.hopper.copy_producer import (
-    NEVER,
+    NO_POSITION,
     ROPE,
-    STORED,
-    WORDS,
-    WORDS_ROW,
-    arrives,
-    await_copies,
-    clear_tile,
-    find,
-    locate,
-    spoil_rope,
+    SMEM_WORDS,
+    WORD_LAYOUT,
+    WORD_ROW,
+    arrive_after_copies,
+    clear_nonfinite,
+    load_entries,
+    locate_rows,
+    poison_rope,
+    wait_for_copies,
 )
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.mma import WIDTH
 from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import LEFT, RIGHT
 
 CODES, SCALED = gl.constexpr(1), gl.constexpr(2)
-"""Formats of rows: codes alone, and codes with scales and RoPE values behind them."""
+"""Formats of rows: codes alone, or codes followed by scales and RoPE values."""
 
 _GROUP = gl.constexpr(32)
 """Words of codes that share a scale."""
 
 
 @gluon.jit
-def halve_codes(words):
-    """The values of the four e4m3 codes of each word, all of which are float16, as two words of two
-    values. One instruction for two: bf16 takes six, which would bound the kernel."""
+def codes_to_f16(words):
+    """Return the four e4m3 values of each word, exactly, as two words of two float16 values. This
+    takes one instruction for two values; bf16 takes six, which would bound the kernel."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 a, b; mov.b32 {a, b}, $2;
@@ -53,8 +53,8 @@ def halve_codes(words):
 
 @gluon.jit
 def scale_codes(words, scale):
-    """The values of the four e4m3 codes of each word times ``scale``, rounded once, as two words of
-    two bf16 values."""
+    """Return the four e4m3 values of each word times ``scale``, rounded once, as two words of two
+    bf16 values."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 a, b, c, d; .reg .b32 x, y; .reg .f32 e, f, g, h;
@@ -75,8 +75,8 @@ def scale_codes(words, scale):
 
 @gluon.jit
 def prefetch_l2(address, size):
-    """Have so many bytes from an address on, both multiples of 16, brought to the L2: one of the
-    four threads that have them asks."""
+    """Prefetch ``size`` bytes from ``address`` into the L2, both multiples of 16. Four threads hold
+    them; the first one asks."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred p; .reg .b32 lane;
@@ -94,36 +94,36 @@ def prefetch_l2(address, size):
 
 
 @gluon.jit
-def _prefetch(cache, pages, block, found, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Ask for the pages that begin in a block, of larger ones for the rows of the block. Larger
-    ones that end within a block are left to the loads."""
-    AT_ONCE: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
-    if BLOCK_SIZE % AT_ONCE == 0:
-        start, position = locate(cache, pages, block, found, WORDS_ROW, ROW, BLOCK_SIZE)
-        begins = (position < NEVER) & (position % AT_ONCE == 0)
-        size = gl.where(begins, AT_ONCE * ROW, 0)
+def _prefetch(cache, pages, block, entries, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Prefetch the pages that begin in a block; of pages larger than a block, the block's rows.
+    Pages that end within a block are left to the loads."""
+    ROWS: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
+    if BLOCK_SIZE % ROWS == 0:
+        start, position = locate_rows(cache, pages, block, entries, WORD_ROW, ROW, BLOCK_SIZE)
+        is_start = (position < NO_POSITION) & (position % ROWS == 0)
+        size = gl.where(is_start, ROWS * ROW, 0)
         prefetch_l2(start.to(gl.int64, bitcast=True), size)
 
 
 @gluon.jit
 def _load_words(rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Words of the rows from byte FIRST on; zeros of rows that do not exist."""
+    """Load COUNT words of the rows from byte FIRST on; rows that do not exist are zeros."""
     start, position = rows
     words = (start + FIRST).to(gl.pointer_type(gl.int32), bitcast=True)
-    word = gl.arange(0, COUNT, gl.SliceLayout(0, WORDS))
-    return gl.load(words[:, None] + word[None, :], mask=(position < NEVER)[:, None], other=0)
+    word = gl.arange(0, COUNT, gl.SliceLayout(0, WORD_LAYOUT))
+    return gl.load(words[:, None] + word[None, :], mask=(position < NO_POSITION)[:, None], other=0)
 
 
 @gluon.jit
 def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
-    """Codes of a half of the latents, and their scales if rows have such."""
+    """Load the codes of half the latents, and their scales if the rows have any."""
     codes = _load_words(rows, HALF * WIDTH, WIDTH // 4)
     if FORMAT == SCALED:
         start, position = rows
         scales = (start + 2 * WIDTH).to(gl.pointer_type(gl.float32), bitcast=True) + 2 * HALF
-        there = position < NEVER
-        left = gl.load(scales, mask=there, other=0.0)
-        right = gl.load(scales + 1, mask=there, other=0.0)
+        valid = position < NO_POSITION
+        left = gl.load(scales, mask=valid, other=0.0)
+        right = gl.load(scales + 1, mask=valid, other=0.0)
         half = (codes, left, right)
     else:
         half = (codes, codes, codes)
@@ -132,7 +132,7 @@ def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _load_rope(rows, FORMAT: gl.constexpr):
-    """Codes of the RoPE dimensions. Values are copied when their tile is free."""
+    """Load the codes of the RoPE columns; RoPE values are copied later, when their tile is free."""
     if FORMAT == SCALED:
         rope = rows
     else:
@@ -142,15 +142,15 @@ def _load_rope(rows, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _halves(words):
-    left, right = halve_codes(words)
+    left, right = codes_to_f16(words)
     return gl.reshape(gl.join(left, right), [KEYS, 2 * words.shape[1]])
 
 
 @gluon.jit
 def _values(half, FORMAT: gl.constexpr):
-    """Words of two values of half the latents of a block."""
+    """Dequantise half the latents of a block into words of two values."""
     if FORMAT == SCALED:
-        word = gl.arange(0, WIDTH // 4, gl.SliceLayout(0, WORDS))
+        word = gl.arange(0, WIDTH // 4, gl.SliceLayout(0, WORD_LAYOUT))
         scale = gl.where((word < _GROUP)[None, :], half[1][:, None], half[2][:, None])
         left, right = scale_codes(half[0], scale)
         words = gl.reshape(gl.join(left, right), [KEYS, WIDTH // 2])
@@ -161,80 +161,86 @@ def _values(half, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _store(tile, words):
-    stored = reinterpret(tile, gl.int32, [KEYS, words.shape[1]], STORED)
-    stored.store(words)
+    smem_words = reinterpret(tile, gl.int32, [KEYS, words.shape[1]], SMEM_WORDS)
+    smem_words.store(words)
 
 
 @gluon.jit
-def _store_half(tile, half, lost, apart, FORMAT: gl.constexpr, GROUP: gl.constexpr):
-    """Dequantise half the latents of a block."""
+def _store_half(tile, half, bad_rows, is_masked, FORMAT: gl.constexpr, GROUP: gl.constexpr):
+    """Dequantise and store half the latents of a block."""
     _store(tile, _values(half, FORMAT))
-    return clear_tile(tile, lost, apart, GROUP)
+    return clear_nonfinite(tile, bad_rows, is_masked, GROUP)
 
 
 @gluon.jit
-def _store_rope(tile, rope, lost, apart, FORMAT: gl.constexpr, GROUP: gl.constexpr):
-    """The RoPE dimensions: what ``_load_rope`` gave."""
+def _store_rope(tile, rope, bad_rows, is_masked, FORMAT: gl.constexpr, GROUP: gl.constexpr):
+    """Store the RoPE columns that ``_load_rope`` returned."""
     if FORMAT == SCALED:
         start, position = rope
         words = (start + (2 * WIDTH + 16)).to(gl.pointer_type(gl.int32), bitcast=True)
-        word = gl.arange(0, ROPE // 2, gl.SliceLayout(0, WORDS))
-        stored = reinterpret(tile, gl.int32, [KEYS, ROPE // 2], STORED)
-        there = (position < NEVER)[:, None]
-        async_load(stored, words[:, None] + word[None, :], mask=there)
+        word = gl.arange(0, ROPE // 2, gl.SliceLayout(0, WORD_LAYOUT))
+        smem_words = reinterpret(tile, gl.int32, [KEYS, ROPE // 2], SMEM_WORDS)
+        valid = (position < NO_POSITION)[:, None]
+        async_load(smem_words, words[:, None] + word[None, :], mask=valid)
         if GROUP > 1:
-            if apart:
-                await_copies()
+            if is_masked:
+                wait_for_copies()
     else:
         _store(tile, _halves(rope))
-    spoil_rope(tile, lost, apart, GROUP)
+    poison_rope(tile, bad_rows, is_masked, GROUP)
 
 
 @gluon.jit
 def dequantise_pairs(
-    cache, pages, pairs, alike, shared,
+    cache, pages, pairs, full_pairs, smem,
     FORMAT: gl.constexpr, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """As ``copy_pairs``, which says what is stored when, of rows of ROW bytes."""
-    keys, existing, weights = shared[1], shared[2], shared[3]
-    full, used = shared[5][0], shared[5][1]
-    even = locate(
-        cache, pages, 0, find(pages, 0, WORDS_ROW, BLOCK_SIZE), WORDS_ROW, ROW, BLOCK_SIZE
+    """Fill the buffers as ``copy_pairs`` does, from FP8 rows of ROW bytes."""
+    kv_smem, kv_valid_smem, p_smem = smem[1], smem[2], smem[3]
+    kv_ready, kv_free = smem[5][0], smem[5][1]
+    even = locate_rows(
+        cache, pages, 0, load_entries(pages, 0, WORD_ROW, BLOCK_SIZE), WORD_ROW, ROW, BLOCK_SIZE
     )
-    next_odd = find(pages, 1, WORDS_ROW, BLOCK_SIZE)
-    next_even = find(pages, 2, WORDS_ROW, BLOCK_SIZE)
-    none = gl.full([KEYS], 0, gl.int32, WORDS_ROW)
-    half = _load_half(even, LEFT, FORMAT)
+    next_odd = load_entries(pages, 1, WORD_ROW, BLOCK_SIZE)
+    next_even = load_entries(pages, 2, WORD_ROW, BLOCK_SIZE)
+    none_bad = gl.full([KEYS], 0, gl.int32, WORD_ROW)
+    even_codes = _load_half(even, LEFT, FORMAT)
     pair = pairs * 0
     while pair < pairs:
         phase = (pair & 1) ^ 1
-        apart = pair >= alike
-        odd = locate(cache, pages, 2 * pair + 1, next_odd, WORDS_ROW, ROW, BLOCK_SIZE)
-        next_odd = find(pages, 2 * pair + 3, WORDS_ROW, BLOCK_SIZE)
-        other = _load_half(odd, RIGHT, FORMAT)
-        mbarrier.wait(used[LEFT][0], phase)
-        existing.index(0).store(even[1])
-        lost_even = _store_half(keys[LEFT].index(0), half, none, apart, FORMAT, GROUP)
-        arrives(full[LEFT][0])
-        half = _load_half(even, RIGHT, FORMAT)
+        is_masked = pair >= full_pairs
+        odd = locate_rows(cache, pages, 2 * pair + 1, next_odd, WORD_ROW, ROW, BLOCK_SIZE)
+        next_odd = load_entries(pages, 2 * pair + 3, WORD_ROW, BLOCK_SIZE)
+        odd_codes = _load_half(odd, RIGHT, FORMAT)
+        mbarrier.wait(kv_free[LEFT][0], phase)
+        kv_valid_smem.index(0).store(even[1])
+        bad_even = _store_half(
+            kv_smem[LEFT].index(0), even_codes, none_bad, is_masked, FORMAT, GROUP
+        )
+        arrive_after_copies(kv_ready[LEFT][0])
+        even_codes = _load_half(even, RIGHT, FORMAT)
         rope = _load_rope(even, FORMAT)
-        mbarrier.wait(used[RIGHT][1], phase)
-        existing.index(1).store(odd[1])
-        lost_odd = _store_half(keys[RIGHT].index(1), other, none, apart, FORMAT, GROUP)
-        arrives(full[RIGHT][1])
-        other = _load_half(odd, LEFT, FORMAT)
-        mbarrier.wait(used[RIGHT][0], phase)
-        lost_even = _store_half(keys[RIGHT].index(0), half, lost_even, apart, FORMAT, GROUP)
-        _store_rope(weights.index(0), rope, lost_even, apart, FORMAT, GROUP)
-        arrives(full[RIGHT][0])
+        mbarrier.wait(kv_free[RIGHT][1], phase)
+        kv_valid_smem.index(1).store(odd[1])
+        bad_odd = _store_half(
+            kv_smem[RIGHT].index(1), odd_codes, none_bad, is_masked, FORMAT, GROUP
+        )
+        arrive_after_copies(kv_ready[RIGHT][1])
+        odd_codes = _load_half(odd, LEFT, FORMAT)
+        mbarrier.wait(kv_free[RIGHT][0], phase)
+        bad_even = _store_half(
+            kv_smem[RIGHT].index(0), even_codes, bad_even, is_masked, FORMAT, GROUP
+        )
+        _store_rope(p_smem.index(0), rope, bad_even, is_masked, FORMAT, GROUP)
+        arrive_after_copies(kv_ready[RIGHT][0])
         rope = _load_rope(odd, FORMAT)
-        even = locate(cache, pages, 2 * pair + 2, next_even, WORDS_ROW, ROW, BLOCK_SIZE)
-        next_even = find(pages, 2 * pair + 4, WORDS_ROW, BLOCK_SIZE)
-        half = _load_half(even, LEFT, FORMAT)
-        mbarrier.wait(used[LEFT][1], phase)
-        lost_odd = _store_half(keys[LEFT].index(1), other, lost_odd, apart, FORMAT, GROUP)
-        _store_rope(weights.index(1), rope, lost_odd, apart, FORMAT, GROUP)
-        arrives(full[LEFT][1])
+        even = locate_rows(cache, pages, 2 * pair + 2, next_even, WORD_ROW, ROW, BLOCK_SIZE)
+        next_even = load_entries(pages, 2 * pair + 4, WORD_ROW, BLOCK_SIZE)
+        even_codes = _load_half(even, LEFT, FORMAT)
+        mbarrier.wait(kv_free[LEFT][1], phase)
+        bad_odd = _store_half(kv_smem[LEFT].index(1), odd_codes, bad_odd, is_masked, FORMAT, GROUP)
+        _store_rope(p_smem.index(1), rope, bad_odd, is_masked, FORMAT, GROUP)
+        arrive_after_copies(kv_ready[LEFT][1])
         _prefetch(cache, pages, 2 * pair + 3, next_odd, ROW, BLOCK_SIZE)
         _prefetch(cache, pages, 2 * pair + 4, next_even, ROW, BLOCK_SIZE)
         pair += 1

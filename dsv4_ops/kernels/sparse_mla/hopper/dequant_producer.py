@@ -1,8 +1,8 @@
-"""Rows of an FP8 cache on their way to Hopper's matrix unit: loaded as words, stored as bf16.
+"""Producer of FP8 rows for Hopper's matrix unit: it loads words of codes and stores bf16.
 
-Half a block at a time, a thread has 144 bytes of one row: of each group of 64 values that share a
-scale byte four words of codes, and of the RoPE values eight words. Words, because a loop carries a
-uint8 tensor in a register per byte.
+A thread holds 144 bytes of one row of half a block: four words of codes from each group of 64
+values that share a scale byte, and eight words of RoPE values. They are words because a loop
+carries a uint8 tensor in one register per byte.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dsv4_ops.kernels.common.triton_compat import reinterpret
 
 HALF = gl.constexpr(32)
-"""Keys that are on their way at a time."""
+"""Keys that are loaded at a time."""
 
 KEYS = gl.constexpr(64)
 """Keys of a block."""
@@ -24,17 +24,17 @@ _WORD_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2
 _ROPE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 _GROUP_LAYOUT = gl.constexpr(gl.SliceLayout(2, _WORD_LAYOUT.value))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, _GROUP_LAYOUT.value))
-"""Of a tensor with a value per row: four threads have each."""
+"""Layout of one value per row: four threads hold each value."""
 
-_STORED = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+_SMEM_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 """The rows of a buffer as words: the same bytes as its bf16 values."""
 
-_FACTOR = gl.constexpr(0x00010001)
+_TWICE = gl.constexpr(0x00010001)
 
 
 @gluon.jit
 def widen_codes(words, factor):
-    """The values of the four e4m3 codes of each word times ``factor``, a bf16 twice, as two words
+    """Return the four e4m3 values of each word times ``factor``, two copies of a bf16, as two words
     of two bf16 values. The product with a power of two is exact."""
     return gl.inline_asm_elementwise(
         """{
@@ -55,109 +55,115 @@ def widen_codes(words, factor):
 
 
 @gluon.jit
-def _load_codes(data, exists, FIRST: gl.constexpr, GROUPS: gl.constexpr):
-    """Words [row, GROUPS, 16] from group FIRST on."""
+def _load_codes(data, valid, FIRST: gl.constexpr, GROUPS: gl.constexpr):
+    """Load the words of GROUPS groups from group FIRST on, [row, GROUPS, 16]."""
     group = FIRST + gl.arange(0, GROUPS, gl.SliceLayout(0, _GROUP_LAYOUT))
     word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(0, _WORD_LAYOUT)))
     start = gl.expand_dims(gl.expand_dims(data, 1), 2) + gl.expand_dims(
         gl.expand_dims(group * WORDS, 0), 2
     )
-    wanted = gl.expand_dims(gl.expand_dims(exists, 1), 2)
-    return gl.load(start + gl.expand_dims(gl.expand_dims(word, 0), 0), mask=wanted, other=0)
+    mask = gl.expand_dims(gl.expand_dims(valid, 1), 2)
+    return gl.load(start + gl.expand_dims(gl.expand_dims(word, 0), 0), mask=mask, other=0)
 
 
 @gluon.jit
 def load_half(rows, ROW: gl.constexpr, SCALE_BYTES: gl.constexpr):
-    """What a half of a block has: the codes in three parts, because tensors are powers of two, the
-    RoPE values, and the scale bytes. Zeros for rows that do not exist. ``rows`` are their blocks,
-    their rows in them, -1 if they do not exist, and how far behind the first row the scales
-    begin."""
-    page, row, tail = rows
-    exists = row >= 0
+    """Load half a block: the codes in three tensors, because a tensor's size is a power of two, the
+    RoPE values, and the scale bytes. Rows that do not exist are zeros. ``rows`` holds the address
+    of each page, the row in it (-1: no row), and the offset of the page's scales."""
+    page, row, scales_offset = rows
+    valid = row >= 0
     words = (page + row * ROW).to(gl.pointer_type(gl.int32), bitcast=True)
-    codes0 = _load_codes(words, exists, 0, 4)
-    codes1 = _load_codes(words, exists, 4, 2)
-    codes2 = _load_codes(words, exists, 6, 1)
+    codes0 = _load_codes(words, valid, 0, 4)
+    codes1 = _load_codes(words, valid, 4, 2)
+    codes2 = _load_codes(words, valid, 6, 1)
     start = gl.convert_layout(words + 7 * WORDS, gl.SliceLayout(1, _ROPE_LAYOUT))
-    wanted = gl.convert_layout(exists, gl.SliceLayout(1, _ROPE_LAYOUT))
+    rope_mask = gl.convert_layout(valid, gl.SliceLayout(1, _ROPE_LAYOUT))
     word = gl.arange(0, 2 * WORDS, gl.SliceLayout(0, _ROPE_LAYOUT))
-    rope = gl.load(start[:, None] + word[None, :], mask=wanted[:, None], other=0)
-    scales = (page + (tail + row * SCALE_BYTES)).to(gl.pointer_type(gl.int32), bitcast=True)
-    scales0 = gl.load(scales, mask=exists, other=0)
-    scales1 = gl.load(scales + 1, mask=exists, other=0)
+    rope = gl.load(start[:, None] + word[None, :], mask=rope_mask[:, None], other=0)
+    scales = (page + (scales_offset + row * SCALE_BYTES)).to(
+        gl.pointer_type(gl.int32), bitcast=True
+    )
+    scales0 = gl.load(scales, mask=valid, other=0)
+    scales1 = gl.load(scales + 1, mask=valid, other=0)
     return codes0, codes1, codes2, rope, scales0, scales1
 
 
 @gluon.jit
 def _widen(codes, scales, FIRST: gl.constexpr, GROUPS: gl.constexpr):
-    """Words [row, 32 * GROUPS] of the bf16 values; FIRST is the byte of the first scale."""
+    """Return the bf16 values as words, [row, 32 * GROUPS]; FIRST is the byte of the first scale."""
     group = FIRST + gl.arange(0, GROUPS, gl.SliceLayout(0, _GROUP_LAYOUT))
     exponent = (gl.expand_dims(scales, 1) >> (8 * group)[None, :]) & 0xFF
-    factor = (exponent << 7) * _FACTOR
+    factor = (exponent << 7) * _TWICE
     factor = gl.expand_dims(factor, 2) + gl.full([HALF, GROUPS, WORDS], 0, gl.int32, _WORD_LAYOUT)
     left, right = widen_codes(codes, factor)
     return gl.reshape(gl.join(left, right), [HALF, 2 * GROUPS * WORDS])
 
 
 @gluon.jit
-def _beside(left, right):
-    """The rows of both, one behind the other: registers, put in another order."""
+def _concatenate(left, right):
+    """Concatenate the columns of both: this only renames registers."""
     WIDTH: gl.constexpr = left.shape[1]
     right = gl.convert_layout(right, left.type.layout, assert_trivial=False)
     return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [HALF, 2 * WIDTH])
 
 
 @gluon.jit
-def store_half(buffer, FIRST: gl.constexpr, half):
-    """Dequantise a half to the rows of a buffer from FIRST on. One store: between two there would
-    be a barrier."""
+def store_half(kv_tile, FIRST: gl.constexpr, half):
+    """Dequantise half a block into rows FIRST and up of a buffer, in one store: two stores would
+    have a barrier between them."""
     codes0, codes1, codes2, rope, scales0, scales1 = half
     left = _widen(codes0, scales0, 0, 4)
     middle = _widen(codes1, scales1, 0, 2)
     right = _widen(codes2, scales1, 2, 1)
-    row = _beside(left, _beside(middle, _beside(right, rope)))
-    stored = reinterpret(buffer, gl.int32, [KEYS, 256], _STORED)
-    stored.slice(FIRST, HALF, dim=0).store(row)
+    row = _concatenate(left, _concatenate(middle, _concatenate(right, rope)))
+    words = reinterpret(kv_tile, gl.int32, [KEYS, 256], _SMEM_WORDS)
+    words.slice(FIRST, HALF, dim=0).store(row)
 
 
 @gluon.jit
 def dequantise(
-    FIND: gl.constexpr, LOCATE: gl.constexpr, SIZES: gl.constexpr,
-    where, blocks, keys, existing, full, empty,
+    LOAD_ENTRIES: gl.constexpr, LOCATE_ROWS: gl.constexpr, SIZES: gl.constexpr,
+    sources, blocks, kv_smem, kv_valid_smem, kv_ready, kv_free,
 ):  # fmt: skip
-    """The partition that fills the buffers. ``FIND(where, block, FIRST, SIZES)`` loads what says
-    where the rows of a half of a block are, and ``LOCATE`` makes of it the rows as ``load_half``
-    takes them: a block later, because whoever uses a loaded value waits for it. SIZES begins with
-    ROW and SCALE_BYTES. Rows of a first half are loaded when that of the block before is stored,
-    those of a second with the block: at once they would keep the matrix unit from shared memory."""
+    """Fill the KV buffers, as one partition.
+
+    ``LOAD_ENTRIES(sources, block, FIRST, SIZES)`` loads the list entries of half a block;
+    ``LOCATE_ROWS`` turns them into the rows that ``load_half`` takes, one block later, because the
+    first use of a loaded value waits for it. SIZES begins with ROW and SCALE_BYTES.
+
+    The first half of a block is loaded after the first half of the previous block is stored, and
+    the second half at the start of the block: both at once would keep the matrix unit from shared
+    memory.
+    """
     ROW: gl.constexpr = SIZES[0]
     SCALE_BYTES: gl.constexpr = SIZES[1]
-    near = FIND(where, 0, 0, SIZES)
-    far = FIND(where, 0, HALF, SIZES)
-    next_near = FIND(where, 1, 0, SIZES)
-    next_far = FIND(where, 1, HALF, SIZES)
-    rows = LOCATE(where, 0, 0, near, SIZES)
-    half = load_half(rows, ROW, SCALE_BYTES)
-    there = rows[1]
+    first_entries = LOAD_ENTRIES(sources, 0, 0, SIZES)
+    second_entries = LOAD_ENTRIES(sources, 0, HALF, SIZES)
+    next_first_entries = LOAD_ENTRIES(sources, 1, 0, SIZES)
+    next_second_entries = LOAD_ENTRIES(sources, 1, HALF, SIZES)
+    rows = LOCATE_ROWS(sources, 0, 0, first_entries, SIZES)
+    first_words = load_half(rows, ROW, SCALE_BYTES)
+    first_valid = rows[1]
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
-        rows = LOCATE(where, block, HALF, far, SIZES)
-        other = load_half(rows, ROW, SCALE_BYTES)
-        other_there = rows[1]
-        later_near = FIND(where, block + 2, 0, SIZES)
-        later_far = FIND(where, block + 2, HALF, SIZES)
-        mbarrier.wait(empty.index(buffer), ((block // 2) & 1) ^ 1)
-        store_half(keys.index(buffer), 0, half)
-        existing.index(buffer).slice(0, HALF).store(there)
-        rows = LOCATE(where, block + 1, 0, next_near, SIZES)
-        half = load_half(rows, ROW, SCALE_BYTES)
-        there = rows[1]
-        store_half(keys.index(buffer), HALF, other)
-        existing.index(buffer).slice(HALF, HALF).store(other_there)
+        rows = LOCATE_ROWS(sources, block, HALF, second_entries, SIZES)
+        second_words = load_half(rows, ROW, SCALE_BYTES)
+        second_valid = rows[1]
+        later_first_entries = LOAD_ENTRIES(sources, block + 2, 0, SIZES)
+        later_second_entries = LOAD_ENTRIES(sources, block + 2, HALF, SIZES)
+        mbarrier.wait(kv_free.index(buffer), ((block // 2) & 1) ^ 1)
+        store_half(kv_smem.index(buffer), 0, first_words)
+        kv_valid_smem.index(buffer).slice(0, HALF).store(first_valid)
+        rows = LOCATE_ROWS(sources, block + 1, 0, next_first_entries, SIZES)
+        first_words = load_half(rows, ROW, SCALE_BYTES)
+        first_valid = rows[1]
+        store_half(kv_smem.index(buffer), HALF, second_words)
+        kv_valid_smem.index(buffer).slice(HALF, HALF).store(second_valid)
         fence_async_shared()
-        mbarrier.arrive(full.index(buffer))
-        far = next_far
-        next_near = later_near
-        next_far = later_far
+        mbarrier.arrive(kv_ready.index(buffer))
+        second_entries = next_second_entries
+        next_first_entries = later_first_entries
+        next_second_entries = later_second_entries
         block += 1

@@ -1,4 +1,4 @@
-"""What the two partitions do with their sums: results, or partial results of a split."""
+"""Epilogue of the two partitions: they write results, or the partial results of a split."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,180 +6,183 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
-from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, LOGIT_ROW, VALUE_ROW, WIDTH
+from dsv4_ops.kernels.sparse_mla.hopper.mma import ACC_ROW, HEADS, LOGIT_ROW, WIDTH
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _MIN_SCALE, _MAX_SCALE = gl.constexpr(1e-30), gl.constexpr(1e37)
-"""Scales of a partial result are between them: their inverses are ordinary float32 values."""
+"""Bounds of the scales of partial results: their inverses are normal float32 values."""
 
-_ROWS, _ROPE = gl.constexpr(16), gl.constexpr(64)
-"""Heads that are written at a time, and values that are rotated back."""
+_CHUNK, _ROPE = gl.constexpr(16), gl.constexpr(64)
+"""Heads per store, and columns that inverse RoPE rotates."""
 
-_OUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-_PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
-_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def _store(target, stage, sums, factor, row, first_head, heads, FIRST: gl.constexpr):
-    """Write ``sums`` times ``factor`` of as many heads from dimension FIRST on, rounded as the
-    target is. By way of shared memory: a thread has pairs of values, and writes eight."""
-    stage.store((sums * factor[:, None]).to(target.dtype.element_ty))
-    for part in gl.static_range(HEADS // _ROWS):
-        values = stage.slice(part * _ROWS, _ROWS, dim=0).load(_OUT)
-        _store_rows(target, values, row, first_head, heads, part, FIRST)
+_OUT_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+_PAIR_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+_HEAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _store_rows(target, values, row, first_head, heads, part: gl.constexpr, FIRST: gl.constexpr):
-    head = part * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, _OUT))
-    dim = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, _OUT))
+def _store(target, staging, acc, scale, row, first_head, heads, FIRST: gl.constexpr):
+    """Write ``acc`` times ``scale`` to columns FIRST and up of each head, rounded to the target's
+    dtype. The values pass through shared memory: a thread computes pairs of values and writes
+    eight."""
+    staging.store((acc * scale[:, None]).to(target.dtype.element_ty))
+    for chunk in gl.static_range(HEADS // _CHUNK):
+        values = staging.slice(chunk * _CHUNK, _CHUNK, dim=0).load(_OUT_LAYOUT)
+        _store_rows(target, values, row, first_head, heads, chunk, FIRST)
+
+
+@gluon.jit
+def _store_rows(target, values, row, first_head, heads, chunk: gl.constexpr, FIRST: gl.constexpr):
+    head = chunk * _CHUNK + gl.arange(0, _CHUNK, gl.SliceLayout(1, _OUT_LAYOUT))
+    dim = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, _OUT_LAYOUT))
     dst = target + (row + first_head + head)[:, None] * (2 * WIDTH) + dim[None, :]
-    gl.store(dst, gl.convert_layout(values, _OUT), mask=(head < heads)[:, None])
+    gl.store(dst, gl.convert_layout(values, _OUT_LAYOUT), mask=(head < heads)[:, None])
 
 
 @gluon.jit
-def _product(left, right):
-    """A product that no compiler contracts into a fused multiply-add."""
+def _multiply(left, right):
+    """Multiply with ``mul.rn``, which no compiler contracts into a fused multiply-add."""
     return gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [left, right], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def _store_rotated(target, stage, sums, factor, row, first_head, heads, rotation):
-    """The right half likewise, with inverse RoPE of its last 64 values after the rounding, as in
-    ``kernels/common/rope.py``."""
+def _store_rotated(target, staging, acc, scale, row, first_head, heads, rotation):
+    """Write the right half with inverse RoPE of its last 64 columns after the rounding, as
+    ``kernels/common/rope.py`` does."""
     cos_sin_cache, position, num_positions = rotation
-    stage.store((sums * factor[:, None]).to(target.dtype.element_ty))
-    pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, _PAIRS)) - (WIDTH - _ROPE) // 2
-    known = (pair >= 0) & (position >= 0) & (position < num_positions)
+    staging.store((acc * scale[:, None]).to(target.dtype.element_ty))
+    pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, _PAIR_LAYOUT)) - (WIDTH - _ROPE) // 2
+    in_table = (pair >= 0) & (position >= 0) & (position < num_positions)
     angle = cos_sin_cache + gl.where(position >= 0, position, 0) * _ROPE + pair
-    cos = gl.load(angle, mask=known, other=1.0)[None, :]
-    sin = gl.load(angle + _ROPE // 2, mask=known, other=0.0)[None, :]
-    for part in gl.static_range(HEADS // _ROWS):
-        values = stage.slice(part * _ROWS, _ROWS, dim=0).load(_OUT).to(gl.float32)
-        even, odd = gl.split(gl.reshape(values, [_ROWS, WIDTH // 2, 2]))
-        even, odd = gl.convert_layout(even, _PAIRS), gl.convert_layout(odd, _PAIRS)
-        left = _product(even, cos) + _product(odd, sin)
-        right = _product(odd, cos) - _product(even, sin)
-        left = gl.where(known[None, :], left, even)
-        right = gl.where(known[None, :], right, odd)
-        values = gl.reshape(gl.join(left, right), [_ROWS, WIDTH]).to(target.dtype.element_ty)
-        _store_rows(target, values, row, first_head, heads, part, WIDTH)
+    cos = gl.load(angle, mask=in_table, other=1.0)[None, :]
+    sin = gl.load(angle + _ROPE // 2, mask=in_table, other=0.0)[None, :]
+    for chunk in gl.static_range(HEADS // _CHUNK):
+        values = staging.slice(chunk * _CHUNK, _CHUNK, dim=0).load(_OUT_LAYOUT).to(gl.float32)
+        even, odd = gl.split(gl.reshape(values, [_CHUNK, WIDTH // 2, 2]))
+        even, odd = gl.convert_layout(even, _PAIR_LAYOUT), gl.convert_layout(odd, _PAIR_LAYOUT)
+        first = _multiply(even, cos) + _multiply(odd, sin)
+        second = _multiply(odd, cos) - _multiply(even, sin)
+        first = gl.where(in_table[None, :], first, even)
+        second = gl.where(in_table[None, :], second, odd)
+        values = gl.reshape(gl.join(first, second), [_CHUNK, WIDTH]).to(target.dtype.element_ty)
+        _store_rows(target, values, row, first_head, heads, chunk, WIDTH)
 
 
 @gluon.jit
 def log2_sum(row_max, row_sum):
+    """Return the binary logarithm of the sum of P; -inf without a key."""
     return gl.where(row_max == float("-inf"), 0.0, row_max) + gl.log2(row_sum)
 
 
 @gluon.jit
 def amax_of(values):
-    """Amax of every head; NaN is left out."""
+    """Return the amax of each head; NaN is ignored."""
     return gl.max(gl.abs(values), axis=1)
 
 
 @gluon.jit
 def scale_of(amax):
+    """Return the scale of a partial result with this amax."""
     scale = gl.minimum(gl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
-    return gl.where(amax == float("inf"), 1.0, scale)  # beside infinite ones as they are
+    return gl.where(amax == float("inf"), 1.0, scale)  # keeps finite values beside infinite ones
 
 
 @gluon.jit
-def ask_sinks(sinks, attn_sink, first_head, heads):
-    """Copies of the sinks of as many heads, before the keys: at the end results would wait for
-    them, and until then no thread has a register for one."""
-    head = gl.arange(0, HEADS, _LINE)
-    async_load(sinks, attn_sink + first_head + head, mask=head < heads)
+def copy_sinks(sink_smem, attn_sink, first_head, heads):
+    """Start to copy the sinks to shared memory before the keys. A load at the end would delay the
+    results, and a load here into registers would occupy them until then."""
+    head = gl.arange(0, HEADS, _HEAD_LAYOUT)
+    async_load(sink_smem, attn_sink + first_head + head, mask=head < heads)
 
 
 @gluon.jit
-def inverse_of(row_max, row_sum, sinks, HAS_SINK: gl.constexpr):
-    """By what the sums of heads are multiplied at last."""
+def inverse_denominator(row_max, row_sum, sink_smem, HAS_SINK: gl.constexpr):
+    """Return the factor that normalises the accumulator; 1 for heads without a key."""
     sink = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     if HAS_SINK:
-        sink = sinks.load(LOGIT_ROW) * _LOG2_E
-    origin = gl.where(row_max == float("-inf"), 0.0, row_max)
-    return 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum + gl.exp2(sink - origin))
+        sink = sink_smem.load(LOGIT_ROW) * _LOG2_E
+    finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
+    return 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum + gl.exp2(sink - finite_max))
 
 
 @gluon.jit
 def store_lse(lse, row, row_max, row_sum, heads):
-    """Natural logarithms of as many heads from ``row`` on."""
+    """Write the natural log-sum-exp of ``heads`` heads from ``row`` on."""
     head = gl.arange(0, HEADS, LOGIT_ROW)
     gl.store(lse + row + head, log2_sum(row_max, row_sum) / _LOG2_E, mask=head < heads)
 
 
 @gluon.jit
 def finish_left(
-    sums, row_max, row_sum, blocks, dst, heads, queries, exchange, barriers, HAS_SINK: gl.constexpr
+    acc, row_max, row_sum, blocks, dst, heads, q_smem, exchange, barriers, HAS_SINK: gl.constexpr
 ):
-    """Results of a token whose keys were all here: the left half, and ``lse``, of as many heads.
-    The queries are not needed any more: what is stored goes through their memory."""
+    """Write the left half of the result, and ``lse``, of a token with one split. The queries are no
+    longer needed: their memory stages the stores."""
     out, lse, row, first_head = dst
-    _full, _empty, weighed, taken, _asked = barriers
+    _kv_ready, _kv_free, p_ready, p_free, _q_ready = barriers
     if HAS_SINK:
         async_copy.wait_group(0)
-    inverse = inverse_of(row_max, row_sum, exchange[1].index(0), HAS_SINK)
-    mbarrier.wait(taken, (blocks & 1) ^ 1)
-    exchange[0].store(inverse)
-    mbarrier.arrive(weighed)
+    inverse_sum = inverse_denominator(row_max, row_sum, exchange[1].index(0), HAS_SINK)
+    mbarrier.wait(p_free, (blocks & 1) ^ 1)
+    exchange[0].store(inverse_sum)
+    mbarrier.arrive(p_ready)
     store_lse(lse, row + first_head, row_max, row_sum, heads)
-    stage = queries.slice(0, WIDTH, dim=1)
-    factor = gl.convert_layout(inverse, VALUE_ROW)
-    _store(out, stage, sums, factor, row, first_head, heads, 0)
+    staging = q_smem.slice(0, WIDTH, dim=1)
+    scale = gl.convert_layout(inverse_sum, ACC_ROW)
+    _store(out, staging, acc, scale, row, first_head, heads, 0)
 
 
 @gluon.jit
 def finish_right(
-    sums, blocks, dst, rotation, heads, queries, exchange, barriers, INVERSE_ROPE: gl.constexpr
+    acc, blocks, dst, rotation, heads, q_smem, exchange, barriers, INVERSE_ROPE: gl.constexpr
 ):
-    """The right half of the results, with inverse RoPE of its last 64 values if INVERSE_ROPE."""
+    """Write the right half of the result; INVERSE_ROPE rotates its last 64 columns back."""
     out, row, first_head = dst
-    _full, _empty, weighed, _taken, _asked = barriers
-    mbarrier.wait(weighed, blocks & 1)
-    stage = queries.slice(WIDTH, WIDTH, dim=1)
-    factor = exchange[0].load(VALUE_ROW)
+    _kv_ready, _kv_free, p_ready, _p_free, _q_ready = barriers
+    mbarrier.wait(p_ready, blocks & 1)
+    staging = q_smem.slice(WIDTH, WIDTH, dim=1)
+    scale = exchange[0].load(ACC_ROW)
     if INVERSE_ROPE:
-        _store_rotated(out, stage, sums, factor, row, first_head, heads, rotation)
+        _store_rotated(out, staging, acc, scale, row, first_head, heads, rotation)
     else:
-        _store(out, stage, sums, factor, row, first_head, heads, WIDTH)
+        _store(out, staging, acc, scale, row, first_head, heads, WIDTH)
 
 
 @gluon.jit
-def part_left(sums, row_max, row_sum, blocks, dst, heads, queries, exchange, barriers):
-    """Partial results of a split: normalised, as multiples of the head's amax."""
+def finish_partial_left(acc, row_max, row_sum, blocks, dst, heads, q_smem, exchange, barriers):
+    """Write the left half of a split's partial result: normalised, in multiples of its scale."""
     partial, partial_lse, partial_scale, row, first_head = dst
-    _full, _empty, weighed, taken, _asked = barriers
-    inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
-    factor = gl.convert_layout(inverse, VALUE_ROW)
-    mbarrier.wait(taken, (blocks & 1) ^ 1)
-    exchange[0].store(inverse)
-    exchange[1].index(0).store(amax_of(sums * factor[:, None]))
-    mbarrier.arrive(weighed)
+    _kv_ready, _kv_free, p_ready, p_free, _q_ready = barriers
+    inverse_sum = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+    factor = gl.convert_layout(inverse_sum, ACC_ROW)
+    mbarrier.wait(p_free, (blocks & 1) ^ 1)
+    exchange[0].store(inverse_sum)
+    exchange[1].index(0).store(amax_of(acc * factor[:, None]))
+    mbarrier.arrive(p_ready)
     head = gl.arange(0, HEADS, LOGIT_ROW)
     start = row + first_head
     gl.store(partial_lse + start + head, log2_sum(row_max, row_sum), mask=head < heads)
-    mbarrier.wait(taken, blocks & 1)
-    scale = exchange[1].index(1).load(VALUE_ROW)
+    mbarrier.wait(p_free, blocks & 1)
+    scale = exchange[1].index(1).load(ACC_ROW)
     gl.store(partial_scale + start + head, gl.convert_layout(scale, LOGIT_ROW), mask=head < heads)
-    stage = reinterpret(queries, gl.float16, [HEADS, 2 * WIDTH], queries.layout)
-    stage = stage.slice(0, WIDTH, dim=1)
-    _store(partial, stage, sums, factor * (1.0 / scale), row, first_head, heads, 0)
+    staging = reinterpret(q_smem, gl.float16, [HEADS, 2 * WIDTH], q_smem.layout)
+    staging = staging.slice(0, WIDTH, dim=1)
+    _store(partial, staging, acc, factor * (1.0 / scale), row, first_head, heads, 0)
 
 
 @gluon.jit
-def part_right(sums, blocks, dst, heads, queries, exchange, barriers):
-    """The right half of a partial result."""
+def finish_partial_right(acc, blocks, dst, heads, q_smem, exchange, barriers):
+    """Write the right half of a split's partial result."""
     partial, row, first_head = dst
-    _full, _empty, weighed, taken, _asked = barriers
-    mbarrier.wait(weighed, blocks & 1)
-    factor = exchange[0].load(VALUE_ROW)
-    amax = gl.maximum(amax_of(sums * factor[:, None]), exchange[1].index(0).load(VALUE_ROW))
+    _kv_ready, _kv_free, p_ready, p_free, _q_ready = barriers
+    mbarrier.wait(p_ready, blocks & 1)
+    factor = exchange[0].load(ACC_ROW)
+    amax = gl.maximum(amax_of(acc * factor[:, None]), exchange[1].index(0).load(ACC_ROW))
     scale = scale_of(amax)
     exchange[1].index(1).store(scale)
-    mbarrier.arrive(taken)
-    stage = reinterpret(queries, gl.float16, [HEADS, 2 * WIDTH], queries.layout)
-    stage = stage.slice(WIDTH, WIDTH, dim=1)
-    _store(partial, stage, sums, factor * (1.0 / scale), row, first_head, heads, WIDTH)
+    mbarrier.arrive(p_free)
+    staging = reinterpret(q_smem, gl.float16, [HEADS, 2 * WIDTH], q_smem.layout)
+    staging = staging.slice(WIDTH, WIDTH, dim=1)
+    _store(partial, staging, acc, factor * (1.0 / scale), row, first_head, heads, WIDTH)

@@ -1,5 +1,6 @@
-"""Attention of one token over blocks of keys on Hopper's matrix unit, by two partitions: one has
-the logits, the softmax and the left half of the values, the other the right half."""
+"""Attention of one token over blocks of keys on Hopper's matrix unit, in two partitions: the left
+computes the logits, the softmax and the left half of the output, the right computes the right
+half."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,144 +14,150 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 
 HEADS = gl.constexpr(64)
-"""Heads of a program: the rows of a product."""
+"""Heads of a program: the rows of a matrix product."""
 
 WIDTH = gl.constexpr(256)
-"""Values that a partition sums: half a row."""
+"""Output columns that a partition accumulates: half a row."""
 
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 LOGIT_ROW = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
-"""Of a tensor with a value per head, as the logits have it."""
-VALUE_ROW = gl.constexpr(gl.SliceLayout(1, VALUES.value))
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
+"""Layout of one value per head, as the logits have it."""
+ACC_ROW = gl.constexpr(gl.SliceLayout(1, ACC.value))
+P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 
-_PIECE = gl.constexpr(128)
-_LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+_Q_COLUMNS = gl.constexpr(128)
+_Q_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
 def allocate():
-    """Shared memory of a program: the queries, two buffers of keys and which of them exist, the
-    weights of a block and the factors of what was summed before; and barriers that say when a
-    buffer is full, when both partitions have done with it, when a block is weighed, when its
-    weights have been used, and when the queries are there."""
+    """Allocate the shared memory and the barriers of a program.
+
+    ``p_smem`` holds P of one block; ``alpha_smem`` holds the factor that rescales the accumulator
+    before that block. ``kv_valid_smem`` holds the row of each key, -1 if the key does not exist.
+
+    Barriers: KV ready, KV free, P ready, P free, Q ready.
+    """
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 2 * WIDTH], ROWS)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 2 * WIDTH], ROWS)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, KEYS], ROWS)
-    existing = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
-    factors = gl.allocate_shared_memory(gl.float32, [HEADS], LINE)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 2 * WIDTH], ROWS)
+    kv_smem = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 2 * WIDTH], ROWS)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [HEADS, KEYS], ROWS)
+    kv_valid_smem = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
+    alpha_smem = gl.allocate_shared_memory(gl.float32, [HEADS], LINE)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    kv_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    p_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    p_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=2)
-    mbarrier.init(weighed, count=1)
-    mbarrier.init(taken, count=1)
-    asked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(asked, count=2)
-    return queries, keys, existing, weights, factors, (full, empty, weighed, taken, asked)
+        mbarrier.init(kv_ready.index(buffer), count=1)
+        mbarrier.init(kv_free.index(buffer), count=2)
+    mbarrier.init(p_ready, count=1)
+    mbarrier.init(p_free, count=1)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=2)
+    barriers = (kv_ready, kv_free, p_ready, p_free, q_ready)
+    return q_smem, kv_smem, kv_valid_smem, p_smem, alpha_smem, barriers
 
 
 @gluon.jit
 def allocate_heads(COUNT: gl.constexpr):
-    """Shared memory for so many values of every head."""
+    """Allocate COUNT values per head in shared memory."""
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return gl.allocate_shared_memory(gl.float32, [COUNT, HEADS], LINE)
 
 
 @gluon.jit
-def load_half_queries(queries, q, heads, FIRST: gl.constexpr, asked):
-    """Bring the half of the queries from dimension FIRST on to shared memory, of as many heads;
-    zeros for the others. Each partition that attends brings one, and both are ``asked``."""
+def load_half_queries(q_smem, q, heads, FIRST: gl.constexpr, q_ready):
+    """Copy half of the queries, from column FIRST on, to shared memory; heads from ``heads`` on
+    become zeros. Each of the two partitions copies one half and arrives at ``q_ready``."""
     first, head_stride = q
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, _LOADED))
-    dim = gl.arange(0, _PIECE, gl.SliceLayout(0, _LOADED))
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, _Q_LAYOUT))
+    dim = gl.arange(0, _Q_COLUMNS, gl.SliceLayout(0, _Q_LAYOUT))
     start = first + FIRST + head.to(gl.int64)[:, None] * head_stride + dim[None, :]
-    there = (head < heads)[:, None]
-    # all on their way before the first is stored
-    values0 = gl.load(start, mask=there, other=0.0)
-    values1 = gl.load(start + _PIECE, mask=there, other=0.0)
-    queries.slice(FIRST, _PIECE, dim=1).store(values0)
-    queries.slice(FIRST + _PIECE, _PIECE, dim=1).store(values1)
+    head_valid = (head < heads)[:, None]
+    # issue both loads before the first store
+    values0 = gl.load(start, mask=head_valid, other=0.0)
+    values1 = gl.load(start + _Q_COLUMNS, mask=head_valid, other=0.0)
+    q_smem.slice(FIRST, _Q_COLUMNS, dim=1).store(values0)
+    q_smem.slice(FIRST + _Q_COLUMNS, _Q_COLUMNS, dim=1).store(values1)
     fence_async_shared()
-    mbarrier.arrive(asked)
+    mbarrier.arrive(q_ready)
 
 
 @gluon.jit
-def sums_of_threads(values):
-    """[heads, 4] sums over the columns that a thread has; the four are summed once, at the end."""
-    columns = gl.reshape(values, [HEADS, KEYS // 8, 4, 2])
-    return gl.sum(gl.sum(columns, axis=3), axis=1)
+def thread_sums(values):
+    """Sum the columns of each thread, [heads, 4]; the four partial sums are added once, at the
+    end."""
+    parts = gl.reshape(values, [HEADS, KEYS // 8, 4, 2])
+    return gl.sum(gl.sum(parts, axis=3), axis=1)
 
 
 @gluon.jit
-def _softmax(logits, row_max, total):
-    """Weights of the logits [heads, keys], in powers of two, against the largest so far; the factor
-    of what was summed before, and the new maximum and total."""
-    highest = gl.maximum(row_max, gl.max(logits, axis=1))
-    origin = gl.where(highest == float("-inf"), 0.0, highest)
-    weights = gl.exp2(logits - origin[:, None])
-    factor = gl.exp2(row_max - origin)
-    spread = gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout))
-    return weights, factor, highest, total * spread[:, None] + sums_of_threads(weights)
+def _softmax(logits, row_max, row_sum):
+    """Return P of the logits [heads, keys] in powers of two, alpha, which rescales the accumulator,
+    the new row_max and the new row_sum."""
+    new_max = gl.maximum(row_max, gl.max(logits, axis=1))
+    finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    p = gl.exp2(logits - finite_max[:, None])
+    alpha = gl.exp2(row_max - finite_max)
+    alpha_rows = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))
+    return p, alpha, new_max, row_sum * alpha_rows[:, None] + thread_sums(p)
 
 
 @gluon.jit
-def attend_left(blocks, scale, queries, keys, existing, weights, factors, barriers):
-    """Sums of the left half over all blocks, largest logits and totals. ``scale`` includes
-    log2(e)."""
-    full, empty, weighed, taken, _asked = barriers
-    sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
+def attend_left(blocks, scale, q_smem, kv_smem, kv_valid_smem, p_smem, alpha_smem, barriers):
+    """Return the left half of the accumulator over all blocks, row_max and row_sum. ``scale``
+    includes log2(e)."""
+    kv_ready, kv_free, p_ready, p_free, _q_ready = barriers
+    acc = gl.full([HEADS, WIDTH], 0.0, gl.float32, ACC)
     row_max = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
-    nothing = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
-    total = sums_of_threads(nothing)
+    zeros = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
+    row_sum = thread_sums(zeros)
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
-        mbarrier.wait(full.index(buffer), (block // 2) & 1)
-        rows = keys.index(buffer)
-        # with a constant index, descriptors would be kept in registers
-        asked = queries.index(block >> 28)
-        product = warpgroup_mma(asked, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        exists = existing.index(buffer).load(gl.SliceLayout(0, LOGITS))
-        logits = warpgroup_mma_wait(0, deps=(product,))
-        logits = gl.where((exists >= 0)[None, :], logits * scale, float("-inf"))
-        share, factor, row_max, total = _softmax(logits, row_max, total)
-        rounded = share.to(gl.bfloat16)
-        mbarrier.wait(taken, (block & 1) ^ 1)
-        weights.store(rounded)
-        factors.store(factor)
+        mbarrier.wait(kv_ready.index(buffer), (block // 2) & 1)
+        kv_tile = kv_smem.index(buffer)
+        # a constant index would keep descriptors in registers
+        q_tile = q_smem.index(block >> 28)
+        qk = warpgroup_mma(q_tile, kv_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        kv_valid = kv_valid_smem.index(buffer).load(gl.SliceLayout(0, LOGITS))
+        logits = warpgroup_mma_wait(0, deps=(qk,))
+        logits = gl.where((kv_valid >= 0)[None, :], logits * scale, float("-inf"))
+        p, alpha, row_max, row_sum = _softmax(logits, row_max, row_sum)
+        p_bf16 = p.to(gl.bfloat16)
+        mbarrier.wait(p_free, (block & 1) ^ 1)
+        p_smem.store(p_bf16)
+        alpha_smem.store(alpha)
         fence_async_shared()
-        mbarrier.arrive(weighed)
-        sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
-        operand = gl.convert_layout(rounded, WEIGHTS)
-        summed = warpgroup_mma(operand, rows.slice(0, WIDTH, dim=1), sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(empty.index(buffer))
+        mbarrier.arrive(p_ready)
+        acc = acc * gl.convert_layout(alpha, ACC_ROW)[:, None]
+        p_operand = gl.convert_layout(p_bf16, P_OPERAND)
+        pv = warpgroup_mma(p_operand, kv_tile.slice(0, WIDTH, dim=1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(pv,))
+        mbarrier.arrive(kv_free.index(buffer))
         block += 1
-    return sums, row_max, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
+    return acc, row_max, gl.convert_layout(gl.sum(row_sum, axis=1), LOGIT_ROW)
 
 
 @gluon.jit
-def attend_right(blocks, keys, weights, factors, barriers):
-    """Sums of the right half over all blocks, by the weights of the other partition."""
-    full, empty, weighed, taken, _asked = barriers
-    sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
+def attend_right(blocks, kv_smem, p_smem, alpha_smem, barriers):
+    """Return the right half of the accumulator over all blocks, with P and alpha of the left
+    partition."""
+    kv_ready, kv_free, p_ready, p_free, _q_ready = barriers
+    acc = gl.full([HEADS, WIDTH], 0.0, gl.float32, ACC)
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
-        mbarrier.wait(full.index(buffer), (block // 2) & 1)
-        mbarrier.wait(weighed, block & 1)
-        sums = sums * factors.load(VALUE_ROW)[:, None]
-        right = keys.index(buffer).slice(WIDTH, WIDTH, dim=1)
-        summed = warpgroup_mma(weights, right, sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(taken)
-        mbarrier.arrive(empty.index(buffer))
+        mbarrier.wait(kv_ready.index(buffer), (block // 2) & 1)
+        mbarrier.wait(p_ready, block & 1)
+        acc = acc * alpha_smem.load(ACC_ROW)[:, None]
+        kv_right = kv_smem.index(buffer).slice(WIDTH, WIDTH, dim=1)
+        pv = warpgroup_mma(p_smem, kv_right, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(pv,))
+        mbarrier.arrive(p_free)
+        mbarrier.arrive(kv_free.index(buffer))
         block += 1
-    return sums
+    return acc

@@ -1,8 +1,10 @@
-"""Attention of one token over pairs of blocks of keys on Hopper's matrix unit, by two partitions:
-each has the logits and the softmax of one block of a pair, and sums half of the values of both.
+"""Attention of one token over pairs of key blocks on Hopper's matrix unit, in two partitions: each
+computes the logits and the softmax of one block of a pair, and accumulates half of the output over
+both blocks.
 
-P tiles need no barrier of their own: the K/V half that they were multiplied with frees them. Pairs
-and tokens (``turn``) are counted through a program, as barriers count them."""
+P tiles need no barrier: the KV half that is multiplied with P frees them. Pairs and items
+(``iteration``) are counted from the start of the program, as the phases of barriers are.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,56 +17,61 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.mma import (
+    ACC,
+    ACC_ROW,
     HEADS,
     LOGIT_ROW,
     LOGITS,
-    VALUE_ROW,
-    VALUES,
-    WEIGHTS,
+    P_OPERAND,
     WIDTH,
-    sums_of_threads,
+    thread_sums,
 )
 
 LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
-"""Halves of a row, and which of both partitions sums them."""
+"""Halves of a row, and of the output; each partition accumulates one."""
 
 
 @gluon.jit
 def allocate(ARRIVALS: gl.constexpr):
-    """Shared memory of a program: the queries; the left and the right half of the keys of a pair
-    of blocks and which of them exist; the weights of both blocks, the largest logits so far, and
-    totals and sinks of this token and the one before. Barriers, of each block: of each half whether
-    its keys are there (so many ARRIVALS say so) and whether they have been used, whether its
-    largest logits are known, and whether it is weighed. Of a token: whether its queries are there,
-    and whether they have been used."""
+    """Allocate the shared memory and the barriers of a program.
+
+    KV of a pair of blocks is two tensors, the left and the right half of the rows. Row sums and
+    sinks have two buffers, for the current and the previous item.
+
+    Barriers: KV ready (ARRIVALS threads arrive) and KV free, per half and block; max ready and P
+    ready, per block; Q ready and Q free.
+    """
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 2 * WIDTH], ROWS)
-    left = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, WIDTH], ROWS)
-    right = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, WIDTH], ROWS)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, KEYS], ROWS)
-    existing = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
-    peaks = gl.allocate_shared_memory(gl.float32, [2, HEADS], LINE)
-    totals = gl.allocate_shared_memory(gl.float32, [4, HEADS], LINE)
-    sinks = gl.allocate_shared_memory(gl.float32, [2, HEADS], LINE)
-    full_left = (_barrier(ARRIVALS), _barrier(ARRIVALS))
-    full_right = (_barrier(ARRIVALS), _barrier(ARRIVALS))
-    used_left = (_barrier(1), _barrier(1))
-    used_right = (_barrier(1), _barrier(1))
-    peaked = (_barrier(1), _barrier(1))
-    weighed = (_barrier(1), _barrier(1))
-    asked = _barrier(2 * ARRIVALS)
-    answered = _barrier(2)
-    barriers = ((full_left, full_right), (used_left, used_right), peaked, weighed, asked, answered)
-    return queries, (left, right), existing, weights, (peaks, totals, sinks), barriers
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 2 * WIDTH], ROWS)
+    kv_left_smem = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, WIDTH], ROWS)
+    kv_right_smem = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, WIDTH], ROWS)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, KEYS], ROWS)
+    kv_valid_smem = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
+    row_max_smem = gl.allocate_shared_memory(gl.float32, [2, HEADS], LINE)
+    row_sum_smem = gl.allocate_shared_memory(gl.float32, [4, HEADS], LINE)
+    sink_smem = gl.allocate_shared_memory(gl.float32, [2, HEADS], LINE)
+    kv_ready_left = (_barrier(ARRIVALS), _barrier(ARRIVALS))
+    kv_ready_right = (_barrier(ARRIVALS), _barrier(ARRIVALS))
+    kv_free_left = (_barrier(1), _barrier(1))
+    kv_free_right = (_barrier(1), _barrier(1))
+    max_ready = (_barrier(1), _barrier(1))
+    p_ready = (_barrier(1), _barrier(1))
+    q_ready = _barrier(2 * ARRIVALS)
+    q_free = _barrier(2)
+    kv_smem = (kv_left_smem, kv_right_smem)
+    exchange = (row_max_smem, row_sum_smem, sink_smem)
+    kv_ready, kv_free = (kv_ready_left, kv_ready_right), (kv_free_left, kv_free_right)
+    barriers = (kv_ready, kv_free, max_ready, p_ready, q_ready, q_free)
+    return q_smem, kv_smem, kv_valid_smem, p_smem, exchange, barriers
 
 
 @gluon.jit
 def _barrier(ARRIVALS: gl.constexpr):
-    """By itself: between those of one allocation the threads would wait for each other."""
-    made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(made, count=ARRIVALS)
-    return made
+    """Allocate each barrier alone; barriers of one allocation synchronise all threads."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=ARRIVALS)
+    return barrier
 
 
 @gluon.jit
@@ -73,143 +80,147 @@ def _logits(
     BLOCK: gl.constexpr,
     phase,
     FIRST: gl.constexpr,
-    scale, place, shared, rope,
+    scale, zero, smem, rope,
     HAS_ROPE: gl.constexpr,
 ):  # fmt: skip
-    """The half that comes first is multiplied first. With HAS_ROPE keys have more dimensions than
-    values: ``rope`` are those of the queries, and of each row the position behind its last key.
-    Those of the keys are where the weights of the block will be, and ``existing`` has positions."""
-    queries, full = shared[0].index(place), shared[5][0]
-    keys, existing, weights = shared[1], shared[2], shared[3]
-    nothing = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
+    """Return the logits of a block; the half FIRST is multiplied first. With HAS_ROPE keys have
+    RoPE columns beside their values: ``rope`` holds those of the queries and the length of each
+    row. Those of the keys lie in ``p_smem`` until P replaces them, and ``kv_valid_smem`` holds
+    positions."""
+    q_smem, kv_ready = smem[0].index(zero), smem[5][0]
+    kv_smem, kv_valid_smem, p_smem = smem[1], smem[2], smem[3]
+    zeros = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
     SECOND: gl.constexpr = 1 - FIRST
-    mbarrier.wait(full[FIRST][BLOCK], phase)
+    mbarrier.wait(kv_ready[FIRST][BLOCK], phase)
     fence_async_shared()
-    product = warpgroup_mma(
-        queries.slice(FIRST * WIDTH, WIDTH, dim=1),
-        keys[FIRST].index(block).permute((1, 0)),
-        nothing,
+    qk = warpgroup_mma(
+        q_smem.slice(FIRST * WIDTH, WIDTH, dim=1),
+        kv_smem[FIRST].index(block).permute((1, 0)),
+        zeros,
         use_acc=False,
         is_async=True,
     )
-    mbarrier.wait(full[SECOND][BLOCK], phase)
+    mbarrier.wait(kv_ready[SECOND][BLOCK], phase)
     fence_async_shared()
-    product = warpgroup_mma(
-        queries.slice(SECOND * WIDTH, WIDTH, dim=1),
-        keys[SECOND].index(block).permute((1, 0)),
-        product,
+    qk = warpgroup_mma(
+        q_smem.slice(SECOND * WIDTH, WIDTH, dim=1),
+        kv_smem[SECOND].index(block).permute((1, 0)),
+        qk,
         is_async=True,
     )
     if HAS_ROPE:
-        dims = weights.index(block).permute((1, 0))
-        product = warpgroup_mma(rope[0].index(place), dims, product, is_async=True)
-    exists = existing.index(block).load(gl.SliceLayout(0, LOGITS))
-    logits = warpgroup_mma_wait(0, deps=(product,))
+        k_rope = p_smem.index(block).permute((1, 0))
+        qk = warpgroup_mma(rope[0].index(zero), k_rope, qk, is_async=True)
+    kv_valid = kv_valid_smem.index(block).load(gl.SliceLayout(0, LOGITS))
+    logits = warpgroup_mma_wait(0, deps=(qk,))
     if HAS_ROPE:
-        return gl.where(exists[None, :] < rope[1][:, None], logits * scale, float("-inf"))
-    return gl.where((exists >= 0)[None, :], logits * scale, float("-inf"))
+        return gl.where(kv_valid[None, :] < rope[1][:, None], logits * scale, float("-inf"))
+    return gl.where((kv_valid >= 0)[None, :], logits * scale, float("-inf"))
 
 
 @gluon.jit
-def _origin(row_max):
+def _finite_max(row_max):
     return gl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @gluon.jit
-def _times(total, factor):
-    return total * gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout))[:, None]
+def _rescale(row_sum, alpha):
+    return row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
 
 
 @gluon.jit
-def _hand_over(block: gl.constexpr, weights, rounded, weighed):
-    weights.index(block).store(rounded)
+def _store_p(block: gl.constexpr, p_smem, p, p_ready):
+    p_smem.index(block).store(p)
     fence_async_shared()
-    mbarrier.arrive(weighed[block])
+    mbarrier.arrive(p_ready[block])
 
 
 @gluon.jit
-def attend_even(first, pairs, turn, scale, shared, rope, HAS_ROPE: gl.constexpr):
-    """Sums of the left half over as many pairs from the ``first`` on, largest logits, and totals of
-    the first blocks of pairs. ``scale`` includes log2(e); ``rope`` is that of ``_logits``."""
-    _queries, keys, _existing, weights, both, barriers = shared
-    peaks = both[0]
-    _full, used, peaked, weighed, _asked, _answered = barriers
-    sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
+def attend_even(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexpr):
+    """Return the left half of the accumulator over ``pairs`` pairs from ``first`` on, row_max, and
+    the row_sum of the first block of each pair. ``scale`` includes log2(e); ``rope`` is that of
+    ``_logits``."""
+    _q_smem, kv_smem, _kv_valid_smem, p_smem, exchange, barriers = smem
+    row_max_smem = exchange[0]
+    _kv_ready, kv_free, max_ready, p_ready, _q_ready, _q_free = barriers
+    acc = gl.full([HEADS, WIDTH], 0.0, gl.float32, ACC)
     row_max = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
-    total = sums_of_threads(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
+    row_sum = thread_sums(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
     pair = first + pairs * 0
     while pair < first + pairs:
         phase = pair & 1
-        logits = _logits(0, 0, phase, LEFT, scale, 0, shared, rope, HAS_ROPE)
-        highest = gl.maximum(row_max, gl.max(logits, axis=1))
-        peaks.index(0).store(highest)
-        mbarrier.arrive(peaked[0])
-        share = gl.exp2(logits - _origin(highest)[:, None])
-        factor = gl.exp2(row_max - _origin(highest))
-        total = _times(total, factor) + sums_of_threads(share)
-        sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
-        operand = gl.convert_layout(share.to(weights.dtype), WEIGHTS)
-        summed = warpgroup_mma(operand, keys[LEFT].index(0), sums, is_async=True)
-        mbarrier.wait(peaked[1], (pair + turn) & 1)
-        row_max = peaks.index(1).load(LOGIT_ROW)
-        factor = gl.exp2(highest - _origin(row_max))
-        _hand_over(0, weights, (share * factor[:, None]).to(weights.dtype), weighed)
-        total = _times(total, factor)
-        sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(used[LEFT][0])
-        sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
-        mbarrier.wait(weighed[1], phase)
-        summed = warpgroup_mma(weights.index(1), keys[LEFT].index(1), sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(used[LEFT][1])
+        logits = _logits(0, 0, phase, LEFT, scale, 0, smem, rope, HAS_ROPE)
+        new_max = gl.maximum(row_max, gl.max(logits, axis=1))
+        row_max_smem.index(0).store(new_max)
+        mbarrier.arrive(max_ready[0])
+        p = gl.exp2(logits - _finite_max(new_max)[:, None])
+        alpha = gl.exp2(row_max - _finite_max(new_max))
+        row_sum = _rescale(row_sum, alpha) + thread_sums(p)
+        acc = acc * gl.convert_layout(alpha, ACC_ROW)[:, None]
+        p_operand = gl.convert_layout(p.to(p_smem.dtype), P_OPERAND)
+        pv = warpgroup_mma(p_operand, kv_smem[LEFT].index(0), acc, is_async=True)
+        mbarrier.wait(max_ready[1], (pair + iteration) & 1)
+        row_max = row_max_smem.index(1).load(LOGIT_ROW)
+        alpha = gl.exp2(new_max - _finite_max(row_max))
+        _store_p(0, p_smem, (p * alpha[:, None]).to(p_smem.dtype), p_ready)
+        row_sum = _rescale(row_sum, alpha)
+        acc = warpgroup_mma_wait(0, deps=(pv,))
+        mbarrier.arrive(kv_free[LEFT][0])
+        acc = acc * gl.convert_layout(alpha, ACC_ROW)[:, None]
+        mbarrier.wait(p_ready[1], phase)
+        pv = warpgroup_mma(p_smem.index(1), kv_smem[LEFT].index(1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(pv,))
+        mbarrier.arrive(kv_free[LEFT][1])
         pair += 1
-    return sums, row_max, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
+    return acc, row_max, gl.convert_layout(gl.sum(row_sum, axis=1), LOGIT_ROW)
 
 
 @gluon.jit
-def attend_odd(first, pairs, turn, scale, shared, rope, HAS_ROPE: gl.constexpr):
-    """Sums of the right half over all blocks, largest logits, and totals of the second blocks."""
-    _queries, keys, _existing, weights, both, barriers = shared
-    peaks = both[0]
-    _full, used, peaked, weighed, _asked, _answered = barriers
-    sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
+def attend_odd(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexpr):
+    """Return the right half of the accumulator over all blocks, row_max, and the row_sum of the
+    second block of each pair."""
+    _q_smem, kv_smem, _kv_valid_smem, p_smem, exchange, barriers = smem
+    row_max_smem = exchange[0]
+    _kv_ready, kv_free, max_ready, p_ready, _q_ready, _q_free = barriers
+    acc = gl.full([HEADS, WIDTH], 0.0, gl.float32, ACC)
     row_max = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
-    total = sums_of_threads(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
+    row_sum = thread_sums(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
     pair = first + pairs * 0
     while pair < first + pairs:
         phase = pair & 1
-        none = pair >> 28  # 0: of a constant, descriptors would be kept in registers
-        logits = _logits(none + 1, 1, phase, RIGHT, scale, none, shared, rope, HAS_ROPE)
-        highest = gl.max(logits, axis=1)
-        mbarrier.wait(peaked[0], (pair + turn) & 1)
-        highest = gl.maximum(highest, peaks.index(0).load(LOGIT_ROW))
-        peaks.index(1).store(highest)
-        mbarrier.arrive(peaked[1])
-        share = gl.exp2(logits - _origin(highest)[:, None])
-        rounded = share.to(weights.dtype)
-        _hand_over(1, weights, rounded, weighed)
-        factor = gl.exp2(row_max - _origin(highest))
-        row_max = highest
-        total = _times(total, factor) + sums_of_threads(share)
-        sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
-        operand = gl.convert_layout(rounded, WEIGHTS)
-        summed = warpgroup_mma(operand, keys[RIGHT].index(none + 1), sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(used[RIGHT][1])
-        mbarrier.wait(weighed[0], phase)
-        summed = warpgroup_mma(weights.index(none), keys[RIGHT].index(none), sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(used[RIGHT][0])
+        zero = pair >> 28  # a constant 0 would keep descriptors in registers
+        logits = _logits(zero + 1, 1, phase, RIGHT, scale, zero, smem, rope, HAS_ROPE)
+        new_max = gl.max(logits, axis=1)
+        mbarrier.wait(max_ready[0], (pair + iteration) & 1)
+        new_max = gl.maximum(new_max, row_max_smem.index(0).load(LOGIT_ROW))
+        row_max_smem.index(1).store(new_max)
+        mbarrier.arrive(max_ready[1])
+        p = gl.exp2(logits - _finite_max(new_max)[:, None])
+        p_rounded = p.to(p_smem.dtype)
+        _store_p(1, p_smem, p_rounded, p_ready)
+        alpha = gl.exp2(row_max - _finite_max(new_max))
+        row_max = new_max
+        row_sum = _rescale(row_sum, alpha) + thread_sums(p)
+        acc = acc * gl.convert_layout(alpha, ACC_ROW)[:, None]
+        p_operand = gl.convert_layout(p_rounded, P_OPERAND)
+        pv = warpgroup_mma(p_operand, kv_smem[RIGHT].index(zero + 1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(pv,))
+        mbarrier.arrive(kv_free[RIGHT][1])
+        mbarrier.wait(p_ready[0], phase)
+        pv = warpgroup_mma(p_smem.index(zero), kv_smem[RIGHT].index(zero), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(pv,))
+        mbarrier.arrive(kv_free[RIGHT][0])
         pair += 1
-    return sums, row_max, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
+    return acc, row_max, gl.convert_layout(gl.sum(row_sum, axis=1), LOGIT_ROW)
 
 
 @gluon.jit
-def whole_total(block: gl.constexpr, pairs, turn, total, shared):
-    """Totals of both partitions, which have the same largest logits at last. ``pairs`` so far."""
-    totals, peaked = shared[4][1], shared[5][2]
-    first = 2 * (turn & 1)
-    totals.index(first + block).store(total)
-    mbarrier.arrive(peaked[block])
-    mbarrier.wait(peaked[1 - block], (pairs + turn) & 1)
-    return total + totals.index(first + (1 - block)).load(LOGIT_ROW)
+def reduce_row_sum(block: gl.constexpr, pairs, iteration, row_sum, smem):
+    """Add the row sums of both partitions, whose row_max agree after the last pair. ``pairs``
+    counts from the start of the program."""
+    row_sum_smem, max_ready = smem[4][1], smem[5][2]
+    first = 2 * (iteration & 1)
+    row_sum_smem.index(first + block).store(row_sum)
+    mbarrier.arrive(max_ready[block])
+    mbarrier.wait(max_ready[1 - block], (pairs + iteration) & 1)
+    return row_sum + row_sum_smem.index(first + (1 - block)).load(LOGIT_ROW)

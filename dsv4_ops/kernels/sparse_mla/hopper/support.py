@@ -1,8 +1,8 @@
-"""Sparse MLA by kernels in Gluon, on Hopper: where they run, and how a graph calls them.
+"""Which calls the Gluon kernels for Hopper take, and how to get one.
 
-Their loads, their dequantisation and their matrix products have warps of their own, which plain
-Triton does not express. Inductor knows no Gluon kernel: compiled code calls an op that launches
-it, and an AOTInductor package holds its binary (``kernels/aot``), so that it needs nothing else.
+Their loads, their dequantisation and their matrix products run in separate warps, which plain
+Triton cannot express. Inductor cannot compile Gluon: a graph calls an op that launches the kernel,
+and an AOTInductor package contains its binary (``kernels/aot``).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dsv4_ops.kernels.common.triton_compat import INTERPRETED
 from dsv4_ops.kernels.launcher import Launcher
 
 CAPABILITY = (9, 0)
-"""Compute capability of the matrix unit that the kernels are made for."""
+"""Compute capability that the kernels are written for."""
 
 WARPS = 4
-"""Warps of the first of their three partitions."""
+"""Warps of the default partition."""
 
 
 def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
-    """Whether such a call has a Gluon kernel: over FP8 caches or listed rows, on Hopper."""
+    """Whether a Gluon kernel takes the call: FP8 caches or listed rows, on Hopper."""
     if INTERPRETED or not coded or launch.capability(q.device) != CAPABILITY:
         return False
     return kernels() is not None
 
 
 class Kernels(NamedTuple):
-    """The kernels of decode, of prefill from FP8 pages, over listed bf16 rows, and of decode of
-    dense MLA."""
+    """Sparse MLA decode, prefill from FP8 pages, attention to listed bf16 rows, and dense MLA
+    decode."""
 
     split: Any
     prefill: Any
@@ -42,7 +42,7 @@ class Kernels(NamedTuple):
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """None with a triton that has no such Gluon."""
+    """Return the kernels, or None if this Triton has no suitable Gluon."""
     try:
         return Kernels(*map(_kernel, Kernels._fields))
     except (ImportError, AttributeError, TypeError):
@@ -50,10 +50,10 @@ def kernels() -> Kernels | None:
 
 
 def kernel(name: str) -> Any:
-    """One of ``Kernels``, where ``runs`` has said that there are."""
-    found = kernels()
-    assert found is not None
-    return getattr(found, name)
+    """Return one of ``Kernels``; ``runs`` must have been true."""
+    all_kernels = kernels()
+    assert all_kernels is not None
+    return getattr(all_kernels, name)
 
 
 def _kernel(name: str) -> Any:

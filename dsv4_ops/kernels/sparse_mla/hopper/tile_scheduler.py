@@ -1,8 +1,8 @@
 """In-kernel split-KV tile scheduler: each program derives its work tile from all lengths.
 
-No schedule is launched, and a batch of contexts of different length takes as long as their sum.
-Every warp computes the same, as it would wait longer for the others; they share the candidates for
-the size of a split.
+It needs no launch of its own, and a ragged batch takes as long as the sum of its contexts. Every
+warp computes the whole schedule, which is faster than waiting for another; only the candidate sizes
+of a split are divided among the warps.
 """
 
 from triton.experimental import gluon
@@ -15,161 +15,169 @@ _COMBINE, _EXTRA = gl.constexpr(tiles.COMBINE_TILES), gl.constexpr(tiles.EXTRA_S
 _START, _CLASSES = gl.constexpr(tiles.START_TILES), gl.constexpr(tiles.CLASSES)
 _COLUMNS = gl.constexpr(tiles.COMBINE_COLUMNS)
 _MOST_TILES = gl.constexpr(2**15)
-"""Blocks of each list of a token that count: costs are then less than _NEVER, and splits by way of
-float32 exact."""
+"""Maximum blocks per list: costs stay below _NEVER, and splits are exact in float32."""
 
 _NEVER = gl.constexpr(2**24)
 
 
 @gluon.jit
-def _plus(left, right):
+def _add(left, right):
     return left + right
 
 
 @gluon.jit
-def _loaded(values, lane, num_tokens):
-    first, step = values
-    return gl.load(first + lane.to(gl.int64) * step, mask=lane < num_tokens, other=0)
+def _load_per_token(values, lane, num_tokens):
+    first, stride = values
+    return gl.load(first + lane.to(gl.int64) * stride, mask=lane < num_tokens, other=0)
 
 
 @gluon.jit
-def _tiles(found, width, TILE: gl.constexpr):
-    counted = gl.minimum(gl.minimum(gl.maximum(found, 0), width), _MOST_TILES * TILE)
-    return (counted + TILE - 1) // TILE
+def _tiles(length, width, TILE: gl.constexpr):
+    keys = gl.minimum(gl.minimum(gl.maximum(length, 0), width), _MOST_TILES * TILE)
+    return (keys + TILE - 1) // TILE
 
 
 @gluon.jit
 def _extra_splits(tiles, size):
-    """Splits of ``size`` blocks or less, but for the first one."""
+    """Return the splits beyond the first, for splits of up to ``size`` blocks."""
     return ((tiles.to(gl.float32) - 0.5) * (1.0 / size.to(gl.float32))).to(gl.int32)
 
 
 @gluon.jit
-def _size(index, mean, longest):
-    """The candidates: from the mean to 12 times as much, four per power of two, and at last one
-    that leaves all tokens whole."""
+def _candidate_size(index, mean, longest):
+    """Return a candidate size: four per power of two, from the mean to 12 times the mean; the last
+    candidate leaves every token whole."""
     size = ((mean * (_STEPS + index % _STEPS) << (index // _STEPS)) + _STEPS - 1) // _STEPS
     return gl.where(index == _SIZES - 1, longest, gl.minimum(size, longest))
 
 
 @gluon.jit
-def _best_size(tiles, total, longest, num_tokens, wave, programs, BOTH: gl.constexpr):
-    """The cheapest size whose extra splits fit; the smallest of several such.
+def _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT: gl.constexpr):
+    """Return the cheapest size whose extra splits fit; the smallest on a tie.
 
-    A combine has a cost, and, beyond one wave, the start of each work tile. All programs wait for
-    this: no more code than has to be."""
-    index = gl.arange(0, _SIZES, gl.SliceLayout(1, BOTH))
+    A combine has a cost and, beyond one wave, so has the start of a work tile. All programs wait
+    for this function: it stays short.
+    """
+    index = gl.arange(0, _SIZES, gl.SliceLayout(1, LAYOUT))
     mean = gl.maximum((total + wave - 1) // wave, 1)
-    sizes = _size(index, mean, longest)
+    sizes = _candidate_size(index, mean, longest)
     extra = gl.sum(_extra_splits(tiles[None, :], sizes[:, None]), 1)
     shared = total + _START * (num_tokens + extra - wave)
     cost = gl.maximum(sizes * wave, shared) + gl.where(extra > 0, _COMBINE, 0) * wave
     capacity = gl.maximum(programs - num_tokens, 0)
     cost = gl.where(extra <= capacity, cost + _EXTRA * extra, _NEVER)
-    return _size(gl.min(cost * _SIZES + index, 0) % _SIZES, mean, longest)
+    return _candidate_size(gl.min(cost * _SIZES + index, 0) % _SIZES, mean, longest)
 
 
 @gluon.jit
 def schedule_by_lengths(
-    place, swa, extra, requests, widths, num_tokens, wave, combine_list,
+    grid, swa, extra, requests, widths, num_tokens, wave, combine_list,
     TOKENS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """The work tile of this program: its token, or ``num_tokens`` for none, which split of how
-    many, and the first partial result of the token. ``place``: its number, of how many programs,
-    and whether it has the first tile of heads.
+    """Return this program's work tile: token (``num_tokens`` if none), split, number of splits, and
+    the token's first partial result. The programs with the first tile of heads write
+    ``combine_list``: the number of tokens with several splits, then token, splits and first partial
+    result of each. Loading all lengths also brings this program's own into the cache.
 
-    ``combine_list`` is written: how many tokens have several splits, and of each the token, its
-    splits and its first partial result. ``swa``, ``extra`` and ``requests`` are the lengths and
-    the rows of tables of all tokens with their strides, ``widths`` the widths of the lists and the
-    number of rows, ``wave`` the programs that run at once, TILE the keys of a block. What a program
-    reads for itself later has arrived with them."""
-    # sizes by tokens: a warp has a quarter of the sizes and all of up to TOKENS tokens
-    BOTH: gl.constexpr = gl.BlockedLayout([_SIZES // 4, TOKENS // 32], [1, 32], [4, 1], [1, 0])
-    lane = gl.arange(0, TOKENS, gl.SliceLayout(0, BOTH))
-    request = _loaded(requests, lane, num_tokens)
-    tiles = _tiles(_loaded(extra, lane, num_tokens), widths[1], TILE)
+    Args:
+        grid: This program, the number of programs, whether it has the first tile of heads.
+        swa, extra, requests: Lengths of both lists and request indices, each with its stride.
+        widths: Widths of both lists, number of requests.
+        num_tokens: Tokens of the batch.
+        wave: Programs that run at once.
+        combine_list: int32 [1 + tokens, COMBINE_COLUMNS].
+        TOKENS: A power of two, no less than the tokens.
+        TILE: Keys of a block.
+    """
+    # [sizes, tokens]: a warp holds a quarter of the sizes and all tokens
+    LAYOUT: gl.constexpr = gl.BlockedLayout([_SIZES // 4, TOKENS // 32], [1, 32], [4, 1], [1, 0])
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+    request = _load_per_token(requests, lane, num_tokens)
+    tiles = _tiles(_load_per_token(extra, lane, num_tokens), widths[1], TILE)
     tiles = gl.where((request >= 0) & (request < widths[2]), tiles, 0)
-    tiles += _tiles(_loaded(swa, lane, num_tokens), widths[0], TILE)
+    tiles += _tiles(_load_per_token(swa, lane, num_tokens), widths[0], TILE)
     tiles = gl.minimum(tiles, _MOST_TILES)
     longest, total = gl.maximum(gl.max(tiles, 0), 1), gl.sum(tiles, 0)
-    number, programs, leads = place
-    several, token = number * 0, gl.minimum(number, num_tokens)
-    split, count, first = several, several + 1, several
-    # else splits and their combine cost no less than the longest token, and no order is better
+    program, programs, is_writer = grid
+    num_split_tokens, token = program * 0, gl.minimum(program, num_tokens)
+    split, splits, first_partial = num_split_tokens, num_split_tokens + 1, num_split_tokens
+    # otherwise splitting gains nothing: splits and their combine cost as much as the longest token
     if (longest - _COMBINE - 1) * gl.maximum(wave, num_tokens) >= total:
-        size = _best_size(tiles, total, longest, num_tokens, wave, programs, BOTH)
-        several, row, token, split, count, first = _work_tile(
-            tiles, size, number, programs, num_tokens, wave, TOKENS, BOTH
+        size = _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT)
+        num_split_tokens, list_row, token, split, splits, first_partial = _work_tile(
+            tiles, size, program, programs, num_tokens, wave, TOKENS, LAYOUT
         )
-        listed = leads & (token < num_tokens) & (split == 0) & (count > 1)
-        _list_split_token(combine_list, row, token, count, first, listed)
-    gl.store(combine_list, several, mask=leads & (number == 0))
-    return token.to(gl.int64), split, count, first
+        is_listed = is_writer & (token < num_tokens) & (split == 0) & (splits > 1)
+        _list_split_token(combine_list, list_row, token, splits, first_partial, is_listed)
+    gl.store(combine_list, num_split_tokens, mask=is_writer & (program == 0))
+    return token.to(gl.int64), split, splits, first_partial
 
 
 @gluon.jit
 def _class(tiles, size):
-    """How short a token is: 0 if it has several splits of that size."""
+    """Return the class of each token: 0 with several splits, then from long to short."""
     shares = tiles * (_CLASSES - 2) // size
     return gl.where(tiles > size, 0, _CLASSES - 1 - gl.minimum(shares, _CLASSES - 2))
 
 
 @gluon.jit
 def _work_tile(
-    tiles, size, number, programs, num_tokens, wave,
-    TOKENS: gl.constexpr, BOTH: gl.constexpr,
+    tiles, size, program, programs, num_tokens, wave,
+    TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """How many tokens have several splits, and how many of them are before the one of a program;
-    then what ``schedule_by_lengths`` returns. Splits are in the order of tokens;
-    beyond one wave the longer tokens come first, by classes."""
-    LINE: gl.constexpr = gl.BlockedLayout([TOKENS // 32], [32], [4], [0])  # as scans want it
-    lane = gl.arange(0, TOKENS, LINE)
-    of_token = gl.convert_layout(tiles, LINE)
-    more = _extra_splits(of_token, size)
-    here, local = gl.where(lane < num_tokens, more + 1, 0), number
+    """Return the number of tokens with several splits, how many of them come before this program's
+    token, and the work tile. Splits follow the order of tokens; beyond one wave they follow the
+    classes first."""
+    SCAN_LAYOUT: gl.constexpr = gl.BlockedLayout([TOKENS // 32], [32], [4], [0])
+    lane = gl.arange(0, TOKENS, SCAN_LAYOUT)
+    token_tiles = gl.convert_layout(tiles, SCAN_LAYOUT)
+    extra = _extra_splits(token_tiles, size)
+    splits, index = gl.where(lane < num_tokens, extra + 1, 0), program
     if programs > wave:
-        chosen, before = _class_of(tiles, size, number, num_tokens, TOKENS, BOTH)
-        here = gl.where(_class(of_token, size) == chosen, here, 0)
-        local = number - before
-    past = gl.where((lane < num_tokens) & (gl.associative_scan(here, 0, _plus) <= local), 1, 0)
-    several = gl.where(more > 0, 2**20, 0)
-    packed = gl.sum(several + past, 0)
-    with_several, token = packed >> 20, packed % 1024
-    count = gl.sum(gl.where(lane == token, more, 0), 0) + 1
-    packed = gl.sum(gl.where(lane < token, several + more * 1024 + here, 0), 0)
-    row, skipped, split = packed >> 20, (packed >> 10) % 1024, local - packed % 1024
-    return with_several, row, token, split, count, row + skipped
+        program_class, first_program = _class_of(tiles, size, program, num_tokens, TOKENS, LAYOUT)
+        splits = gl.where(_class(token_tiles, size) == program_class, splits, 0)
+        index = program - first_program
+    precedes = gl.where((lane < num_tokens) & (gl.associative_scan(splits, 0, _add) <= index), 1, 0)
+    split_token = gl.where(extra > 0, 2**20, 0)
+    packed = gl.sum(split_token + precedes, 0)
+    num_split_tokens, token = packed >> 20, packed % 1024
+    token_splits = gl.sum(gl.where(lane == token, extra, 0), 0) + 1
+    packed = gl.sum(gl.where(lane < token, split_token + extra * 1024 + splits, 0), 0)
+    list_row, skipped, split = packed >> 20, (packed >> 10) % 1024, index - packed % 1024
+    return num_split_tokens, list_row, token, split, token_splits, list_row + skipped
 
 
 @gluon.jit
-def _class_of(tiles, size, number, num_tokens, TOKENS: gl.constexpr, BOTH: gl.constexpr):
-    """The class of a program's token, _CLASSES for none, and the splits of those before it."""
-    lane = gl.arange(0, TOKENS, gl.SliceLayout(0, BOTH))
-    index = gl.arange(0, _CLASSES, gl.SliceLayout(1, BOTH))
+def _class_of(tiles, size, program, num_tokens, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the class of a program's token (_CLASSES if none), and the number of splits in earlier
+    classes."""
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+    index = gl.arange(0, _CLASSES, gl.SliceLayout(1, LAYOUT))
     splits = gl.where(lane < num_tokens, _extra_splits(tiles, size) + 1, 0)
-    as_long = _class(tiles, size)[None, :] <= index[:, None]
-    through = gl.sum(gl.where(as_long, splits[None, :], 0), 1)
-    last = gl.max(gl.where(through <= number, through * (2 * _CLASSES) + index + 1, 0), 0)
-    return last % (2 * _CLASSES), last // (2 * _CLASSES)
+    no_later = _class(tiles, size)[None, :] <= index[:, None]
+    stop = gl.sum(gl.where(no_later, splits[None, :], 0), 1)
+    packed = gl.max(gl.where(stop <= program, stop * (2 * _CLASSES) + index + 1, 0), 0)
+    return packed % (2 * _CLASSES), packed // (2 * _CLASSES)
 
 
 @gluon.jit
-def _list_split_token(combine_list, row, token, count, first, wanted):
-    """A token of several splits, to the list of those that are combined."""
-    entry = combine_list + (row + 1) * _COLUMNS
-    gl.store(entry, token, mask=wanted)
-    gl.store(entry + 1, count, mask=wanted)
-    gl.store(entry + 2, first, mask=wanted)
+def _list_split_token(combine_list, list_row, token, splits, first_partial, mask):
+    """Add a token with several splits to ``combine_list``."""
+    entry = combine_list + (list_row + 1) * _COLUMNS
+    gl.store(entry, token, mask=mask)
+    gl.store(entry + 1, splits, mask=mask)
+    gl.store(entry + 2, first_partial, mask=mask)
 
 
 @gluon.jit
-def schedule_evenly(place, splits, combine_list):
-    """The same where every token has as many splits, to be combined if there are several."""
-    number, programs, leads = place
-    token, split = number // splits, number % splits
-    lists = leads & (split == 0)
-    tokens = gl.where(splits > 1, programs // splits, 0)
-    gl.store(combine_list, tokens, mask=lists & (number == 0))
-    first = token * splits
-    _list_split_token(combine_list, token, token, splits, first, lists & (splits > 1))
-    return token.to(gl.int64), split, splits, first
+def schedule_evenly(grid, splits, combine_list):
+    """Return what ``schedule_by_lengths`` does if every token has the same number of splits."""
+    program, programs, is_writer = grid
+    token, split = program // splits, program % splits
+    is_first_split = is_writer & (split == 0)
+    num_split_tokens = gl.where(splits > 1, programs // splits, 0)
+    gl.store(combine_list, num_split_tokens, mask=is_first_split & (program == 0))
+    first_partial = token * splits
+    is_listed = is_first_split & (splits > 1)
+    _list_split_token(combine_list, token, token, splits, first_partial, is_listed)
+    return token.to(gl.int64), split, splits, first_partial
