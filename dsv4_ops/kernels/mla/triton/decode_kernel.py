@@ -1,4 +1,5 @@
-"""Dense MLA decode in Triton: one split of the keys of a token, or of a few of one request."""
+"""Dense MLA decode in Triton: a token, or a group of tokens of one request, attends to one split of
+its keys."""
 
 import triton
 import triton.language as tl
@@ -11,10 +12,10 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, n
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.sparse_mla.triton.decode_kernel import scale_of_partial
 from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
-    apart,
     log2_sum,
     softmax_step,
     store_heads,
+    unfused,
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -22,54 +23,54 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _codes_to_float(codes):
-    """float32 values of e4m3 codes."""
+    """Return the float32 values of e4m3 codes."""
     if EMULATE:  # Triton's interpreter reads the NaN codes as 480
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
-    # by way of float16: the direct conversion to bf16 takes a slow unit, value by value
+    # by way of float16: the direct conversion to bf16 uses a slow unit, one value at a time
     return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
 
 
 @triton.jit
-def _load_codes(row, dim, wanted, DTYPE: tl.constexpr):
-    """Values of codes [keys, dims], without their scale."""
-    codes = tl.load(row[:, None] + dim[None, :], mask=wanted, other=0)
+def _load_codes(row, dim, mask, DTYPE: tl.constexpr):
+    """Load codes [keys, dims] as values of DTYPE, without their scale."""
+    codes = tl.load(row[:, None] + dim[None, :], mask=mask, other=0)
     values = _codes_to_float(codes)
     return round_to(values, DTYPE)
 
 
 @triton.jit
-def _load_scaled_codes(row, exists, LORA: tl.constexpr):
-    """bf16 latents [keys, LORA]; scales of 128 values each are behind the codes."""
+def _load_scaled_codes(row, kv_valid, LORA: tl.constexpr):
+    """Load bf16 latents [keys, LORA]; the codes are followed by a scale per 128 values."""
     GROUP: tl.constexpr = 128
     dim = tl.arange(0, LORA)
-    codes = tl.load(row[:, None] + dim[None, :], mask=exists[:, None], other=0)
+    codes = tl.load(row[:, None] + dim[None, :], mask=kv_valid[:, None], other=0)
     group = tl.arange(0, LORA // GROUP)
     start = (row + LORA).to(tl.pointer_type(tl.float32), bitcast=True)
-    scale = tl.load(start[:, None] + group[None, :], mask=exists[:, None], other=0.0)
+    scale = tl.load(start[:, None] + group[None, :], mask=kv_valid[:, None], other=0.0)
     values = _codes_to_float(codes)
     scaled = tl.reshape(values, (codes.shape[0], LORA // GROUP, GROUP)) * scale[:, :, None]
     return round_to_bf16(tl.reshape(scaled, (codes.shape[0], LORA)))
 
 
 @triton.jit
-def _load_rows(row, exists, SIZES: tl.constexpr, DTYPE: tl.constexpr):
-    """Latents and RoPE dimensions of rows; zeros of rows that do not exist."""
+def _load_rows(row, kv_valid, SIZES: tl.constexpr, DTYPE: tl.constexpr):
+    """Load latents and RoPE columns of rows; rows that do not exist are zeros."""
     FORMAT: tl.constexpr = SIZES[0]
     LORA: tl.constexpr = SIZES[1]
     ROPE: tl.constexpr = SIZES[2]
     dim, rope_dim = tl.arange(0, LORA), tl.arange(0, SIZES[3])
-    wanted = exists[:, None] & (rope_dim < ROPE)[None, :]
+    mask = kv_valid[:, None] & (rope_dim < ROPE)[None, :]
     if FORMAT == 0:
-        latent = tl.load(row[:, None] + dim[None, :], mask=exists[:, None], other=0.0)
-        rope = tl.load(row[:, None] + (LORA + rope_dim)[None, :], mask=wanted, other=0.0)
+        latent = tl.load(row[:, None] + dim[None, :], mask=kv_valid[:, None], other=0.0)
+        rope = tl.load(row[:, None] + (LORA + rope_dim)[None, :], mask=mask, other=0.0)
     elif FORMAT == 1:
-        latent = _load_codes(row, dim, exists[:, None], DTYPE)
-        rope = _load_codes(row, LORA + rope_dim, wanted, DTYPE)
+        latent = _load_codes(row, dim, kv_valid[:, None], DTYPE)
+        rope = _load_codes(row, LORA + rope_dim, mask, DTYPE)
     else:
-        latent = _load_scaled_codes(row, exists, LORA)
+        latent = _load_scaled_codes(row, kv_valid, LORA)
         start = (row + (LORA + LORA // 32)).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        rope = tl.load(start[:, None] + rope_dim[None, :], mask=wanted, other=0.0)
+        rope = tl.load(start[:, None] + rope_dim[None, :], mask=mask, other=0.0)
     return latent, rope
 
 
@@ -90,72 +91,79 @@ def mla_decode_kernel(
     HAS_Q_SCALE: tl.constexpr, HAS_KV_SCALE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys of a token for ROWS of its heads, or of up to GROUP tokens of a request
-    with all their heads, so that their keys are read once. The TILES of heads of a split run side
-    by side, so that the L2 has its keys for all but one.
+    """Compute the attention of a group of tokens over one split of its keys, for ROWS rows of
+    queries.
 
-    A group begins every GROUP tokens from ``query_start_loc`` on, and behind a token of another
-    request; the programs of its other tokens end at once. Rows of a token of one split are finished
-    here; of the others the normalised sums go to ``partial`` as multiples of ``partial_scale``.
+    A group is one token, or up to GROUP tokens of a request, which then read their keys once; its
+    query rows are tokens times heads. The TILES of rows of a split run side by side, so that all
+    but one read its keys from the L2.
+
+    A group begins every GROUP tokens from ``query_start_loc`` on, and after a token of another
+    request; the programs of its other tokens return early. A token with one split is finished here;
+    with several, the normalised accumulator goes to ``partial`` in multiples of ``partial_scale``.
     FORMAT of rows: 0 values, 1 codes, 2 codes with scales, and RoPE values.
     """
-    number, head_tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    program, head_tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     if HAS_PLAN:
-        tile = plan + number.to(tl.int64) * plan_stride
+        tile = plan + program.to(tl.int64) * plan_stride
         token = tl.load(tile).to(tl.int64)
         split = tl.load(tile + plan_column_stride)
         splits = tl.load(tile + 2 * plan_column_stride)
         first = tl.load(tile + 3 * plan_column_stride)
-        fits = (splits == 1) | ((first >= 0) & (first <= capacity - splits))
-        real = (token >= 0) & (token < num_tokens) & (split >= 0) & (split < splits) & fits
-        if not real:
+        partials_fit = (splits == 1) | ((first >= 0) & (first <= capacity - splits))
+        valid = (token >= 0) & (token < num_tokens) & (split >= 0) & (split < splits) & partials_fit
+        if not valid:
             return
     else:
-        token = (number // splits).to(tl.int64)
-        split = number % splits
+        token = (program // splits).to(tl.int64)
+        split = program % splits
         first = token * splits
     request = tl.load(req_indices + token * req_stride).to(tl.int64)
-    known = (request >= 0) & (request < num_reqs)
-    count = 1
+    request_valid = (request >= 0) & (request < num_reqs)
+    group_tokens = 1
     if GROUP > 1:
-        start = tl.load(query_start_loc + request * start_stride, mask=known, other=-1)
-        inside = known & (start >= 0) & (start <= token)
-        behind = tl.where(inside, (token - start) % GROUP, 0)  # tokens of the group before this
-        before = tl.load(req_indices + (token - 1) * req_stride, mask=behind > 0, other=-1)
-        if inside & (before == request):
+        start = tl.load(query_start_loc + request * start_stride, mask=request_valid, other=-1)
+        start_valid = request_valid & (start >= 0) & (start <= token)
+        group_offset = tl.where(start_valid, (token - start) % GROUP, 0)
+        previous_request = tl.load(
+            req_indices + (token - 1) * req_stride, mask=group_offset > 0, other=-1
+        )
+        if start_valid & (previous_request == request):
             return
         lane = tl.arange(0, LANES)
-        others = tl.load(
+        group_requests = tl.load(
             req_indices + (token + lane) * req_stride,
-            mask=inside & (lane < GROUP - behind) & (token + lane < num_tokens),
+            mask=start_valid & (lane < GROUP - group_offset) & (token + lane < num_tokens),
             other=-1,
         )
-        unlike = tl.where((others == request) & inside, LANES, lane)
-        count = tl.maximum(tl.min(unlike, 0), 1)
+        first_other = tl.where((group_requests == request) & start_valid, LANES, lane)
+        group_tokens = tl.maximum(tl.min(first_other, 0), 1)
 
     row = head_tile * ROWS + tl.arange(0, ROWS)
-    there = row < count * num_heads
+    row_valid = row < group_tokens * num_heads
     member, head = row * 0, row
     if GROUP > 1:
         member, head = row // num_heads, row % num_heads
-    each = token + member
-    lengths = tl.load(seq_lens + each * len_stride, mask=there & known, other=0)
+    row_token = token + member
+    lengths = tl.load(seq_lens + row_token * len_stride, mask=row_valid & request_valid, other=0)
     lengths = tl.minimum(tl.maximum(lengths, 0), max_blocks * BLOCK_SIZE)
     stop = tl.max(lengths, 0)
-    least = tl.min(tl.where(there, lengths, stop), 0)
+    min_length = tl.min(tl.where(row_valid, lengths, stop), 0)
     tiles = ((stop + KEYS - 1) // KEYS).to(tl.int64)
     tile = (tiles * split // splits).to(tl.int32)
-    last = (tiles * (split + 1) // splits).to(tl.int32)
+    stop_tile = (tiles * (split + 1) // splits).to(tl.int32)
 
     DTYPE: tl.constexpr = q.dtype.element_ty
     SIZES: tl.constexpr = (FORMAT, LORA, ROPE, ROPE_TILE)
-    heads = q + each * q_stride + head.to(tl.int64) * q_head_stride
+    q_rows = q + row_token * q_stride + head.to(tl.int64) * q_head_stride
     dim = tl.arange(0, LORA).to(tl.int64)
     rope_dim = tl.arange(0, ROPE_TILE).to(tl.int64)
-    latent_q = tl.load(heads[:, None] + dim[None, :] * q_dim_stride, mask=there[:, None], other=0.0)
+    latent_q = tl.load(
+        q_rows[:, None] + dim[None, :] * q_dim_stride, mask=row_valid[:, None], other=0.0
+    )
     rope_q = tl.load(
-        heads[:, None] + (LORA + rope_dim)[None, :] * q_dim_stride,
-        mask=there[:, None] & (rope_dim < ROPE)[None, :],
+        q_rows[:, None] + (LORA + rope_dim)[None, :] * q_dim_stride,
+        mask=row_valid[:, None] & (rope_dim < ROPE)[None, :],
         other=0.0,
     )
     scale = tl.full((), SOFTMAX_SCALE * _LOG2_E, tl.float32)
@@ -165,50 +173,50 @@ def mla_decode_kernel(
     if HAS_KV_SCALE:
         value_scale = tl.load(kv_scale)
         scale *= value_scale
-    sums = tl.zeros((ROWS, LORA), dtype=tl.float32)
+    acc = tl.zeros((ROWS, LORA), dtype=tl.float32)
     row_max = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((ROWS,), dtype=tl.float32)
-    entries = block_table + tl.where(known, request, 0) * table_stride
-    while tile < last:
+    entries = block_table + tl.where(request_valid, request, 0) * table_stride
+    while tile < stop_tile:
         position = tile * KEYS + tl.arange(0, KEYS)
         column = (position // BLOCK_SIZE).to(tl.int64)
         page = tl.load(entries + column * column_stride, mask=position < stop, other=-1)
-        exists = (page >= 0) & (page < num_blocks)
-        page = tl.where(exists, page, 0).to(tl.int64)
-        key = kv_cache + page * page_stride + (position % BLOCK_SIZE) * ROW
-        latent, rope = _load_rows(key, exists, SIZES, DTYPE)
-        lost = tl.zeros((KEYS,), dtype=tl.int32)
+        kv_valid = (page >= 0) & (page < num_blocks)
+        page = tl.where(kv_valid, page, 0).to(tl.int64)
+        kv_rows = kv_cache + page * page_stride + (position % BLOCK_SIZE) * ROW
+        latent, rope = _load_rows(kv_rows, kv_valid, SIZES, DTYPE)
+        bad_rows = tl.zeros((KEYS,), dtype=tl.int32)
         if GROUP > 1:
-            if (tile + 1) * KEYS > least:
-                # P of tokens that do not see a row is 0, and its product with no number NaN: those
-                # that see it have that from the logits
-                is_number = tl.abs(latent.to(tl.float32)) < float("inf")
-                lost = tl.max(tl.where(is_number, 0, 1), axis=1)
-                latent = tl.where(is_number, latent, 0.0)
+            if (tile + 1) * KEYS > min_length:
+                # P is 0 for tokens that do not see a row, and its product with NaN or infinity
+                # would be NaN: tokens that do see the row get NaN through the logits
+                is_finite = tl.abs(latent.to(tl.float32)) < float("inf")
+                bad_rows = tl.max(tl.where(is_finite, 0, 1), axis=1)
+                latent = tl.where(is_finite, latent, 0.0)
         logits = tl.zeros((ROWS, KEYS), dtype=tl.float32)
-        if tile >= 0:  # always, and see ``apart``
-            of_latent = apart(multiply_add(latent_q, tl.trans(latent), logits))
-            of_rope = apart(multiply_add(rope_q, tl.trans(rope), logits))
-            logits = of_latent + of_rope
-        visible = exists[None, :] & (position[None, :] < lengths[:, None])
+        if tile >= 0:  # always true, see ``attend`` of the sparse mainloop
+            qk_latent = unfused(multiply_add(latent_q, tl.trans(latent), logits))
+            qk_rope = unfused(multiply_add(rope_q, tl.trans(rope), logits))
+            logits = qk_latent + qk_rope
+        visible = kv_valid[None, :] & (position[None, :] < lengths[:, None])
         if GROUP > 1:
-            logits = tl.where((lost > 0)[None, :], float("nan"), logits)
+            logits = tl.where((bad_rows > 0)[None, :], float("nan"), logits)
         logits = tl.where(visible, logits * scale, float("-inf"))
-        weights, factor, row_max, row_sum = softmax_step(logits, row_max, row_sum)
-        rounded = round_to(weights, DTYPE)
-        sums = multiply_add(rounded, latent, sums * factor[:, None])
+        p, alpha, row_max, row_sum = softmax_step(logits, row_max, row_sum)
+        p_rounded = round_to(p, DTYPE)
+        acc = multiply_add(p_rounded, latent, acc * alpha[:, None])
         tile += 1
 
-    log2_total = log2_sum(row_max, row_sum)
+    lse_log2 = log2_sum(row_max, row_sum)
     inverse = value_scale / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     if splits == 1:
-        target = each * num_heads + head
-        store_heads(out + target[:, None] * LORA, there, sums * inverse, 0)
-        tl.store(lse + target, log2_total / _LOG2_E, mask=there)
+        dst_row = row_token * num_heads + head
+        store_heads(out + dst_row[:, None] * LORA, row_valid, acc * inverse, 0)
+        tl.store(lse + dst_row, lse_log2 / _LOG2_E, mask=row_valid)
     else:
-        target = (first + member * splits + split).to(tl.int64) * num_heads + head
-        amax = scale_of_partial(sums * inverse)
+        dst_row = (first + member * splits + split).to(tl.int64) * num_heads + head
+        amax = scale_of_partial(acc * inverse)
         inverse *= 1.0 / amax
-        store_heads(partial + target[:, None] * LORA, there, sums * inverse, 0)
-        tl.store(partial_lse + target, log2_total, mask=there)
-        tl.store(partial_scale + target, tl.zeros_like(log2_total) + amax, mask=there)
+        store_heads(partial + dst_row[:, None] * LORA, row_valid, acc * inverse, 0)
+        tl.store(partial_lse + dst_row, lse_log2, mask=row_valid)
+        tl.store(partial_scale + dst_row, tl.zeros_like(lse_log2) + amax, mask=row_valid)

@@ -1,7 +1,9 @@
-"""Attention of one token over blocks of keys, for a tile of heads; keys are values.
+"""Mainloop of sparse MLA: one token attends to blocks of keys, for a tile of heads; keys are
+values.
 
-A row of 512 values is four tiles, because Triton wants powers of two: codes 0..255, 256..383 and
-384..447, and the RoPE values. Each is dequantised to bf16 once and serves both matrix products.
+Triton's tensors have power-of-two sizes, so a row of 512 values is four tiles: codes 0..255,
+256..383 and 384..447, and the RoPE values. Each is dequantised to bf16 once, for both matrix
+products.
 """
 
 import triton
@@ -14,89 +16,90 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, n
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 LINES = tl.constexpr(8)
-"""Cache lines of a row that are asked for, at most."""
+"""Maximum cache lines of a row to prefetch."""
 
 
 @triton.jit
 def _load_codes(
-    data, scales, exists,
+    data, scales, kv_valid,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, QUANT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """bf16 [keys, WIDTH] dequantised values from dimension FIRST on; zeros for keys that do not
-    exist."""
+    """Load WIDTH dequantised values from column FIRST on, bf16 [keys, WIDTH]; zeros for absent
+    keys."""
     GROUPS: tl.constexpr = WIDTH // QUANT_BLOCK
     dim = FIRST + tl.arange(0, WIDTH)[None, :]
-    codes = tl.load(data[:, None] + dim, mask=exists[:, None], other=0)
+    codes = tl.load(data[:, None] + dim, mask=kv_valid[:, None], other=0)
     group = FIRST // QUANT_BLOCK + tl.arange(0, GROUPS)[None, :]
-    scale = tl.load(scales[:, None] + group, mask=exists[:, None], other=0)
+    scale = tl.load(scales[:, None] + group, mask=kv_valid[:, None], other=0)
     codes = tl.reshape(codes, (codes.shape[0], GROUPS, QUANT_BLOCK))
     values = codes.to(tl.float8e4nv, bitcast=True)
-    # a power of two: its product with an e4m3 value is exact in bf16
+    # a scale is a power of two: its product with an e4m3 value is exact in bf16
     if EMULATE:  # Triton's interpreter reads the NaN codes as 480, and has no bf16 arithmetic
         numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), values.to(tl.float32))
         factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         scaled = (numbers * factor[:, :, None]).to(tl.bfloat16)
     else:
         factor = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-        # by way of float32: the direct conversion from float16 takes a slow unit, value by value
+        # float16 to bf16 directly would use a slow unit, one value at a time
         numbers = values.to(tl.float16).to(tl.float32).to(tl.bfloat16)
         scaled = numbers * factor[:, :, None]
     return tl.reshape(scaled, (codes.shape[0], WIDTH))
 
 
 @triton.jit
-def _load_values(row, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """bf16 [keys, WIDTH] stored values from dimension FIRST on; zeros where there is no key."""
+def _load_values(row, kv_valid, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Load WIDTH values from column FIRST on, bf16 [keys, WIDTH]; zeros for absent keys."""
     dim = FIRST + tl.arange(0, WIDTH)[None, :]
-    return tl.load(row[:, None] + dim, mask=exists[:, None], other=0.0)
+    return tl.load(row[:, None] + dim, mask=kv_valid[:, None], other=0.0)
 
 
 @triton.jit
 def load_keys(rows, FORMAT: tl.constexpr):
-    """The four tiles of a block of keys.
+    """Load the four tiles of a block of keys.
 
     Args:
         rows: The cache, the stride of its blocks, int64 blocks and rows, which of them exist, and
             the rows of a block.
-        FORMAT: Step from row to row, bytes of a row, coded values, values of a scale, and bytes of
-            a row's scales; without scales the cache is plain.
+        FORMAT: Step from row to row, bytes of a row, coded values, values per scale, and bytes of
+            a row's scales (0: the cache is plain).
     """
     ROW: tl.constexpr = FORMAT[0]
     CODE_DIM: tl.constexpr = FORMAT[2]
     QUANT_BLOCK: tl.constexpr = FORMAT[3]
     SCALE_BYTES: tl.constexpr = FORMAT[4]
-    cache, page_stride, page, row, exists, block_size = rows
+    cache, page_stride, page, row, kv_valid, block_size = rows
     start = cache + page * page_stride
     data = start + row * ROW
     if SCALE_BYTES > 0:
         scales = start + block_size * ROW + row * SCALE_BYTES
-        k0 = _load_codes(data, scales, exists, 0, 256, QUANT_BLOCK)
-        k1 = _load_codes(data, scales, exists, 256, 128, QUANT_BLOCK)
-        k2 = _load_codes(data, scales, exists, 384, 64, QUANT_BLOCK)
+        k0 = _load_codes(data, scales, kv_valid, 0, 256, QUANT_BLOCK)
+        k1 = _load_codes(data, scales, kv_valid, 256, 128, QUANT_BLOCK)
+        k2 = _load_codes(data, scales, kv_valid, 384, 64, QUANT_BLOCK)
         rope = (data + CODE_DIM).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        k3 = _load_values(rope, exists, 0, 64)
+        k3 = _load_values(rope, kv_valid, 0, 64)
     else:
-        k0 = _load_values(data, exists, 0, 256)
-        k1 = _load_values(data, exists, 256, 128)
-        k2 = _load_values(data, exists, 384, 64)
-        k3 = _load_values(data, exists, 448, 64)
+        k0 = _load_values(data, kv_valid, 0, 256)
+        k1 = _load_values(data, kv_valid, 256, 128)
+        k2 = _load_values(data, kv_valid, 384, 64)
+        k3 = _load_values(data, kv_valid, 448, 64)
     return k0, k1, k2, k3
 
 
 @triton.jit
 def softmax_step(logits, row_max, row_sum):
-    """Weights of the logits [heads, keys], in powers of two, against the row_max so far; the factor
-    of what was summed before, and the new maximum and row_sum."""
-    highest = tl.maximum(row_max, tl.max(logits, axis=1))
-    origin = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(logits - origin[:, None])
-    factor = tl.exp2(row_max - origin)
-    return weights, factor, highest, row_sum * factor + tl.sum(weights, axis=1)
+    """Return P of the logits [heads, keys] in powers of two, alpha, which rescales the accumulator,
+    the new row_max and the new row_sum."""
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(logits - finite_max[:, None])
+    alpha = tl.exp2(row_max - finite_max)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, axis=1)
 
 
 @triton.jit
-def apart(values):
-    """``values``, opaque to Triton, which would contract a product and what is added to it."""
+def unfused(values):
+    """Return ``values`` opaque to Triton, which would fuse a product with the sum that follows
+    it."""
     if EMULATE:
         return values
     return tl.inline_asm_elementwise(
@@ -105,9 +108,9 @@ def apart(values):
 
 
 @triton.jit
-def again(values):
-    """The int32 ``values``, as if unknown: what is computed from them is computed here, and not
-    held in registers since it was computed before."""
+def recompute(values):
+    """Return int32 ``values`` as if unknown, so that what depends on them is recomputed here, not
+    held in registers."""
     if EMULATE:
         return values
     return tl.inline_asm_elementwise(
@@ -116,11 +119,11 @@ def again(values):
 
 
 @triton.jit
-def prefetch(pointers, wanted):
-    """Have the cache lines of the wanted pointers brought to L2. Zeros, which must reach a store:
-    torch analyses no kernel with assembly that is more than a function of its operands, and Triton
-    drops the function whose value nobody needs."""
-    flags = wanted.to(tl.int32)
+def prefetch(pointers, mask):
+    """Prefetch the cache lines of these pointers to L2. The result is zeros, which must reach a
+    store: torch analyses no kernel with inline assembly that has side effects, and Triton drops a
+    pure function whose value is unused."""
+    flags = mask.to(tl.int32)
     if EMULATE:
         return flags * 0
     return tl.inline_asm_elementwise(
@@ -134,103 +137,103 @@ def prefetch(pointers, wanted):
 
 
 @triton.jit
-def prefetch_keys(rows, wanted, FORMAT: tl.constexpr):
-    """What ``load_keys`` of these rows will read, if wanted: the zeros of ``prefetch``. Rows begin
-    anywhere in a line, so the last bytes of one may be in a line that is not asked for."""
+def prefetch_keys(rows, enabled, FORMAT: tl.constexpr):
+    """Prefetch what ``load_keys`` of these rows will read, if ``enabled``; returns the zeros of
+    ``prefetch``. A row may begin anywhere in a line, so the line of its last bytes may be
+    missed."""
     ROW: tl.constexpr = FORMAT[0]
     ROW_BYTES: tl.constexpr = FORMAT[1]
     SCALE_BYTES: tl.constexpr = FORMAT[4]
-    cache, page_stride, page, row, exists, block_size = rows
-    exists = exists & wanted
+    cache, page_stride, page, row, kv_valid, block_size = rows
+    kv_valid = kv_valid & enabled
     LINE: tl.constexpr = 128
     start = cache + page * page_stride
     data = (start + row * ROW).to(tl.pointer_type(tl.uint8), bitcast=True)
     line = tl.arange(0, LINES)[None, :]
-    USED: tl.constexpr = (ROW_BYTES + LINE - 1) // LINE
-    target = data[:, None] + line * LINE
-    asked = line < USED
+    ROW_LINES: tl.constexpr = (ROW_BYTES + LINE - 1) // LINE
+    address = data[:, None] + line * LINE
+    line_mask = line < ROW_LINES
     if SCALE_BYTES > 0:
         scales = start + block_size * ROW + row * SCALE_BYTES
-        target = tl.where(line == USED, scales[:, None], target)
-        asked = line <= USED
-    return prefetch(target, exists[:, None] & asked)
+        address = tl.where(line == ROW_LINES, scales[:, None], address)
+        line_mask = line <= ROW_LINES
+    return prefetch(address, kv_valid[:, None] & line_mask)
 
 
 @triton.jit
-def load_queries(heads, there, dim_stride):
-    """The four tiles of the queries."""
-    q0 = load_heads(heads, there, dim_stride, 0, 256)
-    q1 = load_heads(heads, there, dim_stride, 256, 128)
-    q2 = load_heads(heads, there, dim_stride, 384, 64)
-    q3 = load_heads(heads, there, dim_stride, 448, 64)
+def load_queries(q_heads, head_valid, dim_stride):
+    """Load the four tiles of the queries."""
+    q0 = load_heads(q_heads, head_valid, dim_stride, 0, 256)
+    q1 = load_heads(q_heads, head_valid, dim_stride, 256, 128)
+    q2 = load_heads(q_heads, head_valid, dim_stride, 384, 64)
+    q3 = load_heads(q_heads, head_valid, dim_stride, 448, 64)
     return q0, q1, q2, q3
 
 
 @triton.jit
-def no_sums(HEADS: tl.constexpr):
-    """Before the first block: four tiles of sums, the largest logits, and the sums of P."""
-    out0 = tl.zeros((HEADS, 256), dtype=tl.float32)
-    out1 = tl.zeros((HEADS, 128), dtype=tl.float32)
-    out2 = tl.zeros((HEADS, 64), dtype=tl.float32)
-    out3 = tl.zeros((HEADS, 64), dtype=tl.float32)
+def initial_state(HEADS: tl.constexpr):
+    """Return the state before the first block: four tiles of the accumulator, row_max, row_sum."""
+    acc0 = tl.zeros((HEADS, 256), dtype=tl.float32)
+    acc1 = tl.zeros((HEADS, 128), dtype=tl.float32)
+    acc2 = tl.zeros((HEADS, 64), dtype=tl.float32)
+    acc3 = tl.zeros((HEADS, 64), dtype=tl.float32)
     row_max = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((HEADS,), dtype=tl.float32)
-    return out0, out1, out2, out3, row_max, row_sum
+    return acc0, acc1, acc2, acc3, row_max, row_sum
 
 
 @triton.jit
-def attend(queries, sums, keys, exists, scale, always):
-    """The running sums after one block of keys; ``scale`` includes log2(e), and ``always`` is true,
-    which Triton must not see.
+def attend(queries, state, keys, kv_valid, scale, always):
+    """Return the state after one block of keys; ``scale`` includes log2(e).
 
-    Triton gives all warps to the rows of a product that leads to another product, and with 64 rows
-    both warp groups would compute the same. It does not look behind the end of a branch, nor,
-    through ``apart``, for the sum of the four.
+    ``always`` is true, which Triton must not see: it assigns all warps to the rows of a product
+    that leads to another product, so that with 64 rows both warp groups would compute the same. It
+    does not look past the end of a branch, nor past ``unfused`` for the sum of the four products.
     """
     q0, q1, q2, q3 = queries
-    out0, out1, out2, out3, row_max, row_sum = sums
+    acc0, acc1, acc2, acc3, row_max, row_sum = state
     k0, k1, k2, k3 = keys
-    logits = tl.zeros((q0.shape[0], exists.shape[0]), dtype=tl.float32)
+    logits = tl.zeros((q0.shape[0], kv_valid.shape[0]), dtype=tl.float32)
     if always:
-        part0 = apart(multiply_add(q0, tl.trans(k0), logits))
-        part1 = apart(multiply_add(q1, tl.trans(k1), logits))
-        part2 = apart(multiply_add(q2, tl.trans(k2), logits))
-        part3 = apart(multiply_add(q3, tl.trans(k3), logits))
-        logits = (part0 + part1) + (part2 + part3)
-    logits = tl.where(exists[None, :], logits * scale, float("-inf"))
-    weights, factor, row_max, row_sum = softmax_step(logits, row_max, row_sum)
-    rounded = round_to_bf16(weights)
-    out0 = multiply_add(rounded, k0, out0 * factor[:, None])
-    out1 = multiply_add(rounded, k1, out1 * factor[:, None])
-    out2 = multiply_add(rounded, k2, out2 * factor[:, None])
-    out3 = multiply_add(rounded, k3, out3 * factor[:, None])
-    return out0, out1, out2, out3, row_max, row_sum
+        qk0 = unfused(multiply_add(q0, tl.trans(k0), logits))
+        qk1 = unfused(multiply_add(q1, tl.trans(k1), logits))
+        qk2 = unfused(multiply_add(q2, tl.trans(k2), logits))
+        qk3 = unfused(multiply_add(q3, tl.trans(k3), logits))
+        logits = (qk0 + qk1) + (qk2 + qk3)
+    logits = tl.where(kv_valid[None, :], logits * scale, float("-inf"))
+    p, alpha, row_max, row_sum = softmax_step(logits, row_max, row_sum)
+    p_bf16 = round_to_bf16(p)
+    acc0 = multiply_add(p_bf16, k0, acc0 * alpha[:, None])
+    acc1 = multiply_add(p_bf16, k1, acc1 * alpha[:, None])
+    acc2 = multiply_add(p_bf16, k2, acc2 * alpha[:, None])
+    acc3 = multiply_add(p_bf16, k3, acc3 * alpha[:, None])
+    return acc0, acc1, acc2, acc3, row_max, row_sum
 
 
 @triton.jit
 def log2_sum(row_max, row_sum):
-    """Binary logarithm of the sum of P; -inf where there was no key."""
+    """Return the binary logarithm of the sum of P; -inf without a key."""
     return tl.where(row_max == float("-inf"), 0.0, row_max) + tl.log2(row_sum)
 
 
 @triton.jit
 def denominator(row_max, row_sum, sink):
-    """What the summed values are divided by; 1 where there was no key, whatever the sink."""
-    origin = tl.where(row_max == float("-inf"), 0.0, row_max)
-    return tl.where(row_sum == 0.0, 1.0, row_sum + tl.exp2(sink - origin))
+    """Return the divisor of the accumulator; 1 without a key, whatever the sink."""
+    finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    return tl.where(row_sum == 0.0, 1.0, row_sum + tl.exp2(sink - finite_max))
 
 
 @triton.jit
-def load_heads(heads, there, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Values of every head from dimension FIRST on; zeros for heads that are not there."""
+def load_heads(q_heads, head_valid, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Load WIDTH values of each head from column FIRST on; zeros for absent heads."""
     dim = (FIRST + tl.arange(0, WIDTH))[None, :].to(tl.int64)
-    return tl.load(heads + dim * dim_stride, mask=there[:, None], other=0.0)
+    return tl.load(q_heads + dim * dim_stride, mask=head_valid[:, None], other=0.0)
 
 
 @triton.jit
-def store_heads(target, there, values, FIRST: tl.constexpr):
-    """Write the float32 values of every head from dimension FIRST on."""
+def store_heads(target, head_valid, values, FIRST: tl.constexpr):
+    """Store float32 values of each head from column FIRST on."""
     dim = FIRST + tl.arange(0, values.shape[1])[None, :]
     if target.dtype.element_ty == tl.bfloat16:
         values = round_to_bf16(values)
-    tl.store(target + dim, values, mask=there[:, None])
+    tl.store(target + dim, values, mask=head_valid[:, None])
