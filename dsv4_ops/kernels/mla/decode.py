@@ -23,10 +23,10 @@ from dsv4_ops.kernels.sparse_mla.decode import (
     TileSchedule,
     Work,
     combine_splits,
+    empty_partials,
     num_splits_of,
-    partial_results,
+    schedule_arguments_of,
     schedule_of,
-    scheduled_by,
 )
 from dsv4_ops.kernels.sparse_mla.gathered import copied, row_strides
 from dsv4_ops.kernels.sparse_mla.hopper import support
@@ -35,29 +35,29 @@ from dsv4_ops.reference import mla as reference
 OP = "mla_decode"
 
 WARPS = 8
-"""Warps of a program of the kernel in Triton."""
+"""Warps of a program of the Triton kernel."""
 
-LEAST_TILE = 16
-"""Rows and columns that a matrix product has at least."""
+MIN_TILE = 16
+"""Minimum rows and columns of a matrix product."""
 
 FORMATS = {PlainLayout.tag: 0, MlaFp8Layout.tag: 1, MlaDsFp8Layout.tag: 2}
-"""What kernels call the layouts."""
+"""Numbers of the layouts in kernels."""
 
 WIDTH, RANK = 576, 512
-"""Values of a row, and the leading ones that are its value, which Hopper's kernel is made for."""
+"""Values of a row, and the leading ones that are its value; Hopper's kernel is made for them."""
 
 PAIR = 2 * KEY_TILE
-"""Keys that splits of Hopper's kernel are multiples of."""
+"""Keys of a pair of blocks; a split of Hopper's kernel is a whole number of pairs."""
 
 INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
-"""Of a batch-invariant call: keys of a block table per split of every token, and most splits."""
+"""Batch-invariant calls: keys of a block table per split, and maximum splits."""
 
-PARTS, MOST_IN_PARTS = 4, 1024
-"""Programs that combine a head of a token, up to so many heads of all tokens."""
+PARTS, MAX_ROWS_IN_PARTS = 4, 1024
+"""Programs that combine one row (a token's head), up to this many rows."""
 
 
 class Call(NamedTuple):
-    """The tensors of a call; those that there may be not last."""
+    """The tensors of a call; optional ones come last."""
 
     q: Tensor
     kv_cache: Tensor
@@ -92,26 +92,26 @@ def mla_decode(
     if q.shape[0] == 0 or int(q.shape[1]) == 0:
         return MlaAttention(*_results(q, int(settings["kv_lora_rank"])))
     if runs_on_hopper(launch, call, settings):
-        chosen = {name: settings[name] for name in _OF_HOPPER}
+        hopper_settings = {name: settings[name] for name in _HOPPER_SETTINGS}
         if launch.opaque_gluon:
-            return MlaAttention(*hopper_mla_decode(*call, **chosen))
-        return MlaAttention(*_attend_on_hopper(launch, *call, **chosen))
+            return MlaAttention(*hopper_mla_decode(*call, **hopper_settings))
+        return MlaAttention(*_attend_on_hopper(launch, *call, **hopper_settings))
     return MlaAttention(*_attend(launch, call, settings))
 
 
-_OF_HOPPER = ("softmax_scale", "block_size", "layout", "num_splits", "batch_invariant")
+_HOPPER_SETTINGS = ("softmax_scale", "block_size", "layout", "num_splits", "batch_invariant")
 
 
 def runs_on_hopper(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> bool:
     """Whether Hopper's kernel takes the call: rows of 576 values, bf16 or FP8."""
     q, cache = call.q, call.kv_cache
     is_plain = settings["layout"] == PlainLayout.tag
-    kind = q.dtype == torch.bfloat16 or not is_plain
-    sizes = int(q.shape[2]) == WIDTH and int(settings["kv_lora_rank"]) == RANK
-    # addresses are not known while a graph is traced: the op asks
+    dtype_fits = q.dtype == torch.bfloat16 or not is_plain
+    sizes_fit = int(q.shape[2]) == WIDTH and int(settings["kv_lora_rank"]) == RANK
+    # a trace does not know addresses: the op checks them
     aligned = launch.opaque_gluon or launch.is_aligned(cache)
-    aligned = aligned and cache.stride(0) % LEAST_TILE == 0
-    return kind and sizes and aligned and support.runs(launch, q, True)
+    aligned = aligned and cache.stride(0) % MIN_TILE == 0
+    return dtype_fits and sizes_fit and aligned and support.runs(launch, q, True)
 
 
 def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -121,41 +121,42 @@ def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def group_of(call: Call, batch_invariant: bool) -> int:
-    """Tokens of a request that share a program: as many as fill it with their heads, and no more
-    than requests have on average, because the programs of the others are launched too."""
+    """Return the tokens of a request that share a program: as many as fill its rows with their
+    heads, but no more than a request has on average, because a group's other programs are launched
+    too."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     if call.query_start_loc is None or call.plan is not None or batch_invariant:
         return 1
-    most = max(HEAD_TILE // num_heads, 1)
+    max_group = max(HEAD_TILE // num_heads, 1)
     num_reqs = call.block_table.shape[0]
     if not (isinstance(num_tokens, int) and isinstance(num_reqs, int)):
-        return most
-    return max(min(most, num_tokens // max(num_reqs, 1)), 1)
+        return max_group
+    return max(min(max_group, num_tokens // max(num_reqs, 1)), 1)
 
 
 def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) -> Work:
-    """Choose splits: by a plan, by the lengths, or as many of every token as fill the GPU."""
+    """Choose the splits: by a plan, by the lengths, or as many per token as fill the GPU."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     unit = PAIR if on_hopper else KEY_TILE
     if call.plan is not None:
         programs = call.plan.shape[0]
         return Work(on_hopper, unit, 1, programs, 2 * (programs - num_tokens), None)
     num_splits, batch_invariant = settings["num_splits"], settings["batch_invariant"]
-    wide = head_tiles(group * num_heads)
+    tiles = head_tiles(group * num_heads)
     keys = call.block_table.shape[1] * settings["block_size"]
     units = (keys + unit - 1) // unit
     if batch_invariant and num_splits == 0:
         num_splits = torch.sym_min((keys + INVARIANT_KEYS - 1) // INVARIANT_KEYS, INVARIANT_SPLITS)
         num_splits = torch.sym_max(num_splits, 1)
-    together = (num_tokens + group - 1) // group * wide
+    programs_per_split = (num_tokens + group - 1) // group * tiles
     if not (isinstance(num_splits, int) and num_splits == 0):
         splits = num_splits
     else:
-        splits = num_splits_of(together, units, unit, 0, False)
+        splits = num_splits_of(programs_per_split, units, unit, 0, False)
     programs = num_tokens * splits
     schedule: TileSchedule | None = None
-    if on_hopper and _is_free(settings) and group == 1:
-        schedule = schedule_of(call.q, units, wide)
+    if on_hopper and _batch_decides(settings) and group == 1:
+        schedule = schedule_of(call.q, units, tiles)
     if schedule is not None:
         programs += schedule.by_lengths * (schedule.programs - programs)
         return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
@@ -165,21 +166,21 @@ def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) 
     return Work(on_hopper, unit, splits, programs, capacity, None)
 
 
-def _is_free(settings: Mapping[str, Any]) -> bool:
+def _batch_decides(settings: Mapping[str, Any]) -> bool:
     """Whether the batch decides the splits."""
     return settings["num_splits"] == 0 and not settings["batch_invariant"]
 
 
 def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, free: bool) -> None:
-    """Combine; a few tokens that the batch has decided the splits of by more programs."""
+    """Combine the splits; with more programs for few rows, if the batch decides the splits."""
     num_tokens, num_heads, rank = results[0].shape
-    few = isinstance(num_tokens, int) and num_tokens * num_heads <= MOST_IN_PARTS
+    few = isinstance(num_tokens, int) and num_tokens * num_heads <= MAX_ROWS_IN_PARTS
     parts = PARTS if free and few and rank == RANK else 1
     combine_splits(launch, results, work, call.plan, None, None, None, parts)
 
 
-def _rows(call: Call) -> tuple[Any, ...]:
-    """Rows, where they are and their scales, as both kernels take them."""
+def _row_arguments(call: Call) -> tuple[Any, ...]:
+    """Return rows, tables and scales as both kernels take them, and the plan."""
     lens, plan = call.seq_lens, call.plan
     starts = lens if call.query_start_loc is None else call.query_start_loc
     return (
@@ -194,9 +195,9 @@ def _rows(call: Call) -> tuple[Any, ...]:
 
 
 def _constants(call: Call, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of both kernels."""
+    """Return the constants of both kernels."""
     return {
-        "SOFTMAX_SCALE": float(settings["softmax_scale"]),  # Inductor would pass it as a float64
+        "SOFTMAX_SCALE": float(settings["softmax_scale"]),  # Inductor would pass a float64
         "BLOCK_SIZE": settings["block_size"],
         "FORMAT": FORMATS[settings["layout"]],
         "ROW": int(call.kv_cache.shape[2]),
@@ -207,58 +208,58 @@ def _constants(call: Call, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """By the kernel in Triton."""
+    """Attend with the Triton kernel."""
     q, rank = call.q, int(settings["kv_lora_rank"])
     if q.dtype == torch.float8_e4m3fn:
         q = q.to(torch.bfloat16)  # exact
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
-    single = q.dtype == torch.float32
+    is_float32 = q.dtype == torch.float32
     group = group_of(call, settings["batch_invariant"])
-    wide = launch.capability(q.device) == support.CAPABILITY and not single
-    keys = KEY_TILE if wide else KEY_TILE // 2
-    # without wgmma queries are in registers: of 32 rows they spill
-    rows = triton.next_power_of_2(min(group * num_heads, HEAD_TILE)) if wide else LEAST_TILE
-    rows = max(rows, LEAST_TILE)
+    has_wgmma = launch.capability(q.device) == support.CAPABILITY and not is_float32
+    keys = KEY_TILE if has_wgmma else KEY_TILE // 2
+    # without wgmma the queries stay in registers: 32 rows of them would spill
+    rows = triton.next_power_of_2(min(group * num_heads, HEAD_TILE)) if has_wgmma else MIN_TILE
+    rows = max(rows, MIN_TILE)
     work = split(call, False, settings, group)
     out, lse = _results(q, rank)
-    results = (out, lse, *partial_results(q, work.capacity, rank))
+    results = (out, lse, *empty_partials(q, work.capacity, rank))
     rope = int(q.shape[2]) - rank
-    of_rows, of_plan = _rows(call)
+    row_arguments, plan_arguments = _row_arguments(call)
     tiles = (group * num_heads + rows - 1) // rows
     launch(mla_decode_kernel)[(work.programs * tiles,)](
-        *strided(q), *results, *of_rows, *of_plan,
+        *strided(q), *results, *row_arguments, *plan_arguments,
         work.capacity, num_tokens, num_heads, work.splits,
         **_constants(call, settings), LORA=rank, ROPE=rope,
-        ROPE_TILE=max(triton.next_power_of_2(rope), LEAST_TILE),
+        ROPE_TILE=max(triton.next_power_of_2(rope), MIN_TILE),
         GROUP=group, LANES=triton.next_power_of_2(group), TILES=tiles,
-        ROWS=rows, KEYS=LEAST_TILE if single else keys, num_warps=WARPS,
+        ROWS=rows, KEYS=MIN_TILE if is_float32 else keys, num_warps=WARPS,
     )  # fmt: skip
-    _finish(launch, results, call, work, _is_free(settings))
+    _finish(launch, results, call, work, _batch_decides(settings))
     return out, lse
 
 
 def _attend_on_hopper(
     launch: Launcher, *tensors: Tensor | None, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """By Hopper's kernel; ``tensors`` are those of ``Call``."""
-    call = Call(*tensors)  # type: ignore[arg-type]  # the first are never None
+    """Attend with Hopper's kernel; ``tensors`` are those of ``Call``."""
+    call = Call(*tensors)  # type: ignore[arg-type]  # the first ones are never None
     q = call.q.to(torch.bfloat16)  # exact
     call = call._replace(q=copied(launch, q))
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     group = group_of(call, settings["batch_invariant"])
     work = split(call, True, settings, group)
     out, lse = _results(call.q, RANK)
-    results = (out, lse, *partial_results(call.q, work.capacity, RANK))
-    scheduled, of_schedule = scheduled_by(work, lse, num_tokens)
-    of_rows, of_plan = _rows(call)
+    results = (out, lse, *empty_partials(call.q, work.capacity, RANK))
+    schedule_arguments, schedule_constants = schedule_arguments_of(work, lse, num_tokens)
+    row_arguments, plan_arguments = _row_arguments(call)
     tiles = head_tiles(group * num_heads)
     launch(support.kernel("mla"))[(work.programs * tiles,)](
-        call.q, *row_strides(call.q), *results, *of_rows, *of_plan,
-        work.capacity, num_tokens, num_heads, work.splits, *scheduled,
-        **_constants(call, settings), **of_schedule,
+        call.q, *row_strides(call.q), *results, *row_arguments, *plan_arguments,
+        work.capacity, num_tokens, num_heads, work.splits, *schedule_arguments,
+        **_constants(call, settings), **schedule_constants,
         GROUP=group, TILES=tiles, num_warps=support.WARPS,
     )  # fmt: skip
-    _finish(launch, results, call, work, _is_free(settings))
+    _finish(launch, results, call, work, _batch_decides(settings))
     return out, lse
 
 
@@ -281,4 +282,5 @@ hopper_mla_decode = opaque_op.define(
     _call,
     _fake,
 )
-"""All launches of a call, which then know its sizes, also in a graph for any number of tokens."""
+"""All launches of a call as one op: it knows the sizes, even in a graph for any number of
+tokens."""

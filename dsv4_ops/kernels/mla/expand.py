@@ -1,4 +1,4 @@
-"""Expansion of latents into keys and values, for as many rows as there are."""
+"""Expand latents into keys and values, up to a number of valid rows."""
 
 import torch
 import triton
@@ -9,10 +9,10 @@ from dsv4_ops.kernels.common.fp8 import multiply_add, round_to  # by name: Induc
 from dsv4_ops.kernels.launcher import Launcher
 
 HALF_TILE, SINGLE_TILE = (128, 256, 64, 3, 8), (32, 64, 32, 2, 4)
-"""Rows, columns and depth of a product, stages and warps: of half precision and of float32."""
+"""Rows, columns, depth, stages and warps of a product, for half precision and for float32."""
 
 SIDE_BY_SIDE = 16
-"""Tiles of rows whose programs share the columns of the weight that are in the L2."""
+"""Row tiles whose programs run side by side, and share the weight's columns in the L2."""
 
 
 @triton.jit
@@ -24,22 +24,22 @@ def mla_expand_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product of latents and weight; zeros from row ``num_valid`` on, which no
-    product is computed for if the tile has no other."""
-    across = (columns + COLUMNS - 1) // COLUMNS
-    group = tl.program_id(0) // (across * SIDE_BY_SIDE)
-    height = tl.minimum((num_rows + ROWS - 1) // ROWS - group * SIDE_BY_SIDE, SIDE_BY_SIDE)
-    place = tl.program_id(0) % (across * SIDE_BY_SIDE)
-    row = (group * SIDE_BY_SIDE + place % height) * ROWS + tl.arange(0, ROWS)
-    column = place // height * COLUMNS + tl.arange(0, COLUMNS)
+    """Compute a tile of the product of latents and weight. Rows from ``num_valid`` on are zeros; a
+    tile of only such rows skips the product."""
+    column_tiles = (columns + COLUMNS - 1) // COLUMNS
+    group = tl.program_id(0) // (column_tiles * SIDE_BY_SIDE)
+    row_tiles = tl.minimum((num_rows + ROWS - 1) // ROWS - group * SIDE_BY_SIDE, SIDE_BY_SIDE)
+    index = tl.program_id(0) % (column_tiles * SIDE_BY_SIDE)
+    row = (group * SIDE_BY_SIDE + index % row_tiles) * ROWS + tl.arange(0, ROWS)
+    column = index // row_tiles * COLUMNS + tl.arange(0, COLUMNS)
     stop = tl.minimum(tl.load(num_valid), num_rows)
-    there, inside = row < stop, column < columns
-    # what is behind the end is read of the last one, without a mask, and not stored
+    row_valid, column_valid = row < stop, column < columns
+    # rows and columns past the end read the last one, without a mask, and are not stored
     left = kv_c + tl.minimum(row, num_rows - 1)[:, None].to(tl.int64) * row_stride
-    near = tl.minimum(column, columns - 1)
-    head, of_head = (near // width).to(tl.int64), near % width
-    right = weight + (head * head_stride + of_head.to(tl.int64) * width_stride)[None, :]
-    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    clamped_column = tl.minimum(column, columns - 1)
+    head, head_column = (clamped_column // width).to(tl.int64), clamped_column % width
+    right = weight + (head * head_stride + head_column.to(tl.int64) * width_stride)[None, :]
+    acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     depth = tl.where(tl.min(row) < stop, rank, 0)
     for first in tl.range(0, depth, DEPTH, num_stages=STAGES):
         dim = first + tl.arange(0, DEPTH)
@@ -50,11 +50,11 @@ def mla_expand_kernel(
         else:
             latents = tl.load(row_dims, mask=(dim < rank)[None, :], other=0.0)
             weights = tl.load(column_dims, mask=(dim < rank)[:, None], other=0.0)
-        sums = multiply_add(latents, weights, sums)
-    sums = tl.where(there[:, None], sums, 0.0)
-    result = round_to(sums, out.dtype.element_ty)
+        acc = multiply_add(latents, weights, acc)
+    acc = tl.where(row_valid[:, None], acc, 0.0)
+    result = round_to(acc, out.dtype.element_ty)
     target = out + row[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(target, result, mask=(row < num_rows)[:, None] & inside[None, :])
+    tl.store(target, result, mask=(row < num_rows)[:, None] & column_valid[None, :])
 
 
 def mla_expand_kv(
@@ -67,11 +67,11 @@ def mla_expand_kv(
     if num_rows == 0 or columns == 0:
         return out
     tile = SINGLE_TILE if kv_c.dtype == torch.float32 else HALF_TILE
-    rows, across, depth, stages, warps = tile
-    launch(mla_expand_kernel)[((num_rows + rows - 1) // rows * -(-columns // across),)](
+    rows, tile_columns, depth, stages, warps = tile
+    launch(mla_expand_kernel)[((num_rows + rows - 1) // rows * -(-columns // tile_columns),)](
         *strided(kv_c, w_kv_b), num_valid,
         out, num_rows, columns, width, rank,
-        ROWS=rows, COLUMNS=across, DEPTH=depth, STAGES=stages, EVEN=rank % depth == 0,
+        ROWS=rows, COLUMNS=tile_columns, DEPTH=depth, STAGES=stages, EVEN=rank % depth == 0,
         SIDE_BY_SIDE=SIDE_BY_SIDE, num_warps=warps,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Insert of dense MLA's cache rows: values, e4m3 codes, or codes with scales and RoPE values."""
+"""Insert rows into dense MLA's cache: values, e4m3 codes, or codes with scales and RoPE values."""
 
 import torch
 import triton
@@ -18,30 +18,31 @@ TOKENS, WARPS = 4, 4
 
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _NAN_BITS = tl.constexpr(0x7FC0)
-_SMALLEST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
+_MIN_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
 _UE8M0_AMAX = tl.constexpr(1e-4)
 _TILE = tl.constexpr(MlaDsFp8Layout.quant_block)
 
 
 @triton.jit
-def _values(tensor, token, wanted, dim):
-    """float32 values of the rows of tokens; ``tensor`` with its strides."""
+def _load_float32(tensor, token, mask, dim):
+    """Load rows of tokens as float32; ``tensor`` groups a tensor and its strides."""
     start, stride, dim_stride = tensor
     rows = start + token[:, None] * stride + dim[None, :].to(tl.int64) * dim_stride
-    return widen(tl.load(rows, mask=wanted, other=0.0))
+    return widen(tl.load(rows, mask=mask, other=0.0))
 
 
 @triton.jit
 def _scales(tiles, FINITE_MAX: tl.constexpr, UE8M0: tl.constexpr):
-    """Scale of each last dimension: its amax over 448, NaN aside, or a power of two above."""
-    sizes = tl.minimum(tl.abs(tl.where(tiles != tiles, 0.0, tiles)), FINITE_MAX)
-    amax = tl.max(sizes, axis=-1)
+    """Return the scale of each last dimension: amax over 448, NaN ignored, or a power of two above
+    it."""
+    magnitudes = tl.minimum(tl.abs(tl.where(tiles != tiles, 0.0, tiles)), FINITE_MAX)
+    amax = tl.max(magnitudes, axis=-1)
     scale = tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32))
     if UE8M0:
         bits = tl.maximum(scale, _UE8M0_AMAX).to(tl.int32, bitcast=True)
         return (((bits + 0x7FFFFF) >> 23) << 23).to(tl.float32, bitcast=True)
     else:
-        return tl.maximum(scale, _SMALLEST_NORMAL)
+        return tl.maximum(scale, _MIN_NORMAL)
 
 
 @triton.jit
@@ -56,51 +57,52 @@ def mla_insert_kernel(
     ROPE_TILE: tl.constexpr, ROW: tl.constexpr, WORD_BYTES: tl.constexpr, HAS_SCALE: tl.constexpr,
     UE8M0: tl.constexpr, FINITE_MAX: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS rows. FORMAT: 0 values, 1 codes, 2 codes with a scale each 128, and RoPE values."""
+    """Insert TOKENS rows. FORMAT: 0 values; 1 codes; 2 codes with a scale per 128, and RoPE
+    values."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1)
-    page, row, exists = place_slots(slot, num_blocks, block_size)
+    page, row, valid = place_slots(slot, num_blocks, block_size)
     target = (kv_cache + page * page_stride + row * ROW)[:, None]
     dim, rope_dim = tl.arange(0, LORA_TILE), tl.arange(0, ROPE_TILE)
-    latent_there = exists[:, None] & (dim < LORA)[None, :]
-    rope_there = exists[:, None] & (rope_dim < ROPE)[None, :]
+    latent_mask = valid[:, None] & (dim < LORA)[None, :]
+    rope_mask = valid[:, None] & (rope_dim < ROPE)[None, :]
     latent, rope = (kv_c, latent_stride, latent_dim_stride), (k_pe, rope_stride, rope_dim_stride)
     if FORMAT == 0:
         words = target.to(word_pointer(WORD_BYTES), bitcast=True)
         source = kv_c.to(word_pointer(WORD_BYTES), bitcast=True) + token[:, None] * latent_stride
         source += dim[None, :].to(tl.int64) * latent_dim_stride
-        tl.store(words + dim[None, :], tl.load(source, mask=latent_there), mask=latent_there)
+        tl.store(words + dim[None, :], tl.load(source, mask=latent_mask), mask=latent_mask)
         source = k_pe.to(word_pointer(WORD_BYTES), bitcast=True) + token[:, None] * rope_stride
         source += rope_dim[None, :].to(tl.int64) * rope_dim_stride
         words += LORA
-        tl.store(words + rope_dim[None, :], tl.load(source, mask=rope_there), mask=rope_there)
+        tl.store(words + rope_dim[None, :], tl.load(source, mask=rope_mask), mask=rope_mask)
     elif FORMAT == 1:
-        latents = _values(latent, token, latent_there, dim)
-        ropes = _values(rope, token, rope_there, rope_dim)
+        latents = _load_float32(latent, token, latent_mask, dim)
+        ropes = _load_float32(rope, token, rope_mask, rope_dim)
         if HAS_SCALE:
             divisor = tl.load(scale)
             latents = tl.div_rn(latents, tl.zeros_like(latents) + divisor)
             ropes = tl.div_rn(ropes, tl.zeros_like(ropes) + divisor)
-        tl.store(target + dim[None, :], encode(latents), mask=latent_there)
-        tl.store(target + (LORA + rope_dim)[None, :], encode(ropes), mask=rope_there)
+        tl.store(target + dim[None, :], encode(latents), mask=latent_mask)
+        tl.store(target + (LORA + rope_dim)[None, :], encode(ropes), mask=rope_mask)
     else:
-        latents = _values(latent, token, latent_there, dim)
+        latents = _load_float32(latent, token, latent_mask, dim)
         tiles = tl.reshape(latents, (TOKENS, LORA // _TILE, _TILE))
         scales = _scales(tiles, FINITE_MAX, UE8M0)
         codes = encode(tl.div_rn(tiles, tl.zeros_like(tiles) + scales[:, :, None]))
-        tl.store(target + dim[None, :], tl.reshape(codes, (TOKENS, LORA)), mask=latent_there)
-        behind = (target + LORA).to(tl.pointer_type(tl.float32), bitcast=True)
-        tl.store(behind + tl.arange(0, LORA // _TILE)[None, :], scales, mask=exists[:, None])
-        behind = (target + (LORA + LORA // 32)).to(tl.pointer_type(tl.int16), bitcast=True)
+        tl.store(target + dim[None, :], tl.reshape(codes, (TOKENS, LORA)), mask=latent_mask)
+        tail = (target + LORA).to(tl.pointer_type(tl.float32), bitcast=True)
+        tl.store(tail + tl.arange(0, LORA // _TILE)[None, :], scales, mask=valid[:, None])
+        tail = (target + (LORA + LORA // 32)).to(tl.pointer_type(tl.int16), bitcast=True)
         if k_pe.dtype.element_ty == tl.bfloat16:
             source = k_pe.to(tl.pointer_type(tl.int16), bitcast=True) + token[:, None] * rope_stride
             source += rope_dim[None, :].to(tl.int64) * rope_dim_stride
-            bits = tl.load(source, mask=rope_there, other=0)
+            bits = tl.load(source, mask=rope_mask, other=0)
         else:
-            ropes = _values(rope, token, rope_there, rope_dim)
+            ropes = _load_float32(rope, token, rope_mask, rope_dim)
             bits = round_to_bf16(ropes).to(tl.int16, bitcast=True)
             bits = tl.where(ropes != ropes, _NAN_BITS, bits).to(tl.int16)
-        tl.store(behind + rope_dim[None, :], bits, mask=rope_there)
+        tl.store(tail + rope_dim[None, :], bits, mask=rope_mask)
 
 
 def mla_insert_kv(

@@ -1,5 +1,5 @@
-"""The rows and lists that a prefill over bf16 rows is given of paged FP8 caches, Hopper's or
-FlashMLA's: two small kernels around our gathers."""
+"""Build the workspace of a prefill over bf16 rows: a copy of the rows of paged FP8 caches, and the
+lists of rows that tokens see; for Hopper's kernel and for FlashMLA."""
 
 import torch
 import triton
@@ -14,11 +14,11 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source, Spans
 
 TOKENS, SPAN_WARPS = 1024, 8
-"""Tokens that a program looks at together for those of its request."""
+"""Tokens that a program compares with its request at a time, and its warps."""
 
 COLUMNS, WARPS = 1024, 4
-"""Entries of a token's list that are made together: all of 128 + 512 keys, and no fewer than
-heads."""
+"""List entries of a token that are written at a time: all of 128 + 512 keys, and at least the
+number of heads."""
 
 
 @triton.jit
@@ -29,20 +29,20 @@ def find_spans_kernel(
     ends, counts, compressed,
     WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a request that some token may see, by the positions of all its tokens."""
+    """Compute the span of rows of a request that any of its tokens sees, from their positions."""
     request = tl.program_id(0)
     length = tl.zeros((TOKENS,), tl.int64)
     first = tl.full((TOKENS,), MAX_POSITIONS, tl.int64)
     begin = 0
     while begin < num_tokens:
         token = begin + tl.arange(0, TOKENS)
-        known, token = token < num_tokens, token.to(tl.int64)
-        position = tl.load(positions + token * position_stride, mask=known, other=-1)
-        owner = tl.load(req_indices + token * request_stride, mask=known, other=-1)
-        mine = (owner == request) & (position >= 0) & (position < MAX_POSITIONS)
-        length = tl.maximum(length, tl.where(mine, position + 1, 0))
+        in_batch, token = token < num_tokens, token.to(tl.int64)
+        position = tl.load(positions + token * position_stride, mask=in_batch, other=-1)
+        owner = tl.load(req_indices + token * request_stride, mask=in_batch, other=-1)
+        is_member = (owner == request) & (position >= 0) & (position < MAX_POSITIONS)
+        length = tl.maximum(length, tl.where(is_member, position + 1, 0))
         start = tl.maximum(position - (WINDOW_SIZE - 1), 0)
-        first = tl.minimum(first, tl.where(mine, start, MAX_POSITIONS))
+        first = tl.minimum(first, tl.where(is_member, start, MAX_POSITIONS))
         begin += TOKENS
     longest = tl.max(length, 0)
     end = tl.minimum(longest, swa_rows)
@@ -62,27 +62,27 @@ def list_rows_kernel(
     swa_blocks, swa_rows, swa_width,
     extra_table, extra_table_stride, extra_column_stride, extra_max_blocks,
     extra_blocks, extra_rows, extra_width,
-    chosen, chosen_stride, chosen_column_stride,
+    topk_indices, topk_stride, topk_column_stride,
     out, padded, lens_out,
     sink, sink_out, num_heads,
     WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr, SWA_BLOCK_SIZE: tl.constexpr,
     EXTRA_BLOCK_SIZE: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_TOPK: tl.constexpr,
     HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the workspace that a token sees, -1 for those that do not exist, and how many up to
-    the last of them. Of all rows of a table nothing is written where none is finished, but to the
-    end of ``COLUMNS``: nobody reads behind the last, and a table is for the longest request."""
+    """List the workspace rows that a token sees, -1 for absent ones, and the length up to the last.
+    Without HAS_TOPK, entries past the token's last row are written only to the end of a step of
+    COLUMNS: nobody reads them, and a table is as wide as the longest request."""
     swa = (swa_table, swa_table_stride, swa_column_stride, swa_max_blocks)
     extra = (extra_table, extra_table_stride, extra_column_stride, extra_max_blocks)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, COLUMNS)
     position = tl.load(positions + token * position_stride)
     request = tl.load(req_indices + token * request_stride)
-    real = find_real(position, request, num_reqs)
-    request = tl.where(real, request, 0).to(tl.int64)
-    position = tl.where(real, position, 0)
-    start = tl.load(ends + request, mask=real, other=0)
-    start = start - tl.load(counts + request, mask=real, other=0)
+    valid = find_real(position, request, num_reqs)
+    request = tl.where(valid, request, 0).to(tl.int64)
+    position = tl.where(valid, position, 0)
+    start = tl.load(ends + request, mask=valid, other=0)
+    start = start - tl.load(counts + request, mask=valid, other=0)
     first_row = request * (extra_rows + swa_rows)
     first_offset = tl.minimum(position, swa_rows - 1) - (swa_width - 1)
     visible = (position + 1) // COMPRESS_RATIO
@@ -93,18 +93,18 @@ def list_rows_kernel(
     while begin < last:
         column = begin + lane
         offset = first_offset + column
-        seen = real & (column < swa_width) & (offset >= 0) & (offset > position - WINDOW_SIZE)
-        _, _, exists = locate_positions(swa, request, offset, seen, swa_blocks, SWA_BLOCK_SIZE)
+        mask = valid & (column < swa_width) & (offset >= 0) & (offset > position - WINDOW_SIZE)
+        _, _, exists = locate_positions(swa, request, offset, mask, swa_blocks, SWA_BLOCK_SIZE)
         row = tl.where(exists, first_row + extra_rows + offset - start, -1)
         if HAS_EXTRA:
             entry = (column - swa_width).to(tl.int64)
-            seen = real & (entry >= 0) & (entry < extra_width)
+            mask = valid & (entry >= 0) & (entry < extra_width)
             if HAS_TOPK:
-                at = chosen + token * chosen_stride + entry * chosen_column_stride
-                entry = tl.load(at, mask=seen, other=-1).to(tl.int64)
-            seen = seen & (entry >= 0) & (entry < visible)
+                address = topk_indices + token * topk_stride + entry * topk_column_stride
+                entry = tl.load(address, mask=mask, other=-1).to(tl.int64)
+            mask = mask & (entry >= 0) & (entry < visible)
             _, _, exists = locate_positions(
-                extra, request, entry, seen, extra_blocks, EXTRA_BLOCK_SIZE
+                extra, request, entry, mask, extra_blocks, EXTRA_BLOCK_SIZE
             )
             row = tl.where(exists, first_row + entry, row)
         tl.store(out + token * padded + column, row.to(tl.int32), mask=column < padded)
@@ -117,46 +117,49 @@ def list_rows_kernel(
 
 
 def gather_rows(
-    launch: Launcher, call: Prefill, sink: torch.Tensor | None, multiple: int, wanted: int = 1
+    launch: Launcher, call: Prefill, sink: torch.Tensor | None, multiple: int, enabled: int = 1
 ) -> Rows:
-    """``reference.bf16_workspace.gather_rows`` by two kernels and a gather of each cache; rows of
-    the workspace that nobody sees stay as they are. ``wanted`` is 0 where it is not: then nothing
-    is launched, and there is no memory for rows and lists."""
-    if not (isinstance(wanted, int) and wanted == 1):
-        launch = launch.predicated(wanted)
+    """Run ``reference.bf16_workspace.gather_rows`` as two kernels and a gather per cache; workspace
+    rows that no token sees are not initialised. ``enabled`` is 1 or 0, possibly a symbol: with 0
+    nothing is launched, and rows and lists have no memory."""
+    if not (isinstance(enabled, int) and enabled == 1):
+        launch = launch.predicated(enabled)
     spans = find_spans(launch, call)
     swa, extra = call.swa, call.extra
-    num_reqs, held = swa.block_table.shape[0], call.extra_rows + swa.rows
-    kv = swa.cache.new_empty((num_reqs * held * wanted, MainLayout.head_dim), dtype=torch.bfloat16)
+    num_reqs, rows_per_request = swa.block_table.shape[0], call.extra_rows + swa.rows
+    kv = swa.cache.new_empty(
+        (num_reqs * rows_per_request * enabled, MainLayout.head_dim), dtype=torch.bfloat16
+    )
     if extra is not None:
-        _gather(launch, kv, held, extra, spans.compressed, None, 0)
-    _gather(launch, kv, held, swa, spans.ends, spans.counts, call.extra_rows)
-    return Rows(kv, *list_rows(launch, call, spans, sink, multiple, wanted))
+        _gather(launch, kv, rows_per_request, extra, spans.compressed, None, 0)
+    _gather(launch, kv, rows_per_request, swa, spans.ends, spans.counts, call.extra_rows)
+    return Rows(kv, *list_rows(launch, call, spans, sink, multiple, enabled))
 
 
 def _gather(
     launch: Launcher,
     kv: torch.Tensor,
-    held: int,
+    rows_per_request: int,
     source: Source,
     ends: torch.Tensor,
     counts: torch.Tensor | None,
     offset: int,
 ) -> None:
-    """The rows of a cache to those of ``held`` of every request that start at ``offset``."""
+    """Copy the rows of a cache into each request's ``rows_per_request`` rows, from ``offset``
+    on."""
     num_reqs, columns = source.block_table.shape
     if num_reqs == 0 or columns == 0:
         return
     width = MainLayout.head_dim
     gather_wanted(
-        launch, kv, (held * width, width, 1), offset + source.rows,
+        launch, kv, (rows_per_request * width, width, 1), offset + source.rows,
         source.cache, ends, counts, source.block_table,
         num_reqs=num_reqs, block_size=source.block_size, offset=offset,
     )  # fmt: skip
 
 
 def find_spans(launch: Launcher, call: Prefill) -> Spans:
-    """``reference.bf16_workspace.find_spans`` as one kernel."""
+    """Run ``reference.bf16_workspace.find_spans`` as one kernel."""
     num_reqs = call.swa.block_table.shape[0]
     spans = Spans(*(call.req_indices.new_empty(num_reqs) for _ in range(3)))
     if num_reqs == 0:
@@ -176,22 +179,22 @@ def list_rows(
     spans: Spans,
     sink: torch.Tensor | None,
     multiple: int,
-    wanted: int = 1,
+    enabled: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``reference.bf16_workspace.list_rows``, and the sink, as one kernel."""
+    """Run ``reference.bf16_workspace.list_rows``, and copy the sink, in one kernel."""
     num_tokens, padded = call.positions.shape[0], call.padded(multiple)
-    slots = call.req_indices.new_empty((num_tokens * wanted, padded))
+    slots = call.req_indices.new_empty((num_tokens * enabled, padded))
     lens = call.req_indices.new_empty(num_tokens)
     sinks = sinks_of(sink, spans.ends, lens)
     swa, (swa_width, extra_width) = call.swa, call.widths
     extra = swa if call.extra is None else call.extra
-    chosen = extra.block_table if call.topk_indices is None else call.topk_indices
+    topk_indices = extra.block_table if call.topk_indices is None else call.topk_indices
     launch(list_rows_kernel)[(num_tokens,)](
         *strided(call.positions, call.req_indices), swa.block_table.shape[0],
         spans.ends, spans.counts,
         *listed(swa.block_table), swa.cache.shape[0], swa.rows, swa_width,
         *listed(extra.block_table), extra.cache.shape[0], call.extra_rows, extra_width,
-        *strided(chosen),
+        *strided(topk_indices),
         slots, padded, lens, *sinks,
         WINDOW_SIZE=call.window_size, COMPRESS_RATIO=call.compress_ratio,
         SWA_BLOCK_SIZE=swa.block_size, EXTRA_BLOCK_SIZE=extra.block_size,

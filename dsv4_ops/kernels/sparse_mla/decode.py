@@ -1,4 +1,4 @@
-"""Launch decode: split the keys of each token over programs, then combine."""
+"""Launch sparse MLA decode: split the keys of each token over programs, then combine."""
 
 from __future__ import annotations
 
@@ -39,22 +39,21 @@ from dsv4_ops.kernels.sparse_mla.triton.decode_kernel import split_keys_kernel
 from dsv4_ops.reference import sparse_mla as reference
 
 WARPS = 8
-"""Warps of a program of the kernel in Triton."""
+"""Warps of a program of the Triton kernel."""
 
-LEAST_LANES = 32
-"""Lanes of the tile scheduler, of which each has a token, if there are no more tokens: of more than
-needed, programs start up to 0.7 us later."""
+MIN_LANES = 32
+"""Minimum scheduler lanes (one token each). Spare lanes delay program start by up to 0.7 us."""
 
 
 class TileSchedule(NamedTuple):
-    """A batch whose splits Hopper's kernel finds by itself.
+    """Arguments of Hopper's in-kernel tile scheduler.
 
     Args:
-        by_lengths: 1, or 0 for as many splits of each token as are said, or a symbol.
-        programs: Programs for each tile of heads.
+        by_lengths: 1; 0 for the same number of splits for every token; or a symbol.
+        programs: Programs per tile of heads.
         wave: How many of them run at once.
-        combine_list: int32 [1 + tokens, COMBINE_COLUMNS], where the kernel lists tokens of several
-            splits.
+        combine_list: int32 [1 + tokens, COMBINE_COLUMNS], where the kernel lists tokens with
+            several splits.
     """
 
     by_lengths: Any
@@ -67,12 +66,12 @@ class Work(NamedTuple):
     """How a call is split.
 
     Args:
-        on_hopper: Whether the kernel in Gluon runs it.
-        unit: Keys that splits are multiples of.
-        splits: Splits of every token, if neither a plan nor a schedule says them.
-        programs: Programs for each tile of heads.
-        capacity: How many partial results there may be; 0 if every token has one split.
-        schedule: How the kernel finds splits by the lengths, if it does.
+        on_hopper: Whether the Gluon kernel runs it.
+        unit: Keys per unit; a split is a whole number of units.
+        splits: Splits of every token, without a plan and a schedule.
+        programs: Programs per tile of heads.
+        capacity: Maximum number of partial results; 0 if every token has one split.
+        schedule: How the kernel splits by the lengths, or None.
     """
 
     on_hopper: bool
@@ -83,21 +82,22 @@ class Work(NamedTuple):
     schedule: TileSchedule | None
 
 
-def partial_results(q: Tensor, capacity: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of so many splits the values, the logarithm of their sum, what values are multiples of."""
+def empty_partials(q: Tensor, capacity: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate per-split outputs, log-sum-exps and scales."""
     heads, dtype = int(q.shape[1]), torch.float32 if q.dtype == torch.float32 else torch.float16
     parts = q.new_empty((capacity, heads, width), dtype=dtype)
     return parts, *(q.new_empty((capacity, heads), dtype=torch.float32) for _ in range(2))
 
 
 def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine.Splits:
-    """Attend to the splits of every token: results of tokens of one, partial results of others."""
+    """Attend to the splits of every token: write the results of tokens with one split, and the
+    partial results of the others."""
     q, plan = call.q, call.plan
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
     if work.on_hopper and q.stride(2) != 1:
         q = q.contiguous()
     out, lse = empty_results(q)
-    results = (out, lse, *partial_results(q, work.capacity, head_dim))
+    results = (out, lse, *empty_partials(q, work.capacity, head_dim))
     window, (swa_cache, extra_cache) = call.window, call.caches
     extra = call.extra or window
     lens = extra.lens
@@ -118,7 +118,7 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
         *(work.capacity, num_tokens, num_heads, work.splits),
     )
     constants = {
-        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor would pass it as a float64
+        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor would pass a float64
         "SWA_BLOCK_SIZE": call.swa_block_size,
         "EXTRA_BLOCK_SIZE": call.extra_block_size,
         "HAS_EXTRA": call.extra is not None,
@@ -129,10 +129,10 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
     }
     grid, row = (work.programs, head_tiles(num_heads)), row_format(call)
     if work.on_hopper:
-        scheduled, of_schedule = scheduled_by(work, lens, num_tokens)
+        schedule_arguments, schedule_constants = schedule_arguments_of(work, lens, num_tokens)
         launch(support.kernel("split"))[grid](
-            *tensors, *scheduled, **constants, **of_schedule, ROW=row[0], SCALE_BYTES=row[4],
-            num_warps=support.WARPS,
+            *tensors, *schedule_arguments, **constants, **schedule_constants,
+            ROW=row[0], SCALE_BYTES=row[4], num_warps=support.WARPS,
         )  # fmt: skip
         return results
     launch(split_keys_kernel)[grid](
@@ -143,39 +143,39 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
 
 
 def row_format(call: DecodeCall | PrefillCall) -> tuple[int, ...]:
-    """``FORMAT`` of ``load_keys``."""
+    """Return ``FORMAT`` of ``load_keys``."""
     main, width = MainLayout(call.swa_block_size), int(call.q.shape[2])
     if not call.coded:
         return width, 2 * width, width, main.quant_block, 0
     return main.data_bytes, main.data_bytes, main.code_dim, main.quant_block, main.scale_bytes
 
 
-def scheduled_by(
+def schedule_arguments_of(
     work: Work, stand_in: Tensor, num_tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What Hopper's kernels of decode are given of a schedule: arguments and constants."""
+    """Return the schedule's arguments and constants of Hopper's decode kernels."""
     schedule = work.schedule
     if schedule is None:
-        return (stand_in, 0, 0), {"SCHEDULED": False, "LANES": LEAST_LANES}
+        return (stand_in, 0, 0), {"SCHEDULED": False, "LANES": MIN_LANES}
     arguments = (schedule.combine_list, schedule.by_lengths, schedule.wave)
-    return arguments, {"SCHEDULED": True, "LANES": lanes_of(num_tokens)}
+    return arguments, {"SCHEDULED": True, "LANES": num_lanes(num_tokens)}
 
 
-def lanes_of(num_tokens: int) -> int:
-    """A power of two that is no less; of a symbolic number nothing is known."""
+def num_lanes(num_tokens: int) -> int:
+    """Return a power of two, no less than the tokens; the maximum for a symbol."""
     if not isinstance(num_tokens, int):
         return MAX_SCHEDULED_TOKENS
-    return min(max(triton.next_power_of_2(num_tokens), LEAST_LANES), MAX_SCHEDULED_TOKENS)
+    return min(max(triton.next_power_of_2(num_tokens), MIN_LANES), MAX_SCHEDULED_TOKENS)
 
 
 WIDTH = MainLayout.head_dim
-"""Values per row, which the kernel's tiles are made for."""
+"""Values per row that the kernels' tiles are made for."""
 
 HALF_BLOCK_TIME = 0.6
-"""Time of half a block of keys over that of a block. Measured: 0.55, and more splits to combine."""
+"""Time of half a block over that of a block: 0.55 measured, plus more splits to combine."""
 
-LEAST_UNITS = 4
-"""Key blocks of all lists of a token from which on a batch is scheduled by its lengths."""
+MIN_UNITS = 4
+"""Minimum key blocks of a token's lists for scheduling by lengths."""
 
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
@@ -194,22 +194,21 @@ def sparse_mla_gathered(
 
 
 def supported(q: Tensor, *caches: Tensor) -> bool:
-    """Whether the kernel takes rows of this dtype and width, without gaps between them; others go
-    to the reference."""
+    """Whether the kernels take the dtype and the width of these rows, which must be contiguous; the
+    reference runs other calls."""
     dense = all(cache.dim() == 2 or cache.stride(1) == WIDTH for cache in caches)
     return q.dtype == torch.bfloat16 and dense and int(q.shape[2]) == WIDTH
 
 
-def _takes(call: DecodeCall) -> bool:
-    """Whether the kernels take the call: their inverse RoPE is of so many values as those of their
-    last tile, or of none."""
+def _runs_here(call: DecodeCall) -> bool:
+    """Whether the kernels run the call: inverse RoPE must rotate the last tile, or nothing."""
     table = call.cos_sin_cache
-    turns = table is None or int(table.shape[1]) == combine.ROPE
-    return turns and supported(call.q, *call.caches)
+    angles_fit = table is None or int(table.shape[1]) == combine.ROPE
+    return angles_fit and supported(call.q, *call.caches)
 
 
 def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
-    """Refuse FP8 blocks that begin where the kernels cannot read them."""
+    """Refuse FP8 blocks whose start the kernels cannot read."""
     for name, cache in zip(("swa_cache", "extra_cache"), call.caches, strict=True):
         Checks(op).page_start(name, cache, MainLayout(call.swa_block_size))
 
@@ -217,23 +216,24 @@ def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
 def num_splits_of(
     programs: int, units: int, unit: int, num_splits: int, batch_invariant: bool
 ) -> int:
-    """Splits of every token: as many as fill the GPU, or a number that no other token decides."""
+    """Return the splits of every token: as many as fill the GPU, or a number that no other token
+    decides."""
     if num_splits > 0:
         return num_splits
     if batch_invariant:
         return (units + FIXED_SPLIT - 1) // FIXED_SPLIT
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // torch.sym_max(programs, 1)))
     longest = (units + most - 1) // most
-    splits = (units + longest - 1) // longest  # no more than the longest of them makes worthwhile
-    saved = units - longest  # a combine takes as long as a block
+    splits = (units + longest - 1) // longest  # more would not shorten the longest split
+    saved = units - longest  # a combine costs as much as a block
     return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEY_TILE // unit))
 
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
-    """Keys that splits are multiples of: half a block if the longest split then takes less time
-    with the kernel in Triton; with that for Hopper half a block takes as long as a whole one. Of
-    symbolic sizes nothing is known, and asking would make them numbers: then too, as it costs many
-    tokens less than it gains few."""
+    """Return the keys per unit of a split: half a block if that shortens the longest split of the
+    Triton kernel; in the Hopper kernel half a block takes as long as a block. Also for symbolic
+    sizes, which we must not guard: half blocks gain more for small batches than they cost large
+    ones."""
     if not all(isinstance(size, int) for size in (programs, *widths)):
         return KEY_TILE // 2
     whole, halves = (_longest_split(programs, widths, unit) for unit in (KEY_TILE, KEY_TILE // 2))
@@ -247,7 +247,7 @@ def _longest_split(programs: int, widths: Sequence[int], unit: int) -> int:
 
 
 def _units(widths: Sequence[int], unit: int) -> int:
-    """Units in a row: those of the window, then those of the extra cache."""
+    """Return the units of a row: those of the window, then those of the extra cache."""
     return sum((width + unit - 1) // unit for width in widths)
 
 
@@ -260,7 +260,7 @@ def _decode(
     **named: Any,
 ) -> SparseMla:
     call = make(*args, **named)
-    if not _takes(call):
+    if not _runs_here(call):
         not_ours(op, impl, "with such queries, caches or angles")
         return getattr(reference, op)(*args, **named)
     if call.q.shape[0] == 0 or int(call.q.shape[1]) == 0:
@@ -277,7 +277,7 @@ sparse_mla_decode_paged = partial(_decode, "sparse_mla_decode_paged", DecodeCall
 
 
 def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """All launches of a call."""
+    """Launch all kernels of a call."""
     if call.positions is None or call.cos_sin_cache is None:
         call = call._replace(positions=None, cos_sin_cache=None)
     work = _split(call, support.runs(launch, call.q, call.coded))
@@ -297,7 +297,7 @@ def combine_splits(
     cos_sin_cache: Tensor | None,
     parts: int = 1,
 ) -> None:
-    """Of the tokens that have several splits, if any can."""
+    """Combine the tokens with several splits, if there can be any."""
     angles = (positions, cos_sin_cache)
     if work.schedule is not None:
         combine.combine_listed(launch, results, attn_sink, work.schedule.combine_list, *angles)
@@ -306,51 +306,53 @@ def combine_splits(
 
 
 def _split(call: DecodeCall, on_hopper: bool) -> Work:
-    """Choose splits: by a plan, by the lengths, or as many of every token as fill the GPU."""
-    num_tokens, wide = call.q.shape[0], head_tiles(int(call.q.shape[1]))
+    """Choose the splits: by a plan, by the lengths, or as many per token as fill the GPU."""
+    num_tokens, tiles = call.q.shape[0], head_tiles(int(call.q.shape[1]))
     if call.plan is not None:
         programs = call.plan.shape[0]
-        # a token of several splits has fewer than twice as many as its share of the programs
+        # a token with several splits has less than twice its share of the programs
         return Work(on_hopper, KEY_TILE, 1, programs, 2 * (programs - num_tokens), None)
     num_splits, batch_invariant = call.num_splits, call.batch_invariant
-    free = num_splits == 0 and not batch_invariant
+    batch_decides = num_splits == 0 and not batch_invariant
     widths = [lists.width() for lists in (call.window, call.extra) if lists is not None]
-    unit = KEY_TILE if on_hopper or not free else unit_of_splits(num_tokens * wide, widths)
+    unit = (
+        KEY_TILE if on_hopper or not batch_decides else unit_of_splits(num_tokens * tiles, widths)
+    )
     units = _units(widths, unit)
-    splits = num_splits_of(num_tokens * wide, units, unit, num_splits, batch_invariant)
+    splits = num_splits_of(num_tokens * tiles, units, unit, num_splits, batch_invariant)
     programs = num_tokens * splits
     schedule = None
-    if on_hopper and free and call.req_indices is not None:
-        schedule = schedule_of(call.q, units, wide)
+    if on_hopper and batch_decides and call.req_indices is not None:
+        schedule = schedule_of(call.q, units, tiles)
     if schedule is not None:
         programs += schedule.by_lengths * (schedule.programs - programs)
         return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
-    # of more than one split, where the batch decides, no more programs than PROGRAMS
-    capacity = PROGRAMS if free else programs
+    # a batch that decides its splits has several only in up to PROGRAMS programs
+    capacity = PROGRAMS if batch_decides else programs
     if isinstance(splits, int) and splits == 1:
         capacity = 0
     return Work(on_hopper, unit, splits, programs, capacity, None)
 
 
-def schedule_of(q: Tensor, units: int, wide: int) -> TileSchedule | None:
-    """How a batch with block tables is scheduled by its lengths, None if it is not.
+def schedule_of(q: Tensor, units: int, tiles: int) -> TileSchedule | None:
+    """Return how a batch with block tables is scheduled by its lengths, or None.
 
-    Few tokens are split by the widths of the tables alone, which takes no time. Of symbolic sizes a
-    symbol says which.
+    Few tokens are split by the widths of the tables alone, which takes no time. With symbolic sizes
+    a symbol decides.
     """
-    if isinstance(units, int) and units < LEAST_UNITS:
+    if isinstance(units, int) and units < MIN_UNITS:
         return None
     num_tokens = q.shape[0]
     by_lengths = (
-        positive(num_tokens * wide + 1 - MIN_SCHEDULED_TILES)
+        positive(num_tokens * tiles + 1 - MIN_SCHEDULED_TILES)
         * positive(MAX_SCHEDULED_TOKENS + 1 - num_tokens)
-        * positive(units + 1 - LEAST_UNITS)
+        * positive(units + 1 - MIN_UNITS)
     )
     if isinstance(by_lengths, int) and by_lengths == 0:
         return None
     wave = programs_per_tile(int(q.shape[1]), PROGRAMS)
-    beyond = positive(num_tokens * wide - ONE_WAVE_TILES)
-    programs = wave + beyond * (num_tokens + wave // EXTRA_SPLIT_SHARE - wave)
+    several_waves = positive(num_tokens * tiles - ONE_WAVE_TILES)
+    programs = wave + several_waves * (num_tokens + wave // EXTRA_SPLIT_SHARE - wave)
     combine_list = q.new_empty((num_tokens + 1, COMBINE_COLUMNS), dtype=torch.int32)
     return TileSchedule(by_lengths, programs, wave, combine_list)
 
@@ -367,4 +369,5 @@ hopper_split_keys = opaque_op.define(
     _call,
     lambda *args: empty_results(args[0]),
 )
-"""All launches of a call, which then know its sizes, also in a graph for any number of tokens."""
+"""All launches of a call as one op: it knows the sizes, even in a graph for any number of
+tokens."""

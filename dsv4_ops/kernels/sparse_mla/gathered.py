@@ -1,5 +1,4 @@
-"""The launch of Hopper's kernel that attends to listed bf16 rows: of a tensor, or of a copy that is
-made of paged FP8 caches."""
+"""Launch Hopper's kernel over listed bf16 rows: a tensor, or a copy of rows of paged FP8 caches."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from dsv4_ops.kernels.sparse_mla.hopper import support
 Results = tuple[Tensor, Tensor, Tensor]
 """``out``, ``max_logits`` and ``lse``."""
 
-_STEP = 16
-"""Strides that Triton knows to be multiples of 16 bytes are multiples of as many values."""
+_STRIDE_MULTIPLE = 16
+"""Triton knows that a row is aligned to 16 bytes if its stride is a multiple of 16 values."""
 
 
 def _results(*call: Any) -> Results:
@@ -28,20 +27,20 @@ def _results(*call: Any) -> Results:
 
 
 def row_strides(values: Tensor) -> list[int]:
-    """Strides of all dimensions but the last; 0 of those of size 1."""
+    """Return the strides of all dimensions but the last; 0 for dimensions of size 1."""
     sizes = zip(values.shape[:-1], values.stride()[:-1], strict=True)
-    return [0 if isinstance(size, int) and size <= 1 else step for size, step in sizes]
+    return [0 if isinstance(size, int) and size <= 1 else stride for size, stride in sizes]
 
 
 def copied(launch: Launcher, values: Tensor) -> Tensor:
-    """``values`` as copies of 16 bytes can read them."""
-    if values.stride(-1) != 1 or any(step % _STEP for step in row_strides(values)):
+    """Return ``values``, or a copy if copies of 16 bytes cannot read them."""
+    if values.stride(-1) != 1 or any(stride % _STRIDE_MULTIPLE for stride in row_strides(values)):
         values = values.contiguous()
     return values if launch.is_aligned(values) else values.clone()
 
 
 def launch_gathered_keys(launch: Launcher, *args: Any, results: Results | None = None) -> Results:
-    """By a program per SM at most; ``args`` are those of ``GatheredCall``."""
+    """Launch up to one program per SM; ``args`` are those of ``GatheredCall``."""
     call = GatheredCall(*args)
     attn_sink, num_tokens, num_heads = call.attn_sink, call.q.shape[0], int(call.q.shape[1])
     out, max_logits, lse = results = _results(*call) if results is None else results

@@ -1,4 +1,4 @@
-"""Launch prefill: over FP8 pages, or over a bfloat16 copy of the rows in reach."""
+"""Launch sparse MLA prefill: over FP8 pages, or over a bf16 copy of the rows that tokens see."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dsv4_ops.kernels.sparse_mla.bf16_workspace import gather_rows
 from dsv4_ops.kernels.sparse_mla.combine import combine
 from dsv4_ops.kernels.sparse_mla.decode import (
     check_pages,
+    empty_partials,
     num_splits_of,
-    partial_results,
     row_format,
     supported,
 )
@@ -31,10 +31,10 @@ from dsv4_ops.kernels.sparse_mla.triton.prefill_kernel import prefill_keys_kerne
 from dsv4_ops.reference import sparse_mla as reference
 
 WARPS = 8
-"""Warps of a program of the kernel in Triton."""
+"""Warps of a program of the Triton kernel."""
 
 LISTED = 512
-"""Selected rows that are looked through at a time for the last one that counts."""
+"""Selected rows that a program checks at a time for the last visible one."""
 
 
 def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: Any) -> SparseMla:
@@ -51,8 +51,8 @@ def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: 
 
 
 def _attend(launch: Launcher, by_size: bool, call: PrefillCall) -> tuple[Tensor, Tensor]:
-    """Attend with the kernel that is made for the device. Where sizes may decide, Hopper's may read
-    a copy of the rows, and bits depend on how many tokens there are."""
+    """Attend with the kernel for this device. If ``by_size``, Hopper's may read a copy of the rows;
+    bits then depend on the number of tokens."""
     on_hopper = support.runs(launch, call.q, call.coded)
     if on_hopper and launch.opaque_gluon:
         results: tuple[Tensor, Tensor] = hopper_prefill_keys(by_size, *call)
@@ -63,35 +63,36 @@ def _attend(launch: Launcher, by_size: bool, call: PrefillCall) -> tuple[Tensor,
 
 
 def launch_by_size(launch: Launcher, call: PrefillCall) -> tuple[Tensor, Tensor]:
-    """From the cache, or from a bfloat16 copy of its rows, as ``dispatch/prefill.py`` decides.
+    """Attend to the cache or to a bf16 copy of its rows, as ``dispatch/prefill.py`` decides.
 
-    Of symbolic sizes that is a symbol: both variants are there, one without programs."""
-    wanted = gathers(call._asdict())
-    if isinstance(wanted, int) and wanted:
-        return attend_to_copy(launch, wanted, call, None)
+    With symbolic sizes the decision is a symbol: both variants are launched, one with no programs.
+    """
+    use_copy = gathers(call._asdict())
+    if isinstance(use_copy, int) and use_copy:
+        return attend_to_copy(launch, use_copy, call, None)
     splits = _splits(call)
-    if isinstance(wanted, int):
+    if isinstance(use_copy, int):
         return launch_prefill(launch, True, call, splits)
-    out, lse = launch_prefill(launch.predicated(1 - wanted), True, call, splits)
-    return attend_to_copy(launch, wanted, call, (out, torch.empty_like(lse), lse))
+    out, lse = launch_prefill(launch.predicated(1 - use_copy), True, call, splits)
+    return attend_to_copy(launch, use_copy, call, (out, torch.empty_like(lse), lse))
 
 
 def _splits(call: PrefillCall) -> Any:
-    """Splits of the keys of every token, as a decode of so many has them; a symbol of symbolic
-    sizes. Few tokens leave SMs idle otherwise."""
+    """Return the splits of every token, as for a decode of this many tokens; a symbol for symbolic
+    sizes. Without splits, few tokens would leave SMs idle."""
     window, q = call.window_size, call.q
     blocks = -(-window // KEY_TILE) - (window - prefilled(call._asdict())) // KEY_TILE
     return num_splits_of(q.shape[0] * head_tiles(int(q.shape[1])), blocks, KEY_TILE, 0, False)
 
 
 def attend_to_copy(
-    launch: Launcher, wanted: int, call: PrefillCall, results: Results | None
+    launch: Launcher, use_copy: int, call: PrefillCall, results: Results | None
 ) -> tuple[Tensor, Tensor]:
-    """Copy the rows, and attend to them."""
-    given = gather_rows(launch, call.seen, None, 1, wanted)
-    lists = (given.kv, given.slots, given.lens)
+    """Copy the rows, and attend to the copy."""
+    rows = gather_rows(launch, call.seen, None, 1, use_copy)
+    lists = (rows.kv, rows.slots, rows.lens)
     if results is not None:
-        launch = launch.predicated(wanted)
+        launch = launch.predicated(use_copy)
     rest = (call.attn_sink, call.softmax_scale)
     out, _, lse = launch_gathered_keys(launch, call.q, *lists, *rest, results=results)
     return out, lse
@@ -100,7 +101,7 @@ def attend_to_copy(
 def launch_prefill(
     launch: Launcher, on_hopper: bool, call: PrefillCall, splits: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse``, by a program for each split of a token and tile of heads."""
+    """Launch one program per split of a token and tile of heads; return ``out`` and ``lse``."""
     q, attn_sink = call.q, call.attn_sink
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
     if on_hopper and q.stride(2) != 1:
@@ -122,7 +123,7 @@ def launch_prefill(
         num_heads,
     )
     constants = {
-        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor would pass it as a float64
+        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor would pass a float64
         "WINDOW_SIZE": call.window_size,
         "COMPRESS_RATIO": call.compress_ratio,
         "LISTED": LISTED,
@@ -137,7 +138,7 @@ def launch_prefill(
         grid = (num_tokens * splits, grid[1])
         several = not (isinstance(splits, int) and splits == 1)
         capacity = programs_per_tile(num_heads, PROGRAMS)
-        parts = partial_results(q, capacity, int(q.shape[2])) if several else (results[1],) * 3
+        parts = empty_partials(q, capacity, int(q.shape[2])) if several else (results[1],) * 3
         launch(support.kernel("prefill"))[grid](
             *tensors, *parts, splits, **constants, ROW=row[0], SCALE_BYTES=row[4],
             num_warps=support.WARPS,

@@ -1,4 +1,4 @@
-"""The plan of sparse MLA, made by one program: every split depends on all lengths."""
+"""Split plan of sparse MLA, by one program: every split depends on all lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.launcher import Launcher
 
 TOKENS = tl.constexpr(128)
-"""Tokens that the program looks at together."""
+"""Tokens that the program loads at a time."""
 
 WARPS = 8
 
@@ -35,19 +35,19 @@ _CANDIDATES = tl.constexpr(triton.next_power_of_2(PLAN_SIZES))
 @triton.jit
 def _tiles(lengths):
     lengths = tl.maximum(lengths, 0)
-    # the usual sum, lengths + _KEYS - 1, could pass the largest int32
+    # lengths + _KEYS - 1 could overflow int32
     return lengths // _KEYS + (lengths % _KEYS > 0).to(tl.int32)
 
 
 @triton.jit
 def _splits_of(tiles, size):
-    """Splits of ``size`` tiles or less."""
+    """Return the number of splits, each of up to ``size`` tiles."""
     return tl.maximum((tiles + size - 1) // size, 1)
 
 
 @triton.jit
 def _candidates(total, longest, programs):
-    """Sizes of a split, of which the first _SIZES are considered."""
+    """Return candidate sizes of a split; the first _SIZES are considered."""
     mean = tl.maximum((total + programs - 1) // programs, 1)
     index = tl.arange(0, _CANDIDATES)
     sizes = mean + index.to(tl.int64) * ((mean + _STEPS - 1) // _STEPS)
@@ -57,32 +57,32 @@ def _candidates(total, longest, programs):
 
 @triton.jit
 def _best_size(counts, sizes, total, num_tokens, programs):
-    """The cheapest size; the smallest of several such."""
+    """Return the cheapest size; the smallest on a tie."""
     index = tl.arange(0, _CANDIDATES)
-    counts = counts.to(tl.int64)  # programs may be so many that _START times as many are too many
+    counts = counts.to(tl.int64)  # _START times the programs could overflow int32
     shared, extra = total + _START * (counts - programs), counts - num_tokens
     cost = tl.maximum(sizes.to(tl.int64) * programs, shared) + _EXTRA * extra
     allowed = (index < _SIZES) & (extra <= tl.maximum(programs - num_tokens, programs // _SHARE))
-    least = tl.min(tl.where(allowed, cost * _CANDIDATES + index, 2**62), axis=0) % _CANDIDATES
-    return tl.sum(tl.where(index == least.to(tl.int32), sizes, 0), axis=0)
+    best = tl.min(tl.where(allowed, cost * _CANDIDATES + index, 2**62), axis=0) % _CANDIDATES
+    return tl.sum(tl.where(index == best.to(tl.int32), sizes, 0), axis=0)
 
 
 @triton.jit
-def _of_class(tiles, there, size):
-    """1 where a token is of a class, the longest first, [tokens, _CLASSES]."""
+def _class_members(tiles, mask, size):
+    """Return 1 where a token belongs to a class, [tokens, _CLASSES], the longest class first."""
     shares = tl.minimum(tiles * (_CLASSES - 2) // size, _CLASSES - 2)
-    number = tl.where(tiles > size, 0, _CLASSES - 1 - shares)
-    same = number[:, None] == tl.arange(0, _CLASSES)[None, :]
-    return (there[:, None] & same).to(tl.int32)
+    token_class = tl.where(tiles > size, 0, _CLASSES - 1 - shares)
+    is_member = token_class[:, None] == tl.arange(0, _CLASSES)[None, :]
+    return (mask[:, None] & is_member).to(tl.int32)
 
 
 @triton.jit
-def _store_rows(plan, row, there, token, split, splits, before):
+def _store_rows(plan, row, mask, token, split, splits, first_partial):
     start = plan + row.to(tl.int64) * _COLUMNS
-    tl.store(start, token, mask=there)
-    tl.store(start + 1, split, mask=there)
-    tl.store(start + 2, splits, mask=there)
-    tl.store(start + 3, before, mask=there)
+    tl.store(start, token, mask=mask)
+    tl.store(start + 1, split, mask=mask)
+    tl.store(start + 2, splits, mask=mask)
+    tl.store(start + 3, first_partial, mask=mask)
 
 
 @triton.jit
@@ -92,9 +92,10 @@ def sparse_mla_plan_kernel(
     plan, num_tokens, programs,
     HAS_EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """Rows in the order of the reference: only tokens of the first class have several splits, whose
-    splits then are in the order of tokens. Every pass reads the lengths here and in no function:
-    they decide where rows go, and torch would take them for written to."""
+    """Write the rows of a plan in the order of the reference. Only tokens of the first class have
+    several splits, and their extra splits follow the order of tokens. Each pass loads the lengths
+    here, not in a function: they decide where rows are stored, and torch would believe that they
+    are written to."""
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)
     longest = tl.full((), 1, tl.int32)
@@ -105,57 +106,62 @@ def sparse_mla_plan_kernel(
         elif PASS == 2:
             size = _best_size(counts, sizes, total, num_tokens, programs)
             members = tl.zeros((_CLASSES,), tl.int32)
-            extra = 0  # splits but the first ones
+            num_extra = 0  # splits beyond the first of each token
         elif PASS == 3:
-            # tokens of several splits come first, then their other splits
-            longer = tl.arange(0, _CLASSES) == 0
-            next_row = tl.cumsum(members, axis=0) - members + tl.where(longer, 0, extra)
-            extra_row = tl.sum(tl.where(longer, members, 0), axis=0)  # of the next extra split
+            # tokens with several splits come first, then their extra splits
+            is_split_class = tl.arange(0, _CLASSES) == 0
+            next_row = tl.cumsum(members, axis=0) - members + tl.where(is_split_class, 0, num_extra)
+            # row of the next extra split
+            extra_row = tl.sum(tl.where(is_split_class, members, 0), axis=0)
             stop = num_tokens + programs
-            shared = 0  # partial results of the tokens before
+            num_partials = 0  # partial results of earlier tokens
         first = 0
         while first < num_tokens:
             token = first + lane
-            there = token < num_tokens
-            lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
+            mask = token < num_tokens
+            lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=mask, other=0)
             tiles = _tiles(lengths)
             if HAS_EXTRA:
-                place = extra_lens + token.to(tl.int64) * extra_stride
-                tiles += _tiles(tl.load(place, mask=there, other=0))
+                address = extra_lens + token.to(tl.int64) * extra_stride
+                tiles += _tiles(tl.load(address, mask=mask, other=0))
             if PASS == 0:
                 total += tl.sum(tiles.to(tl.int64), axis=0)
                 longest = tl.maximum(longest, tl.max(tiles, axis=0))
             elif PASS == 1:
                 splits = _splits_of(tiles[None, :], sizes[:, None])
-                counts += tl.sum(tl.where(there[None, :], splits, 0), axis=1)
+                counts += tl.sum(tl.where(mask[None, :], splits, 0), axis=1)
             elif PASS == 2:
-                members += tl.sum(_of_class(tiles, there, size), axis=0)
-                extra += tl.sum(tl.where(there, _splits_of(tiles, size) - 1, 0), axis=0)
+                members += tl.sum(_class_members(tiles, mask, size), axis=0)
+                num_extra += tl.sum(tl.where(mask, _splits_of(tiles, size) - 1, 0), axis=0)
             else:
-                splits = tl.where(there, _splits_of(tiles, size), 1)
-                parts = tl.where(splits > 1, splits, 0)
-                before = tl.where(splits > 1, shared + tl.cumsum(parts, axis=0) - parts, 0)
-                same = _of_class(tiles, there, size)
-                row = tl.sum(same * (next_row[None, :] + tl.cumsum(same, axis=0) - 1), axis=1)
-                next_row += tl.sum(same, axis=0)
-                others = extra_row + tl.cumsum(splits - 1, axis=0) - (splits - 1)
-                _store_rows(plan, row, there, token, tl.zeros_like(token), splits, before)
+                splits = tl.where(mask, _splits_of(tiles, size), 1)
+                partials = tl.where(splits > 1, splits, 0)
+                first_partial = tl.where(
+                    splits > 1, num_partials + tl.cumsum(partials, axis=0) - partials, 0
+                )
+                is_member = _class_members(tiles, mask, size)
+                row = tl.sum(
+                    is_member * (next_row[None, :] + tl.cumsum(is_member, axis=0) - 1), axis=1
+                )
+                next_row += tl.sum(is_member, axis=0)
+                extra_rows = extra_row + tl.cumsum(splits - 1, axis=0) - (splits - 1)
+                _store_rows(plan, row, mask, token, tl.zeros_like(token), splits, first_partial)
                 split = 1
-                most = tl.max(splits, axis=0)
-                while split < most:
-                    offset = others + split - 1
-                    wanted = (split < splits) & (offset < stop)
-                    number = tl.zeros_like(token) + split
-                    _store_rows(plan, offset, wanted, token, number, splits, before)
+                max_splits = tl.max(splits, axis=0)
+                while split < max_splits:
+                    offset = extra_rows + split - 1
+                    in_plan = (split < splits) & (offset < stop)
+                    split_index = tl.zeros_like(token) + split
+                    _store_rows(plan, offset, in_plan, token, split_index, splits, first_partial)
                     split += 1
-                shared += tl.sum(parts, axis=0)
+                num_partials += tl.sum(partials, axis=0)
                 extra_row += tl.sum(splits - 1, axis=0)
             first += TOKENS
-    row = num_tokens + extra
+    row = num_tokens + num_extra
     while row < stop:
         offset = row + lane
-        none = tl.zeros_like(offset) - 1
-        _store_rows(plan, offset, offset < stop, none, none, none, none)
+        absent = tl.zeros_like(offset) - 1
+        _store_rows(plan, offset, offset < stop, absent, absent, absent, absent)
         row += TOKENS
 
 

@@ -191,7 +191,7 @@ def test_batches_scheduled_by_their_lens(tokens, heads, programs, monkeypatch):
     """Adversarial lengths, requests and blocks, with and without a rotation, in any schedule."""
     monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    monkeypatch.setattr(combine, "LISTED", 2 * heads)  # programs combine several tokens
+    monkeypatch.setattr(combine, "LIST_PROGRAMS", 2 * heads)  # programs combine several tokens
     for seed in SEEDS:
         case = case_of(PAGED, seed, tokens, heads)
         calls.check(PAGED, case, seed)
@@ -218,7 +218,7 @@ def test_splits_where_a_package_might_schedule(tokens, heads, splits, monkeypatc
 
 def test_sampled_calls_scheduled_by_their_lens(monkeypatch):
     monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
-    monkeypatch.setattr(decode, "LEAST_UNITS", 1)
+    monkeypatch.setattr(decode, "MIN_UNITS", 1)
     for name, chosen in calls.SETTINGS:
         if name == PAGED and chosen["num_splits"] == 0 and not chosen["batch_invariant"]:
             calls.test_sampled_calls(name, chosen)
