@@ -1,4 +1,4 @@
-"""e4m3 codes with power-of-two block scales, inside a kernel: ``reference/quantization.py`` on
+"""e4m3 codes with power-of-two block scales, in a kernel: ``reference/quantization.py`` on
 registers."""
 
 import torch
@@ -16,21 +16,22 @@ _LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 @triton.jit
 def quantize(values, LEAST: tl.constexpr = None):
-    """uint8 codes and int32 scale bytes of bf16 values as float32; one scale per last dimension,
-    and none below LEAST, or the cache's least.
+    """Return uint8 codes and int32 scale bytes of bf16 values in float32, one scale per last
+    dimension.
 
-    Few instructions per value, because they bound the kernel as much as memory does: NaN and
-    infinities are left to the cast, which saturates and gives 0x7F for NaN.
+    A scale is at least LEAST, or the cache's minimum. The kernel is bound by instructions as much
+    as by memory, so NaN and infinity are left to the cast, which saturates and returns 0x7F for
+    NaN.
     """
-    magnitude = tl.abs(values)
+    magnitudes = tl.abs(values)
     if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
-        magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)
-    amax = tl.max(magnitude, axis=-1)
-    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN: nothing else there
+        magnitudes = tl.where(magnitudes != magnitudes, 0.0, magnitudes)
+    amax = tl.max(magnitudes, axis=-1)
+    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN: all values are NaN
     # the exponent of amax / 448, up to the next power of two if the significand is above 1.75
     patterns = amax.to(tl.int32, bitcast=True)
-    least: tl.constexpr = _SCALE_FLOOR if LEAST is None else LEAST
-    scale = tl.maximum(((patterns + 0x1FFFFF) >> 23) - 8, least)
+    min_scale: tl.constexpr = _SCALE_FLOOR if LEAST is None else LEAST
+    scale = tl.maximum(((patterns + 0x1FFFFF) >> 23) - 8, min_scale)
     inverse = ((-scale + _INVERSE_BIAS) << 23).to(tl.float32, bitcast=True)
     scaled = values * tl.expand_dims(inverse, -1)
     return encode(scaled), scale
@@ -38,7 +39,7 @@ def quantize(values, LEAST: tl.constexpr = None):
 
 @triton.jit
 def encode(values):
-    """uint8 e4m3 codes of float32 values: to nearest even, saturated, 0x7F for NaN."""
+    """Return uint8 e4m3 codes of float32 values: nearest even, saturated, 0x7F for NaN."""
     if EMULATE:
         return _encode(values)
     return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -46,7 +47,7 @@ def encode(values):
 
 @triton.jit
 def widen(values):
-    """float32 values of narrower ones."""
+    """Convert narrower values to float32."""
     if EMULATE:
         if values.dtype == tl.bfloat16:  # Triton's interpreter is wrong about subnormal values
             patterns = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -56,16 +57,16 @@ def widen(values):
 
 @triton.jit
 def round_to(values, DTYPE: tl.constexpr):
-    """float32 values in another dtype, to nearest even."""
+    """Round float32 values to DTYPE, to nearest even."""
     if DTYPE == tl.bfloat16:
         return round_to_bf16(values)
-    else:  # Triton would compile what is behind a branch that returns
+    else:  # Triton would compile code after a branch that returns
         return values.to(DTYPE)
 
 
 @triton.jit
 def round_to_bf16(values):
-    """float32 values rounded to bf16, to nearest even."""
+    """Round float32 values to bf16, to nearest even."""
     if EMULATE:  # Triton's interpreter truncates, and flushes subnormal values
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -76,7 +77,7 @@ def round_to_bf16(values):
 
 @triton.jit
 def multiply_add(left, right, sums):
-    """``sums`` and a matrix product, in float32."""
+    """Return ``sums`` plus a matrix product, in float32."""
     if EMULATE:  # Triton's interpreter has no product of bf16
         return sums + tl.dot(widen(left), widen(right), input_precision="ieee")
     return tl.dot(left, right, sums, input_precision="ieee")
@@ -84,7 +85,7 @@ def multiply_add(left, right, sums):
 
 @triton.jit
 def code_values(codes):
-    """float32 of e4m3 values."""
+    """Return e4m3 values as float32."""
     values = codes.to(tl.float32)
     if EMULATE:  # Triton's interpreter reads the NaN codes as 480
         values = tl.where((codes.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), values)
@@ -93,7 +94,7 @@ def code_values(codes):
 
 @triton.jit
 def multiply_codes(left, right):
-    """float32 product of e4m3 tiles."""
+    """Return the float32 product of e4m3 tiles."""
     if EMULATE:
         return tl.dot(code_values(left), code_values(right), input_precision="ieee")
     return tl.dot(left, right)
@@ -101,7 +102,7 @@ def multiply_codes(left, right):
 
 @triton.jit
 def _encode(values):
-    """The cast in integers: Triton's interpreter rounds wrongly and does not saturate."""
+    """Encode with integers: Triton's interpreter rounds wrongly and does not saturate."""
     is_nan = values != values
     values = tl.maximum(tl.minimum(values, _FP8_MAX), -_FP8_MAX)
     bits = values.to(tl.int32, bitcast=True)
@@ -118,7 +119,8 @@ def _encode(values):
 
 @triton.jit
 def dequantize(codes, scale):
-    """bf16 patterns, int16, of uint8 codes and the scale bytes of their last dimension."""
+    """Return int16 patterns of the bf16 values of uint8 codes; ``scale`` holds a byte per last
+    dimension."""
     factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     values = code_values(codes.to(tl.float8e4nv, bitcast=True))
     scaled = values * tl.expand_dims(factor, -1)

@@ -1,4 +1,4 @@
-"""Rotary embedding inside a kernel: ``reference/rotation.py`` on registers."""
+"""Rotary embedding in a kernel: ``reference/rotation.py`` on registers."""
 
 import triton
 import triton.language as tl
@@ -11,24 +11,25 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 @triton.jit
 def rotate_pairs(even, odd, cos, sin):
-    """The rotated pairs (even, odd), every product rounded before the sum, for the same bits as
-    without a GPU."""
-    first = _product(even, cos) - _product(odd, sin)
-    second = _product(odd, cos) + _product(even, sin)
+    """Rotate the pairs (even, odd). Each product is rounded before the sum, which gives the bits of
+    a CPU."""
+    first = _multiply(even, cos) - _multiply(odd, sin)
+    second = _multiply(odd, cos) + _multiply(even, sin)
     return first, second
 
 
 @triton.jit
 def rotate_pairs_back(even, odd, cos, sin):
-    """The same by the opposite angle. Not a rotation by ``-sin``: Triton's minus makes 0 of 0."""
-    first = _product(even, cos) + _product(odd, sin)
-    second = _product(odd, cos) - _product(even, sin)
+    """Rotate by the opposite angle. This is not a rotation by ``-sin``, because Triton's minus
+    makes 0 of 0."""
+    first = _multiply(even, cos) + _multiply(odd, sin)
+    second = _multiply(odd, cos) - _multiply(even, sin)
     return first, second
 
 
 @triton.jit
-def _product(left, right):
-    """A product that no compiler contracts into a fused multiply-add."""
+def _multiply(left, right):
+    """Multiply with ``mul.rn``, which no compiler contracts into a fused multiply-add."""
     if EMULATE:
         return left * right
     return tl.inline_asm_elementwise(
@@ -40,46 +41,48 @@ def _product(left, right):
 def load_tail_angles(
     angles, position, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr
 ):
-    """For the DIM / 2 pairs of a row at ``position``, not below 0: whether one is rotated, the last
-    ROPE of HEAD_DIM values, and its cosine and sine. ``angles`` is the dense table and its rows."""
+    """Return, for the DIM / 2 pairs of a row at ``position`` (at least 0): whether a pair is
+    rotated, its cosine and its sine. The last ROPE of HEAD_DIM values are rotated. ``angles`` is
+    the dense table and its rows."""
     cos_sin_cache, num_positions = angles
     pair = tl.arange(0, DIM // 2) - (HEAD_DIM - ROPE) // 2
-    known = (pair >= 0) & (pair < ROPE // 2) & (position < num_positions)
+    in_table = (pair >= 0) & (pair < ROPE // 2) & (position < num_positions)
     angle = cos_sin_cache + position.to(tl.int64) * ROPE + pair
-    cos = tl.load(angle, mask=known, other=1.0)
-    return known, cos, tl.load(angle + ROPE // 2, mask=known, other=0.0)
+    cos = tl.load(angle, mask=in_table, other=1.0)
+    return in_table, cos, tl.load(angle + ROPE // 2, mask=in_table, other=0.0)
 
 
 @triton.jit
 def rotate_tail(values, rotation, DIM: tl.constexpr, INVERSE: tl.constexpr = False):
-    """Rotate the pairs of fp32 ``values`` [DIM] that ``load_tail_angles`` knows, or rotate back."""
-    known, cos, sin = rotation
+    """Rotate the pairs of fp32 ``values`` [DIM] that ``load_tail_angles`` selects; INVERSE rotates
+    them back."""
+    in_table, cos, sin = rotation
     even, odd = tl.split(tl.reshape(values, (DIM // 2, 2)))
     if INVERSE:
         left, right = rotate_pairs_back(even, odd, cos, sin)
     else:
         left, right = rotate_pairs(even, odd, cos, sin)
-    pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
+    pairs = tl.join(tl.where(in_table, left, even), tl.where(in_table, right, odd))
     return tl.reshape(pairs, (DIM,))
 
 
 @triton.jit
 def load_angles(cos_sin_cache, position, num_positions, ROPE: tl.constexpr):
-    """Whether the table has ``position``, and the cosine and sine of each of its pairs."""
-    known = (position >= 0) & (position < num_positions)
+    """Return whether the table holds ``position``, and the cosine and sine of each of its pairs."""
+    in_table = (position >= 0) & (position < num_positions)
     pair = tl.arange(0, ROPE // 2)
-    angle = cos_sin_cache + tl.where(known, position, 0) * ROPE + pair
-    cos = tl.load(angle, mask=known, other=1.0)
-    return known, cos, tl.load(angle + ROPE // 2, mask=known, other=0.0)
+    angle = cos_sin_cache + tl.where(in_table, position, 0) * ROPE + pair
+    cos = tl.load(angle, mask=in_table, other=1.0)
+    return in_table, cos, tl.load(angle + ROPE // 2, mask=in_table, other=0.0)
 
 
 @triton.jit
-def inverse_rope(values, known, cos, sin):
-    """Inverse RoPE of fp32 ``values`` [rows, rope dim] of one position, rounded to bf16 before: in
-    float32, to be rounded once more."""
+def inverse_rope(values, in_table, cos, sin):
+    """Apply inverse RoPE to fp32 ``values`` [rows, rope dim] of one position, after rounding them
+    to bf16; the result is fp32, and is rounded once more by the caller."""
     rounded = round_to_bf16(values).to(tl.float32)
     pairs = tl.reshape(rounded, (values.shape[0], values.shape[1] // 2, 2))
     even, odd = tl.split(pairs)
     left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :])
-    pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
+    pairs = tl.join(tl.where(in_table, left, even), tl.where(in_table, right, odd))
     return tl.reshape(pairs, (values.shape[0], values.shape[1]))

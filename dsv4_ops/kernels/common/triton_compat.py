@@ -1,7 +1,8 @@
 """The one home of Triton's and Gluon's names that moved between releases, 3.6 to 3.9.
 
-Each entry says in which versions a name was seen. ``tests/kernels/test_compat.py`` looks for all of
-them in the installed one."""
+Each entry names the versions in which it was seen. ``tests/kernels/test_compat.py`` checks that the
+installed version has them all.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +37,15 @@ __all__ = [
 ]
 
 FUSION = {"enable_fp_fusion": True}
-"""Option of every kernel: ``a * b + c`` may become one FMA. Triton's default up to 3.9, which warns
-that 3.10 turns it off; our bits and figures were measured with it."""
+"""Option of every kernel: ``a * b + c`` may become one FMA. It is Triton's default up to 3.9, which
+warns that 3.10 turns it off; our bits and figures were measured with it."""
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, under TRITON_INTERPRET=1 (3.6 to 3.9)."""
 
 EMULATE = tl.constexpr(INTERPRETED)
-"""The same for kernels, which then do in integers what the interpreter gets wrong, as the e4m3
-cast."""
+"""``INTERPRETED`` for kernels, which then compute with integers what the interpreter gets wrong,
+such as the e4m3 cast."""
 
 # async_copy_global_to_shared: 3.6, 3.7; both names: 3.8; the old one only raises: 3.9.
 async_load = (
@@ -65,13 +66,13 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
 
 
 def version() -> tuple[int, int]:
-    """Of the installed Triton, such as (3, 9)."""
+    """Return the installed Triton's version, such as (3, 9)."""
     major, minor, *_ = triton.__version__.split(".")
     return int(major), int(minor)
 
 
 def ptxas(capability: int) -> str:
-    """Path of the ptxas that Triton takes for a compute capability, such as 90.
+    """Return the path of the ptxas that Triton uses for a compute capability, such as 90.
 
     ``get_ptxas(arch)``, 3.6 to 3.9. Since 3.9 one wheel has several, for older and newer GPUs.
     """
@@ -81,9 +82,9 @@ def ptxas(capability: int) -> str:
 
 
 def forget_ptxas() -> None:
-    """Have Triton ask again for the version of ptxas, which is in the names of its files.
+    """Make Triton read the version of ptxas again, which is part of the names of its files.
 
-    ``get_ptxas_version``, which keeps it, 3.6 to 3.9.
+    ``get_ptxas_version``, which caches it, 3.6 to 3.9.
     """
     from triton.backends.nvidia.compiler import get_ptxas_version
 
@@ -91,8 +92,8 @@ def forget_ptxas() -> None:
 
 
 def compiled_folders(functions: Iterable[Any]) -> list[Path]:
-    """Folders of Triton's cache with what kernels among ``functions`` were compiled to here, and
-    with launchers of any.
+    """Return the folders of Triton's cache that hold this process's binaries of ``functions``, and
+    all folders with launchers.
 
     ``JITFunction.device_caches`` and the names of folders, 3.6 to 3.9.
     """
@@ -102,9 +103,9 @@ def compiled_folders(functions: Iterable[Any]) -> list[Path]:
         if isinstance(function, triton.JITFunction):
             for kernels, *_ in getattr(function, "device_caches", {}).values():
                 names |= {_name(each.hash) for each in kernels.values()}
-    found = {root / name for root in roots for name in names if (root / name).is_dir()}
-    found |= {path.parent for root in roots for path in root.glob("*/*.so")}
-    return sorted(found)
+    folders = {root / name for root in roots for name in names if (root / name).is_dir()}
+    folders |= {path.parent for root in roots for path in root.glob("*/*.so")}
+    return sorted(folders)
 
 
 def _name(kernel_hash: str) -> str:
@@ -113,9 +114,9 @@ def _name(kernel_hash: str) -> str:
 
 @functools.cache
 def takes_options_in_graphs() -> bool:
-    """Whether a traced launch may have options of the backend as keyword arguments.
+    """Return whether a traced launch may pass options of the backend as keyword arguments.
 
-    Since torch 2.15. Older torch refuses them; its Triton (up to 3.8) fuses by default.
+    True since torch 2.15. Older torch refuses them; its Triton (up to 3.8) fuses by default.
     """
     from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperMutation
 

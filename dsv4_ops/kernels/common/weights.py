@@ -1,9 +1,9 @@
-"""Products with FP4 and FP8 weights, whose codes become bf16 operands of the matrix unit in the
-registers that they were loaded into.
+"""Products with FP4 and FP8 weights: codes become bf16 operands in the registers they were loaded
+to.
 
-A thread loads 16 bytes of a row, and four neighbours 64. Whatever K its codes stand for, the unit
-multiplies them by the same K of the other operand: so the codes stay where they are, and the order
-of K follows (``reordered``). So do the rows of a tile (``tile_rows``).
+A thread loads 16 bytes of a row, and four neighbours load 64. The matrix unit multiplies any K of
+one operand by the same K of the other, so the codes stay in place and the order of K follows them
+(``reordered``). So do the rows of a tile (``tile_rows``).
 """
 
 import torch
@@ -20,69 +20,71 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.reference.linear import activation_values
 
 STEP_BYTES = 128
-"""Bytes of a row that a step takes, as two loads of 64."""
+"""Bytes of a row per step, as two loads of 64."""
 
 FP4_UNIT = tl.constexpr(2.0**8)
-"""What sums of FP4 products are multiplied by: it keeps the factors of scales up to 2^9 finite, and
-sums down to 2^-141, which are below what a bf16 holds."""
+"""Factor of the sums of FP4 products: it keeps the factors of scales up to 2^9 finite, and sums
+down to 2^-141, which no bf16 holds."""
 
 _FP4_FIELD = tl.constexpr(118)
-"""Exponent field of such a factor, less the scale byte: an e2m1 code in the lowest bits of a bf16
-exponent is its value over 2^126."""
+"""Exponent field of a factor, less the scale byte: an e2m1 code in the lowest exponent bits of a
+bf16 is its value over 2^126."""
 
 _FP8_FACTOR = tl.constexpr((247 << 7) * 0x10001)
-"""2^120, twice: an e4m3 code in the lowest bits of a bf16 exponent is its value over that."""
+"""2^120, twice: an e4m3 code in the lowest exponent bits of a bf16 is its value over 2^120."""
 
 _FP4_BITS = tl.constexpr(0x81C081C0 - 2**32)
-"""Two bf16 with nothing but a sign and an e2m1 code in the lowest bits of the exponent."""
+"""Mask of two bf16: sign, and an e2m1 code in the lowest bits of the exponent."""
 
 _SIGNS, _FP8_CODES = tl.constexpr(0x80008000 - 2**32), tl.constexpr(0x07F007F0)
 
 
 def step_of(fp4: bool) -> int:
-    """Values of K of a step."""
+    """Return the values of K of a step."""
     return 2 * STEP_BYTES if fp4 else STEP_BYTES
 
 
 def byte_rows(weight: Tensor) -> Tensor:
-    """Bytes of a weight, whose rows kernels load as int32: a copy if one may begin elsewhere."""
-    places = (weight.storage_offset(), *weight.stride()[:-1])
-    if weight.stride(-1) != 1 or any(place % 16 != 0 for place in places):
+    """Return the bytes of a weight, whose rows kernels load as int32; misaligned rows are
+    copied."""
+    offsets = (weight.storage_offset(), *weight.stride()[:-1])
+    if weight.stride(-1) != 1 or any(offset % 16 != 0 for offset in offsets):
         weight = weight.clone(memory_format=torch.contiguous_format)
     return weight.view(torch.uint8)
 
 
 def scale_rows(scale: Tensor, fp4: bool) -> Tensor:
-    """Scales of a weight, whose rows kernels of FP4 load as int64, one for each step."""
+    """Return the scales of a weight. FP4 kernels load them as int64, one per step."""
     if not fp4:
         return scale
     blocks = int(scale.shape[-1])
     padded = round_up(blocks, step_of(fp4) // FP4_BLOCK)
-    places = (scale.storage_offset(), *scale.stride()[:-1])
+    offsets = (scale.storage_offset(), *scale.stride()[:-1])
     if padded != blocks:
         return torch.cat([scale, scale.new_zeros((*scale.shape[:-1], padded - blocks))], -1)
-    if scale.stride(-1) != 1 or any(place % 8 != 0 for place in places):
+    if scale.stride(-1) != 1 or any(offset % 8 != 0 for offset in offsets):
         return scale.clone(memory_format=torch.contiguous_format)
     return scale
 
 
 def bf16_activations(x: Tensor, activations: str) -> Tensor:
-    """Activations, or those that their FP8 codes stand for: codes times powers of two are bf16."""
+    """Return the activations, or the values of their FP8 codes: codes times powers of two are exact
+    in bf16."""
     if activations == "bf16":
         return x
     return activation_values(x, None, activations).to(torch.bfloat16)
 
 
 def reordered(x: Tensor, fp4: bool) -> Tensor:
-    """Rows [.., k] in the order in which kernels multiply them, dense, with zeros up to a step.
+    """Return rows [.., k] in the order in which kernels multiply them, dense and padded to a step.
 
-    FP4: value 32 t + 8 i + 4 j + 2 h + p of 128 is at 64 h + 16 i + 8 p + 2 t + j. FP8: value
-    16 t + 4 i + 2 j + p of 64 is at 16 i + 8 p + 2 t + j.
+    FP4: value 32 t + 8 i + 4 j + 2 h + p of 128 is at 64 h + 16 i + 8 p + 2 t + j. FP8: value 16 t
+    + 4 i + 2 j + p of 64 is at 16 i + 8 p + 2 t + j.
     """
     width, lead = int(x.shape[-1]), x.dim() - 1
-    more = round_up(width, step_of(fp4)) - width
+    padding = round_up(width, step_of(fp4)) - width
     # not a pad: it makes a constant of a symbol in front
-    padded = torch.cat([x, x.new_zeros((*x.shape[:-1], more))], -1) if more else x
+    padded = torch.cat([x, x.new_zeros((*x.shape[:-1], padding))], -1) if padding else x
     parts = padded.unflatten(-1, (-1, 4, 4, 2, 2 if fp4 else 1, 2))
     places = (lead, *(lead + place for place in (4, 2, 5, 1, 3)))
     return parts.permute(*range(lead), *places).reshape(padded.shape)
@@ -90,7 +92,7 @@ def reordered(x: Tensor, fp4: bool) -> Tensor:
 
 @triton.jit
 def place_of(k, FP4: tl.constexpr):
-    """Where ``reordered`` puts value ``k``."""
+    """Return the offset of value ``k`` in ``reordered``."""
     if FP4:
         part = k % 128
         place = part // 2 % 2 * 64 + part // 8 % 4 * 16 + part % 2 * 8 + part // 32 * 2
@@ -101,14 +103,14 @@ def place_of(k, FP4: tl.constexpr):
 
 @triton.jit
 def reorder_tile(x, ROWS: tl.constexpr):
-    """A tile of rows of a step of FP8, likewise."""
+    """Reorder a tile of rows of one FP8 step as ``reordered`` does."""
     parts = tl.reshape(x, (ROWS, 2, 4, 4, 2, 2))
     return tl.reshape(tl.permute(parts, (0, 1, 3, 5, 2, 4)), (ROWS, 128))
 
 
 @triton.jit
 def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Which row of a tile each loaded one is: the matrix unit gives 16 to a warp, loads 8."""
+    """Return the tile row of each loaded row: the matrix unit gives a warp 16 rows, a load 8."""
     loaded = tl.arange(0, ROWS)
     half, warp = loaded // (8 * WARPS) % 2, loaded // 8 % WARPS
     return loaded // (16 * WARPS) * (16 * WARPS) + warp * 16 + half * 8 + loaded % 8
@@ -116,21 +118,21 @@ def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _fp4_pair(words, MASK: tl.constexpr, CODE: tl.constexpr, SIGN: tl.constexpr):
-    """Two codes that are 16 bits apart, each moved to where a bf16 has it: one product is both
-    shifts, and leaves the integer unit, which bounds the loop, two operations of four."""
+    """Move two codes that are 16 bits apart to their place in a bf16. One product does both shifts,
+    and saves two of four operations of the integer unit, which bounds the loop."""
     return (words & MASK) * (2**CODE + 2**SIGN) & _FP4_BITS
 
 
 @triton.jit
 def _fp8_pair(words, LEFT: tl.constexpr, SIGN: tl.constexpr):
-    """Likewise, of FP8."""
-    moved = words << LEFT if LEFT >= 0 else words >> -LEFT
-    return (moved & _FP8_CODES) | ((words << SIGN) & _SIGNS)
+    """Move two FP8 codes that are 16 bits apart to their place in a bf16."""
+    shifted = words << LEFT if LEFT >= 0 else words >> -LEFT
+    return (shifted & _FP8_CODES) | ((words << SIGN) & _SIGNS)
 
 
 @triton.jit
 def _scaled(pair, factor):
-    """The lower and the upper bf16 of ``pair``, each times that of ``factor``."""
+    """Return the lower and the upper bf16 of ``pair``, each times that of ``factor``."""
     if EMULATE:
         low = (pair << 16).to(tl.float32, bitcast=True)
         high = (pair & -65536).to(tl.float32, bitcast=True)
@@ -150,8 +152,7 @@ def _scaled(pair, factor):
 
 @triton.jit
 def _tile(words, factor, FP4: tl.constexpr, FIRST: tl.constexpr, WARPS: tl.constexpr):
-    """bf16 [rows, 64]: two pairs of codes of each word, by the rows and the K that they stand
-    for."""
+    """Return bf16 [rows, 64] in tile order: two pairs of codes of each word."""
     ROWS: tl.constexpr = words.shape[0]
     if FP4:
         words = words >> (8 * FIRST)
@@ -160,15 +161,15 @@ def _tile(words, factor, FP4: tl.constexpr, FIRST: tl.constexpr, WARPS: tl.const
     else:
         a, b = _scaled(_fp8_pair(words, 4, 8), factor)
         c, d = _scaled(_fp8_pair(words, -4, 0), factor)
-    held = tl.join(tl.join(a, b), tl.join(c, d))
+    values = tl.join(tl.join(a, b), tl.join(c, d))
     shape: tl.constexpr = (ROWS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2)
-    parts = tl.permute(tl.reshape(held, shape), (0, 2, 1, 3, 5, 7, 4, 6))
+    parts = tl.permute(tl.reshape(values, shape), (0, 2, 1, 3, 5, 7, 4, 6))
     return tl.reshape(parts, (ROWS, 64))
 
 
 @triton.jit
 def _fp4_factor(scale):
-    """bf16 2^(byte - 1) over ``FP4_UNIT``, twice."""
+    """Return bf16 2^(byte - 1) over ``FP4_UNIT``, twice."""
     pattern = tl.minimum(scale + _FP4_FIELD, 255) << 7
     return tl.where(scale == 255, 0x7FC0, pattern) * 0x10001
 
@@ -180,7 +181,7 @@ def _side_by_side(left, right):
 
 @triton.jit
 def scale_values(scale):
-    """float32 of scales that are float32, or UE8M0 bytes."""
+    """Return float32 values of scales in float32 or in UE8M0 bytes."""
     if scale.dtype == tl.float32:
         return scale
     patterns = scale.to(tl.int32) << 23
@@ -190,29 +191,29 @@ def scale_values(scale):
 
 @triton.jit
 def load_words(weight, step, half, MASKED: tl.constexpr):
-    """16 words of every row."""
-    rows, given, row_words = weight
+    """Load 16 words of each row."""
+    rows, row_mask, row_words = weight
     word = step * 32 + half * 16 + tl.arange(0, 16)[None, :]
     if MASKED:
-        return tl.load(rows + word, mask=given & (word < row_words), other=0)
+        return tl.load(rows + word, mask=row_mask & (word < row_words), other=0)
     return tl.load(rows + word)
 
 
 @triton.jit
-def _add_fp4(sums, words, scales, x, given, WARPS: tl.constexpr):
-    """``sums`` plus the products of 16 words of every row, whose four scales are the bytes of one
-    word, with 128 columns of rows ``x``: with many rows in two parts, which take fewer registers
-    and wait twice."""
+def _add_fp4(sums, words, scale_word, x, mask, WARPS: tl.constexpr):
+    """Add the products of 16 words of each row with 128 columns of ``x``. The four scales of the
+    words are the bytes of one word. Many rows are multiplied in two parts, which take fewer
+    registers but wait twice."""
     block = tl.arange(0, 16)[None, :] // 4
-    factor = _fp4_factor((scales >> (8 * block)) & 255)
+    factor = _fp4_factor((scale_word >> (8 * block)) & 255)
     left, right = _tile(words, factor, True, 0, WARPS), _tile(words, factor, True, 1, WARPS)
     if x.shape[0] <= 16:
-        tile = tl.load(x + tl.arange(0, 128)[None, :], mask=given, other=0.0)
+        tile = tl.load(x + tl.arange(0, 128)[None, :], mask=mask, other=0.0)
         return multiply_add(_side_by_side(left, right), tl.trans(tile), sums)
     k = tl.arange(0, 64)[None, :]
-    tile = tl.load(x + k, mask=given, other=0.0)
+    tile = tl.load(x + k, mask=mask, other=0.0)
     sums = multiply_add(left, tl.trans(tile), sums)
-    tile = tl.load(x + 64 + k, mask=given, other=0.0)
+    tile = tl.load(x + 64 + k, mask=mask, other=0.0)
     return multiply_add(right, tl.trans(tile), sums)
 
 
@@ -221,27 +222,29 @@ def multiply_fp4(
     weight, scale, x, steps,
     ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS, TOKENS], by ``tile_rows``: products over ``steps``, a first and a last one.
+    """Return float32 [ROWS, TOKENS] in the order of ``tile_rows``: products over ``steps``, first
+    and stop.
 
-    Everything is copied STAGES - 1 steps ahead: ptxas moves a load into registers to behind the
-    products that the registers are free after, whatever the order of the program.
+    All loads run STAGES - 1 steps ahead, to shared memory: ptxas would move a load into registers
+    behind the products that free those registers, whatever the order of the program.
 
     Args:
         weight: Addresses [ROWS, 1] of int32 words, which rows exist, and words of a row.
         scale: Addresses [ROWS] of ``scale_rows``, which all exist.
         x: Addresses [TOKENS, 1] of ``reordered`` rows, and which tokens exist.
-        MASKED: Whether a tile or a step may reach behind the weight.
+        MASKED: Whether a tile or a step may reach past the weight.
     """
-    rows, given = x
+    rows, mask = x
     first, stop = steps
     sums = tl.zeros((ROWS, rows.shape[0]), tl.float32)
     scales = scale.to(tl.pointer_type(tl.int64), bitcast=True)
     for step in tl.range(first, stop, num_stages=STAGES):
-        words, more = load_words(weight, step, 0, MASKED), load_words(weight, step, 1, MASKED)
-        of_step = tl.load(scales + step)[:, None]
-        by_four, others = of_step.to(tl.int32), (of_step >> 32).to(tl.int32)
-        sums = _add_fp4(sums, words, by_four, rows + step * 256, given, WARPS)
-        sums = _add_fp4(sums, more, others, rows + step * 256 + 128, given, WARPS)
+        low_words = load_words(weight, step, 0, MASKED)
+        high_words = load_words(weight, step, 1, MASKED)
+        step_scales = tl.load(scales + step)[:, None]
+        low_scales, high_scales = step_scales.to(tl.int32), (step_scales >> 32).to(tl.int32)
+        sums = _add_fp4(sums, low_words, low_scales, rows + step * 256, mask, WARPS)
+        sums = _add_fp4(sums, high_words, high_scales, rows + step * 256 + 128, mask, WARPS)
     return sums * FP4_UNIT
 
 
@@ -251,45 +254,47 @@ def multiply_fp8(
     ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Likewise, of FP8.
+    """Return the products of FP8 weights as ``multiply_fp4`` does.
 
     Args:
-        weight, x: As there; x may be of e4m3 codes.
+        weight, x: As in ``multiply_fp4``; x may hold e4m3 codes.
         scale: Addresses [ROWS] of scales, their stride, and which rows exist.
-        x_scale: Addresses [TOKENS] of scales and their stride; the first is None without.
+        x_scale: Addresses [TOKENS] of scales and their stride; the first is None without scales.
         ORDERED: Whether x is ``reordered``.
     """
-    rows, given = x
+    rows, mask = x
     first, stop = steps
-    scales, stride, row_given = scale
+    scales, stride, row_mask = scale
     token_scales, token_stride = x_scale
     TOKENS: tl.constexpr = rows.shape[0]
     k = tl.arange(0, 128)[None, :]
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
-    words, more_words = load_words(weight, first, 0, MASKED), load_words(weight, first, 1, MASKED)
+    low_words = load_words(weight, first, 0, MASKED)
+    high_words = load_words(weight, first, 1, MASKED)
     for step in tl.range(first, stop, num_stages=STAGES):
-        after = tl.minimum(step + 1, stop - 1)
-        x_tile = _widened(tl.load(rows + step * 128 + k, mask=given, other=0.0))
-        factor = scale_values(tl.load(scales + step * stride, mask=row_given, other=0))[:, None]
+        next_step = tl.minimum(step + 1, stop - 1)
+        x_tile = _widen(tl.load(rows + step * 128 + k, mask=mask, other=0.0))
+        factor = scale_values(tl.load(scales + step * stride, mask=row_mask, other=0))[:, None]
         if token_scales is not None:
-            of_tokens = tl.load(token_scales + step * token_stride, mask=tl.ravel(given), other=0.0)
-            factor = factor * of_tokens[None, :]
-        next_words = load_words(weight, after, 0, MASKED)
-        next_more = load_words(weight, after, 1, MASKED)
+            token_mask = tl.ravel(mask)
+            token_factor = tl.load(token_scales + step * token_stride, mask=token_mask, other=0.0)
+            factor = factor * token_factor[None, :]
+        next_low = load_words(weight, next_step, 0, MASKED)
+        next_high = load_words(weight, next_step, 1, MASKED)
         if not ORDERED:
             x_tile = reorder_tile(x_tile, TOKENS)
         shift = tl.full((ROWS, 16), _FP8_FACTOR, tl.int32)
-        left = _tile(words, shift, False, 0, WARPS)
-        right = _tile(more_words, shift, False, 0, WARPS)
-        none = tl.zeros((ROWS, TOKENS), tl.float32)
-        part = multiply_add(_side_by_side(left, right), tl.trans(x_tile), none)
-        sums += part * factor
-        words, more_words = next_words, next_more
+        left = _tile(low_words, shift, False, 0, WARPS)
+        right = _tile(high_words, shift, False, 0, WARPS)
+        zeros = tl.zeros((ROWS, TOKENS), tl.float32)
+        product = multiply_add(_side_by_side(left, right), tl.trans(x_tile), zeros)
+        sums += product * factor
+        low_words, high_words = next_low, next_high
     return sums
 
 
 @triton.jit
-def _widened(x):
+def _widen(x):
     if x.dtype == tl.bfloat16:
         return x
     if EMULATE:
