@@ -218,10 +218,10 @@ def test_a_turn_of_new_tokens_only():
         (reference(), cache_of()),
         (stock(), transformers.DynamicCache(config=stock().config)),
     ):
-        first = generate(model, cache=cache)
+        first = generate(model, **{cache_argument(): cache})
         turn = torch.cat([first[:, -1:], text()[:2, 50:55]], 1)
         mask = torch.ones(2, PROMPT + NEW + 5, dtype=torch.int64)
-        found.append(generate(model, turn, cache=cache, attention_mask=mask))
+        found.append(generate(model, turn, attention_mask=mask, **{cache_argument(): cache}))
     assert torch.equal(found[0], found[1])
 
 
