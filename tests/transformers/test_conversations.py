@@ -200,6 +200,20 @@ def test_a_text_that_ended_early_and_holds_the_pad_id_goes_on_without_a_mask():
         turns.answer(eos, attention_mask=None)
 
 
+def test_a_text_that_ended_a_token_before_the_others_goes_on_without_a_mask():
+    """Its cache has as many tokens of the answer as theirs, and it is padded."""
+    turns = Conversation(2, Random(1))
+    turns.say([9, 9])
+    eos = int(turns.answer()[0, NEW - 2])
+    turns = Conversation(2, Random(1))
+    turns.say([9, 9])
+    turns.answer(eos, attention_mask=None)
+    assert turns.mask.sum(1).tolist() == [9 + NEW - 1, 9 + NEW]
+    assert turns.cache.seq_lens.tolist() == [9 + NEW - 1] * 2
+    turns.say([3, 6])
+    turns.answer(eos, attention_mask=None)
+
+
 def test_a_prompt_that_holds_the_pad_id():
     """Hugging Face takes it for padding there, and it stays padding."""
     turns = Conversation(1, Random(9))

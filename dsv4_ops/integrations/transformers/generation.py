@@ -88,7 +88,8 @@ def generate(before: Method) -> Method:
         for cache in call.caches:
             cache.raise_if_dropped()
             if call.mask is not None:
-                remember(cache, out if isinstance(out, Tensor) else out.sequences, call.mask)
+                sequences = out if isinstance(out, Tensor) else out.sequences
+                remember(cache, sequences, call.mask, call.padded)
         return out
 
     return run

@@ -65,15 +65,18 @@ def whole_mask(
     return mask
 
 
-def remember(cache: PagedCache, ids: Tensor, mask: Tensor) -> None:
-    """Keep the text that ``generate`` returned, of prompts with this mask, for its next turn."""
+def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None) -> None:
+    """Keep the text that ``generate`` returned, of prompts with this mask, for its next turn.
+
+    ``padded`` are the rows whose last token is padding.
+    """
     stored = cache.seq_lens[: ids.shape[0]].to(mask.device)
     answers, count = stored - mask.sum(1), ids.shape[1] - mask.shape[1]
     cache.text = None
     if int(answers.max()) == count - 1:  # or the prompts were a part of the text
-        # the last token of an answer is not stored; padding follows answers that ended before
-        column = torch.arange(count, device=mask.device)
-        there = (column < answers[:, None]) | (answers[:, None] == count - 1)
+        there = torch.arange(count, device=mask.device) < answers[:, None]
+        # the last token of an answer is not stored
+        there[:, -1] = True if padded is None else ~padded.to(mask.device)
         whole = torch.cat([mask, there.to(mask.dtype)], 1)
         cache.text = Text(ids, whole.to(ids.device), stored.to(ids.device))
 
