@@ -1,4 +1,4 @@
-"""FlashMLA's tile scheduler metadata, made by one warp: a part begins where the one before ends."""
+"""FlashMLA's tile scheduler metadata, by one warp: a part begins where the previous part ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.launcher import Launcher
 
 TOKENS = tl.constexpr(128)
-"""Tokens that the warp looks at together."""
+"""Tokens that the warp loads at a time."""
 
 _KEYS, _OVERHEAD = tl.constexpr(KEY_TILE), tl.constexpr(PART_OVERHEAD)
 _COLUMNS, _LARGEST = tl.constexpr(METADATA_COLUMNS), tl.constexpr(INT32_MAX)
@@ -22,16 +22,17 @@ _COLUMNS, _LARGEST = tl.constexpr(METADATA_COLUMNS), tl.constexpr(INT32_MAX)
 @triton.jit
 def _blocks(lengths, width):
     lengths = tl.minimum(tl.maximum(lengths, 0), width)
-    # the usual sum, lengths + _KEYS - 1, could pass the largest int32
+    # lengths + _KEYS - 1 could overflow int32
     return lengths // _KEYS + (lengths % _KEYS > 0).to(tl.int32)
 
 
 @triton.jit
-def _row(first, last, first_block, stop_block, shared, splits_first, splits_last):
+def _row(first, last, first_block, stop_block, first_split, splits_first, splits_last):
+    """Return the row of a part in the order of FlashMLA's columns."""
     column = tl.arange(0, _COLUMNS)
     row = tl.where(column == 0, first, 0) + tl.where(column == 1, last, 0)
     row += tl.where(column == 2, first_block, 0) + tl.where(column == 3, stop_block, 0)
-    row += tl.where(column == 4, shared, 0) + tl.where(column == 5, splits_first, 0)
+    row += tl.where(column == 4, first_split, 0) + tl.where(column == 5, splits_first, 0)
     return row + tl.where(column == 6, splits_last, 0)
 
 
@@ -42,72 +43,77 @@ def flash_mla_metadata_kernel(
     out, num_tokens, swa_width, extra_width, num_parts,
     HAS_EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """Tokens lie one behind the other, each as long as its blocks and its overhead. A part takes a
-    share of all and one overhead more, and ends at the start of the token in whose overhead that
-    would end, or else an overhead earlier, inside of a token. The end of all counts as a token.
-    Starts are relative to the tile of tokens, so that int32 holds them."""
+    """Write the metadata of every part, then the number of splits before each token.
+
+    Tokens form a line; a token is as long as its blocks plus an overhead. A part is as long as its
+    share of the line plus one overhead. If that end lies in the overhead at a token's start, the
+    part ends at this start; otherwise it ends one overhead earlier, inside the token. The end of
+    the line counts as a token. Starts are relative to the tile of tokens, so that int32 holds them.
+    """
     lane, column = tl.arange(0, TOKENS), tl.arange(0, _COLUMNS)
     counts = out + num_parts * _COLUMNS
     total = tl.zeros((), tl.int64)
     for PASS in tl.static_range(2):
         if PASS == 1:
-            share = (total + num_parts - 1) // num_parts + _OVERHEAD
+            part_size = (total + num_parts - 1) // num_parts + _OVERHEAD
             part = tl.zeros((), tl.int32)
-            token, block, shared, cuts = part, part, part, part
+            token, block, first_split, extra_splits = part, part, part, part
             tile_start, end = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-            before = tl.full((), -_OVERHEAD, tl.int32)  # start of the token before the tile
+            previous_start = tl.full((), -_OVERHEAD, tl.int32)  # start of the token before the tile
         first = 0
         while first <= num_tokens:
             index = first + lane
-            there = index < num_tokens
-            lengths = tl.load(swa_lens + index.to(tl.int64) * swa_stride, mask=there, other=0)
+            mask = index < num_tokens
+            lengths = tl.load(swa_lens + index.to(tl.int64) * swa_stride, mask=mask, other=0)
             size = tl.maximum(_blocks(lengths, swa_width), 1)
             if HAS_EXTRA:
-                place = extra_lens + index.to(tl.int64) * extra_stride
-                size += _blocks(tl.load(place, mask=there, other=0), extra_width)
-            size = tl.where(there, size + _OVERHEAD, 0)
+                address = extra_lens + index.to(tl.int64) * extra_stride
+                size += _blocks(tl.load(address, mask=mask, other=0), extra_width)
+            size = tl.where(mask, size + _OVERHEAD, 0)
             tile_size = tl.sum(size, axis=0)
             if PASS == 0:
                 total += tile_size
             else:
                 starts = tl.cumsum(size, axis=0) - size
-                exists = index <= num_tokens
+                valid = index <= num_tokens
                 stop = tl.where(first + TOKENS > num_tokens, total + 1, tile_start + tile_size)
-                cuts_before = tl.zeros((TOKENS,), tl.int32) + cuts
-                reached = tl.minimum(end + share, total)
-                while (part < num_parts) & (reached < stop):
-                    offset = tl.minimum(reached - tile_start, _LARGEST).to(tl.int32)
-                    passed = exists & (starts <= offset)
-                    start = tl.max(tl.where(passed, starts, 0), axis=0)
-                    end = tl.maximum(reached - _OVERHEAD, tile_start + start)
-                    next_token = first + tl.sum(passed.to(tl.int32), axis=0) - 1
+                splits_before = tl.zeros((TOKENS,), tl.int32) + extra_splits
+                target_end = tl.minimum(end + part_size, total)
+                while (part < num_parts) & (target_end < stop):
+                    offset = tl.minimum(target_end - tile_start, _LARGEST).to(tl.int32)
+                    is_before = valid & (starts <= offset)
+                    start = tl.max(tl.where(is_before, starts, 0), axis=0)
+                    end = tl.maximum(target_end - _OVERHEAD, tile_start + start)
+                    next_token = first + tl.sum(is_before.to(tl.int32), axis=0) - 1
                     next_block = (end - tile_start).to(tl.int32) - start
-                    inside = next_block > 0
-                    ahead = tl.max(tl.where(starts < start, starts, before), axis=0)
-                    last = tl.where(inside, next_token, next_token - 1)
-                    stop_block = tl.where(inside, next_block, start - ahead - _OVERHEAD)
-                    begun, alone = block > 0, token == last
-                    splits_first = (begun | (alone & inside)).to(tl.int32)
-                    splits_last = (inside | (alone & begun)).to(tl.int32)
-                    row = _row(token, last, block, stop_block, shared, splits_first, splits_last)
+                    ends_inside = next_block > 0
+                    last_start = tl.max(tl.where(starts < start, starts, previous_start), axis=0)
+                    last = tl.where(ends_inside, next_token, next_token - 1)
+                    stop_block = tl.where(ends_inside, next_block, start - last_start - _OVERHEAD)
+                    starts_inside, is_single = block > 0, token == last
+                    splits_first = (starts_inside | (is_single & ends_inside)).to(tl.int32)
+                    splits_last = (ends_inside | (is_single & starts_inside)).to(tl.int32)
+                    row = _row(
+                        token, last, block, stop_block, first_split, splits_first, splits_last
+                    )
                     tl.store(out + part.to(tl.int64) * _COLUMNS + column, row)
-                    again = tl.where(begun & (next_token == token), shared + 1, 1)
-                    shared = tl.where(inside, again, 0)
-                    cuts += inside.to(tl.int32)
-                    cuts_before += (inside & (starts > start)).to(tl.int32)
+                    next_split = tl.where(starts_inside & (next_token == token), first_split + 1, 1)
+                    first_split = tl.where(ends_inside, next_split, 0)
+                    extra_splits += ends_inside.to(tl.int32)
+                    splits_before += (ends_inside & (starts > start)).to(tl.int32)
                     token, block = next_token, next_block
-                    reached = tl.minimum(end + share, total)
+                    target_end = tl.minimum(end + part_size, total)
                     part += 1
-                tl.store(counts + index, index + cuts_before, mask=exists)
-                before = tl.max(starts, axis=0) - tile_size
+                tl.store(counts + index, index + splits_before, mask=valid)
+                previous_start = tl.max(starts, axis=0) - tile_size
                 tile_start += tile_size
             first += TOKENS
-    rest = num_tokens + 1
-    while rest < (num_tokens + 1) * _COLUMNS:
-        offset = rest + lane
-        none = tl.zeros_like(offset)
-        tl.store(counts + offset, none, mask=offset < (num_tokens + 1) * _COLUMNS)
-        rest += TOKENS
+    padding = num_tokens + 1
+    while padding < (num_tokens + 1) * _COLUMNS:
+        offset = padding + lane
+        zeros = tl.zeros_like(offset)
+        tl.store(counts + offset, zeros, mask=offset < (num_tokens + 1) * _COLUMNS)
+        padding += TOKENS
 
 
 def flash_mla_metadata(
