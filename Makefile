@@ -33,7 +33,7 @@ PART ?= 1/1
 
 BIN := $(VENV)/bin
 # the longest first, so that no process waits for another
-SMOKE := $(addprefix tests/,kernels/interpreter/test_kernels.py transformers/test_compiled.py ops/test_contract.py test_cli.py kernels/test_compat.py)
+SMOKE := $(addprefix tests/,kernels/interpreter/test_kernels.py tensorrt/test_stubs.py transformers/test_compiled.py ops/test_contract.py test_cli.py kernels/test_compat.py)
 TEST_STAMP := $(VENV)/.installed-test
 DEV_STAMP := $(VENV)/.installed-dev
 
@@ -61,7 +61,7 @@ test-gpu:
 	DSV4_OPS_GPUS=$(GPUS) $(GPU_PYTHON) -m pytest -q -m gpu tests -n $(GPU_WORKERS) --dist worksteal --part $(PART) --stop-after $(GPU_SECONDS) $(PYTEST_ARGS)
 
 smoke: export DSV4_OPS_SMOKE = 1
-smoke: $(TEST_STAMP)
+smoke: $(TEST_STAMP) tensorrt-stubs
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m smoke $(SMOKE) $(PYTEST_ARGS)
 
 # one environment at a time: each takes 5 GB
@@ -95,7 +95,7 @@ docs: $(DEV_STAMP)
 kernels: $(TEST_STAMP)
 	$(BIN)/python -m dsv4_ops kernels
 
-# 5 MB of wheels; `make test` runs what needs them if they are there
+# 5 MB of wheels; tests run over them in lanes of torch 2.13, whose torch-tensorrt they are
 tensorrt-stubs: $(TEST_STAMP)
 	$(BIN)/python .ci/tensorrt_stubs.py $(STUBS)
 

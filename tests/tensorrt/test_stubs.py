@@ -17,6 +17,7 @@ CHECKS = Path(__file__).parent / "under_stubs"
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.skipif(bool(stubs.missing()), reason=stubs.missing())
 def test_checks_under_stubs_pass():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
