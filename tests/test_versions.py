@@ -110,3 +110,18 @@ import dsv4_ops.integrations.transformers
     first, _, second = done.stderr.partition("between")
     assert "tested with torch up to 2.15, not with 2.99.0" in first
     assert "tested with transformers up to 5.24, not with 6.0.0" in second
+
+
+@pytest.mark.parametrize(
+    ("version", "pair"),
+    [
+        ("2.15.0+cu130", (2, 15)),
+        ("2.16.0a0+git1234", (2, 16)),
+        ("2.16rc1", (2, 16)),
+        ("5.25.0.dev0", (5, 25)),
+        ("6", (6, 0)),
+        ("unknown", (0, 0)),
+    ],
+)
+def test_a_release_of_any_version_string(version, pair):
+    assert versions.release(version) == pair

@@ -6,6 +6,7 @@ the newest of them: a later release is installed and gets a warning of one line.
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import NamedTuple
 
@@ -37,9 +38,9 @@ which is "newest" until a release follows."""
 
 
 def release(version: str) -> tuple[int, int]:
-    """(2, 15) of "2.15.0+cu130"."""
-    major, minor, *_ = version.split("+")[0].split(".")
-    return int(major), int(minor)
+    """(2, 15) of "2.15.0+cu130" or "2.15rc1"."""
+    found = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
 
 
 def supported(package: str) -> tuple[str, str]:
