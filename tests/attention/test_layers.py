@@ -21,7 +21,6 @@ from dsv4_ops.attention import (
     build_attention_step,
 )
 from dsv4_ops.attention.metadata import BlockTables, build_decode_metadata, build_prefill_metadata
-from dsv4_ops.ops.indexer import indexer_select
 from tests.helpers import Called, i32
 from tests.support.layers import (
     HIDDEN,
@@ -146,25 +145,6 @@ def test_any_cut_into_steps_gives_the_same(kind: str, spec: LayerSpec, budget: f
                 assert_close(out, expected[: len(out)], budget)
 
     compare()
-
-
-def test_steps_of_as_many_tokens_a_request_select_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By sizes alone, over a block table of two requests and one of padding: two of four tokens and
-    padding, three and five, one and one."""
-    layer, inputs, whole = in_one_pass("c4", SPEC)
-    shapes = []
-
-    def recorded(
-        q: Tensor, weights: Tensor, cache: Tensor, positions: Tensor, *rest: Any, **sizes: Any
-    ) -> Tensor:
-        shapes.append(list(positions.shape))
-        return indexer_select(q, weights, cache, positions, *rest, **sizes)
-
-    monkeypatch.setattr("dsv4_ops.attention.layer.indexer_select", recorded)
-    outputs = in_chunks(layer, inputs[:2], [[20, 4, 3, 1, 2], [22, 4, 5, 1, 1]], padding=4)
-    assert shapes == [[46], [3, 4], [3, 4], [3, 2], [7]]
-    for found, expected in zip(outputs, whole, strict=False):
-        assert_close(found, expected[: len(found)], 0.01)
 
 
 @each_kind

@@ -82,6 +82,7 @@ def test_one_row_is_measured(tmp_path):
     assert model.model.layers[0].self_attn.sinks.dtype == torch.float32
     cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=300, max_chunk=64)
     model_bench._fill(cache)
+    cache.seq_lens.fill_(256)
     batch = model_bench._batch(model, 2, 256)
     logits = v4.decode_step(model, batch, cache.tensors)
     assert logits.isfinite().all()

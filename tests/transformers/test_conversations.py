@@ -201,7 +201,7 @@ def test_a_text_that_ended_early_and_holds_the_pad_id_goes_on_without_a_mask():
 
 
 def test_a_text_that_ended_a_token_before_the_others_goes_on_without_a_mask():
-    """Its cache has as many tokens of the answer as theirs, and it is padded."""
+    """Its cache has as many tokens of the answer as stock, and it is padded."""
     turns = Conversation(2, Random(1))
     turns.say([9, 9])
     eos = int(turns.answer()[0, NEW - 2])
