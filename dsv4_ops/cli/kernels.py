@@ -37,8 +37,17 @@ SPILLS = {
 """Allowed spill bytes; these kernels fill all registers with accumulators and tiles in flight, and
 spill a few addresses that they reload once per block of keys."""
 
-SPILLS_SINCE = {(3, 9): {"select_logits_kernel": 16, "hopper_mla_decode_kernel": 584}}
-"""Allowed spill bytes instead, by minimum Triton version; of dense MLA over scaled FP8 rows."""
+SPILLS_OF = {
+    (3, 6): {},
+    (3, 8): {
+        "hopper_mla_decode_kernel": 564,
+        "hopper_prefill_keys_kernel": 48,
+        "prefill_keys_kernel": 388,
+    },
+    (3, 9): {"select_logits_kernel": 16, "hopper_mla_decode_kernel": 584},
+}
+"""Allowed spill bytes instead, by the first release of Triton that spills so, up to the next here;
+of dense MLA over scaled FP8 rows."""
 
 _SPILLED = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
 _USAGE = re.compile(_SPILLED + r".*?Used (\d+) registers", re.S)
@@ -511,11 +520,8 @@ def _usage(kernel: Any, capability: int) -> tuple[int, int]:
 
 
 def spilling(reports: list[KernelReport]) -> list[KernelReport]:
-    """Kernels that spill more than ``SPILLS`` and ``SPILLS_SINCE`` allow."""
-    granted = dict(SPILLS)
-    for since, more in SPILLS_SINCE.items():
-        if version() >= since:
-            granted |= more
+    """Kernels that spill more than ``SPILLS`` and ``SPILLS_OF`` allow."""
+    granted = SPILLS | SPILLS_OF[max(since for since in SPILLS_OF if since <= version())]
     return [item for item in reports if item.spills > granted.get(item.kernel, 0)]
 
 

@@ -116,7 +116,7 @@ def _name(kernel_hash: str) -> str:
 def takes_options_in_graphs() -> bool:
     """Return whether a traced launch may pass options of the backend as keyword arguments.
 
-    True since torch 2.15. Older torch refuses them; its Triton (up to 3.8) fuses by default.
+    True since torch 2.14. Older torch refuses them; its Triton (up to 3.7) fuses by default.
     """
     from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperMutation
 
