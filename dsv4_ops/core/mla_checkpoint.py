@@ -26,8 +26,11 @@ _SIZES = (
     *("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _DRAFTS = "num_nextn_predict_layers"
-_COMPUTED = ".rotary_emb.inv_freq"
-"""End of the names of what loaders compute from the config, where old files have it."""
+_SKIPPED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
+"""Endings of names that loaders skip: what they compute from the config, where old files have it,
+and scales of other engines' caches."""
+_SHARED_EXPERTS = {"deepseek_v3": 1, "deepseek_v2": 2}
+"""Hugging Face's default of ``n_shared_experts``."""
 
 
 def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
@@ -36,6 +39,7 @@ def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
     Raises:
         ValueError: a size that is missing or none, biases, or skipped modules that are no patterns.
     """
+    config = {"n_shared_experts": _SHARED_EXPERTS[config["model_type"]], **config}
     check_sizes(op, config, _SIZES, zero=("first_k_dense_replace",))
     if "q_lora_rank" not in config:
         check_sizes(op, config, ("q_lora_rank",))
@@ -50,8 +54,8 @@ def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
 
 
 def is_other(config: Mapping[str, Any], name: str) -> bool:
-    """Whether loaders skip a tensor: it is computed, or of a draft layer, behind the others."""
-    return name.endswith(_COMPUTED) or is_draft(config, name)
+    """Whether loaders skip a tensor, such as those of a draft layer."""
+    return name.endswith(_SKIPPED) or is_draft(config, name)
 
 
 def is_draft(config: Mapping[str, Any], name: str) -> bool:

@@ -12,11 +12,13 @@ SCALE_FORMATS = ("float", "ue8m0")
 _ADVICE = "Take the config.json that belongs to the weights"
 _QUANTIZATION = {
     "quant_method": "fp8",
-    "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": [WEIGHT_BLOCK, WEIGHT_BLOCK],
 }
 """What quantization_config must say; the first of these in words, the others by default too."""
+
+_FORMATS = (None, "e4m3", "float8_e4m3fn")
+"""Names of the format of codes; loaders do not read it."""
 
 
 def check_sizes(
@@ -69,6 +71,9 @@ def scale_format(op: str, config: Mapping[str, Any]) -> str:
         if actual != wanted:
             rule = f"be {wanted!r}"
             raise refusal(ValueError, op, f"{name}.{part}", rule, repr(actual), _ADVICE)
+    if held.get("fmt") not in _FORMATS:
+        rule = "be 'e4m3'"
+        raise refusal(ValueError, op, f"{name}.fmt", rule, repr(held["fmt"]), _ADVICE)
     found = held.get("scale_fmt", "float")
     if found not in SCALE_FORMATS:
         rule = f"be one of {', '.join(SCALE_FORMATS)}"

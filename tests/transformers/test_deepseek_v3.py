@@ -771,7 +771,7 @@ def test_memory_of_a_cache():
     assert cache.memory()["latents"] == 80 * 4 * 64 * 5 * 3
     assert set(cache.memory()) == {"latents", "tables"}
     assert "latents" in repr(cache)
-    assert v4.input_names(cache)[:7] == (
+    assert v4.input_names(cache)[:8] == (
         "tokens",
         "query_start_loc",
         "seq_lens",
@@ -779,6 +779,7 @@ def test_memory_of_a_cache():
         "tables.blocks",
         "dropped",
         "cache.seq_lens",
+        "cache.written",
     )
 
 

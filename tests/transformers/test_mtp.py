@@ -98,6 +98,7 @@ def speculate(model, text, num_drafts, step=v4.speculative_step):
         torch.cat([text[index, :size], found.tokens[index, :1]])
         for index, size in enumerate(PROMPTS)
     ]
+    assert cache.seq_lens.tolist() == list(PROMPTS)
     yield known, found
     while min(len(each) - size for each, size in zip(known, PROMPTS, strict=True)) < NEW:
         found = step(model, found.batch, cache.tensors)
@@ -106,6 +107,8 @@ def speculate(model, text, num_drafts, step=v4.speculative_step):
             torch.cat([each, tokens[:count]])
             for each, tokens, count in zip(known, found.tokens, counts, strict=True)
         ]
+        # the last token is not stored, and rejected drafts no longer count
+        assert cache.seq_lens.tolist() == [len(each) - 1 for each in known]
         yield known, found
     cache.raise_if_dropped()
 

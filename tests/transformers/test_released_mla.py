@@ -372,3 +372,28 @@ def test_a_config_of_another_architecture_is_refused(released):
     other = transformers.LlamaConfig()
     with pytest.raises(ValueError, match=r"^load_quantized: config.model_type must be 'deepseek_v"):
         hf.load_quantized(released[0], config=other)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", None])
+def test_other_names_of_the_codes_format(copied, name):
+    """Loaders do not read it."""
+    files, config, write = copied
+    config["quantization_config"]["fmt"] = name
+    assert check_checkpoint(write()).num_tensors == len(files)
+    config["quantization_config"]["fmt"] = "e5m2"
+    with pytest.raises(ValueError, match=r"quantization_config\.fmt must be 'e4m3', got 'e5m2'"):
+        check_checkpoint(write())
+
+
+def test_scales_of_other_engines_caches_are_skipped(copied):
+    files, _, write = copied
+    files[f"{ATTENTION}.k_scale"] = torch.ones(1)
+    files[f"{ATTENTION}.v_scale"] = torch.ones(1)
+    assert check_checkpoint(write()).num_tensors == len(files)
+
+
+def test_shared_experts_have_hugging_faces_default(copied):
+    _, config, write = copied
+    default = {"deepseek_v3": 1, "deepseek_v2": 2}[config["model_type"]]
+    assert config.pop("n_shared_experts") == default
+    check_checkpoint(write())

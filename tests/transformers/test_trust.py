@@ -401,3 +401,43 @@ def test_a_cache_is_made_of_a_configuration():
 def test_what_hugging_faces_caches_do_and_ours_does_not(call):
     with pytest.raises(NotImplementedError, match="must be of another cache, got a PagedCache"):
         call(new_cache())
+
+
+# Steps and calls share lengths, and what rings overwrote
+
+
+def one(tokens, end):
+    """A step of row 0."""
+    return v4.StepBatch(tokens, i32([0, len(tokens)]), i32([end]), i32([0]))
+
+
+def test_a_row_that_begins_again_in_a_step_may_go_back_in_a_call():
+    """The furthest end of the request before it does not count."""
+    model, cache = reference(), new_cache(next_n=3, max_chunk=64)
+    for start in range(0, 192, 64):
+        model(text()[:1, start : start + 64], cache=cache)
+    assert cache.written[0] == 192
+    v4.prefill_step(model, one(text()[1, :60], 60), cache)
+    v4.decode_step(model, one(text()[1, 60:63], 63), cache)
+    assert (int(cache.seq_lens[0]), int(cache.written[0])) == (63, 63)
+    positions = torch.tensor([[61]])
+    logits = model(text()[1:2, 61:62], position_ids=positions, cache=cache).logits
+    torch.testing.assert_close(logits[0, 0], expected()[1, 61], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize(("end", "back", "position"), [(250, 3, 239), (224, 5, 211)])
+def test_what_steps_overwrote_no_call_reads(end, back, position):
+    """Steps reached ``end`` and went back by some tokens: states before them are gone."""
+    model, cache = reference(), new_cache(next_n=8, max_chunk=64)
+    for start in range(0, end, 50):
+        stop = min(start + 50, end)
+        v4.prefill_step(model, one(text()[0, start:stop], stop), cache)
+    first = end - back
+    v4.decode_step(model, one(text()[0, first : first + 1], first + 1), cache)
+    assert (int(cache.seq_lens[0]), int(cache.written[0])) == (first + 1, end)
+    with pytest.raises(ValueError, match="must go back to a position whose states are still there"):
+        model(
+            text()[:1, position : position + 1],
+            position_ids=torch.tensor([[position]]),
+            cache=cache,
+        )

@@ -152,7 +152,7 @@ def test_every_way_into_a_trace(way, family):
 
 def test_no_trace_reads_a_name_or_a_functions_identity():
     """Outside of the functions that run on the host: what ``patch`` calls, and cache keys."""
-    host = {"defining_class", "_unbound"}
+    host = {"defining_class", "_unbound", "_package_of", "_is_of_class", "_is_accelerates"}
     host_files = {"precompiled.py", "kernel_files.py", "compiled.py", "twins.py"}
     names = {"__module__", "__qualname__", "__func__", "__code__", "__wrapped__", "__globals__"}
     package = Path(dsv4_ops.__file__).parent
@@ -323,6 +323,58 @@ def test_hooks_of_accelerate_compile(family, first):
         v4.patch(model, **SETTINGS)
     for logits in (last_logits(model), last_logits(model, fullgraph=False)):
         torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
+
+
+def dispatched(model):
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    return accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def skipped(model):
+    """A module whose work ops do, and its name."""
+    attention = model.model.layers[0].self_attn
+    if model.config.model_type == "deepseek_v3":
+        return attention.kv_b_proj, "model.layers.0.self_attn.kv_b_proj"
+    return attention.compressor.kv_norm, "model.layers.0.self_attn.compressor.kv_norm"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("order", ["wpd", "wdp", "pwd", "pdw", "dwp", "dpw"])
+def test_a_wrapper_above_or_below_a_hook_of_accelerate_is_refused(family, order):
+    """In every order of wrapping, patching and dispatching, where ops do the module's work."""
+    model, error = FAMILIES[family](), None
+    for action in order:
+        if action == "d":
+            model = dispatched(model)
+        elif action == "w":
+            module, name = skipped(model)
+            module.forward = doubled(module.forward)
+        else:
+            try:
+                v4.patch(model, **SETTINGS)
+            except NotImplementedError as refused:
+                error = str(refused)
+                break
+    if error is None:
+        with pytest.raises(NotImplementedError) as raised:
+            last_logits(model)
+        error = str(raised.value)
+    assert f"{name} {STATE}, got a forward of its own." in error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hook_derived_from_accelerates_is_refused(family):
+    hooks = pytest.importorskip("accelerate.hooks", reason="needs accelerate")
+
+    class Doubles(hooks.AlignDevicesHook):
+        def post_forward(self, module, output):
+            return 2 * output
+
+    model = v4.patch(FAMILIES[family](), **SETTINGS)
+    module, name = skipped(model)
+    hooks.add_hook_to_module(module, Doubles(execution_device="cpu"))
+    with pytest.raises(NotImplementedError, match=f"{name} {STATE}, got a forward of its own"):
+        last_logits(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -145,7 +145,6 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.text: Text | None = None
         lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
-        self.written = torch.zeros_like(lens)  # furthest end of each row so far
         drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
         self.tensors = CacheTensors(
             tables=self.spec.tables(self._pool_table(), self.rings, max_cache_len),
@@ -155,8 +154,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             made_for=self.spec.fingerprint,
             dropped=torch.zeros(1, dtype=torch.int64, device=self.device),
             seq_lens=lens,
+            written=torch.zeros_like(lens),
         )
-        mark_static(self.written, *pytree.tree_leaves(self.tensors))
+        mark_static(*pytree.tree_leaves(self.tensors))
 
     def _layers(self, kinds: tuple[str, ...], num_blocks: int) -> tuple[Any, ...]:
         sizes = (self._max_batch_size, num_blocks, self.rings, self.device)
@@ -190,6 +190,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         Calls and steps read and write it. Write it where something else filled the rows.
         """
         return self.tensors.seq_lens
+
+    @property
+    def written(self) -> Tensor:
+        """Furthest end of every row since it began at 0, [max_batch_size], int32."""
+        return self.tensors.written
 
     @property
     def requests(self) -> dict[Hashable, int]:

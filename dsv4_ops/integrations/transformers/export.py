@@ -26,6 +26,7 @@ from dsv4_ops.integrations.transformers.steps import (
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 _BATCH = ("tokens", "query_start_loc", "seq_lens", "rows")
+_COUNTERS = ("dropped", "seq_lens", "written")
 
 
 class DecodeModule(nn.Module):
@@ -52,13 +53,13 @@ class DecodeModule(nn.Module):
         """Run the step on the tensors of ``decode_inputs``; return logits."""
         start = len(_BATCH) + self._num_tables
         batch, tables = StepBatch(*tensors[:4]), self._tables(*tensors[4:start])
-        dropped, seq_lens = tensors[start : start + 2]
-        caches = iter(tensors[start + 2 :])
+        dropped, seq_lens, written = tensors[start : start + len(_COUNTERS)]
+        caches = iter(tensors[start + len(_COUNTERS) :])
         layers = tuple(
             kind(**{name: next(caches) for name in names}) for kind, names in self._layers
         )
         rope = self._rope(**{name: getattr(self, f"{name}_rope") for name in self._rope_names})
-        cache = CacheTensors(tables, rope, layers, dropped, seq_lens, self._made_for)
+        cache = CacheTensors(tables, rope, layers, dropped, seq_lens, written, self._made_for)
         return self.step(batch, cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
@@ -77,8 +78,8 @@ class PrefillModule(DecodeModule):
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
     """Inputs of a package of ``export_decode`` or ``export_prefill``.
 
-    The batch, the block tables, the counter of dropped tokens, the lengths of the rows, and the
-    caches of every layer, in the order of ``input_names``.
+    The batch, the block tables, the counter of dropped tokens, the lengths of the rows and their
+    furthest ends, and the caches of every layer, in the order of ``input_names``.
 
     Args:
         batch: The step.
@@ -93,7 +94,7 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
     caches = [
         getattr(layer, name) for layer in cache.tensors.layers for name in _cache_names(layer)
     ]
-    counters = (cache.tensors.dropped, cache.tensors.seq_lens)
+    counters = (getattr(cache.tensors, name) for name in _COUNTERS)
     return (*(getattr(batch, name) for name in _BATCH), *tables, *counters, *caches)
 
 
@@ -103,7 +104,8 @@ def input_names(cache: PagedCache) -> tuple[str, ...]:
     layers = enumerate(cache.tensors.layers)
     caches = [f"layers.{index}.{name}" for index, layer in layers for name in _cache_names(layer)]
     tables = [f"tables.{name}" for name in _table_names(cache)]
-    return (*_BATCH, *tables, "dropped", "cache.seq_lens", *caches)
+    counters = ("dropped", *(f"cache.{name}" for name in _COUNTERS[1:]))
+    return (*_BATCH, *tables, *counters, *caches)
 
 
 def _table_names(cache: PagedCache) -> tuple[str, ...]:

@@ -41,6 +41,8 @@ SOURCE = "_dsv4_ops_source"
 """What a module's buffers were made of: where its weight is, and its version."""
 CLASS = "_dsv4_ops_class"
 """Name of the class that ``mark`` saw on a module."""
+_BELOW_HOOK = "_old_forward"
+"""What accelerate's hooks call."""
 REPLACED = "_dsv4_ops_replaced_forward"
 """What a bound method's module had as a forward of its own, or None."""
 _ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there"
@@ -105,7 +107,7 @@ def with_methods(module: Any, made: dict[int, Any] | None = None) -> Any:
         }
         twin.__dict__["_modules"] = children
         for name, value in vars(module).items():
-            if isinstance(value, Replacement):
+            if isinstance(value, Replacement) and name != _BELOW_HOOK:
                 twin.__dict__[name] = MethodType(value.function, twin)
                 if name == "forward":
                     twin.__dict__[REPLACED] = value.before
@@ -123,12 +125,16 @@ def defining_class(module: Any) -> str | None:
         return None
     function = vars(owner)["forward"]
     while function is not None:
-        # functools.wraps copies __module__, but not the globals
-        package = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
-        if package not in _TRUSTED:
+        if _package_of(function) not in _TRUSTED:
             return None
         function = getattr(function, "__wrapped__", None)
     return owner.__name__
+
+
+def _package_of(function: Any) -> str:
+    """Package of a function's code: functools.wraps copies ``__module__``, but not the globals."""
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return name.partition(".")[0]
 
 
 def mark(model: Any) -> None:
@@ -164,8 +170,29 @@ def own_forward(module: Any) -> Any:
     forward = vars(module).get("forward")
     if isinstance(forward, Replacement):
         forward = forward.before
-    forward = vars(module).get(REPLACED, forward)
-    return None if forward is None or _is_harmless(vars(module).get("_hf_hook")) else forward
+    return _below_hook(module, vars(module).get(REPLACED, forward))
+
+
+def _below_hook(module: Any, forward: Any) -> Any:
+    """What accelerate's hook calls, if ``forward`` is such a hook: None if it is the class's own.
+
+    A trace goes by the structure alone; the host also asks whose functions these are.
+    """
+    hook, below = vars(module).get("_hf_hook"), vars(module).get(_BELOW_HOOK)
+    if hook is None or not isinstance(forward, partial) or not _is_harmless(hook):
+        return forward
+    traced = torch.compiler.is_compiling()
+    if not traced and _package_of(forward.func) != "accelerate":
+        return forward
+    if isinstance(below, Replacement):
+        return below.before
+    own = isinstance(below, MethodType) and (traced or _is_of_class(module, below))
+    return None if own else below
+
+
+def _is_of_class(module: Any, method: MethodType) -> bool:
+    """Whether a bound method is the forward of the module's class; only for the host."""
+    return method.__func__ is type(module).forward
 
 
 def runs_ours(module: Any) -> bool:
@@ -178,9 +205,15 @@ def runs_ours(module: Any) -> bool:
 def _is_harmless(hook: Any) -> bool:
     """Whether accelerate's hook, which is a forward of the instance, loads no weights.
 
-    Only its hook that aligns devices has ``offload``.
+    Only its hook that aligns devices has ``offload``; the host refuses classes derived from it.
     """
-    return getattr(hook, "offload", True) is False
+    aligns = getattr(hook, "offload", True) is False
+    return aligns and (torch.compiler.is_compiling() or _is_accelerates(hook))
+
+
+def _is_accelerates(hook: Any) -> bool:
+    """Whether a hook's class is accelerate's own; only for the host."""
+    return type(hook).__module__.partition(".")[0] == "accelerate"
 
 
 def quantized_weights(module: Any) -> tuple[str, ...]:

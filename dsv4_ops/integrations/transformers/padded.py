@@ -27,6 +27,7 @@ from dsv4_ops.integrations.transformers.dropped import (
     values_are_free,
 )
 from dsv4_ops.integrations.transformers.steps import check_cache
+from dsv4_ops.integrations.transformers.tensors import store_lengths
 
 OP = "model"
 
@@ -122,10 +123,7 @@ def padded_step(
             raise unknown_id(OP, "input_ids", wrong, vocab_size)
         raise _refused(spec, int(lacking.argmax()), valid, asked, first, cache)
     ends = positions.amax(1).to(torch.int32) + 1
-    written = cache.written[:batch]
-    furthest = torch.where(first[:, 0] > 0, torch.maximum(written, ends), ends)
-    written.copy_(torch.where(ends > 0, furthest, written))
-    before.copy_(torch.where(ends > 0, ends, before))
+    store_lengths(before, cache.written[:batch], ends, first[:, 0])
     count_dropped(cache.tensors, wanted, stored)
     ends = ends[:, None].expand(shape).flatten()
 

@@ -126,6 +126,7 @@ def speculative_step(
     accepted = verified.num_accepted
     first = torch.arange(num_reqs, dtype=torch.int32, device=accepted.device) * width
     lens = _grown(batch.seq_lens, accepted - num_drafts)
+    _forget_rejected(batch, tensors, num_drafts - accepted)
     drafts, probs = _draft(
         spec,
         model,
@@ -218,6 +219,14 @@ def speculative_prefill(
     tokens = torch.nn.functional.pad(chosen[:, None], (0, num_drafts), value=-1)
     following_batch = _next(batch, torch.cat([chosen[:, None], drafts], 1), lens)
     return SpeculativeStep(tokens, verified.num_accepted, following_batch, probs)
+
+
+def _forget_rejected(batch: StepBatch, cache: CacheTensors, rejected: Tensor) -> None:
+    """Take ``rejected`` drafts of every request from the lengths of the cache's rows."""
+    row = torch.arange(cache.num_rows, dtype=torch.int32, device=rejected.device)[:, None]
+    # a request that the step could not store left its row as it was
+    stored = (row == batch.rows) & (batch.seq_lens == cache.seq_lens[:, None])
+    cache.seq_lens.sub_(torch.where(stored, rejected, 0).amax(1))
 
 
 def _checked(

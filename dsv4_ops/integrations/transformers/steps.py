@@ -31,7 +31,7 @@ from dsv4_ops.integrations.transformers.dropped import (
     values_are_free,
 )
 from dsv4_ops.integrations.transformers.modules import check_body, check_modules
-from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
+from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch, store_lengths
 from dsv4_ops.ops.batch import token_map
 
 __all__ = ["LayerContext", "decode_step", "prefill_step"]
@@ -184,8 +184,11 @@ def build_step(
     found, wanted = tokens_of(batch, cache, cache.seq_lens)
     requests = found.requests()
     of_row = torch.arange(cache.num_rows, dtype=torch.int32, device=wanted.device)[:, None]
-    lens = torch.where(of_row == requests.rows, requests.seq_lens, 0).amax(1)
-    cache.seq_lens.copy_(torch.where(lens > 0, lens, cache.seq_lens))
+    ends, first = (
+        torch.where(of_row == requests.rows, each, 0).amax(1)
+        for each in (requests.seq_lens, requests.seq_lens - wanted)
+    )
+    store_lengths(cache.seq_lens, cache.written, ends, first)
     found = replace(found, tokens=storable(found.tokens, cache, spec.block_tokens))
     step = spec.build_step(found, cache, schedule)
     stored = (step.positions >= 0) & in_vocabulary(batch.tokens, vocab_size)

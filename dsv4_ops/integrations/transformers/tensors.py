@@ -93,6 +93,8 @@ class CacheTensors:
         dropped: Number of tokens that steps could not store, [1], int64.
         seq_lens: Length of the request in every row after its last step, [max_batch_size], int32;
             0 before the first. A request goes on there or before.
+        written: Furthest end of each row since it began at 0, [max_batch_size], int32: positions
+            that rings may have overwritten what earlier ones read.
         made_for: ``fingerprint`` of the model; steps refuse the cache of another model.
             Part of the pytree's structure, so a constant in graphs.
         draft: Caches of the draft layer, such as ``LayerCaches``; empty without one.
@@ -103,6 +105,7 @@ class CacheTensors:
     layers: tuple[Any, ...]
     dropped: Tensor
     seq_lens: Tensor
+    written: Tensor
     made_for: str
     draft: tuple[Any, ...] = ()
 
@@ -117,8 +120,15 @@ class CacheTensors:
         return self.dropped.device
 
 
+def store_lengths(seq_lens: Tensor, written: Tensor, ends: Tensor, first: Tensor) -> None:
+    """Move rows to ``ends`` after a step from positions ``first``; ends of 0 are no step."""
+    furthest = torch.where(first > 0, torch.maximum(written, ends), ends)
+    written.copy_(torch.where(ends > 0, furthest, written))
+    seq_lens.copy_(torch.where(ends > 0, ends, seq_lens))
+
+
 _NAMESPACE = "dsv4_ops.transformers"
-_CACHE = ("tables", "rope", "layers", "dropped", "seq_lens", "draft")
+_CACHE = ("tables", "rope", "layers", "dropped", "seq_lens", "written", "draft")
 
 
 def _flatten(cache: CacheTensors) -> tuple[list[Any], str]:
@@ -131,8 +141,8 @@ def _flatten_with_keys(cache: CacheTensors) -> tuple[list[tuple[Any, Any]], str]
 
 
 def _unflatten(values: Iterable[Any], made_for: str) -> CacheTensors:
-    tables, rope, layers, dropped, seq_lens, draft = values
-    return CacheTensors(tables, rope, layers, dropped, seq_lens, made_for, draft)
+    tables, rope, layers, dropped, seq_lens, written, draft = values
+    return CacheTensors(tables, rope, layers, dropped, seq_lens, written, made_for, draft)
 
 
 pytree.register_pytree_node(
