@@ -88,7 +88,7 @@ def values(graph):
 def test_a_decode_step_writes_the_callers_caches(layers, engines):
     model = v4.patch(small_model(layer_types=list(layers)), kv="fp8")
     kinds, cache = assert_equal_steps(model, engines)
-    assert kinds["dsv4_ops_tensorrt.copy_back.default"] == 2  # dropped tokens, stored lengths
+    assert kinds["dsv4_ops_tensorrt.copy_back.default"] == 3  # dropped tokens, lengths, ends
     assert all(layer.swa.any() for layer in cache.tensors.layers)
 
 
