@@ -54,7 +54,7 @@ def test_every_plot_has_lines_of_ours_and_shows_the_stored_rows():
 # Versions, rates of the hardware, targets and constants of the code: what no row says.
 NO_FIGURE = re.compile(
     r"vLLM 0\.22\.1|torch 2\.\d+|to 2\.1[35]|transformers 5\.17|(?:to|transformers) 5\.2[34]|"
-    r"Python 3\.10|Triton 3\.6 to 3\.9|compute capability 8\.9|"
+    r"Python 3\.10|Triton 3\.6 to 3\.9|Triton 3\.8|compute capability 8\.9|"
     r"Apache-2\.0|4\.3 TB/s|3\.2 B parameters|at most 1\.2 times DeepGEMM|2\.\d+ in FP8|"
     r"At most 3 % slower|75 % of the roofline|1\.2 times FlashMLA|5 times at 4k|20 times at 32k|"
     r"at most 230 us|at most 890|"
