@@ -25,7 +25,7 @@ Problems = list[str]
 _CHILD_SECONDS = 300
 _LIBSTDCXX = "libstdc++.so"
 FAMILIES = ("DeepSeek-V4", "DeepSeek-V3")
-"""Of which ``dsv4_ops.cli.steps`` compiles a step."""
+"""Families whose step ``dsv4_ops.cli.steps`` compiles."""
 _PROBE_SOURCE = """#include <stdexcept>
 extern "C" void dsv4_ops_probe(int fail) { if (fail) throw std::runtime_error("probe"); }
 """
