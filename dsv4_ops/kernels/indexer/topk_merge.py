@@ -17,14 +17,18 @@ _OCTAVES = tl.constexpr(2**25)
 
 @triton.jit
 def partition(
-    count, splits, topk,
+    count, num_tokens, splits, topk,
     STEP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, MERGED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPED: tl.constexpr, LISTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """How many parts a row of ``count`` keys has, keys per part, the width of their lists, and
     whether a list has every key of its part, in order; one part if all fit. Lists are as wide
     as MERGED keys allow, which are merged together, because the merge alone has to be exact; more
     are merged in GROUPS before, of GROUPED keys at a time."""
+    # LISTS can be merged together: with parts as short as LONG a token, fewer parts take less time
+    # than the merge of groups
+    merged_share = (count + LISTS - 1) // LISTS
+    splits = tl.where(merged_share <= LONG * num_tokens, tl.minimum(splits, LISTS), splits)
     share = (count + splits - 1) // splits
     share = tl.maximum((share + STEP - 1) // STEP * STEP, LEAST)
     whole = share <= topk
@@ -32,8 +36,7 @@ def partition(
     group = (count + grouped - 1) // grouped * share
     # powers of two, so that the lists of a row are all of its keys, and no more than are merged
     # together or, of a longer one, than its groups are
-    short = (count <= MERGED // 2) | ((count <= MERGED) & whole)
-    if short | (whole & (count <= GROUPS * GROUPED) & (group > GROUPED)):
+    if (count <= MERGED) | (whole & (count <= GROUPS * GROUPED) & (group > GROUPED)):
         least = LEAST
         while least < share:
             least *= 2

@@ -51,6 +51,7 @@ def select_logits_kernel(
     num_tokens, splits, topk,
     STEP: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
     MOST: tl.constexpr, MERGED: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr,
+    LISTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     keys += program.to(tl.int64) * CAPACITY
@@ -63,8 +64,9 @@ def select_logits_kernel(
         count = tl.load(lens + token * lens_stride).to(tl.int64)
         count = tl.minimum(tl.maximum(count, 0), num_columns).to(tl.int32)
         parts, share, width, whole = partition(
-            count, splits, topk, STEP, LEAST, MOST, MERGED, GROUPS, GROUPED
-        )
+            count, num_tokens, splits, topk,
+            STEP, LEAST, MOST, MERGED, GROUPS, GROUPED, LISTS, LONG,
+        )  # fmt: skip
         if split < parts:
             _write_plan(plan, token, split, parts, width, whole)
             start = split * share
@@ -113,7 +115,8 @@ def select_keys_kernel(
     RATIO: tl.constexpr, BLOCK_SIZE: tl.constexpr, DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
     WIDTH: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, MERGED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr, SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPED: tl.constexpr, LISTS: tl.constexpr, LONG: tl.constexpr,
+    STAGES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
     scaled = (weights, weight_token_stride, weight_head_stride)
@@ -134,8 +137,9 @@ def select_keys_kernel(
         count = tl.where(real, (position + 1) // RATIO, 0)
         count = tl.minimum(count, tl.cast(max_blocks, tl.int64) * BLOCK_SIZE).to(tl.int32)
         parts, share, width, whole = partition(
-            count, splits, topk, STEP, LEAST, MOST, MERGED, GROUPS, GROUPED
-        )
+            count, num_tokens, splits, topk,
+            STEP, LEAST, MOST, MERGED, GROUPS, GROUPED, LISTS, LONG,
+        )  # fmt: skip
         table = block_table + request * table_stride
         if split < parts:
             _write_plan(plan, token, split, parts, width, whole)
