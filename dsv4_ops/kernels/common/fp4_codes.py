@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.core.layout import round_up
+from dsv4_ops.kernels.common.dequant_gemm import load_words, scale_values, step_of
 from dsv4_ops.kernels.common.fp8 import multiply_codes  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.triton_compat import EMULATE
-from dsv4_ops.kernels.common.weights import load_words, scale_values, step_of
 
 _REACH = tl.constexpr(11)
 """Largest power of two above a row's base: 6 becomes 384 there, and 448 is the largest code."""

@@ -1,6 +1,6 @@
 """Launchers of the block-scaled FP8 linear layers."""
 
-from dsv4_ops.kernels.linear.products import (
+from dsv4_ops.kernels.linear.gemm import (
     fp8_grouped_linear as fp8_grouped_linear,
     fp8_linear as fp8_linear,
 )

@@ -1,3 +1,3 @@
 """Launcher of hyper-connections."""
 
-from dsv4_ops.kernels.streams.connect import hyper_connection as hyper_connection
+from dsv4_ops.kernels.streams.hyper_connection import hyper_connection as hyper_connection

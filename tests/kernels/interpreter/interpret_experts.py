@@ -10,7 +10,7 @@ import torch
 
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels.experts import activations, experts, plan, products, route
+from dsv4_ops.kernels.experts import activations, experts, grouped_gemm, plan, route
 from dsv4_ops.kernels.launcher import EAGER, Launcher, _Fused
 from dsv4_ops.reference import experts as reference, linear as reference_linear
 from dsv4_ops.testing.case import Case
@@ -20,7 +20,7 @@ from dsv4_ops.testing.contract.compare import assert_agrees, equal
 SETTINGS = {"swiglu_limit": 10.0, "activations": "bf16"}
 W4A8 = {**SETTINGS, "activations": "fp8"}
 
-BLOCKS_OF = products.blocks_of
+BLOCKS_OF = grouped_gemm.blocks_of
 
 WITHOUT_CODES = Launcher(_Fused, capability=(8, 0))
 """On an A100, for which Triton converts no e4m3 codes."""
@@ -31,15 +31,15 @@ def check(block: int, width: int, size: int, bits: int) -> None:
     several blocks, and two of few rows."""
     seed = torch.Generator().manual_seed(block)
     up, up_scale, down, down_scale = expert_weights(seed, 3, width, size, bits)
-    several = (bits, block) in products.PAIR_STAGES and width == 256
+    several = (bits, block) in grouped_gemm.PAIR_STAGES and width == 256
     tokens = 2 * block + 15 if several else 40
     x = torch.randn(tokens, width, generator=seed).bfloat16()
     ids = torch.randint(-1, 4, (tokens, 2), generator=seed).int()
     ids[10:, 0] = 1
     call = (x, torch.rand(tokens, 2, generator=seed), ids, up, up_scale, down, down_scale)
-    stages = products.PAIR_STAGES.get((bits, block), 0)
-    blocks = products.Blocks(block, products.TILES[bits][block], stages, False)
-    products.blocks_of = lambda *_, **__: blocks
+    stages = grouped_gemm.PAIR_STAGES.get((bits, block), 0)
+    blocks = grouped_gemm.Blocks(block, grouped_gemm.TILES[bits][block], stages, False)
+    grouped_gemm.blocks_of = lambda *_, **__: blocks
     case = Case(f"blocks of {block}", call, SETTINGS)
     found = experts(EAGER, *call, **SETTINGS)
     expected = case.run(OPS["experts"].reference)
@@ -92,12 +92,12 @@ def codes_case(width: int, size: int, tokens: int) -> tuple[Callable[[], bool], 
     ids[10:, 0] = 1
     weights = torch.rand(tokens, 2, generator=seed)
     case = Case("codes", (x, weights, ids, up, up_scale, down, down_scale), W4A8)
-    products.blocks_of = BLOCKS_OF
+    grouped_gemm.blocks_of = BLOCKS_OF
     assert BLOCKS_OF(ids.numel(), 2, 4, codes=True).codes
 
     def again() -> bool:
         flags: list[torch.Tensor] = []
-        launch = products._launch
+        launch = grouped_gemm._launch
 
         def look(launcher: Launcher, kernels: tuple[Any, Any], *rest: Any) -> None:
             def wrap(kernel: Any) -> Any:
@@ -105,11 +105,11 @@ def codes_case(width: int, size: int, tokens: int) -> tuple[Callable[[], bool], 
 
             launch(Launcher(wrap), kernels, *rest)
 
-        products._launch = look
+        grouped_gemm._launch = look
         try:
             found = experts(EAGER, *case.tensors, **W4A8)
         finally:
-            products._launch = launch
+            grouped_gemm._launch = launch
         expected = case.run(OPS["experts"].reference)
         assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
         return bool(flags[0].any())
@@ -211,8 +211,8 @@ if __name__ == "__main__":
     check_rounding()
     check_route()
     check_codes()
-    for block in products.TILES[16]:
-        if block in products.TILES[4]:
+    for block in grouped_gemm.TILES[16]:
+        if block in grouped_gemm.TILES[4]:
             check(block, 288, 64, 4)
             check(block, 256, 256, 4)
             check(block, 256, 128, 8)

@@ -1,10 +1,13 @@
-"""Hyper-connections of many tokens, whose programs go on to other columns, in Triton's
-interpreter: cases and sampled calls as if few tokens were many."""
+"""Run hyper-connections of many tokens in Triton's interpreter, on cases and sampled calls: every
+batch counts as large, so that programs take several column steps."""
 
-from dsv4_ops.kernels.streams import connect
+import importlib
+
 from tests.kernels.interpreter import interpret_kernels
 
+kernels = importlib.import_module("dsv4_ops.kernels.streams.hyper_connection")  # not the launcher
+
 if __name__ == "__main__":
-    connect.FEW_TOKENS, connect.PROGRAMS, connect.MANY = 0, 1, (16, 16, 4)
-    connect.STEPS, connect.PARTS[True] = (2, 8), 2
+    kernels.FEW_TOKENS, kernels.PROGRAMS, kernels.MANY = 0, 1, (16, 16, 4)
+    kernels.STEPS, kernels.PARTS[True] = (2, 8), 2
     interpret_kernels.main(20, "hyper_connection")

@@ -8,6 +8,17 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
+from dsv4_ops.kernels.common.dequant_gemm import (
+    bf16_activations,
+    byte_rows,
+    multiply_fp4,
+    multiply_fp8,
+    place_of,
+    reordered,
+    scale_rows,
+    step_of,
+    tile_rows,
+)
 from dsv4_ops.kernels.common.fp4_codes import (  # by name: Inductor copies kernels
     code_offset,
     has_nan,
@@ -22,17 +33,6 @@ from dsv4_ops.kernels.common.fp8 import (
     round_to_bf16,
 )
 from dsv4_ops.kernels.common.triton_compat import INTERPRETED
-from dsv4_ops.kernels.common.weights import (
-    bf16_activations,
-    byte_rows,
-    multiply_fp4,
-    multiply_fp8,
-    place_of,
-    reordered,
-    scale_rows,
-    step_of,
-    tile_rows,
-)
 from dsv4_ops.kernels.experts.activations import (
     can_round,
     order_scales,
@@ -41,7 +41,7 @@ from dsv4_ops.kernels.experts.activations import (
 )
 from dsv4_ops.kernels.experts.plan import PAIR, expert_plan
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.kernels.linear.block_products import CAPABILITY
+from dsv4_ops.kernels.linear.block_gemm import CAPABILITY
 from dsv4_ops.reference.experts import combine
 from dsv4_ops.reference.linear import quantized
 

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.fp8 import round_to  # by name: Inductor copies kernels
-from dsv4_ops.kernels.common.weights import (
+from dsv4_ops.kernels.common.dequant_gemm import (
     bf16_activations,
     byte_rows,
     multiply_fp8,
     reordered,
     tile_rows,
 )
+from dsv4_ops.kernels.common.fp8 import round_to  # by name: Inductor copies kernels
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.kernels.linear import block_products
+from dsv4_ops.kernels.linear import block_gemm
 from dsv4_ops.reference.linear import quantized
 
 FEW_TOKENS = 16
@@ -160,7 +160,7 @@ def _multiplies_codes(
     num_tokens, codes = x.shape[0], x_scale is not None or activations == "fp8"
     most = MOST_AS_BF16 if int(x.shape[1]) == 1 else FEW_TOKENS
     many = not isinstance(num_tokens, int) or num_tokens > most
-    return codes and many and block_products.runs(launch, x)
+    return codes and many and block_gemm.runs(launch, x)
 
 
 def _multiply(
@@ -178,7 +178,7 @@ def _multiply(
         return x.new_zeros((num_tokens, rows), dtype=out_dtype)
     if _multiplies_codes(launch, x, x_scale, activations, out_dtype):
         codes, scales = quantized(x) if x_scale is None else (x, x_scale)
-        return block_products.multiply(launch, codes, scales, weight, scale, out_dtype)
+        return block_gemm.multiply(launch, codes, scales, weight, scale, out_dtype)
     x = x if x_scale is not None else bf16_activations(x, activations)
     return _linear(launch, x, x_scale, weight, scale, out_dtype)
 

@@ -7,12 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dequant_gemm import byte_rows, scale_values
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     multiply_codes,
     round_to,
 )
 from dsv4_ops.kernels.common.triton_compat import INTERPRETED
-from dsv4_ops.kernels.common.weights import byte_rows, scale_values
 from dsv4_ops.kernels.launcher import Launcher
 
 CAPABILITY = (9, 0)
