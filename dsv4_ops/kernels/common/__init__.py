@@ -1,19 +1,22 @@
-"""Device functions that several stems use, and the names of Triton that moved.
+"""Device functions that several stems use, and Triton's names that differ between releases.
 
-The parameters of a kernel entry are flat, because launches and Inductor's analysis of them are.
-Device functions take groups of arguments: tuples that mean the same everywhere:
+The parameters of a kernel entry are flat, as launches and Inductor's analysis need them. Device
+functions take groups of arguments, which are tuples with one meaning everywhere:
 
-- ``cache``: a paged cache, the stride of its blocks, how many blocks it has, and the stride of its
-  rows if they are plain;
-- ``table``: a block table, the stride of its requests, that of its columns, and how many columns;
+- ``cache``: a paged cache, its block stride, its number of blocks and, if its rows are plain, its
+  row stride;
+- ``table``: a block table, its request stride, its column stride and its number of columns;
 - ``slots``: a slot mapping, its stride and its length;
-- ``requests``: positions, their stride, request indices, their stride, and the number of requests;
-- ``angles``: the table of cosines and sines, the strides of its rows and columns, and its rows;
-- ``FORMAT``: a quantised row: rows of a block, head dimension, coded values, values per scale,
-  bytes of a row's values, bytes of its scales (0: a plain row), and whether scales are fp32;
+- ``requests``: positions, their stride, request indices, their stride and the number of requests;
+- ``angles``: the table of cosines and sines, its row stride, its column stride and its number of
+  rows;
+- ``FORMAT``: a quantised row: rows per block, head dimension, number of coded values, values per
+  scale, bytes of values, bytes of scales (0: a plain row), and whether scales are fp32;
 - ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE`` of the compressors: see ``kernels/compressor``.
 
-A launch gets groups of constants as tuples, which neither it nor the analysis reads.
+Groups of constants are tuples from the launch on, because neither the launch nor the analysis reads
+them.
 
-A group of tensors may hold fewer: a function unpacks what it reads in its first lines.
+A function names the entries of its groups in its first lines, and later lines have no index. A
+group with fewer entries is described where it is a parameter.
 """

@@ -1,9 +1,10 @@
-"""Products with FP4 and FP8 weights: codes become bf16 operands in the registers they were loaded
-to.
+"""Products with FP4 and FP8 weights: codes become bf16 operands in the registers that they were
+loaded to.
 
-A thread loads 16 bytes of a row, and four neighbours load 64. The matrix unit multiplies any K of
-one operand by the same K of the other, so the codes stay in place and the order of K follows them
-(``reordered``). So do the rows of a tile (``tile_rows``).
+A thread loads 16 bytes of a row, and four neighbours load 64. The matrix unit needs the same order
+of K in both operands, but any order will do. The codes therefore stay in their registers: the
+activations take their order of K (``reordered``), and the result their order of rows
+(``tile_rows``).
 """
 
 import torch
@@ -23,15 +24,16 @@ STEP_BYTES = 128
 """Bytes of a row per step, as two loads of 64."""
 
 FP4_UNIT = tl.constexpr(2.0**8)
-"""Factor of the sums of FP4 products: it keeps the factors of scales up to 2^9 finite, and sums
-down to 2^-141, which no bf16 holds."""
+"""Factor of the sums of FP4 products. It keeps the factors of scales up to 2^9 finite, and it loses
+only sums below 2^-141, which bf16 cannot represent."""
 
 _FP4_FIELD = tl.constexpr(118)
-"""Exponent field of a factor, less the scale byte: an e2m1 code in the lowest exponent bits of a
-bf16 is its value over 2^126."""
+"""Exponent field of a factor minus the scale byte. A bf16 with an e2m1 code in its lowest exponent
+bits is the value of the code times 2^-126."""
 
 _FP8_FACTOR = tl.constexpr((247 << 7) * 0x10001)
-"""2^120, twice: an e4m3 code in the lowest exponent bits of a bf16 is its value over 2^120."""
+"""2^120, twice: a bf16 with an e4m3 code in its lowest exponent bits is the value of the code times
+2^-120."""
 
 _FP4_BITS = tl.constexpr(0x81C081C0 - 2**32)
 """Mask of two bf16: sign, and an e2m1 code in the lowest bits of the exponent."""
@@ -40,12 +42,12 @@ _SIGNS, _FP8_CODES = tl.constexpr(0x80008000 - 2**32), tl.constexpr(0x07F007F0)
 
 
 def step_of(fp4: bool) -> int:
-    """Return the values of K of a step."""
+    """Return the number of values of K per step."""
     return 2 * STEP_BYTES if fp4 else STEP_BYTES
 
 
 def byte_rows(weight: Tensor) -> Tensor:
-    """Return the bytes of a weight, whose rows kernels load as int32; misaligned rows are
+    """Return a weight as bytes. Kernels load its rows as int32, so a misaligned weight is
     copied."""
     offsets = (weight.storage_offset(), *weight.stride()[:-1])
     if weight.stride(-1) != 1 or any(offset % 16 != 0 for offset in offsets):
@@ -68,8 +70,8 @@ def scale_rows(scale: Tensor, fp4: bool) -> Tensor:
 
 
 def bf16_activations(x: Tensor, activations: str) -> Tensor:
-    """Return the activations, or the values of their FP8 codes: codes times powers of two are exact
-    in bf16."""
+    """Return the activations, or the values of their FP8 codes, which are exact in bf16: their
+    scales are powers of two."""
     if activations == "bf16":
         return x
     return activation_values(x, None, activations).to(torch.bfloat16)
@@ -83,11 +85,11 @@ def reordered(x: Tensor, fp4: bool) -> Tensor:
     """
     width, lead = int(x.shape[-1]), x.dim() - 1
     padding = round_up(width, step_of(fp4)) - width
-    # not a pad: it makes a constant of a symbol in front
+    # not a pad, which would make a symbolic leading size a constant
     padded = torch.cat([x, x.new_zeros((*x.shape[:-1], padding))], -1) if padding else x
     parts = padded.unflatten(-1, (-1, 4, 4, 2, 2 if fp4 else 1, 2))
-    places = (lead, *(lead + place for place in (4, 2, 5, 1, 3)))
-    return parts.permute(*range(lead), *places).reshape(padded.shape)
+    order = (lead, *(lead + dim for dim in (4, 2, 5, 1, 3)))
+    return parts.permute(*range(lead), *order).reshape(padded.shape)
 
 
 @triton.jit
@@ -118,28 +120,28 @@ def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _fp4_pair(words, MASK: tl.constexpr, CODE: tl.constexpr, SIGN: tl.constexpr):
-    """Move two codes that are 16 bits apart to their place in a bf16. One product does both shifts,
-    and saves two of four operations of the integer unit, which bounds the loop."""
+    """Shift two codes that are 16 bits apart to their bits of a bf16. One multiplication does both
+    shifts, and saves two of four integer operations, which bound the loop."""
     return (words & MASK) * (2**CODE + 2**SIGN) & _FP4_BITS
 
 
 @triton.jit
 def _fp8_pair(words, LEFT: tl.constexpr, SIGN: tl.constexpr):
-    """Move two FP8 codes that are 16 bits apart to their place in a bf16."""
+    """Shift two FP8 codes that are 16 bits apart to their bits of a bf16."""
     shifted = words << LEFT if LEFT >= 0 else words >> -LEFT
     return (shifted & _FP8_CODES) | ((words << SIGN) & _SIGNS)
 
 
 @triton.jit
 def _scaled(pair, factor):
-    """Return the lower and the upper bf16 of ``pair``, each times that of ``factor``."""
+    """Multiply a pair of bf16 by a pair of factors; return the lower and the upper product."""
     if EMULATE:
         low = (pair << 16).to(tl.float32, bitcast=True)
         high = (pair & -65536).to(tl.float32, bitcast=True)
-        number = (factor & -65536).to(tl.float32, bitcast=True)
-        return low * number, high * number
+        value = (factor & -65536).to(tl.float32, bitcast=True)
+        return low * value, high * value
     return tl.inline_asm_elementwise(
-        # plus -0: a product alone needs sm_90
+        # fma with -0, because mul.bf16x2 needs sm_90
         "{ .reg .b32 t, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 t, $2, $3, z;"
         " mov.b32 {$0, $1}, t; }",
         "=h,=h,r,r",
@@ -175,7 +177,8 @@ def _fp4_factor(scale):
 
 
 @triton.jit
-def _side_by_side(left, right):
+def _concatenate(left, right):
+    """Return [rows, 128] from two tiles [rows, 64]."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 128))
 
 
@@ -191,7 +194,7 @@ def scale_values(scale):
 
 @triton.jit
 def load_words(weight, step, half, MASKED: tl.constexpr):
-    """Load 16 words of each row."""
+    """Load 16 words of each row: one half of a step."""
     rows, row_mask, row_words = weight
     word = step * 32 + half * 16 + tl.arange(0, 16)[None, :]
     if MASKED:
@@ -202,14 +205,14 @@ def load_words(weight, step, half, MASKED: tl.constexpr):
 @triton.jit
 def _add_fp4(sums, words, scale_word, x, mask, WARPS: tl.constexpr):
     """Add the products of 16 words of each row with 128 columns of ``x``. The four scales of the
-    words are the bytes of one word. Many rows are multiplied in two parts, which take fewer
-    registers but wait twice."""
+    words are the bytes of ``scale_word``. More than 16 tokens are multiplied in two parts, which
+    needs fewer registers but waits twice."""
     block = tl.arange(0, 16)[None, :] // 4
     factor = _fp4_factor((scale_word >> (8 * block)) & 255)
     left, right = _tile(words, factor, True, 0, WARPS), _tile(words, factor, True, 1, WARPS)
     if x.shape[0] <= 16:
         tile = tl.load(x + tl.arange(0, 128)[None, :], mask=mask, other=0.0)
-        return multiply_add(_side_by_side(left, right), tl.trans(tile), sums)
+        return multiply_add(_concatenate(left, right), tl.trans(tile), sums)
     k = tl.arange(0, 64)[None, :]
     tile = tl.load(x + k, mask=mask, other=0.0)
     sums = multiply_add(left, tl.trans(tile), sums)
@@ -222,16 +225,16 @@ def multiply_fp4(
     weight, scale, x, steps,
     ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 [ROWS, TOKENS] in the order of ``tile_rows``: products over ``steps``, first
-    and stop.
+    """Return float32 [ROWS, TOKENS] in the order of ``tile_rows``: products over ``steps``, a
+    first and a stop.
 
-    All loads run STAGES - 1 steps ahead, to shared memory: ptxas would move a load into registers
-    behind the products that free those registers, whatever the order of the program.
+    All loads run STAGES - 1 steps ahead, to shared memory: ptxas would delay a load into registers
+    until the products that free those registers, whatever the order of the program.
 
     Args:
-        weight: Addresses [ROWS, 1] of int32 words, which rows exist, and words of a row.
-        scale: Addresses [ROWS] of ``scale_rows``, which all exist.
-        x: Addresses [TOKENS, 1] of ``reordered`` rows, and which tokens exist.
+        weight: Addresses [ROWS, 1] of int32 words, the mask of the rows, and words per row.
+        scale: Addresses [ROWS] of ``scale_rows``, all of which may be read.
+        x: Addresses [TOKENS, 1] of ``reordered`` rows, and the mask of the tokens.
         MASKED: Whether a tile or a step may reach past the weight.
     """
     rows, mask = x
@@ -258,8 +261,8 @@ def multiply_fp8(
 
     Args:
         weight, x: As in ``multiply_fp4``; x may hold e4m3 codes.
-        scale: Addresses [ROWS] of scales, their stride, and which rows exist.
-        x_scale: Addresses [TOKENS] of scales and their stride; the first is None without scales.
+        scale: Addresses [ROWS] of scales, their stride, and the mask of the rows.
+        x_scale: Addresses [TOKENS] of scales, or None, and their stride.
         ORDERED: Whether x is ``reordered``.
     """
     rows, mask = x
@@ -287,7 +290,7 @@ def multiply_fp8(
         left = _tile(low_words, shift, False, 0, WARPS)
         right = _tile(high_words, shift, False, 0, WARPS)
         zeros = tl.zeros((ROWS, TOKENS), tl.float32)
-        product = multiply_add(_side_by_side(left, right), tl.trans(x_tile), zeros)
+        product = multiply_add(_concatenate(left, right), tl.trans(x_tile), zeros)
         sums += product * factor
         low_words, high_words = next_low, next_high
     return sums

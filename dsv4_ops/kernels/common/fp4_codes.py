@@ -1,9 +1,9 @@
-"""Products of FP4 weights with FP8 activations as products of codes: an e2m1 code and its block
-scale become one e4m3 code.
+"""Products of FP4 weights and FP8 activations on FP8 matrix units: an e2m1 code and its block scale
+become one e4m3 code.
 
-An e2m1 value times a power of two is an e4m3 value if the scale lies between 2^-7 and 2^4 times the
-largest scale of the row's first 256 columns. Rows with other scales are multiplied one block of
-scales at a time.
+The product of an e2m1 value and its scale is an e4m3 value if the scale is between 2^-7 and 2^4
+times the maximum scale of the row's first 256 columns. Rows with other scales are multiplied one
+block of scales at a time.
 """
 
 import torch
@@ -17,16 +17,17 @@ from dsv4_ops.kernels.common.fp8 import multiply_codes  # by name: Inductor copi
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 _REACH = tl.constexpr(11)
-"""Largest power of two above a row's base: 6 becomes 384 there, and 448 is the largest code."""
+"""Maximum exponent of a scale above the row's base: 6 becomes 384 there, and the maximum of e4m3 is
+448."""
 
 _BASE_MARGIN = tl.constexpr(7)
-"""Powers of two between a row's base and the largest scale of its first step."""
+"""Exponent of the maximum scale of a row's first step above the row's base."""
 
 _MAX_BASE = tl.constexpr(243)
-"""Keeps a byte of 255, which is NaN, out of reach."""
+"""Maximum base: a scale byte of 255, which is NaN, stays out of reach."""
 
 _BASE_VALUE = tl.constexpr(5)
-"""Scale byte of codes at the base, less the base: 0.5 is 2^-6 there."""
+"""Scale byte of the codes at the base, minus the base: the code of 0.5 is that of 2^-6."""
 
 _LOW_CODES, _HIGH_CODES = tl.constexpr(0x14100800), tl.constexpr(0x24201C18)
 """e4m3 codes of 0 .5 1 1.5 and of 2 3 4 6 at the base, one byte each."""
@@ -35,7 +36,7 @@ _LOW_STEP, _HIGH_STEP = tl.constexpr(0x08080800), tl.constexpr(0x08080808)
 """Increment of the codes per power of two; 0 stays 0."""
 
 _NAN, _NAN_EXCEPT_0 = tl.constexpr(0x7F7F7F7F), tl.constexpr(0x7F7F7F00)
-"""Codes for a scale out of reach. Below the reach, a block of zeros does no harm."""
+"""Codes for a scale out of reach: NaN, but zeros stay 0 if the scale is below it."""
 
 
 def ordered_codes(x: Tensor) -> Tensor:
@@ -59,8 +60,8 @@ def code_offset(k):
 
 @triton.jit
 def scale_offset(row, ROWS: tl.constexpr):
-    """Return the offset of a row's scale in its block of ``ROWS``. A thread of the matrix unit
-    holds the products of rows 8 i + 2 t and 8 i + 2 t + 1: their scales are adjacent."""
+    """Return the offset of a row's scale in its block of ``ROWS``. The scales of rows 8 i + 2 t and
+    8 i + 2 t + 1 are adjacent, because one thread has the products of both."""
     return row // 2 % 4 * (ROWS // 4) + row // 8 * 2 + row % 2
 
 
@@ -77,7 +78,7 @@ def _row_scales(scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _look_up(words, low, high, WARPS: tl.constexpr):
-    """Compute ``_code_tile`` without the GPU's instructions."""
+    """Compute ``_code_tile`` for Triton's interpreter, which has no inline assembly."""
     ROWS: tl.constexpr = words.shape[0]
     codes = words[:, :, None] >> (4 * tl.arange(0, 8)[None, None, :])
     size = codes & 7
@@ -90,13 +91,13 @@ def _look_up(words, low, high, WARPS: tl.constexpr):
 
 @triton.jit
 def _code_tile(words, low, high, WARPS: tl.constexpr):
-    """Return e4m3 [ROWS, 128] in tile order from 16 words of each row: each code is looked up among
-    the eight codes of its scale, ``low`` and ``high``. The four words of a thread are adjacent and
-    share a scale."""
+    """Return e4m3 [ROWS, 128] in tile order from 16 words of each row. Each e2m1 code is looked up
+    in the table of its scale, whose eight e4m3 codes are the bytes of ``low`` and ``high``. The
+    four words of a thread are adjacent and share a scale."""
     if EMULATE:
         return _look_up(words, low, high, WARPS)
     ROWS: tl.constexpr = words.shape[0]
-    # per word: look up four bytes twice by the codes' sizes, then spread the signs over the bytes
+    # per word, twice: look up four bytes by the codes without signs, then insert the signs
     a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
         """{
         .reg .b32 size, moved, found, signs;
@@ -136,14 +137,15 @@ def _code_tile(words, low, high, WARPS: tl.constexpr):
 
 @triton.jit
 def _multiply(tile, x, mask):
-    """Return float32 [ROWS, COLUMNS] products with 128 codes of each row."""
+    """Return the float32 [ROWS, COLUMNS] products of ``tile`` and 128 codes of each row of x."""
     codes = tl.load(x + tl.arange(0, 128)[None, :], mask=mask, other=0.0)
     return multiply_codes(tile, tl.trans(codes))
 
 
 @triton.jit
 def _tables(scales, base):
-    """Return the code tables, low and high, of each word's scale, which is a byte of ``scales``."""
+    """Return the low and the high half of the code table of each word, whose scale is a byte of
+    ``scales``."""
     block = tl.arange(0, 16)[None, :] // 4
     exponent = ((scales >> (8 * block)) & 255) - base
     in_reach = (exponent >= 0) & (exponent <= _REACH)
@@ -154,7 +156,7 @@ def _tables(scales, base):
 
 @triton.jit
 def _in_tile_order(rows, WARPS: tl.constexpr):
-    """Reorder a value per loaded row as ``tile_rows`` does."""
+    """Reorder one value per loaded row as ``tile_rows`` does; return [ROWS, 1]."""
     ROWS: tl.constexpr = rows.shape[0]
     parts = tl.reshape(rows, (ROWS // (16 * WARPS), 2, WARPS, 8))
     return tl.reshape(tl.permute(parts, (0, 2, 1, 3)), (ROWS, 1))
@@ -165,8 +167,9 @@ def multiply_fp4_codes_by_blocks(
     weight, scale, x, x_scale, steps,
     ROWS: tl.constexpr, WARPS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``multiply_fp4_codes`` for any scales, with a product per block of scales.
-    ``x_scale`` holds an address per row, of bf16 as int16, and the stride of blocks of K."""
+    """Compute ``multiply_fp4_codes`` for any scales, with one product per block of scales.
+    ``x_scale``: the address of each row's scales, bf16 as int16, and their stride between blocks
+    of K."""
     rows, mask = x
     row_scales, scale_stride = x_scale
     first, stop = steps
@@ -198,18 +201,18 @@ def multiply_fp4_codes(
     ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 [ROWS, COLUMNS] in the order of ``tile_rows``: products over ``steps``, first
-    and stop.
+    """Return float32 [ROWS, COLUMNS] in the order of ``tile_rows``: products over ``steps``, a
+    first and a stop.
 
-    It assumes that a row's scales are near those of its first step. A scale out of reach makes the
-    row's sums NaN, and ``multiply_fp4_codes_by_blocks`` must compute them again; it must do so for
-    NaN in activations, too.
+    The scales of a row must be near those of its first step: a scale out of reach makes the row's
+    sums NaN, as NaN in the activations does, and ``multiply_fp4_codes_by_blocks`` must then compute
+    them again.
 
     Args:
         weight, scale: As in ``multiply_fp4``.
-        x: Addresses [COLUMNS, 1] of ``ordered_codes``, and which rows exist.
-        x_scale: Address of their scales, pairs in bf16 by ``scale_offset`` of ``TOKENS``, and the
-            stride of blocks of K. Absent rows have scale 0.
+        x: Addresses [COLUMNS, 1] of ``ordered_codes``, and the mask of the rows.
+        x_scale: Address of the scales of x, pairs of bf16 in the order of ``scale_offset`` with
+            blocks of ``TOKENS``, and their stride between blocks of K. Masked rows have scale 0.
     """
     rows, mask = x
     row_scales, scale_stride = x_scale

@@ -15,22 +15,22 @@ _LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 @triton.jit
-def quantize(values, LEAST: tl.constexpr = None):
-    """Return uint8 codes and int32 scale bytes of bf16 values in float32, one scale per last
+def quantize(values, MIN_SCALE: tl.constexpr = None):
+    """Return uint8 codes and int32 scale bytes of bf16 values in float32, with one scale per last
     dimension.
 
-    A scale is at least LEAST, or the cache's minimum. The kernel is bound by instructions as much
-    as by memory, so NaN and infinity are left to the cast, which saturates and returns 0x7F for
-    NaN.
+    A scale is at least MIN_SCALE, by default the cache's minimum. Kernels that call this are bound
+    by instructions as much as by memory, so NaN and infinity are left to the cast, which saturates
+    and returns 0x7F for NaN.
     """
     magnitudes = tl.abs(values)
     if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
         magnitudes = tl.where(magnitudes != magnitudes, 0.0, magnitudes)
     amax = tl.max(magnitudes, axis=-1)
     amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN: all values are NaN
-    # the exponent of amax / 448, up to the next power of two if the significand is above 1.75
+    # ceil(log2(amax / 448)): the exponent minus 8, plus 1 if the significand is above 1.75
     patterns = amax.to(tl.int32, bitcast=True)
-    min_scale: tl.constexpr = _SCALE_FLOOR if LEAST is None else LEAST
+    min_scale: tl.constexpr = _SCALE_FLOOR if MIN_SCALE is None else MIN_SCALE
     scale = tl.maximum(((patterns + 0x1FFFFF) >> 23) - 8, min_scale)
     inverse = ((-scale + _INVERSE_BIAS) << 23).to(tl.float32, bitcast=True)
     scaled = values * tl.expand_dims(inverse, -1)
@@ -47,7 +47,7 @@ def encode(values):
 
 @triton.jit
 def widen(values):
-    """Convert narrower values to float32."""
+    """Convert bf16 or float16 values to float32."""
     if EMULATE:
         if values.dtype == tl.bfloat16:  # Triton's interpreter is wrong about subnormal values
             patterns = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -60,7 +60,7 @@ def round_to(values, DTYPE: tl.constexpr):
     """Round float32 values to DTYPE, to nearest even."""
     if DTYPE == tl.bfloat16:
         return round_to_bf16(values)
-    else:  # Triton would compile code after a branch that returns
+    else:  # not a second return: Triton compiles the code after a branch that returns
         return values.to(DTYPE)
 
 
@@ -110,7 +110,7 @@ def _encode(values):
     # normal codes: round 23 significand bits to 3, to nearest even
     rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
     normal = (rounded >> 20) - ((127 - 7) << 3)
-    # subnormal codes: multiples of 2^-9; adding 2^14 leaves just those bits in a float32
+    # subnormal codes: multiples of 2^-9; float32 above 2^14 has just those bits
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
     subnormal = shifted.to(tl.int32, bitcast=True) & 0xF
     codes = tl.where(magnitude < ((127 - 6) << 23), subnormal, normal)
@@ -119,8 +119,8 @@ def _encode(values):
 
 @triton.jit
 def dequantize(codes, scale):
-    """Return int16 patterns of the bf16 values of uint8 codes; ``scale`` holds a byte per last
-    dimension."""
+    """Return int16 patterns of the bf16 values of uint8 codes; ``scale`` has one byte per
+    last dimension."""
     factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     values = code_values(codes.to(tl.float8e4nv, bitcast=True))
     scaled = values * tl.expand_dims(factor, -1)

@@ -11,8 +11,8 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 @triton.jit
 def rotate_pairs(even, odd, cos, sin):
-    """Rotate the pairs (even, odd). Each product is rounded before the sum, which gives the bits of
-    a CPU."""
+    """Rotate the pairs (even, odd). Each product is rounded before the sum, so that the bits equal
+    a CPU's."""
     first = _multiply(even, cos) - _multiply(odd, sin)
     second = _multiply(odd, cos) + _multiply(even, sin)
     return first, second
@@ -20,8 +20,8 @@ def rotate_pairs(even, odd, cos, sin):
 
 @triton.jit
 def rotate_pairs_back(even, odd, cos, sin):
-    """Rotate by the opposite angle. This is not a rotation by ``-sin``, because Triton's minus
-    makes 0 of 0."""
+    """Rotate by the opposite angle. ``rotate_pairs`` with ``-sin`` would differ: Triton's minus
+    turns 0 into 0, not into -0."""
     first = _multiply(even, cos) + _multiply(odd, sin)
     second = _multiply(odd, cos) - _multiply(even, sin)
     return first, second
@@ -41,9 +41,9 @@ def _multiply(left, right):
 def load_tail_angles(
     angles, position, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr
 ):
-    """Return, for the DIM / 2 pairs of a row at ``position`` (at least 0): whether a pair is
-    rotated, its cosine and its sine. The last ROPE of HEAD_DIM values are rotated. ``angles`` is
-    the dense table and its rows."""
+    """Load the angles of a row at ``position``, which is at least 0. Return for each of its DIM / 2
+    pairs whether it is rotated, its cosine and its sine. The last ROPE of HEAD_DIM values are
+    rotated. ``angles``: the dense table and its number of rows."""
     cos_sin_cache, num_positions = angles
     pair = tl.arange(0, DIM // 2) - (HEAD_DIM - ROPE) // 2
     in_table = (pair >= 0) & (pair < ROPE // 2) & (position < num_positions)
@@ -54,8 +54,8 @@ def load_tail_angles(
 
 @triton.jit
 def rotate_tail(values, rotation, DIM: tl.constexpr, INVERSE: tl.constexpr = False):
-    """Rotate the pairs of fp32 ``values`` [DIM] that ``load_tail_angles`` selects; INVERSE rotates
-    them back."""
+    """Rotate fp32 ``values`` [DIM] by ``rotation``, the result of ``load_tail_angles``; INVERSE
+    applies inverse RoPE."""
     in_table, cos, sin = rotation
     even, odd = tl.split(tl.reshape(values, (DIM // 2, 2)))
     if INVERSE:
@@ -68,7 +68,7 @@ def rotate_tail(values, rotation, DIM: tl.constexpr, INVERSE: tl.constexpr = Fal
 
 @triton.jit
 def load_angles(cos_sin_cache, position, num_positions, ROPE: tl.constexpr):
-    """Return whether the table holds ``position``, and the cosine and sine of each of its pairs."""
+    """Return whether ``position`` is in the table, and the cosine and sine of each of its pairs."""
     in_table = (position >= 0) & (position < num_positions)
     pair = tl.arange(0, ROPE // 2)
     angle = cos_sin_cache + tl.where(in_table, position, 0) * ROPE + pair
@@ -78,8 +78,8 @@ def load_angles(cos_sin_cache, position, num_positions, ROPE: tl.constexpr):
 
 @triton.jit
 def inverse_rope(values, in_table, cos, sin):
-    """Apply inverse RoPE to fp32 ``values`` [rows, rope dim] of one position, after rounding them
-    to bf16; the result is fp32, and is rounded once more by the caller."""
+    """Round fp32 ``values`` [rows, rope dim] of one position to bf16 and apply inverse RoPE. The
+    result is fp32; the caller rounds it again."""
     rounded = round_to_bf16(values).to(tl.float32)
     pairs = tl.reshape(rounded, (values.shape[0], values.shape[1] // 2, 2))
     even, odd = tl.split(pairs)

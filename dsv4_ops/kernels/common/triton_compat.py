@@ -1,4 +1,4 @@
-"""The one home of Triton's and Gluon's names that moved between releases, 3.6 to 3.9.
+"""Names of Triton and Gluon that differ between releases, 3.6 to 3.9.
 
 Each entry names the versions in which it was seen. ``tests/kernels/test_compat.py`` checks that the
 installed version has them all.
@@ -44,8 +44,8 @@ INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, under TRITON_INTERPRET=1 (3.6 to 3.9)."""
 
 EMULATE = tl.constexpr(INTERPRETED)
-"""``INTERPRETED`` for kernels, which then compute with integers what the interpreter gets wrong,
-such as the e4m3 cast."""
+"""``INTERPRETED`` as a constant of kernels: they then compute with integers what the interpreter
+gets wrong, such as the e4m3 cast."""
 
 # async_copy_global_to_shared: 3.6, 3.7; both names: 3.8; the old one only raises: 3.9.
 async_load = (
@@ -82,7 +82,7 @@ def ptxas(capability: int) -> str:
 
 
 def forget_ptxas() -> None:
-    """Make Triton read the version of ptxas again, which is part of the names of its files.
+    """Make Triton read the version of ptxas again; the names of its files depend on it.
 
     ``get_ptxas_version``, which caches it, 3.6 to 3.9.
     """
@@ -92,8 +92,8 @@ def forget_ptxas() -> None:
 
 
 def compiled_folders(functions: Iterable[Any]) -> list[Path]:
-    """Return the folders of Triton's cache that hold this process's binaries of ``functions``, and
-    all folders with launchers.
+    """Return the folders of Triton's cache with this process's binaries of ``functions``, and all
+    folders with launchers.
 
     ``JITFunction.device_caches`` and the names of folders, 3.6 to 3.9.
     """

@@ -18,7 +18,7 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     round_to,
     round_to_bf16,
 )
-from dsv4_ops.kernels.common.paging import find_real, place_slots
+from dsv4_ops.kernels.common.paging import place_slots, valid_tokens
 from dsv4_ops.kernels.common.rope import rotate_tail
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
@@ -32,7 +32,7 @@ def find_finishing(
     """Which tokens are the last of a window whose row has a slot. They are loaded by the kernel,
     all three at once."""
     _page, _row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
-    real = find_real(position, request, num_reqs)
+    real = valid_tokens(position, request, num_reqs)
     index = tl.where(real, position, 0).to(tl.int32)
     return exists & real & (index % RATIO == RATIO - 1)
 

@@ -8,7 +8,7 @@ row, so that ties need no index.
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.paging import join_slots, load_pages
+from dsv4_ops.kernels.common.paging import compute_slots, load_pages
 from dsv4_ops.kernels.indexer.score_tile import ABSENT_KEY
 
 _OCTAVE = tl.constexpr(2**23)
@@ -177,7 +177,7 @@ def _emit(key, index, wanted, entries, out, topk, SIZES: tl.constexpr):
         page = load_pages(entries, index, wanted, BLOCK_SIZE)
     taken, dst, kept = exactly(key, topk)
     if SLOTS:
-        index = join_slots(page, index, BLOCK_SIZE)
+        index = compute_slots(page, index, BLOCK_SIZE)
     tl.store(out + dst, index, mask=taken)
     pad_result(out, kept, topk, SIZES[0])
 

@@ -12,7 +12,7 @@ store through a function, so that what says how many is loaded in no function of
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.paging import find_real
+from dsv4_ops.kernels.common.paging import valid_tokens
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.indexer.score_tile import (
     ABSENT_KEY,
@@ -132,7 +132,7 @@ def select_keys_kernel(
         split = item // num_tokens
         request = tl.load(req_indices + token * request_stride).to(tl.int64)
         position = tl.load(positions + token * position_stride)
-        real = find_real(position, request, num_reqs)
+        real = valid_tokens(position, request, num_reqs)
         request = tl.where(real, request, 0)
         count = tl.where(real, (position + 1) // RATIO, 0)
         count = tl.minimum(count, tl.cast(max_blocks, tl.int64) * BLOCK_SIZE).to(tl.int32)

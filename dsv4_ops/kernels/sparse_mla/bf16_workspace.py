@@ -7,7 +7,7 @@ import triton.language as tl
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, strided
-from dsv4_ops.kernels.common.paging import MAX_POSITIONS, find_real, locate_positions
+from dsv4_ops.kernels.common.paging import MAX_POSITIONS, locate_positions, valid_tokens
 from dsv4_ops.kernels.external.sanitize import sinks_of, store_finite
 from dsv4_ops.kernels.kv_cache.launch import gather_wanted
 from dsv4_ops.kernels.launcher import Launcher
@@ -78,7 +78,7 @@ def list_rows_kernel(
     lane = tl.arange(0, COLUMNS)
     position = tl.load(positions + token * position_stride)
     request = tl.load(req_indices + token * request_stride)
-    valid = find_real(position, request, num_reqs)
+    valid = valid_tokens(position, request, num_reqs)
     request = tl.where(valid, request, 0).to(tl.int64)
     position = tl.where(valid, position, 0)
     start = tl.load(ends + request, mask=valid, other=0)

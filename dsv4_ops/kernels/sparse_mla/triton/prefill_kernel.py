@@ -4,7 +4,7 @@ tables."""
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.paging import find_real
+from dsv4_ops.kernels.common.paging import valid_tokens
 from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
     LINES,
     attend,
@@ -103,7 +103,7 @@ def prefill_keys_kernel(
     head_valid = head < num_heads
     position = tl.load(positions + token * position_stride)
     request = tl.load(req_indices + token * req_stride).to(tl.int64)
-    valid = find_real(position, request, num_reqs)
+    valid = valid_tokens(position, request, num_reqs)
     length = tl.where(valid, position + 1, 0).to(tl.int32)
     request = tl.where(valid, request, 0)
 
