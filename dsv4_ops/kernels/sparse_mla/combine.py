@@ -42,7 +42,9 @@ def _combine(
             ROPE, HEAD_DIM, and WIDTH: the values that a program combines.
         STEP: Splits that are loaded together.
     """
+    HAS_SINK: tl.constexpr = FLAGS[0]
     INVERSE_ROPE: tl.constexpr = FLAGS[1]
+    ROPE: tl.constexpr = FLAGS[2]
     HEAD_DIM: tl.constexpr = FLAGS[3]
     WIDTH: tl.constexpr = FLAGS[4]
     out, lse = tensors[0]
@@ -50,13 +52,13 @@ def _combine(
     attn_sink = tensors[2]
     positions, positions_stride, cos_sin_cache, num_positions = tensors[3]
     sink = float("-inf")
-    if FLAGS[0]:  # loaded first: it takes as long as the splits
+    if HAS_SINK:  # loaded first: it takes as long as the splits
         sink = tl.load(attn_sink + head) * _LOG2_E
     if INVERSE_ROPE:
         position = tl.load(positions + token * positions_stride)
         position = tl.where(position >= 0, position, num_positions)
         angles = (cos_sin_cache, num_positions)
-        rotation = load_tail_angles(angles, position, HEAD_DIM, HEAD_DIM, FLAGS[2])
+        rotation = load_tail_angles(angles, position, HEAD_DIM, HEAD_DIM, ROPE)
     dim = tl.arange(0, WIDTH)
     if WIDTH < HEAD_DIM:
         dim += tl.program_id(2) * WIDTH

@@ -59,7 +59,8 @@ def _load_rows(row, kv_valid, SIZES: tl.constexpr, DTYPE: tl.constexpr):
     FORMAT: tl.constexpr = SIZES[0]
     LORA: tl.constexpr = SIZES[1]
     ROPE: tl.constexpr = SIZES[2]
-    dim, rope_dim = tl.arange(0, LORA), tl.arange(0, SIZES[3])
+    ROPE_TILE: tl.constexpr = SIZES[3]
+    dim, rope_dim = tl.arange(0, LORA), tl.arange(0, ROPE_TILE)
     mask = kv_valid[:, None] & (rope_dim < ROPE)[None, :]
     if FORMAT == 0:
         latent = tl.load(row[:, None] + dim[None, :], mask=kv_valid[:, None], other=0.0)

@@ -186,12 +186,14 @@ def split_keys_kernel(
         keys = load_keys(rows, FORMAT)
         next_rows = locate_rows(next_unit, swa_units, stop, swa, extra, SIZES, KEYS, UNIT)
         prefetch_zeros += prefetch_keys(next_rows, next_unit < stop, FORMAT)
-        state = attend(queries, state, keys, rows[4], scale, unit >= 0)
+        _, _, _, _, kv_valid, _ = rows
+        state = attend(queries, state, keys, kv_valid, scale, unit >= 0)
         unit = next_unit
     if (UNIT < KEYS) & (unit < stop):  # the odd unit, in half the time of a block
         rows = locate_rows(unit, swa_units, stop, swa, extra, SIZES, UNIT, UNIT)
         keys = load_keys(rows, FORMAT)
-        state = attend(queries, state, keys, rows[4], scale, unit >= 0)
+        _, _, _, _, kv_valid, _ = rows
+        state = attend(queries, state, keys, kv_valid, scale, unit >= 0)
 
     head = recompute(tl.program_id(1) + tl.zeros_like(head)) * HEADS + tl.arange(0, HEADS)
     head_valid = head < num_heads

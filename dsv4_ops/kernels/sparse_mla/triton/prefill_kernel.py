@@ -45,6 +45,7 @@ def _locate_rows(
     swa_cache, swa_page_stride, swa_blocks, swa_pages, swa_step, max_swa_blocks, swa_len = swa
     extra_cache, extra_page_stride, extra_blocks, extra_pages, extra_step, _, extra_len = extra
     max_extra_blocks = extra[5]
+    topk_indices, topk_stride = selected
     in_window = tile < swa_tiles
     column = tl.where(in_window, tile, tile - swa_tiles) * KEYS + tl.arange(0, KEYS)
     position = (length - swa_len + column).to(tl.uint32)
@@ -56,7 +57,7 @@ def _locate_rows(
         extra_index = column
         extra_mask = column < extra_len
         if HAS_TOPK:
-            address = selected[0] + column.to(tl.int64) * selected[1]
+            address = topk_indices + column.to(tl.int64) * topk_stride
             extra_index = tl.load(address, mask=extra_mask & (tile >= swa_tiles), other=-1)
         extra_index = extra_index.to(tl.uint32)
         if HAS_TOPK:
@@ -159,7 +160,8 @@ def prefill_keys_kernel(
             tile + 1, swa_tiles, length, visible, swa, extra, selected, SIZES, KEYS
         )
         prefetch_zeros += prefetch_keys(next_rows, tile + 1 < tiles, FORMAT)
-        state = attend(queries, state, keys, rows[4], scale, tile >= 0)
+        _, _, _, _, kv_valid, _ = rows
+        state = attend(queries, state, keys, kv_valid, scale, tile >= 0)
         tile += 1
 
     head_valid &= tl.sum(tl.sum(prefetch_zeros, axis=1), axis=0) == 0  # always true
