@@ -19,7 +19,7 @@ from dsv4_ops.dispatch.prefill import NOTE
 from dsv4_ops.dispatch.probes import probe
 
 NOTES = {
-    "mla_prefill": "flash attention of torch for bfloat16 on Hopper; the reference for float32",
+    "mla_prefill": "the reference for float32",
     "sparse_mla_prefill": NOTE,
     "sparse_mla_gathered": "on Hopper; on other GPUs the reference",
 }

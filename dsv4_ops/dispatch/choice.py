@@ -32,12 +32,9 @@ Values = Mapping[str, Any]
 _TAG = "dsv4_ops_libraries="
 """What the part of Inductor's cache keys begins with that names the libraries."""
 
-FLASH_ATTN = "flash_attn"
-"""The flash attention that torch brings."""
-
 IMPLS = (AUTO, TRITON, FLASH_MLA, DEEP_GEMM, REFERENCE)
 
-_NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM", FLASH_ATTN: "Flash attention"}
+_NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM"}
 
 DEVICES = ("cuda",)
 """Types of the devices that kernels and libraries run on."""
@@ -48,7 +45,6 @@ CODES_CAPABILITY = (8, 9)
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
 """Most tokens of a decode: its planner keeps a few numbers of each in shared memory."""
-FLASH_ATTN_WIDTH = 256
 FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
 """Width and latent values of its dense decode's rows, and rows of a block."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
@@ -177,8 +173,6 @@ def check_codes(op: str, device: torch.device) -> None:
 def limit(op: str, library: str, values: Values, *, asking: bool = False) -> Limit | None:
     """What ``library``, or "triton", does not take of a call of ``op``; sizes that are symbols are
     within its limits, unless ``asking``."""
-    if library == FLASH_ATTN:
-        return _flash_attn_limit(values)
     if library == FLASH_MLA:
         return _flash_mla_limit(op, values, asking)
     if library == SCALED_MM:
@@ -261,17 +255,6 @@ def _deep_gemm_limit(values: Values) -> Limit | None:
     return None
 
 
-def _flash_attn_limit(values: Values) -> Limit | None:
-    q, width, value = values["q"], int(values["q"].shape[2]), int(values["v"].shape[2])
-    if q.dtype == torch.float32:
-        return Limit("with torch.float32", "Flash attention takes bfloat16 or float16")
-    if width > FLASH_ATTN_WIDTH or width % 8 != 0 or value > width:
-        what = f"with keys of {width} and values of {value} columns"
-        most = f"a multiple of 8 of them, at most {FLASH_ATTN_WIDTH}, and no more for values"
-        return Limit(what, f"Flash attention takes {most}")
-    return None
-
-
 def _scaled_mm_limit(values: Values) -> Limit | None:
     if values["x_scale"] is None and values["activations"] != "fp8":
         return Limit("with activations 'bf16'", "scaled_mm multiplies FP8 by FP8")
@@ -333,7 +316,7 @@ def choose(spec: OpSpec, values: Values) -> Choice:
     check_device(spec.name, impl, device)
     if impl != AUTO:
         check_limit(spec.name, spec.providers, impl, values)
-        if impl in LIBRARIES or impl == FLASH_ATTN:
+        if impl in LIBRARIES:
             require(spec.name, impl)
         elif impl == SCALED_MM and (obstacle_here := scaled_mm_obstacle()):
             rule = "be one that runs here"
@@ -341,10 +324,6 @@ def choose(spec: OpSpec, values: Values) -> Choice:
         return Choice(impl, "asked for")
     if device.type not in DEVICES:
         return Choice(REFERENCE, f"no kernel runs on {device.type}")
-    if FLASH_ATTN in spec.providers:
-        # alone, without the tensors that it needs: 21.0 ms of 2048 queries and 34816 keys of V3 on
-        # an H100, where a whole layer with ours took 18.5
-        return Choice(ours(spec), "flash attention was not faster on an H100")
     if SCALED_MM in spec.providers and not _scaled_mm_faster_obstacle(spec.name, values):
         return Choice(SCALED_MM, f"faster from {SCALED_MM_TOKENS[spec.name]} tokens on")
     why = "no library runs this op"
@@ -413,9 +392,6 @@ def _other_device(device: torch.device) -> str:
 @functools.cache
 def unusable(library: str) -> str:
     """Why ``library`` cannot run here; empty if it can. Loads it."""
-    if library == FLASH_ATTN:
-        built = torch.backends.cuda.is_flash_attention_available()
-        return "" if built else "this torch was built without it"
     found = probe(library, load=True)
     return "" if found.usable else found.reason
 
@@ -425,7 +401,7 @@ def require(op: str, library: str) -> None:
     reason = unusable(library)
     if not reason:
         return
-    found = reason if library == FLASH_ATTN else libraries.find(library)
+    found = libraries.find(library)
     kind = ImportError if isinstance(found, str) or "import failed" in reason else RuntimeError
     advice = f"{_NAMES[library]}: {reason.rstrip('.')}"
     raise refusal(kind, op, "impl", "be one that runs here", repr(library), advice)

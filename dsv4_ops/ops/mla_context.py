@@ -394,7 +394,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
     return MergedStates(*_merge_states(outs, lses, lse_base=lse_base))
 
 
-PREFILL_PROVIDERS = ("triton", "flash_attn", "reference")
+PREFILL_PROVIDERS = ("triton", "reference")
 
 _mla_prefill = define_op(
     "mla_context",
@@ -443,9 +443,8 @@ def mla_prefill(
         causal: Whether the last query of a request sees all of its keys, the one before one key
             less, and so on; else each sees all of them.
         impl: What runs: "triton" our kernel, for bfloat16 and float16 and up to 128 columns of each
-            kind; "flash_attn" the flash attention of torch, for bfloat16 and float16; "reference"
-            the definition. "auto" takes our kernel, and the definition on the CPU and for what our
-            kernel does not take.
+            kind; "reference" the definition. "auto" takes our kernel, and the definition on the CPU
+            and for what our kernel does not take.
 
     Returns:
         out: [num_tokens, num_heads, v_head_dim], the dtype of q; 0 without any key.
@@ -462,8 +461,8 @@ def mla_prefill(
         NotImplementedError: an ``impl`` that does not take the call.
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
-    Compile: our Triton kernel in the graph, or a call of torch's flash attention; on the CPU that
-        of ``scaled_dot_product_attention``, with a mask of num_tokens * num_k numbers; dynamic in
+    Compile: our Triton kernel in the graph; on the CPU the flash attention of
+        ``scaled_dot_product_attention``, with a mask of num_tokens * num_k numbers; dynamic in
         num_tokens, num_k and num_reqs; CUDA graphs and export: yes.
 
     Source: FlashAttention ``flash_attn_varlen_func``.

@@ -247,7 +247,7 @@ def test_every_dense_layer_is_right_or_refused() -> None:
         ),
         (
             {"dtype": F32, "context": "chunked", "impl": "triton"},
-            "impl must be 'auto', 'flash_attn' or 'reference' with torch.float32, got 'triton'. "
+            "impl must be 'auto' or 'reference' with torch.float32, got 'triton'. "
             "Our kernel takes bfloat16 or float16.",
         ),
         (
@@ -264,8 +264,8 @@ def test_every_dense_layer_is_right_or_refused() -> None:
         ),
         (
             {"context": "chunked", "impl": "triton", "v_head_dim": 129},
-            "impl must be 'auto', 'flash_attn' or 'reference' with keys of 8, of which 4 are not "
-            "rotated, and values of 129 columns, got 'triton'. "
+            "impl must be 'auto' or 'reference' with keys of 8, of which 4 are not rotated, and "
+            "values of 129 columns, got 'triton'. "
             "Our kernel takes up to 128 of each kind.",
         ),
         (

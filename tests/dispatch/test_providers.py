@@ -30,7 +30,7 @@ def test_ops_with_a_choice_name_their_executions():
     for library, names in LIBRARY_OPS.items():
         assert {name for name in CHOICES if library in OPS[name].providers} == set(names)
     for name in CHOICES:
-        known = {*choice.IMPLS, choice.FLASH_ATTN, libraries.SCALED_MM}
+        known = {*choice.IMPLS, libraries.SCALED_MM}
         assert set(OPS[name].providers) <= known - {"auto"}
         for library in set(OPS[name].providers) & set(libraries.LIBRARIES):
             assert callable(OPS[name].launcher(library))

@@ -1,12 +1,11 @@
-"""Prefill attention of chunked contexts on a GPU: our kernel and torch's flash attention against
-the reference, at V3's sizes, in CUDA graphs, and with offsets beyond 2**31."""
+"""Prefill attention of chunked contexts on a GPU: our kernel against the reference, at V3's sizes,
+in CUDA graphs, and with offsets beyond 2**31."""
 
 import pytest
 import torch
 
 import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.dispatch import choice
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.mla_context import ragged_prefill
 from dsv4_ops.testing.contract.compare import assert_agrees
@@ -18,7 +17,6 @@ pytestmark = [
 SPEC = OPS["mla_prefill"]
 SCALE = 192**-0.5
 LENS = [(129, 700), (1, 64), (0, 33), (300, 300), (17, 0), (64, 1)]
-each_impl = pytest.mark.parametrize("impl", ["triton", "flash_attn"])
 each_causal = pytest.mark.parametrize("causal", [False, True])
 
 
@@ -29,32 +27,23 @@ def sized(lens, dtype=torch.bfloat16, heads=4):
     return tuple(each.to("cuda") for each in made)
 
 
-def skip_unless_usable(impl):
-    if impl == "flash_attn" and choice.unusable(impl):
-        pytest.skip(choice.unusable(impl))
-
-
-@each_impl
 @each_causal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_ragged_requests(impl, causal, dtype):
-    skip_unless_usable(impl)
+def test_ragged_requests(causal, dtype):
     tensors = sized(LENS, dtype)
     settings = {"softmax_scale": SCALE, "causal": causal}
-    case = Case(impl, tensors, settings)
-    found = ops.mla_prefill(*tensors, **settings, impl=impl)
+    case = Case("V3", tensors, settings)
+    found = ops.mla_prefill(*tensors, **settings, impl="triton")
     expected = case.run(SPEC.reference)
     assert_agrees("mla_prefill", SPEC.implementation("testing"), case, found, expected)
 
 
-@each_impl
-def test_compiled_in_a_cuda_graph(impl):
+def test_compiled_in_a_cuda_graph():
     """One graph, replayed with other bounds and values."""
-    skip_unless_usable(impl)
     tensors = sized(LENS)
 
     def call(*given):
-        return ops.mla_prefill(*given, softmax_scale=SCALE, causal=True, impl=impl)
+        return ops.mla_prefill(*given, softmax_scale=SCALE, causal=True, impl="triton")
 
     options = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
     compiled = torch.compile(call, fullgraph=True, dynamic=True, options=options)
@@ -66,15 +55,13 @@ def test_compiled_in_a_cuda_graph(impl):
     for tensor, values in zip(tensors, other, strict=True):
         tensor.copy_(values)
     found = tuple(each.clone() for each in compiled(*tensors))
-    case = Case(impl, other, {"softmax_scale": SCALE, "causal": True})
+    case = Case("V3", other, {"softmax_scale": SCALE, "causal": True})
     expected = case.run(SPEC.reference)
     assert_agrees("mla_prefill", SPEC.implementation("testing"), case, found, expected)
 
 
-@each_impl
-def test_keys_beyond_2_31_values(impl, gpu_memory_alone):
+def test_keys_beyond_2_31_values(gpu_memory_alone):
     """65600 keys of 128 heads and 256 columns: the last request's begin behind 2**31 values."""
-    skip_unless_usable(impl)
     heads, num_k, last = 128, 65664, 65600
     kv = torch.full((num_k, heads, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
     kv[last:] = torch.randn(num_k - last, heads, 256, device="cuda")
@@ -84,8 +71,8 @@ def test_keys_beyond_2_31_values(impl, gpu_memory_alone):
     bounds = torch.tensor([last, num_k], dtype=torch.int32, device="cuda")
     settings = {"softmax_scale": SCALE, "causal": False}
     whole = (q, kv[..., :128], k_pe, kv[..., 128:])
-    found = ops.mla_prefill(*whole, start_loc, bounds, **settings, impl=impl)
+    found = ops.mla_prefill(*whole, start_loc, bounds, **settings, impl="triton")
     near = (q, *(each[last:].contiguous() for each in whole[1:]), start_loc, bounds - last)
-    case = Case(impl, near, settings)
+    case = Case("V3", near, settings)
     expected = case.run(SPEC.reference)
     assert_agrees("mla_prefill", SPEC.implementation("testing"), case, found, expected)

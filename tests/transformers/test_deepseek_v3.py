@@ -700,7 +700,7 @@ REFUSED = {
         small_mla_model,
         {"kv": "fp32", "impl": "triton"},
         NotImplementedError,
-        "impl must be 'auto', 'flash_attn' or 'reference' with torch.float32, got 'triton'. "
+        "impl must be 'auto' or 'reference' with torch.float32, got 'triton'. "
         "Our kernel takes bfloat16 or float16.",
     ),
     "library": (
