@@ -13,14 +13,12 @@ from dsv4_ops.core.public import public_names as _public_names
 from dsv4_ops.core.types import (
     AbsorbedWeights as AbsorbedWeights,
     C4Step as C4Step,
-    CompressorStep as CompressorStep,
     ContextChunks as ContextChunks,
     ExpertPlan as ExpertPlan,
     FlattenedDecode as FlattenedDecode,
     HyperConnection as HyperConnection,
     IndexerKeys as IndexerKeys,
     IndexerQuery as IndexerQuery,
-    InsertedQuery as InsertedQuery,
     MergedStates as MergedStates,
     MlaAttention as MlaAttention,
     PerTensor as PerTensor,
@@ -55,11 +53,8 @@ from dsv4_ops.ops.chunking import (
 )
 from dsv4_ops.ops.compressor import (
     compress_and_insert as compress_and_insert,
-    compress_and_insert_functional as compress_and_insert_functional,
     save_and_compress as save_and_compress,
-    save_and_compress_functional as save_and_compress_functional,
     save_compressor_states as save_compressor_states,
-    save_compressor_states_functional as save_compressor_states_functional,
 )
 from dsv4_ops.ops.context_parallel import (
     cp_combine as cp_combine,
@@ -88,7 +83,6 @@ from dsv4_ops.ops.indexer import (
     indexer_topk as indexer_topk,
     paged_mqa_logits_metadata as paged_mqa_logits_metadata,
     quantize_and_insert_indexer_k as quantize_and_insert_indexer_k,
-    quantize_and_insert_indexer_k_functional as quantize_and_insert_indexer_k_functional,
 )
 from dsv4_ops.ops.indices import (
     combine_topk_swa_indices as combine_topk_swa_indices,
@@ -102,9 +96,7 @@ from dsv4_ops.ops.kv_cache import (
     dequantize_and_gather_k_cache as dequantize_and_gather_k_cache,
     gather_k_cache as gather_k_cache,
     insert_k_cache as insert_k_cache,
-    insert_k_cache_functional as insert_k_cache_functional,
     quantize_and_insert_k_cache as quantize_and_insert_k_cache,
-    quantize_and_insert_k_cache_functional as quantize_and_insert_k_cache_functional,
 )
 from dsv4_ops.ops.linear import (
     fp8_grouped_linear as fp8_grouped_linear,
@@ -119,7 +111,6 @@ from dsv4_ops.ops.mla import (
     mla_gather_codes as mla_gather_codes,
     mla_gather_kv as mla_gather_kv,
     mla_insert_kv as mla_insert_kv,
-    mla_insert_kv_functional as mla_insert_kv_functional,
     mla_v_up as mla_v_up,
     quantize_per_tensor as quantize_per_tensor,
     split_kv_b_proj as split_kv_b_proj,
@@ -142,7 +133,6 @@ from dsv4_ops.ops.rope import (
     inverse_rope_group as inverse_rope_group,
     inverse_rope_group_quantize as inverse_rope_group_quantize,
     qnorm_rope_kv_insert as qnorm_rope_kv_insert,
-    qnorm_rope_kv_insert_functional as qnorm_rope_kv_insert_functional,
     rope_cos_sin_cache as rope_cos_sin_cache,
 )
 from dsv4_ops.ops.sinkhorn import sinkhorn as sinkhorn

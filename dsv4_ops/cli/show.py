@@ -117,9 +117,7 @@ def _signature(function: Any) -> str:
 
 
 def _place(spec: OpSpec, layer: str) -> str:
-    """file:line of what ``layer`` holds for the op, and of the functions inside it; of a twin, of
-    the op that it is made from."""
-    spec = OPS.get(spec.twin_of, spec)
+    """file:line of what ``layer`` holds for the op, and of the functions inside it."""
     try:
         found = spec.implementation(layer)
     except (ImportError, AttributeError) as error:

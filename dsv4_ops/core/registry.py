@@ -54,7 +54,6 @@ class OpSpec:
             lowering says.
         opaque_because: Why the op stays an opaque call on some device; empty if it never does.
         gradient: What autograd makes of it, one of ``gradient.KINDS``.
-        twin_of: The op that writes what this one returns; empty for others.
     """
 
     stem: str
@@ -67,7 +66,6 @@ class OpSpec:
     providers: tuple[str, ...] = ()
     opaque_because: str = ""
     gradient: str = gradient.REFUSED
-    twin_of: str = ""
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,8 +102,6 @@ class OpSpec:
         """What ``layer`` holds for this op."""
         if layer in ("meta", "reference"):
             return getattr(self, layer)
-        if self.twin_of and layer == "lowering":
-            return importlib.import_module("dsv4_ops.lowering.kinds").twin(self.twin_of)
         return getattr(importlib.import_module(self.module(layer)), self.name)
 
     def launcher(self, impl: str) -> Callable[..., Any]:

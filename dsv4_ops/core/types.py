@@ -87,13 +87,6 @@ class LocalRows(NamedTuple):
     lens: Tensor
 
 
-class CompressorStep(NamedTuple):
-    """States and cache behind a step; see ``dsv4_ops.save_and_compress_functional``."""
-
-    states: Tensor
-    k_cache: Tensor
-
-
 class C4Step(NamedTuple):
     """Result of ``dsv4_ops.insert_c4_step``.
 
@@ -118,15 +111,6 @@ class IndexerQuery(NamedTuple):
 
     q: Tensor
     weights: Tensor
-
-
-class InsertedQuery(NamedTuple):
-    """Result of ``dsv4_ops.qnorm_rope_kv_insert_functional``.
-
-    Queries, and the cache that holds the keys."""
-
-    q: Tensor
-    k_cache: Tensor
 
 
 class ExpertPlan(NamedTuple):

@@ -1,4 +1,4 @@
-"""Register ops: one ``define_op`` per op and twin, and nothing else registers anything.
+"""Register ops: one ``define_op`` per op, and nothing else registers anything.
 
 How a lowering takes effect without an import of Inductor and without a call by the user
 ------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from dsv4_ops.core.registry import OPS, REFERENCE, OpSpec
 from dsv4_ops.dispatch import choice, libraries
-from dsv4_ops.dispatch.twins import on_copies
 from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
 from dsv4_ops.reference.common import buffers_by
 
@@ -27,13 +25,6 @@ class Decompose:
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return _traced(mode, self.function, args, kwargs)
-
-
-@functools.cache
-def twin(written: str) -> Decompose:
-    """The lowering of the functional twin of the op ``written``."""
-    spec = OPS[written]
-    return Decompose(on_copies(spec, spec.op))
 
 
 def _traced(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -10,9 +10,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
-from dsv4_ops.core.types import CompressorStep
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.dispatch.twins import define_twin
 
 _save_compressor_states = define_op(
     "compressor",
@@ -85,24 +83,7 @@ def save_compressor_states(
         [1.0, 2.0, 3.5, 3.5]
     """
     settings = {"compress_ratio": compress_ratio, "block_size": block_size}
-    _check_save(
-        "save_compressor_states", kv_score, ape, states, slot_mapping, positions, **settings
-    )
-    _save_compressor_states(kv_score, ape, states, slot_mapping, positions, **settings)
-
-
-def _check_save(
-    op: str,
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    *,
-    compress_ratio: int,
-    block_size: int,
-) -> None:
-    checks = Checks(op)
+    checks = Checks("save_compressor_states")
     checks.at_least(1, compress_ratio=compress_ratio, block_size=block_size)
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     checks.tensor("positions", positions, torch.int64, "num_tokens")
@@ -112,24 +93,7 @@ def _check_save(
     checks.pages(
         "states", states, StateLayout(block_size, 2 * width), ("num_state_blocks", "state_values")
     )
-
-
-save_compressor_states_functional = define_twin(
-    save_compressor_states,
-    Tensor,
-    check=_check_save,
-    example="""
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import StateLayout
-        >>> states = StateLayout(block_size=1, width=2).allocate(num_blocks=1)
-        >>> kv_score, ape = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.25]])
-        >>> dsv4_ops.save_compressor_states_functional(
-        ...     kv_score, ape, states, torch.tensor([0]), torch.tensor([3]), compress_ratio=1,
-        ...     block_size=1
-        ... )[0, :2]
-        tensor([1.0000, 2.2500])
-    """,
-)
+    _save_compressor_states(kv_score, ape, states, slot_mapping, positions, **settings)
 
 
 DIMENSIONS = (
@@ -304,26 +268,6 @@ def check_compress(
     return checks
 
 
-compress_and_insert_functional = define_twin(
-    compress_and_insert,
-    Tensor,
-    check=check_compress,
-    example="""
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import PlainLayout, StateLayout
-        >>> k_cache = PlainLayout(block_size=1, width=2, dtype=torch.float32).allocate(1)
-        >>> dsv4_ops.compress_and_insert_functional(
-        ...     torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.zeros(1, 2),
-        ...     StateLayout(1, 4).allocate(1), torch.tensor([[0]], dtype=torch.int32),
-        ...     torch.tensor([0]), torch.tensor([0], dtype=torch.int32), torch.ones(2),
-        ...     torch.zeros(0, 2), k_cache, torch.tensor([0]), compress_ratio=1, overlap=False,
-        ...     eps=1e-6, state_block_size=1, block_size=1, layout="plain"
-        ... )
-        tensor([[[0.8485, 1.1314]]])
-    """,
-)
-
-
 def check_tokens(
     checks: Checks,
     positions: Tensor,
@@ -476,45 +420,10 @@ def save_and_compress(
         >>> k_cache[0, 1]  # (2, 4) over the root of its mean square, 10
         tensor([0.6325, 1.2649])
     """
-    source = (kv_score, ape, states, state_block_table, state_slot_mapping)
-    norm = (norm_weight, cos_sin_cache)
-    tensors = (*source, positions, req_indices, *norm, k_cache, slot_mapping)
+    source = (kv_score, ape, states, state_block_table)
+    rest = (positions, req_indices, norm_weight, cos_sin_cache, k_cache, slot_mapping)
     settings: dict[str, Any] = {"compress_ratio": compress_ratio, "overlap": overlap, "eps": eps}
     settings |= {"state_block_size": state_block_size, "block_size": block_size, "layout": layout}
-    _check_step("save_and_compress", *tensors, **settings)
-    _save_and_compress(*tensors, **settings)
-
-
-def _check_step(
-    op: str,
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    state_block_table: Tensor,
-    state_slot_mapping: Tensor,
-    *others: Tensor,
-    **settings: Any,
-) -> None:
-    checks = check_compress(op, kv_score, ape, states, state_block_table, *others, **settings)
+    checks = check_compress("save_and_compress", *source, *rest, **settings)
     checks.tensor("state_slot_mapping", state_slot_mapping, torch.int64, "num_tokens")
-
-
-save_and_compress_functional = define_twin(
-    save_and_compress,
-    CompressorStep,
-    check=_check_step,
-    example="""
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import PlainLayout, StateLayout
-        >>> new = dsv4_ops.save_and_compress_functional(
-        ...     torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.ones(1, 2),
-        ...     StateLayout(1, 4).allocate(1), torch.tensor([[0]], dtype=torch.int32),
-        ...     torch.tensor([0]), torch.tensor([0]), torch.tensor([0], dtype=torch.int32),
-        ...     torch.ones(2), torch.zeros(0, 2), PlainLayout(1, 2, torch.float32).allocate(1),
-        ...     torch.tensor([0]), compress_ratio=1, overlap=False, eps=1e-6, state_block_size=1,
-        ...     block_size=1, layout="plain"
-        ... )
-        >>> new.states[0, :4].tolist(), new.k_cache
-        ([3.0, 4.0, 1.0, 1.0], tensor([[[0.8485, 1.1314]]]))
-    """,
-)
+    _save_and_compress(*source, state_slot_mapping, *rest, **settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from dsv4_ops.core.tiles import SCHEDULE_KEYS
 from dsv4_ops.core.types import IndexerKeys, IndexerQuery
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.dispatch.twins import define_twin
 
 _quantize_and_insert_indexer_k = define_op(
     "indexer",
@@ -80,27 +78,9 @@ def quantize_and_insert_indexer_k(
         >>> k_cache.view(-1)[layout.scale_offset(65) :][:4].view(torch.float32).tolist()
         [0.0078125]
     """
-    _check_insert("quantize_and_insert_indexer_k", k, k_cache, slot_mapping, block_size, layout)
+    op = "quantize_and_insert_indexer_k"
+    check_insert(IndexerLayout, op, k, k_cache, slot_mapping, block_size, layout)
     _quantize_and_insert_indexer_k(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
-
-
-_check_insert = functools.partial(check_insert, IndexerLayout)
-
-quantize_and_insert_indexer_k_functional = define_twin(
-    quantize_and_insert_indexer_k,
-    Tensor,
-    check=_check_insert,
-    example="""
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import IndexerLayout
-        >>> k_cache = IndexerLayout(block_size=64).allocate(num_blocks=1)
-        >>> k, slots = torch.ones(1, 128, dtype=torch.bfloat16), torch.tensor([0])
-        >>> dsv4_ops.quantize_and_insert_indexer_k_functional(
-        ...     k, k_cache, slots, block_size=64
-        ... )[0, :2]
-        tensor([120, 120], dtype=torch.uint8)
-    """,
-)
 
 
 _gather_indexer_k = define_op(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from dsv4_ops.core.checks import Checks, check_insert
 from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.dispatch.twins import define_twin
 
 _quantize_and_insert_k_cache = define_op(
     "kv_cache",
@@ -81,25 +79,9 @@ def quantize_and_insert_k_cache(
         >>> k_cache.view(-1)[layout.scale_offset(130) :][:8].tolist()
         [120, 105, 105, 105, 105, 105, 105, 0]
     """
-    _check_insert("quantize_and_insert_k_cache", k, k_cache, slot_mapping, block_size, layout)
+    op = "quantize_and_insert_k_cache"
+    check_insert(MainLayout, op, k, k_cache, slot_mapping, block_size, layout)
     _quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
-
-
-_check_insert = functools.partial(check_insert, MainLayout)
-
-quantize_and_insert_k_cache_functional = define_twin(
-    quantize_and_insert_k_cache,
-    Tensor,
-    check=_check_insert,
-    example="""
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import MainLayout
-        >>> k_cache = MainLayout(block_size=64).allocate(num_blocks=1)
-        >>> k, slots = torch.ones(1, 512, dtype=torch.bfloat16), torch.tensor([0])
-        >>> dsv4_ops.quantize_and_insert_k_cache_functional(k, k_cache, slots, block_size=64)[0, :2]
-        tensor([120, 120], dtype=torch.uint8)
-    """,
-)
 
 
 _dequantize_and_gather_k_cache = define_op(
@@ -320,27 +302,10 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
         >>> k_cache[1, 1].tolist(), int(k_cache.count_nonzero())
         ([1.0, 2.0, 3.0], 3)
     """
-    _check("insert_k_cache", k, k_cache, slot_mapping)
-    _insert_k_cache(k, k_cache, slot_mapping)
-
-
-def _check(op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
-    checks = Checks(op)
+    checks = Checks("insert_k_cache")
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     checks.rows("k_cache", k_cache)
     checks.apart("k_cache", k_cache)
     checks.tensor("k", k, k_cache.dtype, "num_rows", "width")
     checks.rows_for_tokens("k", k)
-
-
-insert_k_cache_functional = define_twin(
-    insert_k_cache,
-    Tensor,
-    check=_check,
-    example="""
-        >>> import torch, dsv4_ops
-        >>> k_cache, k = torch.zeros(1, 2, 2), torch.ones(1, 2)
-        >>> dsv4_ops.insert_k_cache_functional(k, k_cache, torch.tensor([1])).tolist()
-        [[[0.0, 0.0], [1.0, 1.0]]]
-    """,
-)
+    _insert_k_cache(k, k_cache, slot_mapping)

@@ -26,7 +26,6 @@ from dsv4_ops.core.tiles import PLAN_COLUMNS
 from dsv4_ops.core.types import AbsorbedWeights, MlaAttention, PerTensor
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.ops.sparse_mla import check_splits
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -133,23 +132,7 @@ def mla_insert_kv(
     """
     tensors = (kv_c, k_pe, kv_cache, slot_mapping, scale)
     settings: dict[str, Any] = {"layout": layout, "scale_format": scale_format}
-    _check_insert("mla_insert_kv", *tensors, block_size=block_size, **settings)
-    _mla_insert_kv(*tensors, block_size=block_size, **settings)
-
-
-def _check_insert(
-    op: str,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    scale: Tensor | None = None,
-    *,
-    block_size: int,
-    layout: str,
-    scale_format: str,
-) -> None:
-    checks = Checks(op)
+    checks = Checks("mla_insert_kv")
     checks.one_of("layout", layout, *MLA_LAYOUTS)
     formats = ("float32", "ue8m0") if layout == MlaDsFp8Layout.tag else ("float32",)
     checks.one_of("scale_format", scale_format, *formats, belongs_to=f"layout {layout!r} has")
@@ -165,20 +148,7 @@ def _check_insert(
         checks.tensor("kv_cache", kv_cache, kv_c.dtype, "num_blocks", "block_size", width)
         checks.apart("kv_cache", kv_cache)
     check_scale(checks, "scale", scale, layout == MlaFp8Layout.tag, f"layout {layout!r}")
-
-
-mla_insert_kv_functional = define_twin(
-    mla_insert_kv,
-    Tensor,
-    check=_check_insert,
-    example="""
-        >>> import torch, dsv4_ops
-        >>> kv_cache, kv_c, k_pe = torch.zeros(1, 2, 3), torch.ones(1, 2), torch.ones(1, 1)
-        >>> slots = torch.tensor([1])
-        >>> dsv4_ops.mla_insert_kv_functional(kv_c, k_pe, kv_cache, slots, block_size=2).tolist()
-        [[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]]
-    """,
-)
+    _mla_insert_kv(*tensors, block_size=block_size, **settings)
 
 
 _mla_gather_kv = define_op(

@@ -10,10 +10,9 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
-from dsv4_ops.core.types import InsertedQuery, QuantizedGroups
+from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.reference import rope as reference
 
 ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
@@ -357,25 +356,8 @@ def qnorm_rope_kv_insert(
     """
     tensors = (q, kv, k_cache, slot_mapping, positions, cos_sin_cache)
     settings: dict[str, Any] = {"eps": eps, "block_size": block_size, "layout": layout}
-    _check_insert("qnorm_rope_kv_insert", *tensors, **settings)
-    return _qnorm_rope_kv_insert(*tensors, **settings)
-
-
-def _check_insert(
-    op: str,
-    q: Tensor,
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    eps: float,
-    block_size: int,
-    layout: str,
-) -> None:
     head_dim = MainLayout.head_dim
-    checks = Checks(op)
+    checks = Checks("qnorm_rope_kv_insert")
     checks.above(0, eps=eps)
     checks.at_least(1, block_size=block_size)
     checks.one_of("layout", layout, MainLayout.tag, PlainLayout.tag)
@@ -390,25 +372,7 @@ def _check_insert(
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_slots")
     checks.rotation(positions, cos_sin_cache, ROPE_DIM)
     checks.no_more_than_tokens("slot_mapping", slot_mapping)
-
-
-qnorm_rope_kv_insert_functional = define_twin(
-    qnorm_rope_kv_insert,
-    InsertedQuery,
-    check=_check_insert,
-    example="""
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import PlainLayout
-        >>> rows = torch.full((1, 1, 512), 2.0, dtype=torch.bfloat16)
-        >>> inserted = dsv4_ops.qnorm_rope_kv_insert_functional(
-        ...     rows, rows[0], PlainLayout(1).allocate(1), torch.tensor([0]), torch.tensor([0]),
-        ...     dsv4_ops.rope_cos_sin_cache(1, theta=10000.0),
-        ...     eps=1e-6, block_size=1, layout="plain"
-        ... )
-        >>> inserted.q[0, 0, 0].item(), inserted.k_cache[0, 0, 0].item()
-        (1.0, 2.0)
-    """,
-)
+    return _qnorm_rope_kv_insert(*tensors, **settings)
 
 
 def check_query(checks: Checks, q: Tensor, kv: Tensor) -> None:

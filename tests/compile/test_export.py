@@ -139,13 +139,12 @@ PACKAGED = [
     "pack_seq",
     "prefill_row_bounds",
     "quantize_and_insert_k_cache",
-    "quantize_and_insert_k_cache_functional",
     "save_compressor_states",
     "sinkhorn",
     "swa_indices_and_lens",
 ]
 """One op of every kind: IR, decomposed, a loop, a selection, bytes, states, several results, writes
-to the first, the second and the third argument, a functional twin; test_compiled_plans.py packages
+to the first, the second and the third argument; test_compiled_plans.py packages
 a layer, with attention in it."""
 PARTS = 4
 

@@ -25,7 +25,6 @@ FLOATS = (
     "inverse_rope_group",
     "inverse_rope_group_quantize",
     "qnorm_rope_kv_insert",
-    "qnorm_rope_kv_insert_functional",
 )
 LAYOUTS = ("v4_fp8", "plain")
 

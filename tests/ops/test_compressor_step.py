@@ -133,18 +133,6 @@ def test_sampled_calls_save_next_to_what_they_read() -> None:
     assert beside[0] > 10
 
 
-def test_the_functional_form_writes_nothing() -> None:
-    @settings(sampled, max_examples=30)
-    @given(testing.strategy("save_and_compress"))
-    def compare(case: Case) -> None:
-        given_to = case.copy()
-        result = ops.save_and_compress_functional(*given_to.tensors, **case.settings)
-        assert same_bytes([*result], by_two_ops(case))
-        assert same_bytes(list(given_to.tensors), list(case.tensors))
-
-    compare()
-
-
 def test_arguments_may_have_any_strides() -> None:
     @settings(sampled, max_examples=40)
     @given(testing.strategy("save_and_compress"))

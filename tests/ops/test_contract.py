@@ -91,7 +91,7 @@ def widths(name, case):
         return {"trailing": [*first.shape[1:]], "filler": patterns(pad)}
     if name == "indexer_quantize_q":
         return {"bf16_weights": case.tensors[1].dtype == torch.bfloat16}
-    if name in ("mla_insert_kv", "mla_insert_kv_functional", "quantize_per_tensor"):
+    if name in ("mla_insert_kv", "quantize_per_tensor"):
         return {"dtype": str(first.dtype).removeprefix("torch.")}
     if name in ("mla_gather_kv", "mla_gather_codes"):
         return {"width": first.shape[2]}
@@ -117,7 +117,7 @@ def test_opcheck(name):
     if NIGHTLY:
         checks.check_opcheck(OPS[name])
     else:
-        checks.check_opcheck(OPS[name], traces=1, compiled=not is_twin(name))
+        checks.check_opcheck(OPS[name], traces=1)
 
 
 @pytest.mark.check
@@ -174,7 +174,7 @@ def test_reference_is_within_the_budget_of_float64(name):
     compare()
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if not OPS[name].twin_of])
+@each_op
 def test_the_form_that_is_traced_gives_the_same_bits(name):
     """On a CPU a reference indexes whole rows, and only windows that end here; traced it cannot."""
     spec = OPS[name]
@@ -220,11 +220,6 @@ FUSED_WRITERS = {
 test_compiled_cache.py has the order of writes. `make test-all` has the fusion of all."""
 
 
-def is_twin(name):
-    """A copy and the code of its op: as the twin that `make test` compiles shows."""
-    return bool(OPS[name].twin_of) and name != "quantize_and_insert_k_cache_functional"
-
-
 def is_fused(name):
     """Ops that write, and ops built from IR; what is decomposed Inductor fuses as any aten code."""
     if OPS[name].mutated:
@@ -261,9 +256,8 @@ def split(names):
 
 def groups():
     """Every op in a graph with others of its kind of loops; a new op by being registered."""
-    names = [name for name in OPS if NIGHTLY or not is_twin(name)]
     for vectors in (True, False):
-        chosen = [name for name in names if (NIGHTLY or name in VECTORS) == vectors]
+        chosen = [name for name in OPS if (NIGHTLY or name in VECTORS) == vectors]
         smoke = [name for name in chosen if name in SMOKE_OPS]
         rest = [name for name in chosen if name not in SMOKE_OPS]
         for some, marks in ((smoke, [pytest.mark.smoke]), (rest, [])):
@@ -289,7 +283,7 @@ def test_compiled_equals_the_reference(names, vectors):
 def test_every_op_is_compiled():
     compiled = [name for group in groups() for name in group.values[0]]
     assert len(compiled) == len(set(compiled))
-    assert set(OPS) - set(compiled) == {name for name in OPS if is_twin(name) and not NIGHTLY}
+    assert set(OPS) == set(compiled)
 
 
 @pytest.mark.parametrize("name", ["compressed_slot_mapping", "swa_indices_and_lens", "token_map"])

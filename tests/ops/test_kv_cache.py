@@ -117,16 +117,12 @@ def row_of(block: list[int], at: int) -> list[int]:
 
 
 def check_insert(k: Tensor, cache: Tensor, base: Tensor, slots: Tensor, block_size: int) -> None:
-    """Both forms of the op against the oracle: every byte in and around the cache."""
+    """The op against the oracle: every byte in and around the cache."""
     expected = oracles.quantize_and_insert_k_cache(
         bits(k).tolist(), cache.tolist(), slots.tolist(), block_size=block_size
     )
     want = torch.tensor(expected, dtype=torch.uint8).reshape(cache.shape)
     before, k_before, slots_before = base.clone(), bits(k), slots.clone()
-    result = ops.quantize_and_insert_k_cache_functional(k, cache, slots, block_size=block_size)
-    assert torch.equal(base, before), "the functional op wrote to the cache"
-    assert result.is_contiguous()
-    assert torch.equal(result, want)
     assert ops.quantize_and_insert_k_cache(k, cache, slots, block_size=block_size) is None
     assert torch.equal(cache, want)
     before.as_strided(cache.shape, cache.stride(), cache.storage_offset()).copy_(want)
@@ -339,7 +335,7 @@ def test_k_may_have_any_stride(view: Any) -> None:
 def test_of_two_tokens_with_one_slot_other_rows_know_nothing() -> None:
     rng = Random(6)
     k = bf16([[rng.getrandbits(16) for _ in range(WIDTH)] for _ in range(4)])
-    cache, base = random_cache(6, 2, 2)
+    _, base = random_cache(6, 2, 2)
     twice, once = base.clone(), base.clone()
     ops.quantize_and_insert_k_cache(k, twice[1:3, :1728], i64([1, 3, 1, 0]), block_size=2)
     ops.quantize_and_insert_k_cache(k, once[1:3, :1728], i64([-1, 3, 1, 0]), block_size=2)
@@ -347,9 +343,6 @@ def test_of_two_tokens_with_one_slot_other_rows_know_nothing() -> None:
         memory[1, 576:1152] = 0  # the row of slot 1 and its scales
         memory[1, 1160:1168] = 0
     assert torch.equal(twice, once)
-    again = ops.quantize_and_insert_k_cache_functional(k, cache, i64([1, 3, 1, 0]), block_size=2)
-    again[0, 576:1152] = again[0, 1160:1168] = 0
-    assert torch.equal(again, once[1:3, :1728])
 
 
 @pytest.mark.parametrize(("pages", "tokens", "rows"), [(2, 0, 0), (2, 0, 3), (0, 3, 3), (0, 0, 0)])

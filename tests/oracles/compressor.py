@@ -54,9 +54,6 @@ def save_compressor_states(
     return written
 
 
-save_compressor_states_functional = save_compressor_states
-
-
 def window(
     kv_score: Floats,
     ape: Floats,

@@ -162,9 +162,6 @@ def mla_insert_kv(
     return pages
 
 
-mla_insert_kv_functional = mla_insert_kv
-
-
 def mla_gather_codes(
     kv_cache: Pages, slot_mapping: Sequence[int], *, block_size: int, layout: str, width: int
 ) -> list[Row]:

@@ -190,11 +190,6 @@ def insert_k_cache(
     return pages
 
 
-quantize_and_insert_k_cache_functional = quantize_and_insert_k_cache
-quantize_and_insert_indexer_k_functional = quantize_and_insert_indexer_k
-insert_k_cache_functional = insert_k_cache
-
-
 def find_row(
     position: int, table_row: Sequence[int], num_blocks: int, block_size: int
 ) -> tuple[int, int] | None:

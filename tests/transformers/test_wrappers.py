@@ -153,7 +153,7 @@ def test_every_way_into_a_trace(way, family):
 def test_no_trace_reads_a_name_or_a_functions_identity():
     """Outside of the functions that run on the host: what ``patch`` calls, and cache keys."""
     host = {"defining_class", "_unbound", "_package_of", "_is_of_class", "_is_accelerates"}
-    host_files = {"precompiled.py", "kernel_files.py", "compiled.py", "twins.py"}
+    host_files = {"precompiled.py", "kernel_files.py", "compiled.py"}
     names = {"__module__", "__qualname__", "__func__", "__code__", "__wrapped__", "__globals__"}
     package = Path(dsv4_ops.__file__).parent
     traced = ("attention", "core", "dispatch", "integrations/transformers", "ops", "reference")

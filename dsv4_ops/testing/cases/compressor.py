@@ -68,7 +68,6 @@ save_compressor_states = OpTesting(
     ),
     make=_call,
 )
-save_compressor_states_functional = save_compressor_states
 
 
 FP32_UNIT, FP8_UNIT = 2.0**-24, 2.0**-4
@@ -381,7 +380,6 @@ compress_and_insert = OpTesting(
     precise=precise,
     readable=readable,
 )
-compress_and_insert_functional = compress_and_insert
 
 
 _SLOTS = 4
@@ -520,4 +518,3 @@ save_and_compress = OpTesting(
     readable=readable_step,
     determined=determined,
 )
-save_and_compress_functional = save_and_compress

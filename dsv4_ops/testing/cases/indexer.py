@@ -43,7 +43,6 @@ quantize_and_insert_indexer_k = OpTesting(
     settings=tuple({"block_size": size, "layout": _TAG} for size in (64, 1, 3)),
     make=insertions(IndexerLayout, IndexerLayout.code_dim),
 )
-quantize_and_insert_indexer_k_functional = quantize_and_insert_indexer_k
 
 
 def _gather_cases() -> list[Case]:

@@ -64,7 +64,6 @@ quantize_and_insert_k_cache = OpTesting(
     settings=tuple({"block_size": size, "layout": _TAG} for size in (64, 2, 1, 3)),
     make=insertions(MainLayout, MainLayout.code_dim),
 )
-quantize_and_insert_k_cache_functional = quantize_and_insert_k_cache
 
 
 def _worked_values() -> list[float]:
@@ -185,4 +184,3 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 
 
 insert_k_cache = OpTesting(cases=_cases, settings=({},), make=_call)
-insert_k_cache_functional = insert_k_cache

@@ -158,7 +158,6 @@ mla_insert_kv = OpTesting(
     settings=(_rows(64, DS_FP8), _rows(2, DS_FP8, "ue8m0"), _rows(64, FP8), _rows(3, PLAIN)),
     make=_insert_call,
 )
-mla_insert_kv_functional = mla_insert_kv
 
 
 def _read(size: int, layout: str) -> dict[str, Any]:

@@ -304,4 +304,3 @@ qnorm_rope_kv_insert = OpTesting(
     make=_call,
     precise=_precise,
 )
-qnorm_rope_kv_insert_functional = qnorm_rope_kv_insert

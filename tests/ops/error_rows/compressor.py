@@ -10,9 +10,7 @@ from tests.helpers import i32, i64
 from tests.ops.error_rows.cache import ALLOCATE_PLAIN, Entry, cache_rows, inside_rows, layout_rows
 from tests.ops.error_rows.valid import MAIN, NUMBERS, ORDER, OWN, Valid
 
-SAVE = ("save_compressor_states", "save_compressor_states_functional")
-COMPRESS = ("compress_and_insert", "compress_and_insert_functional")
-STEP = ("save_and_compress", "save_and_compress_functional")
+SAVE, COMPRESS, STEP = ("save_compressor_states",), ("compress_and_insert",), ("save_and_compress",)
 ALLOCATE = "Allocate it with StateLayout(block_size).allocate(num_blocks)."
 
 

@@ -13,7 +13,7 @@ from tests.ops.error_rows.rope import bf16, float_rows
 from tests.ops.error_rows.sparse import flag_rows
 from tests.ops.error_rows.valid import COUNTS, NUMBERS, ORDER, OWN, Valid
 
-INSERTS = ("mla_insert_kv", "mla_insert_kv_functional")
+INSERTS = ("mla_insert_kv",)
 GATHERS = ("mla_gather_kv", "mla_gather_codes")
 HALVES = "torch.bfloat16 or torch.float16 or torch.float32"
 LAYOUT = MlaFp8Layout(64, 32)

@@ -11,7 +11,7 @@ from tests.ops.error_rows.cache import ALLOCATE_PLAIN, Entry, cache_rows, inside
 from tests.ops.error_rows.sparse import flag_rows
 from tests.ops.error_rows.valid import MAIN, MINIMUM, NUMBERS, OWN, Valid
 
-QNORM = ("qnorm_rope_kv_insert", "qnorm_rope_kv_insert_functional")
+QNORM = ("qnorm_rope_kv_insert",)
 GROUPS = ("inverse_rope_group", "inverse_rope_group_quantize")
 EVERY_DTYPE = "torch.int32 torch.int64 torch.float32 torch.bool"
 ANY = "Pass a tensor of any dtype."

@@ -56,9 +56,9 @@ MAIN = cache(MainLayout(64), "[num_blocks, page_bytes]")
 INDEXER = cache(IndexerLayout(64), "[num_blocks, page_bytes]")
 PLAIN = cache(PlainLayout(64), "[num_blocks, block_size, width]", "torch.bfloat16 or torch.float32")
 
-QUANTIZE_K = ("quantize_and_insert_k_cache", "quantize_and_insert_k_cache_functional")
-QUANTIZE_INDEXER = ("quantize_and_insert_indexer_k", "quantize_and_insert_indexer_k_functional")
-INSERT_PLAIN = ("insert_k_cache", "insert_k_cache_functional")
+QUANTIZE_K = ("quantize_and_insert_k_cache",)
+QUANTIZE_INDEXER = ("quantize_and_insert_indexer_k",)
+INSERT_PLAIN = ("insert_k_cache",)
 INSERTS = (*QUANTIZE_K, *QUANTIZE_INDEXER, *INSERT_PLAIN)
 
 # op -> tensors that mean something else than in other ops
