@@ -4,8 +4,9 @@
 
 replaces what is between ``<!-- table: NAME -->`` and ``<!-- /table -->`` and between
 ``<!-- = NAME -->`` and ``<!-- / -->`` (``figures.py``), leaves the text around, and draws every
-plot whose rows are others than those it shows. ``--check`` writes nothing, names what it would
-write, and exits with 1 if there is any.
+plot whose rows are others than those it shows. ``<!-- table: NAME; PATTERN -->`` takes the lines
+that the pattern finds, and does not name their runs. ``--check`` writes nothing, names what it
+would write, and exits with 1 if there is any.
 
 A file may have rows of several runs: the newest of each point is shown, whatever it says.
 """
@@ -28,7 +29,7 @@ from benchmarks.harness.tables import TABLES, Table
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/limits.md")
 _FIGURE = re.compile(r"(<!-- = (\w+) -->)(.*?)(<!-- / -->)", re.S)
-_MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- /table -->)", re.S)
+_MARKED = re.compile(r"(<!-- table: (\w+)(?:; ([^\n]+))? -->\n)(.*?)(<!-- /table -->)", re.S)
 
 
 _RENAMED = (("python -m dsv4_ops bench", "python -m benchmarks"), ("--anchor ", "--baseline "))
@@ -75,21 +76,28 @@ def plots(stored: Stored) -> dict[str, Plot]:
     return found
 
 
-def markdown(table: Table, rows: Iterable[Row]) -> str:
-    """The table, and under it what its rows were measured on and with."""
+def markdown(table: Table, rows: Iterable[Row], pattern: str | None = None) -> str:
+    """The table, or the lines that ``pattern`` finds. Below a whole table stand its runs."""
     kept = table.kept(rows)
+    if pattern is not None:
+        kept = [
+            row
+            for row in kept
+            if re.search(pattern, " | ".join(cell(row) for _, cell in table.columns))
+        ]
     if not kept:
         raise ValueError(
             f"page: rows must hold some of {table.file}, got none. Run its benchmark, or drop the "
             "table from the page."
         )
     measured = [each for row in kept for each in row.get("of", [row])]
+    with_runs = table.origins and pattern is None
     shown = [(name, [cell(row) for row in kept]) for name, cell in table.columns]
     shown = [(name, cells) for name, cells in shown if set(cells) != {"-"}]  # what none measured
     lines = ["| " + " | ".join(name for name, _ in shown) + " |"]
     lines.append("| --- " * len(shown) + "|")
     lines += ["| " + " | ".join(cells) + " |" for cells in zip(*(c for _, c in shown), strict=True)]
-    return "\n".join([*lines, *(["", *_origins(measured)] if table.origins else []), ""])
+    return "\n".join([*lines, *(["", *_origins(measured)] if with_runs else []), ""])
 
 
 def _today(command: str) -> str:
@@ -124,9 +132,11 @@ def page(text: str, stored: Stored) -> str:
                 f"page: table must be one of {', '.join(TABLES)}, got {found[2]!r}. "
                 "Correct the name in the page."
             )
-        chosen, opened, shown, closed = TABLES[found[2]], found[1], found[3], found[4]
+        chosen, opened, pattern, shown, closed = TABLES[found[2]], *found.group(1, 3, 4, 5)
         rows = stored.rows(chosen.file)
-        return opened + (markdown(chosen, rows) if chosen.kept(rows) or shown else "") + closed
+        if not chosen.kept(rows) and not shown:
+            return opened + closed
+        return opened + markdown(chosen, rows, pattern) + closed
 
     def figure(found: re.Match[str]) -> str:
         if found[2] not in FIGURES:
