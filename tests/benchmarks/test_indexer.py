@@ -183,7 +183,7 @@ def test_an_baseline_that_differs_is_timed_and_said(pretend_cuda, group, text):
 
 
 def test_costs_are_those_of_the_roofline():
-    # kernels.md 5: MB of keys and of logits, and GFLOP, at 64 requests of 131072 tokens
+    # MB of keys and of logits, and GFLOP, at 64 requests of 131072 tokens
     moved, flop = cost("logits", 64, 32768)
     vectors = 64 * (32768 // 64 * 4 + 64 * 132 + 8)
     assert (moved - vectors) / 1e6 == pytest.approx(276.8 + 8.4, abs=0.1)

@@ -322,7 +322,7 @@ def test_the_whole_run_has_all_sizes():
 
 
 def test_costs_are_those_of_the_roofline():
-    # kernels.md 5: MB and GFLOP of Flash at 128 requests and Pro at 256
+    # MB and GFLOP of Flash at 128 requests and Pro at 256
     for shape, megabytes, gflop in (
         (uniform(128, 64, 512), 64.9, 10.74),
         (uniform(256, 128, 1024), 240.5, 77.31),

@@ -25,7 +25,7 @@ def written_layer(caches: torch.Tensor) -> list[int]:
 
 @pytest.mark.slow
 def test_mutating_op_on_a_layer_of_a_graph_input_writes_layer_0():
-    """inductor.md 1.5: `op(cache[layer])` of an input with symbolic sizes writes elsewhere.
+    """With symbolic sizes, `op(cache[layer])` of an input writes elsewhere.
 
     Hence caches are registered buffers or one tensor per layer (the tests below).
     """

@@ -1,5 +1,5 @@
 """AOTInductor packages of sparse MLA on Hopper, exported for any number of tokens: they hold the
-binaries of its kernels in Gluon. ``test_gpu_layers.py`` runs such packages where nothing of ours is
+binaries of its kernels in Gluon. ``test_layers.py`` runs such packages where nothing of ours is
 imported. Run there with ``pytest -m gpu tests``."""
 
 import zipfile

@@ -1,5 +1,5 @@
 """Sparse MLA for prefill on a GPU: the kernel against the reference, the same bits in every batch,
-CUDA graphs. Run there with ``pytest -m gpu tests``; plans of decode: test_gpu_mla_plan.py."""
+CUDA graphs. Run there with ``pytest -m gpu tests``; plans of decode: test_mla_plan.py."""
 
 import math
 

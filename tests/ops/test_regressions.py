@@ -1,4 +1,4 @@
-"""Bugs of older implementations that these stages must not copy: spec/pitfalls.md A11, by row.
+"""Bugs of older implementations that these stages must not copy, by number.
 
 Each test fails if the bug is put back. Rows 8, 9, 10 and 12 belong to stages that are not here.
 """

@@ -1,5 +1,5 @@
 """Steps of a patched model under Dynamo and torch.export; Inductor's code of them is run by the
-examples (``test_examples.py``) and on a GPU (``test_gpu_model.py``)."""
+examples (``test_examples.py``) and on a GPU (``tests/gpu/test_model.py``)."""
 
 from random import Random
 

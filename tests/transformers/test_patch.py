@@ -1,5 +1,5 @@
 """What a user of Hugging Face's model does with a patched one: patching, saving, copying, training,
-calls without a ``PagedCache``. Calls with one are in ``test_transformers_calls.py``."""
+calls without a ``PagedCache``. Calls with one are in ``test_calls.py``."""
 
 from copy import deepcopy
 from types import MethodType

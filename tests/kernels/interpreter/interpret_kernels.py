@@ -57,7 +57,7 @@ def main(examples: int, *names: str) -> None:
     for name, spec in OPS.items():
         if names and name not in names:
             continue
-        if spec.has_kernel and name != "sparse_mla_gathered":  # in Gluon: test_hopper_gathered.py
+        if spec.has_kernel and name != "sparse_mla_gathered":  # in Gluon: test_gathered.py
             for case in testing.cases_of(name):
                 check(name, case)
             fuzz(name, examples)

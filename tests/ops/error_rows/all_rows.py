@@ -1,7 +1,7 @@
 """Wrong calls of every public function and their errors; ``test_errors.py`` makes the calls.
 
 ``TABLE`` spells out what differs from function to function, with the rows of other stems in
-``error_rows_*.py``; ``generated_rows`` adds what all arguments of a kind have in common.
+the files beside it; ``generated_rows`` adds what all arguments of a kind have in common.
 """
 
 import inspect

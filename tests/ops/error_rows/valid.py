@@ -1,4 +1,4 @@
-"""A valid call of every public function, for ``error_rows.py`` to spoil."""
+"""A valid call of every public function, for ``all_rows.py`` to spoil."""
 
 from typing import Any, NamedTuple
 

@@ -1,0 +1,128 @@
+"""Lines of Markdown are short, named files exist, docstrings begin with a noun or a verb."""
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = (".ci", "benchmarks", "docs", "dsv4_ops", "examples", "tests")
+WIDTH = 120
+NAMED = re.compile(r"(?<![\w/<*{-])(?:\.\./)*((?:\.?[\w-]+/)*[\w-]+\.(?:py|md))\b(?!\.\w|/)")
+BEGINS = re.compile(r"(Of|By|Likewise|The same)\b")
+
+MAY_BEGIN = {
+    "dsv4_ops/cli/kernels.py": 1,
+    "dsv4_ops/core/layout.py": 1,
+    "dsv4_ops/dispatch/choice.py": 1,
+    "dsv4_ops/integrations/transformers/architectures/deepseek_v3/spec.py": 1,
+    "dsv4_ops/integrations/transformers/generation.py": 1,
+    "dsv4_ops/integrations/transformers/precompiled.py": 1,
+    "dsv4_ops/integrations/transformers/quantized.py": 1,
+    "dsv4_ops/kernels/c4_step/launch.py": 1,
+    "dsv4_ops/kernels/calls.py": 2,
+    "dsv4_ops/kernels/compressor/launch.py": 1,
+    "dsv4_ops/kernels/context_parallel/gather.py": 1,
+    "dsv4_ops/kernels/experts/grouped_gemm.py": 6,
+    "dsv4_ops/kernels/indexer/topk.py": 1,
+    "dsv4_ops/kernels/linear/block_gemm.py": 3,
+    "dsv4_ops/kernels/linear/gemm.py": 2,
+    "dsv4_ops/kernels/rope/inverse_rope_group.py": 1,
+    "dsv4_ops/kernels/streams/hyper_connection.py": 2,
+    "dsv4_ops/ops/context_parallel.py": 1,
+    "dsv4_ops/reference/bf16_workspace.py": 1,
+    "dsv4_ops/testing/cases/context_parallel.py": 1,
+    "dsv4_ops/testing/cases/linear.py": 1,
+    "dsv4_ops/testing/cases/rope.py": 1,
+    "dsv4_ops/testing/checkpoint.py": 1,
+    "dsv4_ops/testing/contract/checks.py": 1,
+}
+"""Docstrings of old that begin so: a number may fall and not grow."""
+
+
+def files(pattern: str) -> list[Path]:
+    below = (path for folder in FOLDERS for path in (ROOT / folder).rglob(pattern))
+    return sorted([*ROOT.glob(pattern), *below])
+
+
+SOURCES = files("*.py")
+PAGES = [page.relative_to(ROOT).as_posix() for page in files("*.md")]
+EXISTING = {
+    "/".join(parts[start:])
+    for parts in (path.relative_to(ROOT).parts for path in [*SOURCES, *files("*.md")])
+    for start in range(len(parts))
+}
+"""Paths, and their ends: a page may say ``kernels/launcher.py``."""
+
+
+def docstrings(text: str) -> list[str]:
+    """Those of modules, classes, functions and assigned names."""
+    return [
+        node.value.value
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+
+
+def comments(text: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+
+def absent(text: str) -> set[str]:
+    """Files that a text names and that are nowhere."""
+    return set(NAMED.findall(text)) - EXISTING
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_pages_are_short(page):
+    """Tables, code, marks of figures and targets of links do not count."""
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    lines = re.sub(r"<!--.*?-->|\]\([^)\s]*\)", "", text).splitlines()
+    wide = [line for line in lines if len(line) > WIDTH]
+    assert [line for line in wide if not line.startswith(("|", "    "))] == []
+
+
+OF_ANOTHER = {"benchmarks/README.md": {"name.py"}}
+"""Files of other packages, and placeholders."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_file_that_a_page_names_exists(page):
+    assert absent((ROOT / page).read_text()) == OF_ANOTHER.get(page, set())
+
+
+def test_a_file_that_a_docstring_or_a_comment_names_exists():
+    named = {}
+    for path in SOURCES:
+        text = path.read_text()
+        if gone := absent("\n".join([*docstrings(text), *comments(text)])):
+            named[path.relative_to(ROOT).as_posix()] = gone
+    assert named == {}
+
+
+def test_no_docstring_begins_with_what_belongs_behind_its_noun():
+    begins: Counter[str] = Counter()
+    for path in (ROOT / "dsv4_ops").rglob("*.py"):
+        for text in docstrings(path.read_text()):
+            if BEGINS.match(text.lstrip()):
+                begins[path.relative_to(ROOT).as_posix()] += 1
+    assert {name: count for name, count in begins.items() if count > MAY_BEGIN.get(name, 0)} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "gone"),
+    [
+        ("see ``kernels/launcher.py`` and ../docs/performance.md.", set()),
+        ("see no_such_file.py.", {"no_such_file.py"}),
+        ("kernels/<stem>.py, tests/*.py, {name}.py", set()),
+    ],
+)
+def test_names_of_files_are_found(text, gone):
+    assert absent(text) == gone
