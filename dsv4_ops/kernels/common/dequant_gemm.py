@@ -41,7 +41,7 @@ _FP4_BITS = tl.constexpr(0x81C081C0 - 2**32)
 _SIGNS, _FP8_CODES = tl.constexpr(0x80008000 - 2**32), tl.constexpr(0x07F007F0)
 
 
-def step_of(fp4: bool) -> int:
+def step_size(fp4: bool) -> int:
     """Return the number of values of K per step."""
     return 2 * STEP_BYTES if fp4 else STEP_BYTES
 
@@ -60,7 +60,7 @@ def scale_rows(scale: Tensor, fp4: bool) -> Tensor:
     if not fp4:
         return scale
     blocks = int(scale.shape[-1])
-    padded = round_up(blocks, step_of(fp4) // FP4_BLOCK)
+    padded = round_up(blocks, step_size(fp4) // FP4_BLOCK)
     offsets = (scale.storage_offset(), *scale.stride()[:-1])
     if padded != blocks:
         return torch.cat([scale, scale.new_zeros((*scale.shape[:-1], padded - blocks))], -1)
@@ -84,7 +84,7 @@ def reordered(x: Tensor, fp4: bool) -> Tensor:
     + 4 i + 2 j + p of 64 is at 16 i + 8 p + 2 t + j.
     """
     width, lead = int(x.shape[-1]), x.dim() - 1
-    padding = round_up(width, step_of(fp4)) - width
+    padding = round_up(width, step_size(fp4)) - width
     # not a pad, which would make a symbolic leading size a constant
     padded = torch.cat([x, x.new_zeros((*x.shape[:-1], padding))], -1) if padding else x
     parts = padded.unflatten(-1, (-1, 4, 4, 2, 2 if fp4 else 1, 2))
@@ -93,7 +93,7 @@ def reordered(x: Tensor, fp4: bool) -> Tensor:
 
 
 @triton.jit
-def place_of(k, FP4: tl.constexpr):
+def reordered_offset(k, FP4: tl.constexpr):
     """Return the offset of value ``k`` in ``reordered``."""
     if FP4:
         part = k % 128

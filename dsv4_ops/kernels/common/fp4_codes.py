@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.core.layout import round_up
-from dsv4_ops.kernels.common.dequant_gemm import load_words, scale_values, step_of
+from dsv4_ops.kernels.common.dequant_gemm import load_words, scale_values, step_size
 from dsv4_ops.kernels.common.fp8 import multiply_codes  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
@@ -42,7 +42,7 @@ _NAN, _NAN_EXCEPT_0 = tl.constexpr(0x7F7F7F7F), tl.constexpr(0x7F7F7F00)
 def ordered_codes(x: Tensor) -> Tensor:
     """Return codes [num_rows, k] as uint8 in the order in which kernels multiply them, padded to a
     step: code 32 t + 8 c + 4 h + j of 128 is at 32 c + 16 h + 4 t + j."""
-    padding = round_up(int(x.shape[1]), step_of(True)) - int(x.shape[1])
+    padding = round_up(int(x.shape[1]), step_size(True)) - int(x.shape[1])
     codes = x.view(torch.uint8).contiguous()
     if padding:
         codes = torch.cat([codes, codes.new_zeros((codes.shape[0], padding))], -1)

@@ -1,8 +1,8 @@
-"""Activations of experts in FP8: codes and scales by the places of a plan, and those between both
-products, rounded or as codes.
+"""Quantise the activations of experts to FP8, in the order of a plan: codes and scales, or bf16
+values rounded to those of the codes.
 
-A plan has places for about twice as many rows as there are. The others are left as they are, but
-their scales are 0.
+A plan has about twice as many slots as there are rows. The values of padding slots stay as they
+are; their scales are 0.
 """
 
 import torch
@@ -31,11 +31,11 @@ def round_rows_kernel(
     slot = tl.program_id(0).to(tl.int64)
     if tl.load(sorted_rows + slot) >= 0:
         block = tl.arange(0, BLOCKS)[:, None]
-        inside = tl.arange(0, _BLOCK)[None, :]
-        place = rows + slot * row_stride + block * _BLOCK + inside
-        codes, scale = quantize(widen(tl.load(place, mask=block < COUNT, other=0.0)))
-        found = dequantize(codes, scale).to(tl.bfloat16, bitcast=True)
-        tl.store(place, found, mask=block < COUNT)
+        offset = tl.arange(0, _BLOCK)[None, :]
+        address = rows + slot * row_stride + block * _BLOCK + offset
+        codes, scale = quantize(widen(tl.load(address, mask=block < COUNT, other=0.0)))
+        rounded = dequantize(codes, scale).to(tl.bfloat16, bitcast=True)
+        tl.store(address, rounded, mask=block < COUNT)
 
 
 @triton.jit
@@ -45,18 +45,18 @@ def order_scales_kernel(
     ordered, ordered_stride,
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The scales of a block of ``ROWS`` places, [BLOCKS, ROWS], in bf16."""
-    inside = tl.arange(0, ROWS)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    row = tl.load(sorted_rows + first + inside)
+    """Gather the scales of ``ROWS`` slots, [BLOCKS, ROWS], as bf16."""
+    lane = tl.arange(0, ROWS)
+    first_slot = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.load(sorted_rows + first_slot + lane)
     token = tl.where(row >= 0, row // topk, 0).to(tl.int64)
     block = tl.arange(0, BLOCKS)[:, None].to(tl.int64)
-    found = scales + token[None, :] * scale_stride + block * scale_block_stride
-    given = (row >= 0)[None, :] & (block < COUNT)
-    exponents = tl.load(found, mask=given, other=0.0).to(tl.int32, bitcast=True) >> 16
+    src = scales + token[None, :] * scale_stride + block * scale_block_stride
+    mask = (row >= 0)[None, :] & (block < COUNT)
+    exponents = tl.load(src, mask=mask, other=0.0).to(tl.int32, bitcast=True) >> 16
     ordered = ordered.to(tl.pointer_type(tl.int16), bitcast=True)
-    target = ordered + block * (2 * ordered_stride) + first + scale_offset(inside, ROWS)[None, :]
-    tl.store(target, exponents.to(tl.int16))
+    dst = ordered + block * (2 * ordered_stride) + first_slot + scale_offset(lane, ROWS)[None, :]
+    tl.store(dst, exponents.to(tl.int16))
 
 
 @triton.jit
@@ -65,28 +65,29 @@ def quantize_ordered_kernel(
     codes, ordered, ordered_stride,
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of one row, whose values stay where they are, and its scales in bf16."""
-    place = tl.program_id(0).to(tl.int64)
-    given = tl.load(sorted_rows + place) >= 0
+    """Quantise one row to codes, in the order of its values, and to bf16 scales."""
+    slot = tl.program_id(0).to(tl.int64)
+    has_row = tl.load(sorted_rows + slot) >= 0
     block = tl.arange(0, BLOCKS)
-    inside = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    there = (block[:, None] < COUNT) & given
-    values = widen(tl.load(rows + place * row_stride + inside, mask=there, other=0.0))
-    found, scale = quantize(values)
-    tl.store(codes + place * row_stride + inside, found, mask=there)
+    column = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = (block[:, None] < COUNT) & has_row
+    values = widen(tl.load(rows + slot * row_stride + column, mask=mask, other=0.0))
+    row_codes, scale = quantize(values)
+    tl.store(codes + slot * row_stride + column, row_codes, mask=mask)
     ordered = ordered.to(tl.pointer_type(tl.int16), bitcast=True)
-    target = ordered + block.to(tl.int64) * (2 * ordered_stride)
-    target += place // ROWS * ROWS + scale_offset(place % ROWS, ROWS)
-    tl.store(target, tl.where(given, scale << 7, 0).to(tl.int16), mask=block < COUNT)
+    dst = ordered + block.to(tl.int64) * (2 * ordered_stride)
+    dst += slot // ROWS * ROWS + scale_offset(slot % ROWS, ROWS)
+    tl.store(dst, tl.where(has_row, scale << 7, 0).to(tl.int16), mask=block < COUNT)
 
 
-def can_round(capability: tuple[int, int] | None) -> bool:
-    """Whether Triton converts e4m3 codes there; None is the interpreter, or AMD."""
+def converts_codes(capability: tuple[int, int] | None) -> bool:
+    """Return whether Triton converts e4m3 codes on GPUs of a compute capability; None means the
+    interpreter or AMD."""
     return torch.version.hip is None and (capability is None or capability >= CODES_CAPABILITY)
 
 
 def round_rows(launch: Launcher, rows: torch.Tensor, sorted_rows: torch.Tensor) -> None:
-    """Write the bf16 of codes and scales over the bf16 ``rows`` whose place in a plan is taken."""
+    """Round the bf16 ``rows`` of a plan's slots in place to the values of FP8 codes and scales."""
     count = rows.shape[1] // ACTIVATION_BLOCK
     launch(round_rows_kernel)[sorted_rows.shape[0],](
         rows, rows.stride(0), sorted_rows,
@@ -97,10 +98,10 @@ def round_rows(launch: Launcher, rows: torch.Tensor, sorted_rows: torch.Tensor) 
 def order_scales(
     launch: Launcher, scales: torch.Tensor, topk: int, sorted_rows: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """int32 [K // 128, places // 2], pairs of bf16 scales: of the tokens at the places of a plan of
-    blocks of ``rows``, and 0 where there are none."""
+    """Return int32 [K // 128, num_slots // 2], pairs of bf16 scales: the scales of the tokens in a
+    plan's slots, and 0 for padding. The plan has blocks of ``rows`` slots."""
     count = int(scales.shape[1])
-    blocks = max(2, triton.next_power_of_2(count))  # a step of products has two
+    blocks = max(2, triton.next_power_of_2(count))  # a step of the product reads two
     ordered = sorted_rows.new_empty((blocks, sorted_rows.shape[0] // 2))
     launch(order_scales_kernel)[sorted_rows.shape[0] // rows,](
         scales, *scales.stride(), topk, sorted_rows, ordered, ordered.stride(0),
@@ -112,8 +113,8 @@ def order_scales(
 def quantize_ordered(
     launch: Launcher, values: torch.Tensor, sorted_rows: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 codes of the bf16 ``values`` at the places of a plan, and scales as ``order_scales``
-    has them."""
+    """Return uint8 codes of the bf16 ``values`` of a plan's slots, and scales in the order of
+    ``order_scales``."""
     count = values.shape[1] // ACTIVATION_BLOCK
     codes = torch.empty_like(values, dtype=torch.uint8)
     ordered = sorted_rows.new_empty((count, sorted_rows.shape[0] // 2))

@@ -1,5 +1,5 @@
-"""The two products of routed experts, whose weights are read once for each block of rows, or for
-two."""
+"""The two grouped GEMMs of routed experts. A program reads a tile of a weight once for one block of
+rows, or for two."""
 
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ from dsv4_ops.kernels.common.dequant_gemm import (
     byte_rows,
     multiply_fp4,
     multiply_fp8,
-    place_of,
     reordered,
+    reordered_offset,
     scale_rows,
-    step_of,
+    step_size,
     tile_rows,
 )
 from dsv4_ops.kernels.common.fp4_codes import (  # by name: Inductor copies kernels
@@ -34,7 +34,7 @@ from dsv4_ops.kernels.common.fp8 import (
 )
 from dsv4_ops.kernels.common.triton_compat import INTERPRETED
 from dsv4_ops.kernels.experts.activations import (
-    can_round,
+    converts_codes,
     order_scales,
     quantize_ordered,
     round_rows,
@@ -50,58 +50,58 @@ TILES = {
     8: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 3), 128: (128, 8, 2)},
     16: {16: (64, 4, 4), 32: (64, 4, 4), 64: (128, 8, 3), 128: (256, 8, 3)},
 }
-"""By the bits of a weight and the rows of a block: rows of the weight per program, warps, and steps
-under way. FP4's blocks of 128 need 226 KB of shared memory, of 64 113, of 32 82; bf16's of 64
-145."""
+"""Weight rows per program, warps and pipeline stages, by the bits of a weight and the rows of a
+block. Blocks of 128, 64 and 32 rows need 226, 113 and 82 KB of shared memory with FP4 weights;
+blocks of 64 need 145 KB with bf16."""
 
 PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
-"""By the bits and the rows of a block, steps under way of a program that has two blocks of an
-expert and reads its weight once for both. They are so few that shared memory is that of one block,
-but for FP8, whose programs hold 17 KB. Where routing is even, hardly an expert has two blocks."""
+"""Pipeline stages of a program that computes two blocks of an expert, to read its weight once, by
+the bits of a weight and the rows of a block. So few stages need no more shared memory than one
+block does; only FP8 needs 17 KB. With even routing hardly any expert has two blocks."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
-"""Values of K of a step of bf16 weights, by the rows of a block."""
+"""K per step of bf16 weights, by the rows of a block."""
 
-LISTED, PART = 128, 16
-"""Programs that one looks through for those whose scales were out of reach, and rows that it
-multiplies at a time: kernels of their own, so that the others need no registers for those."""
+FLAGS, PART_ROWS = 128, 16
+"""Flags that a by-blocks program checks, and rows that it multiplies at a time. The by-blocks
+kernels are separate, so that the others need no registers for them."""
 
 _LARGE_SHARED = ((9, 0), (10, 0), (10, 3))
-"""GPUs with as much."""
+"""GPUs with enough shared memory for every tile."""
 
 _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
-"""Of a value of a weight; other dtypes hold FP4."""
+"""Bits of a weight; other dtypes hold FP4."""
 
-_FEW_BITS = {16: 13, 32: 28, 64: 56}
+_NARROW_MEAN_ROWS = {16: 13, 32: 28, 64: 56}
 
-MEAN_ROWS = {4: _FEW_BITS, 8: _FEW_BITS, 16: {16: 5, 32: 16, 64: 40}}
-"""By the bits, rows of an expert, on average, up to which a block holds so many; beyond, 128."""
+MEAN_ROWS = {4: _NARROW_MEAN_ROWS, 8: _NARROW_MEAN_ROWS, 16: {16: 5, 32: 16, 64: 40}}
+"""Largest mean rows per expert for each block size, by weight bits; above these, MAX_ROWS."""
 
-MOST_ROWS = 128
+MAX_ROWS = 128
 
 CODE_ROWS, CODE_TILE, CODE_PAIR_STAGES = 32, (64, 4, 4), 3
-"""Rows of a block of FP4 whose activations are multiplied as codes, its ``TILES`` and
-``PAIR_STAGES``: 59 and 67 KB and at most 168 registers, so that three programs fit an SM."""
+"""Block size, ``TILES`` and ``PAIR_STAGES`` where kernels multiply codes: 59 and 67 KB of
+shared memory and at most 168 registers, so that three programs fit an SM."""
 
 SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
-"""By the bits, rows of a block where their number is a symbol."""
+"""Block size for a symbolic number of rows, by weight bits."""
 
 SMALL_ROWS = 32
-"""Rows of a block at most on GPUs with less shared memory."""
+"""Largest block size on GPUs with less shared memory."""
 
 
 @triton.jit
-def _rows_of(inside, first, SIZE: tl.constexpr, GATED: tl.constexpr):
-    """Rows of a weight by their place in a tile, and which exist: all in turn, or of 16 8 of the
-    gate and 8 of up, from ``first`` on. A warp of the matrix unit has 16."""
+def _weight_rows(offset, n_start, SIZE: tl.constexpr, GATED: tl.constexpr):
+    """Return the weight rows at the offsets of a tile, and which exist. GATED alternates 8 gate
+    rows with the 8 matching up rows: a warp, which computes 16 rows, holds both."""
     if GATED:
-        unit = first + inside // 16 * 8 + inside % 8
-        given = unit < SIZE // 2
-        row = unit + inside // 8 % 2 * (SIZE // 2)
+        unit = n_start + offset // 16 * 8 + offset % 8
+        mask = unit < SIZE // 2
+        row = unit + offset // 8 % 2 * (SIZE // 2)
     else:
-        row = first + inside
-        given = row < SIZE
-    return tl.where(given, row, 0).to(tl.int64), given
+        row = n_start + offset
+        mask = row < SIZE
+    return tl.where(mask, row, 0).to(tl.int64), mask
 
 
 @triton.jit
@@ -110,49 +110,50 @@ def _multiply_bf16(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS, TOKENS]: products of addresses [ROWS, 1] of a weight's rows with those of
-    ``x`` [TOKENS, 1], each with which rows exist."""
-    rows, given = weight
-    x_rows, x_given = x
+    """Return float32 [ROWS, COLUMNS]: products of weight rows with activations. ``weight`` holds
+    addresses [ROWS, 1] and which rows exist; ``x`` does so for COLUMNS rows."""
+    rows, row_mask = weight
+    x_rows, x_mask = x
     k = tl.arange(0, STEP)[None, :]
-    sums = tl.zeros((ROWS, x_rows.shape[0]), tl.float32)
-    for first in tl.range(0, WIDTH, STEP, num_stages=STAGES):
+    acc = tl.zeros((ROWS, x_rows.shape[0]), tl.float32)
+    for k_start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
         if MASKED:
-            there = first + k < WIDTH
-            tile = tl.load(rows + first + k, mask=given & there, other=0.0)
-            x_tile = tl.load(x_rows + first + k, mask=x_given & there, other=0.0)
+            k_mask = k_start + k < WIDTH
+            tile = tl.load(rows + k_start + k, mask=row_mask & k_mask, other=0.0)
+            x_tile = tl.load(x_rows + k_start + k, mask=x_mask & k_mask, other=0.0)
         else:
-            tile = tl.load(rows + first + k)
-            x_tile = tl.load(x_rows + first + k, mask=x_given, other=0.0)
-        sums = multiply_add(tile, tl.trans(x_tile), sums)
-    return sums
+            tile = tl.load(rows + k_start + k)
+            x_tile = tl.load(x_rows + k_start + k, mask=x_mask, other=0.0)
+        acc = multiply_add(tile, tl.trans(x_tile), acc)
+    return acc
 
 
 @triton.jit
-def _expert_sums(
-    weight, scale, x, x_scale, expert, first,
+def _expert_gemm(
+    weight, scale, x, x_scale, expert, n_start,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr,
     TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Products of rows of an expert's weight, [SIZE, WIDTH], with rows of ``x``."""
+    """Return products of a tile of an expert's weight, [SIZE, WIDTH], with rows of ``x``."""
     codes, code_expert_stride, code_row_stride = weight
     scales, scale_expert_stride, scale_row_stride, scale_stride = scale
     ROWS: tl.constexpr = TILE[0]
     WARPS: tl.constexpr = TILE[1]
     STAGES: tl.constexpr = TILE[2]
     MASKED: tl.constexpr = TILE[3]
+    STEP: tl.constexpr = TILE[4]
     if BITS == 16:
-        row, given = _rows_of(tl.arange(0, ROWS), first, SIZE, GATED)
+        row, mask = _weight_rows(tl.arange(0, ROWS), n_start, SIZE, GATED)
         rows = codes + expert * code_expert_stride + row[:, None] * code_row_stride
-        return _multiply_bf16((rows, given[:, None]), x, ROWS, WIDTH, TILE[4], STAGES, MASKED)
-    row, given = _rows_of(tile_rows(ROWS, WARPS), first, SIZE, GATED)
+        return _multiply_bf16((rows, mask[:, None]), x, ROWS, WIDTH, STEP, STAGES, MASKED)
+    row, mask = _weight_rows(tile_rows(ROWS, WARPS), n_start, SIZE, GATED)
     codes = codes + expert * code_expert_stride + row[:, None] * code_row_stride
-    if CODES:  # or Triton might load fewer bytes at a time, and pack other words
+    if CODES:  # without it Triton might load fewer bytes at a time, and pack other words
         codes = tl.multiple_of(codes, [16, 16])
     words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = scales + expert * scale_expert_stride
     if BITS == 4:
-        weight = (words, given[:, None], WIDTH // 8)
+        weight = (words, mask[:, None], WIDTH // 8)
         scale = scales + row * scale_row_stride
         steps = (0, (WIDTH + 255) // 256)
         if BY_BLOCKS:
@@ -163,72 +164,82 @@ def _expert_sums(
             return multiply_fp4_codes(
                 weight, scale, x, x_scale, steps, ROWS, WARPS, STAGES, MASKED, TOKENS
             )
-        else:  # Triton would compile what is behind a branch that returns
+        else:  # Triton would compile code after a branch that returns
             return multiply_fp4(weight, scale, x, steps, ROWS, WARPS, STAGES, MASKED)
-    row, exists = _rows_of(tl.arange(0, ROWS), first, SIZE, GATED)  # as the sums have them
+    row, row_mask = _weight_rows(tl.arange(0, ROWS), n_start, SIZE, GATED)  # rows of the product
     return multiply_fp8(
-        (words, given[:, None], WIDTH // 4),
-        (scales + row // 128 * scale_row_stride, scale_stride, exists),
+        (words, mask[:, None], WIDTH // 4),
+        (scales + row // 128 * scale_row_stride, scale_stride, row_mask),
         x, (None, 0), (0, WIDTH // 128),
         ROWS, WARPS, STAGES, MASKED, ORDERED=True,
     )  # fmt: skip
 
 
 @triton.jit
-def _rows_at(
-    x, row, given, place,
-    TOKENS: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr,
+def _activation_rows(
+    x, row, mask, block, start,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of activations and their scales, as products take them: those of a block, or of its
-    places from one on."""
+    """Return ``x`` and ``x_scale`` as the products take them: addresses of activations and of the
+    scales of ``block``, with BY_BLOCKS from its row ``start`` on."""
     x, x_stride, x_scale, scale_stride = x
-    block, part = place
     block = tl.cast(block, tl.int64)
     rows = x + row.to(tl.int64)[:, None] * x_stride
     if CODES:
         rows = rows.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     if BY_BLOCKS:
-        inside = part + tl.arange(0, HELD)
+        offset = start + tl.arange(0, COLUMNS)
         scales = x_scale.to(tl.pointer_type(tl.int16), bitcast=True) + block * TOKENS
-        scales += inside // TOKENS * TOKENS + scale_offset(inside % TOKENS, TOKENS)
-        return (rows, given[:, None]), (scales, 2 * scale_stride)
+        scales += offset // TOKENS * TOKENS + scale_offset(offset % TOKENS, TOKENS)
+        return (rows, mask[:, None]), (scales, 2 * scale_stride)
     else:
-        return (rows, given[:, None]), (x_scale + block * (TOKENS // 2), scale_stride)
+        return (rows, mask[:, None]), (x_scale + block * (TOKENS // 2), scale_stride)
 
 
 @triton.jit
 def _gate_up(
-    x, weight, scale, out, place,
+    x, weight, scale, out, work,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, HELD: tl.constexpr,
+    TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``HELD`` rows: those of a block of ``TOKENS``, of two from it on, or of a part of
-    one. Returns the products, gates and ups."""
+    """Compute a tile of activations, and return the products, gates and ups.
+
+    Args:
+        x: Rows and their scales, each with a stride, and the experts per token.
+        weight, scale: With their strides.
+        out: Activations and the stride of their rows.
+        work: Rows of the plan, the block, its first row in the tile, its expert, and the first
+            unit.
+        TOKENS, COLUMNS: Rows of a block and of the tile: one block, two, or part of one.
+        TILE: Weight rows, warps, stages, whether a tile reaches past the weight, and K per step.
+    """
     x, topk = x
     out, out_stride = out
-    sorted_rows, block, part, expert, first = place
+    sorted_rows, block, start, expert, n_start = work
     ROWS: tl.constexpr = TILE[0]
-    slot = tl.cast(block, tl.int64) * TOKENS + part + tl.arange(0, HELD)
+    slot = tl.cast(block, tl.int64) * TOKENS + start + tl.arange(0, COLUMNS)
     row = tl.load(sorted_rows + slot)
     token = tl.where(row >= 0, row // topk, 0)
-    rows, of_rows = _rows_at(x, token, row >= 0, (block, part), TOKENS, HELD, CODES, BY_BLOCKS)
-    sums = _expert_sums(
-        weight, scale, rows, of_rows, expert.to(tl.int64), first,
+    rows, row_scales = _activation_rows(
+        x, token, row >= 0, block, start, TOKENS, COLUMNS, CODES, BY_BLOCKS
+    )
+    acc = _expert_gemm(
+        weight, scale, rows, row_scales, expert.to(tl.int64), n_start,
         2 * SIZE, WIDTH, BITS, True, TOKENS, CODES, BY_BLOCKS, TILE,
     )  # fmt: skip
-    parts = tl.reshape(sums, (ROWS // 16, 2, 8, HELD))
+    parts = tl.reshape(acc, (ROWS // 16, 2, 8, COLUMNS))
     gate, up = tl.split(tl.permute(parts, (0, 2, 3, 1)))
     gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
     up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    act = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (ROWS // 2, HELD))
-    unit = first + tl.arange(0, ROWS // 2)
+    act = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (ROWS // 2, COLUMNS))
+    unit = n_start + tl.arange(0, ROWS // 2)
     if CODES:
         unit = code_offset(unit)
     elif BITS < 16:
-        unit = place_of(unit, BITS == 4)
+        unit = reordered_offset(unit, BITS == 4)
     tl.store(out + slot[None, :] * out_stride + unit[:, None], round_to_bf16(act))
-    return sums
+    return acc
 
 
 @triton.jit
@@ -242,31 +253,40 @@ def gate_up_kernel(
     TOKENS: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply gates and ups. With ``CODES``, write which programs met NaN, which
-    ``gate_up_by_blocks_kernel`` does again, to ``out_of_reach``."""
+    """Compute a tile of activations from gates and ups. With CODES, set the program's flag
+    ``out_of_reach`` if a product is NaN: ``gate_up_by_blocks_kernel`` computes the tile again."""
+    ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
-    first = tl.program_id(0) % TILES * (TILE[0] // 2)
+    n_start = tl.program_id(0) % TILES * (ROWS // 2)
     expert = tl.load(expert_of_block + block)
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
-    rows, target = ((x, x_stride, x_scale, x_scale_stride), topk), (out, out_stride)
+    rows, activations = ((x, x_stride, x_scale, x_scale_stride), topk), (out, out_stride)
     if CODES:
         tl.store(out_of_reach + tl.program_id(0), 0)
     if (expert >= 0) & (expert < PAIR):
-        sums = _gate_up(
-            rows, weight, scale, target, (sorted_rows, block, 0, expert, first),
+        acc = _gate_up(
+            rows, weight, scale, activations, (sorted_rows, block, 0, expert, n_start),
             LIMIT, SIZE, WIDTH, BITS, TOKENS, CODES, False, TOKENS, TILE,
         )  # fmt: skip
         if CODES:
-            tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(sums))
+            tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(acc))
     if PAIR_TILE is not None:
         if expert >= PAIR:
-            sums = _gate_up(
-                rows, weight, scale, target, (sorted_rows, block, 0, expert - PAIR, first),
+            acc = _gate_up(
+                rows, weight, scale, activations, (sorted_rows, block, 0, expert - PAIR, n_start),
                 LIMIT, SIZE, WIDTH, BITS, TOKENS, CODES, False, 2 * TOKENS, PAIR_TILE,
             )  # fmt: skip
             if CODES:
-                tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(sums))
+                tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(acc))
+
+
+@triton.jit
+def _any_flag(out_of_reach, num_programs, step, FLAGS: tl.constexpr):
+    """Return whether any of this program's flags is set. Its flags are ``step`` apart: neighbouring
+    flags, whose tiles share activations, go to different programs."""
+    flag = tl.program_id(0) + tl.arange(0, FLAGS) * step
+    return tl.max(tl.load(out_of_reach + flag, mask=flag < num_programs, other=0)) > 0
 
 
 @triton.jit
@@ -277,52 +297,55 @@ def gate_up_by_blocks_kernel(
     scales, scale_expert_stride, scale_row_stride, scale_stride,
     out, out_stride, out_of_reach, num_programs,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, FLAGS: tl.constexpr, PART_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Do programs of ``gate_up_kernel`` again that met NaN, ``PART`` rows at a time. Neighbours,
-    which have the same rows, go to different programs."""
+    """Compute the tiles of ``gate_up_kernel`` whose flag is set again, PART_ROWS rows at a time."""
+    ROWS: tl.constexpr = TILE[0]
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
-    rows, target = ((x, x_stride, x_scale, x_scale_stride), topk), (out, out_stride)
+    rows, activations = ((x, x_stride, x_scale, x_scale_stride), topk), (out, out_stride)
     step = tl.num_programs(0)
-    listed = tl.program_id(0) + tl.arange(0, LISTED) * step
-    if tl.max(tl.load(out_of_reach + listed, mask=listed < num_programs, other=0)) > 0:
+    if _any_flag(out_of_reach, num_programs, step, FLAGS):
         for program in range(tl.program_id(0), num_programs, step):
             if tl.load(out_of_reach + program) > 0:
-                block, first = program // TILES, program % TILES * (TILE[0] // 2)
+                block, n_start = program // TILES, program % TILES * (ROWS // 2)
                 expert = tl.load(expert_of_block + block)
-                held = tl.where(expert >= PAIR, 2 * TOKENS, TOKENS)
+                num_rows = tl.where(expert >= PAIR, 2 * TOKENS, TOKENS)
                 expert = tl.where(expert >= PAIR, expert - PAIR, expert)
-                for part in range(0, held, PART):
+                for start in range(0, num_rows, PART_ROWS):
                     _gate_up(
-                        rows, weight, scale, target, (sorted_rows, block, part, expert, first),
-                        LIMIT, SIZE, WIDTH, 4, TOKENS, True, True, PART, TILE,
+                        rows, weight, scale, activations,
+                        (sorted_rows, block, start, expert, n_start),
+                        LIMIT, SIZE, WIDTH, 4, TOKENS, True, True, PART_ROWS, TILE,
                     )  # fmt: skip
 
 
 @triton.jit
 def _down(
-    x, weight, scale, out, place,
+    x, weight, scale, out, work,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
-    CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr,
+    CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of as many rows, whose products go to their places in ``out``."""
-    sorted_rows, block, part, expert, first = place
+    """Compute a tile of products with the down weight, store each row at its place in the batch,
+    and return the tile. The arguments are those of ``_gate_up``, without experts per token."""
+    sorted_rows, block, start, expert, n_start = work
     ROWS: tl.constexpr = TILE[0]
-    slot = tl.cast(block, tl.int64) * TOKENS + part + tl.arange(0, HELD)
-    given = tl.load(sorted_rows + slot) >= 0
-    rows, of_rows = _rows_at(x, slot, given, (block, part), TOKENS, HELD, CODES, BY_BLOCKS)
-    sums = _expert_sums(
-        weight, scale, rows, of_rows, expert.to(tl.int64), first,
+    slot = tl.cast(block, tl.int64) * TOKENS + start + tl.arange(0, COLUMNS)
+    mask = tl.load(sorted_rows + slot) >= 0
+    rows, row_scales = _activation_rows(
+        x, slot, mask, block, start, TOKENS, COLUMNS, CODES, BY_BLOCKS
+    )
+    acc = _expert_gemm(
+        weight, scale, rows, row_scales, expert.to(tl.int64), n_start,
         SIZE, WIDTH, BITS, False, TOKENS, CODES, BY_BLOCKS, TILE,
     )  # fmt: skip
-    # not the load from before, whose result would take registers in between
+    # load again: the first result would occupy registers during the product
     row = tl.load(sorted_rows + slot, cache_modifier=".cg")
-    column = first + tl.arange(0, ROWS)[:, None]
-    target = out + row.to(tl.int64)[None, :] * SIZE + column
-    values = round_to(sums, out.dtype.element_ty)
-    tl.store(target, values, mask=(row >= 0)[None, :] & (column < SIZE))
-    return sums
+    column = n_start + tl.arange(0, ROWS)[:, None]
+    dst = out + row.to(tl.int64)[None, :] * SIZE + column
+    values = round_to(acc, out.dtype.element_ty)
+    tl.store(dst, values, mask=(row >= 0)[None, :] & (column < SIZE))
+    return acc
 
 
 @triton.jit
@@ -335,9 +358,10 @@ def down_kernel(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
     CODES: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by the second weight, as ``gate_up_kernel`` does by the first."""
+    """Multiply activations by the down weight, with flags as in ``gate_up_kernel``."""
+    ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
-    first = tl.program_id(0) % TILES * TILE[0]
+    n_start = tl.program_id(0) % TILES * ROWS
     expert = tl.load(expert_of_block + block)
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
@@ -345,20 +369,20 @@ def down_kernel(
     if CODES:
         tl.store(out_of_reach + tl.program_id(0), 0)
     if (expert >= 0) & (expert < PAIR):
-        sums = _down(
-            rows, weight, scale, out, (sorted_rows, block, 0, expert, first),
+        acc = _down(
+            rows, weight, scale, out, (sorted_rows, block, 0, expert, n_start),
             SIZE, WIDTH, BITS, TOKENS, CODES, False, TOKENS, TILE,
         )  # fmt: skip
         if CODES:
-            tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(sums))
+            tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(acc))
     if PAIR_TILE is not None:
         if expert >= PAIR:
-            sums = _down(
-                rows, weight, scale, out, (sorted_rows, block, 0, expert - PAIR, first),
+            acc = _down(
+                rows, weight, scale, out, (sorted_rows, block, 0, expert - PAIR, n_start),
                 SIZE, WIDTH, BITS, TOKENS, CODES, False, 2 * TOKENS, PAIR_TILE,
             )  # fmt: skip
             if CODES:
-                tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(sums))
+                tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(acc))
 
 
 @triton.jit
@@ -369,36 +393,36 @@ def down_by_blocks_kernel(
     scales, scale_expert_stride, scale_row_stride, scale_stride,
     out, out_of_reach, num_programs,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, FLAGS: tl.constexpr, PART_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Do programs of ``down_kernel`` again, as ``gate_up_by_blocks_kernel`` does."""
+    """Compute the tiles of ``down_kernel`` whose flag is set again, PART_ROWS rows at a time."""
+    ROWS: tl.constexpr = TILE[0]
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
     rows = (x, x_stride, x_scale, x_scale_stride)
     step = tl.num_programs(0)
-    listed = tl.program_id(0) + tl.arange(0, LISTED) * step
-    if tl.max(tl.load(out_of_reach + listed, mask=listed < num_programs, other=0)) > 0:
+    if _any_flag(out_of_reach, num_programs, step, FLAGS):
         for program in range(tl.program_id(0), num_programs, step):
             if tl.load(out_of_reach + program) > 0:
-                block, first = program // TILES, program % TILES * TILE[0]
+                block, n_start = program // TILES, program % TILES * ROWS
                 expert = tl.load(expert_of_block + block)
-                held = tl.where(expert >= PAIR, 2 * TOKENS, TOKENS)
+                num_rows = tl.where(expert >= PAIR, 2 * TOKENS, TOKENS)
                 expert = tl.where(expert >= PAIR, expert - PAIR, expert)
-                for part in range(0, held, PART):
+                for start in range(0, num_rows, PART_ROWS):
                     _down(
-                        rows, weight, scale, out, (sorted_rows, block, part, expert, first),
-                        SIZE, WIDTH, 4, TOKENS, True, True, PART, TILE,
+                        rows, weight, scale, out, (sorted_rows, block, start, expert, n_start),
+                        SIZE, WIDTH, 4, TOKENS, True, True, PART_ROWS, TILE,
                     )  # fmt: skip
 
 
 class Blocks(NamedTuple):
-    """How rows are divided among programs.
+    """Division of rows among programs.
 
     Args:
         rows: Rows of a block.
-        tile: Rows of the weight per program, warps, and steps under way.
-        stages: Steps under way of a program of two blocks; 0 without any.
-        codes: Whether FP8 codes are multiplied, and not the values that they stand for.
+        tile: Weight rows per program, warps and pipeline stages.
+        stages: Pipeline stages of a program that computes two blocks; 0 if none does.
+        codes: Whether kernels multiply FP8 codes instead of values.
     """
 
     rows: int
@@ -407,17 +431,26 @@ class Blocks(NamedTuple):
     codes: bool
 
 
-def blocks_of(
-    num_rows: int, num_experts: int, bits: int, *, codes: bool = False, most: int = MOST_ROWS
+class Activations(NamedTuple):
+    """Rows of a product and their scales as kernels take them; scales are read with codes only."""
+
+    rows: torch.Tensor
+    stride: int
+    scales: torch.Tensor
+    scale_stride: int
+
+
+def choose_blocks(
+    num_rows: int, num_experts: int, bits: int, *, codes: bool = False, max_rows: int = MAX_ROWS
 ) -> Blocks:
-    """Of ``num_rows`` rows of all experts; ``codes`` if codes can be multiplied."""
+    """Choose blocks for ``num_rows`` rows in all; ``codes`` if kernels can multiply codes."""
     rows = SYMBOLIC_ROWS[bits]
     if isinstance(num_rows, int):
         mean = num_rows / num_experts
-        rows = next((held for held, limit in MEAN_ROWS[bits].items() if mean <= limit), MOST_ROWS)
+        rows = next((rows for rows, limit in MEAN_ROWS[bits].items() if mean <= limit), MAX_ROWS)
     if codes and rows >= CODE_ROWS:
         return Blocks(CODE_ROWS, CODE_TILE, CODE_PAIR_STAGES, True)
-    rows = min(rows, most)
+    rows = min(rows, max_rows)
     return Blocks(rows, TILES[bits][rows], PAIR_STAGES.get((bits, rows), 0), False)
 
 
@@ -442,50 +475,48 @@ def experts(
         return x.new_zeros((num_tokens, width))
     bits = _BITS.get(gate_up.dtype, 4)
     capability = launch.capability(x.device)
-    blocks = blocks_of(
+    blocks = choose_blocks(
         num_rows,
         num_experts,
         bits,
         codes=activations == "fp8" and _multiplies_codes(launch, gate_up, down, bits, capability),
-        most=MOST_ROWS if capability in (None, *_LARGE_SHARED) else SMALL_ROWS,
+        max_rows=MAX_ROWS if capability in (None, *_LARGE_SHARED) else SMALL_ROWS,
     )
-    tokens, tile = blocks.rows, blocks.tile
+    tokens, (tile_rows, _, _) = blocks.rows, blocks.tile
     plan = expert_plan(
         launch, topk_ids, num_experts=num_experts, block_size=tokens, pairs=blocks.stages > 0
     )
     capacity = plan.expert_of_block.shape[0]
-    step = STEPS[tokens] if bits == 16 else step_of(bits == 4)
+    step = STEPS[tokens] if bits == 16 else step_size(bits == 4)
     padded = round_up(size, max(step, WEIGHT_BLOCK))
     act = x.new_empty((capacity * tokens, padded))
-    tiles = padded // (tile[0] // 2)
+    tiles = padded // (tile_rows // 2)
     masked = padded != size or width % step != 0
-    arguments = (
-        *_inputs(launch, x, activations, bits, topk, plan.sorted_rows, blocks),
-        topk, plan.sorted_rows, plan.expert_of_block,
-        *_addressed(gate_up, gate_up_scale, bits),
-        act, padded,
+    _launch_gemm(
+        launch, (gate_up_kernel, gate_up_by_blocks_kernel), capacity * tiles,
+        _gate_up_inputs(launch, x, activations, bits, topk, plan.sorted_rows, blocks),
+        (
+            topk, plan.sorted_rows, plan.expert_of_block,
+            *_weight_arguments(gate_up, gate_up_scale, bits), act, padded,
+        ),
+        {"LIMIT": float(swiglu_limit), "SIZE": size, "WIDTH": width},
+        bits, blocks, (masked, step), tiles,
     )  # fmt: skip
-    sizes = {"LIMIT": float(swiglu_limit), "SIZE": size, "WIDTH": width}
-    kernels = gate_up_kernel, gate_up_by_blocks_kernel
-    _launch(
-        launch, kernels, capacity * tiles, arguments, sizes, bits, blocks, (masked, step), tiles
-    )
-    # FP8 activations are rounded to 4 bits, their products to 8: half of what the sum has to read
+    # FP8 rounds activations to 4 bits, so 8 bits do for the products: half the bytes to add up
     dtype = torch.bfloat16 if blocks.codes else torch.float32
     out = x.new_empty((num_rows, width), dtype=dtype)
-    tiles = triton.cdiv(width, tile[0])
-    masked = width % tile[0] != 0 or size % step != 0
-    arguments = (
-        *_between(launch, act, activations, plan.sorted_rows, blocks),
-        plan.sorted_rows, plan.expert_of_block,
-        *_addressed(down, down_scale, bits),
-        out,
+    tiles = triton.cdiv(width, tile_rows)
+    masked = width % tile_rows != 0 or size % step != 0
+    _launch_gemm(
+        launch, (down_kernel, down_by_blocks_kernel), capacity * tiles,
+        _down_inputs(launch, act, activations, plan.sorted_rows, blocks),
+        (
+            plan.sorted_rows, plan.expert_of_block,
+            *_weight_arguments(down, down_scale, bits), out,
+        ),
+        {"SIZE": width, "WIDTH": size},
+        bits, blocks, (masked, step), tiles,
     )  # fmt: skip
-    sizes = {"SIZE": width, "WIDTH": size}
-    kernels = down_kernel, down_by_blocks_kernel
-    _launch(
-        launch, kernels, capacity * tiles, arguments, sizes, bits, blocks, (masked, step), tiles
-    )
     return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)
 
 
@@ -496,44 +527,47 @@ def _multiplies_codes(
     bits: int,
     capability: tuple[int, int] | None,
 ) -> bool:
-    """Whether kernels multiply FP4 by codes here: their code tiles need loads of 16 bytes.
-    Addresses are not known while a graph is traced, and Inductor sees to them."""
+    """Return whether kernels multiply FP4 weights as codes here: code tiles need loads of 16 bytes.
+    Addresses are unknown while a graph is traced; Inductor aligns its inputs."""
     if bits != 4 or not (capability == CAPABILITY or (INTERPRETED and capability is None)):
         return False
     return launch.opaque_gluon or (launch.is_aligned(gate_up) and launch.is_aligned(down))
 
 
-def _launch(
+def _launch_gemm(
     launch: Launcher,
     kernels: tuple[Any, Any],
     programs: int,
+    inputs: Activations,
     arguments: tuple[Any, ...],
     sizes: dict[str, Any],
     bits: int,
     blocks: Blocks,
-    rest: tuple[bool, int],
+    steps: tuple[bool, int],
     tiles: int,
 ) -> None:
-    """Launch a product, and another kernel for those of its programs that met NaN."""
-    kernel, exact_kernel = kernels
-    row_scales = arguments[2]  # int32; nobody reads it without codes
-    out_of_reach = row_scales.new_empty((programs,)) if blocks.codes else row_scales
-    tile = (*blocks.tile, *rest)
-    pair = (*blocks.tile[:2], blocks.stages, *rest) if blocks.stages else None
+    """Launch a product and, with codes, the kernel that recomputes tiles with NaN. ``steps`` is
+    whether a tile reaches past the weight, and K per step."""
+    kernel, by_blocks_kernel = kernels
+    # without codes, any int32 tensor will do
+    out_of_reach = inputs.scales.new_empty((programs,)) if blocks.codes else inputs.scales
+    rows, warps, _ = blocks.tile
+    tile = (*blocks.tile, *steps)
+    pair_tile = (rows, warps, blocks.stages, *steps) if blocks.stages else None
     launch(kernel)[programs,](
-        *arguments, out_of_reach,
-        **sizes, BITS=bits, TOKENS=blocks.rows, CODES=blocks.codes, TILE=tile, PAIR_TILE=pair,
-        TILES=tiles, num_warps=blocks.tile[1],
+        *inputs, *arguments, out_of_reach,
+        **sizes, BITS=bits, TOKENS=blocks.rows, CODES=blocks.codes, TILE=tile, PAIR_TILE=pair_tile,
+        TILES=tiles, num_warps=warps,
     )  # fmt: skip
     if blocks.codes:
-        launch(exact_kernel)[(programs + LISTED - 1) // LISTED,](
-            *arguments, out_of_reach, programs,
-            **sizes, TOKENS=blocks.rows, TILE=tile, TILES=tiles, LISTED=LISTED, PART=PART,
-            num_warps=blocks.tile[1],
+        launch(by_blocks_kernel)[(programs + FLAGS - 1) // FLAGS,](
+            *inputs, *arguments, out_of_reach, programs,
+            **sizes, TOKENS=blocks.rows, TILE=tile, TILES=tiles, FLAGS=FLAGS, PART_ROWS=PART_ROWS,
+            num_warps=warps,
         )  # fmt: skip
 
 
-def _inputs(
+def _gate_up_inputs(
     launch: Launcher,
     x: torch.Tensor,
     activations: str,
@@ -541,45 +575,46 @@ def _inputs(
     topk: int,
     sorted_rows: torch.Tensor,
     blocks: Blocks,
-) -> tuple[Any, ...]:
-    """Return the rows that ``gate_up_kernel`` reads, and their scales, which it reads with codes
-    only; each with a stride."""
+) -> Activations:
+    """Return the activations of the gate and up product, by token."""
     if blocks.codes:
         codes, scales = quantized(x)
         ordered = ordered_codes(codes)
         row_scales = order_scales(launch, scales, topk, sorted_rows, blocks.rows)
-        return ordered, ordered.stride(0), row_scales, row_scales.stride(0)
-    rows = _ordered(bf16_activations(x, activations), bits)
-    return rows, rows.stride(0), sorted_rows, 0
+        return Activations(ordered, ordered.stride(0), row_scales, row_scales.stride(0))
+    rows = _reorder(bf16_activations(x, activations), bits)
+    return Activations(rows, rows.stride(0), sorted_rows, 0)
 
 
-def _between(
+def _down_inputs(
     launch: Launcher,
     act: torch.Tensor,
     activations: str,
     sorted_rows: torch.Tensor,
     blocks: Blocks,
-) -> tuple[Any, ...]:
-    """Do programs of ``down_kernel`` again, as ``gate_up_by_blocks_kernel`` does."""
+) -> Activations:
+    """Return the activations of the down product, by slot of the plan."""
     if blocks.codes:
         codes, row_scales = quantize_ordered(launch, act, sorted_rows, blocks.rows)
-        return codes, codes.stride(0), row_scales, row_scales.stride(0)
-    if activations == "fp8" and can_round(launch.capability(act.device)):
+        return Activations(codes, codes.stride(0), row_scales, row_scales.stride(0))
+    if activations == "fp8" and converts_codes(launch.capability(act.device)):
         round_rows(launch, act, sorted_rows)
     else:
         act = bf16_activations(act, activations)
-    return act, act.stride(0), sorted_rows, 0
+    return Activations(act, act.stride(0), sorted_rows, 0)
 
 
-def _ordered(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Activations in the order of K in which kernels multiply them, with dense rows."""
+def _reorder(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return activations with dense rows, in the order of K in which kernels multiply them."""
     if bits < 16:
         return reordered(x, bits == 4)
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _addressed(weight: torch.Tensor, scale: torch.Tensor | None, bits: int) -> tuple[Any, ...]:
-    """A weight and its scales as kernels take them, each with its strides."""
+def _weight_arguments(
+    weight: torch.Tensor, scale: torch.Tensor | None, bits: int
+) -> tuple[Any, ...]:
+    """Return a weight and its scales as kernels take them, each with its strides."""
     if scale is None:
         weight = weight if weight.stride(2) == 1 else weight.contiguous()
         return (weight, *weight.stride()[:2], weight, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Routing from the best groups of experts: a program for each token."""
+"""Route each token to experts of its best groups, one program per token."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
 WARPS = 4
-"""Warps of a program, as of a route's: one would need three times the registers."""
+"""Warps per program, as in ``route``: with one warp, a thread needs three times the registers."""
 
 
 @triton.jit
-def _not_nan(values):
+def _nan_to_minus_inf(values):
     return tl.where(values != values, -float("inf"), values)
 
 
@@ -27,49 +27,49 @@ def grouped_topk_kernel(
     bias, bias_stride,
     ids, weights,
     SCALE: tl.constexpr, LEAST: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
-    BIASED: tl.constexpr, NUM_GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS, BLOCK and CHOICES are powers of two that are no less than NUM_GROUPS, the SIZE of a
-    group, and TOP_K."""
+    """Select the experts of one token. GROUPS, MEMBERS and CHOICES are NUM_GROUPS, GROUP_SIZE and
+    TOP_K, rounded up to powers of two."""
     token = tl.program_id(0).to(tl.int64)
-    group, member, choice = tl.arange(0, GROUPS), tl.arange(0, BLOCK), tl.arange(0, CHOICES)
-    exists = group < NUM_GROUPS
-    left = exists[:, None] & (member < SIZE)[None, :]
-    expert = group[:, None] * SIZE + member[None, :]
+    group, member, choice = tl.arange(0, GROUPS), tl.arange(0, MEMBERS), tl.arange(0, CHOICES)
+    group_valid = group < NUM_GROUPS
+    candidate = group_valid[:, None] & (member < GROUP_SIZE)[None, :]
+    expert = group[:, None] * GROUP_SIZE + member[None, :]
     row = logits + token * token_stride + expert.to(tl.int64) * expert_stride
-    scores = 1.0 / (1.0 + tl.exp(-tl.load(row, mask=left, other=0.0)))
-    ranked = scores
-    if BIASED:
-        ranked += tl.load(bias + expert.to(tl.int64) * bias_stride, mask=left, other=0.0)
-    ranked = tl.where(left, _not_nan(ranked), -float("inf"))
+    scores = 1.0 / (1.0 + tl.exp(-tl.load(row, mask=candidate, other=0.0)))
+    biased = scores
+    if HAS_BIAS:
+        biased += tl.load(bias + expert.to(tl.int64) * bias_stride, mask=candidate, other=0.0)
+    biased = tl.where(candidate, _nan_to_minus_inf(biased), -float("inf"))
     if NUM_GROUPS > 1:
-        most = tl.max(ranked, 1)
-        best = tl.min(tl.where(ranked == most[:, None], member[None, :], BLOCK), 1)
-        second = tl.max(tl.where(member[None, :] == best[:, None], -float("inf"), ranked), 1)
-        value = _not_nan(most + second)
-        kept = group < 0
-        for _ in tl.static_range(KEPT):
-            open_ = exists & (kept == 0)
-            highest = tl.max(tl.where(open_, value, -float("inf")))
-            first = tl.min(tl.where(open_ & (value == highest), group, GROUPS))
-            kept = kept | (group == first)
-        left = left & kept[:, None]
-    chosen = tl.full((CHOICES,), -1, tl.int32)
-    found = tl.zeros((CHOICES,), tl.float32)
-    for place in tl.static_range(TOP_K):
-        highest = tl.max(tl.max(tl.where(left, ranked, -float("inf")), 1))
-        equal = left & (ranked == highest)
-        first = tl.min(tl.min(tl.where(equal, expert, GROUPS * BLOCK), 1))
-        taken = expert == first
-        score = tl.sum(tl.sum(tl.where(taken & left, scores, 0.0), 1))
-        chosen = tl.where(choice == place, first, chosen)
-        found = tl.where(choice == place, score, found)
-        left = left & (expert != first)
+        first_score = tl.max(biased, 1)
+        first = tl.min(tl.where(biased == first_score[:, None], member[None, :], MEMBERS), 1)
+        others = tl.where(member[None, :] == first[:, None], -float("inf"), biased)
+        group_score = _nan_to_minus_inf(first_score + tl.max(others, 1))
+        selected = group < 0
+        for _ in tl.static_range(TOPK_GROUPS):
+            remaining = group_valid & (selected == 0)
+            score_max = tl.max(tl.where(remaining, group_score, -float("inf")))
+            best = tl.min(tl.where(remaining & (group_score == score_max), group, GROUPS))
+            selected = selected | (group == best)
+        candidate = candidate & selected[:, None]
+    topk_ids = tl.full((CHOICES,), -1, tl.int32)
+    topk_weights = tl.zeros((CHOICES,), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        score_max = tl.max(tl.max(tl.where(candidate, biased, -float("inf")), 1))
+        ties = candidate & (biased == score_max)
+        best = tl.min(tl.min(tl.where(ties, expert, GROUPS * MEMBERS), 1))
+        is_best = expert == best
+        score = tl.sum(tl.sum(tl.where(is_best & candidate, scores, 0.0), 1))
+        topk_ids = tl.where(choice == rank, best, topk_ids)
+        topk_weights = tl.where(choice == rank, score, topk_weights)
+        candidate = candidate & (expert != best)
     if NORMALIZE:
-        found = found / (tl.sum(found) + LEAST)
-    tl.store(ids + token * TOP_K + choice, chosen, mask=choice < TOP_K)
-    tl.store(weights + token * TOP_K + choice, found * SCALE, mask=choice < TOP_K)
+        topk_weights = topk_weights / (tl.sum(topk_weights) + LEAST)
+    tl.store(ids + token * TOP_K + choice, topk_ids, mask=choice < TOP_K)
+    tl.store(weights + token * TOP_K + choice, topk_weights * SCALE, mask=choice < TOP_K)
 
 
 def grouped_topk(
@@ -87,8 +87,9 @@ def grouped_topk(
     launch(grouped_topk_kernel)[num_tokens,](
         *strided(logits), *(strided(bias) if bias is not None else (logits, 0)), ids, weights,
         SCALE=settings["scale"], LEAST=LEAST_SUM, TOP_K=top_k, NORMALIZE=settings["normalize"],
-        BIASED=bias is not None, NUM_GROUPS=num_groups, KEPT=settings["kept_groups"], SIZE=size,
-        GROUPS=triton.next_power_of_2(num_groups), BLOCK=triton.next_power_of_2(size),
+        HAS_BIAS=bias is not None, NUM_GROUPS=num_groups, TOPK_GROUPS=settings["kept_groups"],
+        GROUP_SIZE=size,
+        GROUPS=triton.next_power_of_2(num_groups), MEMBERS=triton.next_power_of_2(size),
         CHOICES=triton.next_power_of_2(top_k), num_warps=WARPS,
     )  # fmt: skip
     return Routing(ids, weights)

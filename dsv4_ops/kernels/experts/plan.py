@@ -1,4 +1,4 @@
-"""Sort the rows of all experts into blocks: a program for each expert, in one launch, or two."""
+"""Sort rows into blocks by expert, one program per expert, in one or two launches."""
 
 import torch
 import triton
@@ -9,13 +9,13 @@ from dsv4_ops.core.types import ExpertPlan
 from dsv4_ops.kernels.launcher import Launcher
 
 PAIR = tl.constexpr(2**24)
-"""Added to the expert of a block whose program has the next one, too."""
+"""Added to the expert of a block if its program also computes the next block."""
 
-ROWS, MOST_ROWS = 512, 2048
-"""Rows that a program looks at at a time: of a symbol, and at most."""
+ROWS, MAX_STEP_ROWS = 512, 2048
+"""Rows per loop step: for a symbolic number of rows, and at most."""
 
-COUNTED_ROWS = 512
-"""Rows above which a launch of its own counts those of every expert. Up to it, every program counts
+FUSED_COUNT_ROWS = 512
+"""Largest number of rows whose counts per expert need no launch of their own: every program counts
 all of them."""
 
 
@@ -23,14 +23,14 @@ all of them."""
 def expert_counts_kernel(
     topk_ids, token_stride, choice_stride, topk, num_rows, counts, ROWS: tl.constexpr
 ):
-    """How many rows each expert has, by a program for each."""
-    found = tl.zeros((ROWS,), tl.int32)
+    """Count the rows of one expert."""
+    count = tl.zeros((ROWS,), tl.int32)
     for start in range(0, num_rows, ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        at = topk_ids + row // topk * token_stride + row % topk * choice_stride
-        mine = tl.load(at, mask=row < num_rows, other=-1) == tl.program_id(0)
-        found += mine.to(tl.int32)
-    tl.store(counts + tl.program_id(0), tl.sum(found))
+        src = topk_ids + row // topk * token_stride + row % topk * choice_stride
+        is_member = tl.load(src, mask=row < num_rows, other=-1) == tl.program_id(0)
+        count += is_member.to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(count))
 
 
 @triton.jit
@@ -41,51 +41,53 @@ def expert_plan_kernel(
     sorted_rows, expert_of_block, num_blocks,
     capacity, num_experts,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
-    COUNTED: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
+    """Write the blocks of one expert, and its share of the unused blocks. BLOCK is BLOCK_SIZE,
+    rounded up to a power of two."""
     expert = tl.program_id(0)
     bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
-    if COUNTED:
-        of_experts = tl.load(counts + bins, mask=bins < num_experts, other=0)
+    if HAS_COUNTS:
+        expert_rows = tl.load(counts + bins, mask=bins < num_experts, other=0)
     else:
-        of_experts = tl.zeros((BINS,), tl.int32)
+        expert_rows = tl.zeros((BINS,), tl.int32)
         for start in range(0, num_rows, ROWS):
             row = (start + lane).to(tl.int64)
-            at = topk_ids + row // topk * token_stride + row % topk * choice_stride
-            ids = tl.load(at, mask=row < num_rows, other=-1)
-            present = (ids >= 0) & (ids < num_experts)
-            # more bins than experts
-            of_experts += tl.histogram(tl.where(present, ids, BINS - 1), BINS)
-    blocks = tl.where(bins < num_experts, (of_experts + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
+            src = topk_ids + row // topk * token_stride + row % topk * choice_stride
+            ids = tl.load(src, mask=row < num_rows, other=-1)
+            valid = (ids >= 0) & (ids < num_experts)
+            # the last bin belongs to no expert
+            expert_rows += tl.histogram(tl.where(valid, ids, BINS - 1), BINS)
+    blocks = tl.where(bins < num_experts, (expert_rows + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
     first_block = tl.sum(tl.where(bins < expert, blocks, 0))
-    my_blocks = tl.sum(tl.where(bins == expert, blocks, 0))
-    used = tl.sum(blocks)
-    first = first_block.to(tl.int64) * BLOCK_SIZE
-    found = tl.zeros((), tl.int32)
+    own_blocks = tl.sum(tl.where(bins == expert, blocks, 0))
+    used_blocks = tl.sum(blocks)
+    first_slot = first_block.to(tl.int64) * BLOCK_SIZE
+    count = tl.zeros((), tl.int32)
     for start in range(0, num_rows, ROWS):
         row = (start + lane).to(tl.int64)
-        at = topk_ids + row // topk * token_stride + row % topk * choice_stride
-        mine = tl.load(at, mask=row < num_rows, other=-1) == expert
-        ones = mine.to(tl.int32)
-        place = first + found + tl.cumsum(ones) - 1
-        tl.store(sorted_rows + place, row.to(tl.int32), mask=mine)
-        found += tl.sum(ones)
-    inside = tl.arange(0, BLOCK)
-    rest = found + inside
-    tl.store(sorted_rows + first + rest, -1, mask=rest < my_blocks * BLOCK_SIZE)
-    for block in range(first_block, first_block + my_blocks):
+        src = topk_ids + row // topk * token_stride + row % topk * choice_stride
+        is_member = tl.load(src, mask=row < num_rows, other=-1) == expert
+        ones = is_member.to(tl.int32)
+        slot = first_slot + count + tl.cumsum(ones) - 1
+        tl.store(sorted_rows + slot, row.to(tl.int32), mask=is_member)
+        count += tl.sum(ones)
+    offset = tl.arange(0, BLOCK)
+    padding = count + offset
+    tl.store(sorted_rows + first_slot + padding, -1, mask=padding < own_blocks * BLOCK_SIZE)
+    for block in range(first_block, first_block + own_blocks):
         entry = expert
         if PAIRS:
             is_second = (block - first_block) % 2 == 1
-            has_next = block + 1 < first_block + my_blocks
+            has_next = block + 1 < first_block + own_blocks
             entry = tl.where(is_second, -1, tl.where(has_next, expert + PAIR, expert))
         tl.store(expert_of_block + block, entry)
-    for block in range(used + expert, capacity, num_experts):
+    for block in range(used_blocks + expert, capacity, num_experts):
         tl.store(expert_of_block + block, -1)
-        row = tl.cast(block, tl.int64) * BLOCK_SIZE + inside
-        tl.store(sorted_rows + row, -1, mask=inside < BLOCK_SIZE)
+        slot = tl.cast(block, tl.int64) * BLOCK_SIZE + offset
+        tl.store(sorted_rows + slot, -1, mask=offset < BLOCK_SIZE)
     if expert == 0:
-        tl.store(num_blocks, used)
+        tl.store(num_blocks, used_blocks)
 
 
 def expert_plan(
@@ -96,19 +98,19 @@ def expert_plan(
     block_size: int,
     pairs: bool = False,
 ) -> ExpertPlan:
-    """With ``pairs`` the first of two blocks of an expert stands for both, and the second is of
-    none."""
+    """Compute the plan. With ``pairs``, an expert's blocks form pairs: the entry of the first block
+    is the expert plus PAIR, and that of the second is -1."""
     num_tokens, topk = topk_ids.shape
     num_rows = num_tokens * topk
     capacity = plan_blocks(num_rows, num_experts, block_size)
     sorted_rows = topk_ids.new_empty((capacity * block_size,))
     expert_of_block = topk_ids.new_empty((capacity,))
     num_blocks = topk_ids.new_empty((1,))
-    known = isinstance(num_rows, int)
-    rows = min(max(triton.next_power_of_2(num_rows), 32), MOST_ROWS) if known else ROWS
-    warps, counted = max(4, rows // 256), known and num_rows > COUNTED_ROWS
-    counts = topk_ids.new_empty((num_experts if counted else 0,))
-    if counted:
+    is_static = isinstance(num_rows, int)
+    rows = min(max(triton.next_power_of_2(num_rows), 32), MAX_STEP_ROWS) if is_static else ROWS
+    warps, has_counts = max(4, rows // 256), is_static and num_rows > FUSED_COUNT_ROWS
+    counts = topk_ids.new_empty((num_experts if has_counts else 0,))
+    if has_counts:
         launch(expert_counts_kernel)[num_experts,](
             topk_ids, *topk_ids.stride(), topk, num_rows, counts, ROWS=rows, num_warps=warps
         )
@@ -120,6 +122,6 @@ def expert_plan(
         capacity, num_experts,
         BLOCK_SIZE=block_size, BLOCK=triton.next_power_of_2(block_size),
         BINS=triton.next_power_of_2(num_experts + 1),
-        ROWS=rows, COUNTED=counted, PAIRS=pairs, num_warps=warps,
+        ROWS=rows, HAS_COUNTS=has_counts, PAIRS=pairs, num_warps=warps,
     )  # fmt: skip
     return ExpertPlan(sorted_rows, expert_of_block, num_blocks)

@@ -1,5 +1,5 @@
-"""Routing: partial products with the router's weight, and a program for each token that adds them
-up and chooses."""
+"""Route tokens to experts: a split-K product with the router's weight, then one program per token
+that adds the splits and selects the top k."""
 
 import torch
 import triton
@@ -13,13 +13,14 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
 DEPTH, WARPS = 128, 4
-"""Values of K of a product, and warps."""
+"""K per step, and warps."""
 
 FEW_TOKENS = 64
-"""Tokens up to which they are few."""
+"""Largest batch that takes the tile ``FEW``."""
 
 FEW, MANY = (32, 16, 16), (64, 64, 4)
-"""Experts and tokens of a program, and parts of K, of few tokens and of more or a symbol."""
+"""Experts and tokens per program, and splits of K: for a small batch, and for a large or symbolic
+one."""
 
 
 @triton.jit
@@ -31,37 +32,37 @@ def router_products_kernel(
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """Compute the logits of a tile over one split of K."""
     split = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    of_expert, given = row < num_experts, token < num_tokens
-    rows = weight + tl.where(of_expert, row, 0).to(tl.int64)[:, None] * row_stride
-    tokens = hidden + tl.where(given, token, 0).to(tl.int64)[None, :] * token_stride
-    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    expert_valid, token_valid = expert < num_experts, token < num_tokens
+    rows = weight + tl.where(expert_valid, expert, 0).to(tl.int64)[:, None] * row_stride
+    tokens = hidden + tl.where(token_valid, token, 0).to(tl.int64)[None, :] * token_stride
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
     STEPS: tl.constexpr = (WIDTH + DEPTH - 1) // DEPTH
     for step in tl.range(split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, num_stages=2):
         k = (step * DEPTH + tl.arange(0, DEPTH)).to(tl.int64)
-        inside = k < WIDTH
-        left = tl.load(
-            rows + k[None, :] * column_stride, mask=of_expert[:, None] & inside[None, :], other=0.0
-        )
-        right = tl.load(
-            tokens + k[:, None] * width_stride, mask=inside[:, None] & given[None, :], other=0.0
-        )
-        sums = multiply_add(left, right, sums)
-    target = partial + (split * num_tokens + token).to(tl.int64)[None, :] * num_experts
-    tl.store(target + row[:, None], sums, mask=of_expert[:, None] & given[None, :])
+        k_valid = k < WIDTH
+        left_mask = expert_valid[:, None] & k_valid[None, :]
+        left = tl.load(rows + k[None, :] * column_stride, mask=left_mask, other=0.0)
+        right_mask = k_valid[:, None] & token_valid[None, :]
+        right = tl.load(tokens + k[:, None] * width_stride, mask=right_mask, other=0.0)
+        acc = multiply_add(left, right, acc)
+    dst = partial + (split * num_tokens + token).to(tl.int64)[None, :] * num_experts
+    tl.store(dst + expert[:, None], acc, mask=expert_valid[:, None] & token_valid[None, :])
 
 
 @triton.jit
-def _scores(logits):
-    """sqrt(softplus), of small results too: log(1 + y) by what 1 + y rounds to."""
-    power = tl.exp(tl.minimum(logits, 20.0))
-    above = 1.0 + power
-    small = above == 1.0
-    quotient = power / tl.where(small, 1.0, above - 1.0)
-    soft = tl.where(small, power, tl.log(above) * quotient)
-    return tl.sqrt(tl.where(logits > 20.0, logits, tl.where(logits != logits, logits, soft)))
+def _sqrt_softplus(logits):
+    """Compute sqrt(softplus), precise for small results: log(1 + y) is scaled by y over the y that
+    is left after 1 + y is rounded."""
+    y = tl.exp(tl.minimum(logits, 20.0))
+    one_plus = 1.0 + y
+    is_small = one_plus == 1.0
+    ratio = y / tl.where(is_small, 1.0, one_plus - 1.0)
+    softplus = tl.where(is_small, y, tl.log(one_plus) * ratio)
+    return tl.sqrt(tl.where(logits > 20.0, logits, tl.where(logits != logits, logits, softplus)))
 
 
 @triton.jit
@@ -73,37 +74,40 @@ def choose_experts_kernel(
     ids, weights,
     num_tokens, vocab_size, num_experts,
     SCALE: tl.constexpr, LEAST: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
-    HASHED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
+    HAS_TABLE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
+    """Select the experts of one token: the top k of its scores, or the table's row of its id. BLOCK
+    and CHOICES are the number of experts and TOP_K, rounded up to powers of two."""
     token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
-    inside, asked = expert < num_experts, choice < TOP_K
+    expert_valid, choice_valid = expert < num_experts, choice < TOP_K
     split = tl.arange(0, SPLITS).to(tl.int64)
     rows = partial + (split * num_tokens + token)[:, None] * num_experts
-    logits = tl.sum(tl.load(rows + expert[None, :], mask=inside[None, :], other=0.0), 0)
-    scores = _scores(logits)
-    if HASHED:
-        word = tl.load(token_ids + token * id_stride)
-        known = (word >= 0) & (word < vocab_size)
-        row = table + tl.where(known, word, 0) * table_token_stride
-        wanted = tl.load(row + choice * table_stride, mask=asked & known, other=-1)
-        chosen = tl.where((wanted >= 0) & (wanted < num_experts), wanted, -1).to(tl.int32)
+    logits = tl.sum(tl.load(rows + expert[None, :], mask=expert_valid[None, :], other=0.0), 0)
+    scores = _sqrt_softplus(logits)
+    if HAS_TABLE:
+        token_id = tl.load(token_ids + token * id_stride)
+        in_table = (token_id >= 0) & (token_id < vocab_size)
+        row = table + tl.where(in_table, token_id, 0) * table_token_stride
+        entry = tl.load(row + choice * table_stride, mask=choice_valid & in_table, other=-1)
+        topk_ids = tl.where((entry >= 0) & (entry < num_experts), entry, -1).to(tl.int32)
     else:
-        ranked = scores
-        if BIASED:
-            ranked += tl.load(bias + expert * bias_stride, mask=inside, other=0.0)
-        ranked = tl.where(ranked != ranked, -float("inf"), ranked)
-        left = inside
-        chosen = tl.full((CHOICES,), -1, tl.int32)
-        for place in tl.static_range(TOP_K):
-            most = tl.max(tl.where(left, ranked, -float("inf")))
-            best = tl.min(tl.where(left & (ranked == most), expert, BLOCK))
-            chosen = tl.where(choice == place, best, chosen)
-            left = left & (expert != best)
-    found = tl.sum(tl.where(chosen[:, None] == expert[None, :], scores[None, :], 0.0), 1)
-    found = found / (tl.sum(found) + LEAST) * SCALE
-    tl.store(ids + token * TOP_K + choice, chosen, mask=asked)
-    tl.store(weights + token * TOP_K + choice, found, mask=asked)
+        biased = scores
+        if HAS_BIAS:
+            biased += tl.load(bias + expert * bias_stride, mask=expert_valid, other=0.0)
+        biased = tl.where(biased != biased, -float("inf"), biased)
+        candidate = expert_valid
+        topk_ids = tl.full((CHOICES,), -1, tl.int32)
+        for rank in tl.static_range(TOP_K):
+            score_max = tl.max(tl.where(candidate, biased, -float("inf")))
+            best = tl.min(tl.where(candidate & (biased == score_max), expert, BLOCK))
+            topk_ids = tl.where(choice == rank, best, topk_ids)
+            candidate = candidate & (expert != best)
+    is_choice = topk_ids[:, None] == expert[None, :]
+    topk_weights = tl.sum(tl.where(is_choice, scores[None, :], 0.0), 1)
+    topk_weights = topk_weights / (tl.sum(topk_weights) + LEAST) * SCALE
+    tl.store(ids + token * TOP_K + choice, topk_ids, mask=choice_valid)
+    tl.store(weights + token * TOP_K + choice, topk_weights, mask=choice_valid)
 
 
 def route(
@@ -123,24 +127,22 @@ def route(
     weights = hidden.new_empty((num_tokens, top_k), dtype=torch.float32)
     if num_tokens == 0:
         return Routing(ids, weights)
-    few = isinstance(num_tokens, int) and num_tokens <= FEW_TOKENS
-    rows, tokens, splits = FEW if few else MANY
+    is_small = isinstance(num_tokens, int) and num_tokens <= FEW_TOKENS
+    rows, tokens, splits = FEW if is_small else MANY
     partial = hidden.new_empty((splits, num_tokens, num_experts), dtype=torch.float32)
     grid = (triton.cdiv(num_experts, rows), splits, (num_tokens + tokens - 1) // tokens)
     launch(router_products_kernel)[grid](
         *strided(hidden, weight), partial, num_tokens, num_experts,
         WIDTH=width, SPLITS=splits, ROWS=rows, TOKENS=tokens, DEPTH=DEPTH, num_warps=WARPS,
     )  # fmt: skip
-    hashed = table is not None and token_ids is not None
-    of_table = (partial, 0, 0, partial, 0)
-    if table is not None and token_ids is not None:
-        of_table = strided(table, token_ids)
+    has_table = table is not None and token_ids is not None
+    table_arguments = strided(table, token_ids) if has_table else (partial, 0, 0, partial, 0)
     launch(choose_experts_kernel)[num_tokens,](
-        partial, *(strided(bias) if bias is not None else (partial, 0)), *of_table,
+        partial, *(strided(bias) if bias is not None else (partial, 0)), *table_arguments,
         ids, weights,
         num_tokens, table.shape[0] if table is not None else 0, num_experts,
-        SCALE=scale, LEAST=LEAST_SUM, TOP_K=top_k, SPLITS=splits, HASHED=hashed,
-        BIASED=bias is not None, BLOCK=triton.next_power_of_2(num_experts),
+        SCALE=scale, LEAST=LEAST_SUM, TOP_K=top_k, SPLITS=splits, HAS_TABLE=has_table,
+        HAS_BIAS=bias is not None, BLOCK=triton.next_power_of_2(num_experts),
         CHOICES=triton.next_power_of_2(top_k), num_warps=WARPS,
     )  # fmt: skip
     return Routing(ids, weights)

@@ -20,7 +20,7 @@ from dsv4_ops.testing.contract.compare import assert_agrees, equal
 SETTINGS = {"swiglu_limit": 10.0, "activations": "bf16"}
 W4A8 = {**SETTINGS, "activations": "fp8"}
 
-BLOCKS_OF = grouped_gemm.blocks_of
+CHOOSE_BLOCKS = grouped_gemm.choose_blocks
 
 WITHOUT_CODES = Launcher(_Fused, capability=(8, 0))
 """On an A100, for which Triton converts no e4m3 codes."""
@@ -39,7 +39,7 @@ def check(block: int, width: int, size: int, bits: int) -> None:
     call = (x, torch.rand(tokens, 2, generator=seed), ids, up, up_scale, down, down_scale)
     stages = grouped_gemm.PAIR_STAGES.get((bits, block), 0)
     blocks = grouped_gemm.Blocks(block, grouped_gemm.TILES[bits][block], stages, False)
-    grouped_gemm.blocks_of = lambda *_, **__: blocks
+    grouped_gemm.choose_blocks = lambda *_, **__: blocks
     case = Case(f"blocks of {block}", call, SETTINGS)
     found = experts(EAGER, *call, **SETTINGS)
     expected = case.run(OPS["experts"].reference)
@@ -92,12 +92,12 @@ def codes_case(width: int, size: int, tokens: int) -> tuple[Callable[[], bool], 
     ids[10:, 0] = 1
     weights = torch.rand(tokens, 2, generator=seed)
     case = Case("codes", (x, weights, ids, up, up_scale, down, down_scale), W4A8)
-    grouped_gemm.blocks_of = BLOCKS_OF
-    assert BLOCKS_OF(ids.numel(), 2, 4, codes=True).codes
+    grouped_gemm.choose_blocks = CHOOSE_BLOCKS
+    assert CHOOSE_BLOCKS(ids.numel(), 2, 4, codes=True).codes
 
     def again() -> bool:
         flags: list[torch.Tensor] = []
-        launch = grouped_gemm._launch
+        launch = grouped_gemm._launch_gemm
 
         def look(launcher: Launcher, kernels: tuple[Any, Any], *rest: Any) -> None:
             def wrap(kernel: Any) -> Any:
@@ -105,11 +105,11 @@ def codes_case(width: int, size: int, tokens: int) -> tuple[Callable[[], bool], 
 
             launch(Launcher(wrap), kernels, *rest)
 
-        grouped_gemm._launch = look
+        grouped_gemm._launch_gemm = look
         try:
             found = experts(EAGER, *case.tensors, **W4A8)
         finally:
-            grouped_gemm._launch = launch
+            grouped_gemm._launch_gemm = launch
         expected = case.run(OPS["experts"].reference)
         assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
         return bool(flags[0].any())
@@ -133,13 +133,13 @@ class Counted:
 
 def check_plan(num_rows: int) -> None:
     """More rows than a program looks at at a time, which each counts, or a launch before."""
-    assert num_rows > 2 * max(plan.MOST_ROWS, plan.COUNTED_ROWS)
+    assert num_rows > 2 * max(plan.MAX_STEP_ROWS, plan.FUSED_COUNT_ROWS)
     seed, settings = torch.Generator().manual_seed(0), {"num_experts": 8, "block_size": 32}
     ids = torch.randint(-1, 9, (6, num_rows // 6), generator=seed).int().t()
     expected = reference.expert_plan(ids, **settings)
-    usual = plan.COUNTED_ROWS
+    usual = plan.FUSED_COUNT_ROWS
     for most in (2 * num_rows, usual):
-        plan.COUNTED_ROWS = most
+        plan.FUSED_COUNT_ROWS = most
         found = plan.expert_plan(EAGER, ids, **settings)
         assert all(map(torch.equal, found, expected))
         pairs = plan.expert_plan(EAGER, ids, **settings, pairs=True)
@@ -201,7 +201,8 @@ def check_rounding() -> None:
     assert not torch.equal(expected[:6].nan_to_num(), rows[:6].nan_to_num())
     activations.round_rows(EAGER, rows, places)
     assert equal(rows, expected)
-    assert [activations.can_round(each) for each in ((8, 0), (8, 9), None)] == [False, True, True]
+    capabilities = {(8, 0): False, (8, 9): True, None: True}
+    assert {each: activations.converts_codes(each) for each in capabilities} == capabilities
 
 
 if __name__ == "__main__":
