@@ -1,5 +1,5 @@
-"""Products with FP8 weights for few tokens: the weight is read once, and K is split among
-programs where rows of the weight are few."""
+"""GEMM with FP8 weights for few tokens: the weight is read once, and K is split among programs if
+the weight has few rows."""
 
 import torch
 import triton
@@ -21,27 +21,30 @@ from dsv4_ops.kernels.linear import block_gemm
 from dsv4_ops.reference.linear import quantized
 
 FEW_TOKENS = 16
-"""Tokens up to which programs reorder activations themselves."""
+"""Largest batch whose activations the programs reorder themselves."""
 
-MOST_AS_BF16 = 32
-"""Tokens up to which codes become bf16, as split rows of the weight are faster: 32 tokens of ``kv``
-7.8 us for 12.6, 64 of ``q_b`` 34.5 for 14.0 (an H200). Of groups, up to ``FEW_TOKENS``."""
+MAX_BF16_TOKENS = 32
+"""Largest batch whose codes become bf16, because split-K is faster then: 32 tokens of ``kv`` take
+7.8 us, down from 12.6; but 64 of ``q_b`` take 34.5 us, up from 14.0 (an H200). Grouped layers:
+FEW_TOKENS."""
 
 TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (128, 8, 3)}
-"""By the tokens of a program its rows of the weight, warps, and tiles of activations under way."""
+"""Weight rows per program, warps and pipeline stages, by the tokens per program."""
 
 PROGRAMS_PER_SM = {16: 4, 32: 4, 64: 2, 128: 1}
-"""Programs that K is split for, by those tokens: partial sums cost the more, the more tokens."""
+"""Programs per SM that K is split for, by the tokens per program: more tokens make larger partial
+sums."""
 
 SUMS, SUM_WARPS = 256, 4
-"""Values of a program that adds up splits: Inductor's own code takes 3.4 us for 2 MB, and 11 if a
-SwiGLU follows."""
+"""Values per program of the kernel that adds splits, and its warps. Inductor's own code takes 3.4
+us for 2 MB, and 11 us if a SwiGLU follows."""
 
-FEWEST_STEPS, MOST_SPLITS = 2, 16
-"""Blocks of K of a split at least, and splits at most."""
+MIN_STEPS, MAX_SPLITS = 2, 16
+"""Minimum blocks of K per split, and maximum splits."""
 
 SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
-"""Tokens of a tile, and splits at most, where tokens are a symbol: partial sums are of all."""
+"""Tokens per program and maximum splits of a symbolic batch: every batch has that many partial
+sums."""
 
 
 @triton.jit
@@ -54,34 +57,36 @@ def fp8_linear_kernel(
     SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr,
     SPLITS: tl.constexpr, ORDERED: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Compute a tile of tokens and weight rows over one split of K."""
     ROWS: tl.constexpr = TILE[0]
     WARPS: tl.constexpr = TILE[1]
+    STAGES: tl.constexpr = TILE[2]
     token_tiles = (num_tokens + TOKENS - 1) // TOKENS
-    tile, part = tl.program_id(0) // token_tiles, tl.program_id(0) % token_tiles
-    split, first = tile // (SIZE // ROWS), tile % (SIZE // ROWS) * ROWS
-    token = part * TOKENS + tl.arange(0, TOKENS)
-    given = token < num_tokens
-    at = tl.where(given, token, 0).to(tl.int64)
-    group = first // GROUP_SIZE
-    row = (first + tile_rows(ROWS, WARPS)).to(tl.int64)
+    tile, token_tile = tl.program_id(0) // token_tiles, tl.program_id(0) % token_tiles
+    split, n_start = tile // (SIZE // ROWS), tile % (SIZE // ROWS) * ROWS
+    token = token_tile * TOKENS + tl.arange(0, TOKENS)
+    token_valid = token < num_tokens
+    x_row = tl.where(token_valid, token, 0).to(tl.int64)
+    group = n_start // GROUP_SIZE
+    row = (n_start + tile_rows(ROWS, WARPS)).to(tl.int64)
     words = (codes + row[:, None] * code_row_stride).to(tl.pointer_type(tl.int32), bitcast=True)
-    x_rows = x + at[:, None] * token_stride + group * group_stride
-    token_scale = (None, 0)
+    x_rows = x + x_row[:, None] * token_stride + group * group_stride
+    token_scales = (None, 0)
     if SCALED:
         x_rows = x_rows.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-        of_tokens = x_scale + at * scale_token_stride + group * scale_group_stride
-        token_scale = (of_tokens, scale_block_stride)
+        addresses = x_scale + x_row * scale_token_stride + group * scale_group_stride
+        token_scales = (addresses, scale_block_stride)
     STEPS: tl.constexpr = WIDTH // 128
-    sums = multiply_fp8(
+    acc = multiply_fp8(
         (words, None, WIDTH // 4), (scales + row // 128 * scale_row_stride, scale_stride, row >= 0),
-        (x_rows, given[:, None]), token_scale,
+        (x_rows, token_valid[:, None]), token_scales,
         (split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS),
-        ROWS, WARPS, TILE[2], MASKED=False, ORDERED=ORDERED,
+        ROWS, WARPS, STAGES, MASKED=False, ORDERED=ORDERED,
     )  # fmt: skip
-    target = out + (split * num_tokens + token).to(tl.int64)[:, None] * SIZE
-    target += first + tl.arange(0, ROWS)[None, :]
-    values = round_to(tl.trans(sums), out.dtype.element_ty)
-    tl.store(target, values, mask=given[:, None])
+    dst = out + (split * num_tokens + token).to(tl.int64)[:, None] * SIZE
+    dst += n_start + tl.arange(0, ROWS)[None, :]
+    values = round_to(tl.trans(acc), out.dtype.element_ty)
+    tl.store(dst, values, mask=token_valid[:, None])
 
 
 @triton.jit
@@ -89,26 +94,27 @@ def sum_splits_kernel(
     partial, out, size,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up the splits of a product, in their order."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    given = at < size
-    sums = tl.zeros((BLOCK,), tl.float32)
+    """Add the splits of a product, in order."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < size
+    acc = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
-        sums += tl.load(partial + split * tl.cast(size, tl.int64) + at, mask=given, other=0.0)
-    tl.store(out + at, round_to(sums, out.dtype.element_ty), mask=given)
+        acc += tl.load(partial + split * tl.cast(size, tl.int64) + index, mask=mask, other=0.0)
+    tl.store(out + index, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
-def tile_of(num_tokens: int, rows: int, steps: int, num_sms: int) -> tuple[int, int]:
-    """Tokens of a program, and splits of K."""
-    tokens, most, parts = SYMBOLIC_TOKENS, SYMBOLIC_SPLITS, 1
+def choose_tile(num_tokens: int, rows: int, steps: int, num_sms: int) -> tuple[int, int]:
+    """Return tokens per program, and splits of K."""
+    tokens, max_splits, token_tiles = SYMBOLIC_TOKENS, SYMBOLIC_SPLITS, 1
     if isinstance(num_tokens, int):
-        tokens, most = min(128, max(16, triton.next_power_of_2(num_tokens))), MOST_SPLITS
-        parts = triton.cdiv(num_tokens, tokens)
-    splits = PROGRAMS_PER_SM[tokens] * num_sms * TILES[tokens][0] // (rows * parts)
-    return tokens, max(1, min(splits, steps // FEWEST_STEPS, most))
+        tokens, max_splits = min(128, max(16, triton.next_power_of_2(num_tokens))), MAX_SPLITS
+        token_tiles = triton.cdiv(num_tokens, tokens)
+    tile_rows, _, _ = TILES[tokens]
+    splits = PROGRAMS_PER_SM[tokens] * num_sms * tile_rows // (rows * token_tiles)
+    return tokens, max(1, min(splits, steps // MIN_STEPS, max_splits))
 
 
-def _linear(
+def _multiply_as_bf16(
     launch: Launcher,
     x: Tensor,
     x_scale: Tensor | None,
@@ -116,25 +122,27 @@ def _linear(
     scale: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Products of ``x`` [num_tokens, num_groups, in_features] with the rows of each group."""
+    """Multiply ``x`` [num_tokens, num_groups, in_features] by the weight rows of each group, as
+    bf16."""
     num_tokens, num_groups, width = x.shape[0], int(x.shape[1]), int(x.shape[2])
     rows = int(weight.shape[0])
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes = byte_rows(weight)
-    tokens, splits = tile_of(num_tokens, rows, width // WEIGHT_BLOCK, launch.num_sms(x.device))
-    tile, scaled = TILES[tokens], x_scale is not None
+    tokens, splits = choose_tile(num_tokens, rows, width // WEIGHT_BLOCK, launch.num_sms(x.device))
+    scaled, (tile_rows, warps, _) = x_scale is not None, TILES[tokens]
     x = x.view(torch.uint8) if scaled else x
     x = reordered(x, False) if tokens > FEW_TOKENS else x
     dtype = out_dtype if splits == 1 else torch.float32
     out = x.new_empty((splits, num_tokens, rows), dtype=dtype)
-    programs = splits * (rows // tile[0]) * ((num_tokens + tokens - 1) // tokens)
+    programs = splits * (rows // tile_rows) * ((num_tokens + tokens - 1) // tokens)
     launch(fp8_linear_kernel)[programs,](
         x, *x.stride()[:2],
         x_scale if scaled else scale, *(x_scale.stride() if scaled else (0, 0, 0)),
         codes, codes.stride(0), *strided(scale),
         out, num_tokens,
         SIZE=rows, GROUP_SIZE=rows // num_groups, WIDTH=width, SCALED=scaled, SPLITS=splits,
-        ORDERED=tokens > FEW_TOKENS, TOKENS=tokens, TILE=tile, num_warps=tile[1],
+        ORDERED=tokens > FEW_TOKENS, TOKENS=tokens, TILE=TILES[tokens],
+        num_warps=warps,
     )  # fmt: skip
     if splits == 1:
         return out[0]
@@ -153,14 +161,14 @@ def _multiplies_codes(
     activations: str,
     out_dtype: torch.dtype,
 ) -> bool:
-    """Whether activations [num_tokens, num_groups, in_features] are better multiplied as codes. The
-    matrix unit sums those in some 14 bits, enough for a result in bf16."""
+    """Return whether products of codes are faster for ``x`` [num_tokens, num_groups, in_features],
+    and precise enough: the matrix unit adds them in about 14 bits, which do for bf16 results."""
     if out_dtype != torch.bfloat16:
         return False
-    num_tokens, codes = x.shape[0], x_scale is not None or activations == "fp8"
-    most = MOST_AS_BF16 if int(x.shape[1]) == 1 else FEW_TOKENS
-    many = not isinstance(num_tokens, int) or num_tokens > most
-    return codes and many and block_gemm.runs(launch, x)
+    num_tokens, is_fp8 = x.shape[0], x_scale is not None or activations == "fp8"
+    max_tokens = MAX_BF16_TOKENS if int(x.shape[1]) == 1 else FEW_TOKENS
+    is_large = not isinstance(num_tokens, int) or num_tokens > max_tokens
+    return is_fp8 and is_large and block_gemm.is_supported(launch, x)
 
 
 def _multiply(
@@ -172,7 +180,7 @@ def _multiply(
     activations: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """By the kernel that is faster."""
+    """Multiply with the faster kernel."""
     num_tokens, rows = x.shape[0], int(weight.shape[0])
     if num_tokens == 0 or rows == 0 or int(x.shape[2]) == 0:
         return x.new_zeros((num_tokens, rows), dtype=out_dtype)
@@ -180,7 +188,7 @@ def _multiply(
         codes, scales = quantized(x) if x_scale is None else (x, x_scale)
         return block_gemm.multiply(launch, codes, scales, weight, scale, out_dtype)
     x = x if x_scale is not None else bf16_activations(x, activations)
-    return _linear(launch, x, x_scale, weight, scale, out_dtype)
+    return _multiply_as_bf16(launch, x, x_scale, weight, scale, out_dtype)
 
 
 def fp8_linear(
