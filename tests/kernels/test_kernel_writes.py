@@ -30,10 +30,10 @@ WRITTEN = {
     "flash_mla_metadata_kernel": {"out"},
     "gate_up_by_blocks_kernel": {"out"},
     "gate_up_kernel": {"out"},
-    "gather_all_kernel": {"out"},
+    "gather_dense_kernel": {"out"},
     "gather_indexer_kernel": {"out", "scales_out"},
     "gather_rows_kernel": {"out"},
-    "gather_wanted_kernel": {"out"},
+    "gather_ragged_kernel": {"out"},
     "indexer_logits_kernel": {"out"},
     "indexer_logits_ragged_kernel": {"out"},
     "insert_c4_step_kernel": {

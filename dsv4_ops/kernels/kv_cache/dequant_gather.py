@@ -1,4 +1,5 @@
-"""Gathers of FP8 rows: of the wanted rows into a workspace, and of a dense result."""
+"""Gather rows of FP8 caches as bf16: the rows of a ragged batch into a workspace, or all rows of a
+dense result."""
 
 import triton
 import triton.language as tl
@@ -9,37 +10,39 @@ from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
 
 @triton.jit
 def _copy_rows(
-    target, dim_stride, wanted, cache, page, row, exists,
+    target, dim_stride, mask, cache, page, row, row_valid,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Dequantise cache rows into the wanted rows at ``target``, pointers to int16; zeros for rows
-    that do not exist."""
+    """Dequantise cache rows and store them at the int16 pointers ``target`` where ``mask`` is set;
+    rows that are not valid are zeros."""
+    BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
     QUANT_BLOCK: tl.constexpr = FORMAT[3]
     DATA_BYTES: tl.constexpr = FORMAT[4]
+    SCALE_BYTES: tl.constexpr = FORMAT[5]
     k_cache, page_stride, _ = cache
     group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)[None, :]
     coded = group < CODE_DIM // QUANT_BLOCK
     dim = group[:, :, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
     start = k_cache + page * page_stride
     data = start + row * DATA_BYTES
-    scales = (start + FORMAT[0] * DATA_BYTES + row * FORMAT[5])[:, None]
-    scale = tl.load(scales + group, mask=exists[:, None] & coded, other=0)
-    there = exists[:, None, None] & coded[:, :, None]
-    codes = tl.load(data[:, None, None] + dim, mask=there, other=0)
+    scales = (start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES)[:, None]
+    scale = tl.load(scales + group, mask=row_valid[:, None] & coded, other=0)
+    code_mask = row_valid[:, None, None] & coded[:, :, None]
+    codes = tl.load(data[:, None, None] + dim, mask=code_mask, other=0)
     lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
     rope = (data + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
-    rope_words = tl.load(rope[:, None] + lane, mask=exists[:, None], other=0)
+    rope_words = tl.load(rope[:, None] + lane, mask=row_valid[:, None], other=0)
     words = dequantize(codes, scale)
     dst = target[:, None, None] + dim.to(tl.int64) * dim_stride
-    tl.store(dst, words, mask=wanted[:, None, None] & coded[:, :, None])
+    tl.store(dst, words, mask=mask[:, None, None] & coded[:, :, None])
     dst = target[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
-    tl.store(dst, rope_words, mask=wanted[:, None])
+    tl.store(dst, rope_words, mask=mask[:, None])
 
 
 @triton.jit
-def gather_wanted_kernel(
+def gather_ragged_kernel(
     out, out_stride, out_row_stride, out_dim_stride,
     capacity, offset,
     k_cache, page_stride, num_blocks,
@@ -48,49 +51,54 @@ def gather_wanted_kernel(
     block_table, table_stride, column_stride, max_blocks, num_reqs,
     FORMAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ROWS wanted rows, numbered through all requests, dealt to the programs in turn: the
-    work is even however ragged the batch, and grows with the wanted rows, not with the capacity.
+    """Gather the last ``gather_lens`` rows of each request into its rows of a workspace, at most
+    ``capacity``.
 
-    ``WHOLE``: all rows of a request are wanted, so that a row is a position."""
+    The tiles of ROWS rows are numbered through all requests, and programs take them in turn. The
+    work is therefore even however ragged the batch is, and grows with the rows gathered, not with
+    the capacity. WHOLE: all rows of each request are gathered, so that a row is a position.
+    """
+    BLOCK_SIZE: tl.constexpr = FORMAT[0]
     cache = (k_cache, page_stride, num_blocks)
     table = (block_table, table_stride, column_stride, max_blocks)
     tile = tl.program_id(0)
     if WHOLE:
-        prefetch_column(table, num_reqs, tile * ROWS, FORMAT[0])
-    first = 0
-    begin = 0
-    while begin < num_reqs:
-        requests = begin + tl.arange(0, REQUESTS)
-        known, requests = requests < num_reqs, requests.to(tl.int64)
-        wanted = tl.load(gather_lens + requests * gather_stride, mask=known, other=0)
+        prefetch_column(table, num_reqs, tile * ROWS, BLOCK_SIZE)
+    first_tile = 0
+    first_request = 0
+    while first_request < num_reqs:
+        requests = first_request + tl.arange(0, REQUESTS)
+        in_batch, requests = requests < num_reqs, requests.to(tl.int64)
+        counts = tl.load(gather_lens + requests * gather_stride, mask=in_batch, other=0)
         if not WHOLE:
-            lengths = tl.load(seq_lens + requests * seq_stride, mask=known, other=0)
-        tiles = (tl.minimum(tl.maximum(wanted, 0), capacity) + ROWS - 1) // ROWS
-        ends = first + tl.cumsum(tiles, 0)
-        last = first + tl.sum(tiles, 0)
-        while tile < last:
-            done = ends <= tile
-            request = (begin + tl.sum(done.to(tl.int32), 0)).to(tl.int64)
-            index = (tile - tl.max(tl.where(done, ends, first), 0)) * ROWS + tl.arange(0, ROWS)
-            count = tl.sum(tl.where(requests == request, wanted, 0), 0)
-            inside = (index < count) & (index < capacity)
+            lengths = tl.load(seq_lens + requests * seq_stride, mask=in_batch, other=0)
+        tiles = (tl.minimum(tl.maximum(counts, 0), capacity) + ROWS - 1) // ROWS
+        tile_ends = first_tile + tl.cumsum(tiles, 0)
+        stop_tile = first_tile + tl.sum(tiles, 0)
+        while tile < stop_tile:
+            before = tile_ends <= tile
+            request = (first_request + tl.sum(before.to(tl.int32), 0)).to(tl.int64)
+            request_tile = tl.max(tl.where(before, tile_ends, first_tile), 0)
+            index = (tile - request_tile) * ROWS + tl.arange(0, ROWS)
+            count = tl.sum(tl.where(requests == request, counts, 0), 0)
+            mask = (index < count) & (index < capacity)
             position = index.to(tl.int64)
             if not WHOLE:
                 length = tl.sum(tl.where(requests == request, lengths, 0), 0)
                 position += length.to(tl.int64) - count
-            page, row, exists = locate_positions(
-                table, request, position, inside, num_blocks, FORMAT[0]
+            page, row, row_valid = locate_positions(
+                table, request, position, mask, num_blocks, BLOCK_SIZE
             )
             start = out.to(tl.pointer_type(tl.int16), bitcast=True) + request * out_stride
             target = start + (offset + index.to(tl.int64)) * out_row_stride
-            _copy_rows(target, out_dim_stride, inside, cache, page, row, exists, FORMAT)
+            _copy_rows(target, out_dim_stride, mask, cache, page, row, row_valid, FORMAT)
             tile += tl.num_programs(0)
-        first = last
-        begin += REQUESTS
+        first_tile = stop_tile
+        first_request += REQUESTS
 
 
 @triton.jit
-def gather_all_kernel(
+def gather_dense_kernel(
     out, num_rows, offset,
     k_cache, page_stride, num_blocks,
     seq_lens, seq_stride,
@@ -98,23 +106,26 @@ def gather_all_kernel(
     block_table, table_stride, column_stride, max_blocks,
     FORMAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Every row of a dense result, zeros included: one tile per program.
+    """Write a tile of ROWS rows of a dense result, zeros included.
 
-    ``WHOLE``: all rows of a request are wanted, so that blocks are looked up without its length."""
+    WHOLE: all rows of each request are gathered, so that the block table is read without waiting
+    for the length of the request."""
+    BLOCK_SIZE: tl.constexpr = FORMAT[0]
+    HEAD_DIM: tl.constexpr = FORMAT[1]
     request = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     index = rows - offset
     count = tl.load(gather_lens + request * gather_stride)
-    wanted = (index >= 0) & (rows < num_rows)
+    mask = (index >= 0) & (rows < num_rows)
     position = index.to(tl.int64)
     if not WHOLE:
-        wanted = wanted & (index < count)
+        mask = mask & (index < count)
         length = tl.load(seq_lens + request * seq_stride)
         position += length.to(tl.int64) - count
     table = (block_table, table_stride, column_stride, max_blocks)
-    page, row, exists = locate_positions(table, request, position, wanted, num_blocks, FORMAT[0])
-    exists = exists & (index < count)
+    page, row, row_valid = locate_positions(table, request, position, mask, num_blocks, BLOCK_SIZE)
+    row_valid = row_valid & (index < count)
     start = out.to(tl.pointer_type(tl.int16), bitcast=True)
-    target = start + (request * num_rows + rows) * FORMAT[1]
+    target = start + (request * num_rows + rows) * HEAD_DIM
     cache = (k_cache, page_stride, num_blocks)
-    _copy_rows(target, 1, rows < num_rows, cache, page, row, exists, FORMAT)
+    _copy_rows(target, 1, rows < num_rows, cache, page, row, row_valid, FORMAT)

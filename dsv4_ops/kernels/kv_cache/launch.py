@@ -11,28 +11,28 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, paged, strided
 from dsv4_ops.kernels.kv_cache import plain
-from dsv4_ops.kernels.kv_cache.dequant_gather import gather_all_kernel, gather_wanted_kernel
+from dsv4_ops.kernels.kv_cache.dequant_gather import gather_dense_kernel, gather_ragged_kernel
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert
 from dsv4_ops.kernels.launcher import Launcher
 
 INSERT_TOKENS = 4
-"""Tokens per program of the insert: 8 values per thread and token."""
+"""Tokens per program of the insert. Each thread has 8 values of a token."""
 
 quantize_and_insert_k_cache = partial(
     insert, "quantize_and_insert_k_cache", MainLayout, INSERT_TOKENS
 )
 
 WORKSPACE_ROWS, WORKSPACE_WARPS = 8, 2
-"""Rows per tile and warps per program of the gather into a workspace."""
+"""Rows per tile and warps per program of the ragged gather."""
 
 REQUESTS = 32
-"""Requests whose lengths a program of that gather looks at together."""
+"""Requests whose lengths a program of the ragged gather loads together."""
 
 PROGRAMS = 16 * 132
-"""Most programs of that gather: what an H200 holds at once."""
+"""Maximum programs of the ragged gather: as many as an H200 runs at once."""
 
 DENSE_ROWS, DENSE_WARPS = 4, 2
-"""Rows and warps per program of the gather that writes every row."""
+"""Rows and warps per program of the dense gather."""
 
 
 def dequantize_and_gather_k_cache(
@@ -52,13 +52,13 @@ def dequantize_and_gather_k_cache(
     num_reqs, num_rows = out.shape[0], out.shape[1]
     if num_reqs == 0 or num_rows <= offset:
         return
-    gather_wanted(
+    gather_ragged(
         launch, out, out.stride(), num_rows, k_cache, seq_lens, gather_lens, block_table,
         num_reqs=num_reqs, block_size=block_size, offset=offset,
     )  # fmt: skip
 
 
-def gather_wanted(
+def gather_ragged(
     launch: Launcher,
     out: torch.Tensor,
     strides: Sequence[int],
@@ -72,14 +72,14 @@ def gather_wanted(
     block_size: int,
     offset: int,
 ) -> None:
-    """``dequantize_and_gather_k_cache`` to a workspace of ``num_rows`` rows of every request, of
-    which there are some."""
+    """Gather into a workspace with ``num_rows`` rows per request, from row ``offset`` on.
+    ``num_reqs`` and ``num_rows - offset`` are positive."""
     main, capacity = MainLayout(block_size), num_rows - offset
-    wanted = seq_lens if gather_lens is None else gather_lens
+    counts = seq_lens if gather_lens is None else gather_lens
     tiles = num_reqs * ((capacity + WORKSPACE_ROWS - 1) // WORKSPACE_ROWS)
-    launch(gather_wanted_kernel)[torch.sym_min(tiles, PROGRAMS),](
+    launch(gather_ragged_kernel)[torch.sym_min(tiles, PROGRAMS),](
         out, *strides, capacity, offset,
-        *paged(k_cache), *strided(seq_lens, wanted), *listed(block_table), num_reqs,
+        *paged(k_cache), *strided(seq_lens, counts), *listed(block_table), num_reqs,
         FORMAT=main.format, WHOLE=gather_lens is None, ROWS=WORKSPACE_ROWS, REQUESTS=REQUESTS,
         num_warps=WORKSPACE_WARPS,
     )  # fmt: skip
@@ -97,10 +97,10 @@ def gather_k_cache(
     offset: int,
     layout: str,
 ) -> torch.Tensor:
-    wanted = seq_lens if gather_lens is None else gather_lens
+    counts = seq_lens if gather_lens is None else gather_lens
     if layout == "plain":
         return plain.gather(
-            launch, k_cache, seq_lens, wanted, block_table, num_rows=num_rows, offset=offset
+            launch, k_cache, seq_lens, counts, block_table, num_rows=num_rows, offset=offset
         )
     main = MainLayout(block_size)
     Checks("gather_k_cache").page_start("k_cache", k_cache, main)
@@ -108,9 +108,9 @@ def gather_k_cache(
     out = k_cache.new_empty((num_reqs, num_rows, main.head_dim), dtype=torch.bfloat16)
     if num_reqs == 0 or num_rows == 0:
         return out
-    launch(gather_all_kernel)[(num_rows + DENSE_ROWS - 1) // DENSE_ROWS, num_reqs](
+    launch(gather_dense_kernel)[(num_rows + DENSE_ROWS - 1) // DENSE_ROWS, num_reqs](
         out, num_rows, offset,
-        *paged(k_cache), *strided(seq_lens, wanted), *listed(block_table),
+        *paged(k_cache), *strided(seq_lens, counts), *listed(block_table),
         FORMAT=main.format, WHOLE=gather_lens is None, ROWS=DENSE_ROWS, num_warps=DENSE_WARPS,
     )  # fmt: skip
     return out

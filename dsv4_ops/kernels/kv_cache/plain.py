@@ -1,4 +1,4 @@
-"""Kernels and launchers of unquantised rows: copies of words, bit for bit."""
+"""Insert and gather unquantised rows, bit for bit: kernels and launchers."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ WARPS = 4
 
 @triton.constexpr_function
 def word_pointer(size):
-    """Pointer to the integers of ``size`` bytes, 2 or 4."""
+    """Return the type of a pointer to integers of ``size`` bytes, 2 or 4."""
     return tl.pointer_type(tl.int16 if size == 2 else tl.int32)
 
 
@@ -35,13 +35,13 @@ def insert_rows_kernel(
     dim = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
     source = k.to(word_pointer(WORD_BYTES), bitcast=True)
     source += token.to(tl.int64)[:, None] * row_stride + dim.to(tl.int64) * dim_stride
-    given = token < num_tokens
-    words = tl.load(source, mask=given[:, None] & (dim < width), other=0)
-    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
-    page, row, exists = place_slots(slot, num_blocks, block_size)
+    in_batch = token < num_tokens
+    words = tl.load(source, mask=in_batch[:, None] & (dim < width), other=0)
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=in_batch, other=-1)
+    page, row, slot_valid = place_slots(slot, num_blocks, block_size)
     target = k_cache.to(word_pointer(WORD_BYTES), bitcast=True)
     target += (page * page_stride + row * cache_row_stride)[:, None] + dim
-    tl.store(target, words, mask=exists[:, None] & (dim < width))
+    tl.store(target, words, mask=slot_valid[:, None] & (dim < width))
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def gather_rows_kernel(
     block_size, width,
     WORD_BYTES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Every row of a dense result, zeros included."""
+    """Write every row of a dense result, zeros included."""
     request = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = (tl.program_id(2) * WIDTH + tl.arange(0, WIDTH))[None, :]
@@ -62,12 +62,12 @@ def gather_rows_kernel(
     count = tl.load(gather_lens + request * gather_stride).to(tl.int64)
     length = tl.load(seq_lens + request * seq_stride).to(tl.int64)
     position = length - count + index
-    wanted = (index >= 0) & (index < count) & (rows < num_rows)
+    mask = (index >= 0) & (index < count) & (rows < num_rows)
     table = (block_table, table_stride, column_stride, max_blocks)
-    page, row, exists = locate_positions(table, request, position, wanted, num_blocks, block_size)
+    page, row, row_valid = locate_positions(table, request, position, mask, num_blocks, block_size)
     source = k_cache.to(word_pointer(WORD_BYTES), bitcast=True)
     source += (page * page_stride + row * cache_row_stride)[:, None] + dim
-    words = tl.load(source, mask=exists[:, None] & (dim < width), other=0)
+    words = tl.load(source, mask=row_valid[:, None] & (dim < width), other=0)
     target = out.to(word_pointer(WORD_BYTES), bitcast=True)
     target += (request * num_rows + rows.to(tl.int64))[:, None] * width + dim
     tl.store(target, words, mask=(rows < num_rows)[:, None] & (dim < width))
@@ -76,7 +76,7 @@ def gather_rows_kernel(
 def insert_k_cache(
     launch: Launcher, k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    # sizes of a page and a row are configuration: as constants they tell Triton what is aligned
+    # ints, because the sizes of a page and of a row are fixed, and tell Triton what is aligned
     num_tokens, width = slot_mapping.shape[0], int(k_cache.shape[2])
     if num_tokens == 0 or k_cache.numel() == 0:
         return
@@ -98,7 +98,7 @@ def gather(
     num_rows: int,
     offset: int,
 ) -> torch.Tensor:
-    """``gather_k_cache`` of a plain cache."""
+    """Run ``gather_k_cache`` for a plain cache."""
     num_reqs, width = seq_lens.shape[0], int(k_cache.shape[2])
     out = k_cache.new_empty((num_reqs, num_rows, width))
     if num_reqs == 0 or num_rows == 0 or width == 0:

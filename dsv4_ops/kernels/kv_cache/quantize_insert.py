@@ -1,4 +1,4 @@
-"""The quantising insert of both FP8 layouts: one kernel, rows of whole blocks."""
+"""Quantise rows and insert them into the caches of both FP8 layouts."""
 
 import torch
 import triton
@@ -15,33 +15,35 @@ WARPS = 4
 
 
 @triton.jit
-def insert_codes(source, dim_stride, given, start, row, exists, FORMAT: tl.constexpr):
-    """Codes and scales of the bf16 rows at ``source`` that are ``given``, into ``row`` of the
-    blocks at ``start``, as far as they exist."""
+def insert_codes(source, dim_stride, mask, page_start, row, slot_valid, FORMAT: tl.constexpr):
+    """Load the bf16 rows at ``source`` that ``mask`` selects, quantise them, and store their codes
+    and scales in ``row`` of the pages at ``page_start`` where ``slot_valid``."""
+    BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
     QUANT_BLOCK: tl.constexpr = FORMAT[3]
     DATA_BYTES: tl.constexpr = FORMAT[4]
     SCALE_BYTES: tl.constexpr = FORMAT[5]
+    FLOAT_SCALES: tl.constexpr = FORMAT[6]
     group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)[None, :]
     coded = group < CODE_DIM // QUANT_BLOCK
     dim = group[:, :, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
     values = tl.load(
         source[:, None, None] + dim.to(tl.int64) * dim_stride,
-        mask=given[:, None, None] & coded[:, :, None],
+        mask=mask[:, None, None] & coded[:, :, None],
         other=0.0,
     )
     codes, scale = quantize(values.to(tl.float32))
-    data = start + row * DATA_BYTES
-    there = exists[:, None, None] & coded[:, :, None]
-    tl.store(data[:, None, None] + dim, codes, mask=there)
-    scales = (start + FORMAT[0] * DATA_BYTES + row * SCALE_BYTES)[:, None]
-    if FORMAT[6]:
+    data = page_start + row * DATA_BYTES
+    code_mask = slot_valid[:, None, None] & coded[:, :, None]
+    tl.store(data[:, None, None] + dim, codes, mask=code_mask)
+    scales = (page_start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES)[:, None]
+    if FLOAT_SCALES:
         floats = scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        tl.store(floats + group, scale << 23, mask=exists[:, None])
+        tl.store(floats + group, scale << 23, mask=slot_valid[:, None])
     else:
         padded = tl.where(coded, scale, 0).to(tl.uint8)
-        tl.store(scales + group, padded, mask=exists[:, None] & (group < SCALE_BYTES))
+        tl.store(scales + group, padded, mask=slot_valid[:, None] & (group < SCALE_BYTES))
 
 
 @triton.jit
@@ -51,25 +53,28 @@ def quantize_and_insert_kernel(
     slot_mapping, slot_stride, num_tokens, num_blocks,
     FORMAT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
     DATA_BYTES: tl.constexpr = FORMAT[4]
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    given = token < num_tokens
-    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
-    page, row, exists = place_slots(slot, num_blocks, FORMAT[0])
+    in_batch = token < num_tokens
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=in_batch, other=-1)
+    page, row, slot_valid = place_slots(slot, num_blocks, BLOCK_SIZE)
     source = k + token.to(tl.int64) * row_stride
-    start = k_cache + page * page_stride
+    page_start = k_cache + page * page_stride
     if CODE_DIM < HEAD_DIM:
-        # RoPE, apart: its words keep the layout that they are loaded in; first: not behind stores
+        # RoPE values are copied apart from the codes, so that they keep the layout of their load,
+        # and loaded first, because a load after the stores would wait for them
         lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
         words = source.to(tl.pointer_type(tl.int16), bitcast=True)
         rope = words[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
-        rope_words = tl.load(rope, mask=given[:, None], other=0)
-    insert_codes(source, dim_stride, given, start, row, exists, FORMAT)
+        rope_words = tl.load(rope, mask=in_batch[:, None], other=0)
+    insert_codes(source, dim_stride, in_batch, page_start, row, slot_valid, FORMAT)
     if CODE_DIM < HEAD_DIM:
-        target = (start + row * DATA_BYTES + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
-        tl.store(target[:, None] + lane, rope_words, mask=exists[:, None])
+        target = page_start + row * DATA_BYTES + CODE_DIM
+        target = target.to(tl.pointer_type(tl.int16), bitcast=True)
+        tl.store(target[:, None] + lane, rope_words, mask=slot_valid[:, None])
 
 
 def insert(
@@ -84,7 +89,7 @@ def insert(
     block_size: int,
     layout: str,
 ) -> None:
-    """The op of a ``kind`` of layout, by programs of so many ``tokens``."""
+    """Run the insert ``op`` into a cache of layout ``kind``, with ``tokens`` tokens per program."""
     quantized = kind(block_size)
     Checks(op).page_start("k_cache", k_cache, quantized)
     num_tokens = slot_mapping.shape[0]

@@ -9,7 +9,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS, locate_positions, valid_tokens
 from dsv4_ops.kernels.external.sanitize import sinks_of, store_finite
-from dsv4_ops.kernels.kv_cache.launch import gather_wanted
+from dsv4_ops.kernels.kv_cache.launch import gather_ragged
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source, Spans
 
@@ -151,7 +151,7 @@ def _gather(
     if num_reqs == 0 or columns == 0:
         return
     width = MainLayout.head_dim
-    gather_wanted(
+    gather_ragged(
         launch, kv, (rows_per_request * width, width, 1), offset + source.rows,
         source.cache, ends, counts, source.block_table,
         num_reqs=num_reqs, block_size=source.block_size, offset=offset,
