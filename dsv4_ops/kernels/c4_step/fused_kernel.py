@@ -1,5 +1,5 @@
-"""All that a C4 layer writes before it selects, in one launch: four kernels that do not depend on
-each other, and each alone takes about as long as its longest chain of loads."""
+"""Write everything that a C4 layer writes before it selects rows, in one launch instead of four. The
+parts are independent, and each alone takes about as long as its longest chain of loads."""
 
 import triton
 import triton.language as tl
@@ -40,52 +40,56 @@ def insert_c4_step_kernel(
     FINISH: tl.constexpr, FORMAT: tl.constexpr, THREADS: tl.constexpr, SAVE: tl.constexpr,
     INDEXER_WINDOW: tl.constexpr, INDEXER_FINISH: tl.constexpr, INDEXER_FORMAT: tl.constexpr,
     INDEXER_THREADS: tl.constexpr, INDEXER_SAVE: tl.constexpr, SWA_FORMAT: tl.constexpr,
-    TOKENS: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    TOKENS: tl.constexpr, SPACING: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     INDEXER_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The windows come first: their chains of loads are the longest."""
+    """Assign each program to one of four kernels. Those that compress windows come first, because
+    their chains of loads are the longest."""
+    INDEXER_DIM: tl.constexpr = INDEXER_FORMAT[1]
     program = tl.program_id(0)
     table = (state_block_table, table_stride, column_stride, state_columns)
-    own_slots = (state_slots, state_slot_stride)
     requests = (positions, position_stride, req_indices, request_stride, num_reqs)
     slots = (slot_mapping, slot_stride, num_tokens)
+    saved_slots = (state_slots, state_slot_stride)
     angles = (cos_sin_cache, num_positions)
     rope = (cos_sin_cache, ROPE, 1, num_positions)
-    main_states = (states, state_page_stride, num_state_blocks)
-    inputs = ((kv_score, score_stride, 1), ape, main_states, table, requests)
+    state_cache = (states, state_page_stride, num_state_blocks)
+    inputs = ((kv_score, score_stride, 1), ape, state_cache, table, requests)
     cache = (k_cache, page_stride, num_blocks, 0)
-    keys_scores = (indexer_kv_score, indexer_score_stride, 1)
-    keys_states = (indexer_states, indexer_state_page_stride, num_indexer_state_blocks)
-    keys_inputs = (keys_scores, indexer_ape, keys_states, table, requests)
-    keys_cache = (indexer_cache, indexer_page_stride, num_indexer_blocks, 0)
+    indexer_scores = (indexer_kv_score, indexer_score_stride, 1)
+    indexer_state_cache = (indexer_states, indexer_state_page_stride, num_indexer_state_blocks)
+    indexer_inputs = (indexer_scores, indexer_ape, indexer_state_cache, table, requests)
+    indexer_k_cache = (indexer_cache, indexer_page_stride, num_indexer_blocks, 0)
     if program < programs:
         compress_and_insert(
-            program, programs, inputs, own_slots, norm_weight, angles, cache, slots,
-            WINDOW, FINISH, FORMAT, THREADS, SAVE, TOKENS, APART,
+            program, programs, inputs, saved_slots, norm_weight, angles, cache, slots,
+            WINDOW, FINISH, FORMAT, THREADS, SAVE, TOKENS, SPACING,
         )  # fmt: skip
     elif program < programs + indexer_programs:
         compress_and_insert(
-            program - programs, indexer_programs, keys_inputs, own_slots, indexer_norm_weight,
-            angles, keys_cache, slots,
+            program - programs, indexer_programs, indexer_inputs, saved_slots, indexer_norm_weight,
+            angles, indexer_k_cache, slots,
             INDEXER_WINDOW, INDEXER_FINISH, INDEXER_FORMAT, INDEXER_THREADS, INDEXER_SAVE,
-            TOKENS, APART,
+            TOKENS, SPACING,
         )  # fmt: skip
     elif program < programs + indexer_programs + row_programs:
         q_rows = (q, q_stride, q_head_stride, q_dim_stride, q_out, num_heads)
         kv_rows = (kv, kv_stride, kv_dim_stride)
         swa = (swa_cache, swa_page_stride, swa_blocks, 0)
-        swa_own = (swa_slots, swa_slot_stride, num_slots)
+        swa_mapping = (swa_slots, swa_slot_stride, num_slots)
         normalise_and_insert(
-            program - (programs + indexer_programs), q_rows, kv_rows, swa, swa_own, requests, rope,
+            program - (programs + indexer_programs), q_rows, kv_rows, swa, swa_mapping,
+            (positions, position_stride), rope,
             EPS, SWA_FORMAT, HEADS, KEYS,
         )  # fmt: skip
     else:
         queries = (
             indexer_q, indexer_q_stride, indexer_head_stride, indexer_dim_stride, num_indexer_heads
         )  # fmt: skip
-        scaled = (weights, weight_stride, weight_head_stride)
+        head_weights = (weights, weight_stride, weight_head_stride)
         out = (codes, weights_out)
         quantize_queries(
-            program - (programs + indexer_programs + row_programs), queries, scaled, requests,
-            rope, out, SOFTMAX_SCALE, ROPE, INDEXER_FORMAT[1], INDEXER_HEADS,
+            program - (programs + indexer_programs + row_programs), queries, head_weights,
+            (positions, position_stride), rope, out,
+            SOFTMAX_SCALE, ROPE, INDEXER_DIM, INDEXER_HEADS,
         )  # fmt: skip

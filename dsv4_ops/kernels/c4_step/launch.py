@@ -1,4 +1,4 @@
-"""Launch everything that a C4 layer writes before it selects rows, and quantise its queries."""
+"""Launch the kernel that writes everything that a C4 layer writes before it selects rows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dsv4_ops.kernels.rope import qnorm_rope_insert
 from dsv4_ops.reference import c4_step as reference
 
 WARPS = 4
-"""Warps of every program: as many as the main compressor's channels fill."""
+"""Warps per program: as many as the main compressor's channels fill."""
 
 HEADS = 16
-"""Heads of a token that a program normalises: few programs fit on an SM, because the compressors'
-have many registers, so that each has more values under way."""
+"""Heads of a token per program that normalises queries. The compressors' registers leave an SM few
+programs, so that each has to load many values at once."""
 
 
 class _Compressor(NamedTuple):
-    """Tensors and sizes, constants and programs that the kernel is given of a compressor."""
+    """A compressor's tensors and sizes, constants, and number of programs."""
 
     tensors: tuple[Any, ...]
     constants: dict[str, tuple[Any, ...]]
@@ -46,14 +46,14 @@ def _compressor(
     states: Tensor,
     k_cache: Tensor,
 ) -> _Compressor:
-    """That whose tensors are called so."""
+    """Return what the kernel takes of the compressor whose constants begin with ``prefix``."""
     width = int(ape.shape[1])
-    own, pages = compressor.own_tensors(kv_score, ape, states), compressor.fixed_pages(k_cache)
-    tensors = (*own, norm_weight.contiguous(), *pages)
+    state_tensors = compressor.state_arguments(kv_score, ape, states)
+    tensors = (*state_tensors, norm_weight.contiguous(), *compressor.static_pages(k_cache))
     ratio, head_dim = call.compress_ratio, layout.head_dim
     window = (call.state_block_size, ratio, width, 2 * ratio, head_dim)
-    threads, _ = compressor.rows_of_threads(window, head_dim, WARPS, compressor.DEPTH)
-    save = compressor.save_tiles(True, width, WARPS, compressor.SHORT_SAVED)
+    threads, _ = compressor.thread_layout(window, head_dim, WARPS, compressor.DEPTH)
+    save = compressor.state_tile(True, width, WARPS, compressor.SHORT_SAVE_VALUES)
     constants = {
         "WINDOW": window,
         "FINISH": (head_dim, int(call.cos_sin_cache.shape[1]), float(call.eps)),
@@ -62,16 +62,16 @@ def _compressor(
         "SAVE": save,
     }
     num_tokens = kv_score.shape[0]
-    looking = compressor.looking_programs(
-        num_tokens, compressor.SHORT_TOKENS_SAVED, compressor.SHORT_PROGRAMS
+    scanners = compressor.scanning_programs(
+        num_tokens, compressor.SHORT_TOKENS_SAVING, compressor.SHORT_PROGRAMS
     )
-    programs = looking + compressor.num_tiles(num_tokens, save)
+    programs = scanners + compressor.num_tiles(num_tokens, save)
     named = {f"{prefix}{name}".upper(): value for name, value in constants.items()}
     return _Compressor(tensors, named, programs)
 
 
 def _states(block_size: int, layout: QuantizedLayout) -> StateLayout:
-    """Of both halves of the windows, keys and scores."""
+    """Return the layout of states: kv and score of both halves of a window."""
     return StateLayout(block_size, 4 * layout.head_dim)
 
 
@@ -82,36 +82,36 @@ class Call(namedtuple("Call", signature(reference.insert_c4_step).parameters)):
 
     @property
     def main(self) -> tuple[Tensor, ...]:
-        """What the main compressor has of its own."""
+        """The main compressor's own tensors."""
         return (self.kv_score, self.ape, self.norm_weight, self.states, self.k_cache)
 
     @property
     def indexer(self) -> tuple[Tensor, ...]:
-        """What the indexer's compressor has of its own."""
-        own = (self.indexer_kv_score, self.indexer_ape, self.indexer_norm_weight)
-        return (*own, self.indexer_states, self.indexer_cache)
+        """The indexer compressor's own tensors."""
+        inputs = (self.indexer_kv_score, self.indexer_ape, self.indexer_norm_weight)
+        return (*inputs, self.indexer_states, self.indexer_cache)
 
 
 def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = Call(*args, **named)
     checks, block_size = Checks("insert_c4_step"), call.block_size
-    main_layout, keys_layout = MainLayout(block_size), IndexerLayout(block_size)
+    main_layout, indexer_layout = MainLayout(block_size), IndexerLayout(block_size)
     checks.page_start("swa_cache", call.swa_cache, MainLayout(call.swa_block_size))
-    for prefix, layout, own in (
-        ("", main_layout, call.main),
-        ("indexer_", keys_layout, call.indexer),
+    for prefix, cache_name, layout, (*_, states, cache) in (
+        ("", "k_cache", main_layout, call.main),
+        ("indexer_", "indexer_cache", indexer_layout, call.indexer),
     ):
-        checks.page_start(f"{prefix}states", own[3], _states(call.state_block_size, layout))
-        checks.page_start(f"{prefix}cache" if prefix else "k_cache", own[4], layout)
+        checks.page_start(f"{prefix}states", states, _states(call.state_block_size, layout))
+        checks.page_start(cache_name, cache, layout)
     num_tokens, num_heads = call.q.shape[:2]
     num_reqs, num_slots = call.state_block_table.shape[0], call.swa_slot_mapping.shape[0]
     num_indexer_heads = call.indexer_q.shape[1]
-    needed = (num_tokens, num_reqs, num_heads, num_indexer_heads, call.k_cache.shape[0])
-    nothing = any(size == 0 for size in (*needed, call.indexer_cache.shape[0]))
-    if nothing or 2 * call.compress_ratio > compressor.DEPTH:
+    sizes = (num_tokens, num_reqs, num_heads, num_indexer_heads, call.k_cache.shape[0])
+    is_empty = any(size == 0 for size in (*sizes, call.indexer_cache.shape[0]))
+    if is_empty or 2 * call.compress_ratio > compressor.DEPTH:
         return _one_by_one(launch, call)
     main = _compressor("", main_layout, call, *call.main)
-    keys = _compressor("indexer_", keys_layout, call, *call.indexer)
+    indexer = _compressor("indexer_", indexer_layout, call, *call.indexer)
     tiles = (num_indexer_heads + logits.QUANTIZED_HEADS - 1) // logits.QUANTIZED_HEADS
     row_programs = num_tokens * ((num_heads + HEADS - 1) // HEADS)
     row_programs += (num_slots + qnorm_rope_insert.KEYS - 1) // qnorm_rope_insert.KEYS
@@ -119,27 +119,27 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
     codes = call.indexer_q.new_empty(call.indexer_q.shape, dtype=torch.uint8)
     scaled = call.indexer_q.new_empty((num_tokens, num_indexer_heads), dtype=torch.float32)
     table = call.cos_sin_cache.contiguous()
-    programs = main.programs + keys.programs + row_programs + num_tokens * tiles
+    programs = main.programs + indexer.programs + row_programs + num_tokens * tiles
     launch(insert_c4_step_kernel)[programs,](
         *strided(call.q), q_out, num_heads, *strided(call.kv),
         *paged(call.swa_cache), *strided(call.swa_slot_mapping), num_slots,
-        *main.tensors, *keys.tensors,
+        *main.tensors, *indexer.tensors,
         *strided(call.indexer_q), num_indexer_heads, *strided(call.indexer_weights), codes, scaled,
         *strided(call.state_block_table), num_reqs, call.state_block_table.shape[1],
         *strided(call.state_slot_mapping, call.positions, call.req_indices),
         table, table.shape[0], *strided(call.slot_mapping), num_tokens,
-        main.programs, keys.programs, row_programs,
+        main.programs, indexer.programs, row_programs,
         EPS=float(call.eps), SOFTMAX_SCALE=float(call.softmax_scale), ROPE=int(table.shape[1]),
-        SWA_FORMAT=MainLayout(call.swa_block_size).format, **main.constants, **keys.constants,
-        TOKENS=compressor.SHORT_TOKENS_SAVED, APART=compressor.SHORT_APART, HEADS=HEADS,
+        SWA_FORMAT=MainLayout(call.swa_block_size).format, **main.constants, **indexer.constants,
+        TOKENS=compressor.SHORT_TOKENS_SAVING, SPACING=compressor.SHORT_SPACING, HEADS=HEADS,
         KEYS=qnorm_rope_insert.KEYS, INDEXER_HEADS=logits.QUANTIZED_HEADS, num_warps=WARPS,
     )  # fmt: skip
     return q_out, codes.view(torch.float8_e4m3fn), scaled
 
 
 def _one_by_one(launch: Launcher, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The four launches that it stands for, where there is nothing to store, or a window is longer
-    than the rows of a thread."""
+    """Launch the four kernels one by one: for calls with empty tensors, or with windows longer than
+    a thread reads at a time."""
     rotation = (call.positions, call.cos_sin_cache)
     q_out = qnorm_rope_insert.qnorm_rope_kv_insert(
         launch,
@@ -148,8 +148,8 @@ def _one_by_one(launch: Launcher, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         block_size=call.swa_block_size,
         layout=MainLayout.tag,
     )
-    for layout, own in ((MainLayout, call.main), (IndexerLayout, call.indexer)):
-        kv_score, ape, norm_weight, states, cache = own
+    for layout, tensors in ((MainLayout, call.main), (IndexerLayout, call.indexer)):
+        kv_score, ape, norm_weight, states, cache = tensors
         tokens = (call.state_block_table, call.state_slot_mapping, call.positions, call.req_indices)
         save_and_compress(
             launch, kv_score, ape, states, *tokens, norm_weight, call.cos_sin_cache,

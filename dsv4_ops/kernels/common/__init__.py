@@ -12,7 +12,7 @@ functions take groups of arguments, which are tuples with one meaning everywhere
   rows;
 - ``FORMAT``: a quantised row: rows per block, head dimension, number of coded values, values per
   scale, bytes of values, bytes of scales (0: a plain row), and whether scales are fp32;
-- ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE`` of the compressors: see ``kernels/compressor``.
+- ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE`` of the compressors: see their ``pooling.py``.
 
 Groups of constants are tuples from the launch on, because neither the launch nor the analysis reads
 them.

@@ -1,13 +1,18 @@
-"""What becomes of one window: its rows read, pooled, normalised, rotated and stored.
+"""Process one window: read its rows, pool them, then normalise, rotate and store the result.
 
-Groups of arguments beside those of ``kernels.common``:
+Groups of arguments besides those of ``kernels.common``:
 
-- ``scores``: ``kv_score``, its stride and that of its columns;
-- ``inputs``: ``scores``, ``ape``, ``states``, ``table`` of the states, and ``requests``;
-- ``WINDOW``: rows of a block of states, compression ratio, columns of half a state, rows of a
-  window, head dimension;
-- ``THREADS``: how rows lie in threads: chunks, depth, groups, channels, and whether the states of a
-  group are in one block.
+- ``scores``: ``kv_score``, its row stride and its column stride;
+- ``states``: the cache of states, its block stride and its number of blocks;
+- ``inputs``: ``scores``, ``ape``, ``states``, the block table of the states, and ``requests``;
+- ``WINDOW``: rows per block of states, compression ratio, columns of half a state, rows per window,
+  and head dimension;
+- ``THREADS``: how a window's rows are split over threads: chunks of rows, consecutive rows per
+  thread, groups of threads, consecutive channels per thread, and whether the states of a thread's
+  rows are in one block;
+- ``FINISH``: the head dimension rounded up to a power of two, its last values that are rotated, and
+  the epsilon of the norm;
+- ``SAVE``: tokens and columns of a tile of states, and tiles per row; no tokens: nothing is saved.
 """
 
 import triton
@@ -26,36 +31,38 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def find_finishing(
+def completes_window(
     slot, position, request, num_reqs, num_blocks, RATIO: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Which tokens are the last of a window whose row has a slot. They are loaded by the kernel,
-    all three at once."""
-    _page, _row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
-    real = valid_tokens(position, request, num_reqs)
-    index = tl.where(real, position, 0).to(tl.int32)
-    return exists & real & (index % RATIO == RATIO - 1)
+    """Return which tokens are the last of a window whose compressed row has a slot. The kernel
+    loads the slots, positions and requests, all three at once."""
+    _page, _row, slot_valid = place_slots(slot, num_blocks, BLOCK_SIZE)
+    valid = valid_tokens(position, request, num_reqs)
+    position = tl.where(valid, position, 0).to(tl.int32)
+    return slot_valid & valid & (position % RATIO == RATIO - 1)
 
 
 @triton.jit
-def _is_fresh(token, request, position, requests, NUM_ROWS: tl.constexpr):
-    """Whether all rows of the window that ``token`` finishes are of the tokens before it."""
-    back = tl.arange(0, NUM_ROWS)
-    near = (position >= back) & (token >= back)
-    other = tl.where(near, token - back, 0).to(tl.int64)
-    before = tl.load(requests[0] + other * requests[1], mask=near, other=-1)
-    owner = tl.load(requests[2] + other * requests[3], mask=near, other=-1)
-    fresh = near & (before == position - back) & (owner == request)
-    return tl.sum(fresh.to(tl.int32), axis=0) == NUM_ROWS
+def _is_in_batch(token, request, position, requests, NUM_ROWS: tl.constexpr):
+    """Return whether the rows of the window that ``token`` completes all belong to this batch: to
+    ``token`` and the tokens directly before it."""
+    positions, position_stride, req_indices, request_stride, _ = requests
+    distance = tl.arange(0, NUM_ROWS)
+    mask = (position >= distance) & (token >= distance)
+    row_token = tl.where(mask, token - distance, 0).to(tl.int64)
+    row_position = tl.load(positions + row_token * position_stride, mask=mask, other=-1)
+    row_request = tl.load(req_indices + row_token * request_stride, mask=mask, other=-1)
+    in_batch = mask & (row_position == position - distance) & (row_request == request)
+    return tl.sum(in_batch.to(tl.int32), axis=0) == NUM_ROWS
 
 
 @triton.jit
-def _read_fresh_rows(
+def _read_batch_rows(
     row, token, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """What ``_read_rows`` reads of a window whose rows are all of this call: half as many
-    instructions, which bound a prefill as much as memory does."""
+    """Read rows as ``_read_rows`` does, of a window that is in this batch as a whole. This takes
+    half the instructions, which bound a prefill as much as memory does."""
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]
     NUM_ROWS: tl.constexpr = WINDOW[3]
@@ -66,7 +73,8 @@ def _read_fresh_rows(
     first = kv_score + (token - (NUM_ROWS - 1)).to(tl.int64) * kv_stride
     offset = (row.to(tl.int64) * kv_stride)[:, :, None]
     row, dim = row[:, :, None], first_channel + tl.arange(0, DIM)[None, None, :]
-    column = tl.where(row < RATIO, 0, WIDTH - HEAD_DIM) + dim  # left in the window before
+    # rows of the previous window have their values in the first columns
+    column = tl.where(row < RATIO, 0, WIDTH - HEAD_DIM) + dim
     start = tl.max_contiguous(first + (offset + column), [1, NEXT, VALUES])
     bias = tl.max_contiguous(ape + row % RATIO * WIDTH + column, [1, NEXT, VALUES])
     return tl.load(start), tl.load(start + WIDTH) + tl.load(bias)
@@ -77,8 +85,9 @@ def _read_rows(
     row, token, request, position, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """kv and biased score [DEPTH, GROUPS, DIM], from ``first_channel`` on, of ``row`` [DEPTH,
-    GROUPS] of the window that ``token`` finishes; 0 and -inf where the row does not exist."""
+    """Return kv and biased score [DEPTH, GROUPS, DIM], from ``first_channel`` on, of the rows
+    ``row`` [DEPTH, GROUPS] of the window that ``token`` completes; 0 and -inf if a row does not
+    exist."""
     STATE_BLOCK: tl.constexpr = WINDOW[0]
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]
@@ -86,42 +95,47 @@ def _read_rows(
     HEAD_DIM: tl.constexpr = WINDOW[4]
     scores, ape, states, state_table, requests = inputs
     kv_score, kv_stride, _ = scores
-    back = NUM_ROWS - 1 - row
-    source = position - back
-    wanted = (back >= 0) & (source >= 0)
-    near = wanted & (token >= back)
-    other = tl.where(near, token - back, 0).to(tl.int64)
-    # all three loads at once: one latency, though the table is not needed for a fresh row
-    other_position = tl.load(requests[0] + other * requests[1], mask=near, other=-1)
-    other_request = tl.load(requests[2] + other * requests[3], mask=near, other=-1)
-    index = tl.where(wanted, source, 0).to(tl.uint32)  # divided by shifts
+    state_cache, state_page_stride, num_state_blocks = states
+    block_table, table_stride, column_stride, max_blocks = state_table
+    positions, position_stride, req_indices, request_stride, _ = requests
+    distance = NUM_ROWS - 1 - row
+    row_position = position - distance
+    in_window = (distance >= 0) & (row_position >= 0)
+    has_token = in_window & (token >= distance)
+    row_token = tl.where(has_token, token - distance, 0).to(tl.int64)
+    # all three loads at once: one latency, though a row of the batch does not need the table
+    token_position = tl.load(positions + row_token * position_stride, mask=has_token, other=-1)
+    token_request = tl.load(req_indices + row_token * request_stride, mask=has_token, other=-1)
+    index = tl.where(in_window, row_position, 0).to(tl.uint32)  # unsigned: divided by shifts
     if ONE_BLOCK:
         block = tl.max(index, axis=0)[None, :] // STATE_BLOCK
     else:
         block = index // STATE_BLOCK
     block = block.to(tl.int64)
-    entry = state_table[0] + request * state_table[1] + block * state_table[2]
-    page = tl.load(entry, mask=block < state_table[3], other=-1)
-    fresh = near & (other_position == source) & (other_request == request)
-    there = fresh | (wanted & (page >= 0) & (page < states[2]))
-    old = page.to(tl.int64) * states[1] + (index % STATE_BLOCK).to(tl.int64) * (2 * WIDTH)
-    # in two dimensions so far: in three every thread would look up its rows four times
+    entry = block_table + request * table_stride + block * column_stride
+    page = tl.load(entry, mask=block < max_blocks, other=-1)
+    in_batch = has_token & (token_position == row_position) & (token_request == request)
+    row_valid = in_batch | (in_window & (page >= 0) & (page < num_state_blocks))
+    state_offset = page.to(tl.int64) * state_page_stride
+    state_offset += (index % STATE_BLOCK).to(tl.int64) * (2 * WIDTH)
+    # two dimensions up to here: with three, every thread would look up its rows four times
     NEXT: tl.constexpr = 2 if row.shape[1] > 1 else 1
-    offset = tl.where(fresh, other * kv_stride, old)[:, :, None]
+    offset = tl.where(in_batch, row_token * kv_stride, state_offset)[:, :, None]
     row, dim = row[:, :, None], first_channel + tl.arange(0, DIM)[None, None, :]
     column = tl.where(row < RATIO, 0, WIDTH - HEAD_DIM) + dim
-    fresh, there = fresh[:, :, None], there[:, :, None] & (dim < HEAD_DIM)
-    start = tl.where(fresh, kv_score + offset, states[0] + offset) + column
+    in_batch, mask = in_batch[:, :, None], row_valid[:, :, None] & (dim < HEAD_DIM)
+    start = tl.where(in_batch, kv_score + offset, state_cache + offset) + column
     start = tl.max_contiguous(start, [1, NEXT, VALUES])
     bias = tl.max_contiguous(ape + row % RATIO * WIDTH + column, [1, NEXT, VALUES])
-    kv = tl.load(start, mask=there, other=0.0)
-    score = tl.load(start + WIDTH, mask=there, other=float("-inf"))
-    return kv, score + tl.load(bias, mask=there & fresh, other=0.0)
+    kv = tl.load(start, mask=mask, other=0.0)
+    score = tl.load(start + WIDTH, mask=mask, other=float("-inf"))
+    # states are saved with their bias
+    return kv, score + tl.load(bias, mask=mask & in_batch, other=0.0)
 
 
 @triton.jit
 def _exp2(values):
-    """Powers of two in one instruction, and 0 for those below 2^-126."""
+    """Return powers of two, computed in one instruction; those below 2^-126 are 0."""
     if EMULATE:
         return tl.exp2(values)
     return tl.inline_asm_elementwise(
@@ -130,31 +144,31 @@ def _exp2(values):
 
 
 @triton.jit
-def _accumulate(kv, score, row_max, row_sum, summed):
-    """An online softmax over the first dimension, which lies within a thread; ``row_max`` times
-    log2(e)."""
-    highest = tl.maximum(row_max, tl.max(score, axis=0) * _LOG2_E)
-    origin = tl.where(highest == float("-inf"), 0.0, highest)
-    kept = _exp2(row_max - origin)
-    weight = _exp2(score * _LOG2_E - origin[None])
-    row_sum = row_sum * kept + tl.sum(weight, axis=0)
-    summed = summed * kept + tl.sum(weight * kv, axis=0)
-    return highest, row_sum, summed
+def _accumulate(kv, score, row_max, row_sum, acc):
+    """Add rows to the online softmax over the first dimension, which lies within a thread.
+    ``row_max`` includes the factor log2(e)."""
+    new_max = tl.maximum(row_max, tl.max(score, axis=0) * _LOG2_E)
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    alpha = _exp2(row_max - finite_max)
+    p = _exp2(score * _LOG2_E - finite_max[None])
+    row_sum = row_sum * alpha + tl.sum(p, axis=0)
+    acc = acc * alpha + tl.sum(p * kv, axis=0)
+    return new_max, row_sum, acc
 
 
 @triton.jit
-def _combine_groups(row_max, row_sum, summed):
-    """Weighted sums [DIM] of the rows that the groups have read."""
-    highest = tl.max(row_max, axis=0)
-    origin = tl.where(highest == float("-inf"), 0.0, highest)
-    share = _exp2(row_max - origin[None])
-    return _sum_groups(summed * share) / _sum_groups(row_sum * share)
+def _combine_groups(row_max, row_sum, acc):
+    """Combine the online softmaxes of the thread groups; return the pooled values [DIM]."""
+    new_max = tl.max(row_max, axis=0)
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    alpha = _exp2(row_max - finite_max[None])
+    return _sum_groups(acc * alpha) / _sum_groups(row_sum * alpha)
 
 
 @triton.jit
 def _sum_groups(values):
-    """Sums [DIM] over up to 64 groups, neighbours first: the groups may lie in lanes or in warps,
-    and where they do decides the order of Triton's own sum, and so the last bit."""
+    """Sum up to 64 groups pairwise, neighbours first; return [DIM]. The order in which ``tl.sum``
+    would add them, and so the last bits, depends on whether they lie in lanes or in warps."""
     for _ in tl.static_range(6):
         if values.shape[0] > 1:
             pairs = tl.reshape(values, (values.shape[0] // 2, 2, values.shape[1]))
@@ -167,43 +181,47 @@ def pool_window(
     token, request, position, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Weighted sums [DIM], from ``first_channel`` on, of the window that ``token`` finishes. DEPTH
-    consecutive rows and VALUES channels lie in a thread; GROUPS groups of threads meet at the
-    end."""
+    """Return DIM pooled values, from ``first_channel`` on, of the window that ``token`` completes.
+    A thread has DEPTH consecutive rows and VALUES channels at a time; the GROUPS groups of threads
+    are combined at the end."""
     NUM_ROWS: tl.constexpr = WINDOW[3]
     HEAD_DIM: tl.constexpr = WINDOW[4]
     CHUNKS: tl.constexpr = THREADS[0]
     DEPTH: tl.constexpr = THREADS[1]
     GROUPS: tl.constexpr = THREADS[2]
     VALUES: tl.constexpr = THREADS[3]
+    ONE_BLOCK: tl.constexpr = THREADS[4]
+    _, _, _, _, requests = inputs
     ROWS: tl.constexpr = DEPTH * GROUPS * CHUNKS
     EXACT: tl.constexpr = ROWS == NUM_ROWS and HEAD_DIM % DIM == 0
     first_row = tl.arange(0, GROUPS)[None, :] * DEPTH + tl.arange(0, DEPTH)[:, None]
     row_max = tl.full((GROUPS, DIM), float("-inf"), tl.float32)
     row_sum = tl.zeros((GROUPS, DIM), tl.float32)
-    summed = tl.zeros((GROUPS, DIM), tl.float32)
-    is_fresh = EXACT and _is_fresh(token, request, position, inputs[4], ROWS)
+    acc = tl.zeros((GROUPS, DIM), tl.float32)
+    is_in_batch = EXACT and _is_in_batch(token, request, position, requests, ROWS)
     for chunk in tl.range(CHUNKS):
         row = first_row + chunk * (DEPTH * GROUPS)
-        if is_fresh:
-            kv, score = _read_fresh_rows(row, token, inputs, first_channel, WINDOW, DIM, VALUES)
+        if is_in_batch:
+            kv, score = _read_batch_rows(row, token, inputs, first_channel, WINDOW, DIM, VALUES)
         else:
             kv, score = _read_rows(
                 row, token, request, position, inputs, first_channel,
-                WINDOW, DIM, VALUES, THREADS[4],
+                WINDOW, DIM, VALUES, ONE_BLOCK,
             )  # fmt: skip
-        row_max, row_sum, summed = _accumulate(kv, score, row_max, row_sum, summed)
-    return _combine_groups(row_max, row_sum, summed)
+        row_max, row_sum, acc = _accumulate(kv, score, row_max, row_sum, acc)
+    return _combine_groups(row_max, row_sum, acc)
 
 
 @triton.jit
 def _store_row(values, page_start, row, FORMAT: tl.constexpr):
-    """One row of a quantised cache from fp32 ``values`` [HEAD_DIM]."""
+    """Quantise fp32 ``values`` [HEAD_DIM] and store them as one row of a page."""
+    BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
     QUANT_BLOCK: tl.constexpr = FORMAT[3]
     DATA_BYTES: tl.constexpr = FORMAT[4]
     SCALE_BYTES: tl.constexpr = FORMAT[5]
+    FLOAT_SCALES: tl.constexpr = FORMAT[6]
     blocks = tl.reshape(values, (HEAD_DIM // QUANT_BLOCK, QUANT_BLOCK))
     blocks = round_to_bf16(blocks)
     group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)
@@ -214,8 +232,8 @@ def _store_row(values, page_start, row, FORMAT: tl.constexpr):
     if CODE_DIM < HEAD_DIM:
         target = (data + CODE_DIM).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         tl.store(target + (dim - CODE_DIM), blocks, mask=dim >= CODE_DIM)
-    scales = page_start + FORMAT[0] * DATA_BYTES + row * SCALE_BYTES
-    if FORMAT[6]:
+    scales = page_start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES
+    if FLOAT_SCALES:
         tl.store(scales.to(tl.pointer_type(tl.int32), bitcast=True) + group, scale << 23)
     else:
         padded = tl.where(group < CODE_DIM // QUANT_BLOCK, scale, 0).to(tl.uint8)
@@ -227,21 +245,23 @@ def finish_row(
     values, weights, rotation, slot, cache,
     FINISH: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotation of ``values`` [DIM], into the slot, with what ``load_tail_angles`` has
-    loaded. FINISH: dimension of the head in threads, values that are rotated, and the norm's
-    epsilon."""
+    """Normalise pooled ``values`` [DIM], rotate them by ``rotation``, the result of
+    ``load_tail_angles``, and store them in the slot."""
     DIM: tl.constexpr = FINISH[0]
+    ROPE: tl.constexpr = FINISH[1]
+    EPS: tl.constexpr = FINISH[2]
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
+    QUANT_BLOCK: tl.constexpr = FORMAT[3]
     k_cache, page_stride, _, row_stride = cache
     channel = tl.arange(0, DIM)
     values = tl.where(channel < HEAD_DIM, values, 0.0)
     mean = tl.sum(values * values, axis=0) / HEAD_DIM
-    values = values * (1.0 / tl.sqrt_rn(mean + FINISH[2])) * weights
-    if FINISH[1] > 0:
+    values = values * (1.0 / tl.sqrt_rn(mean + EPS)) * weights
+    if ROPE > 0:
         values = rotate_tail(values, rotation, DIM)
     page_start = k_cache + slot // BLOCK_SIZE * page_stride
-    if FORMAT[3] > 0:
+    if QUANT_BLOCK > 0:
         _store_row(values, page_start, slot % BLOCK_SIZE, FORMAT)
     else:
         target = page_start + slot % BLOCK_SIZE * row_stride + channel

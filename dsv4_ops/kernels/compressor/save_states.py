@@ -1,5 +1,5 @@
-"""Kernel and launcher of the compressor's states: a copy of rows, with a bias on their second half;
-and which programs save them beside those that look for windows."""
+"""Save the compressor's states, which are copies of ``kv_score`` with a bias on their second half:
+in a launch of their own, or in programs of a launch that also scans for completed windows."""
 
 import torch
 import triton
@@ -15,41 +15,44 @@ TOKENS = 4
 """Tokens per program."""
 
 COLUMNS = 512
-"""Most values of a row per program."""
+"""Maximum columns of a row per program."""
 
 WARPS = 4
 
 
 @triton.jit
-def find_role(
+def assign_role(
     program, part, programs, num_tokens, num_saved,
-    SAVE: tl.constexpr, LOOK_PARTS: tl.constexpr, APART: tl.constexpr,
+    SAVE: tl.constexpr, SCAN_PARTS: tl.constexpr, SPACING: tl.constexpr,
 ):  # fmt: skip
-    """What the program number ``program`` of ``programs`` does: the tile of states that it saves,
-    or -1; the first token that it looks at, if any; which part of its windows it reads; how many
-    programs look, for each part.
+    """Decide what program number ``program`` of ``programs`` does: save a tile of states, or scan
+    tokens for completed windows.
 
-    Without states to save, ``part`` is its index on a second axis. With them there is one axis, on
-    which a program that looks comes every APART programs (1: all of them first; 0: as far apart
-    as they all fit), and the others have the tiles."""
+    Return the tile, or -1; the first token to scan, ``num_tokens`` if none; which part of the
+    windows to pool; and the number of programs that scan for each part.
+
+    If no states are saved, all programs scan, and ``part`` is the index on the second axis of the
+    grid. Otherwise the grid has one axis. On it, the programs that scan are SPACING apart (1: they
+    all come first; 0: as far apart as possible), and the programs between them save tiles.
+    """
     SAVE_TOKENS: tl.constexpr = SAVE[0]
     SAVE_PARTS: tl.constexpr = SAVE[2]
     if SAVE_TOKENS == 0:
         return -1, program, part, programs
     else:
-        looking = programs - (num_saved + SAVE_TOKENS - 1) // SAVE_TOKENS * SAVE_PARTS
-        if APART == 1:
-            before = tl.minimum(program, looking)
-            looks = program < looking
+        scanners = programs - (num_saved + SAVE_TOKENS - 1) // SAVE_TOKENS * SAVE_PARTS
+        if SPACING == 1:
+            scanners_before = tl.minimum(program, scanners)
+            scans = program < scanners
         else:
-            apart = programs // looking
-            if APART > 0:
-                apart = tl.minimum(apart, APART)
-            before = tl.minimum((program + apart - 1) // apart, looking)
-            looks = (program % apart == 0) & (before < looking)
-        tile = tl.where(looks, -1, program - before)
-        block = tl.where(tile >= 0, num_tokens, before // LOOK_PARTS)
-        return tile, block, before % LOOK_PARTS, looking // LOOK_PARTS
+            spacing = programs // scanners
+            if SPACING > 0:
+                spacing = tl.minimum(spacing, SPACING)
+            scanners_before = tl.minimum((program + spacing - 1) // spacing, scanners)
+            scans = (program % spacing == 0) & (scanners_before < scanners)
+        tile = tl.where(scans, -1, program - scanners_before)
+        first_token = tl.where(tile >= 0, num_tokens, scanners_before // SCAN_PARTS)
+        return tile, first_token, scanners_before % SCAN_PARTS, scanners // SCAN_PARTS
 
 
 @triton.jit
@@ -57,59 +60,70 @@ def save_tile(
     first_token, part, num_tokens, scores, ape, states, slots, positions,
     STATE: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """Save columns of the states of some tokens: one tile of a launch.
+    """Save one tile of states.
 
     Args:
-        first_token: First of SAVE[0] tokens, of those below ``num_tokens``.
-        part: Which SAVE[1] columns.
-        scores: ``kv_score``, its stride and that of its columns.
-        ape: Bias of the second half.
-        states: The cache, the stride of its blocks and their number.
+        first_token: First token of the tile; the tile ends before ``num_tokens``.
+        part: Index of the tile in its rows.
+        scores: ``kv_score``, its row stride and its column stride.
+        ape: Bias of the second half of a state.
+        states: The cache, its block stride and its number of blocks.
         slots: Slot mapping and its stride.
         positions: Positions and their stride.
-        STATE: Rows of a block, compression ratio, and columns of half a row.
-        SAVE: Tokens and columns of a tile, and tiles of a row.
+        STATE: Rows per block, compression ratio, and columns of half a state: the first entries of
+            ``WINDOW``.
+        SAVE: Tokens and columns of a tile, and tiles per row.
     """
+    BLOCK_SIZE: tl.constexpr = STATE[0]
+    RATIO: tl.constexpr = STATE[1]
     WIDTH: tl.constexpr = STATE[2]
     TOKENS: tl.constexpr = SAVE[0]
     COLUMNS: tl.constexpr = SAVE[1]
+    kv_score, row_stride, dim_stride = scores
+    state_cache, page_stride, num_blocks = states
+    slot_mapping, slot_stride = slots
+    positions, position_stride = positions
     token = first_token + tl.arange(0, TOKENS)
     column = (part * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    given, each = token < num_tokens, token.to(tl.int64)
-    slot = tl.load(slots[0] + each * slots[1], mask=given, other=-1)
-    position = tl.load(positions[0] + each * positions[1], mask=given, other=-1)
-    source = scores[0] + each[:, None] * scores[1]
+    in_range, token = token < num_tokens, token.to(tl.int64)
+    slot = tl.load(slot_mapping + token * slot_stride, mask=in_range, other=-1)
+    position = tl.load(positions + token * position_stride, mask=in_range, other=-1)
+    source = kv_score + token[:, None] * row_stride
     values = tl.load(
-        source + column.to(tl.int64) * scores[2],
-        mask=given[:, None] & (column < 2 * WIDTH),
+        source + column.to(tl.int64) * dim_stride,
+        mask=in_range[:, None] & (column < 2 * WIDTH),
         other=0.0,
     )
-    page, row, exists = place_slots(slot, states[2], STATE[0])
-    exists = exists & (position >= 0)
-    offset = (tl.where(exists, position, 0) % STATE[1]).to(tl.int32)
-    scored = (column >= WIDTH) & (column < 2 * WIDTH)
+    page, row, slot_valid = place_slots(slot, num_blocks, BLOCK_SIZE)
+    slot_valid = slot_valid & (position >= 0)
+    offset = (tl.where(slot_valid, position, 0) % RATIO).to(tl.int32)
+    has_bias = (column >= WIDTH) & (column < 2 * WIDTH)
     bias = tl.load(
-        ape + offset[:, None] * WIDTH + (column - WIDTH), mask=exists[:, None] & scored, other=0.0
+        ape + offset[:, None] * WIDTH + (column - WIDTH),
+        mask=slot_valid[:, None] & has_bias,
+        other=0.0,
     )
-    # not for all: a sum would change the sign of a zero and the payload of a NaN
-    values = tl.where(scored, values + bias, values)
-    target = states[0] + (page * states[1] + row * (2 * WIDTH))[:, None] + column
-    # for a later step: what stays in the cache is kv_score, for the windows of this one
-    there = exists[:, None] & (column < 2 * WIDTH)
-    tl.store(target, values, mask=there, cache_modifier=".cs")
+    # not a sum with 0 for the first half, which changes the sign of -0 and the payload of a NaN
+    values = tl.where(has_bias, values + bias, values)
+    target = state_cache + (page * page_stride + row * (2 * WIDTH))[:, None] + column
+    # streamed, because only a later step reads it; the L2 is for kv_score, which this one reads
+    mask = slot_valid[:, None] & (column < 2 * WIDTH)
+    tl.store(target, values, mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
-def save_role(
+def save_assigned_tile(
     tile, first_token, num_tokens, scores, ape, states, slots, positions,
     STATE: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """What a program does that ``find_role`` has given a tile of the tokens from ``first_token``
+    """Save the tile that ``assign_role`` has returned, if any, of the tokens from ``first_token``
     on."""
-    if SAVE[0] > 0:
+    TOKENS: tl.constexpr = SAVE[0]
+    PARTS: tl.constexpr = SAVE[2]
+    if TOKENS > 0:
         if tile >= 0:
             save_tile(
-                first_token + tile // SAVE[2] * SAVE[0], tile % SAVE[2], num_tokens,
+                first_token + tile // PARTS * TOKENS, tile % PARTS, num_tokens,
                 scores, ape, states, slots, positions, STATE, SAVE,
             )  # fmt: skip
 

@@ -15,7 +15,7 @@ from tests.kernels.interpreter.interpret_kernels import check, fuzz
 from tests.support.compressor_steps import SPECS, Engine, random_sequences, random_weights, together
 
 PROGRAMS = ((1, 1, 1), (2, 3, 2), (8, 1, 4), (4, 5, 1))
-"""Tokens that a program looks at, programs, rows that a thread reads at a time."""
+"""Tokens that a program scans together, programs, rows that a thread reads at a time."""
 FEW = (1, 2)
 """What `make test` has of them: each kind of warps, states saved early and late."""
 
@@ -83,10 +83,11 @@ def main(examples: int) -> None:
         if not thorough and number not in FEW:
             continue
         kernels.MIXED_WARPS = (1, 99)[number % 2]
-        kernels.LONG_APART, kernels.SAVED_EARLY = ((2, 7), (0, 0), (1, 8), (3, 4))[number]
-        kernels.SHORT_SAVED = kernels.LONG_SAVED = kernels.INSERT_SAVED = 2**number
+        kernels.LONG_SPACING, kernels.SAVED_EARLY = ((2, 7), (0, 0), (1, 8), (3, 4))[number]
+        for kind in ("SHORT", "LONG", "INSERT"):
+            setattr(kernels, f"{kind}_SAVE_VALUES", 2**number)
         kernels.SHORT_TOKENS = kernels.LONG_TOKENS = kernels.INSERT_TOKENS = tokens
-        kernels.SHORT_TOKENS_SAVED = tokens
+        kernels.SHORT_TOKENS_SAVING = tokens
         kernels.SHORT_PROGRAMS = kernels.LONG_PROGRAMS = kernels.INSERT_PROGRAMS = programs
         kernels.FEW_TOKENS = 0
         kernels.DEPTH = kernels.LONG_DEPTH = depth

@@ -24,7 +24,7 @@ def test_tokens_that_finish_a_window_are_of_different_programs(num_tokens: int, 
 
     short = 2 * ratio <= kernels.SHORT_WINDOW
     if short:
-        programs = kernels.looking_programs(
+        programs = kernels.scanning_programs(
             num_tokens, kernels.SHORT_TOKENS, kernels.SHORT_PROGRAMS
         )
     else:
