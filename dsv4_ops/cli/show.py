@@ -12,6 +12,8 @@ from typing import Any
 
 import dsv4_ops
 from dsv4_ops.core.registry import OPS, OpSpec
+from dsv4_ops.dispatch.layers import module_of
+from dsv4_ops.lowering.kinds import own_lowering
 
 LAYERS = ("ops", "meta", "reference", "lowering", "testing")
 _HEADER = ("op", "lowering on CPU", "lowering on CUDA", "providers", "dynamic dims")
@@ -124,8 +126,10 @@ def _place(spec: OpSpec, layer: str) -> str:
         return f"missing ({error})"
     if inspect.isroutine(found):
         return _line(found)
+    if layer == "lowering" and own_lowering(spec) is None:
+        return f"the default, {type(found).__name__}: function at {_line(found.function)}"
     inner = ", ".join(f"{part} at {_line(function)}" for part, function in _parts(found))
-    where = _assignment(spec.module(layer), spec.name)
+    where = _assignment(module_of(layer, spec.stem), spec.name)
     return f"{where} ({type(found).__name__}: {inner})" if inner else where
 
 

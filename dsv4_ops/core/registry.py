@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ KERNEL_ON_CUDA = {"cpu": "decompose", "cuda": "triton"}
 
 
 class Lowering(Protocol):
-    """What ``dsv4_ops.lowering.<stem>:<name>`` holds."""
+    """How an op is lowered; see ``lowering/kinds.py``."""
 
     kind: str
     function: Callable[..., Any]
@@ -46,8 +45,10 @@ class OpSpec:
         schema: ``name(arguments) -> results`` in the language of ``torch.library``.
         meta: Fake implementation. It has those parameters of the op that it needs.
         reference: Eager implementation on any device: the meaning of the op.
-        lowering: Kind of lowering per device type, decomposition unless it says otherwise; the
-            lowering itself is ``dsv4_ops.lowering.<stem>:<name>``.
+        load: Loads what another layer holds for the op (``dispatch/layers.py``): core imports no
+            other layer.
+        launch_with: Loads what runs the op with our kernel or with a library.
+        lowering: Kind of lowering per device type, decomposition unless it says otherwise.
         dynamic: Dimension names that may change without a recompile.
         source: Where the semantics come from.
         providers: Executions that ``impl=`` can choose among; without a choice those that the
@@ -60,6 +61,8 @@ class OpSpec:
     schema: str
     meta: Callable[..., Any]
     reference: Callable[..., Any]
+    load: Callable[[OpSpec, str], Any]
+    launch_with: Callable[[OpSpec, str], Any]
     lowering: dict[str, str] = field(default_factory=DECOMPOSED.copy)
     dynamic: tuple[str, ...]
     source: str
@@ -92,25 +95,14 @@ class OpSpec:
         overload: OpOverload = getattr(torch.ops.dsv4_ops, self.name).default
         return overload
 
-    def module(self, layer: str) -> str:
-        """Name of the module of ``layer`` (``ops``, ``meta``, ``reference``, ``kernels``,
-        ``lowering``, ``testing``) that holds the op."""
-        folder = "testing.cases" if layer == "testing" else layer
-        return f"dsv4_ops.{folder}.{self.stem}"
-
     def implementation(self, layer: str) -> Any:
-        """What ``layer`` holds for this op."""
-        if layer in ("meta", "reference"):
-            return getattr(self, layer)
-        return getattr(importlib.import_module(self.module(layer)), self.name)
+        """What ``layer`` (``ops``, ``meta``, ``reference``, ``kernels``, ``lowering``,
+        ``testing``) holds for this op."""
+        return getattr(self, layer) if layer in ("meta", "reference") else self.load(self, layer)
 
     def launcher(self, impl: str) -> Callable[..., Any]:
-        """What runs the op with our kernel or with a library: ``kernels/<stem>.py`` or
-        ``kernels/external/<library>.py``, whose function has the name of the op."""
-        module = self.stem if impl == TRITON else f"external.{impl}"
-        found: Callable[..., Any] = getattr(
-            importlib.import_module(f"dsv4_ops.kernels.{module}"), self.name
-        )
+        """What runs the op with our kernel or with a library."""
+        found: Callable[..., Any] = self.launch_with(self, impl)
         return found
 
     @property

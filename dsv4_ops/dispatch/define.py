@@ -5,7 +5,7 @@ How a lowering takes effect without an import of Inductor and without a call by 
 ``torch.library.register_torch_dispatch`` attaches a rule to the pair (op,
 ``FunctionalTensorMode``). Every graph that AOTAutograd traces - for ``torch.compile`` and for
 AOTInductor - passes through that mode before Inductor lowers anything, so the rule is the first
-code that sees the op inside a compiler. It loads ``dsv4_ops.lowering.<stem>`` at that moment, then
+code that sees the op inside a compiler. It loads the op's lowering at that moment, then
 either traces the decomposition in place of the op or makes sure that Inductor knows the lowering.
 Importing ``dsv4_ops`` therefore loads torch only, and the first compile of a process is already
 lowered.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +43,7 @@ from dsv4_ops.core.torch_compat import (
     only_looks_ahead,
     without_autocast,
 )
-from dsv4_ops.dispatch import choice, tensorrt
+from dsv4_ops.dispatch import choice, layers, tensorrt
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 gradient.define(_library)
@@ -60,7 +59,8 @@ def define_op(stem: str, schema: str, **fields: Any) -> OpOverload:
     if schema.endswith("-> ()"):
         fields.setdefault("meta", returns_nothing)
     for layer in {"meta", "reference"} - fields.keys():
-        fields[layer] = getattr(importlib.import_module(f"dsv4_ops.{layer}.{stem}"), name)
+        fields[layer] = layers.function_of(layer, stem, name)
+    fields |= {"load": layers.load, "launch_with": layers.launcher}
     return register(OpSpec(stem=stem, schema=schema, **fields))
 
 
@@ -128,7 +128,7 @@ def _load_kernels(stem: str) -> None:
     """Define the ops that the launchers of ``stem`` trace: compiled code that is found in a cache
     calls them, though nothing was traced in this process."""
     with contextlib.suppress(ModuleNotFoundError):  # triton; whoever launches a kernel says so
-        importlib.import_module(f"dsv4_ops.kernels.{stem}")
+        layers.load_kernels(stem)
 
 
 def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
@@ -158,9 +158,7 @@ def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
     return rule
 
 
-@functools.cache
-def _eager() -> Any:
-    return importlib.import_module("dsv4_ops.kernels.launcher").EAGER
+_eager = functools.cache(layers.eager)
 
 
 def _trace_rule(spec: OpSpec) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ dsv4_ops doctor`` says which was found, or why none runs. Nothing is loaded befo
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
@@ -18,6 +17,7 @@ from dsv4_ops.core.ints import at_least
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.types import FlashMlaPlan
+from dsv4_ops.dispatch import layers
 from dsv4_ops.dispatch.choice import (
     FLASH_MLA_HEADS,
     FLASH_MLA_TOKENS,
@@ -82,7 +82,7 @@ def flash_mla_plan(
         raise refusal(ValueError, _OP, "num_tokens", rule, num_tokens, "Split the batch")
     _check_heads(_OP, num_heads)
     require(_OP, FLASH_MLA)
-    adapter = importlib.import_module("dsv4_ops.kernels.external.flash_mla")
+    adapter = layers.adapter(FLASH_MLA)
     made: FlashMlaPlan = adapter.plan_for(
         num_tokens, num_heads, swa_width, extra_width, torch.device(device)
     )
@@ -107,7 +107,7 @@ def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") 
     op = "flash_mla_num_sm_parts"
     _check_heads(op, num_heads)
     require(op, FLASH_MLA)
-    adapter = importlib.import_module("dsv4_ops.kernels.external.flash_mla")
+    adapter = layers.adapter(FLASH_MLA)
     found: int = adapter.num_sm_parts(torch.device(device), num_heads)
     return found
 
@@ -129,7 +129,7 @@ def deep_gemm_num_sms() -> int:
         ImportError, RuntimeError: DeepGEMM does not run here, and why.
     """
     require("deep_gemm_num_sms", DEEP_GEMM)
-    adapter = importlib.import_module("dsv4_ops.kernels.external.deep_gemm")
+    adapter = layers.adapter(DEEP_GEMM)
     found: int = adapter.num_sms()
     return found
 

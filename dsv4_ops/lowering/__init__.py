@@ -1,2 +1,2 @@
 """Inductor lowerings, loaded the first time a compiler traces an op of ours (see
-``core/registry.py``)."""
+``dispatch/define.py``)."""

@@ -9,12 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.types import ABSENT, search_steps
 from dsv4_ops.lowering.kinds import Decompose, PointwiseIR
-from dsv4_ops.reference import batch as reference
 from dsv4_ops.reference.common import visible_rows
-
-split_decodes_and_prefills = Decompose(reference.split_decodes_and_prefills)
-expand_block_table = Decompose(reference.expand_block_table)
-mtp_seq_lens = Decompose(reference.mtp_seq_lens)
 
 
 def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple[Any, Any]:

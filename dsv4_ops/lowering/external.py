@@ -3,18 +3,13 @@ package needs nothing but the library."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO
+from dsv4_ops.dispatch.layers import adapter
 from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
-
-
-def adapter(library: str) -> Any:
-    """``kernels/external/<library>.py``."""
-    return importlib.import_module(f"dsv4_ops.kernels.external.{library}")
 
 
 def packaging() -> bool:

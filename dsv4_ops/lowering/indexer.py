@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_ops.lowering.kinds import Choices, Decompose, TritonKernel
+from dsv4_ops.lowering.kinds import TritonKernel
 from dsv4_ops.reference import indexer as reference
-
-quantize_and_insert_indexer_k = TritonKernel(reference.quantize_and_insert_indexer_k)
 
 
 def _gather_indexer_k(
@@ -28,15 +26,3 @@ def _gather_indexer_k(
 
 
 gather_indexer_k = TritonKernel(_gather_indexer_k)
-
-
-paged_mqa_logits_metadata = Decompose(reference.paged_mqa_logits_metadata)
-
-
-indexer_quantize_q = TritonKernel(reference.indexer_quantize_q)
-indexer_logits = Choices(reference.indexer_logits)
-indexer_logits_ragged = TritonKernel(reference.indexer_logits_ragged)
-
-
-indexer_topk = TritonKernel(reference.indexer_topk)
-indexer_select = Choices(reference.indexer_select)

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from dsv4_ops.lowering.kinds import Decompose, PointwiseIR
-from dsv4_ops.reference import indices as reference
-
-prefill_gather_lens = Decompose(reference.prefill_gather_lens)
+from dsv4_ops.lowering.kinds import PointwiseIR
 
 
 def _swa_indices_and_lens(
@@ -44,9 +41,6 @@ def _swa_indices_and_lens(
 swa_indices_and_lens = PointwiseIR(_swa_indices_and_lens)
 
 
-global_topk_indices_and_lens = Decompose(reference.global_topk_indices_and_lens)
-
-
 def _dense_compressed_indices(
     positions: Any,
     req_indices: Any,
@@ -77,7 +71,3 @@ def _dense_compressed_indices(
 
 
 dense_compressed_indices = PointwiseIR(_dense_compressed_indices)
-
-
-combine_topk_swa_indices = Decompose(reference.combine_topk_swa_indices)
-mixed_sparse_indices = Decompose(reference.mixed_sparse_indices)

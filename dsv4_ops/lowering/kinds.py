@@ -1,16 +1,22 @@
 """The kinds of lowering, as what happens when AOTAutograd traces an op (see
-``core/registry.py``)."""
+``dispatch/define.py``), and which one an op has.
+
+An op has the default of its kind over its reference, unless ``lowering/<stem>.py`` has its name.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dsv4_ops.core.registry import OPS, REFERENCE, OpSpec
+from dsv4_ops.core.registry import OPS, REFERENCE, Lowering, OpSpec
 from dsv4_ops.dispatch import choice, libraries
+from dsv4_ops.dispatch.layers import module_of
 from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
 from dsv4_ops.reference.common import buffers_by
 
@@ -102,6 +108,34 @@ class Choices:
                 return choice.ours(spec)
             external.prepare(impl)
         return impl
+
+
+_DEFAULTS = {kind.kind: kind for kind in (Decompose, TritonKernel, Choices)}
+
+
+def lowering_of(spec: OpSpec) -> Lowering:
+    """The op's lowering in ``lowering/<stem>.py``, or the default of its kind over its reference.
+
+    Raises:
+        AttributeError: its kind has no default, and it has none of its own.
+    """
+    own = own_lowering(spec)
+    if own is not None:
+        return own
+    kinds = [kind for kind in spec.lowering.values() if kind != Decompose.kind]
+    kind = kinds[0] if kinds else Decompose.kind
+    if kind not in _DEFAULTS:
+        raise AttributeError(f"lowering/{spec.stem}.py has no {spec.name}, of kind {kind!r}")
+    return _DEFAULTS[kind](spec.reference)
+
+
+def own_lowering(spec: OpSpec) -> Lowering | None:
+    """What ``lowering/<stem>.py`` holds for the op, if anything."""
+    name = module_of("lowering", spec.stem)
+    if importlib.util.find_spec(name) is None:
+        return None
+    found: Lowering | None = getattr(importlib.import_module(name), spec.name, None)
+    return found
 
 
 def _refuse_misplaced(spec: OpSpec, name: str, written: Any) -> None:

@@ -9,17 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_ops.core.types import MlaAttention
-from dsv4_ops.lowering.kinds import Choices, Decompose, TritonKernel
+from dsv4_ops.lowering.kinds import Choices
 from dsv4_ops.reference import mla as reference
-
-mla_insert_kv = TritonKernel(reference.mla_insert_kv)
-mla_gather_kv = Decompose(reference.mla_gather_kv)
-mla_gather_codes = Decompose(reference.mla_gather_codes)
-mla_dequantize_rows = Decompose(reference.mla_dequantize_rows)
-mla_absorb_q = Decompose(reference.mla_absorb_q)
-mla_expand_kv = TritonKernel(reference.mla_expand_kv)
-mla_v_up = Decompose(reference.mla_v_up)
-quantize_per_tensor = Decompose(reference.quantize_per_tensor)
 
 
 def _mla_decode(

@@ -6,13 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4_ops.lowering.kinds import Choices, Decompose
+from dsv4_ops.lowering.kinds import Choices
 from dsv4_ops.reference import mla_context as reference
 from dsv4_ops.reference.common import query_lens
-
-context_chunks = Decompose(reference.context_chunks)
-merge_attn_states = Decompose(reference.merge_attn_states)
-merge_states = Decompose(reference.merge_states)
 
 
 def _mla_prefill(

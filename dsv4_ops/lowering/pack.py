@@ -10,8 +10,6 @@ from dsv4_ops.lowering.kinds import Decompose
 from dsv4_ops.reference import pack as reference
 from dsv4_ops.reference.common import query_lens
 
-pack_seq = Decompose(reference.pack_seq)
-
 
 def _unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> Tensor:
     req_indices, places = torch.ops.dsv4_ops.token_map.default(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.tiles import programs_per_tile
-from dsv4_ops.lowering.kinds import Choices, TritonKernel
+from dsv4_ops.lowering.kinds import TritonKernel
 from dsv4_ops.reference import sparse_mla as reference
 
 
@@ -20,14 +20,3 @@ def _sparse_mla_plan(
 
 
 sparse_mla_plan = TritonKernel(_sparse_mla_plan)
-
-
-flash_mla_metadata = TritonKernel(reference.flash_mla_metadata)
-
-
-sparse_mla_decode = Choices(reference.sparse_mla_decode)
-sparse_mla_decode_paged = Choices(reference.sparse_mla_decode_paged)
-sparse_mla_gathered = Choices(reference.sparse_mla_gathered)
-
-
-sparse_mla_prefill = Choices(reference.sparse_mla_prefill)

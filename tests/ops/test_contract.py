@@ -337,7 +337,7 @@ def test_a_broken_lowering_is_noticed(monkeypatch):
     from dsv4_ops.reference import indices as reference
 
     wrong = Decompose(lambda *args, **kwargs: reference.prefill_gather_lens(*args, **kwargs) + 1)
-    monkeypatch.setattr(indices, "prefill_gather_lens", wrong)
+    monkeypatch.setattr(indices, "prefill_gather_lens", wrong, raising=False)
     with (
         torch._inductor.config.patch(force_disable_caches=True),
         pytest.raises(AssertionError, match="differs"),
