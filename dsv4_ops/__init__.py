@@ -2,7 +2,7 @@
 
 Importing this package registers the ops with ``torch.library`` and loads nothing but torch. Their
 Inductor lowerings take effect by themselves with ``torch.compile`` and AOTInductor (see
-``core/registry.py`` for how).
+``dispatch/define.py`` for how).
 """
 
 import torch as _torch
@@ -36,6 +36,7 @@ from dsv4_ops.core.types import (
 )
 from dsv4_ops.core.versions import warn_if_newer as _warn_if_newer
 from dsv4_ops.core.yarn import YarnScaling as YarnScaling
+from dsv4_ops.dispatch.tensorrt import install_once_imported as _guard_tensorrt
 from dsv4_ops.ops.batch import (
     expand_block_table as expand_block_table,
     flatten_decode as flatten_decode,
@@ -148,6 +149,7 @@ from dsv4_ops.ops.sparse_mla import (
 from dsv4_ops.ops.streams import hyper_connection as hyper_connection
 
 _extend_cache_key(__version__)
+_guard_tensorrt()
 _warn_if_newer("torch", str(_torch.__version__))
 
 __all__ = ["__version__", *_public_names(globals())]

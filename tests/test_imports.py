@@ -1,11 +1,14 @@
 """What importing the package loads, and that lowerings need no call, in fresh processes."""
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import dsv4_ops
 from tests.support import forked
 
 BLOCKED = (
@@ -135,3 +138,72 @@ def test_each_module_of_kernels_can_be_the_first_that_is_imported():
     pytest.importorskip("triton", reason="published for Linux only")
     done = run(EACH_ALONE)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
+
+
+IMPORTED = """
+import sys, dsv4_ops
+from dsv4_ops.dispatch.guards import GUARDS
+
+assert not GUARDS and "torch_tensorrt" not in sys.modules
+sys.path.insert(0, sys.argv[1])
+import torch_tensorrt
+import torch_tensorrt.dynamo
+assert len(GUARDS) == 1
+"""
+
+
+def test_the_guard_exists_once_torch_tensorrt_is_imported(tmp_path):
+    """No trace before looks for frames of torch-tensorrt."""
+    package = tmp_path / "torch_tensorrt"
+    package.mkdir()
+    for name in ("__init__.py", "dynamo.py"):
+        (package / name).touch()
+    run(IMPORTED, str(tmp_path))
+    source = (Path(dsv4_ops.__file__).parent / "dispatch" / "define.py").read_text()
+    assert "tensorrt" not in source
+    assert "_getframe" not in source
+
+
+LAYERS = (  # those of a tuple may not import each other, nor a later one
+    ("core",),
+    ("meta", "reference"),
+    ("testing",),
+    ("dispatch",),
+    ("kernels",),
+    ("ops",),
+    ("attention",),
+    ("lowering",),
+    ("integrations",),
+    ("cli",),
+)
+"""Bottom to top, as import-linter has them in pyproject.toml."""
+
+LOADERS = {"dispatch/layers.py", "testing/__init__.py"}
+"""Files that load by name what a layer above holds."""
+
+
+def names_in_strings(tree):
+    """Targets of ``import_module``, up to the first part that is computed."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0]
+            first = name.values[0] if isinstance(name, ast.JoinedStr) else name
+            yield first.value if isinstance(first, ast.Constant) else ""
+
+
+def test_a_name_in_a_string_counts_as_an_import():
+    """import-linter does not see these: core imports core and torch only, and no layer but for the
+    loaders names one above it."""
+    rank = {layer: place for place, layers in enumerate(LAYERS) for layer in layers}
+    package = Path(dsv4_ops.__file__).parent
+    upward = set()
+    for path in sorted(package.rglob("*.py")):
+        own = path.relative_to(package)
+        for name in names_in_strings(ast.parse(path.read_text())):
+            head, _, rest = str(name).partition(".")
+            target = rest.partition(".")[0]
+            above = rank.get(target, len(LAYERS)) > rank.get(own.parts[0], len(LAYERS))
+            if head == "dsv4_ops" and above:
+                upward.add(own.as_posix())
+            assert own.parts[0] != "core" or head not in ("", "dsv4_ops"), own
+    assert upward <= LOADERS

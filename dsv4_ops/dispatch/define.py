@@ -43,7 +43,8 @@ from dsv4_ops.core.torch_compat import (
     only_looks_ahead,
     without_autocast,
 )
-from dsv4_ops.dispatch import choice, layers, tensorrt
+from dsv4_ops.dispatch import choice, layers
+from dsv4_ops.dispatch.guards import GUARDS
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 gradient.define(_library)
@@ -106,8 +107,8 @@ def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
     @functools.wraps(spec.meta)
     def rule(*args: Any, **kwargs: Any) -> Any:
         values = spec.arguments(args, kwargs)
-        if spec.mutated:  # of programs that were decomposed before, nothing else is seen
-            tensorrt.refuse_lost_write(spec, tensorrt.tracing_function(), traced=False)
+        for guard in GUARDS:
+            guard.check_fake(spec)
         if spec.has_choice:
             for library in choice.prepare(spec, values):
                 spec.launcher(library)  # whose ops such code calls
@@ -163,10 +164,8 @@ _eager = functools.cache(layers.eager)
 
 def _trace_rule(spec: OpSpec) -> Callable[..., Any]:
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        function = tensorrt.tracing_function()
-        if function:
-            tensorrt.refuse_lost_write(spec, function, traced=True)
-        if function or not decomposes_triton_ops():
+        kept_whole = any(guard.keeps_whole(spec) for guard in GUARDS)
+        if kept_whole or not decomposes_triton_ops():
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if only_looks_ahead():
             return _looked_ahead(spec, mode, args, kwargs or {})

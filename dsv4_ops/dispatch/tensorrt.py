@@ -1,7 +1,8 @@
 """Ops that torch-tensorrt traces stay whole; one whose write it would lose raises.
 
 torch-tensorrt erases what nobody reads, and a cache write is read by a later step only. Its frames
-on the stack say that it is tracing, and by which way; nothing of it is imported here.
+on the stack say that it is tracing, and by which way; nothing of it is imported here, and before it
+is imported no trace looks for them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from types import FrameType
 
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.dispatch.guards import GUARDS
 
 SUPPORTED = ((2, 11), (2, 15))
 """First supported and first unsupported version of torch-tensorrt; pyproject.toml says the same."""
@@ -34,10 +36,44 @@ def is_enabled() -> bool:
     return _ENABLED[0]
 
 
-def tracing_function() -> str:
+class _TensorRtGuard:
+    """Keeps ops whole in graphs of torch-tensorrt, and refuses writes that it would lose."""
+
+    def keeps_whole(self, spec: OpSpec) -> bool:
+        function = _tracing_function()
+        if function:
+            _refuse_lost_write(spec, function, traced=True)
+        return bool(function)
+
+    def check_fake(self, spec: OpSpec) -> None:
+        if spec.mutated:
+            _refuse_lost_write(spec, _tracing_function(), traced=False)
+
+
+def install() -> None:
+    """Have traces ask whether torch-tensorrt runs them; a second call does nothing."""
+    if not any(isinstance(each, _TensorRtGuard) for each in GUARDS):
+        GUARDS.append(_TensorRtGuard())
+
+
+class _ImportHook:
+    """Installs the guard when torch-tensorrt is imported; finds no module."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torch_tensorrt":
+            install()
+
+
+def install_once_imported() -> None:
+    """Install the guard now if torch-tensorrt is imported, or else when it is."""
+    if "torch_tensorrt" in sys.modules:
+        install()
+    else:
+        sys.meta_path.insert(0, _ImportHook())
+
+
+def _tracing_function() -> str:
     """Innermost function of torch-tensorrt that is running, "module:name"; empty if none is."""
-    if "torch_tensorrt" not in sys.modules:
-        return ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -47,12 +83,12 @@ def tracing_function() -> str:
     return ""
 
 
-def refuse_lost_write(spec: OpSpec, function: str, *, traced: bool) -> None:
+def _refuse_lost_write(spec: OpSpec, function: str, *, traced: bool) -> None:
     """Raise if torch-tensorrt would lose what ``spec`` writes.
 
     Args:
         spec: An op.
-        function: ``tracing_function()``.
+        function: ``_tracing_function()``.
         traced: Whether the op itself is traced; else only its fake is asked, as for each pass over
             a graph, AOTAutograd's included.
     """

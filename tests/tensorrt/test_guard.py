@@ -1,7 +1,6 @@
 """What needs no torch-tensorrt: the schemas it can take, and who is refused what."""
 
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from dsv4_ops.cli import doctor
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import probes, tensorrt as guard
+from dsv4_ops.dispatch.guards import GUARDS
 from dsv4_ops.integrations import tensorrt
 
 ARGUMENTS = {"Tensor", "Optional[Tensor]", "int", "Optional[int]", "float", "bool", "str"}
@@ -18,12 +18,15 @@ RESERVED = {"outputs", "stream", "tactic"}
 FUNCTION = "def {name}(call):\n    return call()\n"
 
 
-def inside(module, name, call, monkeypatch):
+def inside(module, name, call):
     """Run ``call`` below a function that looks as if torch-tensorrt had it."""
-    monkeypatch.setitem(sys.modules, "torch_tensorrt", types.ModuleType("torch_tensorrt"))
+    guard.install()
     namespace = {"__name__": module}
     exec(FUNCTION.format(name=name), namespace)
-    return namespace[name](call)
+    try:
+        return namespace[name](call)
+    finally:
+        GUARDS.clear()
 
 
 class Writes(torch.nn.Module):
@@ -52,21 +55,21 @@ def test_schemas_fit(name):
     assert all(kinds[place] == "Tensor" for place in OPS[name].mutated)
 
 
-def test_a_write_in_an_exported_program_raises(monkeypatch):
+def test_a_write_in_an_exported_program_raises():
     with pytest.raises(ValueError, match="insert_k_cache: k_cache must be written") as caught:
-        inside(guard.COMPILER, "compile", decompose, monkeypatch)
+        inside(guard.COMPILER, "compile", decompose)
     assert "enable()" in str(caught.value)
 
 
-def test_a_write_that_was_decomposed_before_raises(monkeypatch):
+def test_a_write_that_was_decomposed_before_raises():
     program = decompose()
     with pytest.raises(ValueError, match="insert_k_cache: k_cache must be written"):
-        inside(guard.COMPILER, "compile", program.run_decompositions, monkeypatch)
+        inside(guard.COMPILER, "compile", program.run_decompositions)
 
 
 def test_after_enable_an_exported_program_is_taken(monkeypatch):
     monkeypatch.setattr(guard, "_ENABLED", [True])
-    program = inside(guard.COMPILER, "compile", decompose, monkeypatch)
+    program = inside(guard.COMPILER, "compile", decompose)
     assert "auto_functionalized_v2" in str(program.graph)
 
 
@@ -74,10 +77,10 @@ def test_an_unknown_way_is_refused_even_after_enable(monkeypatch):
     """A later torch-tensorrt may trace elsewhere: what is not known to keep writes raises."""
     monkeypatch.setattr(guard, "_ENABLED", [True])
     with pytest.raises(ValueError, match="Compile with"):
-        inside("torch_tensorrt.dynamo.new", "trace", decompose, monkeypatch)
+        inside("torch_tensorrt.dynamo.new", "trace", decompose)
 
 
-def test_ops_that_write_nothing_stay_whole(monkeypatch):
+def test_ops_that_write_nothing_stay_whole():
     """No decomposition of ours gets into an engine, whoever traces."""
 
     def traced():
@@ -99,7 +102,7 @@ def test_ops_that_write_nothing_stay_whole(monkeypatch):
         return str(graphs[0].graph)
 
     function = guard.AOT_BACKEND.partition(":")
-    assert "dsv4_ops.flatten_decode" in inside(function[0], function[2], traced, monkeypatch)
+    assert "dsv4_ops.flatten_decode" in inside(function[0], function[2], traced)
     assert "dsv4_ops.flatten_decode" not in traced()
 
 
