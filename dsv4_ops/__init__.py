@@ -36,6 +36,7 @@ from dsv4_ops.core.types import (
 )
 from dsv4_ops.core.versions import warn_if_newer as _warn_if_newer
 from dsv4_ops.core.yarn import YarnScaling as YarnScaling
+from dsv4_ops.dispatch.libraries import tag_libraries as _tag_libraries
 from dsv4_ops.dispatch.tensorrt import install_once_imported as _guard_tensorrt
 from dsv4_ops.ops.batch import (
     expand_block_table as expand_block_table,
@@ -149,6 +150,7 @@ from dsv4_ops.ops.sparse_mla import (
 from dsv4_ops.ops.streams import hyper_connection as hyper_connection
 
 _extend_cache_key(__version__)
+_tag_libraries()
 _guard_tensorrt()
 _warn_if_newer("torch", str(_torch.__version__))
 

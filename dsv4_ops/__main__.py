@@ -144,7 +144,7 @@ def _kernels(capability: int) -> int:
     try:
         from dsv4_ops.cli import kernels as report
         from dsv4_ops.core.refusal import refusal
-        from dsv4_ops.dispatch.choice import CODES_CAPABILITY
+        from dsv4_ops.dispatch.limits import CODES_CAPABILITY
     except ImportError as error:
         print(f"kernels: triton must be installed, got {error}. Install triton.", file=sys.stderr)
         return 2

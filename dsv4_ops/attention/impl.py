@@ -17,15 +17,15 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, TRITON
 from dsv4_ops.core.tiles import (
-    LARGEST_TOPK,
     METADATA_COLUMNS,
     PLAN_COLUMNS,
     PROGRAMS,
     is_metadata,
     programs_per_tile,
 )
-from dsv4_ops.dispatch.choice import check_device, check_impl, impl_for, not_ours, require
+from dsv4_ops.dispatch.choice import check_device, check_impl, check_limit, impl_for, require
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
+from dsv4_ops.dispatch.limits import Sizes
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
 from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS, PREFILL_PROVIDERS
 
@@ -80,7 +80,7 @@ def check_layer_impl(layer: LayerCall, schedule: str) -> None:
     if impl in LIBRARIES and not torch.compiler.is_compiling():  # lowering checks it then
         require(_OP, impl)
     if impl == TRITON:
-        _check_ours(spec, kind)
+        _check_ours(layer)
     elif impl == FLASH_MLA and schedule == "decode":
         taken = {"layout": spec.layout, "num_splits": 0, "batch_invariant": spec.batch_invariant}
         check_impl(_OP, DECODE_PROVIDERS, impl, q.device, {"q": q, **taken})
@@ -167,11 +167,12 @@ def _check_prefill(spec: LayerSpec, kind: str, q: Tensor, step: AttentionStep) -
     check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, FLASH_MLA, q.device, taken)
 
 
-def _check_ours(spec: LayerSpec, kind: str) -> None:
-    if kind == "c4" and spec.indexer_layout != IndexerLayout.tag:
-        not_ours(_OP, TRITON, f"with indexer_layout {spec.indexer_layout!r}")
-    if kind == "c4" and spec.attention.index_topk > LARGEST_TOPK:
-        not_ours(_OP, TRITON, f"with index_topk above {LARGEST_TOPK}")
-    sizes = (spec.dtype, spec.head_dim) == (torch.bfloat16, MainLayout.head_dim)
-    if spec.layout != MainLayout.tag and not sizes:
-        not_ours(_OP, TRITON, f"with {spec.dtype} rows of {spec.head_dim} values")
+def _check_ours(layer: LayerCall) -> None:
+    """Check that our kernels take the layer's queries and what its indexer selects from."""
+    spec, kind, inputs, *_ = layer
+    if kind == "c4":
+        taken = {"layout": spec.indexer_layout, "topk": spec.attention.index_topk}
+        taken["q"] = inputs.indexer_q
+        check_limit("indexer_select", INDEXER_PROVIDERS, TRITON, taken, _OP)
+    q = Sizes((inputs.q.shape[0], inputs.q.shape[1], spec.head_dim), spec.dtype)
+    check_limit("sparse_mla_decode", DECODE_PROVIDERS, TRITON, {"q": q}, _OP)

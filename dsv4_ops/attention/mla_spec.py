@@ -21,7 +21,8 @@ from dsv4_ops.core.layout import (
 )
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO
-from dsv4_ops.dispatch.choice import Sizes, check_limit, impl_for
+from dsv4_ops.dispatch.choice import check_limit, impl_for
+from dsv4_ops.dispatch.limits import Sizes
 from dsv4_ops.ops.mla import PROVIDERS as DECODE_PROVIDERS
 from dsv4_ops.ops.mla_context import PREFILL_PROVIDERS
 

@@ -15,24 +15,18 @@ from dsv4_ops.dispatch.choice import (
     scaled_mm_obstacle,
 )
 from dsv4_ops.dispatch.libraries import LIBRARIES, SCALED_MM
+from dsv4_ops.dispatch.limits import WORDS
 from dsv4_ops.dispatch.prefill import NOTE
 from dsv4_ops.dispatch.probes import probe
 
-NOTES = {
-    "mla_prefill": "the reference for float32",
-    "sparse_mla_prefill": NOTE,
-    "sparse_mla_gathered": "on Hopper; on other GPUs the reference",
-}
-"""What is to be said of our own kernels, by op."""
-
 
 def explain(op: str | None = None) -> str:
-    """Describe the implementations of one op, or of every op that has several.
+    """Describe the implementations of one op, or of every op whose callers choose.
 
     Says what runs the op, from which sizes on a library does, and whether that is available here.
 
     Raises:
-        ValueError: no such op, or an op with one implementation only.
+        ValueError: no such op.
     """
     lines = [line for spec in _chosen(op) for line in (*_of(spec), "")]
     return "\n".join([*lines, "measured on an H200 by: python -m benchmarks.choice"])
@@ -53,10 +47,9 @@ def records(op: str | None = None) -> list[dict[str, Any]]:
 def _chosen(op: str | None) -> list[OpSpec]:
     specs = [spec for spec in OPS.values() if spec.has_choice]
     if op is not None:
-        names = [spec.name for spec in specs]
-        if op not in names:
-            rule = "be one of " + ", ".join(names)
-            raise refusal(ValueError, "explain", "op", rule, repr(op), "Others have no choice")
+        if op not in OPS:
+            advice = "`python -m dsv4_ops list` prints all of them"
+            raise refusal(ValueError, "explain", "op", "be the name of an op", repr(op), advice)
         specs = [OPS[op]]
     return specs
 
@@ -76,7 +69,15 @@ def _record(spec: OpSpec) -> dict[str, Any]:
         state = {"usable": not obstacle, "reason": obstacle or "torch has it"}
         libraries[SCALED_MM] = {**state, "taken_from": SCALED_MM_FROM.get(spec.name, "")}
     each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
-    return {**each, "note": NOTES.get(spec.name, ""), "libraries": libraries}
+    return {**each, "note": _note(spec), "libraries": libraries}
+
+
+def _note(spec: OpSpec) -> str:
+    """Say when the reference runs instead of our kernel, and how that reads its rows."""
+    notes = [f"the reference for {WORDS[spec.name]}"] if spec.name in WORDS else []
+    if spec.name == "sparse_mla_prefill":
+        notes.append(NOTE)
+    return "; ".join(notes)
 
 
 def _of(spec: OpSpec) -> list[str]:

@@ -1,53 +1,41 @@
 """Which implementation a call runs: the one that ``impl=`` names, or the fastest here.
 
-An explicit ``impl`` runs or raises; it never becomes another. ``impl="auto"`` takes our kernels,
-unless an installed library was faster on an H200 at these sizes (``is_faster``). With dynamic
-shapes it takes our kernels: asking a symbol would guard it.
+Nothing else decides: launchers run what they are given. An explicit ``impl`` runs or raises; it
+never becomes another. ``impl="auto"`` takes our kernels, unless an installed library was faster on
+an H200 at these sizes (``is_faster``), and the reference for what our kernels do not take
+(``dispatch/limits.py``). With dynamic shapes it takes no library: asking a symbol would guard it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.compiler.config as compiler_config
 from torch import Tensor
 
-from dsv4_ops.core.ints import known
-from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
 from dsv4_ops.core.tiles import is_of_ours
-from dsv4_ops.core.torch_compat import guard_or_false
-from dsv4_ops.dispatch import libraries
+from dsv4_ops.dispatch import libraries, limits
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES, SCALED_MM
-from dsv4_ops.dispatch.prefill import MOST_GATHERED, workspace_rows
+from dsv4_ops.dispatch.limits import (
+    CODES_CAPABILITY,
+    FLASH_MLA_HEADS as FLASH_MLA_HEADS,
+    Values,
+    limit,
+    scaled_mm_limit,
+)
 from dsv4_ops.dispatch.probes import probe
 
-Values = Mapping[str, Any]
-"""Arguments of a call by name."""
-
-_TAG = "dsv4_ops_libraries="
-"""What the part of Inductor's cache keys begins with that names the libraries."""
-
 IMPLS = (AUTO, TRITON, FLASH_MLA, DEEP_GEMM, REFERENCE)
-
-_NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM"}
 
 DEVICES = ("cuda",)
 """Types of the devices that kernels and libraries run on."""
 
-CODES_CAPABILITY = (8, 9)
-"""Lowest compute capability for which Triton converts e4m3 codes."""
+_NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM"}
 
-FLASH_MLA_HEADS = (64, 128)
-FLASH_MLA_TOKENS = 8192
-"""Most tokens of a decode: its planner keeps a few numbers of each in shared memory."""
-FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
-"""Width and latent values of its dense decode's rows, and rows of a block."""
-FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 SCALED_MM_TOKENS = {"fp8_linear": 128}
 """Tokens from which on ``impl="auto"`` takes torch's block-wise product of activations in FP8. Not
 of groups, each of which is a call: 196 us where our kernel takes 81 (1024 tokens of ``o_a``, codes
@@ -58,16 +46,6 @@ SCALED_MM_FROM = {
     for op, least in SCALED_MM_TOKENS.items()
 }
 """The same in words."""
-SCALED_MM_COLUMNS = 512
-"""Rows of four scales: versions of torch differ in how shorter ones are padded."""
-DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
-LEAST_LATENT = 16
-"""Least values of a latent that our dense decode takes, whose matrix products have no less."""
-MOST_COLUMNS = 128
-"""Columns of keys without RoPE, of those with it, or of values, that a tile of our dense prefill
-holds."""
-
-
 FASTER_LIBRARY = ("indexer_logits", DEEP_GEMM)
 """The op and the library that ``impl="auto"`` takes, within the sizes of ``is_faster``."""
 
@@ -89,9 +67,10 @@ def is_faster(op: str, library: str, values: Values) -> bool:
 
 
 def subject(values: Values) -> Tensor:
-    """The tensor whose device and rows decide: queries, or what a layer multiplies."""
-    found: Tensor = values["q"] if "q" in values else values["x"]
-    return found
+    """The tensor whose device and rows decide: queries, what a layer multiplies, or the first."""
+    tensors = (each for each in values.values() if isinstance(each, Tensor))
+    found: Tensor = values.get("q", values.get("x"))
+    return next(tensors) if found is None else found
 
 
 class Choice(NamedTuple):
@@ -99,20 +78,6 @@ class Choice(NamedTuple):
 
     impl: str
     reason: str
-
-
-class Sizes(NamedTuple):
-    """What limits ask of a tensor, where it does not exist yet."""
-
-    shape: tuple[Any, ...]
-    dtype: torch.dtype
-
-
-class Limit(NamedTuple):
-    """What a library does not take: ``what`` the call has, and what it would take."""
-
-    what: str
-    advice: str
 
 
 def check_impl(
@@ -170,130 +135,6 @@ def check_codes(op: str, device: torch.device) -> None:
             raise refusal(RuntimeError, op, "device", rule, has, advice)
 
 
-def limit(op: str, library: str, values: Values, *, asking: bool = False) -> Limit | None:
-    """What ``library``, or "triton", does not take of a call of ``op``; sizes that are symbols are
-    within its limits, unless ``asking``."""
-    if library == FLASH_MLA:
-        return _flash_mla_limit(op, values, asking)
-    if library == SCALED_MM:
-        return _scaled_mm_limit(values)
-    if library == DEEP_GEMM:
-        return _deep_gemm_limit(values)
-    ours = {"mla_decode": _dense_decode_limit, "mla_prefill": _dense_prefill_limit}
-    return ours[op](values) if library == TRITON and op in ours else None
-
-
-def _above(size: Any, most: int, asking: bool) -> bool:
-    """Whether a size is above ``most``. Asking a symbol is a guard of the graph; exported programs
-    have none."""
-    if isinstance(size, int):
-        return size > most
-    if not asking or torch.compiler.is_exporting():
-        return False
-    return guard_or_false(size > most)
-
-
-def _flash_mla_limit(op: str, values: Values, asking: bool) -> Limit | None:
-    q = values["q"]
-    heads, width, tokens = int(q.shape[1]), int(q.shape[2]), q.shape[0]
-    if op == "mla_decode":
-        return _flash_mla_dense_limit(values, asking)
-    if op == "sparse_mla_gathered":
-        if q.dtype != torch.bfloat16 or width != MainLayout.head_dim:
-            return Limit(
-                f"with {q.dtype} rows of {width} values", "FlashMLA takes bfloat16 rows of 512"
-            )
-    elif values["layout"] != MainLayout.tag:
-        return Limit(f"with layout {values['layout']!r}", "FlashMLA reads the layout 'v4_fp8'")
-    elif op == "sparse_mla_prefill":
-        rows = workspace_rows(values)
-        if _above(rows, MOST_GATHERED, asking):
-            what = f"with block tables of {known(rows)} rows"
-            return Limit(what, f"FlashMLA takes up to {MOST_GATHERED} rows of all requests")
-    elif values["num_splits"] != 0 or values["batch_invariant"]:
-        return Limit("with num_splits or batch_invariant", "FlashMLA decides itself what it splits")
-    elif _above(tokens, FLASH_MLA_TOKENS, asking):
-        return Limit(f"with {known(tokens)} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}")
-    if heads not in FLASH_MLA_HEADS:
-        return Limit(f"with {heads} heads", "FlashMLA takes 64 or 128")
-    return None
-
-
-def _flash_mla_dense_limit(values: Values, asking: bool) -> Limit | None:
-    q, block_size = values["q"], values["block_size"]
-    heads, tokens = int(q.shape[1]), q.shape[0]
-    sizes = (int(q.shape[2]), values["kv_lora_rank"])
-    if values["layout"] != "plain" or q.dtype not in FLASH_MLA_DENSE_DTYPES:
-        what = f"with layout {values['layout']!r} and {q.dtype} queries"
-        return Limit(what, "FlashMLA takes plain bfloat16 or float16 rows")
-    if sizes != FLASH_MLA_DENSE_SIZES:
-        what = f"with rows of {sizes[0]} values, of which {sizes[1]} are the latent"
-        return Limit(what, "FlashMLA takes rows of 576, of which 512 are the latent")
-    if block_size != FLASH_MLA_DENSE_BLOCK:
-        return Limit(f"with block_size {block_size}", "FlashMLA reads pages of 64 rows")
-    if values["plan"] is not None:
-        return Limit("with a plan", "FlashMLA makes its own in the call")
-    if values["num_splits"] != 0 or values["batch_invariant"]:
-        return Limit("with num_splits or batch_invariant", "FlashMLA decides itself what it splits")
-    if heads > FLASH_MLA_HEADS[-1]:
-        return Limit(f"with {heads} heads", f"FlashMLA takes up to {FLASH_MLA_HEADS[-1]}")
-    if _above(tokens, FLASH_MLA_TOKENS, asking):
-        return Limit(f"with {known(tokens)} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}")
-    return None
-
-
-def _deep_gemm_limit(values: Values) -> Limit | None:
-    heads, size = int(values["q"].shape[1]), values["block_size"]
-    if values["layout"] != IndexerLayout.tag:
-        return Limit(
-            f"with layout {values['layout']!r}", "DeepGEMM reads the layout 'v4_indexer_fp8'"
-        )
-    if heads not in DEEP_GEMM_HEADS:
-        return Limit(f"with {heads} heads", "DeepGEMM takes 32 or 64")
-    if size != DEEP_GEMM_BLOCK:
-        return Limit(f"with block_size {size}", f"DeepGEMM reads pages of {DEEP_GEMM_BLOCK} rows")
-    return None
-
-
-def _scaled_mm_limit(values: Values) -> Limit | None:
-    if values["x_scale"] is None and values["activations"] != "fp8":
-        return Limit("with activations 'bf16'", "scaled_mm multiplies FP8 by FP8")
-    if values["out_dtype"] != torch.bfloat16:
-        return Limit(f"with out_dtype {values['out_dtype']}", "scaled_mm returns torch.bfloat16")
-    columns = int(values["weight"].shape[1])
-    if columns % SCALED_MM_COLUMNS != 0:
-        advice = f"scaled_mm takes multiples of {SCALED_MM_COLUMNS}"
-        return Limit(f"with in_features {columns}", advice)
-    return None
-
-
-def _dense_decode_limit(values: Values) -> Limit | None:
-    q, cache, layout = values["q"], values.get("kv_cache"), values["layout"]
-    rank, width = int(values["kv_lora_rank"]), int(q.shape[2])
-    if rank < LEAST_LATENT or rank & (rank - 1) != 0 or width <= rank:
-        what = f"with rows of {width} values, of which {rank} are the latent"
-        least = f"a latent of a power of two from {LEAST_LATENT} on"
-        return Limit(what, f"Our kernels take {least}, followed by rotated values")
-    if layout != PlainLayout.tag and q.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
-        what = f"with layout {layout!r} and {q.dtype} queries"
-        return Limit(what, "Our kernels read codes for bfloat16 queries, or for codes")
-    if cache is not None and (cache.stride(2) != 1 or cache.stride(1) != cache.shape[2]):
-        return Limit("with rows that lie apart", "Our kernels take blocks of dense rows")
-    return None
-
-
-def _dense_prefill_limit(values: Values) -> Limit | None:
-    q, k_nope, v = (values[name] for name in ("q", "k_nope", "v"))
-    widths = [int(each.shape[2]) for each in (q, k_nope, v)]
-    if q.dtype == torch.float32:
-        return Limit("with torch.float32", "Our kernel takes bfloat16 or float16")
-    if max(widths[0] - widths[1], *widths[1:]) > MOST_COLUMNS:
-        what = f"with keys of {widths[0]}, of which {widths[1]} are not rotated, and values of "
-        what = f"{what}{widths[2]} columns"
-        return Limit(what, f"Our kernel takes up to {MOST_COLUMNS} of each kind")
-    return None
-
-
 @functools.cache
 def scaled_mm_obstacle() -> str:
     """Why torch's product with block scales does not run here; empty if it does."""
@@ -312,16 +153,19 @@ def choose(spec: OpSpec, values: Values) -> Choice:
             here.
         NotImplementedError: one that does not take the call.
     """
-    impl, device = values["impl"], subject(values).device
+    impl, device = values.get("impl", AUTO), subject(values).device
     check_device(spec.name, impl, device)
     if impl != AUTO:
         check_limit(spec.name, spec.providers, impl, values)
         if impl in LIBRARIES:
             require(spec.name, impl)
+        elif impl == TRITON and limits.no_triton():
+            raise refusal(ImportError, spec.name, "impl", _RUNS_HERE, repr(impl), "Install triton")
         elif impl == SCALED_MM and (obstacle_here := scaled_mm_obstacle()):
-            rule = "be one that runs here"
-            raise refusal(RuntimeError, spec.name, "impl", rule, repr(impl), obstacle_here)
+            raise refusal(RuntimeError, spec.name, "impl", _RUNS_HERE, repr(impl), obstacle_here)
         return Choice(impl, "asked for")
+    if spec.providers == (REFERENCE,):
+        return Choice(REFERENCE, "the op has no kernel")
     if device.type not in DEVICES:
         return Choice(REFERENCE, f"no kernel runs on {device.type}")
     if SCALED_MM in spec.providers and not _scaled_mm_faster_obstacle(spec.name, values):
@@ -332,7 +176,22 @@ def choose(spec: OpSpec, values: Values) -> Choice:
             why = obstacle(spec.name, library, values)
             if not why:
                 return Choice(library, "faster at these sizes on an H200")
-    return Choice(ours(spec), why)
+    return own(spec, values, why)
+
+
+_RUNS_HERE = "be one that runs here"
+
+
+def own(spec: OpSpec, values: Values, why: str) -> Choice:
+    """What a call on a GPU runs with where no library does, because of ``why``: our kernel, or the
+    reference for what that does not take."""
+    impl = ours(spec)
+    if impl == TRITON and limits.no_triton():
+        return Choice(REFERENCE, "triton is not installed")
+    found = limit(spec.name, impl, values)
+    if found is not None:
+        return Choice(REFERENCE, f"{found.advice}: the call is {found.what}")
+    return Choice(impl, why)
 
 
 def takes_no_library(values: Values) -> bool:
@@ -373,7 +232,7 @@ def _scaled_mm_faster_obstacle(op: str, values: Values) -> str:
     num_tokens = values["x"].shape[0]
     if not isinstance(num_tokens, int) or num_tokens < SCALED_MM_TOKENS[op]:
         return "it was not faster for so few tokens"
-    found = _scaled_mm_limit(values)
+    found = scaled_mm_limit(values)
     return found.what if found is not None else scaled_mm_obstacle()
 
 
@@ -404,20 +263,7 @@ def require(op: str, library: str) -> None:
     found = libraries.find(library)
     kind = ImportError if isinstance(found, str) or "import failed" in reason else RuntimeError
     advice = f"{_NAMES[library]}: {reason.rstrip('.')}"
-    raise refusal(kind, op, "impl", "be one that runs here", repr(library), advice)
-
-
-def no_triton(op: str) -> ImportError:
-    """The error of ``impl="triton"`` without triton."""
-    return refusal(ImportError, op, "impl", "be one that runs here", repr(TRITON), "Install triton")
-
-
-def not_ours(op: str, impl: str, what: str) -> None:
-    """Raise if our kernel was asked for: it does not take the call, and the reference would."""
-    if impl == TRITON:
-        rule = f"be {_either((AUTO, REFERENCE))} {what}"
-        advice = "Our kernels do not take them, and the reference was not asked for"
-        raise refusal(NotImplementedError, op, "impl", rule, repr(impl), advice)
+    raise refusal(kind, op, "impl", _RUNS_HERE, repr(library), advice)
 
 
 def prepare(spec: OpSpec, values: Values) -> list[str]:
@@ -430,20 +276,7 @@ def prepare(spec: OpSpec, values: Values) -> list[str]:
     if torch.compiler.is_exporting() or subject(values).device.type not in DEVICES:
         return []
     impl = choose(spec, values).impl
-    tag_libraries()
     return [impl] if impl in LIBRARIES else []
-
-
-def tag_libraries() -> None:
-    """Have the keys of torch's caches say which libraries there are."""
-    found = {name: libraries.find_name(name) for name in LIBRARIES}
-    state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")
-    present = compiler_config.cache_key_tag.split(";")
-    kept = [each for each in present if each and not each.startswith(_TAG)]
-    # no tag without a library: it would part caches for nothing
-    wanted = [*kept, _TAG + state] if state else kept
-    if present != wanted:
-        compiler_config.cache_key_tag = ";".join(wanted)
 
 
 def _either(words: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ from dsv4_ops.core.torch_compat import (
     only_looks_ahead,
     without_autocast,
 )
-from dsv4_ops.dispatch import choice, layers
+from dsv4_ops.dispatch import choice, layers, limits
 from dsv4_ops.dispatch.guards import GUARDS
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -133,28 +133,23 @@ def _load_kernels(stem: str) -> None:
 
 
 def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
-    """What runs an op called outside a compiler: its kernel, the library that is chosen, or its
-    reference where triton is missing."""
+    """Run an op that is called outside a compiler with what ``choice.choose`` names.
+
+    Where a kernel takes every call there is nothing to ask, and eager calls are short.
+    """
+    asks = spec.has_choice or spec.name in limits.WORDS
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        impl = TRITON
-        if spec.has_choice:
+        impl = REFERENCE if limits.no_triton() else TRITON
+        if asks:
             kwargs = spec.arguments(args, kwargs)
             args, impl = (), choice.choose(spec, kwargs).impl
             kwargs = choice.given_to(impl, kwargs)
         if impl == REFERENCE:
             return spec.reference(*args, **kwargs)
-        try:
-            launcher = spec.launcher(impl)
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != "triton":
-                raise
-            if kwargs.get("impl") == TRITON:
-                raise choice.no_triton(spec.name) from error
-            return spec.reference(*args, **kwargs)
         first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
         with torch.cuda.device_of(first):
-            return launcher(_eager(), *args, **kwargs)
+            return spec.launcher(impl)(_eager(), *args, **kwargs)
 
     return rule
 

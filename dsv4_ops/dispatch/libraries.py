@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.compiler.config as compiler_config
 
 from dsv4_ops.core.torch_compat import find_schema
 
@@ -68,6 +69,26 @@ def find_name(name: str) -> str:
     return "none" if isinstance(found, str) else found.where
 
 
+_TAG = "dsv4_ops_libraries="
+"""What the part of Inductor's cache keys begins with that names the libraries."""
+
+
+def tag_libraries() -> None:
+    """Have the keys of torch's caches say which libraries there are.
+
+    A trace may choose a library, and the graph that the caches look up does not say so. Called when
+    the package is imported, and before a library is loaded that was not there then.
+    """
+    found = {name: find_name(name) for name in LIBRARIES}
+    state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")
+    present = compiler_config.cache_key_tag.split(";")
+    kept = [each for each in present if each and not each.startswith(_TAG)]
+    # no tag without a library: it would part caches for nothing
+    wanted = [*kept, _TAG + state] if state else kept
+    if present != wanted:
+        compiler_config.cache_key_tag = ";".join(wanted)
+
+
 @functools.cache
 def load(name: str) -> Any:
     """The loaded library ``name``.
@@ -78,6 +99,9 @@ def load(name: str) -> Any:
     found = find(name)
     if isinstance(found, str):
         raise ImportError(found)
+    if find_name(name) == "none":
+        find_name.cache_clear()
+        tag_libraries()
     return found.load()
 
 

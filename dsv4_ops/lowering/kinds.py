@@ -60,19 +60,19 @@ class PointwiseIR:
 
 @dataclass(frozen=True)
 class TritonKernel:
-    """On CUDA trace the launcher in ``kernels/<stem>.py``, whose kernel Inductor compiles into the
-    graph; elsewhere trace ``function``, as ``Decompose`` does."""
+    """On CUDA trace the launcher in ``kernels/<stem>``, whose kernel Inductor compiles into the
+    graph; elsewhere, and for calls that the kernel does not take, ``function``."""
 
     function: Callable[..., Any]
     kind = "triton"
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        first = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        if first.device.type != "cuda":
-            return _traced(mode, self.function, args, kwargs)
         spec = OPS[op._schema.name.partition("::")[2]]
-        for place in spec.mutated:
-            _refuse_misplaced(spec, spec.parameters[place], args[place])
+        values = spec.arguments(args, kwargs)
+        if choice.choose(spec, values).impl == REFERENCE:
+            return _traced(mode, self.function, (), values)
+        for name in (spec.parameters[place] for place in spec.mutated):
+            _refuse_misplaced(spec, name, values[name])
         from dsv4_ops.lowering import external
 
         with mode:
@@ -105,7 +105,7 @@ class Choices:
             from dsv4_ops.lowering import external
 
             if not external.fits(spec.name, impl, values["impl"]):
-                return choice.ours(spec)
+                return choice.own(spec, values, "").impl
             external.prepare(impl)
         return impl
 

@@ -52,21 +52,25 @@ def test_what_runs_on_gpus_only_is_refused_before_anything_is_written(impl: str)
 @pytest.mark.parametrize(
     ("base", "changes", "what"),
     [
-        (SPEC, {"index_topk": 4097}, "index_topk above 4096"),
-        (replace(SPEC, indexer_layout="plain"), {}, "indexer_layout 'plain'"),
+        (SPEC, {"index_topk": 4097}, ("topk 4097", "Our kernels select up to 4096")),
+        (
+            replace(SPEC, indexer_layout="plain"),
+            {},
+            ("layout 'plain'", "Our kernels read 'v4_indexer_fp8'"),
+        ),
     ],
     ids=["topk", "layout"],
 )
 def test_what_our_selection_does_not_take_is_refused_before_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch, base: LayerSpec, changes: dict[str, int], what: str
+    monkeypatch: pytest.MonkeyPatch, base: LayerSpec, changes: dict[str, int], what: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
     spec = replace(base, attention=replace(base.attention, **changes), impl="triton")
     with pytest.raises(NotImplementedError) as caught:
         refused(spec, base)
     assert str(caught.value) == (
-        f"attention_layer: impl must be 'auto' or 'reference' with {what}, got 'triton'. "
-        "Our kernels do not take them, and the reference was not asked for."
+        "attention_layer: impl must be 'auto', 'deep_gemm' or 'reference' with "
+        f"{what[0]}, got 'triton'. {what[1]}."
     )
 
 

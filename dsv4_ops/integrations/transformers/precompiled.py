@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from dsv4_ops.core.torch_compat import allows_aot_compile, aot_settings, without_kernel_table
 from dsv4_ops.dispatch import libraries
-from dsv4_ops.dispatch.choice import tag_libraries
 from dsv4_ops.integrations.transformers import kernel_files
 from dsv4_ops.integrations.transformers.modules import SOURCE
 
@@ -412,7 +411,6 @@ class PartsFile:
             _tried(importlib.import_module, name)
         for name in self._words(self._LIBRARIES):
             _tried(libraries.load, name)
-        tag_libraries()  # as a trace does: Inductor finds by the tag which form was the fastest
 
     def _words(self, name: str) -> list[str]:
         return self._parts.get(self._prefix + name, b"").decode().split()

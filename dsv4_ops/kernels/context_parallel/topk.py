@@ -9,12 +9,8 @@ from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.indexer.score_tile import ABSENT_KEY, sortable
 from dsv4_ops.kernels.indexer.topk_merge import find_threshold
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.reference import context_parallel as reference
 
 NO_ROW = tl.constexpr(2**31 - 1)
-
-MOST = 8192
-"""Candidates of a token; of more torch selects."""
 
 
 @triton.jit
@@ -82,8 +78,6 @@ def cp_topk(
 ) -> Tensor:
     ranks, num_tokens, width = int(rows.shape[0]), rows.shape[1], int(rows.shape[2])
     candidates = triton.next_power_of_2(max(ranks * width, 1))
-    if topk == 0 or width == 0 or max(candidates, topk) > MOST:
-        return reference.cp_topk(scores, rows, topk=topk, cp_interleave=cp_interleave)
     out = rows.new_empty((num_tokens, topk), dtype=torch.int32)
     if num_tokens == 0:
         return out

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import ACTIVATION_BLOCK
-from dsv4_ops.dispatch.choice import CODES_CAPABILITY
+from dsv4_ops.dispatch.limits import CODES_CAPABILITY
 from dsv4_ops.kernels.common.fp4_codes import scale_offset
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     dequantize,

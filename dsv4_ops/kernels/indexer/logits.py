@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import IndexerLayout, PlainLayout
+from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import AUTO
-from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.kernels.arguments import angles, paged, strided
 from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
 from dsv4_ops.kernels.indexer.score_tile import (
@@ -19,7 +18,6 @@ from dsv4_ops.kernels.indexer.score_tile import (
     score_tile,
 )
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.reference import indexer as reference
 
 DIM = IndexerLayout.head_dim
 
@@ -128,11 +126,6 @@ def indexer_logits(
     layout: str,
     impl: str = AUTO,
 ) -> torch.Tensor:
-    if layout == PlainLayout.tag:
-        not_ours("indexer_logits", impl, "with layout 'plain'")
-        tensors = (q, weights, k_cache, lens, req_indices, block_table)
-        sizes = {"block_size": block_size, "num_rows": num_rows}
-        return reference.indexer_logits(*tensors, **sizes, layout=layout)
     indexer = IndexerLayout(block_size)
     Checks("indexer_logits").page_start("k_cache", k_cache, indexer)
     num_tokens, num_heads = q.shape[0], q.shape[1]

@@ -6,16 +6,13 @@ import torch
 import triton
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import IndexerLayout, PlainLayout
+from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import AUTO
-from dsv4_ops.core.tiles import LARGEST_TOPK
-from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.indexer import logits as indexer
 from dsv4_ops.kernels.indexer.topk_merge import merge_groups_kernel, merge_parts_kernel
 from dsv4_ops.kernels.indexer.topk_partial import select_keys_kernel, select_logits_kernel
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.reference import indexer as reference
 
 PROGRAMS = 396
 """Programs of the first pass, each with a scratch row: three per SM of an H200."""
@@ -116,8 +113,6 @@ def indexer_topk(
     launch: Launcher, logits: torch.Tensor, lens: torch.Tensor, *, topk: int
 ) -> torch.Tensor:
     num_tokens, num_columns = logits.shape
-    if topk > LARGEST_TOPK:
-        return reference.indexer_topk(logits, lens, topk=topk)
     if num_tokens == 0 or topk == 0:
         return logits.new_empty((num_tokens, topk), dtype=torch.int32)
     scratch = _Scratch(launch, logits, num_columns, topk, LOGITS_LEAST, 0)
@@ -145,16 +140,9 @@ def indexer_select(
     slots: bool = False,
     impl: str = AUTO,
 ) -> torch.Tensor:
-    pages, plain = IndexerLayout(block_size), layout == PlainLayout.tag
-    if not plain:
-        Checks("indexer_select").page_start("k_cache", k_cache, pages)
+    pages = IndexerLayout(block_size)
+    Checks("indexer_select").page_start("k_cache", k_cache, pages)
     num_tokens, num_heads, max_blocks = q.shape[0], int(q.shape[1]), block_table.shape[1]
-    if plain or topk > LARGEST_TOPK or num_heads == 0:
-        what = f"with layout 'plain', without heads, or topk above {LARGEST_TOPK}"
-        not_ours("indexer_select", impl, what)
-        tensors = (q, weights, k_cache, positions, req_indices, block_table)
-        sizes = {"block_size": block_size, "compress_ratio": compress_ratio, "topk": topk}
-        return reference.indexer_select(*tensors, **sizes, layout=layout, slots=slots)
     if num_tokens == 0 or topk == 0:
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
     scratch = _Scratch(launch, q, max_blocks * block_size, topk, LEAST, LONG)

@@ -10,10 +10,9 @@ import triton
 from torch import Tensor
 
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
-from dsv4_ops.core.registry import AUTO, TRITON
+from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import MlaAttention
-from dsv4_ops.dispatch.choice import limit
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import listed, paged, strided
 from dsv4_ops.kernels.launcher import EAGER, Launcher
@@ -30,7 +29,6 @@ from dsv4_ops.kernels.sparse_mla.decode import (
 )
 from dsv4_ops.kernels.sparse_mla.gathered import copied, row_strides
 from dsv4_ops.kernels.sparse_mla.hopper import support
-from dsv4_ops.reference import mla as reference
 
 OP = "mla_decode"
 
@@ -87,8 +85,6 @@ def mla_decode(
 ) -> MlaAttention:
     rows = (kv_cache, seq_lens, req_indices, block_table, query_start_loc)
     call = Call(q, *rows, plan, q_scale, kv_scale)
-    if limit(OP, TRITON, {**call._asdict(), **settings}) is not None:
-        return reference.mla_decode(*call, **settings)
     if q.shape[0] == 0 or int(q.shape[1]) == 0:
         return MlaAttention(*_results(q, int(settings["kv_lora_rank"])))
     if runs_on_hopper(launch, call, settings):

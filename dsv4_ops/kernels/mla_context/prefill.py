@@ -6,12 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from dsv4_ops.core.registry import TRITON
-from dsv4_ops.dispatch.choice import limit
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla_context.prefill_kernel import mla_prefill_kernel
-from dsv4_ops.reference import mla_context as reference
 
 _LARGE_TILE, _SMALL_TILE = (128, 64, 2, 8), (64, 32, 2, 4)
 """Queries and keys of a tile, stages and warps: 128 and 64 KiB of shared memory at V3's sizes."""
@@ -32,9 +29,6 @@ def mla_prefill(
     causal: bool,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    if limit("mla_prefill", TRITON, {"q": q, "k_nope": k_nope, "v": v}) is not None:
-        tensors = (q, k_nope, k_pe, v, query_start_loc, cu_seq_lens)
-        return reference.mla_prefill(*tensors, softmax_scale=softmax_scale, causal=causal)
     num_tokens, num_heads, value_dim = q.shape[0], int(q.shape[1]), int(v.shape[2])
     nope_dim, rope_dim = int(k_nope.shape[2]), int(k_pe.shape[1])
     num_reqs = query_start_loc.shape[0] - 1

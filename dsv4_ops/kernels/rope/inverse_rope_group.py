@@ -23,15 +23,11 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
 )
 from dsv4_ops.kernels.common.rope import rotate_pairs_back
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.reference import rope as reference
 
 HEADS = 8
 """Heads of a token of a program: 32 values per thread."""
 
 WARPS = 4
-
-WIDEST = 1024
-"""Values of a head at most, of which a program has a power of two."""
 
 PLAIN, ROW, COLUMN_PADDED, PACKED = 0, 1, 2, 3
 _SCALES = {"row": ROW, "column_padded": COLUMN_PADDED, "ue8m0_packed": PACKED}
@@ -132,16 +128,9 @@ def _rotate_back(
     )  # fmt: skip
 
 
-def _is_taken(o: Tensor) -> bool:
-    dim = int(o.shape[2])
-    return 2 <= dim <= WIDEST and dim & (dim - 1) == 0
-
-
 def inverse_rope_group(
     launch: Launcher, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int
 ) -> Tensor:
-    if not _is_taken(o):
-        return reference.inverse_rope_group(o, positions, cos_sin_cache, num_groups=num_groups)
     num_tokens, num_heads, dim = o.shape
     out = o.new_empty((num_tokens, num_groups, num_heads // num_groups * dim))
     if num_tokens == 0 or num_heads == 0:

@@ -26,7 +26,6 @@ from dsv4_ops.core.tiles import (
     programs_per_tile,
 )
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
-from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.dispatch.prefill import positive
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import paged, rotation, strided
@@ -36,7 +35,6 @@ from dsv4_ops.kernels.sparse_mla import combine
 from dsv4_ops.kernels.sparse_mla.gathered import hopper_gathered_keys, launch_gathered_keys
 from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.kernels.sparse_mla.triton.decode_kernel import split_keys_kernel
-from dsv4_ops.reference import sparse_mla as reference
 
 WARPS = 8
 """Warps of a program of the Triton kernel."""
@@ -185,26 +183,9 @@ def sparse_mla_gathered(
     launch: Launcher, *args: Any, impl: str = AUTO, **named: Any
 ) -> SparseMlaGathered:
     call = GatheredCall(*args, **named)
-    if not (supported(call.q) and support.runs(launch, call.q, True)):
-        not_ours("sparse_mla_gathered", impl, "off Hopper, or with such queries")
-        return reference.sparse_mla_gathered(*args, **named)
     if launch.opaque_gluon:
         return SparseMlaGathered(*hopper_gathered_keys(*call))
     return SparseMlaGathered(*launch_gathered_keys(launch, *call))
-
-
-def supported(q: Tensor, *caches: Tensor) -> bool:
-    """Whether the kernels take the dtype and the width of these rows, which must be contiguous; the
-    reference runs other calls."""
-    dense = all(cache.dim() == 2 or cache.stride(1) == WIDTH for cache in caches)
-    return q.dtype == torch.bfloat16 and dense and int(q.shape[2]) == WIDTH
-
-
-def _runs_here(call: DecodeCall) -> bool:
-    """Whether the kernels run the call: inverse RoPE must rotate the last tile, or nothing."""
-    table = call.cos_sin_cache
-    angles_fit = table is None or int(table.shape[1]) == combine.ROPE
-    return angles_fit and supported(call.q, *call.caches)
 
 
 def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
@@ -260,9 +241,6 @@ def _decode(
     **named: Any,
 ) -> SparseMla:
     call = make(*args, **named)
-    if not _runs_here(call):
-        not_ours(op, impl, "with such queries, caches or angles")
-        return getattr(reference, op)(*args, **named)
     if call.q.shape[0] == 0 or int(call.q.shape[1]) == 0:
         return SparseMla(*empty_results(call.q))
     if call.coded:

@@ -10,7 +10,6 @@ from torch import Tensor
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
 from dsv4_ops.core.types import SparseMla
-from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.dispatch.prefill import gathers, prefilled
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import listed, paged, strided
@@ -23,12 +22,10 @@ from dsv4_ops.kernels.sparse_mla.decode import (
     empty_partials,
     num_splits_of,
     row_format,
-    supported,
 )
 from dsv4_ops.kernels.sparse_mla.gathered import Results, launch_gathered_keys
 from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.kernels.sparse_mla.triton.prefill_kernel import prefill_keys_kernel
-from dsv4_ops.reference import sparse_mla as reference
 
 WARPS = 8
 """Warps of a program of the Triton kernel."""
@@ -40,9 +37,6 @@ LISTED = 512
 def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: Any) -> SparseMla:
     call = PrefillCall(*args, **named)
     q = call.q
-    if not supported(q, *call.caches):
-        not_ours("sparse_mla_prefill", impl, "with such queries or caches")
-        return reference.sparse_mla_prefill(*args, **named)
     if q.shape[0] == 0 or int(q.shape[1]) == 0:
         return SparseMla(*empty_results(q))
     if call.coded:
