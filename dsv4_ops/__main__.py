@@ -143,17 +143,21 @@ def _doctor(options: argparse.Namespace) -> int:
 def _kernels(capability: int) -> int:
     try:
         from dsv4_ops.cli import kernels as report
-        from dsv4_ops.core.refusal import refusal
+        from dsv4_ops.core.errors import argument_error
         from dsv4_ops.dispatch.limits import CODES_CAPABILITY
     except ImportError as error:
         print(f"kernels: triton must be installed, got {error}. Install triton.", file=sys.stderr)
         return 2
     least = 10 * CODES_CAPABILITY[0] + CODES_CAPABILITY[1]
     if capability < least:
-        rule, advice = f"be at least {least}", "Triton converts no FP8 codes before"
-        print(
-            refusal(ValueError, "kernels", "capability", rule, capability, advice), file=sys.stderr
+        error = argument_error(
+            "kernels",
+            "capability",
+            must=f"be at least {least}",
+            got=capability,
+            do="Triton converts no FP8 codes before",
         )
+        print(error, file=sys.stderr)
         return 2
     reports = report.report(capability, lambda text: print(text, file=sys.stderr, flush=True))
     print(report.table(reports))

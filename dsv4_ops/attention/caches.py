@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.ints import at_least
 from dsv4_ops.core.layout import Layout
-from dsv4_ops.core.refusal import refusal
 
 
 def mark_static(*tensors: Tensor) -> None:
@@ -56,9 +56,14 @@ class KVCacheBuffers(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(layout, Layout):
-            found = type(layout).__name__
-            advice = "Pass one of dsv4_ops.core.layout, such as MainLayout(block_size=64)"
-            raise refusal(TypeError, "KVCacheBuffers", "layout", "be a layout", found, advice)
+            raise argument_error(
+                "KVCacheBuffers",
+                "layout",
+                must="be a layout",
+                got=type(layout).__name__,
+                do="Pass one of dsv4_ops.core.layout, such as MainLayout(block_size=64)",
+                kind=TypeError,
+            )
         at_least("KVCacheBuffers", 1, num_layers=num_layers)
         at_least("KVCacheBuffers", 0, num_blocks=num_blocks)
         self.layout = layout
@@ -70,9 +75,14 @@ class KVCacheBuffers(nn.Module):
 
     def __getitem__(self, layer: int) -> Tensor:
         if not -self.num_layers <= layer < self.num_layers:
-            rule = f"be in {-self.num_layers}..{self.num_layers - 1}"
-            advice = "Construct it with more layers"
-            raise refusal(IndexError, "KVCacheBuffers", "layer", rule, layer, advice)
+            raise argument_error(
+                "KVCacheBuffers",
+                "layer",
+                must=f"be in {-self.num_layers}..{self.num_layers - 1}",
+                got=layer,
+                do="Construct it with more layers",
+                kind=IndexError,
+            )
         cache: Tensor = getattr(self, f"layer_{layer % self.num_layers}")
         return cache
 

@@ -12,9 +12,8 @@ from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerCall
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.ints import known
+from dsv4_ops.core.errors import argument_error, plain_int
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, TRITON
 from dsv4_ops.core.tiles import (
     METADATA_COLUMNS,
@@ -96,8 +95,9 @@ def check_layer_impl(layer: LayerCall, schedule: str) -> None:
         if spec.sm_parts:
             _check_metadata(spec, q, kind, plan)
         elif isinstance(plan, Tensor) and is_metadata(plan):
-            name, rule = "step.c128.plan", "be None without sm_parts"
-            raise refusal(ValueError, _OP, name, rule, "metadata", _OWN_SPEC)
+            raise argument_error(
+                _OP, "step.c128.plan", must="be None without sm_parts", got="metadata", do=_OWN_SPEC
+            )
         else:
             _check_plan(spec, q, plan, parts)
 
@@ -105,8 +105,13 @@ def check_layer_impl(layer: LayerCall, schedule: str) -> None:
 def check_ranks(ranks: ContextParallel, step: AttentionStep, q: Tensor) -> None:
     """Check that the step is one of a rank, and that there are such ranks."""
     if step.share is None:
-        advice = f"{_OWN_SPEC} and a cp_rank"
-        raise refusal(ValueError, _OP, "step", "be of a rank", "a step of one GPU", advice)
+        raise argument_error(
+            _OP,
+            "step",
+            must="be of a rank",
+            got="a step of one GPU",
+            do=f"{_OWN_SPEC} and a cp_rank",
+        )
     ranks.check(_OP, int(q.shape[2]) * q.element_size(), q.device)
 
 
@@ -118,8 +123,9 @@ def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
     checks = Checks(_OP)
     checks.tensor(name, schedule, torch.int32, "num_sms + 1", 2)
     if schedule.shape[0] != wanted + 1:
-        rule = f"have {wanted + 1} rows"
-        raise refusal(ValueError, _OP, name, rule, schedule.shape[0], _OWN_SPEC)
+        raise argument_error(
+            _OP, name, must=f"have {wanted + 1} rows", got=schedule.shape[0], do=_OWN_SPEC
+        )
 
 
 def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor, parts: int) -> None:
@@ -131,16 +137,26 @@ def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor, parts: int) -> None:
     ignored = f"for impl {FLASH_MLA!r}" if spec.impl == FLASH_MLA else ""
     ignored = "with batch_invariant" if spec.batch_invariant else ignored
     if ignored:
-        advice = "Build the step with plan_heads=0"
-        raise refusal(ValueError, _OP, name, f"be None {ignored}", "a tensor", advice)
+        raise argument_error(
+            _OP,
+            name,
+            must=f"be None {ignored}",
+            got="a tensor",
+            do="Build the step with plan_heads=0",
+        )
     checks = Checks(_OP)
     checks.tensor("inputs.q", q, q.dtype, "num_tokens", "num_heads", "head_dim")
     checks.tensor(name, plan, torch.int32, "num_work_tiles", PLAN_COLUMNS)
     num_tiles = num_tokens + programs_per_tile(num_heads, PROGRAMS)
     if plan.shape[0] != num_tiles:
-        rule = f"have {known(num_tiles)} rows for {known(num_tokens)} tokens of {num_heads} heads"
-        advice = f"Build each step with plan_heads={num_heads // parts}"
-        raise refusal(ValueError, _OP, name, rule, known(plan.shape[0]), advice)
+        raise argument_error(
+            _OP,
+            name,
+            must=f"have {plain_int(num_tiles)} rows for {plain_int(num_tokens)} tokens "
+            f"of {num_heads} heads",
+            got=plain_int(plan.shape[0]),
+            do=f"Build each step with plan_heads={num_heads // parts}",
+        )
 
 
 def _check_metadata(spec: LayerSpec, q: Tensor, kind: str, metadata: Tensor) -> None:
@@ -151,8 +167,13 @@ def _check_metadata(spec: LayerSpec, q: Tensor, kind: str, metadata: Tensor) -> 
     num_tokens = q.shape[0]
     num_rows = spec.sm_parts + num_tokens + 1
     if metadata.shape[0] != num_rows:
-        rule = f"have {known(num_rows)} rows for {known(num_tokens)} tokens"
-        raise refusal(ValueError, _OP, name, rule, known(metadata.shape[0]), _OWN_SPEC)
+        raise argument_error(
+            _OP,
+            name,
+            must=f"have {plain_int(num_rows)} rows for {plain_int(num_tokens)} tokens",
+            got=plain_int(metadata.shape[0]),
+            do=_OWN_SPEC,
+        )
 
 
 def _check_prefill(spec: LayerSpec, kind: str, q: Tensor, step: AttentionStep) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dsv4_ops.attention import pytrees
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.ints import INT64_MAX
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ABSENT, PrefillChunks, TokenMap
 from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
 from dsv4_ops.ops.chunking import max_prefill_chunks, prefill_row_bounds, split_prefill_chunks
@@ -78,9 +78,13 @@ class AttentionSpec:
         checks.divides("lcm(c4_ratio, c128_ratio)", ratios, "block_tokens", self.block_tokens)
         rows, workspace = self.max_model_len // self.c4_ratio, self.indexer_workspace
         if workspace < rows:
-            rule = f"be at least max_model_len // c4_ratio = {rows}"
-            advice = "Raise it, or lower max_model_len: a chunk holds all keys of a request"
-            raise refusal(ValueError, "AttentionSpec", "indexer_workspace", rule, workspace, advice)
+            raise argument_error(
+                "AttentionSpec",
+                "indexer_workspace",
+                must=f"be at least max_model_len // c4_ratio = {rows}",
+                got=workspace,
+                do="Raise it, or lower max_model_len: a chunk holds all keys of a request",
+            )
 
     @classmethod
     def deepseek_v4_flash(cls, *, next_n: int = 1, max_model_len: int = 1048576) -> AttentionSpec:

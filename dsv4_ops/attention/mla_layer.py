@@ -12,8 +12,8 @@ from dsv4_ops.attention.mla_step import MlaStep
 from dsv4_ops.attention.parallel import every_rank
 from dsv4_ops.attention.tensors import MlaCache, MlaInputs, MlaWeights, without_gradients
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import MlaFp8Layout, PlainLayout
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ContextChunks, MlaAttention
 from dsv4_ops.dispatch.choice import check_device, require
 from dsv4_ops.dispatch.libraries import LIBRARIES
@@ -230,5 +230,10 @@ def _check(
     if spec.ranks is not None:
         spec.ranks.check(op, rank * spec.dtype.itemsize, device)
         if step.chunk_slots is not None and step.chunk_rows is None:
-            advice = "Build each step with the layer's own MlaSpec and a cp_rank"
-            raise refusal(ValueError, op, "step", "be of a rank", "a step of one GPU", advice)
+            raise argument_error(
+                op,
+                "step",
+                must="be of a rank",
+                got="a step of one GPU",
+                do="Build each step with the layer's own MlaSpec and a cp_rank",
+            )

@@ -10,6 +10,7 @@ import torch
 
 from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import (
     CACHE_ALIGNMENT,
     MLA_LAYOUTS,
@@ -19,7 +20,6 @@ from dsv4_ops.core.layout import (
     PlainLayout,
     mla_layout,
 )
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.dispatch.choice import check_limit, impl_for
 from dsv4_ops.dispatch.limits import Sizes
@@ -102,34 +102,57 @@ class MlaSpec:
         checks.flag("batch_invariant", self.batch_invariant)
         checks.instance("parallel", self.parallel, ContextParallel)
         if self.dtype not in (torch.bfloat16, torch.float32):
-            rule = "be torch.bfloat16 or torch.float32"
-            raise refusal(TypeError, "MlaSpec", "dtype", rule, self.dtype, "Pass one of them")
+            raise argument_error(
+                "MlaSpec",
+                "dtype",
+                must="be torch.bfloat16 or torch.float32",
+                got=self.dtype,
+                do="Pass one of them",
+                kind=TypeError,
+            )
         checks.divides("a pair", 2, "qk_rope_head_dim", self.qk_rope_head_dim)
         sizes = (self.kv_lora_rank, self.width)
         wanted = (MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.width)
         if self.layout == MlaDsFp8Layout.tag and sizes != wanted:
-            rule = f"be another than {self.layout!r} unless a latent of {wanted[0]} has a row of "
-            found = f"{self.layout!r} for {sizes[0]} of {sizes[1]} values"
-            rule, advice = f"{rule}{wanted[1]} values", "Pass 'mla_fp8' or 'plain'"
-            raise refusal(NotImplementedError, "MlaSpec", "layout", rule, found, advice)
-        if self.layout == MlaFp8Layout.tag and self.width % CACHE_ALIGNMENT:
-            rule = f"be another than {self.layout!r} unless kv_lora_rank + qk_rope_head_dim is a "
-            rule, found = (
-                f"{rule}multiple of {CACHE_ALIGNMENT}",
-                f"{self.layout!r} with {self.width}",
+            raise argument_error(
+                "MlaSpec",
+                "layout",
+                must=f"be another than {self.layout!r} unless a latent of {wanted[0]} has a row of "
+                f"{wanted[1]} values",
+                got=f"{self.layout!r} for {sizes[0]} of {sizes[1]} values",
+                do="Pass 'mla_fp8' or 'plain'",
+                kind=NotImplementedError,
             )
-            raise refusal(NotImplementedError, "MlaSpec", "layout", rule, found, "Pass 'plain'")
+        if self.layout == MlaFp8Layout.tag and self.width % CACHE_ALIGNMENT:
+            raise argument_error(
+                "MlaSpec",
+                "layout",
+                must=f"be another than {self.layout!r} unless kv_lora_rank + qk_rope_head_dim is a "
+                f"multiple of {CACHE_ALIGNMENT}",
+                got=f"{self.layout!r} with {self.width}",
+                do="Pass 'plain'",
+                kind=NotImplementedError,
+            )
         if self.query is not None:
             checks.one_of("query", self.query, FP8_QUERY, belongs_to="queries shall be, or None")
             if self.layout != MlaFp8Layout.tag:
-                rule, found = f"be None with layout {self.layout!r}", repr(self.query)
-                advice = "Codes meet the codes of 'mla_fp8'"
-                raise refusal(NotImplementedError, "MlaSpec", "query", rule, found, advice)
+                raise argument_error(
+                    "MlaSpec",
+                    "query",
+                    must=f"be None with layout {self.layout!r}",
+                    got=repr(self.query),
+                    do="Codes meet the codes of 'mla_fp8'",
+                    kind=NotImplementedError,
+                )
         self.check_impl("MlaSpec", 1)
         if self.block_size % self.cp_interleave:
-            rule, advice = "divide block_size", "Pass a power of two"
-            found = f"{self.cp_interleave} of blocks of {self.block_size} rows"
-            raise refusal(ValueError, "MlaSpec", "parallel.interleave", rule, found, advice)
+            raise argument_error(
+                "MlaSpec",
+                "parallel.interleave",
+                must="divide block_size",
+                got=f"{self.cp_interleave} of blocks of {self.block_size} rows",
+                do="Pass a power of two",
+            )
 
     def check_impl(self, op: str, num_tokens: int, impl: str | None = None) -> None:
         """Raise an error of ``op`` if ``impl``, by default the spec's own, does not take decodes of

@@ -11,7 +11,7 @@ from dsv4_ops.attention import pytrees
 from dsv4_ops.attention.metadata import token_slots
 from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.types import ABSENT, ContextChunks, TokenMap
 from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
 from dsv4_ops.ops.context_parallel import cp_row_indices, cp_seq_lens, cp_slot_mapping
@@ -144,8 +144,13 @@ def mla_step_of_tokens(
         slots = token_slots(tokens, block_table, spec.block_size)
     else:
         if cp_rank is None:
-            rule, advice = "be given if ranks share the cache", "Pass spec.parallel.rank(device)"
-            raise refusal(ValueError, "mla_step_of_tokens", "cp_rank", rule, "None", advice)
+            raise argument_error(
+                "mla_step_of_tokens",
+                "cp_rank",
+                must="be given if ranks share the cache",
+                got="None",
+                do="Pass spec.parallel.rank(device)",
+            )
         ranks = {"cp_world_size": spec.cp_world_size, "cp_interleave": spec.cp_interleave}
         slots = cp_slot_mapping(
             tokens.positions,
@@ -168,9 +173,13 @@ def mla_step_of_tokens(
     if spec.context == "absorbed":
         return step
     if query_start_loc is None or seq_lens is None:
-        name = "query_start_loc" if query_start_loc is None else "seq_lens"
-        rule, advice = "be given for chunked contexts", "Pass the bounds of the requests"
-        raise refusal(ValueError, "mla_step_of_tokens", name, rule, "None", advice)
+        raise argument_error(
+            "mla_step_of_tokens",
+            "query_start_loc" if query_start_loc is None else "seq_lens",
+            must="be given for chunked contexts",
+            got="None",
+            do="Pass the bounds of the requests",
+        )
     return _with_prefills(spec, step, query_start_loc, seq_lens)
 
 

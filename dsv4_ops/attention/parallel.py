@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.torch_compat import group_rank
 from dsv4_ops.ops.context_parallel import (
     COMBINES,
@@ -111,8 +111,13 @@ class ContextParallel:
         ``row_bytes`` bytes a head on ``device``."""
         size = process_group_size(op, self.group)
         if size != self.world_size:
-            rule, advice = f"have {size} ranks as its group", "Make it with ContextParallel.of"
-            raise refusal(ValueError, op, "spec.parallel", rule, self.world_size, advice)
+            raise argument_error(
+                op,
+                "spec.parallel",
+                must=f"have {size} ranks as its group",
+                got=self.world_size,
+                do="Make it with ContextParallel.of",
+            )
         if self.shards_heads:
             check_combines(op, "spec.parallel.via", self.via, row_bytes, device)
 
@@ -138,9 +143,13 @@ class ContextParallel:
         differing = (every != every[0]).any(0).tolist()
         for (name, value), differs in zip(values.items(), differing, strict=True):
             if differs:
-                rule = f"be the same {name} on all ranks of a context-parallel group"
-                found, advice = f"{value!r} here", "Start every rank with the same arguments"
-                raise refusal(ValueError, op, what, rule, found, advice)
+                raise argument_error(
+                    op,
+                    what,
+                    must=f"be the same {name} on all ranks of a context-parallel group",
+                    got=f"{value!r} here",
+                    do="Start every rank with the same arguments",
+                )
 
 
 def every_rank(out: Tensor, lse: Tensor, ranks: ContextParallel) -> Sequence[Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from dsv4_ops.attention.metadata import AttentionSpec
 from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout, StateLayout
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.dispatch.choice import IMPLS
@@ -90,8 +90,14 @@ class LayerSpec:
     def __post_init__(self) -> None:
         checks = Checks("LayerSpec")
         if not isinstance(self.kinds, tuple):
-            rule, found = "be a tuple", type(self.kinds).__name__
-            raise refusal(TypeError, "LayerSpec", "kinds", rule, found, "Pass some of KINDS")
+            raise argument_error(
+                "LayerSpec",
+                "kinds",
+                must="be a tuple",
+                got=type(self.kinds).__name__,
+                do="Pass some of KINDS",
+                kind=TypeError,
+            )
         for each in self.kinds:
             checks.one_of("kinds", each, *KINDS, belongs_to="the layers have")
         checks.at_least(1, **{name: getattr(self, name) for name in _SIZES})
@@ -105,30 +111,56 @@ class LayerSpec:
             value = getattr(self, name)
             checks.one_of(name, value, fp8, PlainLayout.tag, belongs_to="the caches have")
         if self.dtype not in (torch.bfloat16, torch.float32):
-            rule = "be torch.bfloat16 or torch.float32"
-            raise refusal(TypeError, "LayerSpec", "dtype", rule, self.dtype, "Pass one of them")
+            raise argument_error(
+                "LayerSpec",
+                "dtype",
+                must="be torch.bfloat16 or torch.float32",
+                got=self.dtype,
+                do="Pass one of them",
+                kind=TypeError,
+            )
         self._check_sizes(checks)
         if self.schedule_sms and self.impl != DEEP_GEMM:
-            rule, advice = f"be 0 for impl {self.impl!r}", "Only DeepGEMM takes a schedule"
-            raise refusal(ValueError, "LayerSpec", "schedule_sms", rule, self.schedule_sms, advice)
+            raise argument_error(
+                "LayerSpec",
+                "schedule_sms",
+                must=f"be 0 for impl {self.impl!r}",
+                got=self.schedule_sms,
+                do="Only DeepGEMM takes a schedule",
+            )
         if self.sm_parts and self.impl != FLASH_MLA:
-            rule, advice = f"be 0 for impl {self.impl!r}", "Only FlashMLA takes this metadata"
-            raise refusal(ValueError, "LayerSpec", "sm_parts", rule, self.sm_parts, advice)
+            raise argument_error(
+                "LayerSpec",
+                "sm_parts",
+                must=f"be 0 for impl {self.impl!r}",
+                got=self.sm_parts,
+                do="Only FlashMLA takes this metadata",
+            )
         if self.ranks is not None:
             for name in ("c4_block_size", "c128_block_size"):  # whole turns in a block
                 rows = getattr(self.attention, name)
                 checks.divisor("parallel.interleave", self.ranks.interleave, name, rows)
         if self.sm_parts and self.ranks is not None:
-            rule, advice = "be 0 on several ranks", "A step knows no selection of a rank"
-            kind = NotImplementedError
-            raise refusal(kind, "LayerSpec", "sm_parts", rule, self.sm_parts, advice)
+            raise argument_error(
+                "LayerSpec",
+                "sm_parts",
+                must="be 0 on several ranks",
+                got=self.sm_parts,
+                do="A step knows no selection of a rank",
+                kind=NotImplementedError,
+            )
         if self.impl == FLASH_MLA:
             for name, wanted in (("layout", MainLayout.tag), ("batch_invariant", False)):
                 got = getattr(self, name)
                 if got != wanted:
-                    rule = f"be {wanted!r} for impl 'flash_mla'"
-                    advice = "FlashMLA runs nothing else"
-                    raise refusal(NotImplementedError, "LayerSpec", name, rule, repr(got), advice)
+                    raise argument_error(
+                        "LayerSpec",
+                        name,
+                        must=f"be {wanted!r} for impl 'flash_mla'",
+                        got=repr(got),
+                        do="FlashMLA runs nothing else",
+                        kind=NotImplementedError,
+                    )
 
     def _check_sizes(self, checks: Checks) -> None:
         """Check what FP8 keys and FP8 outputs have one size of."""
@@ -148,8 +180,14 @@ class LayerSpec:
             return
         checks.one_of("scale_layout", self.scale_layout, *SCALE_LAYOUTS, belongs_to="outputs have")
         if self.layout == PlainLayout.tag and self.dtype != torch.bfloat16:
-            rule, advice = f"be torch.bfloat16 with {partner}", "Quantised outputs are of bfloat16"
-            raise refusal(TypeError, "LayerSpec", "dtype", rule, self.dtype, advice)
+            raise argument_error(
+                "LayerSpec",
+                "dtype",
+                must=f"be torch.bfloat16 with {partner}",
+                got=self.dtype,
+                do="Quantised outputs are of bfloat16",
+                kind=TypeError,
+            )
 
     @classmethod
     def deepseek_v4_flash(

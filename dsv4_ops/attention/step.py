@@ -20,7 +20,7 @@ from dsv4_ops.attention.metadata import (
 from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.types import ABSENT, TokenMap
 from dsv4_ops.ops.context_parallel import cp_seq_lens, cp_slot_mapping
 from dsv4_ops.ops.indexer import paged_mqa_logits_metadata
@@ -271,8 +271,13 @@ def _plan(op: str, spec: LayerSpec, rows: dict[str, Tensor], num_heads: int) -> 
     """Plan the C128 layers; other layers have nearly the same key count for every token."""
     Checks(op).at_least(0, plan_heads=num_heads)
     if num_heads and spec.sm_parts:
-        rule, advice = "be 0 with sm_parts", "FlashMLA uses its own metadata"
-        raise refusal(ValueError, op, "plan_heads", rule, num_heads, advice)
+        raise argument_error(
+            op,
+            "plan_heads",
+            must="be 0 with sm_parts",
+            got=num_heads,
+            do="FlashMLA uses its own metadata",
+        )
     if num_heads == 0 or "c128" not in spec.kinds:
         return None
     return sparse_mla_plan(rows["swa_lens"], rows["c128_lens"], num_heads=num_heads)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dsv4_ops.core.checkpoint import check_checkpoint
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.headers import CONFIG, INDEX, WHOLE
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.testing.checkpoint import write_checkpoint
 
 
@@ -18,8 +18,13 @@ def write(path: str, family: str, seed: int, shards: int) -> None:
             shards below 1.
     """
     if any((Path(path) / name).exists() for name in (CONFIG, INDEX, WHOLE)):
-        rule, advice = "hold no checkpoint to write over", "Pass --check to check it, or remove it"
-        raise refusal(ValueError, "checkpoint", "DIR", rule, repr(path), advice)
+        raise argument_error(
+            "checkpoint",
+            "DIR",
+            must="hold no checkpoint to write over",
+            got=repr(path),
+            do="Pass --check to check it, or remove it",
+        )
     write_checkpoint(path, family=family, seed=seed, shards=shards)
 
 

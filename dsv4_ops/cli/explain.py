@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.registry import OPS, REFERENCE, OpSpec
 from dsv4_ops.dispatch.choice import (
     DEVICES,
@@ -48,8 +48,13 @@ def _chosen(op: str | None) -> list[OpSpec]:
     specs = [spec for spec in OPS.values() if spec.has_choice]
     if op is not None:
         if op not in OPS:
-            advice = "`python -m dsv4_ops list` prints all of them"
-            raise refusal(ValueError, "explain", "op", "be the name of an op", repr(op), advice)
+            raise argument_error(
+                "explain",
+                "op",
+                must="be the name of an op",
+                got=repr(op),
+                do="`python -m dsv4_ops list` prints all of them",
+            )
         specs = [OPS[op]]
     return specs
 

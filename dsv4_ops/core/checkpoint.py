@@ -12,6 +12,7 @@ import torch
 
 from dsv4_ops.core import mla_checkpoint
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.headers import (
     AGAIN,
     CONFIG,
@@ -21,7 +22,6 @@ from dsv4_ops.core.headers import (
     read_json,
 )
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.released_config import check_ratios, check_size, check_sizes, scale_format
 from dsv4_ops.core.stored_values import check_values
 
@@ -253,8 +253,13 @@ def weight_bytes(
         divided["o_groups"] = config["o_groups"]
     for name, size in divided.items():
         if num_gpus < 1 or size % num_gpus:
-            rule, advice = f"divide {name}, {size}", "Pass a divisor of it"
-            raise refusal(ValueError, "weight_bytes", "num_gpus", rule, num_gpus, advice)
+            raise argument_error(
+                "weight_bytes",
+                "num_gpus",
+                must=f"divide {name}, {size}",
+                got=num_gpus,
+                do="Pass a divisor of it",
+            )
     found = dict.fromkeys(("experts", "attention", "shared experts", "other"), 0)
     expert_dtype = config.get("expert_dtype", "fp4")
     one = {**config, "n_routed_experts": 1}  # all are alike, and names of all would take seconds
@@ -281,8 +286,13 @@ def _part(name: str) -> str:
 
 def _check_blocks(op: str, name: str, size: int, block: int) -> None:
     if size % block != 0:
-        rule, advice = f"have sizes that are multiples of {block}", "Correct the config"
-        raise refusal(ValueError, op, name, rule, size, advice)
+        raise argument_error(
+            op,
+            name,
+            must=f"have sizes that are multiples of {block}",
+            got=size,
+            do="Correct the config",
+        )
 
 
 def check_checkpoint(
@@ -319,9 +329,14 @@ def check_checkpoint(
     config = read_json(path / CONFIG, OP)
     kind = config.get("model_type")
     if kind != V4 and kind not in mla_checkpoint.MODEL_TYPES:
-        rule = f"be one of {V4}, {', '.join(mla_checkpoint.MODEL_TYPES)}"
-        advice = "Checkpoints of other architectures are unknown"
-        raise refusal(NotImplementedError, OP, "config.model_type", rule, repr(kind), advice)
+        raise argument_error(
+            OP,
+            "config.model_type",
+            must=f"be one of {V4}, {', '.join(mla_checkpoint.MODEL_TYPES)}",
+            got=repr(kind),
+            do="Checkpoints of other architectures are unknown",
+            kind=NotImplementedError,
+        )
     of_bytes = scale_format(OP, config) == "ue8m0"
     stored = read_headers(path, OP)
     check = _check_v4 if kind == V4 else _check_mla
@@ -340,11 +355,21 @@ def _check_v4(
     expert_dtype = "fp4" if first == FP4_PAIRS else "fp8"
     said = config.get("expert_dtype")
     if said not in (None, expert_dtype):
-        rule = f"be {expert_dtype!r} for experts of {first}"
-        raise refusal(ValueError, OP, "expert_dtype", rule, repr(said), "Correct config.json")
+        raise argument_error(
+            OP,
+            "expert_dtype",
+            must=f"be {expert_dtype!r} for experts of {first}",
+            got=repr(said),
+            do="Correct config.json",
+        )
     if expert_dtype == "fp4" and not of_bytes:
-        name, rule = "quantization_config.scale_fmt", "be 'ue8m0' for experts in FP4"
-        raise refusal(ValueError, OP, name, rule, "another", "Correct config.json")
+        raise argument_error(
+            OP,
+            "quantization_config.scale_fmt",
+            must="be 'ue8m0' for experts in FP4",
+            got="another",
+            do="Correct config.json",
+        )
     scale_dtype = _scale_dtype(OP, stored, "layers.0.attn.wq_a.scale")
     draft = _draft(stored)
     _check_sizes(OP, config)
@@ -377,8 +402,13 @@ def _check_tensors(
         seen.add(name)
     unknown = [name for name in stored if name not in seen and not is_other(name)]
     if unknown:
-        rule = "hold no tensor that the config has no place for"
-        raise refusal(ValueError, OP, "path", rule, min(unknown), "Correct config.json")
+        raise argument_error(
+            OP,
+            "path",
+            must="hold no tensor that the config has no place for",
+            got=min(unknown),
+            do="Correct config.json",
+        )
 
 
 def _require(
@@ -390,7 +420,7 @@ def _require(
 ) -> StoredTensor:
     if name not in stored:
         what = name if info is None else f"{name}, {info}"
-        raise refusal(ValueError, op, "path", f"hold {what}", "no such tensor", AGAIN)
+        raise argument_error(op, "path", must=f"hold {what}", got="no such tensor", do=AGAIN)
     return stored[name]
 
 
@@ -399,8 +429,9 @@ def _check_tensor(name: str, wanted: TensorInfo, actual: TensorInfo, *, op: str 
     if actual.dtype in dtypes and actual.shape == wanted.shape:
         return
     transposed = actual.dtype in dtypes and actual.shape == wanted.shape[::-1]
-    advice = "It is transposed" if transposed else AGAIN
-    raise refusal(ValueError, op, name, f"be {wanted}", actual, advice)
+    raise argument_error(
+        op, name, must=f"be {wanted}", got=actual, do="It is transposed" if transposed else AGAIN
+    )
 
 
 def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
@@ -422,20 +453,43 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
     config = read_json(path / CONFIG, op)
     kind = config.get("model_type")
     if kind != V4:
-        rule, advice = f"be {V4!r}", "Draft layers of other architectures are unknown"
-        raise refusal(NotImplementedError, op, "model_type", rule, repr(kind), advice)
+        raise argument_error(
+            op,
+            "model_type",
+            must=f"be {V4!r}",
+            got=repr(kind),
+            do="Draft layers of other architectures are unknown",
+            kind=NotImplementedError,
+        )
     stored = read_headers(path, op, lambda name: name.startswith("mtp."))
     dspark = [name for name in stored if any(part in name for part in DSPARK)]
     if dspark:
-        rule, advice = "be of an MTP layer", "DSpark's drafts are not implemented"
-        raise refusal(NotImplementedError, op, "path", rule, f"{min(dspark)} of DSpark", advice)
+        raise argument_error(
+            op,
+            "path",
+            must="be of an MTP layer",
+            got=f"{min(dspark)} of DSpark",
+            do="DSpark's drafts are not implemented",
+            kind=NotImplementedError,
+        )
     if not stored:
-        rule, advice = "hold a draft layer, mtp.0", "Pass a checkpoint that has one"
-        raise refusal(ValueError, op, "path", rule, "no tensor of it", advice)
+        raise argument_error(
+            op,
+            "path",
+            must="hold a draft layer, mtp.0",
+            got="no tensor of it",
+            do="Pass a checkpoint that has one",
+        )
     others = [name for name in stored if not name.startswith("mtp.0.")]
     if others:
-        rule, advice = "hold one draft layer, mtp.0", "Drafts of several layers are unknown"
-        raise refusal(NotImplementedError, op, "path", rule, min(others), advice)
+        raise argument_error(
+            op,
+            "path",
+            must="hold one draft layer, mtp.0",
+            got=min(others),
+            do="Drafts of several layers are unknown",
+            kind=NotImplementedError,
+        )
     expert = _require(stored, "mtp.0.ffn.experts.0.w1.weight", op=op).info.dtype
     scale = _scale_dtype(op, stored, "mtp.0.attn.wq_a.scale")
     settings = {**config, "num_hidden_layers": 0, "num_nextn_predict_layers": 1}
@@ -447,15 +501,20 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
             _check_tensor(name, info, tensor.info, op=op)
     unknown = [name for name in stored if name not in found]
     if unknown:
-        rule = "hold no tensor that a draft layer has no place for"
-        raise refusal(ValueError, op, "path", rule, min(unknown), "It is of another model")
+        raise argument_error(
+            op,
+            "path",
+            must="hold no tensor that a draft layer has no place for",
+            got=min(unknown),
+            do="It is of another model",
+        )
     return {name.removeprefix("mtp.0."): tensor for name, tensor in found.items()}
 
 
 def _scale_dtype(op: str, stored: Mapping[str, StoredTensor], name: str) -> str:
     found = _require(stored, name, op=op).info.dtype
     if found not in (E8M0, "F32"):
-        raise refusal(ValueError, op, name, f"be {E8M0} or F32", found, AGAIN)
+        raise argument_error(op, name, must=f"be {E8M0} or F32", got=found, do=AGAIN)
     return found
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.ints import above, at_least, held, known
+from dsv4_ops.core.errors import argument_error, plain_int
+from dsv4_ops.core.ints import above, at_least, fits_dtype
 from dsv4_ops.core.layout import (
     CACHE_ALIGNMENT,
     IndexerLayout,
@@ -24,7 +24,6 @@ from dsv4_ops.core.layout import (
     MlaFp8Layout,
     StateLayout,
 )
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import INT32_MAX, MAX_REQUESTS
 
 _DIMENSIONS = {
@@ -70,7 +69,6 @@ _DIMENSIONS = {
 _ALIGNED = f"start at multiples of {CACHE_ALIGNMENT} bytes"
 _ORDERS = ((0, 1, 2), (1, 0, 2), (0, 2, 1), (1, 2, 0), (2, 0, 1), (2, 1, 0))
 _Dtypes = torch.dtype | tuple[torch.dtype, ...]
-_Error = TypeVar("_Error", bound=Exception)
 
 
 class Checks:
@@ -93,41 +91,54 @@ class Checks:
         if isinstance(dtype, tuple):
             self.floats(name, value, *dtype)
         if not isinstance(value, Tensor):
-            raise self._no_tensor(name, value, f"Pass a {dtype} tensor")
+            raise self._not_a_tensor(name, value, do=f"Pass a {dtype} tensor")
         dtype = value.dtype if isinstance(dtype, tuple) else dtype
         if value.layout is not torch.strided or value.is_nested:
-            advice = "Pass .to_dense() of a sparse one, or .values() of a nested one"
-            found = "a nested one" if value.is_nested else f"a {value.layout}"
-            raise self.refusal(TypeError, name, "be a dense tensor", found, advice)
+            raise self.error(
+                name,
+                must="be a dense tensor",
+                got="a nested one" if value.is_nested else f"a {value.layout}",
+                do="Pass .to_dense() of a sparse one, or .values() of a nested one",
+                kind=TypeError,
+            )
         if value.dtype != dtype:
-            advice = _conversion(value.dtype, dtype)
-            raise self.refusal(TypeError, name, f"be {dtype}", value.dtype, advice)
+            raise self.error(
+                name,
+                must=f"be {dtype}",
+                got=value.dtype,
+                do=_conversion(value.dtype, dtype),
+                kind=TypeError,
+            )
         if value.dim() != len(dims):
-            advice = f"Pass a tensor of {_dimensions(dims)}"
-            raise self._other_shape(name, value, dims, advice)
+            do = f"Pass a tensor of {_dimensions(dims)}"
+            raise self._wrong_shape(name, value, dims, do=do)
         for axis, dim in enumerate(dims):
             self._dimension(name, value, dims, axis, dim)
         if self.device is None:
             self.device, self.device_owner = value.device, name
         elif value.device != self.device:
-            rule = f"be on {self.device} like {self.device_owner}"
-            advice = "Move all tensors of a call to one device"
-            raise self.refusal(ValueError, name, rule, value.device, advice)
+            raise self.error(
+                name,
+                must=f"be on {self.device} like {self.device_owner}",
+                got=value.device,
+                do="Move all tensors of a call to one device",
+            )
 
-    def refusal(
-        self, kind: type[_Error], name: str, rule: str, actual: object, advice: str
-    ) -> _Error:
-        """The error to raise where the argument ``name`` does not follow ``rule``."""
-        return refusal(kind, self.op, name, rule, actual, advice)
+    def error(
+        self, name: str, *, must: str, got: object, do: str, kind: type[Exception] = ValueError
+    ) -> Exception:
+        """Make the ``argument_error`` of this call's op."""
+        return argument_error(self.op, name, must=must, got=got, do=do, kind=kind)
 
-    def _no_tensor(self, name: str, value: object, advice: str) -> TypeError:
-        return self.refusal(TypeError, name, "be a tensor", type(value).__name__, advice)
+    def _not_a_tensor(self, name: str, value: object, *, do: str) -> Exception:
+        got = type(value).__name__
+        return self.error(name, must="be a tensor", got=got, do=do, kind=TypeError)
 
-    def _other_shape(
-        self, name: str, value: Tensor, dims: tuple[str | int, ...], advice: str, but: str = ""
-    ) -> ValueError:
-        rule = f"have shape {_shape(dims)}{but}"
-        return self.refusal(ValueError, name, rule, list(value.shape), advice)
+    def _wrong_shape(
+        self, name: str, value: Tensor, dims: tuple[str | int, ...], *, do: str, sizes: str = ""
+    ) -> Exception:
+        must = f"have shape {_shape(dims)}{sizes}"
+        return self.error(name, must=must, got=list(value.shape), do=do)
 
     def optional(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
         """``value`` is such a ``tensor``, or None."""
@@ -150,8 +161,8 @@ class Checks:
         dims = ("num_reqs", "next_n")
         self.tensor(name, value, dtype, *dims)
         if value.shape[0] * value.shape[1] != self.sizes["num_tokens"]:
-            but = f" of {self._num_tokens('entries')}"
-            raise self._other_shape(name, value, dims, "Pass one per token", but)
+            sizes = f" of {self._num_tokens('entries')}"
+            raise self._wrong_shape(name, value, dims, do="Pass one per token", sizes=sizes)
 
     def _dimension(
         self, name: str, value: Tensor, dims: tuple[str | int, ...], axis: int, dim: str | int
@@ -159,46 +170,48 @@ class Checks:
         size = value.shape[axis]
         if isinstance(dim, int):
             if size != dim:
-                advice = f"Pass exactly {dim} entries in dimension {axis}"
-                raise self._other_shape(name, value, dims, advice)
+                do = f"Pass exactly {dim} entries in dimension {axis}"
+                raise self._wrong_shape(name, value, dims, do=do)
             return
         word, _, extra = dim.partition(" + ")
         offset = int(extra) if extra else 0
         if size < offset:
-            advice = f"Pass at least {offset} entry, even for an empty batch"
-            raise self._other_shape(name, value, dims, advice)
+            do = f"Pass at least {offset} entry, even for an empty batch"
+            raise self._wrong_shape(name, value, dims, do=do)
         if word not in self.sizes:
             self.sizes[word], self.owners[word] = size - offset, name
         elif self.sizes[word] != size - offset:
-            advice = f"Make them agree: {word} counts {_DIMENSIONS[word]}"
-            but = f" with {word} = {self.sizes[word]} as in {self.owners[word]}"
-            raise self._other_shape(name, value, dims, advice, but)
+            do = f"Make them agree: {word} counts {_DIMENSIONS[word]}"
+            sizes = f" with {word} = {self.sizes[word]} as in {self.owners[word]}"
+            raise self._wrong_shape(name, value, dims, do=do, sizes=sizes)
 
-    def floats(
-        self, name: str, value: Tensor | None, *allowed: torch.dtype, advice: str = ""
-    ) -> None:
-        """``value`` is a tensor of one of the ``allowed`` dtypes; ``advice`` says where to get
-        it."""
+    def floats(self, name: str, value: Tensor | None, *allowed: torch.dtype, do: str = "") -> None:
+        """``value`` is a tensor of one of the ``allowed`` dtypes; ``do`` says where to get one."""
         if not isinstance(value, Tensor):
-            raise self._no_tensor(name, value, advice or f"Pass a {allowed[0]} tensor")
+            raise self._not_a_tensor(name, value, do=do or f"Pass a {allowed[0]} tensor")
         if value.dtype not in allowed:
-            rule = "be " + " or ".join([str(dtype) for dtype in allowed])
-            advice = advice or f"Cast it with .to({allowed[0]})"
-            raise self.refusal(TypeError, name, rule, value.dtype, advice)
+            do = do or f"Cast it with .to({allowed[0]})"
+            raise self.error(
+                name,
+                must="be " + " or ".join([str(dtype) for dtype in allowed]),
+                got=value.dtype,
+                do=do,
+                kind=TypeError,
+            )
 
     def rows_of(self, name: str, value: Tensor, *dims: str) -> None:
         """``value`` is a tensor of any dtype whose first sizes are the named ones."""
         if not isinstance(value, Tensor):
-            raise self._no_tensor(name, value, "Pass a tensor of any dtype")
+            raise self._not_a_tensor(name, value, do="Pass a tensor of any dtype")
         if value.dim() < len(dims):
-            advice = f"Pass a tensor of at least {_dimensions(dims)}"
-            raise self._other_shape(name, value, (*dims, "..."), advice)
+            do = f"Pass a tensor of at least {_dimensions(dims)}"
+            raise self._wrong_shape(name, value, (*dims, "..."), do=do)
         trailing = [f"size {axis}" for axis in range(len(dims), value.dim())]
         self.tensor(name, value, value.dtype, *dims, *trailing)
 
     def value_of(self, name: str, value: float, owner: str, dtype: torch.dtype) -> None:
         """``value`` is a number that ``dtype``, that of ``owner``, has."""
-        held(self.op, name, value, owner, dtype)
+        fits_dtype(self.op, name, value, owner, dtype)
 
     def at_least(self, minimum: int, *, most: int = INT32_MAX, **values: int) -> None:
         """Every value is an int of at least ``minimum`` and at most ``most``."""
@@ -207,34 +220,52 @@ class Checks:
     def at_most(self, name: str, value: int, limit_name: str, limit: int) -> None:
         """``value`` is at most ``limit``, which is what ``limit_name`` says."""
         if value > limit:
-            rule = f"be at most {limit_name} = {known(limit)}"
-            advice = f"Lower {name}, or raise {limit_name}"
-            raise self.refusal(ValueError, name, rule, known(value), advice)
+            raise self.error(
+                name,
+                must=f"be at most {limit_name} = {plain_int(limit)}",
+                got=plain_int(value),
+                do=f"Lower {name}, or raise {limit_name}",
+            )
 
     def equal(self, name: str, value: int, wanted: int, partner: str) -> None:
         """``value`` is ``wanted``, the only one that ``partner`` takes."""
         if value != wanted:
-            rule, advice = f"be {known(wanted)} with {partner}", f"Pass {known(wanted)}"
-            raise self.refusal(ValueError, name, rule, known(value), advice)
+            raise self.error(
+                name,
+                must=f"be {plain_int(wanted)} with {partner}",
+                got=plain_int(value),
+                do=f"Pass {plain_int(wanted)}",
+            )
 
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
         """``value`` has at least ``limit`` columns, which is what ``limit_name`` says."""
         if value.shape[1] < limit:
-            rule = f"have at least {limit_name} = {known(limit)} columns"
-            advice = f"Widen it with columns of -1, or lower {limit_name}"
-            raise self.refusal(ValueError, name, rule, known(value.shape[1]), advice)
+            raise self.error(
+                name,
+                must=f"have at least {limit_name} = {plain_int(limit)} columns",
+                got=plain_int(value.shape[1]),
+                do=f"Widen it with columns of -1, or lower {limit_name}",
+            )
 
     def columns_of(self, name: str, value: Tensor, multiple: int) -> None:
         """The number of columns of ``value`` is a multiple of ``multiple``."""
         if value.shape[1] % multiple != 0:
-            rule, advice = f"have a multiple of {multiple} columns", "Widen it with columns of -1"
-            raise self.refusal(ValueError, name, rule, value.shape[1], advice)
+            raise self.error(
+                name,
+                must=f"have a multiple of {multiple} columns",
+                got=value.shape[1],
+                do="Widen it with columns of -1",
+            )
 
     def comes_with(self, name: str, partner_name: str, partner: Tensor | None) -> None:
         """``name`` was given, so ``partner`` must be too."""
         if partner is None:
-            rule, advice = f"be None without {partner_name}", "Pass both or neither"
-            raise self.refusal(ValueError, name, rule, "a tensor", advice)
+            raise self.error(
+                name,
+                must=f"be None without {partner_name}",
+                got="a tensor",
+                do="Pass both or neither",
+            )
 
     def all_or_none(self, **values: Tensor | None) -> None:
         """If one of ``values`` was given, the others must be too."""
@@ -246,8 +277,9 @@ class Checks:
     def without(self, name: str, value: object, neutral: object, partner: str) -> None:
         """``name`` is left at ``neutral``, because ``partner`` was given."""
         if value != neutral:
-            rule, advice = f"be {neutral} with {partner}", "Pass one of the two"
-            raise self.refusal(ValueError, name, rule, value, advice)
+            raise self.error(
+                name, must=f"be {neutral} with {partner}", got=value, do="Pass one of the two"
+            )
 
     def one_of(
         self,
@@ -258,12 +290,20 @@ class Checks:
     ) -> None:
         """``value`` is one of the ``allowed`` strings, the one that ``belongs_to``."""
         if not isinstance(value, str):
-            advice = f"Pass the {name} that {belongs_to}"
-            raise self.refusal(TypeError, name, "be a str", type(value).__name__, advice)
+            raise self.error(
+                name,
+                must="be a str",
+                got=type(value).__name__,
+                do=f"Pass the {name} that {belongs_to}",
+                kind=TypeError,
+            )
         if value not in allowed:
-            rule = "be " + " or ".join(repr(word) for word in allowed)
-            advice = f"Pass the {name} that {belongs_to}"
-            raise self.refusal(ValueError, name, rule, repr(value), advice)
+            raise self.error(
+                name,
+                must="be " + " or ".join(repr(word) for word in allowed),
+                got=repr(value),
+                do=f"Pass the {name} that {belongs_to}",
+            )
 
     def storage(
         self, name: str, cache: Tensor, made_by: str, tag: str, *allowed: torch.dtype
@@ -271,24 +311,36 @@ class Checks:
         """``cache`` is a tensor of one of the ``allowed`` dtypes, and of no other cast to it: ops
         would write to the copy."""
         if not isinstance(cache, Tensor):
-            raise self._no_tensor(name, cache, _made_by(made_by))
+            raise self._not_a_tensor(name, cache, do=_made_by(made_by))
         if cache.dtype not in allowed:
             words = " or ".join([str(dtype) for dtype in allowed])
-            rule = f"be {words} for layout {tag!r}"
-            raise self.refusal(TypeError, name, rule, cache.dtype, _made_by(made_by))
+            raise self.error(
+                name,
+                must=f"be {words} for layout {tag!r}",
+                got=cache.dtype,
+                do=_made_by(made_by),
+                kind=TypeError,
+            )
 
     def rows_for_tokens(self, name: str, value: Tensor) -> None:
         """``value`` has a row for every token; more are ignored."""
         if value.shape[0] < self.sizes["num_tokens"]:
-            rule = f"have at least {self._num_tokens('rows')}"
-            raise self.refusal(ValueError, name, rule, value.shape[0], "Pass a row for every token")
+            raise self.error(
+                name,
+                must=f"have at least {self._num_tokens('rows')}",
+                got=value.shape[0],
+                do="Pass a row for every token",
+            )
 
     def no_more_than_tokens(self, name: str, value: Tensor) -> None:
         """``value`` has an entry for each of the first tokens, and no more of them."""
         if value.shape[0] > self.sizes["num_tokens"]:
-            rule = f"have at most {self._num_tokens('entries')}"
-            advice = "Pass one per token, or fewer"
-            raise self.refusal(ValueError, name, rule, value.shape[0], advice)
+            raise self.error(
+                name,
+                must=f"have at most {self._num_tokens('entries')}",
+                got=value.shape[0],
+                do="Pass one per token, or fewer",
+            )
 
     def _num_tokens(self, what: str) -> str:
         return f"num_tokens = {self.sizes['num_tokens']} {what} as in {self.owners['num_tokens']}"
@@ -308,28 +360,37 @@ class Checks:
         self.tensor(name, cache, layout.storage_dtype, *dims)
         _, *sizes = layout.shape(0)
         if any(size != wanted for size, wanted in zip(cache.shape[1:], sizes, strict=True)):
-            entries = ", ".join([str(known(size)) for size in sizes])
-            of_layout = f"layout {layout.tag!r} with {size_name} = {known(layout.block_size)}"
-            rule = f"have shape [{dims[0]}, {entries}] for {of_layout}"
-            advice = f"{_allocate(layout)}, or correct {size_name}"
-            raise self.refusal(ValueError, name, rule, list(cache.shape), advice)
+            entries = ", ".join([str(plain_int(size)) for size in sizes])
+            of_layout = f"layout {layout.tag!r} with {size_name} = {plain_int(layout.block_size)}"
+            raise self.error(
+                name,
+                must=f"have shape [{dims[0]}, {entries}] for {of_layout}",
+                got=list(cache.shape),
+                do=f"{_allocate(layout)}, or correct {size_name}",
+            )
         page, *strides = cache.stride()
         wanted = [*sizes[1:], 1]  # of a row in its block, if there are rows
         is_dense = all(stride == each for stride, each in zip(strides, wanted, strict=True))
         inside = sizes[0] * wanted[0]
         if not is_dense or page < inside or page * cache.itemsize % CACHE_ALIGNMENT != 0:
-            found = f"strides {list(cache.stride())}"
-            rule = f"have dense pages, none inside another, that {_ALIGNED}"
-            raise self.refusal(ValueError, name, rule, found, _allocate(layout))
+            raise self.error(
+                name,
+                must=f"have dense pages, none inside another, that {_ALIGNED}",
+                got=f"strides {list(cache.stride())}",
+                do=_allocate(layout),
+            )
         if not torch.compiler.is_dynamo_compiling():  # it cannot trace storage_offset: the
             self.page_start(name, cache, layout)  # launcher asks while it is traced
 
     def page_start(self, name: str, cache: Tensor, layout: Layout) -> None:
         """``cache`` starts at a multiple of 16 bytes of its storage."""
         if cache.storage_offset() * cache.itemsize % CACHE_ALIGNMENT != 0:
-            found = f"storage offset {cache.storage_offset()}"
-            rule = f"have pages that {_ALIGNED}"
-            raise self.refusal(ValueError, name, rule, found, _allocate(layout))
+            raise self.error(
+                name,
+                must=f"have pages that {_ALIGNED}",
+                got=f"storage offset {cache.storage_offset()}",
+                do=_allocate(layout),
+            )
 
     def bytes_of_row(self, name: str, cache: Tensor) -> int:
         """Bytes of a row of ``cache``, whose layout does not say."""
@@ -351,36 +412,56 @@ class Checks:
         self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:
-            rule = "have pages of at least 1 row"
-            raise self.refusal(ValueError, name, rule, list(cache.shape), _made_by("PlainLayout"))
+            raise self.error(
+                name,
+                must="have pages of at least 1 row",
+                got=list(cache.shape),
+                do=_made_by("PlainLayout"),
+            )
         if block_size is not None and cache.shape[1] != block_size:
-            rule = f"have pages of {size_name} = {known(block_size)} rows"
-            advice = f"Correct {size_name}, or pass the cache that it belongs to"
-            raise self.refusal(ValueError, name, rule, list(cache.shape), advice)
+            raise self.error(
+                name,
+                must=f"have pages of {size_name} = {plain_int(block_size)} rows",
+                got=list(cache.shape),
+                do=f"Correct {size_name}, or pass the cache that it belongs to",
+            )
         if cache.stride(2) != 1:
-            found = f"strides {list(cache.stride())}"
-            raise self.refusal(ValueError, name, "have dense rows", found, _made_by("PlainLayout"))
+            raise self.error(
+                name,
+                must="have dense rows",
+                got=f"strides {list(cache.stride())}",
+                do=_made_by("PlainLayout"),
+            )
 
-    def apart(self, name: str, value: Tensor, advice: str = "") -> None:
+    def apart(self, name: str, value: Tensor, do: str = "") -> None:
         """No two elements of ``value``, which is written to, share memory."""
         if not any(_nested(value, order) for order in _ORDERS):
-            rule = "have no row inside another, as it is written to"
-            found = f"strides {list(value.stride())}"
-            raise self.refusal(ValueError, name, rule, found, advice or _made_by("PlainLayout"))
+            raise self.error(
+                name,
+                must="have no row inside another, as it is written to",
+                got=f"strides {list(value.stride())}",
+                do=do or _made_by("PlainLayout"),
+            )
 
     def divides(self, divisor_name: str, divisor: int, name: str, value: int) -> None:
         """``value`` is a multiple of ``divisor``."""
         if value % divisor != 0:
-            rule = f"be a multiple of {divisor_name} = {known(divisor)}"
-            advice = f"Use {name} = {known(value + divisor - value % divisor)}"
-            raise self.refusal(ValueError, name, rule, known(value), advice)
+            raise self.error(
+                name,
+                must=f"be a multiple of {divisor_name} = {plain_int(divisor)}",
+                got=plain_int(value),
+                do=f"Use {name} = {plain_int(value + divisor - value % divisor)}",
+            )
 
     def divisor(self, name: str, value: int, whole_name: str, whole: int) -> None:
         """``value`` divides ``whole``, which is what ``whole_name`` says."""
         if whole % value != 0:
-            rule = f"divide {whole_name} = {known(whole)}"
-            advice = f"Use a power of two up to {known(whole)}"
-            raise self.refusal(ValueError, name, rule, known(value), advice)
+            raise self.error(
+                name,
+                must=f"divide {whole_name} = {plain_int(whole)}",
+                got=plain_int(value),
+                do=f"Use a power of two up to {plain_int(whole)}",
+            )
 
     def above(self, limit: int, **values: float) -> None:
         """Every value is a finite number above ``limit``."""
@@ -391,37 +472,56 @@ class Checks:
         lens = list(values.tolist() if isinstance(values, Tensor) else values)
         for index, length in enumerate(lens):
             if isinstance(length, bool) or not isinstance(length, int):
-                found = f"{type(length).__name__} at index {index}"
-                advice = "Convert the lengths with int()"
-                raise self.refusal(TypeError, name, "hold ints", found, advice)
+                raise self.error(
+                    name,
+                    must="hold ints",
+                    got=f"{type(length).__name__} at index {index}",
+                    do="Convert the lengths with int()",
+                    kind=TypeError,
+                )
             if length < 0:
-                found, advice = f"{length} at index {index}", "Give padding requests length 0"
-                raise self.refusal(ValueError, name, "be non-negative", found, advice)
+                raise self.error(
+                    name,
+                    must="be non-negative",
+                    got=f"{length} at index {index}",
+                    do="Give padding requests length 0",
+                )
         return lens
 
     def instance(self, name: str, value: object, kind: type) -> None:
         """``value`` is a ``kind``, or None."""
         if value is not None and not isinstance(value, kind):
-            rule = f"be a {kind.__name__} or None"
-            advice = f"Pass {kind.__name__}(...), or leave it out"
-            raise self.refusal(TypeError, name, rule, type(value).__name__, advice)
+            raise self.error(
+                name,
+                must=f"be a {kind.__name__} or None",
+                got=type(value).__name__,
+                do=f"Pass {kind.__name__}(...), or leave it out",
+                kind=TypeError,
+            )
 
     def device_name(self, name: str, value: torch.device | str | None) -> None:
         """``value`` names a device, or is None."""
         try:
             torch.device("cpu" if value is None else value)
         except (RuntimeError, TypeError) as error:
-            advice = "Pass a torch.device, its name, or None"
-            raise self.refusal(ValueError, name, "be a device", repr(value), advice) from error
+            raise self.error(
+                name,
+                must="be a device",
+                got=repr(value),
+                do="Pass a torch.device, its name, or None",
+            ) from error
 
     def even(self, name: str, value: Tensor, most_name: str, most: int) -> None:
         """The last dimension of ``value`` is a number of pairs, at most ``most``, which is what
         ``most_name`` says."""
         size = int(value.shape[-1])  # of a row, so configuration: a constant in compiled code
         if size % 2 != 0 or size > int(most):
-            rule = f"have an even number of columns, at most {most_name} = {known(most)}"
-            advice = "Pass [cos | sin] of the rotated pairs"
-            raise self.refusal(ValueError, name, rule, list(value.shape), advice)
+            raise self.error(
+                name,
+                must=f"have an even number of columns, at most {most_name} = {plain_int(most)}",
+                got=list(value.shape),
+                do="Pass [cos | sin] of the rotated pairs",
+            )
 
     def rotation(
         self, positions: Tensor, cos_sin_cache: Tensor, rope_dim: str | int = "rope_dim"
@@ -433,22 +533,33 @@ class Checks:
     def path(self, name: str, value: str | os.PathLike[str]) -> Path:
         """``value``, a path, as a ``Path``."""
         if not isinstance(value, (str, os.PathLike)):
-            rule, advice = "be a str or a path", "Name a file or a folder"
-            raise self.refusal(TypeError, name, rule, type(value).__name__, advice)
+            raise self.error(
+                name,
+                must="be a str or a path",
+                got=type(value).__name__,
+                do="Name a file or a folder",
+                kind=TypeError,
+            )
         return Path(value)
 
     def flag(self, name: str, value: bool) -> None:
         """``value`` is a bool."""
         if not isinstance(value, bool):
-            found = type(value).__name__
-            raise self.refusal(TypeError, name, "be a bool", found, "Pass True or False")
+            raise self.error(
+                name,
+                must="be a bool",
+                got=type(value).__name__,
+                do="Pass True or False",
+                kind=TypeError,
+            )
 
     def request_limit(self, name: str = "num_reqs") -> None:
         """The batch has no more requests, or whatever is searched, than the compiled searches
         cover."""
         if self.sizes[name] > MAX_REQUESTS:
-            rule = f"be at most {MAX_REQUESTS}"
-            raise self.refusal(ValueError, name, rule, self.sizes[name], "Split the batch")
+            raise self.error(
+                name, must=f"be at most {MAX_REQUESTS}", got=self.sizes[name], do="Split the batch"
+            )
 
 
 def check_insert(
@@ -486,8 +597,8 @@ def _allocate(layout: Layout) -> str:
     """``_made_by`` with the sizes of ``layout``. Dynamo cannot trace its repr."""
     width = ""
     if isinstance(layout, (StateLayout, MlaFp8Layout)):
-        width = f", width={known(layout.width)}"
-    size = f"block_size={known(layout.block_size)}"
+        width = f", width={plain_int(layout.width)}"
+    size = f"block_size={plain_int(layout.block_size)}"
     return _made_by(type(layout).__name__, f"{size}{width}")
 
 

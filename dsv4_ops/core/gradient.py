@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.torch_compat import (
     OpOverload,
     SingleLevelFunction,
@@ -35,18 +35,27 @@ KINDS = (INTEGERS, REFUSED, REFERENCE)
 _LEAVE = "Call it under torch.no_grad()"
 
 
-def no_derivative(op: str) -> NotImplementedError:
+def no_derivative(op: str) -> Exception:
     """The error of a derivative that is asked for."""
-    advice = f"{_LEAVE}, or detach what goes into it; to train, compute this in ops of torch"
-    return refusal(
-        NotImplementedError, op, "results", "not be differentiated", "a derivative of them", advice
+    return argument_error(
+        op,
+        "results",
+        must="not be differentiated",
+        got="a derivative of them",
+        do=f"{_LEAVE}, or detach what goes into it; to train, compute this in ops of torch",
+        kind=NotImplementedError,
     )
 
 
-def _not_written(op: str, name: str) -> NotImplementedError:
-    rule = "not require gradients, which a tensor that is written to would lose"
-    advice = f"{_LEAVE}, or detach {name}"
-    return refusal(NotImplementedError, op, name, rule, "requires_grad=True", advice)
+def _not_written(op: str, name: str) -> Exception:
+    return argument_error(
+        op,
+        name,
+        must="not require gradients, which a tensor that is written to would lose",
+        got="requires_grad=True",
+        do=f"{_LEAVE}, or detach {name}",
+        kind=NotImplementedError,
+    )
 
 
 class _Refused(SingleLevelFunction):

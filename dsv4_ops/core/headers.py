@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 
 CONFIG = "config.json"
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -76,14 +76,24 @@ def read_headers(
     for shard in sorted(set(shards.values())):
         for name, tensor in read_header(path / shard, op).items():
             if name in found:
-                rule, actual = "be in one shard", f"{found[name].file.name} and {shard}"
-                raise refusal(ValueError, op, name, rule, actual, AGAIN)
+                raise argument_error(
+                    op,
+                    name,
+                    must="be in one shard",
+                    got=f"{found[name].file.name} and {shard}",
+                    do=AGAIN,
+                )
             if wanted(name):
                 found[name] = tensor
     for name, shard in shards.items():
         if name not in found or found[name].file.name != shard:
-            actual = found[name].file.name if name in found else "none"
-            raise refusal(ValueError, op, name, f"be in {shard}, as the index says", actual, AGAIN)
+            raise argument_error(
+                op,
+                name,
+                must=f"be in {shard}, as the index says",
+                got=found[name].file.name if name in found else "none",
+                do=AGAIN,
+            )
     return found
 
 
@@ -96,17 +106,23 @@ def read_index(path: Path, op: str) -> dict[str, str]:
     index = read_json(path / INDEX, op)
     shards = index.get("weight_map")
     if not isinstance(shards, dict):
-        raise refusal(ValueError, op, INDEX, "hold a weight_map", "none", AGAIN)
+        raise argument_error(op, INDEX, must="hold a weight_map", got="none", do=AGAIN)
     if not isinstance(index.get("metadata"), dict):  # Hugging Face reads it
-        raise refusal(ValueError, op, INDEX, "hold metadata", "none", AGAIN)
+        raise argument_error(op, INDEX, must="hold metadata", got="none", do=AGAIN)
     files = {each.name for each in path.iterdir() if each.is_file()}
     for name, shard in shards.items():
         if not isinstance(shard, str):
-            rule = f"name the file of {name}"
-            raise refusal(ValueError, op, INDEX, rule, type(shard).__name__, AGAIN)
+            raise argument_error(
+                op, INDEX, must=f"name the file of {name}", got=type(shard).__name__, do=AGAIN
+            )
         if shard not in files:
-            rule = "hold every shard of its index"
-            raise refusal(ValueError, op, "path", rule, f"no {shard}", "Download the shard")
+            raise argument_error(
+                op,
+                "path",
+                must="hold every shard of its index",
+                got=f"no {shard}",
+                do="Download the shard",
+            )
     return shards
 
 
@@ -117,8 +133,13 @@ def read_json(file: Path, op: str) -> dict[str, Any]:
         ValueError: it is missing or broken.
     """
     if not file.is_file():
-        rule, advice = f"hold {file.name}", "Pass the folder of a checkpoint"
-        raise refusal(ValueError, op, "path", rule, file.parent, advice)
+        raise argument_error(
+            op,
+            "path",
+            must=f"hold {file.name}",
+            got=file.parent,
+            do="Pass the folder of a checkpoint",
+        )
     return _object(op, file.name, file.read_bytes())
 
 
@@ -132,8 +153,13 @@ def read_header(file: Path, op: str) -> dict[str, StoredTensor]:
         size = int.from_bytes(stream.read(8), "little")
         held = file.stat().st_size
         if not 0 < size <= min(held - 8, _MOST_HEADER_BYTES):
-            rule, actual = "begin with the size of its header", f"{size} in {held} bytes"
-            raise refusal(ValueError, op, file.name, rule, actual, AGAIN)
+            raise argument_error(
+                op,
+                file.name,
+                must="begin with the size of its header",
+                got=f"{size} in {held} bytes",
+                do=AGAIN,
+            )
         entries = _object(op, file.name, stream.read(size))
     _check_metadata(op, file.name, entries.pop("__metadata__", {}))
     first = stop = 8 + size
@@ -141,12 +167,18 @@ def read_header(file: Path, op: str) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name, tensor in sorted(tensors, key=lambda each: (each[1].start, each[1].stop)):
         if tensor.start != stop:
-            rule = f"begin at byte {stop - first}, where the tensor before it ends"
-            raise refusal(ValueError, op, name, rule, tensor.start - first, AGAIN)
+            raise argument_error(
+                op,
+                name,
+                must=f"begin at byte {stop - first}, where the tensor before it ends",
+                got=tensor.start - first,
+                do=AGAIN,
+            )
         found[name], stop = tensor, tensor.stop
     if held != stop:
-        rule = "be as long as its header says"
-        raise refusal(ValueError, op, file.name, rule, f"{held} bytes", AGAIN)
+        raise argument_error(
+            op, file.name, must="be as long as its header says", got=f"{held} bytes", do=AGAIN
+        )
     return found
 
 
@@ -155,19 +187,31 @@ def _stored(op: str, file: Path, first: int, name: str, entry: Any) -> tuple[str
     held = entry if isinstance(entry, dict) and entry.keys() == _ENTRY else {}
     dtype, shape, offsets = (held.get(part) for part in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets, 2):
-        rule = "have a dtype, a shape and two data_offsets in its header"
-        raise refusal(ValueError, op, name, rule, _short(entry), AGAIN)
+        raise argument_error(
+            op,
+            name,
+            must="have a dtype, a shape and two data_offsets in its header",
+            got=_short(entry),
+            do=AGAIN,
+        )
     if dtype not in _BITS:
-        rule = "be of a dtype that safetensors has"
-        raise refusal(ValueError, op, name, rule, _short(dtype), AGAIN)
+        raise argument_error(
+            op, name, must="be of a dtype that safetensors has", got=_short(dtype), do=AGAIN
+        )
     if prod(max(size, 1) for size in shape) >= _MOST_VALUES:  # libraries count in 64 bits
-        rule = f"have fewer than {_MOST_VALUES} values"
-        raise refusal(ValueError, op, name, rule, _short(shape), AGAIN)
+        raise argument_error(
+            op, name, must=f"have fewer than {_MOST_VALUES} values", got=_short(shape), do=AGAIN
+        )
     info, (start, stop) = TensorInfo(dtype, tuple(shape)), offsets
     bits = prod(shape) * _BITS[dtype]
     if bits != 8 * (stop - start):
-        rule = f"have data_offsets of {bits / 8:g} bytes, as {info} takes"
-        raise refusal(ValueError, op, name, rule, stop - start, AGAIN)
+        raise argument_error(
+            op,
+            name,
+            must=f"have data_offsets of {bits / 8:g} bytes, as {info} takes",
+            got=stop - start,
+            do=AGAIN,
+        )
     return name, StoredTensor(info, file, first + start, first + stop)
 
 
@@ -180,17 +224,20 @@ def _are_sizes(held: Any, count: int | None = None) -> TypeGuard[list[int]]:
 
 def _check_metadata(op: str, name: str, held: Any) -> None:
     if not isinstance(held, Mapping) or not all(isinstance(each, str) for each in held.values()):
-        raise refusal(ValueError, op, name, "have __metadata__ of texts", _short(held), AGAIN)
+        raise argument_error(
+            op, name, must="have __metadata__ of texts", got=_short(held), do=AGAIN
+        )
 
 
 def _object(op: str, name: str, content: bytes) -> dict[str, Any]:
     try:
         held = json.loads(content.decode(), object_pairs_hook=_pairs)
     except (ValueError, RecursionError) as error:  # no JSON, no text, or too deep
-        raise refusal(ValueError, op, name, "be JSON", _short(str(error)), AGAIN) from error
+        raise argument_error(op, name, must="be JSON", got=_short(str(error)), do=AGAIN) from error
     if not isinstance(held, dict):
-        rule = "hold names and values"
-        raise refusal(ValueError, op, name, rule, type(held).__name__, AGAIN)
+        raise argument_error(
+            op, name, must="hold names and values", got=type(held).__name__, do=AGAIN
+        )
     return held
 
 

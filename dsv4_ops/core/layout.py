@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.ints import at_least, known
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error, plain_int
+from dsv4_ops.core.ints import at_least
 
 PAGE_ALIGNMENT = 576
 """Bytes that a page of the FP8 and state layouts is a multiple of."""
@@ -212,9 +212,14 @@ class PlainLayout(Layout):
         super().__post_init__()
         at_least("PlainLayout", 1, width=self.width)
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            rule = "be torch.bfloat16, torch.float16 or torch.float32"
-            advice = "Pass the dtype of the rows"
-            raise refusal(TypeError, "PlainLayout", "dtype", rule, self.dtype, advice)
+            raise argument_error(
+                "PlainLayout",
+                "dtype",
+                must="be torch.bfloat16, torch.float16 or torch.float32",
+                got=self.dtype,
+                do="Pass the dtype of the rows",
+                kind=TypeError,
+            )
 
     @property
     def data_bytes(self) -> int:
@@ -271,9 +276,13 @@ class MlaFp8Layout(MlaLayout):
         super().__post_init__()
         at_least("MlaFp8Layout", CACHE_ALIGNMENT, width=self.width)
         if self.width % CACHE_ALIGNMENT != 0:
-            rule = f"be a multiple of {CACHE_ALIGNMENT}"
-            advice = "Pad kv_lora_rank or qk_rope_head_dim"
-            raise refusal(ValueError, "MlaFp8Layout", "width", rule, known(self.width), advice)
+            raise argument_error(
+                "MlaFp8Layout",
+                "width",
+                must=f"be a multiple of {CACHE_ALIGNMENT}",
+                got=plain_int(self.width),
+                do="Pad kv_lora_rank or qk_rope_head_dim",
+            )
 
     @property
     def data_bytes(self) -> int:

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.headers import TensorInfo
 from dsv4_ops.core.layout import WEIGHT_BLOCK
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.released_config import check_size, check_sizes
 
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2")
@@ -48,8 +48,13 @@ def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
             check_size(op, name, config[name], least)
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
-            rule, advice = "be false", "Quantised layers with biases are unknown"
-            raise refusal(ValueError, op, f"config.{name}", rule, repr(config[name]), advice)
+            raise argument_error(
+                op,
+                f"config.{name}",
+                must="be false",
+                got=repr(config[name]),
+                do="Quantised layers with biases are unknown",
+            )
     return _Tensors(config, _skipped(op, config)).all()
 
 
@@ -153,9 +158,12 @@ def _skipped(op: str, config: Mapping[str, Any]) -> list[str]:
         for pattern in patterns:
             re.compile(pattern)
     except (TypeError, re.error) as error:
-        rule, advice = "be a list of patterns", "Take the config.json that belongs to the weights"
-        raise refusal(
-            ValueError, op, f"quantization_config.{name}", rule, str(error), advice
+        raise argument_error(
+            op,
+            f"quantization_config.{name}",
+            must="be a list of patterns",
+            got=str(error),
+            do="Take the config.json that belongs to the weights",
         ) from error
     return list(patterns)
 

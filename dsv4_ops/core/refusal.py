@@ -1,4 +1,4 @@
-"""The form of every error message."""
+"""The former name of ``errors.argument_error``, until its last callers have moved."""
 
 from __future__ import annotations
 
@@ -10,15 +10,5 @@ _Error = TypeVar("_Error", bound=Exception)
 def refusal(
     kind: type[_Error], op: str, argument: str, rule: str, actual: object, advice: str
 ) -> _Error:
-    """The error to raise where ``argument`` of ``op`` does not follow ``rule``.
-
-    Args:
-        kind: ValueError for shapes, ranges and devices, TypeError for dtypes, NotImplementedError
-            for combinations, ImportError for extras, RuntimeError for devices that cannot.
-        op: Public function that was called.
-        argument: Its argument.
-        rule: What the argument must do or be.
-        actual: What it is.
-        advice: What to do, a sentence without its period.
-    """
+    """The error that ``argument_error`` makes, with a type that callers can name."""
     return kind(f"{op}: {argument} must {rule}, got {actual}. {advice}.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import WEIGHT_BLOCK
-from dsv4_ops.core.refusal import refusal
 
 SCALE_FORMATS = ("float", "ue8m0")
 _ADVICE = "Take the config.json that belongs to the weights"
@@ -28,8 +28,13 @@ def check_sizes(
     names = list(names)
     missing = [name for name in names if config.get(name) is None]
     if missing:
-        rule = f"have {', '.join(missing)}"
-        raise refusal(ValueError, op, "config", rule, f"{len(missing)} missing", _ADVICE)
+        raise argument_error(
+            op,
+            "config",
+            must=f"have {', '.join(missing)}",
+            got=f"{len(missing)} missing",
+            do=_ADVICE,
+        )
     for name in names:
         least = 0 if name in zero else 1
         check_size(op, name, config[name], least)
@@ -38,18 +43,23 @@ def check_sizes(
 def check_size(op: str, name: str, size: Any, least: int = 1) -> None:
     """Raise unless this is an integer of at least ``least``."""
     if type(size) is not int or size < least:
-        rule = f"be an integer of at least {least}"
-        raise refusal(ValueError, op, f"config.{name}", rule, repr(size), _ADVICE)
+        raise argument_error(
+            op,
+            f"config.{name}",
+            must=f"be an integer of at least {least}",
+            got=repr(size),
+            do=_ADVICE,
+        )
 
 
 def check_ratios(op: str, config: Mapping[str, Any]) -> None:
     """Raise unless a config of V4 has a compression ratio for each layer."""
     ratios, layers = config.get("compress_ratios"), config["num_hidden_layers"]
-    name, rule = "config.compress_ratios", f"have a ratio for each of {layers} layers"
+    name, must = "config.compress_ratios", f"have a ratio for each of {layers} layers"
     if not isinstance(ratios, list):
-        raise refusal(ValueError, op, name, rule, type(ratios).__name__, _ADVICE)
+        raise argument_error(op, name, must=must, got=type(ratios).__name__, do=_ADVICE)
     if len(ratios) < layers:
-        raise refusal(ValueError, op, name, rule, len(ratios), _ADVICE)
+        raise argument_error(op, name, must=must, got=len(ratios), do=_ADVICE)
     for ratio in ratios:
         check_size(op, "compress_ratios", ratio, 0)
 
@@ -63,19 +73,28 @@ def scale_format(op: str, config: Mapping[str, Any]) -> str:
     """
     name, held = "quantization_config", config.get("quantization_config")
     if not isinstance(held, dict):
-        rule, advice = "say how weights are quantised", "Load it by from_pretrained"
-        found = None if held is None else type(held).__name__
-        raise refusal(ValueError, op, f"config.{name}", rule, found, advice)
+        raise argument_error(
+            op,
+            f"config.{name}",
+            must="say how weights are quantised",
+            got=None if held is None else type(held).__name__,
+            do="Load it by from_pretrained",
+        )
     for part, wanted in _QUANTIZATION.items():
         actual = held.get(part, None if part == "quant_method" else wanted)
         if actual != wanted:
-            rule = f"be {wanted!r}"
-            raise refusal(ValueError, op, f"{name}.{part}", rule, repr(actual), _ADVICE)
+            raise argument_error(
+                op, f"{name}.{part}", must=f"be {wanted!r}", got=repr(actual), do=_ADVICE
+            )
     if held.get("fmt") not in _FORMATS:
-        rule = "be 'e4m3'"
-        raise refusal(ValueError, op, f"{name}.fmt", rule, repr(held["fmt"]), _ADVICE)
+        raise argument_error(op, f"{name}.fmt", must="be 'e4m3'", got=repr(held["fmt"]), do=_ADVICE)
     found = held.get("scale_fmt", "float")
     if found not in SCALE_FORMATS:
-        rule = f"be one of {', '.join(SCALE_FORMATS)}"
-        raise refusal(ValueError, op, f"{name}.scale_fmt", rule, repr(found), _ADVICE)
+        raise argument_error(
+            op,
+            f"{name}.scale_fmt",
+            must=f"be one of {', '.join(SCALE_FORMATS)}",
+            got=repr(found),
+            do=_ADVICE,
+        )
     return str(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 
 NAN_SCALE = 255
 """The UE8M0 byte that is NaN."""
@@ -46,17 +46,17 @@ def check_values(
     if values.is_meta or not values.numel():
         return
     if values.dtype == torch.float8_e4m3fn:
-        rule, wrong = "hold codes of numbers", "NaN (0x7F or 0xFF)" if _has_nan(values) else ""
+        must, wrong = "hold codes of numbers", "NaN (0x7F or 0xFF)" if _has_nan(values) else ""
     elif scale:
-        rule, broken = _scale_rule(values, power_of_two)
+        must, broken = _scale_rule(values, power_of_two)
         count = int(broken.sum())
         wrong = f"{count} other values" if count else ""
     elif values.is_floating_point():
-        rule, wrong = "hold finite numbers", "" if _is_finite(values) else "NaN or an infinity"
+        must, wrong = "hold finite numbers", "" if _is_finite(values) else "NaN or an infinity"
     else:
         return
     if wrong:
-        raise refusal(ValueError, op, name, rule, wrong, advice)
+        raise argument_error(op, name, must=must, got=wrong, do=advice)
 
 
 def _has_nan(codes: Tensor) -> bool:
@@ -73,11 +73,11 @@ def _is_finite(values: Tensor) -> bool:
 def _scale_rule(scales: Tensor, power_of_two: bool) -> tuple[str, Tensor]:
     """What scales must do, and which ones do not."""
     if scales.dtype != torch.float32:
-        rule = f"hold bytes of 0 to {NAN_SCALE - 1}, as {NAN_SCALE} is NaN"
-        return rule, scales.view(torch.uint8) == NAN_SCALE
+        must = f"hold bytes of 0 to {NAN_SCALE - 1}, as {NAN_SCALE} is NaN"
+        return must, scales.view(torch.uint8) == NAN_SCALE
     if power_of_two:
         bits = scales.view(torch.int32)
         normal = (bits >= 1 << 23) & (bits < 255 << 23) & (bits & 0x7FFFFF == 0)
-        rule = "hold powers of two only, as loaders make bytes of them"
-        return rule, ~normal & (bits != LEAST_SCALE)
+        must = "hold powers of two only, as loaders make bytes of them"
+        return must, ~normal & (bits != LEAST_SCALE)
     return "hold finite numbers of 0 or more", ~((scales >= 0) & scales.isfinite())

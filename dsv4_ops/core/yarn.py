@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.ints import above, at_least
-from dsv4_ops.core.refusal import refusal
 
 COLLAPSED_RAMP = 1e-3
 """Width of a ramp whose two ends fall on one pair."""
@@ -36,9 +36,13 @@ class YarnScaling:
         factors = {"factor": self.factor, "beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
         above("YarnScaling", 0, **factors)
         if self.beta_fast < self.beta_slow:
-            rule = f"be at least beta_slow = {self.beta_slow}"
-            found, advice = self.beta_fast, "Swap the two"
-            raise refusal(ValueError, "YarnScaling", "beta_fast", rule, found, advice)
+            raise argument_error(
+                "YarnScaling",
+                "beta_fast",
+                must=f"be at least beta_slow = {self.beta_slow}",
+                got=self.beta_fast,
+                do="Swap the two",
+            )
 
     def slowdowns(self, rope_dim: int, theta: float) -> list[float]:
         """What the frequency of each of the ``rope_dim // 2`` pairs is multiplied by.

@@ -193,8 +193,12 @@ def insert_c4_step(
     indexer.check_unquantized(checks, indexer_q, indexer_weights, "num_index_heads", "indexer_")
     softmax_scale = indexer.checked_scale(checks, indexer_q, softmax_scale)
     if swa_cache is k_cache:  # of the five only these can have one shape
-        rule, advice = "be another tensor than swa_cache", "Give each a cache of its own"
-        raise checks.refusal(ValueError, "k_cache", rule, "the same", advice)
+        raise checks.error(
+            "k_cache",
+            must="be another tensor than swa_cache",
+            got="the same",
+            do="Give each a cache of its own",
+        )
     projected = (q, kv, kv_score, indexer_q, indexer_weights, indexer_kv_score)
     window = (swa_cache, swa_slot_mapping)
     compressor = (ape, norm_weight, states, k_cache)

@@ -133,9 +133,12 @@ def plan_prefill_chunks(
     rows = checks.host_lens("seq_lens", seq_lens)
     queries = checks.host_lens("query_lens", query_lens)
     if len(rows) != len(queries):
-        rule = f"have as many entries as seq_lens ({len(rows)})"
-        advice = "Pass one length per request in both"
-        raise checks.refusal(ValueError, "query_lens", rule, len(queries), advice)
+        raise checks.error(
+            "query_lens",
+            must=f"have as many entries as seq_lens ({len(rows)})",
+            got=len(queries),
+            do="Pass one length per request in both",
+        )
     max_logits = max_logits_bytes // 4
     plan: list[tuple[slice, slice]] = []
     start = 0

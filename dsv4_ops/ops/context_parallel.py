@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.gradient import INTEGERS
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.torch_compat import (
     group_rank,
@@ -568,8 +568,13 @@ def cp_combine(
     num_tokens, num_heads, width = out.shape
     own = num_heads // world
     if num_heads % world:
-        rule, advice = f"have a multiple of {world} heads, one part a rank", "Pad the heads"
-        raise refusal(ValueError, op, "out", rule, num_heads, advice)
+        raise argument_error(
+            op,
+            "out",
+            must=f"have a multiple of {world} heads, one part a rank",
+            got=num_heads,
+            do="Pad the heads",
+        )
     check_combines(op, "via", via, width * out.element_size(), out.device)
     if world == 1:
         return MergedStates(out, lse)
@@ -610,25 +615,45 @@ def check_combines(op: str, name: str, via: str, row_bytes: int, device: torch.d
     if via != "symmetric_memory":
         return
     if row_bytes > SYMMETRIC_ROW_BYTES:
-        rule = f"be another than {via!r} for rows of more than {SYMMETRIC_ROW_BYTES} bytes"
-        found = f"{via!r} for {row_bytes}"
-        raise refusal(ValueError, op, name, rule, found, "Pass 'all_to_all'")
+        raise argument_error(
+            op,
+            name,
+            must=f"be another than {via!r} for rows of more than {SYMMETRIC_ROW_BYTES} bytes",
+            got=f"{via!r} for {row_bytes}",
+            do="Pass 'all_to_all'",
+        )
     if device.type != "cuda":
-        rule, advice = f"be another than {via!r} on {device.type}", "Pass 'all_to_all'"
-        raise refusal(RuntimeError, op, name, rule, repr(via), advice)
+        raise argument_error(
+            op,
+            name,
+            must=f"be another than {via!r} on {device.type}",
+            got=repr(via),
+            do="Pass 'all_to_all'",
+            kind=RuntimeError,
+        )
 
 
 def process_group_size(op: str, group: str) -> int:
     """Ask for the ranks of a group; raise an error of ``op`` if there is none."""
     if not isinstance(group, str):
-        rule, advice = "be the name of a process group", "Pass ProcessGroup.group_name"
-        raise refusal(TypeError, op, "group", rule, type(group).__name__, advice)
+        raise argument_error(
+            op,
+            "group",
+            must="be the name of a process group",
+            got=type(group).__name__,
+            do="Pass ProcessGroup.group_name",
+            kind=TypeError,
+        )
     try:
         return group_size(group)
     except RuntimeError as error:
-        rule = "be the name of an initialised process group"
-        advice = "Pass torch.distributed.group.WORLD.group_name after init_process_group"
-        raise refusal(ValueError, op, "group", rule, repr(group), advice) from error
+        raise argument_error(
+            op,
+            "group",
+            must="be the name of an initialised process group",
+            got=repr(group),
+            do="Pass torch.distributed.group.WORLD.group_name after init_process_group",
+        ) from error
 
 
 def _gather(x: Tensor, world: int, group: str) -> Tensor:
@@ -687,9 +712,14 @@ def _kernels(op: str, module: str) -> tuple[Any, Any]:
     try:
         launches = importlib.import_module(f"{kernels}.context_parallel.{module}")
     except ModuleNotFoundError as error:
-        rule = "be another than 'symmetric_memory' without triton"
-        advice = "Pass 'all_to_all'" if op == "cp_combine" else "Pass 'all_gather'"
-        raise refusal(ImportError, op, "via", rule, "'symmetric_memory'", advice) from error
+        raise argument_error(
+            op,
+            "via",
+            must="be another than 'symmetric_memory' without triton",
+            got="'symmetric_memory'",
+            do="Pass 'all_to_all'" if op == "cp_combine" else "Pass 'all_gather'",
+            kind=ImportError,
+        ) from error
     return launches, importlib.import_module(f"{kernels}.launcher").EAGER
 
 
@@ -711,14 +741,24 @@ def _workspace(op: str, group: str, world: int, device: torch.device) -> _Worksp
     meet."""
     current, found = process_group(group), _workspaces.get((group, device))
     if group_size(group) != world:
-        rule = f"be of {world} ranks, for which the call was compiled"
-        advice = "Call torch._dynamo.reset() and compile it again"
-        raise refusal(ValueError, op, "group", rule, group_size(group), advice)
+        raise argument_error(
+            op,
+            "group",
+            must=f"be of {world} ranks, for which the call was compiled",
+            got=group_size(group),
+            do="Call torch._dynamo.reset() and compile it again",
+        )
     if found is not None and found.of is current:  # not of an earlier group of the same name
         return found
     if torch.cuda.is_current_stream_capturing():
-        rule, advice = "have been called before it is captured", "Call it once on all ranks"
-        raise refusal(RuntimeError, op, "via", rule, "its first call", advice)
+        raise argument_error(
+            op,
+            "via",
+            must="have been called before it is captured",
+            got="its first call",
+            do="Call it once on all ranks",
+            kind=RuntimeError,
+        )
     exchange, _ = _kernels(op, "exchange")
     held, handle = symmetric_workspace(group, exchange.workspace_bytes(world), device)
     header = exchange.workspace_header(list(handle.buffer_ptrs))

@@ -76,8 +76,12 @@ def verify_draft(
     dtypes, shape = (torch.float32, torch.bfloat16), ("num_reqs", "num_drafts + 1", "vocab_size")
     checks.tensor("logits", logits, dtypes, *shape)
     if logits.shape[2] == 0:
-        rule, advice = "have a token in its vocabulary", "Pass the logits of at least one"
-        raise checks.refusal(ValueError, "logits", rule, list(logits.shape), advice)
+        raise checks.error(
+            "logits",
+            must="have a token in its vocabulary",
+            got=list(logits.shape),
+            do="Pass the logits of at least one",
+        )
     checks.tensor("draft_ids", draft_ids, torch.int64, "num_reqs", "num_drafts")
     if draft_probs is not None:
         shape = ("num_reqs", "num_drafts", "vocab_size")
@@ -94,14 +98,24 @@ def _check_temperature(
 ) -> None:
     is_float(checks.op, "temperature", temperature)
     if not 0 <= temperature < math.inf:  # Dynamo knows no isfinite of a symbol
-        rule, advice = "be finite and at least 0", "Pass 0 to decode greedily"
-        raise checks.refusal(ValueError, "temperature", rule, temperature, advice)
+        raise checks.error(
+            "temperature",
+            must="be finite and at least 0",
+            got=temperature,
+            do="Pass 0 to decode greedily",
+        )
     if temperature > 0 and uniforms is None:
-        rule = f"be a tensor with temperature = {temperature}"
-        advice = "Pass torch.rand(num_reqs, num_drafts + 1), or temperature=0.0"
-        raise checks.refusal(ValueError, "uniforms", rule, None, advice)
+        raise checks.error(
+            "uniforms",
+            must=f"be a tensor with temperature = {temperature}",
+            got=None,
+            do="Pass torch.rand(num_reqs, num_drafts + 1), or temperature=0.0",
+        )
     for name, value in (("draft_probs", draft_probs), ("uniforms", uniforms)):
         if temperature == 0 and value is not None:
-            advice = "Leave it out, or pass a temperature above 0"
-            rule = "be None with temperature = 0"
-            raise checks.refusal(ValueError, name, rule, "a tensor", advice)
+            raise checks.error(
+                name,
+                must="be None with temperature = 0",
+                got="a tensor",
+                do="Leave it out, or pass a temperature above 0",
+            )

@@ -175,9 +175,12 @@ def grouped_topk(
     num_experts = int(logits.shape[1])
     size = num_experts // num_groups
     if num_groups > 1 and (num_experts % num_groups or size < 2):
-        rule = f"part num_experts = {num_experts} into groups of as many, at least 2"
-        advice = "Pass the router's own n_group"
-        raise checks.refusal(ValueError, "num_groups", rule, num_groups, advice)
+        raise checks.error(
+            "num_groups",
+            must=f"part num_experts = {num_experts} into groups of as many, at least 2",
+            got=num_groups,
+            do="Pass the router's own n_group",
+        )
     checks.at_most("kept_groups", kept_groups, "num_groups", num_groups)
     checks.at_most("top_k", top_k, "the experts of kept_groups", kept_groups * size)
     checks.above(0, scale=scale)
@@ -240,9 +243,12 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
         num_rows = topk_ids.shape[0] * topk_ids.shape[1]
         capacity = num_rows + min(num_experts, num_rows) * (block_size - 1)
         if capacity > INT32_MAX:
-            rule = f"leave at most {INT32_MAX} rows of all blocks"
-            advice = "Lower it; rows are int32"
-            raise checks.refusal(ValueError, "block_size", rule, capacity, advice)
+            raise checks.error(
+                "block_size",
+                must=f"leave at most {INT32_MAX} rows of all blocks",
+                got=capacity,
+                do="Lower it; rows are int32",
+            )
     return ExpertPlan(*_expert_plan(topk_ids, num_experts=num_experts, block_size=block_size))
 
 
@@ -344,8 +350,13 @@ def experts(
     checks.above(0, swiglu_limit=swiglu_limit)
     checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
     if kind == torch.bfloat16 and activations != "bf16":
-        rule, advice = "be 'bf16' with bfloat16 weights", "Only codes are multiplied by codes"
-        raise checks.refusal(NotImplementedError, "activations", rule, repr(activations), advice)
+        raise checks.error(
+            "activations",
+            must="be 'bf16' with bfloat16 weights",
+            got=repr(activations),
+            do="Only codes are multiplied by codes",
+            kind=NotImplementedError,
+        )
     check_impl(checks.op, PROVIDERS, impl, x.device, {})
     weights = (gate_up, gate_up_scale, down, down_scale)
     settings = {"swiglu_limit": swiglu_limit, "activations": activations, "impl": impl}
@@ -357,8 +368,12 @@ def _check_scale(
 ) -> None:
     if kind == torch.bfloat16:
         if scale is not None:
-            rule = "be None with bfloat16 weights"
-            raise checks.refusal(ValueError, name, rule, "a tensor", "Only codes have scales")
+            raise checks.error(
+                name,
+                must="be None with bfloat16 weights",
+                got="a tensor",
+                do="Only codes have scales",
+            )
     elif kind == torch.float8_e4m3fn:
         blocks = rows // WEIGHT_BLOCK, columns // WEIGHT_BLOCK
         checks.tensor(name, scale, (torch.float32, torch.uint8), "num_experts", *blocks)

@@ -491,8 +491,12 @@ def _check_schedule(checks: Checks, schedule: Tensor | None, name: str, rows: Te
     """Check DeepGEMM's schedule, and that tokens are given as DeepGEMM scores them, one by one."""
     checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
     if schedule is not None and rows.dim() == 2:
-        rule, advice = f"be None with {name} [num_reqs, next_n]", "It is of tokens: flatten both"
-        raise checks.refusal(ValueError, "schedule", rule, "a tensor", advice)
+        raise checks.error(
+            "schedule",
+            must=f"be None with {name} [num_reqs, next_n]",
+            got="a tensor",
+            do="It is of tokens: flatten both",
+        )
 
 
 def check_paged(

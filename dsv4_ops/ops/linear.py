@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, WEIGHT_BLOCK
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON
 from dsv4_ops.core.types import QuantizedRows
 from dsv4_ops.dispatch.choice import check_impl
@@ -244,8 +244,12 @@ def fp8_grouped_linear(
 def _check_activations(checks: Checks, x: Tensor, x_scale: Tensor | None, *dims: str) -> None:
     quantized = isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn
     if x_scale is None and quantized:
-        rule, advice = f"be given with x of {x.dtype}", "Pass both results of quantize_rows"
-        raise checks.refusal(ValueError, "x_scale", rule, None, advice)
+        raise checks.error(
+            "x_scale",
+            must=f"be given with x of {x.dtype}",
+            got=None,
+            do="Pass both results of quantize_rows",
+        )
     checks.tensor("x", x, torch.bfloat16 if x_scale is None else torch.float8_e4m3fn, *dims)
 
 
@@ -272,8 +276,13 @@ def _check_settings(
     checks = Checks(op)
     checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
     if out_dtype not in _OUT_DTYPES:
-        advice = "Cast the result to another dtype"
-        rule = "be torch.bfloat16 or torch.float32"
-        raise refusal(TypeError, op, "out_dtype", rule, out_dtype, advice)
+        raise argument_error(
+            op,
+            "out_dtype",
+            must="be torch.bfloat16 or torch.float32",
+            got=out_dtype,
+            do="Cast the result to another dtype",
+            kind=TypeError,
+        )
     values = {"weight": weight, "x_scale": x_scale, "activations": activations}
     check_impl(op, PROVIDERS, impl, x.device, {**values, "out_dtype": out_dtype})

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import (
     MLA_LAYOUTS,
@@ -20,7 +21,6 @@ from dsv4_ops.core.layout import (
     PlainLayout,
     mla_layout,
 )
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.tiles import PLAN_COLUMNS
 from dsv4_ops.core.types import AbsorbedWeights, MlaAttention, PerTensor
@@ -560,15 +560,27 @@ def split_kv_b_proj(
     sizes = {"num_heads": num_heads, "qk_nope_head_dim": qk_nope_head_dim, "v_head_dim": v_head_dim}
     checks.at_least(1, **sizes)
     if dtype is not None and dtype not in FLOATS:
-        rule = "be None or " + " or ".join([str(each) for each in FLOATS])
-        raise refusal(TypeError, op, "dtype", rule, dtype, "Pass the dtype of the model")
+        raise argument_error(
+            op,
+            "dtype",
+            must="be None or " + " or ".join([str(each) for each in FLOATS]),
+            got=dtype,
+            do="Pass the dtype of the model",
+            kind=TypeError,
+        )
     num_rows = num_heads * (qk_nope_head_dim + v_head_dim)
     if isinstance(weight, torch.nn.Module):
         _check_no_scale(checks, scale, "a module")
         weight = _multiplied_with(weight, dtype)
     if not isinstance(weight, Tensor):
-        actual, advice = type(weight).__name__, "Pass kv_b_proj or its weight"
-        raise refusal(TypeError, op, "weight", "be a tensor or a module", actual, advice)
+        raise argument_error(
+            op,
+            "weight",
+            must="be a tensor or a module",
+            got=type(weight).__name__,
+            do="Pass kv_b_proj or its weight",
+            kind=TypeError,
+        )
     checks.tensor("weight", weight, weight.dtype, num_rows, "kv_lora_rank")
     if weight.dtype == torch.float8_e4m3fn:
         weight = _dequantized(checks, weight, scale)
@@ -723,7 +735,7 @@ def mla_decode(
     checks = Checks("mla_decode")
     checks.one_of("layout", layout, *MLA_LAYOUTS)
     codes = (torch.float8_e4m3fn,) if layout == MlaFp8Layout.tag else ()
-    checks.floats("q", q, *FLOATS, *codes, advice="Pass the result of mla_absorb_q")
+    checks.floats("q", q, *FLOATS, *codes, do="Pass the result of mla_absorb_q")
     checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
     width = int(q.shape[2])  # configuration: a constant in compiled code
     checks.at_least(1, kv_lora_rank=kv_lora_rank)

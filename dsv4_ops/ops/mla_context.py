@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import plain_int
 from dsv4_ops.core.gradient import INTEGERS
-from dsv4_ops.core.ints import INT64_MAX, known
+from dsv4_ops.core.ints import INT64_MAX
 from dsv4_ops.core.types import ContextChunks, MergedStates, MlaAttention
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
@@ -488,11 +489,14 @@ def mla_prefill(
     checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
     checks.tensor("cu_seq_lens", cu_seq_lens, torch.int32, "num_reqs + 1")
     checks.request_limit()
-    width = known(k_nope.shape[2]) + known(k_pe.shape[1])
-    if known(q.shape[2]) != width:
-        rule = f"have qk_nope_head_dim + qk_rope_head_dim = {width} columns"
-        advice = "Pass [nope | rope] of each head"
-        raise checks.refusal(ValueError, "q", rule, known(q.shape[2]), advice)
+    width = plain_int(k_nope.shape[2]) + plain_int(k_pe.shape[1])
+    if plain_int(q.shape[2]) != width:
+        raise checks.error(
+            "q",
+            must=f"have qk_nope_head_dim + qk_rope_head_dim = {width} columns",
+            got=plain_int(q.shape[2]),
+            do="Pass [nope | rope] of each head",
+        )
     check_impl(checks.op, PREFILL_PROVIDERS, impl, q.device, {"q": q, "k_nope": k_nope, "v": v})
     tensors = (q, k_nope, k_pe, v, query_start_loc, cu_seq_lens)
     settings = {"softmax_scale": softmax_scale, "causal": causal, "impl": impl}
@@ -512,10 +516,12 @@ def _check_plan(
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
     least = cp_world_size * reference.local_turn(cp_world_size, cp_interleave)
     if workspace_rows < least:
-        rule = f"be at least cp_world_size * cp_interleave = {known(least)}"
-        advice = "Raise it, or lower cp_interleave"
-        actual = known(workspace_rows)
-        raise checks.refusal(ValueError, "workspace_rows", rule, actual, advice)
+        raise checks.error(
+            "workspace_rows",
+            must=f"be at least cp_world_size * cp_interleave = {plain_int(least)}",
+            got=plain_int(workspace_rows),
+            do="Raise it, or lower cp_interleave",
+        )
 
 
 def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round_: int) -> int:
@@ -523,7 +529,10 @@ def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round
     align = math.lcm(block_size, round_)
     least = align * max(num_reqs, 1)
     if rows < least:
-        rule = f"be at least {least} for an equal plan of {num_reqs} contexts"
-        advice = "Raise it, or pass chunk_plan='packed'"
-        raise checks.refusal(ValueError, "workspace_rows", rule, rows, advice)
+        raise checks.error(
+            "workspace_rows",
+            must=f"be at least {least} for an equal plan of {num_reqs} contexts",
+            got=rows,
+            do="Raise it, or pass chunk_plan='packed'",
+        )
     return rows // max(num_reqs, 1) // align * align

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.gradient import REFERENCE
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch.define import define_op
 
 MAX_STREAMS = 8
@@ -75,5 +75,10 @@ def sinkhorn(
 def check_at_most(op: str, name: str, value: int, most: int) -> None:
     """Raise if compiled code would have more than ``most`` steps written out."""
     if value > most:
-        advice = "Pass a smaller one: compiled code has every step of every entry written out"
-        raise refusal(ValueError, op, name, f"be at most {most}", value, advice)
+        raise argument_error(
+            op,
+            name,
+            must=f"be at most {most}",
+            got=value,
+            do="Pass a smaller one: compiled code has every step of every entry written out",
+        )

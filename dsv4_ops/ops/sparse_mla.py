@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import plain_int
 from dsv4_ops.core.gradient import INTEGERS
-from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS, PROGRAMS, is_metadata
@@ -76,14 +76,20 @@ def check_plan(
         checks.tensor("plan", plan, torch.int32, "num_rows", METADATA_COLUMNS)
         rows_of_splits = checks.sizes["num_tokens"] + 1
         if plan.shape[0] <= rows_of_splits:
-            rule = f"have more than {known(rows_of_splits)} rows for as many tokens"
-            advice = "Make it with flash_mla_metadata of the lens of this call"
-            raise checks.refusal(ValueError, "plan", rule, known(plan.shape[0]), advice)
+            raise checks.error(
+                "plan",
+                must=f"have more than {plain_int(rows_of_splits)} rows for as many tokens",
+                got=plain_int(plan.shape[0]),
+                do="Make it with flash_mla_metadata of the lens of this call",
+            )
     else:
         if impl == "flash_mla":
-            rule = "be one of flash_mla_metadata or flash_mla_plan for impl 'flash_mla'"
-            advice = "Make it with one of these, or leave it out"
-            raise checks.refusal(ValueError, "plan", rule, "another", advice)
+            raise checks.error(
+                "plan",
+                must="be one of flash_mla_metadata or flash_mla_plan for impl 'flash_mla'",
+                got="another",
+                do="Make it with one of these, or leave it out",
+            )
         checks.tensor("plan", plan, torch.int32, "num_work_tiles", PLAN_COLUMNS)
         checks.rows_for_tokens("plan", plan)
     checks.without("num_splits", num_splits, 0, "a plan")
@@ -93,9 +99,12 @@ def check_plan(
 
 def _check_goes_to_flash_mla(checks: Checks, impl: str, actual: str) -> None:
     if impl not in ("auto", "flash_mla"):
-        rule = f"be a tensor of sparse_mla_plan for impl {impl!r}"
-        advice = "Pass impl='flash_mla', or leave it out"
-        raise checks.refusal(ValueError, "plan", rule, actual, advice)
+        raise checks.error(
+            "plan",
+            must=f"be a tensor of sparse_mla_plan for impl {impl!r}",
+            got=actual,
+            do="Pass impl='flash_mla', or leave it out",
+        )
 
 
 def _check_flash_mla_plan(
@@ -110,9 +119,12 @@ def _check_flash_mla_plan(
     sizes |= {"swa_width": widths[0], "extra_width": widths[1]}
     for name, size in sizes.items():
         if getattr(plan, name) != size:
-            rule, found = f"be made for {name} = {known(size)}", known(getattr(plan, name))
-            advice = "Make one of flash_mla_plan for every size of batch"
-            raise checks.refusal(ValueError, "plan", rule, f"one for {found}", advice)
+            raise checks.error(
+                "plan",
+                must=f"be made for {name} = {plain_int(size)}",
+                got=f"one for {plain_int(getattr(plan, name))}",
+                do="Make one of flash_mla_plan for every size of batch",
+            )
 
 
 def check_cache(
@@ -306,8 +318,12 @@ def flash_mla_metadata(
     checks.optional("extra_lens", extra_lens, torch.int32, "num_tokens")
     checks.at_least(0 if extra_lens is None else 1, extra_width=extra_width)
     if extra_lens is None and extra_width != 0:
-        rule, advice = "be 0 without extra_lens", "Pass both or neither"
-        raise checks.refusal(ValueError, "extra_width", rule, known(extra_width), advice)
+        raise checks.error(
+            "extra_width",
+            must="be 0 without extra_lens",
+            got=plain_int(extra_width),
+            do="Pass both or neither",
+        )
     checks.at_least(1, swa_width=swa_width, num_sm_parts=num_sm_parts)
     sizes = {"swa_width": swa_width, "extra_width": extra_width, "num_sm_parts": num_sm_parts}
     return _flash_mla_metadata(swa_lens, extra_lens, **sizes)

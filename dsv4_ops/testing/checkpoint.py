@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checkpoint import E8M0, FP4_PAIRS, released_tensors
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.headers import CONFIG, INDEX, TensorInfo
 from dsv4_ops.core.layout import FP4_BLOCK, FP8_MAX, WEIGHT_BLOCK
-from dsv4_ops.core.refusal import refusal
 
 FAMILIES = ("instruct", "base")
 FP4_MAX = 6.0
@@ -167,11 +167,17 @@ def write_checkpoint(
     from safetensors.torch import save_file
 
     if family not in FAMILIES:
-        rule, advice = f"be one of {', '.join(FAMILIES)}", "Pass one of these"
-        raise refusal(ValueError, "write_checkpoint", "family", rule, repr(family), advice)
+        raise argument_error(
+            "write_checkpoint",
+            "family",
+            must=f"be one of {', '.join(FAMILIES)}",
+            got=repr(family),
+            do="Pass one of these",
+        )
     if shards < 1:
-        rule, advice = "be at least 1", "Pass 1 or more"
-        raise refusal(ValueError, "write_checkpoint", "shards", rule, shards, advice)
+        raise argument_error(
+            "write_checkpoint", "shards", must="be at least 1", got=shards, do="Pass 1 or more"
+        )
     base, path = family == "base", Path(path)
     written = dict(TINY if config is None else config)
     if base:
@@ -182,14 +188,24 @@ def write_checkpoint(
     given = {} if weights is None else weights
     for name, weight in given.items():
         stored = expected.get(name)
-        rule, advice = f"have names of {CONFIG}'s tensors", "Rename it, or pass its config"
+        do = "Rename it, or pass its config"
         if stored is None:
-            raise refusal(ValueError, "write_checkpoint", "weights", rule, name, advice)
+            raise argument_error(
+                "write_checkpoint",
+                "weights",
+                must=f"have names of {CONFIG}'s tensors",
+                got=name,
+                do=do,
+            )
         shape = _shape(stored)
         if tuple(weight.shape) != shape:
-            rule = f"have shape {shape} for {name}"
-            got = tuple(weight.shape)
-            raise refusal(ValueError, "write_checkpoint", "weights", rule, got, advice)
+            raise argument_error(
+                "write_checkpoint",
+                "weights",
+                must=f"have shape {shape} for {name}",
+                got=tuple(weight.shape),
+                do=do,
+            )
     path.mkdir(parents=True, exist_ok=True)
     names, total = sorted(expected), 0
     weight_map: dict[str, str] = {}

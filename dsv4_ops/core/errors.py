@@ -1,0 +1,27 @@
+"""The wording of every error message."""
+
+from __future__ import annotations
+
+
+def argument_error(
+    op: str, name: str, *, must: str, got: object, do: str, kind: type[Exception] = ValueError
+) -> Exception:
+    """Make the error that says which rule an argument breaks.
+
+    Args:
+        op: Public function that was called.
+        name: Its argument.
+        must: The rule, after the word "must".
+        got: The argument's value, or what is wrong with it.
+        do: What the caller can do, a sentence without its period.
+        kind: ValueError for shapes, ranges and devices, TypeError for dtypes, NotImplementedError
+            for combinations, ImportError for missing packages, RuntimeError for devices that
+            cannot run the call.
+    """
+    return kind(f"{op}: {name} must {must}, got {got}. {do}.")
+
+
+def plain_int(value: int) -> int:
+    """Return a size for a message. Dynamo cannot format a symbolic int; the guard that this
+    conversion adds costs nothing, because the error ends the trace."""
+    return int(value)
