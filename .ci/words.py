@@ -65,6 +65,7 @@ DOCUMENTED = (
     "dsv4_ops/ops/",
     "dsv4_ops/attention/",
     "dsv4_ops/core/",
+    "dsv4_ops/checkpoint/",
     "dsv4_ops/dispatch/",
     "dsv4_ops/testing/",
 )

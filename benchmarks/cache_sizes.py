@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.baselines.stock_model import LAYER_TYPES, filled_cache
 from benchmarks.memory import step_bytes
-from dsv4_ops.core.checkpoint import weight_bytes
+from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.testing.checkpoint import FLASH, PRO
 from dsv4_ops.testing.models import YARN
 

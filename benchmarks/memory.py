@@ -26,7 +26,7 @@ from benchmarks.harness.live_bytes import peak_bytes
 from benchmarks.harness.options import chosen_device, size
 from benchmarks.harness.report import Report, stamp
 from benchmarks.run import WrongResult
-from dsv4_ops.core.checkpoint import weight_bytes
+from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.testing.checkpoint import FLASH
 
 INDEX_TOPK = 512

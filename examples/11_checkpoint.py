@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checkpoint import check_checkpoint
+from dsv4_ops.checkpoint.format import check_checkpoint
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.checkpoint import write_checkpoint
 

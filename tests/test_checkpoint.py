@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import dsv4_ops as ops
 from dsv4_ops.__main__ import main
-from dsv4_ops.core import checkpoint
-from dsv4_ops.core.checkpoint import (
+from dsv4_ops.checkpoint import format as checkpoint
+from dsv4_ops.checkpoint.format import (
     check_checkpoint,
     draft_tensors,
     released_tensors,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dsv4_ops.core.checkpoint import check_checkpoint
+from dsv4_ops.checkpoint.format import check_checkpoint
+from dsv4_ops.checkpoint.headers import CONFIG, INDEX, WHOLE
 from dsv4_ops.core.errors import argument_error
-from dsv4_ops.core.headers import CONFIG, INDEX, WHOLE
 from dsv4_ops.testing.checkpoint import write_checkpoint
 
 

@@ -14,7 +14,7 @@ from benchmarks.baselines.stock_model import NOT_QUANTIZED, on_meta
 from benchmarks.harness.live_bytes import peak_bytes
 from benchmarks.memory import MemoryRow
 from benchmarks.run import WrongResult, main
-from dsv4_ops.core.checkpoint import weight_bytes
+from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import PagedCache
 from dsv4_ops.testing.checkpoint import FLASH, PRO

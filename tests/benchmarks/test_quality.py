@@ -10,7 +10,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from benchmarks import copying, quality, reading, training
 from benchmarks.run import main
-from dsv4_ops.core.checkpoint import released_tensors
+from dsv4_ops.checkpoint.format import released_tensors
 
 
 def sampled(count=6):

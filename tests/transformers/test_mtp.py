@@ -12,7 +12,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 
 from benchmarks.acceptance import draft_logits
-from dsv4_ops.core.headers import CONFIG as CONFIG_FILE, INDEX
+from dsv4_ops.checkpoint.headers import CONFIG as CONFIG_FILE, INDEX
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.draft_loading import released_weights
 from dsv4_ops.reference.experts import expert_values

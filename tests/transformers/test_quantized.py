@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 import transformers
 
 import dsv4_ops as ops
-from dsv4_ops.core.checkpoint import weight_bytes
+from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint

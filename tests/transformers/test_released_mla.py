@@ -13,8 +13,8 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 import transformers
 
 from dsv4_ops.__main__ import main
-from dsv4_ops.core.checkpoint import check_checkpoint
-from dsv4_ops.core.mla_checkpoint import mla_tensors
+from dsv4_ops.checkpoint.format import check_checkpoint
+from dsv4_ops.checkpoint.mla_format import mla_tensors
 from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.testing.models import small_mla_config
 from tests.support import v3_checkpoint

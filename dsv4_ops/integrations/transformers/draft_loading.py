@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checkpoint import draft_tensors
-from dsv4_ops.core.headers import StoredTensor
+from dsv4_ops.checkpoint.format import draft_tensors
+from dsv4_ops.checkpoint.headers import StoredTensor
+from dsv4_ops.checkpoint.values import check_values
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.stored_values import check_values
 from dsv4_ops.integrations.transformers import forwards, quantized
 from dsv4_ops.integrations.transformers.architectures.base import DRAFT, draft_of
 from dsv4_ops.integrations.transformers.modules import mark

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dsv4_ops.core.checkpoint import check_checkpoint
+from dsv4_ops.checkpoint.format import check_checkpoint
+from dsv4_ops.checkpoint.headers import CONFIG
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.headers import CONFIG
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.architectures.base import require_transformers
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_ops.checkpoint.values import check_values
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK, round_up
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE
-from dsv4_ops.core.stored_values import check_values
 from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.integrations.transformers.bf16_experts import limit_of
 from dsv4_ops.integrations.transformers.modules import (

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dsv4_ops.checkpoint.config import check_size, check_sizes
+from dsv4_ops.checkpoint.headers import TensorInfo
 from dsv4_ops.core.errors import argument_error
-from dsv4_ops.core.headers import TensorInfo
 from dsv4_ops.core.layout import WEIGHT_BLOCK
-from dsv4_ops.core.released_config import check_size, check_sizes
 
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2")
 SCALES = "F32 or F8_E8M0"

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4_ops.core import mla_checkpoint
-from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.errors import argument_error
-from dsv4_ops.core.headers import (
+from dsv4_ops.checkpoint import mla_format
+from dsv4_ops.checkpoint.config import check_ratios, check_size, check_sizes, scale_format
+from dsv4_ops.checkpoint.headers import (
     AGAIN,
     CONFIG,
     StoredTensor,
@@ -21,9 +20,10 @@ from dsv4_ops.core.headers import (
     read_headers,
     read_json,
 )
+from dsv4_ops.checkpoint.values import check_values
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK
-from dsv4_ops.core.released_config import check_ratios, check_size, check_sizes, scale_format
-from dsv4_ops.core.stored_values import check_values
 
 OP = "check_checkpoint"
 V4 = "deepseek_v4"
@@ -328,11 +328,11 @@ def check_checkpoint(
     checks.flag("codes", codes)
     config = read_json(path / CONFIG, OP)
     kind = config.get("model_type")
-    if kind != V4 and kind not in mla_checkpoint.MODEL_TYPES:
+    if kind != V4 and kind not in mla_format.MODEL_TYPES:
         raise argument_error(
             OP,
             "config.model_type",
-            must=f"be one of {V4}, {', '.join(mla_checkpoint.MODEL_TYPES)}",
+            must=f"be one of {V4}, {', '.join(mla_format.MODEL_TYPES)}",
             got=repr(kind),
             do="Checkpoints of other architectures are unknown",
             kind=NotImplementedError,
@@ -350,7 +350,7 @@ def check_checkpoint(
 def _check_v4(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor], of_bytes: bool
 ) -> tuple[str, str, str]:
-    """dtype of the experts and the scales, and kind of the drafts, of V4's checked headers."""
+    """Dtype of the experts and the scales, and kind of the drafts, of V4's checked headers."""
     first = _require(stored, "layers.0.ffn.experts.0.w1.weight").info.dtype
     expert_dtype = "fp4" if first == FP4_PAIRS else "fp8"
     said = config.get("expert_dtype")
@@ -383,10 +383,10 @@ def _check_mla(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor], _: bool
 ) -> tuple[str, str, str]:
     """As ``_check_v4``, of V3's and V2's headers."""
-    expected = mla_checkpoint.mla_tensors(OP, config)
-    _check_tensors(stored, expected, lambda name: mla_checkpoint.is_other(config, name))
+    expected = mla_format.mla_tensors(OP, config)
+    _check_tensors(stored, expected, lambda name: mla_format.is_other(config, name))
     scales = (tensor.info.dtype for name, tensor in stored.items() if _is_scale(name))
-    has_draft = any(mla_checkpoint.is_draft(config, name) for name in stored)
+    has_draft = any(mla_format.is_draft(config, name) for name in stored)
     return "fp8", next(scales, "none"), "mtp" if has_draft else "none"
 
 

@@ -1,0 +1,1 @@
+"""Released checkpoints: which tensors a config stands for, and a check of the files."""
