@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dsv4_ops.checkpoint.format import E8M0, FP4_PAIRS, released_tensors
 from dsv4_ops.checkpoint.headers import CONFIG, INDEX, TensorInfo
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import FP4_BLOCK, FP8_MAX, WEIGHT_BLOCK
 
 FAMILIES = ("instruct", "base")

@@ -1,5 +1,7 @@
-"""Write everything that a C4 layer writes before it selects rows, in one launch instead of four. The
-parts are independent, and each alone takes about as long as its longest chain of loads."""
+"""Write everything that a C4 layer writes before it selects rows, in one launch instead of four.
+
+The parts are independent, and each alone takes about as long as its longest chain of loads.
+"""
 
 import triton
 import triton.language as tl
