@@ -45,14 +45,14 @@ def locate_positions(table, request, position, mask, num_blocks, block_size):
 
 
 @triton.jit
-def load_pages(entries, row, mask, BLOCK_SIZE: tl.constexpr):
+def load_pages(table_row, row, mask, BLOCK_SIZE: tl.constexpr):
     """Load the page of each int32 row of a request; -1 without ``mask``, and for rows that are
-    negative or past the table. ``entries``: the request's row of the block table, its stride and
+    negative or past the table. ``table_row``: the request's row of the block table, its stride and
     its number of columns."""
-    table, column_stride, max_blocks = entries
+    block_table, column_stride, max_blocks = table_row
     column = row.to(tl.uint32, bitcast=True) // BLOCK_SIZE
     entry = column.to(tl.int64) * column_stride
-    return tl.load(table + entry, mask=mask & (column < max_blocks), other=-1)
+    return tl.load(block_table + entry, mask=mask & (column < max_blocks), other=-1)
 
 
 @triton.jit

@@ -22,28 +22,28 @@ quantize_and_insert_indexer_k = partial(
 )
 
 ROWS, WARPS = 32, 1
-"""Rows and warps per program of the gather: its reductions stay within a warp."""
+"""Rows and warps per program of the gather. Its reductions stay within one warp."""
 
 PROBES = 32
-"""Request boundaries that a program of the gather looks at together."""
+"""Request boundaries that a program of the gather loads together."""
 
-_BEFORE_ALL = tl.constexpr(-INT32_MAX - 1)
+_MIN_INT32 = tl.constexpr(-INT32_MAX - 1)
 
 
 @triton.jit
 def _count_boundaries(cu_seq_lens, cu_stride, index, low, high):
-    """How many boundaries are at or before each row, known to be ``low`` to ``high``."""
+    """Count the boundaries at or before each row; the count is between ``low`` and ``high``."""
     half = 1
     while half * 2 <= high - low:
         half *= 2
     count = tl.zeros_like(index) + low
     while half > 0:
         candidate = count + half
-        known = candidate <= high
+        in_range = candidate <= high
         boundary = tl.load(
-            cu_seq_lens + (candidate - 1).to(tl.int64) * cu_stride, mask=known, other=0
+            cu_seq_lens + (candidate - 1).to(tl.int64) * cu_stride, mask=in_range, other=0
         )
-        count = tl.where(known & (boundary <= index), candidate, count)
+        count = tl.where(in_range & (boundary <= index), candidate, count)
         half //= 2
     return count
 
@@ -57,46 +57,48 @@ def gather_indexer_kernel(
     BLOCK_SIZE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROWS: tl.constexpr, PROBES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows per program, which loads PROBES boundaries at once: all, or one of every so
-    many. Its rows search only where a boundary may lie between them."""
+    """Gather a tile of ROWS rows. To find their requests, the program loads PROBES boundaries at
+    once, evenly spaced if there are more. Rows search only if a boundary may lie between them."""
     begin = tl.program_id(0) * ROWS
     index = begin + tl.arange(0, ROWS)
     boundaries = num_reqs + 1
     step = (boundaries + PROBES - 1) // PROBES
     probe = (tl.arange(0, PROBES) + 1) * step
-    known = probe <= boundaries
-    boundary = tl.load(cu_seq_lens + (probe - 1).to(tl.int64) * cu_stride, mask=known, other=0)
+    in_range = probe <= boundaries
+    boundary = tl.load(cu_seq_lens + (probe - 1).to(tl.int64) * cu_stride, mask=in_range, other=0)
     table = (block_table, table_stride, column_stride, max_blocks)
     prefetch_column(table, num_reqs, begin, BLOCK_SIZE)
-    before = known & (boundary <= begin)
+    before = in_range & (boundary <= begin)
     low = tl.sum(before.to(tl.int32), 0) * step
-    high = tl.sum((known & (boundary <= begin + ROWS - 1)).to(tl.int32), 0) * step + step - 1
+    high = tl.sum((in_range & (boundary <= begin + ROWS - 1)).to(tl.int32), 0) * step + step - 1
     high = tl.minimum(high, boundaries)
     count = tl.zeros_like(index) + low
-    first = tl.zeros_like(index) + tl.max(tl.where(before, boundary, _BEFORE_ALL), 0)
+    first = tl.zeros_like(index) + tl.max(tl.where(before, boundary, _MIN_INT32), 0)
     if low < high:
         count = _count_boundaries(cu_seq_lens, cu_stride, index, low, high)
         first = tl.load(cu_seq_lens + (tl.maximum(count, 1) - 1).to(tl.int64) * cu_stride)
-    there = index < num_rows
-    wanted = (count > 0) & (count <= num_reqs) & there
-    request = tl.where(wanted, count - 1, 0).to(tl.int64)
+    in_out = index < num_rows
+    has_request = (count > 0) & (count <= num_reqs) & in_out
+    request = tl.where(has_request, count - 1, 0).to(tl.int64)
     position = index.to(tl.int64) - first
-    page, row, exists = locate_positions(table, request, position, wanted, num_blocks, BLOCK_SIZE)
+    page, row, row_valid = locate_positions(
+        table, request, position, has_request, num_blocks, BLOCK_SIZE
+    )
     start = k_cache + page * page_stride
     lane = tl.arange(0, DATA_BYTES)[None, :]
     codes = tl.load(
         (start + row * DATA_BYTES)[:, None] + lane,
-        mask=exists[:, None],
+        mask=row_valid[:, None],
         other=0,
         eviction_policy="evict_first",
     )
     scales = (start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES).to(
         tl.pointer_type(tl.int32), bitcast=True
     )
-    scale = tl.load(scales, mask=exists, other=0, eviction_policy="evict_first")
-    target = index.to(tl.int64)
-    tl.store(out + target[:, None] * DATA_BYTES + lane, codes, mask=there[:, None])
-    tl.store(scales_out.to(tl.pointer_type(tl.int32), bitcast=True) + target, scale, mask=there)
+    scale = tl.load(scales, mask=row_valid, other=0, eviction_policy="evict_first")
+    dst = index.to(tl.int64)
+    tl.store(out + dst[:, None] * DATA_BYTES + lane, codes, mask=in_out[:, None])
+    tl.store(scales_out.to(tl.pointer_type(tl.int32), bitcast=True) + dst, scale, mask=in_out)
 
 
 def gather_indexer_k(

@@ -10,9 +10,9 @@ from dsv4_ops.core.registry import AUTO
 from dsv4_ops.kernels.arguments import angles, paged, strided
 from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
 from dsv4_ops.kernels.indexer.score_tile import (
-    find_pages,
     load_codes,
     load_query,
+    load_tile_pages,
     load_weights,
     score_codes,
     score_tile,
@@ -22,24 +22,24 @@ from dsv4_ops.kernels.launcher import Launcher
 DIM = IndexerLayout.head_dim
 
 QUANTIZED_HEADS = 16
-"""Heads of a token that a program quantises."""
+"""Heads of a token per program that quantises."""
 
 STEP = 128
-"""Keys that are scored at a time: the matrix unit wants 64 or a multiple."""
+"""Keys that are scored at a time: a multiple of 64, as the matrix unit needs."""
 
 ROWS = 512
-"""Logits of a token per program."""
+"""Logits of a token per program of the paged kernel."""
 
 TOKENS = 8
-"""Queries that a program scores its keys with, where queries share keys."""
+"""Queries per program of the ragged kernel, which scores the same keys with all of them."""
 
 STAGES = 4
 
 WARPS = 4
 
 
-def tile(num_heads: int) -> dict[str, int]:
-    """Heads as the matrix unit takes them, and keys that are scored at a time."""
+def tile_sizes(num_heads: int) -> dict[str, int]:
+    """Return the padded number of heads, and the keys that are scored at a time."""
     heads = max(16, triton.next_power_of_2(num_heads))
     return {"HEADS": heads, "STEP": min(STEP, max(64 * STEP // heads, 16))}
 
@@ -79,32 +79,33 @@ def indexer_logits_kernel(
     BLOCK_SIZE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     HEADS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Score up to ROWS keys of a token through its request's row of the block table."""
     cache = (k_cache, page_stride, num_blocks)
     FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES)
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
-    scaled = (weights, weight_token_stride, weight_head_stride)
-    spans = (num_rows + ROWS - 1) // ROWS
-    token = (tl.program_id(0) // spans).to(tl.int64)
-    first = tl.program_id(0) % spans * ROWS
+    head_weights = (weights, weight_token_stride, weight_head_stride)
+    programs = (num_rows + ROWS - 1) // ROWS
+    token = (tl.program_id(0) // programs).to(tl.int64)
+    first = tl.program_id(0) % programs * ROWS
     request = tl.load(req_indices + token * request_stride).to(tl.int64)
-    real = (request >= 0) & (request < num_reqs)
-    request = tl.where(real, request, 0)
-    count = tl.where(real, tl.load(lens + token * lens_stride), 0)
+    valid = (request >= 0) & (request < num_reqs)
+    request = tl.where(valid, request, 0)
+    length = tl.where(valid, tl.load(lens + token * lens_stride), 0)
     lane = tl.arange(0, STEP)
     target = out + token * num_rows
-    if first < count:
+    if first < length:
         query = load_query(queries, token, HEADS, DATA_BYTES)
-        weight = load_weights(scaled, token, num_heads, HEADS)
-        held = tl.cast(max_blocks, tl.int64) * BLOCK_SIZE
-        stop = tl.minimum(tl.minimum(count, num_rows), held).to(tl.int32)
-        entries = (block_table + request * table_stride, column_stride)
-        pages = find_pages(entries, first, stop, BLOCK_SIZE, STEP, ROWS)
+        weight = load_weights(head_weights, token, num_heads, HEADS)
+        table_rows = tl.cast(max_blocks, tl.int64) * BLOCK_SIZE
+        stop = tl.minimum(tl.minimum(length, num_rows), table_rows).to(tl.int32)
+        table_row = (block_table + request * table_stride, column_stride)
+        pages = load_tile_pages(table_row, first, stop, BLOCK_SIZE, STEP, ROWS)
         for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):
-            score, exists = score_tile(
-                cache, entries, pages, first, tile, stop, query, weight, FORMAT, STEP
+            score, kv_valid = score_tile(
+                cache, table_row, pages, first, tile, stop, query, weight, FORMAT, STEP
             )
             row = first + tile * STEP + lane
-            score = tl.where(exists & (row < stop), score, float("-inf"))
+            score = tl.where(kv_valid & (row < stop), score, float("-inf"))
             tl.store(target + row, score, mask=row < num_rows)
     else:
         row = first + tl.arange(0, ROWS)
@@ -132,7 +133,7 @@ def indexer_logits(
     out = q.new_empty((num_tokens, num_rows), dtype=torch.float32)
     if num_tokens == 0 or num_rows == 0:
         return out
-    sizes = tile(int(num_heads))
+    sizes = tile_sizes(int(num_heads))
     launch(indexer_logits_kernel)[num_tokens * ((num_rows + ROWS - 1) // ROWS),](
         *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(lens.reshape(-1), req_indices),
@@ -156,32 +157,32 @@ def indexer_logits_ragged_kernel(
     DIM: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys stays while the queries of a tile of tokens come by."""
+    """Score a tile of keys, which is loaded once, with the queries of TOKENS tokens."""
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
-    scaled = (weights, weight_token_stride, weight_head_stride)
+    head_weights = (weights, weight_token_stride, weight_head_stride)
     tiles = (num_k + STEP - 1) // STEP
     first = tl.program_id(0) // tiles * TOKENS
     row = tl.program_id(0) % tiles * STEP + tl.arange(0, STEP)
-    exists = row < num_k
-    every = tl.minimum(first + tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
-    low = tl.min(tl.load(row_start + every * start_stride))
-    high = tl.max(tl.load(row_stop + every * stop_stride))
-    if (low < tl.max(row) + 1) & (high > tl.min(row)):
-        codes_at = k + row.to(tl.int64) * row_stride
-        codes = load_codes(codes_at, byte_stride, exists, DIM)
-        scale = tl.load(scales + row.to(tl.int64) * scale_stride, mask=exists, other=0.0)
+    in_range = row < num_k
+    tokens = tl.minimum(first + tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
+    min_start = tl.min(tl.load(row_start + tokens * start_stride))
+    max_stop = tl.max(tl.load(row_stop + tokens * stop_stride))
+    if (min_start < tl.max(row) + 1) & (max_stop > tl.min(row)):
+        code_rows = k + row.to(tl.int64) * row_stride
+        codes = load_codes(code_rows, byte_stride, in_range, DIM)
+        scale = tl.load(scales + row.to(tl.int64) * scale_stride, mask=in_range, other=0.0)
         for index in tl.range(0, TOKENS, num_stages=STAGES):
             token = tl.minimum(first + index, num_tokens - 1).to(tl.int64)
             start = tl.load(row_start + token * start_stride)
             stop = tl.load(row_stop + token * stop_stride)
             query = load_query(queries, token, HEADS, DIM)
-            weight = load_weights(scaled, token, num_heads, HEADS)
+            weight = load_weights(head_weights, token, num_heads, HEADS)
             score = score_codes(codes, scale, query, weight)
             score = tl.where((row >= start) & (row < stop), score, float("-inf"))
-            tl.store(out + token * num_k + row, score, mask=exists)
+            tl.store(out + token * num_k + row, score, mask=in_range)
     else:
-        offset = every[:, None] * num_k + row[None, :]
-        tl.store(out + offset, float("-inf"), mask=exists[None, :])
+        offset = tokens[:, None] * num_k + row[None, :]
+        tl.store(out + offset, float("-inf"), mask=in_range[None, :])
 
 
 def indexer_logits_ragged(
@@ -197,7 +198,7 @@ def indexer_logits_ragged(
     out = q.new_empty((num_tokens, num_k), dtype=torch.float32)
     if num_tokens == 0 or num_k == 0:
         return out
-    sizes = tile(int(num_heads))
+    sizes = tile_sizes(int(num_heads))
     step = sizes["STEP"]
     programs = ((num_tokens + TOKENS - 1) // TOKENS) * ((num_k + step - 1) // step)
     launch(indexer_logits_ragged_kernel)[programs,](

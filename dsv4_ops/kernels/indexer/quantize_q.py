@@ -1,4 +1,4 @@
-"""The kernel that rotates and quantises the lightning indexer's queries."""
+"""Rotate and quantise the queries of the lightning indexer."""
 
 import triton
 import triton.language as tl
@@ -15,51 +15,52 @@ def quantize_queries(
     """Rotate and quantise a tile of heads of a token.
 
     Args:
-        program: Which tile of which token.
-        q: Queries, the strides of tokens, heads and values, and the number of heads.
-        weights: Weights and the strides of tokens and heads.
+        program: Index of the tile, counted through all tokens.
+        q: Queries, their token, head and value strides, and the number of heads.
+        weights: Weights, their token stride and their head stride.
         positions: Positions and their stride.
         angles: See ``kernels.common``.
-        out: Codes and scaled weights, dense.
-        SOFTMAX_SCALE: A factor of the weights.
-        ROPE_DIM: Values that are rotated, the last.
-        DIM: Values of a head.
-        HEADS: Heads of a tile.
+        out: Codes and scaled weights, both dense.
+        SOFTMAX_SCALE: Factor of the weights.
+        ROPE_DIM: Number of values of a head that are rotated: the last.
+        DIM: Values per head.
+        HEADS: Heads per tile.
     """
     q, token_stride, head_stride, dim_stride, num_heads = q
     weights, weight_token_stride, weight_head_stride = weights
+    positions, position_stride = positions
     cos_sin_cache, table_stride, column_stride, num_positions = angles
     codes_out, weights_out = out
     tiles = (num_heads + HEADS - 1) // HEADS
     token = (program // tiles).to(tl.int64)
     head = program % tiles * HEADS + tl.arange(0, HEADS)
-    given = head < num_heads
+    head_valid = head < num_heads
     dim = tl.arange(0, DIM)[None, :]
     source = q + token * token_stride + head.to(tl.int64)[:, None] * head_stride
     source += dim.to(tl.int64) * dim_stride
-    values = tl.load(source, mask=given[:, None], other=0.0).to(tl.float32)
+    values = tl.load(source, mask=head_valid[:, None], other=0.0).to(tl.float32)
 
-    position = tl.load(positions[0] + token * positions[1])
-    known = (position >= 0) & (position < num_positions)
+    position = tl.load(positions + token * position_stride)
+    in_table = (position >= 0) & (position < num_positions)
     pair = tl.arange(0, DIM // 2) - (DIM - ROPE_DIM) // 2
-    in_rope = known & (pair >= 0)
-    angle = cos_sin_cache + tl.where(known, position, 0) * table_stride
+    rotates = in_table & (pair >= 0)
+    angle = cos_sin_cache + tl.where(in_table, position, 0) * table_stride
     column = pair.to(tl.int64) * column_stride
-    cos = tl.load(angle + column, mask=in_rope, other=1.0)[None, :]
-    sin = tl.load(angle + column + ROPE_DIM // 2 * column_stride, mask=in_rope, other=0.0)[None, :]
+    cos = tl.load(angle + column, mask=rotates, other=1.0)[None, :]
+    sin = tl.load(angle + column + ROPE_DIM // 2 * column_stride, mask=rotates, other=0.0)[None, :]
     even, odd = tl.split(tl.reshape(values, (HEADS, DIM // 2, 2)))
     first, second = rotate_pairs(even, odd, cos, sin)
-    in_rope = in_rope[None, :]
-    pairs = tl.join(tl.where(in_rope, first, even), tl.where(in_rope, second, odd))
+    rotates = rotates[None, :]
+    pairs = tl.join(tl.where(rotates, first, even), tl.where(rotates, second, odd))
     rotated = round_to_bf16(tl.reshape(pairs, (HEADS, DIM))).to(tl.float32)
 
     codes, scale = quantize(rotated)
     row = token * num_heads + head
-    tl.store(codes_out + row[:, None] * DIM + dim, codes, mask=given[:, None])
-    at = token * weight_token_stride + head.to(tl.int64) * weight_head_stride
-    weight = tl.load(weights + at, mask=given, other=0.0).to(tl.float32)
+    tl.store(codes_out + row[:, None] * DIM + dim, codes, mask=head_valid[:, None])
+    offset = token * weight_token_stride + head.to(tl.int64) * weight_head_stride
+    weight = tl.load(weights + offset, mask=head_valid, other=0.0).to(tl.float32)
     weight = weight * (scale << 23).to(tl.float32, bitcast=True) * SOFTMAX_SCALE
-    tl.store(weights_out + row, weight, mask=given)
+    tl.store(weights_out + row, weight, mask=head_valid)
 
 
 @triton.jit

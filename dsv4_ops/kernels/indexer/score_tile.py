@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer: one query over a tile of FP8 keys, and their order as ints."""
+"""Score a tile of the lightning indexer's FP8 keys with one query, and order scores as integers."""
 
 import triton
 import triton.language as tl
@@ -6,6 +6,8 @@ import triton.language as tl
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 ABSENT_KEY = tl.constexpr(-(2**31))
+"""Key of a row that does not exist: below that of any score."""
+
 _NAN_KEY = tl.constexpr(-(2**31) + 1)
 _SIGN = tl.constexpr(-(2**31))
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -14,133 +16,146 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """e4m3 [DIM, HEADS] of the int64 ``token``. ``q``: codes, the strides of tokens, heads and
-    values, and the number of heads."""
+    """Load the query of the int64 ``token``, e4m3 [DIM, HEADS]. ``q``: codes, their token, head and
+    value strides, and the number of heads."""
     q, token_stride, head_stride, dim_stride, num_heads = q
     head = tl.arange(0, HEADS)
-    there = head < num_heads
+    head_valid = head < num_heads
     row = token * token_stride + head.to(tl.int64) * head_stride
     lane = tl.arange(0, DIM).to(tl.int64) * dim_stride
     source = q + row[:, None] + lane[None, :]
     if EMULATE:
-        codes = decoded(tl.load(source, mask=there[:, None], other=0))
+        codes = decode(tl.load(source, mask=head_valid[:, None], other=0))
     else:
         source = source.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-        codes = tl.load(source, mask=there[:, None], other=0.0)
+        codes = tl.load(source, mask=head_valid[:, None], other=0.0)
     return tl.trans(codes)
 
 
 @triton.jit
 def load_weights(weights, token, num_heads, HEADS: tl.constexpr):
-    """float32 [HEADS] of the int64 ``token``; heads that do not exist count nothing. ``weights``
-    with the strides of tokens and heads."""
+    """Load the weights of the heads of the int64 ``token``, float32 [HEADS], 0 past ``num_heads``.
+    ``weights``: weights, their token stride and their head stride."""
     weights, token_stride, head_stride = weights
     head = tl.arange(0, HEADS)
-    at = token * token_stride + head.to(tl.int64) * head_stride
-    return tl.load(weights + at, mask=head < num_heads, other=0.0)
+    offset = token * token_stride + head.to(tl.int64) * head_stride
+    return tl.load(weights + offset, mask=head < num_heads, other=0.0)
 
 
 @triton.jit
-def decoded(codes):
-    """Triton's interpreter has no FP8 product, and reads the NaN codes as 480."""
+def decode(codes):
+    """Return e4m3 values as float32, for Triton's interpreter: it has no FP8 product, and reads the
+    NaN codes as 480."""
     values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
 
 
 @triton.jit
-def load_codes(start, byte_stride, exists, DIM: tl.constexpr):
-    """e4m3 [rows, DIM] keys at the pointers to bytes ``start``; anything where none exists, which
-    touches no other row of a product."""
+def load_codes(start, byte_stride, mask, DIM: tl.constexpr):
+    """Load keys, e4m3 [rows, DIM], from the byte pointers ``start``. Masked rows are undefined; a
+    product keeps rows apart."""
     lane = tl.arange(0, DIM)[None, :] * byte_stride
     if EMULATE:
-        codes = tl.load(start[:, None] + lane, mask=exists[:, None], other=0)
-        return decoded(codes)
+        codes = tl.load(start[:, None] + lane, mask=mask[:, None], other=0)
+        return decode(codes)
     codes = start.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-    return tl.load(codes[:, None] + lane, mask=exists[:, None])  # at once to shared memory
+    # without ``other`` the load goes directly to shared memory
+    return tl.load(codes[:, None] + lane, mask=mask[:, None])
 
 
 @triton.jit
 def score_codes(codes, scale, query, weight):
-    """float32 scores of a tile of keys; every row is summed in one order, wherever it is."""
+    """Return float32 scores of a tile of keys. All rows are summed in the same order, so that the
+    score of a key does not depend on its row."""
     products = tl.dot(codes, query)
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.sum(products * weight[None, :], axis=1) * scale
 
 
 @triton.jit
-def find_pages(
-    entries, start, stop, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr
+def load_tile_pages(
+    table_row, start, stop, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """``entries`` (a row of a block table, and its stride) of at least ROWS rows of a cache from
-    ``start`` on, a multiple of STEP: one for each tile of STEP, or one for each block of tiles of
-    two; -1 from ``stop`` on. Loaded together and ahead: a load that waits for another in the loop
-    over the tiles would have the keys wait too."""
+    """Load the pages of at least ROWS rows from ``start`` on, a multiple of STEP: one page per tile
+    of STEP rows, or one per block if a tile has two; -1 from ``stop`` on. ``table_row``: the
+    request's row of the block table and its stride.
+
+    The pages are loaded before the loop over the tiles, in which the loads of keys would wait for
+    them."""
     if BLOCK_SIZE % STEP == 0 or STEP == 2 * BLOCK_SIZE:
         SPAN: tl.constexpr = min(BLOCK_SIZE, STEP)
         row = start + tl.arange(0, max(ROWS // SPAN, 32)) * SPAN
-        return _load_page(entries, row, stop, BLOCK_SIZE)
+        return _load_page(table_row, row, stop, BLOCK_SIZE)
     else:
-        return start  # every tile loads its own
+        return start  # unused: every tile loads its own pages
 
 
 @triton.jit
-def _load_page(entries, row, stop, BLOCK_SIZE: tl.constexpr):
+def _load_page(table_row, row, stop, BLOCK_SIZE: tl.constexpr):
+    block_table, column_stride = table_row
     column = (row // BLOCK_SIZE).to(tl.int64)
-    return tl.load(entries[0] + column * entries[1], mask=row < stop, other=-1)
+    return tl.load(block_table + column * column_stride, mask=row < stop, other=-1)
 
 
 @triton.jit
-def _existing(page, num_blocks):
+def _mask_page(page, num_blocks):
+    """Replace pages that do not exist by -1."""
     return tl.where((page >= 0) & (page < num_blocks), page, -1)
 
 
 @triton.jit
-def _pick(values, number):
+def _extract(values, index):
+    """Return one of ``values``, which lie in different threads."""
     lane = tl.arange(0, values.shape[0])
-    return tl.sum(tl.where(lane == number, values, 0), axis=0)
+    return tl.sum(tl.where(lane == index, values, 0), axis=0)
 
 
 @triton.jit
 def score_tile(
-    cache, entries, pages, start, tile, stop, query, weight,
+    cache, table_row, pages, start, tile, stop, query, weight,
     FORMAT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile of the rows of ``find_pages``, and which of them are in pages that exist.
-    Addresses in 64 bits for every row would cost as much as the products; small blocks have them.
-    FORMAT: rows of a block, bytes of a row's codes and scale."""
+    """Score a tile of the rows whose pages ``load_tile_pages`` has loaded; return scores, and which
+    of them are in pages that exist.
+
+    Only blocks of less than half a tile need a 64-bit address per row, which costs as much as the
+    product. FORMAT: rows per block, and bytes of a row's codes and of its scale."""
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
+    DATA_BYTES: tl.constexpr = FORMAT[1]
+    SCALE_BYTES: tl.constexpr = FORMAT[2]
     k_cache, page_stride, num_blocks = cache
     lane = tl.arange(0, STEP)
     first = start + tile * STEP
     if BLOCK_SIZE % STEP == 0:
-        page = _existing(_pick(pages, tile), num_blocks)
-        exists = (page >= 0) & (lane >= 0)  # a value per lane
+        page = _mask_page(_extract(pages, tile), num_blocks)
+        kv_valid = (page >= 0) & (lane >= 0)  # one value per row
         row = first % BLOCK_SIZE + lane
         base = page.to(tl.int64) * page_stride
     elif STEP == 2 * BLOCK_SIZE:
-        near = _existing(_pick(pages, 2 * tile), num_blocks)
-        far = _existing(_pick(pages, 2 * tile + 1), num_blocks)
-        exists = tl.where(lane < BLOCK_SIZE, near, far) >= 0
-        near, far = near.to(tl.int64) * page_stride, far.to(tl.int64) * page_stride
-        base = tl.where(lane < BLOCK_SIZE, near, far)
+        page0 = _mask_page(_extract(pages, 2 * tile), num_blocks)
+        page1 = _mask_page(_extract(pages, 2 * tile + 1), num_blocks)
+        kv_valid = tl.where(lane < BLOCK_SIZE, page0, page1) >= 0
+        base0, base1 = page0.to(tl.int64) * page_stride, page1.to(tl.int64) * page_stride
+        base = tl.where(lane < BLOCK_SIZE, base0, base1)
         row = lane % BLOCK_SIZE
     else:
-        page = _load_page(entries, first + lane, stop, BLOCK_SIZE)
-        page = _existing(page, num_blocks)
-        exists = page >= 0
+        page = _load_page(table_row, first + lane, stop, BLOCK_SIZE)
+        page = _mask_page(page, num_blocks)
+        kv_valid = page >= 0
         base = page.to(tl.int64) * page_stride
         row = (first + lane) % BLOCK_SIZE
     base = k_cache + base
-    scale_at = base + BLOCK_SIZE * FORMAT[1] + row * FORMAT[2]
-    scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
-    codes = load_codes(base + row * FORMAT[1], 1, exists, FORMAT[1])
-    scale = tl.load(scale_at, mask=exists, other=0.0)
-    return score_codes(codes, scale, query, weight), exists
+    scales = base + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES
+    scales = scales.to(tl.pointer_type(tl.float32), bitcast=True)
+    codes = load_codes(base + row * DATA_BYTES, 1, kv_valid, DATA_BYTES)
+    scale = tl.load(scales, mask=kv_valid, other=0.0)
+    return score_codes(codes, scale, query, weight), kv_valid
 
 
 @triton.jit
 def sortable(score):
-    """int32 in the order of float32 scores: -0 is 0, and NaN is below every number."""
+    """Return int32 keys in the order of float32 scores: -0 equals 0, and NaN is below every
+    number."""
     bits = score.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ _MAGNITUDE, bits)
     key = tl.where(bits == _SIGN, 0, key)

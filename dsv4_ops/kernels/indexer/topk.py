@@ -1,4 +1,4 @@
-"""Launchers of the lightning indexer's selection: a first pass over parts of rows, and merges."""
+"""Launchers of the lightning indexer's selection: a first pass over parts of rows, then merges."""
 
 from typing import Any
 
@@ -18,93 +18,105 @@ PROGRAMS = 396
 """Programs of the first pass, each with a scratch row: three per SM of an H200."""
 
 CAPACITY = 2048
-"""Keys of a scratch row, unless twice topk is more."""
+"""Capacity of a scratch row in keys, unless twice topk is more."""
 
-MERGED = 4096
-"""Keys that are merged together, at least."""
+MERGE_CAPACITY = 4096
+"""Keys that one merge takes, unless twice topk is more."""
 
 GROUPS = 8
-"""Most groups that the lists of a row are merged in where they have more keys than that."""
+"""Maximum groups of a row whose lists have more keys than one merge takes."""
 
 WIDE, WIDE_GROUP = 1024, 8192
-"""From lists of how many keys on few groups fit into MERGED keys, and keys of such a group that are
-merged together: as few passes as those of short lists have, for rows of up to 32768 keys."""
+"""Lists of at least WIDE keys are merged in groups of WIDE_GROUP keys, because one merge takes few
+of them: rows of up to 32768 keys then need no more passes than with narrower lists."""
 
-LEAST = 256
-"""Keys of a part, at least."""
+MIN_PART = 256
+"""Minimum keys of a part."""
 
-LONG = 200
-"""Keys of a part, for each token of the call, up to which a row has no more lists than are merged
-together. H100, top 512, one token a request, us with and without: 32 x 32k 29.4 and 48.5, 14 x 128k
-53.4 and 57.1; 8 x 128k, which is beyond it, 46.6 and 40.0."""
+SHORT_PART = 200
+"""A row has no more parts than one merge takes lists if its parts then have at most this many keys
+per token of the call. H100, top 512, one token per request: 32 x 32k 29.4 us, down from 48.5; 14 x
+128k 53.4, down from 57.1. 8 x 128k exceeds it: 40.0 us, where one merge would need 46.6."""
 
-LOGITS_STEP, LOGITS_LEAST = 512, 2048
-"""The same for logits that are read."""
+LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
+"""Keys per step, and minimum keys of a part, of logits that are read."""
 
 STAGES = 3
 
 
 def warps_for(capacity: int) -> int:
-    """Warps that have 16 of the keys in every thread."""
+    """Return the warps of a program whose threads have 16 keys each."""
     return min(max(capacity // 512, 4), 16)
 
 
 class _Scratch:
-    """Scratch rows and the plan of the parts of every row, and what is launched with them."""
+    """Scratch rows, the plan of the parts of every row, and the constants of both passes."""
 
     def __init__(
-        self, launch: Launcher, like: torch.Tensor, num_keys: int, topk: int, least: int, long: int
+        self,
+        launch: Launcher,
+        like: torch.Tensor,
+        num_keys: int,
+        topk: int,
+        min_part: int,
+        short_part: int,
     ) -> None:
         self.launch, self.topk, num_tokens = launch, topk, like.shape[0]
         self.width = triton.next_power_of_2(topk)
         self.capacity = max(CAPACITY, 2 * self.width)
-        self.together = max(MERGED, self.capacity)
-        self.groups = min(max(self.together // self.width, 2), GROUPS)
-        self.grouped = max(self.together, WIDE_GROUP if self.width >= WIDE else 0)
+        self.merge_capacity = max(MERGE_CAPACITY, self.capacity)
+        self.groups = min(max(self.merge_capacity // self.width, 2), GROUPS)
+        wide_group = WIDE_GROUP if self.width >= WIDE else 0
+        self.group_capacity = max(self.merge_capacity, wide_group)
         sizes = ((PROGRAMS, self.capacity), (PROGRAMS, self.capacity), (num_tokens, 3))
         self.lists = tuple(like.new_empty(size, dtype=torch.int32) for size in sizes)
         self.out = like.new_empty((num_tokens, topk), dtype=torch.int32)
         self.rows = torch.sym_min(num_tokens, PROGRAMS)
-        lists = self.together // self.width
-        parts = torch.sym_min((num_keys + least - 1) // least, PROGRAMS // num_tokens)
-        if isinstance(parts, int) and (num_keys + lists - 1) // lists <= long * num_tokens:
-            parts = min(parts, lists)  # as the kernel does for each row
-        self.splits = torch.sym_max(1, parts)
-        self.programs = torch.sym_min(num_tokens * self.splits, PROGRAMS)
-        self.arguments = (*self.lists, self.out, num_tokens, self.splits, topk)
+        max_lists = self.merge_capacity // self.width
+        parts = torch.sym_min((num_keys + min_part - 1) // min_part, PROGRAMS // num_tokens)
+        if isinstance(parts, int):
+            merged_part = (num_keys + max_lists - 1) // max_lists
+            if merged_part <= short_part * num_tokens:
+                parts = min(parts, max_lists)  # as the kernel does for each row
+        self.max_parts = torch.sym_max(1, parts)
+        self.programs = torch.sym_min(num_tokens * self.max_parts, PROGRAMS)
+        self.arguments = (*self.lists, self.out, num_tokens, self.max_parts, topk)
         self.sizes = {
             "WIDTH": self.width,
             "CAPACITY": self.capacity,
-            "MOST": self.capacity // 2,
-            "MERGED": self.together,
+            "MAX_WIDTH": self.capacity // 2,
+            "MERGE_CAPACITY": self.merge_capacity,
             "GROUPS": self.groups,
-            "GROUPED": self.grouped,
-            "LEAST": least,
-            "LISTS": lists,
-            "LONG": long,
+            "GROUP_CAPACITY": self.group_capacity,
+            "MIN_PART": min_part,
+            "MAX_LISTS": max_lists,
+            "SHORT_PART": short_part,
             "num_warps": warps_for(self.capacity),
         }
 
-    def merged(self, pages: tuple[Any, ...], block_size: int, slots: bool) -> torch.Tensor:
-        """Merge the lists of the parts, into rows or into ``slots``; ``pages`` are the requests and
-        the block table, with their strides and its columns. Launches that would find nothing to do
-        are left out; where sizes are symbols they have one program."""
-        known, num_tokens = isinstance(self.splits, int), self.out.shape[0]
+    def merge(self, table: tuple[Any, ...], block_size: int, slots: bool) -> torch.Tensor:
+        """Merge the lists of the parts; return indices, or slots if ``slots``. ``table`` holds
+        request indices and a block table, with their strides, and the table's columns.
+
+        A launch that would have nothing to merge is omitted, or has one program if sizes are
+        symbolic."""
+        is_static, num_tokens = isinstance(self.max_parts, int), self.out.shape[0]
         sizes = {"GROUPS": self.groups, "WIDTH": self.width, "STRIDE": self.capacity}
-        if not known or self.splits * self.topk > self.together:
-            long = torch.sym_min(1, torch.sym_max(0, self.splits * self.topk - self.together))
-            self.launch(merge_groups_kernel)[1 + (self.rows * self.groups - 1) * long,](
+        if not is_static or self.max_parts * self.topk > self.merge_capacity:
+            excess = self.max_parts * self.topk - self.merge_capacity
+            has_groups = torch.sym_min(1, torch.sym_max(0, excess))
+            self.launch(merge_groups_kernel)[1 + (self.rows * self.groups - 1) * has_groups,](
                 *self.lists, num_tokens, self.topk,
-                **sizes, MERGED=self.together, CAPACITY=self.grouped,
-                num_warps=warps_for(self.grouped),
+                **sizes, MERGE_CAPACITY=self.merge_capacity, CAPACITY=self.group_capacity,
+                num_warps=warps_for(self.group_capacity),
             )  # fmt: skip
-        if not known or self.splits > 1:
+        if not is_static or self.max_parts > 1:
             self.launch(merge_parts_kernel)[
-                1 + (self.rows - 1) * torch.sym_min(1, self.splits - 1),
+                1 + (self.rows - 1) * torch.sym_min(1, self.max_parts - 1),
             ](
-                *self.lists, self.out, num_tokens, self.topk, *pages,
-                **sizes, CAPACITY=self.together, BLOCK_SIZE=block_size, SLOTS=slots,
-                num_warps=warps_for(self.together),
+                *self.lists, self.out, num_tokens, self.topk, *table,
+                **sizes, CAPACITY=self.merge_capacity, BLOCK_SIZE=block_size, SLOTS=slots,
+                num_warps=warps_for(self.merge_capacity),
             )  # fmt: skip
         return self.out
 
@@ -115,12 +127,12 @@ def indexer_topk(
     num_tokens, num_columns = logits.shape
     if num_tokens == 0 or topk == 0:
         return logits.new_empty((num_tokens, topk), dtype=torch.int32)
-    scratch = _Scratch(launch, logits, num_columns, topk, LOGITS_LEAST, 0)
+    scratch = _Scratch(launch, logits, num_columns, topk, LOGITS_MIN_PART, 0)
     launch(select_logits_kernel)[scratch.programs,](
         *strided(logits), num_columns, *strided(lens), *scratch.arguments,
         STEP=LOGITS_STEP, **scratch.sizes,
     )  # fmt: skip
-    return scratch.merged((lens, 0, lens, 0, 0, 0), 1, False)  # without slots no table is read
+    return scratch.merge((lens, 0, lens, 0, 0, 0), 1, False)  # without slots, no table is read
 
 
 def indexer_select(
@@ -140,14 +152,14 @@ def indexer_select(
     slots: bool = False,
     impl: str = AUTO,
 ) -> torch.Tensor:
-    pages = IndexerLayout(block_size)
-    Checks("indexer_select").page_start("k_cache", k_cache, pages)
+    quantized = IndexerLayout(block_size)
+    Checks("indexer_select").page_start("k_cache", k_cache, quantized)
     num_tokens, num_heads, max_blocks = q.shape[0], int(q.shape[1]), block_table.shape[1]
     if num_tokens == 0 or topk == 0:
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
-    scratch = _Scratch(launch, q, max_blocks * block_size, topk, LEAST, LONG)
-    sizes = {**indexer.tile(num_heads), **scratch.sizes}
-    # no fewer rows of a product than its warps take, and capacity for two tiles
+    scratch = _Scratch(launch, q, max_blocks * block_size, topk, MIN_PART, SHORT_PART)
+    sizes = {**indexer.tile_sizes(num_heads), **scratch.sizes}
+    # at least 16 rows of the product per warp, and at most half a scratch row
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     table = (block_table, block_table.stride(0), block_table.stride(1))
     requests, positions = (req_indices, req_indices.stride(0)), positions.reshape(-1)
@@ -155,7 +167,7 @@ def indexer_select(
         *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(positions), *requests,
         *table, block_table.shape[0], max_blocks, *scratch.arguments,
-        RATIO=compress_ratio, BLOCK_SIZE=block_size, DATA_BYTES=pages.data_bytes,
-        SCALE_BYTES=pages.scale_bytes, STAGES=STAGES, SLOTS=slots, **sizes,
+        RATIO=compress_ratio, BLOCK_SIZE=block_size, DATA_BYTES=quantized.data_bytes,
+        SCALE_BYTES=quantized.scale_bytes, STAGES=STAGES, SLOTS=slots, **sizes,
     )  # fmt: skip
-    return scratch.merged((*requests, *table, max_blocks), block_size, slots)
+    return scratch.merge((*requests, *table, max_blocks), block_size, slots)

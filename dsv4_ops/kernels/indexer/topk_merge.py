@@ -1,8 +1,8 @@
-"""Exact top-k of int32 keys, and the merge of lists: among equal keys those that come first.
+"""Exact top-k of int32 keys, and merges of lists; of equal keys the first are selected.
 
-A row is split into parts, each of which streams through its keys and keeps the best
-(``topk_partial.py``); then the lists of the parts are merged. Every list is in the order of the
-row, so that ties need no index.
+A row is divided into parts. The first pass reduces each part to a list of its largest keys
+(``topk_partial.py``); then the lists of a row are merged. A list keeps the order of the row, so
+that ties need no index.
 """
 
 import triton
@@ -17,68 +17,80 @@ _OCTAVES = tl.constexpr(2**25)
 
 @triton.jit
 def partition(
-    count, num_tokens, splits, topk,
-    STEP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, MERGED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPED: tl.constexpr, LISTS: tl.constexpr, LONG: tl.constexpr,
+    count, num_tokens, max_parts, topk,
+    STEP: tl.constexpr, MIN_PART: tl.constexpr, MAX_WIDTH: tl.constexpr,
+    MERGE_CAPACITY: tl.constexpr, GROUPS: tl.constexpr, GROUP_CAPACITY: tl.constexpr,
+    MAX_LISTS: tl.constexpr, SHORT_PART: tl.constexpr,
 ):  # fmt: skip
-    """How many parts a row of ``count`` keys has, keys per part, the width of their lists, and
-    whether a list has every key of its part, in order; one part if all fit. Lists are as wide
-    as MERGED keys allow, which are merged together, because the merge alone has to be exact; more
-    are merged in GROUPS before, of GROUPED keys at a time."""
-    # LISTS can be merged together: with parts as short as LONG a token, fewer parts take less time
-    # than the merge of groups
-    merged_share = (count + LISTS - 1) // LISTS
-    splits = tl.where(merged_share <= LONG * num_tokens, tl.minimum(splits, LISTS), splits)
-    share = (count + splits - 1) // splits
-    share = tl.maximum((share + STEP - 1) // STEP * STEP, LEAST)
-    whole = share <= topk
-    grouped = tl.minimum(share, topk) * GROUPS
-    group = (count + grouped - 1) // grouped * share
-    # powers of two, so that the lists of a row are all of its keys, and no more than are merged
-    # together or, of a longer one, than its groups are
-    if (count <= MERGED) | (whole & (count <= GROUPS * GROUPED) & (group > GROUPED)):
-        least = LEAST
-        while least < share:
-            least *= 2
-        share = least
-    parts = tl.maximum((count + share - 1) // share, 1)
-    whole = (share <= topk) | (parts * share <= MERGED)
-    width = tl.maximum(tl.minimum(MERGED // 2 // parts, MOST), topk)
-    width = tl.where(whole, share, width)
-    one = count <= topk
-    parts, share = tl.where(one, 1, parts), tl.where(one, count, share)
-    return parts, share, width, whole
+    """Divide a row of ``count`` keys into parts. Return their number, keys per part, the width of
+    their lists, and whether a list has all keys of its part. Up to ``topk`` keys are one part.
+
+    Lists are as wide as one merge of MERGE_CAPACITY keys allows, so that only the merge has to be
+    exact. More lists are first merged in GROUPS groups, GROUP_CAPACITY keys at a time.
+    """
+    # if parts stay short, use no more than one merge takes: that costs less than a merge of groups
+    merged_part = (count + MAX_LISTS - 1) // MAX_LISTS
+    is_short = merged_part <= SHORT_PART * num_tokens
+    max_parts = tl.where(is_short, tl.minimum(max_parts, MAX_LISTS), max_parts)
+    part_keys = (count + max_parts - 1) // max_parts
+    part_keys = tl.maximum((part_keys + STEP - 1) // STEP * STEP, MIN_PART)
+    complete = part_keys <= topk
+    group_keys = tl.minimum(part_keys, topk) * GROUPS
+    group = (count + group_keys - 1) // group_keys * part_keys
+    # a power of two, so that complete lists fit: those of the row into one merge, or those of a
+    # group into GROUP_CAPACITY
+    if (count <= MERGE_CAPACITY) | (
+        complete & (count <= GROUPS * GROUP_CAPACITY) & (group > GROUP_CAPACITY)
+    ):
+        size = MIN_PART
+        while size < part_keys:
+            size *= 2
+        part_keys = size
+    parts = tl.maximum((count + part_keys - 1) // part_keys, 1)
+    complete = (part_keys <= topk) | (parts * part_keys <= MERGE_CAPACITY)
+    width = tl.maximum(tl.minimum(MERGE_CAPACITY // 2 // parts, MAX_WIDTH), topk)
+    width = tl.where(complete, part_keys, width)
+    is_one = count <= topk
+    parts, part_keys = tl.where(is_one, 1, parts), tl.where(is_one, count, part_keys)
+    return parts, part_keys, width, complete
 
 
 @triton.jit
-def find_threshold(key, low, at_low, topk, most):
-    """A value such that ``topk`` to ``most`` of the keys are above it, or fewer than ``topk`` but
-    with those that equal it at least as many; and how many are above. ``at_low`` keys, more than
-    ``most``, reach ``low``. Two values at a time, counted in one sum: at first within some octaves
-    of the best, where scores are, and not by halves of all that a float can be."""
+def find_threshold(key, low, count_low, topk, max_selected):
+    """Return a threshold and the number of keys above it.
+
+    Above it are ``topk`` to ``max_selected`` keys; or fewer than ``topk``, but at least ``topk``
+    with those that equal it. ``count_low`` keys, more than ``max_selected``, are at least ``low``.
+    Each step counts the keys at two candidates in one reduction. The first candidates are a few
+    octaves below the maximum, where scores are, because a bisection of all floats takes longer.
+    """
     high = tl.max(key, axis=0) + 1
-    at_high = 0
+    count_high = 0
     length = _length(low, high)
-    near = length > _OCTAVES
-    first = tl.where(near, high - _OCTAVES, low + _part(length, 2))
-    second = tl.where(near, high - _OCTAVE, low + _part(length, 1))
-    while (length > 1) & (at_low > most):
-        reached = (key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16)
-        reached = tl.sum(reached, axis=0)
-        at_first, at_second = reached & 0xFFFF, reached >> 16
-        high = tl.where(at_second >= topk, high, tl.where(at_first >= topk, second, first))
-        at_high = tl.where(
-            at_second >= topk, at_high, tl.where(at_first >= topk, at_second, at_first)
+    is_wide = length > _OCTAVES
+    first = tl.where(is_wide, high - _OCTAVES, low + _fraction(length, 2))
+    second = tl.where(is_wide, high - _OCTAVE, low + _fraction(length, 1))
+    while (length > 1) & (count_low > max_selected):
+        counts = (key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16)
+        counts = tl.sum(counts, axis=0)
+        count_first, count_second = counts & 0xFFFF, counts >> 16
+        high = tl.where(count_second >= topk, high, tl.where(count_first >= topk, second, first))
+        count_high = tl.where(
+            count_second >= topk,
+            count_high,
+            tl.where(count_first >= topk, count_second, count_first),
         )
-        low = tl.where(at_second >= topk, second, tl.where(at_first >= topk, first, low))
-        at_low = tl.where(
-            at_second >= topk, at_second, tl.where(at_first >= topk, at_first, at_low)
+        low = tl.where(count_second >= topk, second, tl.where(count_first >= topk, first, low))
+        count_low = tl.where(
+            count_second >= topk,
+            count_second,
+            tl.where(count_first >= topk, count_first, count_low),
         )
         length = _length(low, high)
-        first = low + _part(length, 2)
-        second = low + _part(length, 1)
-    enough = at_low <= most
-    return tl.where(enough, low - 1, low), tl.where(enough, at_low, at_high)
+        first = low + _fraction(length, 2)
+        second = low + _fraction(length, 1)
+    below_low = count_low <= max_selected
+    return tl.where(below_low, low - 1, low), tl.where(below_low, count_low, count_high)
 
 
 @triton.jit
@@ -87,189 +99,198 @@ def _length(low, high):
 
 
 @triton.jit
-def _part(length, SHIFT: tl.constexpr):
-    """At least 1 of the uint32 ``length``."""
+def _fraction(length, SHIFT: tl.constexpr):
+    """Return the uint32 ``length`` over a power of two, at least 1, as int32."""
     return tl.maximum(length >> SHIFT, 1).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def best(key, low, topk, most):
-    """Which keys are the best, ``topk`` of those present or up to ``most``; the offset of each of
-    them, in order; how many there are; and a value that none of them is below. Keys below ``low``
-    are not among the best."""
+def select(key, low, topk, max_selected):
+    """Select the largest keys: ``topk`` to ``max_selected`` of them, or all if there are fewer.
+
+    Return which keys are selected, the offset of each in a list of them, their number, and a lower
+    bound of them. Keys below ``low`` are absent, or known not to be among the largest."""
     total = tl.sum((key >= low).to(tl.int32), axis=0)
     threshold = low - 1
-    above_it = total
-    kept = total
-    if total > most:
-        threshold, above_it = find_threshold(key, low, total, topk, most)
-        kept = tl.maximum(above_it, topk)
-    needed = kept - above_it
+    num_above = total
+    count = total
+    if total > max_selected:
+        threshold, num_above = find_threshold(key, low, total, topk, max_selected)
+        count = tl.maximum(num_above, topk)
+    num_equal = count - num_above
     above = key > threshold
     equal = key == threshold
-    # both counts in one scan
-    seen = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
-    equals = seen >> 16
-    taken = above | (equal & (equals <= needed))
-    least = tl.where(needed > 0, threshold, threshold + 1)
-    return taken, (seen & 0xFFFF) + tl.minimum(equals, needed) - 1, kept, least
+    # both ranks in one scan
+    ranks = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
+    equal_rank = ranks >> 16
+    selected = above | (equal & (equal_rank <= num_equal))
+    bound = tl.where(num_equal > 0, threshold, threshold + 1)
+    return selected, (ranks & 0xFFFF) + tl.minimum(equal_rank, num_equal) - 1, count, bound
 
 
 @triton.jit
-def exactly(key, topk):
-    """The ``topk`` best of those present, as ``best``."""
+def select_topk(key, topk):
+    """Select exactly the ``topk`` largest keys, or all if there are fewer. Return the first three
+    results of ``select``."""
     low = tl.full((), ABSENT_KEY + 1, tl.int32)
-    taken, dst, kept, _ = best(key, low, topk, topk)
-    return taken, dst, kept
+    selected, dst, count, _ = select(key, low, topk, topk)
+    return selected, dst, count
 
 
 @triton.jit
 def scratch_slots(number, CAPACITY: tl.constexpr):
-    """Slots of a scratch row, one after the other over the threads; ``number`` is not negative.
-    Triton would have each thread load four in a row, but store, where it cannot know that offsets
-    follow each other, in this layout; and going from one to the other costs more than the
-    selection. So it is not to see that slots follow each other, nor that they are the same
-    everywhere, which would keep addresses in registers."""
+    """Return the slots of a scratch row, consecutive ones in consecutive threads. ``number`` is not
+    negative.
+
+    The result hides two facts from Triton. If it knew that slots are consecutive, a thread would
+    load four neighbours; but stores to offsets that it does not know to be consecutive have one per
+    thread, and converting between the two layouts costs more than the selection. If it knew that
+    slots are the same everywhere, it would keep addresses in registers.
+    """
     return tl.arange(0, CAPACITY) ^ tl.minimum(number, 0)
 
 
 @triton.jit
 def _load_indices(indices, head, base, slot):
-    """Indices of the keys of a scratch row: those behind the first ``head`` count from
-    ``base`` on."""
+    """Load the indices of keys of a scratch row. From slot ``head`` on, an index is the slot plus
+    ``base``."""
     index = tl.load(indices + slot, mask=slot < head, other=0)
     return tl.where(slot < head, index, base + slot)
 
 
 @triton.jit
-def reduce_list(keys, indices, fill, head, base, low, topk, most, CAPACITY: tl.constexpr):
-    """Reduce the ``fill`` keys of a scratch row to the best, ``topk`` to ``most`` of them, without
-    gaps; how many there are, and a value that none is below."""
+def reduce_list(keys, indices, fill, head, base, low, topk, max_selected, CAPACITY: tl.constexpr):
+    """Reduce the ``fill`` keys of a scratch row to the largest, ``topk`` to ``max_selected`` of
+    them, without gaps. Return their number and a lower bound of them."""
     slot = scratch_slots(fill, CAPACITY)
-    tl.debug_barrier()  # all was written
+    tl.debug_barrier()  # after all stores of keys
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
     index = _load_indices(indices, head, base, slot)
-    taken, dst, kept, least = best(key, low, topk, most)
-    tl.debug_barrier()  # all was read
-    tl.store(keys + dst, key, mask=taken)
-    tl.store(indices + dst, index, mask=taken)
-    return kept, least
+    selected, dst, count, bound = select(key, low, topk, max_selected)
+    tl.debug_barrier()  # after all loads
+    tl.store(keys + dst, key, mask=selected)
+    tl.store(indices + dst, index, mask=selected)
+    return count, bound
 
 
 @triton.jit
-def emit_list(keys, indices, fill, head, base, entries, out, topk, SIZES: tl.constexpr):
-    """The result row at ``out`` from a scratch row; if SLOTS, the slots of the indices. Blocks are
-    loaded for all of them before the best are known, which hides the time it takes. SIZES: WIDTH,
-    CAPACITY, BLOCK_SIZE and SLOTS."""
-    slot = scratch_slots(fill, SIZES[1])
-    tl.debug_barrier()  # all was written
+def emit_list(keys, indices, fill, head, base, table_row, out, topk, SIZES: tl.constexpr):
+    """Select the result row at ``out`` from a scratch row, as indices, or as slots if SLOTS. SIZES:
+    WIDTH, CAPACITY, BLOCK_SIZE and SLOTS."""
+    CAPACITY: tl.constexpr = SIZES[1]
+    slot = scratch_slots(fill, CAPACITY)
+    tl.debug_barrier()  # after all stores of keys
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
     index = _load_indices(indices, head, base, slot)
-    _emit(key, index, slot < fill, entries, out, topk, SIZES)
-    tl.debug_barrier()  # all was read
+    _emit(key, index, slot < fill, table_row, out, topk, SIZES)
+    tl.debug_barrier()  # after all loads
 
 
 @triton.jit
-def _emit(key, index, wanted, entries, out, topk, SIZES: tl.constexpr):
+def _emit(key, index, mask, table_row, out, topk, SIZES: tl.constexpr):
+    WIDTH: tl.constexpr = SIZES[0]
     BLOCK_SIZE: tl.constexpr = SIZES[2]
     SLOTS: tl.constexpr = SIZES[3]
-    if SLOTS:
-        page = load_pages(entries, index, wanted, BLOCK_SIZE)
-    taken, dst, kept = exactly(key, topk)
+    if SLOTS:  # pages of all keys: the selection hides the latency of their loads
+        page = load_pages(table_row, index, mask, BLOCK_SIZE)
+    selected, dst, count = select_topk(key, topk)
     if SLOTS:
         index = compute_slots(page, index, BLOCK_SIZE)
-    tl.store(out + dst, index, mask=taken)
-    pad_result(out, kept, topk, SIZES[0])
+    tl.store(out + dst, index, mask=selected)
+    pad_result(out, count, topk, WIDTH)
 
 
 @triton.jit
-def pad_list(keys, kept, width, CAPACITY: tl.constexpr):
-    """Nothing behind the ``kept`` keys of a list."""
-    if kept < width:
-        slot = scratch_slots(kept, CAPACITY)
-        tl.store(keys + slot, ABSENT_KEY, mask=(slot >= kept) & (slot < width))
+def pad_list(keys, count, width, CAPACITY: tl.constexpr):
+    """Pad a list of ``count`` keys to ``width`` with absent ones."""
+    if count < width:
+        slot = scratch_slots(count, CAPACITY)
+        tl.store(keys + slot, ABSENT_KEY, mask=(slot >= count) & (slot < width))
 
 
 @triton.jit
-def pad_result(out, kept, topk, WIDTH: tl.constexpr):
-    if kept < topk:
-        slot = scratch_slots(kept, WIDTH)
-        tl.store(out + slot, -1, mask=(slot >= kept) & (slot < topk))
+def pad_result(out, count, topk, WIDTH: tl.constexpr):
+    """Pad a result row of ``count`` entries to ``topk`` with -1."""
+    if count < topk:
+        slot = scratch_slots(count, WIDTH)
+        tl.store(out + slot, -1, mask=(slot >= count) & (slot < topk))
 
 
 @triton.jit
-def _load_entries(scratch, lists, base, start, kept, CAPACITY: tl.constexpr):
-    """The ``kept`` keys of a list, then entries from ``start`` on of it and the lists behind it.
+def _load_entries(scratch, lists, base, start, head, CAPACITY: tl.constexpr):
+    """Load the first ``head`` keys of the first list, then the entries from ``start`` on of all
+    lists. Return keys and indices; those of complete lists count from ``base``.
 
-    Their indices too: if the lists are whole, they count from ``base``. ``scratch``: keys, indices
-    and keys of a row. ``lists``: the row of the first, the step to the row of the next, entries in
-    all and of one, and whether lists are whole. The quotient is exact: there are fewer than 2**21
-    entries."""
+    ``scratch``: keys, indices, and keys per row. ``lists``: the row of the first list, the step
+    between rows of lists, entries of all lists, entries per list, and whether lists are complete.
+    """
     keys, indices, stride = scratch
-    row, step, entries, width, whole = lists
+    row, step, entries, width, complete = lists
     slot = scratch_slots(entries, CAPACITY)
-    carried = slot < kept
-    entry = start + slot - kept
-    wanted = carried | (entry < entries)
+    in_head = slot < head
+    entry = start + slot - head
+    mask = in_head | (entry < entries)
+    # the quotient is exact, because there are fewer than 2**21 entries
     number = ((entry.to(tl.float32) + 0.5) * (1.0 / tl.maximum(width, 1).to(tl.float32))).to(
         tl.int32
     )
-    at = tl.where(carried, slot, number * step * stride + (entry - number * width))
-    at += row * stride
-    key = tl.load(keys + at, mask=wanted, other=ABSENT_KEY)
-    counted = (whole != 0) & (slot >= kept)
-    index = tl.load(indices + at, mask=wanted & (counted == 0), other=0)
-    return key, tl.where(counted, base + entry, index)
+    offset = tl.where(in_head, slot, number * step * stride + (entry - number * width))
+    offset += row * stride
+    key = tl.load(keys + offset, mask=mask, other=ABSENT_KEY)
+    is_counted = (complete != 0) & (slot >= head)
+    index = tl.load(indices + offset, mask=mask & (is_counted == 0), other=0)
+    return key, tl.where(is_counted, base + entry, index)
 
 
 @triton.jit
 def _merge(scratch, lists, base, topk, CAPACITY: tl.constexpr):
-    """Merge lists into the first of them; how many were kept. CAPACITY keys are looked at together:
-    the first list at least, which is therefore read before it is overwritten."""
+    """Merge lists into the first of them; return its number of keys. CAPACITY keys are loaded at a
+    time, at least all of the first list, which is therefore read before it is overwritten."""
     keys, indices, stride = scratch
     row, _, entries, _, _ = lists
-    kept = 0
+    count = 0
     start = 0
     while start < entries:
-        key, index = _load_entries(scratch, lists, base, start, kept, CAPACITY)
-        start += CAPACITY - kept
-        taken, dst, kept = exactly(key, topk)
-        tl.debug_barrier()  # all was read
-        tl.store(keys + row * stride + dst, key, mask=taken)
-        tl.store(indices + row * stride + dst, index, mask=taken)
-        tl.debug_barrier()  # all can be read
-    return kept
+        key, index = _load_entries(scratch, lists, base, start, count, CAPACITY)
+        start += CAPACITY - count
+        selected, dst, count = select_topk(key, topk)
+        tl.debug_barrier()  # after all loads
+        tl.store(keys + row * stride + dst, key, mask=selected)
+        tl.store(indices + row * stride + dst, index, mask=selected)
+        tl.debug_barrier()  # after all stores
+    return count
 
 
 @triton.jit
-def _choose(scratch, lists, entries, out, topk, SIZES: tl.constexpr):
-    """The result row at ``out`` from lists of at most CAPACITY keys, as ``emit_list``."""
-    key, index = _load_entries(scratch, lists, 0, 0, 0, SIZES[1])
-    # of keys that are none the index is anything
-    _emit(key, index, index >= 0, entries, out, topk, SIZES)
+def _emit_lists(scratch, lists, table_row, out, topk, SIZES: tl.constexpr):
+    """Select the result row at ``out`` from lists with at most CAPACITY keys, as ``emit_list``."""
+    CAPACITY: tl.constexpr = SIZES[1]
+    key, index = _load_entries(scratch, lists, 0, 0, 0, CAPACITY)
+    # the index of an absent key is arbitrary
+    _emit(key, index, index >= 0, table_row, out, topk, SIZES)
 
 
 @triton.jit
 def merge_groups_kernel(
     keys, indices, plan, num_tokens, topk,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, MERGED: tl.constexpr,
-    CAPACITY: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    MERGE_CAPACITY: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Where the lists of a row have more than MERGED keys: merge them in groups, at once."""
+    """Merge the lists of each row with more than MERGE_CAPACITY keys in groups, one per program."""
     token = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
     parts = tl.load(plan + 3 * token)
     width = tl.load(plan + 3 * token + 1)
-    whole = tl.load(plan + 3 * token + 2)
-    if parts * width > MERGED:
+    complete = tl.load(plan + 3 * token + 2)
+    if parts * width > MERGE_CAPACITY:
         size = (parts + GROUPS - 1) // GROUPS
         lists = tl.minimum(size, parts - group * size)
         if lists > 0:
             row = token + group * size * num_tokens
             base = group * size * width
-            merged = (row, num_tokens, lists * width, width, whole)
-            kept = _merge((keys, indices, STRIDE), merged, base, topk, CAPACITY)
-            pad_list(keys + row * STRIDE, kept, topk, WIDTH)
+            group_lists = (row, num_tokens, lists * width, width, complete)
+            count = _merge((keys, indices, STRIDE), group_lists, base, topk, CAPACITY)
+            pad_list(keys + row * STRIDE, count, topk, WIDTH)
 
 
 @triton.jit
@@ -281,16 +302,16 @@ def merge_parts_kernel(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The result of every row that has several parts; if SLOTS, as cache slots. A token with such a
-    row is no padding: its request has a row in the table."""
+    """Write the result of every row with several parts, as indices, or as slots if SLOTS. Its token
+    is not padding, so that its request is in the block table."""
     token = tl.program_id(0)
     table = block_table
-    if SLOTS:  # asked for together with the plan
+    if SLOTS:  # loaded together with the plan
         request = tl.load(req_indices + token.to(tl.int64) * request_stride)
         table += request.to(tl.int64) * table_stride
     parts = tl.load(plan + 3 * token)
     width = tl.load(plan + 3 * token + 1)
-    whole = tl.load(plan + 3 * token + 2)
+    complete = tl.load(plan + 3 * token + 2)
     if parts > 1:
         step = num_tokens
         if parts * width > CAPACITY:
@@ -298,16 +319,18 @@ def merge_parts_kernel(
             parts = (parts + size - 1) // size
             step = size * num_tokens
             width = topk
-            whole = 0
+            complete = 0
         scratch = (keys, indices, STRIDE)
         if parts * width > CAPACITY:
             lists = (token, step, parts * width, width, 0)
             width = _merge(scratch, lists, 0, topk, CAPACITY)
             parts = 1
-        lists = (token, step, parts * width, width, whole)
+        lists = (token, step, parts * width, width, complete)
         out += token.to(tl.int64) * topk
-        entries = (table, column_stride, max_blocks)
+        table_row = (table, column_stride, max_blocks)
         if parts * width <= CAPACITY // 2:
-            _choose(scratch, lists, entries, out, topk, (WIDTH, CAPACITY // 2, BLOCK_SIZE, SLOTS))
+            HALF_SIZES: tl.constexpr = (WIDTH, CAPACITY // 2, BLOCK_SIZE, SLOTS)
+            _emit_lists(scratch, lists, table_row, out, topk, HALF_SIZES)
         else:
-            _choose(scratch, lists, entries, out, topk, (WIDTH, CAPACITY, BLOCK_SIZE, SLOTS))
+            SIZES: tl.constexpr = (WIDTH, CAPACITY, BLOCK_SIZE, SLOTS)
+            _emit_lists(scratch, lists, table_row, out, topk, SIZES)

@@ -21,13 +21,13 @@ from tests.kernels.interpreter.interpret_kernels import check, fuzz
 SMALL = {
     "PROGRAMS": 40,
     "CAPACITY": 64,
-    "MERGED": 64,
+    "MERGE_CAPACITY": 64,
     "GROUPS": 3,
     "WIDE": 32,
     "WIDE_GROUP": 256,
-    "LEAST": 16,
+    "MIN_PART": 16,
     "LOGITS_STEP": 16,
-    "LOGITS_LEAST": 16,
+    "LOGITS_MIN_PART": 16,
 }
 TOPK = 16
 happened: Counter[str] = Counter()
@@ -90,7 +90,7 @@ def check_slots(thorough: bool) -> None:
         check("indexer_select", long_selection(0, kind, pages=1))
         check("indexer_select", long_selection(1, kind))
         check("indexer_select", long_selection(2, kind, topk=40))
-    for name, value in (("GROUPS", 6), ("MERGED", 1024), ("PROGRAMS", 5)):
+    for name, value in (("GROUPS", 6), ("MERGE_CAPACITY", 1024), ("PROGRAMS", 5)):
         setattr(launchers, name, value)
         for kind in ("random", next(kinds)) if thorough else (next(kinds),):
             check("indexer_select", long_selection(3, kind))
@@ -113,10 +113,10 @@ def main(examples: int) -> None:
     for kind in every if thorough else ("ties", "ascending"):
         check("indexer_topk", long_rows(0, kind))
         # two whole lists merged at once, and whole lists that are too many for it
-        launchers.MERGED = 128
+        launchers.MERGE_CAPACITY = 128
         check("indexer_topk", long_rows(1, kind))
         check("indexer_topk", long_rows(2, kind, topk=40))
-        launchers.MERGED = SMALL["MERGED"]
+        launchers.MERGE_CAPACITY = SMALL["MERGE_CAPACITY"]
     check_slots(thorough)
     for name in ("indexer_topk", "indexer_select"):
         for case in testing.cases_of(name):
