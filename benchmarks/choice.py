@@ -16,8 +16,8 @@ from benchmarks.harness.timing import Capture, alternating_us
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch.choice import ours, unusable
+from dsv4_ops.dispatch.layers import adapter
 from dsv4_ops.dispatch.libraries import LIBRARIES
-from dsv4_ops.lowering.external import adapter
 
 _SETS, _BLOCKS, _DENSE_BLOCKS = 4, 3000, 65536
 _DECODE, _PAGED, _GATHERED = "sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"

@@ -110,7 +110,7 @@ class Choices:
         return impl
 
 
-_DEFAULTS = {kind.kind: kind for kind in (Decompose, TritonKernel, Choices)}
+_DEFAULTS: dict[str, Any] = {kind.kind: kind for kind in (Decompose, TritonKernel, Choices)}
 
 
 def lowering_of(spec: OpSpec) -> Lowering:
