@@ -9,7 +9,7 @@ import torch
 
 from dsv4_ops.attention import LayerSpec
 from dsv4_ops.attention.impl import prefill_impl
-from dsv4_ops.dispatch import choice
+from dsv4_ops.dispatch import choice, limits
 from tests.support import layers
 from tests.support.layers import (
     LENGTH,
@@ -161,7 +161,7 @@ def test_a_prefill_of_no_workspace_is_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, flash_mla: Any
 ) -> None:
     monkeypatch.setattr(layers, "HEADS", 64)
-    monkeypatch.setattr(choice, "MOST_GATHERED", 100)
+    monkeypatch.setattr(limits, "MOST_GATHERED", 100)
     monkeypatch.setattr(SmallLayer, "schedule", "prefill")
     with pytest.raises(NotImplementedError) as caught:
         refused(replace(SPEC, impl="flash_mla"), SPEC)

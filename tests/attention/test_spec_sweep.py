@@ -19,7 +19,7 @@ from dsv4_ops.attention import (
     build_mla_step,
     mla_layer,
 )
-from dsv4_ops.dispatch import choice
+from dsv4_ops.dispatch import choice, limits
 from dsv4_ops.ops.mla import split_kv_b_proj
 from tests.helpers import i32
 from tests.support.layers import (
@@ -322,7 +322,7 @@ def test_what_only_a_step_shows_is_refused_before_the_insert(
     )
     monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(choice, "unusable", lambda library: "")
-    monkeypatch.setattr(choice, "FLASH_MLA_TOKENS", 1)
+    monkeypatch.setattr(limits, "FLASH_MLA_TOKENS", 1)
     assert refusal_of(replace(spec, impl="flash_mla")).startswith(
         "mla_layer: impl must be 'auto', 'triton' or 'reference' with 2 tokens, got 'flash_mla'."
     )
