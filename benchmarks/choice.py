@@ -111,7 +111,7 @@ def like(op: str, tokens: int, heads: int, rows: int, device: str = "cuda") -> L
     table = {"req_indices": tensor(tokens), "extra_block_table": tensor(tokens, rows // size)}
     extra = table if op == _PAGED else {"extra_indices": tensor(tokens, rows)}
     rest = {"layout": MainLayout.tag, "num_splits": 0, "batch_invariant": False}
-    none = {"positions": None, "cos_sin_cache": None, "plan": tensor(1)}
+    none = {"positions": None, "cos_sin_cache": None, "plan": None, "flash_mla_plan": tensor(1)}
     return {**found, **window, **extra, "extra_lens": tensor(tokens), **rest, **none}
 
 
@@ -149,8 +149,8 @@ def example(op: str, like: dict[str, Any]) -> dict[str, Any]:
         table = made["block_table"] if "block_table" in made else made["extra_block_table"]
         count = torch.arange(len(requests), device=requests.device)
         requests.copy_(count % max(table.shape[0], 1))
-    if isinstance(made.get("plan"), Tensor):
-        made["plan"] = _plan(made)
+    if isinstance(made.get("flash_mla_plan"), Tensor):
+        made["flash_mla_plan"] = _plan(made)
     return made
 
 
@@ -223,7 +223,7 @@ def captured(op: str, impl: str, sets: list[Like], *, planned: bool = False) -> 
         from dsv4_ops.kernels.launcher import EAGER  # imports triton
 
         run = functools.partial(OPS[op].launcher(impl), EAGER)
-    changed = {"plan": None} if "plan" in sets[0] and not planned else {}
+    changed = {"flash_mla_plan": None} if "flash_mla_plan" in sets[0] and not planned else {}
     return Capture([functools.partial(run, **{**made, **changed}) for made in sets])
 
 
@@ -238,7 +238,7 @@ def main() -> int:
             for each in sizes:
                 sets = [example(op, like(op, *each)) for _ in range(_SETS)]
                 forms = {name: captured(op, name, sets) for name in (ours(spec), library)}
-                if sets[0].get("plan") is not None:
+                if sets[0].get("flash_mla_plan") is not None:
                     forms[f"{library}, planned"] = captured(op, library, sets, planned=True)
                 timings = zip(forms, alternating_us(list(forms.values())), strict=True)
                 text = ", ".join(f"{name} {us.median:.1f}" for name, us in timings)

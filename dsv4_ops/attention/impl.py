@@ -19,7 +19,6 @@ from dsv4_ops.core.tiles import (
     METADATA_COLUMNS,
     PLAN_COLUMNS,
     PROGRAMS,
-    is_metadata,
     programs_per_tile,
 )
 from dsv4_ops.dispatch.choice import check_device, check_impl, check_limit, impl_for, require
@@ -42,13 +41,9 @@ def compressed_table(step: AttentionStep, kind: str) -> Tensor | None:
     return {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
 
 
-def plan_for(spec: LayerSpec, step: AttentionStep, kind: str) -> Tensor | None:
-    """Split-KV schedule of a layer under the schedule "decode"; ours is for C128 layers only."""
-    if kind == "c128":
-        return step.c128.plan
-    if spec.sm_parts == 0:
-        return None
-    return step.c4.plan if kind == "c4" else step.plan
+def flash_mla_plan_of(step: AttentionStep, kind: str) -> Tensor | None:
+    """FlashMLA's metadata for a layer under the schedule "decode", or None."""
+    return {"c4": step.c4, "c128": step.c128}.get(kind, step).flash_mla_plan
 
 
 def prefill_impl(spec: LayerSpec, q: Tensor) -> str:
@@ -90,16 +85,22 @@ def check_layer_impl(layer: LayerCall, schedule: str) -> None:
         indexer_q = cast(Tensor, inputs.indexer_q)
         check_impl(_OP, INDEXER_PROVIDERS, impl, q.device, {"q": indexer_q, **taken})
         _check_schedule(spec, step)
-    plan = plan_for(spec, step, kind)
-    if schedule == "decode" and plan is not None:
-        if spec.sm_parts:
-            _check_metadata(spec, q, kind, plan)
-        elif isinstance(plan, Tensor) and is_metadata(plan):
+    if schedule == "decode":
+        _check_plans(spec, q, kind, step, parts)
+
+
+def _check_plans(spec: LayerSpec, q: Tensor, kind: str, step: AttentionStep, parts: int) -> None:
+    """Check our plan, and FlashMLA's, of a layer under the schedule "decode"."""
+    metadata = flash_mla_plan_of(step, kind)
+    if metadata is not None:
+        name = "step.flash_mla_plan" if kind == "window" else f"step.{kind}.flash_mla_plan"
+        if not spec.sm_parts:
             raise argument_error(
-                _OP, "step.c128.plan", must="be None without sm_parts", got="metadata", do=_OWN_SPEC
+                _OP, name, must="be None without sm_parts", got="metadata", do=_OWN_SPEC
             )
-        else:
-            _check_plan(spec, q, plan, parts)
+        _check_metadata(spec, q, name, metadata)
+    if kind == "c128" and step.c128.plan is not None:
+        _check_plan(spec, q, step.c128.plan, parts)
 
 
 def check_ranks(ranks: ContextParallel, step: AttentionStep, q: Tensor) -> None:
@@ -159,9 +160,8 @@ def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor, parts: int) -> None:
         )
 
 
-def _check_metadata(spec: LayerSpec, q: Tensor, kind: str, metadata: Tensor) -> None:
+def _check_metadata(spec: LayerSpec, q: Tensor, name: str, metadata: Tensor) -> None:
     """Check that the metadata is for this many tokens and SM parts."""
-    name = "step.plan" if kind == "window" else f"step.{kind}.plan"
     checks = Checks(_OP)
     checks.tensor(name, metadata, torch.int32, "num_rows", METADATA_COLUMNS)
     num_tokens = q.shape[0]

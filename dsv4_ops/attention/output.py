@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention.impl import compressed_table, decode_impl, plan_for, prefill_impl
+from dsv4_ops.attention.impl import compressed_table, decode_impl, flash_mla_plan_of, prefill_impl
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.tensors import LayerCall
 from dsv4_ops.core.layout import MainLayout
@@ -58,7 +58,7 @@ def attend_decode(
     }
     if inverse_rope:
         settings |= {"positions": step.positions, "cos_sin_cache": weights.cos_sin_cache}
-    plan = plan_for(spec, step, kind)
+    settings["flash_mla_plan"] = flash_mla_plan_of(step, kind) if spec.sm_parts else None
     if kind == "c128":
         return sparse_mla_decode_paged(
             *window,
@@ -67,13 +67,13 @@ def attend_decode(
             step.req_indices,
             step.c128.block_table,
             attn_sink,
-            plan,
+            step.c128.plan,
             **settings,
         )
     extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if selected is not None:
         extra = (caches.compressed, *selected)
-    return sparse_mla_decode(*window, *extra, attn_sink, plan, **settings)
+    return sparse_mla_decode(*window, *extra, attn_sink, **settings)
 
 
 def attend_prefill(layer: LayerCall, q: Tensor, selected: Tensor | None) -> Tensor:

@@ -54,12 +54,13 @@ class CompressedStep:
         block_table: Block table of the compressed rows, and of the indexer keys.
         state_slot_mapping: Slot of every token's compressor state, [num_tokens], int64.
         state_block_table: Block table of the compressor states.
-        plan: Split-KV schedule under the schedule "decode", or None: from ``sparse_mla_plan`` (with
-            its default num_programs; "c128" layers only), or, with impl "flash_mla", from
-            ``flash_mla_metadata`` ("c4" and "c128").
+        plan: Split-KV schedule of "c128" layers under the schedule "decode", from
+            ``sparse_mla_plan`` with its default num_programs, or None.
         schedule: DeepGEMM's schedule for the indexer of "c4" layers, [num_sms + 1, 2], int32, from
             ``paged_mqa_logits_metadata``, or None. It must match ``lens``: with the schedule of
             other lengths DeepGEMM writes out of bounds.
+        flash_mla_plan: ``flash_mla_metadata`` under the schedule "decode" with impl "flash_mla", or
+            None.
     """
 
     lens: Tensor
@@ -69,6 +70,7 @@ class CompressedStep:
     state_block_table: Tensor
     plan: Tensor | None = None
     schedule: Tensor | None = None
+    flash_mla_plan: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ class AttentionStep:
         swa_block_table: Block table of the window cache, [num_reqs, max_blocks], int32; only the
             schedule "prefill" reads it.
         is_valid_token: False for padding, bool; no layer reads it.
-        plan: ``flash_mla_metadata`` for window layers, or None. It must match ``swa_lens``: with
-            other lengths FlashMLA skips keys or reads out of bounds.
+        flash_mla_plan: ``flash_mla_metadata`` for window layers, or None. It must match
+            ``swa_lens``: with other lengths FlashMLA skips keys or reads out of bounds.
         share: The rank's share of the windows, if several ranks have the compressed rows; ``c4``
             and ``c128`` then have the rows of this rank.
     """
@@ -117,7 +119,7 @@ class AttentionStep:
     c128: CompressedStep
     swa_block_table: Tensor | None = None
     is_valid_token: Tensor | None = None
-    plan: Tensor | None = None
+    flash_mla_plan: Tensor | None = None
     share: RankShare | None = None
 
 
@@ -376,8 +378,8 @@ def _step(
         state_slots = token_slots(tokens, states, spec.state_block_size(kind), slot_mapping)
         lens, slots = rows[f"{kind}_lens"], rows[f"{kind}_slot_mapping"]
         schedule = _schedule(spec, rows, table) if kind == "c4" else None
-        plan = _metadata(spec, rows, kind, table) if plan is None else plan
-        compressed[kind] = CompressedStep(lens, slots, table, state_slots, states, plan, schedule)
+        plans = (plan, schedule, _metadata(spec, rows, kind, table))
+        compressed[kind] = CompressedStep(lens, slots, table, state_slots, states, *plans)
     return AttentionStep(
         req_indices=rows["req_indices"],
         positions=rows["positions"],
@@ -386,7 +388,7 @@ def _step(
         swa_lens=rows["swa_lens"],
         swa_block_table=block_tables.swa,
         is_valid_token=rows["is_valid_token"],
-        plan=_metadata(spec, rows, "window"),
+        flash_mla_plan=_metadata(spec, rows, "window"),
         share=share,
         **compressed,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from dsv4_ops.core.torch_compat import sym_min
 
 KEY_TILE = 64
@@ -67,17 +65,6 @@ COMBINE_TILES, EXTRA_SPLIT_TILES = 2, 1
 COMBINE_COLUMNS = 4
 """Columns of the list of tokens to combine: token, splits, first partial result, and one unused;
 the first row is the number of the others."""
-
-
-def is_of_ours(plan: Tensor | None) -> bool:
-    """Whether a plan is one of ``sparse_mla_plan``: FlashMLA's have one dimension if they are for
-    sizes, and more columns if they are for lengths."""
-    return plan is not None and plan.dim() == 2 and int(plan.shape[1]) == PLAN_COLUMNS
-
-
-def is_metadata(plan: Tensor | None) -> bool:
-    """Whether a plan is one of ``flash_mla_metadata``."""
-    return plan is not None and plan.dim() == 2 and int(plan.shape[1]) == METADATA_COLUMNS
 
 
 def head_tiles(num_heads: int) -> int:

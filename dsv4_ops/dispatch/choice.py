@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
-from dsv4_ops.core.tiles import is_of_ours
 from dsv4_ops.dispatch import libraries, limits
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES, SCALED_MM
 from dsv4_ops.dispatch.limits import (
@@ -194,26 +193,14 @@ def own(spec: OpSpec, values: Values, why: str) -> Choice:
     return Choice(impl, why)
 
 
-def takes_no_library(values: Values) -> bool:
-    """Whether the call has a plan of ``sparse_mla_plan``, which nothing but our kernel goes by."""
-    return is_of_ours(values.get("plan"))
-
-
 def ours(spec: OpSpec) -> str:
     """What runs an op on a GPU without any library."""
     return TRITON if TRITON in spec.providers else REFERENCE
 
 
-def given_to(impl: str, values: Values) -> dict[str, Any]:
-    """``values`` without a plan that is FlashMLA's, unless ``impl`` is."""
-    plan = values.get("plan")
-    of_library = plan is not None and not is_of_ours(plan) and impl != FLASH_MLA
-    return {**values, "plan": None} if of_library else dict(values)
-
-
 def obstacle(op: str, library: str, values: Values) -> str:
     """Why ``impl="auto"`` does not take ``library``; empty if it does."""
-    if takes_no_library(values):
+    if values.get("plan") is not None:
         return "the plan is ours"
     if not _is_sized(values):
         return "sizes are symbols, and asking them would fix them"

@@ -144,7 +144,6 @@ def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
         if asks:
             kwargs = spec.arguments(args, kwargs)
             args, impl = (), choice.choose(spec, kwargs).impl
-            kwargs = choice.given_to(impl, kwargs)
         if impl == REFERENCE:
             return spec.reference(*args, **kwargs)
         first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))

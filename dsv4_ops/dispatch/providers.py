@@ -165,6 +165,6 @@ def choice_of(op: str, *args: Any, **kwargs: Any) -> Choice:
     bound = inspect.signature(spec.implementation("ops")).bind(*args, **kwargs)
     bound.apply_defaults()
     values = dict(bound.arguments)
-    if isinstance(values.get("plan"), FlashMlaPlan):
-        values["plan"] = values["plan"].schedule
+    if isinstance(values.get("flash_mla_plan"), FlashMlaPlan):
+        values["flash_mla_plan"] = values["flash_mla_plan"].schedule
     return choose(spec, spec.arguments((), values))

@@ -91,7 +91,6 @@ class Choices:
         spec = OPS[op._schema.name.partition("::")[2]]
         values = spec.arguments(args, kwargs)
         impl = self._impl(spec, values)
-        values = choice.given_to(impl, values)
         if impl == REFERENCE:
             return _traced(mode, self.function, (), values)
         from dsv4_ops.lowering import external

@@ -12,7 +12,7 @@ from dsv4_ops.core.errors import plain_int
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
-from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS, PROGRAMS, is_metadata
+from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS, PROGRAMS
 from dsv4_ops.core.types import FlashMlaPlan, SparseMla, SparseMlaGathered
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
@@ -55,76 +55,76 @@ def check_splits(checks: Checks, num_splits: int, batch_invariant: bool) -> None
     checks.flag("batch_invariant", batch_invariant)
 
 
-def check_plan(
+def check_plans(
     checks: Checks,
-    plan: Tensor | FlashMlaPlan | None,
+    plan: Tensor | None,
+    flash_mla_plan: Tensor | FlashMlaPlan | None,
     num_splits: int,
     batch_invariant: bool,
     impl: str,
     widths: tuple[int, int],
 ) -> Tensor | None:
-    """Check a plan and return it as the op takes it.
+    """Check the plan that our kernels go by and the one that FlashMLA does; return the latter as
+    the op takes it.
 
     With a plan nothing else decides, and it has to be one that ``impl`` goes by."""
+    if plan is not None:
+        if impl == "flash_mla":
+            raise checks.error(
+                "plan",
+                must="be None for impl 'flash_mla'",
+                got="a tensor",
+                do="Pass flash_mla_plan, or none",
+            )
+        checks.tensor("plan", plan, torch.int32, "num_work_tiles", PLAN_COLUMNS)
+        checks.rows_for_tokens("plan", plan)
+        checks.without("flash_mla_plan", flash_mla_plan, None, "a plan")
+    schedule = _check_flash_mla_plan(checks, flash_mla_plan, impl, widths)
+    if plan is not None or schedule is not None:
+        checks.without("num_splits", num_splits, 0, "a plan")
+        checks.without("batch_invariant", batch_invariant, False, "a plan")
+    return schedule
+
+
+def _check_flash_mla_plan(
+    checks: Checks, plan: Tensor | FlashMlaPlan | None, impl: str, widths: tuple[int, int]
+) -> Tensor | None:
+    """Check that a plan was made for such a call; return its numbers.
+
+    FlashMLA would read past the lists of another."""
+    name = "flash_mla_plan"
     if plan is None:
         return None
-    if isinstance(plan, FlashMlaPlan):
-        _check_flash_mla_plan(checks, plan, impl, widths)
-        plan = plan.schedule
-    elif isinstance(plan, Tensor) and is_metadata(plan):
-        _check_goes_to_flash_mla(checks, impl, "one of flash_mla_metadata")
-        checks.tensor("plan", plan, torch.int32, "num_rows", METADATA_COLUMNS)
+    if impl not in ("auto", "flash_mla"):
+        raise checks.error(
+            name,
+            must=f"be None for impl {impl!r}",
+            got="a plan",
+            do="Pass impl='flash_mla', or leave it out",
+        )
+    if not isinstance(plan, FlashMlaPlan):
+        checks.tensor(name, plan, torch.int32, "num_rows", METADATA_COLUMNS)
         rows_of_splits = checks.sizes["num_tokens"] + 1
         if plan.shape[0] <= rows_of_splits:
             raise checks.error(
-                "plan",
+                name,
                 must=f"have more than {plain_int(rows_of_splits)} rows for as many tokens",
                 got=plain_int(plan.shape[0]),
                 do="Make it with flash_mla_metadata of the lens of this call",
             )
-    else:
-        if impl == "flash_mla":
-            raise checks.error(
-                "plan",
-                must="be one of flash_mla_metadata or flash_mla_plan for impl 'flash_mla'",
-                got="another",
-                do="Make it with one of these, or leave it out",
-            )
-        checks.tensor("plan", plan, torch.int32, "num_work_tiles", PLAN_COLUMNS)
-        checks.rows_for_tokens("plan", plan)
-    checks.without("num_splits", num_splits, 0, "a plan")
-    checks.without("batch_invariant", batch_invariant, False, "a plan")
-    return plan
-
-
-def _check_goes_to_flash_mla(checks: Checks, impl: str, actual: str) -> None:
-    if impl not in ("auto", "flash_mla"):
-        raise checks.error(
-            "plan",
-            must=f"be a tensor of sparse_mla_plan for impl {impl!r}",
-            got=actual,
-            do="Pass impl='flash_mla', or leave it out",
-        )
-
-
-def _check_flash_mla_plan(
-    checks: Checks, plan: FlashMlaPlan, impl: str, widths: tuple[int, int]
-) -> None:
-    """Check that a plan was made for such a call.
-
-    FlashMLA would read past the lists of another."""
-    _check_goes_to_flash_mla(checks, impl, "a FlashMlaPlan")
-    checks.tensor("plan.schedule", plan.schedule, torch.int32, "size")
-    sizes = {name: checks.sizes[name] for name in ("num_tokens", "num_heads")}
+        return plan
+    checks.tensor(f"{name}.schedule", plan.schedule, torch.int32, "size")
+    sizes = {size: checks.sizes[size] for size in ("num_tokens", "num_heads")}
     sizes |= {"swa_width": widths[0], "extra_width": widths[1]}
-    for name, size in sizes.items():
-        if getattr(plan, name) != size:
+    for each, size in sizes.items():
+        if getattr(plan, each) != size:
             raise checks.error(
-                "plan",
-                must=f"be made for {name} = {plain_int(size)}",
-                got=f"one for {plain_int(getattr(plan, name))}",
+                name,
+                must=f"be made for {each} = {plain_int(size)}",
+                got=f"one for {plain_int(getattr(plan, each))}",
                 do="Make one of flash_mla_plan for every size of batch",
             )
+    return plan.schedule
 
 
 def check_cache(
@@ -263,9 +263,9 @@ def flash_mla_metadata(
     blocks as all tokens have divided by the parts, where every token counts 5 blocks more, and
     splits the token that it does not finish.
 
-    One tensor serves all layers of a kind in a step: pass it as ``plan`` to ``sparse_mla_decode``
-    or ``sparse_mla_decode_paged`` with the impl "flash_mla". FlashMLA then plans nothing in the
-    call.
+    One tensor serves all layers of a kind in a step: pass it as ``flash_mla_plan`` to
+    ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` with the impl "flash_mla". FlashMLA then
+    plans nothing in the call.
 
     Args:
         swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
@@ -333,7 +333,10 @@ _SETTINGS = (
     "float softmax_scale, int swa_block_size, int extra_block_size, str layout, int num_splits, "
     'bool batch_invariant, str impl="auto"'
 )
-_OPTIONS = "Tensor? attn_sink, Tensor? plan, Tensor? positions, Tensor? cos_sin_cache"
+_OPTIONS = (
+    "Tensor? attn_sink, Tensor? plan, Tensor? positions, Tensor? cos_sin_cache, "
+    "Tensor? flash_mla_plan=None"
+)
 _SWA = "Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens"
 _SOURCE = "FlashMLA flash_mla_with_kvcache as vLLM 0.33 calls it; lse of no key is -inf here"
 
@@ -384,9 +387,10 @@ def sparse_mla_decode(
     extra_indices: Tensor | None = None,
     extra_lens: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    plan: Tensor | FlashMlaPlan | None = None,
+    plan: Tensor | None = None,
     positions: Tensor | None = None,
     cos_sin_cache: Tensor | None = None,
+    flash_mla_plan: Tensor | FlashMlaPlan | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -418,15 +422,16 @@ def sparse_mla_decode(
         plan: How to share the keys of all tokens among programs, [num_work_tiles, 4], int32, from
             ``sparse_mla_plan`` for as many tokens and heads; None to have the call decide. Which
             lengths it was made of changes only the speed. What another tensor in its place gives is
-            undefined, but in bounds. Or what nothing but FlashMLA reads: its own plan for the
-            lengths of this call and no other, from ``flash_mla_metadata`` of them, [num_rows, 8],
-            which it does not check; or a ``FlashMlaPlan`` for the sizes of this call, from
-            ``dsv4_ops.dispatch.providers.flash_mla_plan``.
+            undefined, but in bounds. FlashMLA reads no such plan.
         positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
             the output undone where it is computed; None to leave it, and then no ``cos_sin_cache``.
             Rows of a position below 0 or past the table are not rotated.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most the width of q.
+        flash_mla_plan: What FlashMLA alone reads: its own plan for the lengths of this call and no
+            other, from ``flash_mla_metadata`` of them, [num_rows, 8], int32, which it does not
+            check; or a ``FlashMlaPlan`` for the sizes of this call, from
+            ``dsv4_ops.dispatch.providers.flash_mla_plan``. Not with a ``plan``.
         softmax_scale: What q . k is multiplied by, 512**-0.5 in DeepSeek-V4. Above 0.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``. At least 1.
@@ -505,10 +510,10 @@ def sparse_mla_decode(
     checks.optional("attn_sink", attn_sink, torch.float32, "num_heads")
     extra_width = 0 if extra_indices is None else extra_indices.shape[1]
     widths = (swa_indices.shape[1], extra_width)
-    plan = check_plan(checks, plan, num_splits, batch_invariant, impl, widths)
+    schedule = check_plans(checks, plan, flash_mla_plan, num_splits, batch_invariant, impl, widths)
     check_turn(checks, q, positions, cos_sin_cache)
     window = (q, swa_cache, swa_indices, swa_lens)
-    rest = (attn_sink, plan, positions, cos_sin_cache)
+    rest = (attn_sink, plan, positions, cos_sin_cache, schedule)
     sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
     settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **taken}
     return SparseMla(*_sparse_mla_decode(*window, *extra.values(), *rest, **settings))
@@ -524,9 +529,10 @@ def sparse_mla_decode_paged(
     req_indices: Tensor,
     extra_block_table: Tensor,
     attn_sink: Tensor | None = None,
-    plan: Tensor | FlashMlaPlan | None = None,
+    plan: Tensor | None = None,
     positions: Tensor | None = None,
     cos_sin_cache: Tensor | None = None,
+    flash_mla_plan: Tensor | FlashMlaPlan | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -559,6 +565,7 @@ def sparse_mla_decode_paged(
         positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
             the output undone; None to leave it.
         cos_sin_cache: Angles of the positions, [num_positions, rope_dim], float32; or None too.
+        flash_mla_plan: As for ``sparse_mla_decode``.
         softmax_scale: What q . k is multiplied by.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``: 2 for C128. At least 1.
@@ -611,10 +618,10 @@ def sparse_mla_decode_paged(
     checks.tensor("extra_block_table", extra_block_table, torch.int32, "num_reqs", "max_blocks")
     checks.optional("attn_sink", attn_sink, torch.float32, "num_heads")
     widths = (swa_indices.shape[1], extra_block_table.shape[1] * extra_block_size)
-    plan = check_plan(checks, plan, num_splits, batch_invariant, impl, widths)
+    schedule = check_plans(checks, plan, flash_mla_plan, num_splits, batch_invariant, impl, widths)
     check_turn(checks, q, positions, cos_sin_cache)
     window = (q, swa_cache, swa_indices, swa_lens)
-    rest = (attn_sink, plan, positions, cos_sin_cache)
+    rest = (attn_sink, plan, positions, cos_sin_cache, schedule)
     sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
     extra = (extra_cache, extra_lens, req_indices, extra_block_table)
     settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **taken}

@@ -355,7 +355,11 @@ def test_a_step_plans_for_the_kinds_of_the_model_alone(kinds: tuple[str, ...]) -
         for impl, sizes in sets.items()
     }
     metadata = steps["flash_mla"]
-    plans = {"window": metadata.plan, "c4": metadata.c4.plan, "c128": metadata.c128.plan}
+    plans = {
+        "window": metadata.flash_mla_plan,
+        "c4": metadata.c4.flash_mla_plan,
+        "c128": metadata.c128.flash_mla_plan,
+    }
     assert {kind for kind, plan in plans.items() if plan is not None} == set(kinds)
     assert (steps["deep_gemm"].c4.schedule is not None) == ("c4" in kinds)
     assert (steps["auto"].c128.plan is not None) == ("c128" in kinds)

@@ -123,7 +123,7 @@ def test_metadata_of_other_parts_is_refused_before_anything_is_written(
     monkeypatch.setattr(layer, "step", lambda *given: step)
     layer.spec = replace(layer.spec, sm_parts=4)
     before = {name: cache.clone() for name, cache in caches_of(layer).items()}
-    name = "step.plan" if kind == "window" else f"step.{kind}.plan"
+    name = "step.flash_mla_plan" if kind == "window" else f"step.{kind}.flash_mla_plan"
     rows = LENGTH + 1
     with pytest.raises(ValueError, match="must have") as caught:
         layer.attend(inputs, *batch)
@@ -147,7 +147,7 @@ def test_plans_and_metadata_do_not_mix(monkeypatch: pytest.MonkeyPatch, flash_ml
         layer.step(*batch)
     monkeypatch.setattr(layer, "step", lambda *given: step)
     layer.spec = replace(layer.spec, sm_parts=0)
-    with pytest.raises(ValueError, match=r"step\.c128\.plan must be None without sm_parts"):
+    with pytest.raises(ValueError, match="flash_mla_plan must be None without sm_parts"):
         layer.attend(inputs, *batch)
     assert flash_mla.calls == []
 

@@ -100,9 +100,8 @@ def metadata_of(name, case, **changed):
 
 
 def planned_as(name, case, plan, **settings):
-    place = {DECODE: 8, PAGED: 9}[name]
-    tensors = [*case.tensors[:place], plan, *case.tensors[place + 1 :]]
-    return getattr(ops, name)(*tensors, **{**case.settings, "impl": "flash_mla", **settings})
+    settings = {"impl": "flash_mla", "flash_mla_plan": plan, **settings}
+    return getattr(ops, name)(*case.tensors, **{**case.settings, **settings})
 
 
 @pytest.mark.parametrize("name", [DECODE, PAGED])
@@ -126,13 +125,6 @@ def test_metadata_is_ignored_where_flash_mla_does_not_run():
     case = CASES[DECODE](5)
     metadata = metadata_of(DECODE, case)
     check(DECODE, case, planned_as(DECODE, case, metadata, impl="auto"))
-    values = OPS[DECODE].arguments(case.tensors, case.settings) | {"plan": metadata}
-    assert not choice.takes_no_library(values)
-    assert choice.given_to("flash_mla", values)["plan"] is metadata
-    assert choice.given_to("triton", values)["plan"] is None
-    ours = ops.sparse_mla_plan(case.tensors[3], case.tensors[6], num_heads=64)
-    assert choice.takes_no_library(values | {"plan": ours})
-    assert choice.given_to("triton", values | {"plan": ours})["plan"] is ours
 
 
 def test_metadata_of_a_window_alone(flash_mla):
@@ -173,8 +165,7 @@ def test_wrong_metadata_is_refused(flash_mla):
             metadata,
             {"impl": "triton"},
             ValueError,
-            "be a tensor of sparse_mla_plan for impl 'triton', got one of flash_mla_metadata. Pass "
-            "impl='flash_mla', or leave it out.",
+            "be None for impl 'triton', got a plan. Pass impl='flash_mla', or leave it out.",
         ),
         (
             metadata[:1],
@@ -192,7 +183,7 @@ def test_wrong_metadata_is_refused(flash_mla):
     ):
         with pytest.raises(error) as caught:
             planned_as(DECODE, case, wrong, **settings)
-        assert str(caught.value) == f"sparse_mla_decode: plan must {text}"
+        assert str(caught.value) == f"sparse_mla_decode: flash_mla_plan must {text}"
     with pytest.raises(RuntimeError, match="FlashMLA would misread a plan of other sizes"):
         planned_as(DECODE, case, metadata[1:])
     shorter = metadata_of(
@@ -210,31 +201,32 @@ def test_a_plan_of_other_sizes_is_refused(name, flash_mla):
     case = decode_case(1, 7, 64)
     plan = plan_of(case)
     other = plan._replace(**{name: getattr(plan, name) + 1})
-    with pytest.raises(ValueError, match="plan must be made for") as caught:
+    with pytest.raises(ValueError, match="flash_mla_plan must be made for") as caught:
         planned(case, other)
     assert str(caught.value) == (
-        f"sparse_mla_decode: plan must be made for {name} = {getattr(plan, name)}, got one for "
-        f"{getattr(other, name)}. Make one of flash_mla_plan for every size of batch."
+        f"sparse_mla_decode: flash_mla_plan must be made for {name} = {getattr(plan, name)}, got "
+        f"one for {getattr(other, name)}. Make one of flash_mla_plan for every size of batch."
     )
 
 
 def test_a_plan_goes_with_its_kernel(flash_mla):
     case = decode_case(1, 7, 64)
-    tensors = list(case.tensors)
-    tensors[8] = plan_of(case)
-    mixed = type(case)("upstream", tuple(tensors), case.settings)
-    assert message(ValueError, DECODE, mixed, impl="triton") == (
-        "sparse_mla_decode: plan must be a tensor of sparse_mla_plan for impl 'triton', got a "
-        "FlashMlaPlan. Pass impl='flash_mla', or leave it out."
+    theirs = {"flash_mla_plan": plan_of(case)}
+    ours = {"plan": ops.sparse_mla_plan(case.tensors[3], case.tensors[6], num_heads=64)}
+    bare = type(case)("without its optional tensors", case.tensors[:8], case.settings)
+    assert message(ValueError, DECODE, bare, impl="triton", **theirs) == (
+        "sparse_mla_decode: flash_mla_plan must be None for impl 'triton', got a plan. "
+        "Pass impl='flash_mla', or leave it out."
     )
-    assert message(ValueError, DECODE, mixed, num_splits=2) == (
+    assert message(ValueError, DECODE, bare, num_splits=2, **theirs) == (
         "sparse_mla_decode: num_splits must be 0 with a plan, got 2. Pass one of the two."
     )
-    tensors[8] = ops.sparse_mla_plan(tensors[3], tensors[6], num_heads=64)
-    mixed = type(case)("ours", tuple(tensors), case.settings)
-    assert message(ValueError, DECODE, mixed, impl="flash_mla") == (
-        "sparse_mla_decode: plan must be one of flash_mla_metadata or flash_mla_plan for impl "
-        "'flash_mla', got another. Make it with one of these, or leave it out."
+    assert message(ValueError, DECODE, bare, impl="flash_mla", **ours) == (
+        "sparse_mla_decode: plan must be None for impl 'flash_mla', got a tensor. "
+        "Pass flash_mla_plan, or none."
+    )
+    assert message(ValueError, DECODE, bare, **ours, **theirs).startswith(
+        "sparse_mla_decode: flash_mla_plan must be None with a plan"
     )
 
 

@@ -176,8 +176,8 @@ def plan_of(case: Case) -> providers.FlashMlaPlan:
 
 
 def planned(case: Case, plan: providers.FlashMlaPlan, **settings):
-    tensors = [*case.tensors[:8], plan, *case.tensors[9:]]
-    return ops.sparse_mla_decode(*tensors, **{**case.settings, **settings}, impl="flash_mla")
+    settings = {**case.settings, **settings, "impl": "flash_mla", "flash_mla_plan": plan}
+    return ops.sparse_mla_decode(*case.tensors, **settings)
 
 
 @pytest.mark.parametrize("extra", [None, 512])
@@ -194,7 +194,7 @@ def test_a_plan_of_other_sizes_raises():
     case = decode_case(0, 33, 64).on(DEVICE)
     plan = plan_of(case)
     for field in ("num_tokens", "num_heads", "swa_width", "extra_width"):
-        with pytest.raises(ValueError, match=f"plan must be made for {field} = "):
+        with pytest.raises(ValueError, match=f"flash_mla_plan must be made for {field} = "):
             planned(case, plan._replace(**{field: getattr(plan, field) + 64}))
     # what only FlashMLA sees: a schedule for another number of programs
     shorter = plan._replace(schedule=torch.cat([plan.schedule[:-42], plan.schedule[-34:]]))
@@ -269,10 +269,8 @@ def test_a_captured_step_makes_its_metadata(name, extra):
             extra_width=width,
             num_sm_parts=providers.flash_mla_num_sm_parts(q.shape[1]),
         )
-        place = 9 if name == PAGED else 8
-        tensors = [*case.tensors[:place], plan, *case.tensors[place + 1 :]]
-        settings = {**case.settings, "impl": "flash_mla"}
-        return [getattr(ops, name)(*tensors, **settings) for _ in range(2)]
+        settings = {**case.settings, "impl": "flash_mla", "flash_mla_plan": plan}
+        return [getattr(ops, name)(*case.tensors, **settings) for _ in range(2)]
 
     def sampled(seed):
         if name == PAGED:
@@ -443,10 +441,10 @@ def test_auto_takes_the_library_where_the_table_says_so(monkeypatch, planned):
     monkeypatch.setattr(choice, "is_faster", faster_from(DECODE, "flash_mla", 24))
     case = decode_case(0, 24, 64, 512).on(DEVICE)
     plan = plan_of(case) if planned else None
-    tensors = [*case.tensors[:8], plan, *case.tensors[9:]]
-    assert providers.choice_of(DECODE, *tensors, **case.settings).impl == "flash_mla"
-    auto = ops.sparse_mla_decode(*tensors, **case.settings)
-    explicit = ops.sparse_mla_decode(*tensors, **case.settings, impl="flash_mla")
+    settings = {**case.settings, "flash_mla_plan": plan}
+    assert providers.choice_of(DECODE, *case.tensors, **settings).impl == "flash_mla"
+    auto = ops.sparse_mla_decode(*case.tensors, **settings)
+    explicit = ops.sparse_mla_decode(*case.tensors, **settings, impl="flash_mla")
     check(DECODE, case, auto)
     check(DECODE, case, explicit)
     fewer = decode_case(0, 1, 64, 512).on(DEVICE)

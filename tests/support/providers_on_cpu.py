@@ -99,9 +99,8 @@ def plan_of(case, **changed) -> providers.FlashMlaPlan:
 
 
 def planned(case, plan):
-    tensors = list(case.tensors)
-    tensors[8] = plan
-    return ops.sparse_mla_decode(*tensors, **case.settings, impl="flash_mla")
+    settings = {**case.settings, "impl": "flash_mla", "flash_mla_plan": plan}
+    return ops.sparse_mla_decode(*case.tensors, **settings)
 
 
 MODULE = """

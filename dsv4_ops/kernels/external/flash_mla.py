@@ -141,13 +141,25 @@ def lowered() -> dict[Any, Any]:
     return {ours: library for ours, (library, _) in pairs.items()}
 
 
-def sparse_mla_decode(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMla:
-    return _attend(launch, DecodeCall(*args, **named))
+def sparse_mla_decode(
+    launch: Any,
+    *args: Any,
+    flash_mla_plan: Tensor | None = None,
+    impl: str = "",
+    **named: Any,
+) -> SparseMla:
+    return _attend(launch, DecodeCall(*args, **named), flash_mla_plan)
 
 
-def sparse_mla_decode_paged(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMla:
+def sparse_mla_decode_paged(
+    launch: Any,
+    *args: Any,
+    flash_mla_plan: Tensor | None = None,
+    impl: str = "",
+    **named: Any,
+) -> SparseMla:
     """Over lists of the rows that our kernel finds by walking the block table."""
-    return _attend(launch, DecodeCall.of_pages(*args, **named))
+    return _attend(launch, DecodeCall.of_pages(*args, **named), flash_mla_plan)
 
 
 def sparse_mla_gathered(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMlaGathered:
@@ -258,8 +270,8 @@ def kernel_view(cache: Tensor, block_size: int) -> Tensor:
     return used.view(cache.shape[0], block_size, 1, layout.row_bytes)
 
 
-def _attend(launch: Any, call: DecodeCall) -> SparseMla:
-    q, plan, num_tokens = call.q, call.plan, call.q.shape[0]
+def _attend(launch: Any, call: DecodeCall, plan: Tensor | None) -> SparseMla:
+    q, num_tokens = call.q, call.q.shape[0]
     if num_tokens == 0:
         return SparseMla(*empty_results(q))
     prepare = opaque_op.launching(list_slots, launch, q.device)

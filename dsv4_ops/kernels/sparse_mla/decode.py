@@ -238,6 +238,7 @@ def _decode(
     launch: Launcher,
     *args: Any,
     impl: str = AUTO,
+    flash_mla_plan: Tensor | None = None,
     **named: Any,
 ) -> SparseMla:
     call = make(*args, **named)
