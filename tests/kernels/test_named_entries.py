@@ -1,0 +1,125 @@
+"""Kernels name the entries of their tuples, so that no reader has to count positions."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import dsv4_ops
+
+PACKAGE = Path(dsv4_ops.__file__).parent
+DECORATORS = {"triton.jit", "gluon.jit"}
+
+ALLOWED = {
+    "kernels/context_parallel/gather_kernel.py",
+    "kernels/mla/hopper/copy_producer.py",
+    "kernels/mla/hopper/decode_kernel.py",
+    "kernels/mla/hopper/dequant_producer.py",
+    "kernels/mla_context/prefill_kernel.py",
+    "kernels/rope/qnorm_rope_insert.py",
+    "kernels/sparse_mla/hopper/copy_producer.py",
+    "kernels/sparse_mla/hopper/decode_kernel.py",
+    "kernels/sparse_mla/hopper/epilogue.py",
+    "kernels/sparse_mla/hopper/gathered_kernel.py",
+    "kernels/sparse_mla/hopper/mma_paired.py",
+    "kernels/sparse_mla/hopper/prefill_kernel.py",
+    "kernels/sparse_mla/hopper/tile_scheduler.py",
+}
+"""Files that still index tuples in place. The set only shrinks."""
+
+
+def is_jit(function: ast.FunctionDef) -> bool:
+    """Whether Triton or Gluon compiles a function."""
+    decorators = (
+        each.func if isinstance(each, ast.Call) else each for each in function.decorator_list
+    )
+    return any(ast.unparse(each) in DECORATORS for each in decorators)
+
+
+def is_integer(index: ast.expr) -> bool:
+    if isinstance(index, ast.UnaryOp):
+        index = index.operand
+    return isinstance(index, ast.Constant) and type(index.value) is int
+
+
+def is_entry(node: ast.AST) -> bool:
+    """Whether a node is an index such as ``t[0]``, but not ``x[:, None]`` or ``x.shape[0]``."""
+    if not isinstance(node, ast.Subscript) or not is_integer(node.slice):
+        return False
+    return not (isinstance(node.value, ast.Attribute) and node.value.attr == "shape")
+
+
+def are_names(target: ast.expr) -> bool:
+    if isinstance(target, ast.Tuple):
+        return all(are_names(each) for each in target.elts)
+    return isinstance(target, ast.Name)
+
+
+def named(function: ast.FunctionDef) -> Iterator[ast.expr]:
+    """Yield the values that are assigned to names: ``x = t[0]``, ``x, y = t[0], t[1]``."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.AnnAssign) and node.value is not None and are_names(node.target):
+            yield node.value
+        if isinstance(node, ast.Assign) and all(are_names(each) for each in node.targets):
+            yield from node.value.elts if isinstance(node.value, ast.Tuple) else (node.value,)
+
+
+def indexed_in_place(source: str) -> list[str]:
+    """Return ``line: code`` of every entry without a name in the jit functions of a file."""
+    unnamed = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and is_jit(function):
+            names = set(map(id, named(function)))
+            entries = (node for node in ast.walk(function) if is_entry(node))
+            unnamed += [
+                f"{node.lineno}: {ast.unparse(node)}" for node in entries if id(node) not in names
+            ]
+    return unnamed
+
+
+def offenders() -> dict[str, list[str]]:
+    sources = {
+        path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")
+    }
+    indexed = {name: indexed_in_place(source) for name, source in sources.items()}
+    return {name: lines for name, lines in indexed.items() if lines}
+
+
+def test_entries_of_tuples_have_names():
+    """A function unpacks its tuples in its first lines, or names entries: ``WIDTH = SIZES[0]``."""
+    assert {name: lines for name, lines in offenders().items() if name not in ALLOWED} == {}
+
+
+def test_the_files_that_may_index_tuples_still_do():
+    """A file that no longer needs its entry in ``ALLOWED`` has to leave it."""
+    assert sorted(ALLOWED - set(offenders())) == []
+
+
+CODE = """
+@triton.jit
+def kernel(x, t, SIZES: tl.constexpr):
+    WIDTH: tl.constexpr = SIZES[0]
+    first, second = t[0], t[1]
+    third, fourth = t[2]
+    tile = x[:, None] + x.shape[0] + t[WIDTH]
+    {line}
+
+
+def launcher(t):
+    return t[0] + t[1]
+"""
+
+
+def test_the_rule_itself():
+    """It allows an index that names an entry, indices that are no integers, and other functions."""
+    assert indexed_in_place(CODE.format(line="return tile")) == []
+    for line, expected in {
+        "tl.store(x + t[1], tile)": ["t[1]"],
+        "last = t[-1] + 1": ["t[-1]"],
+        "row = t[1][0]": ["t[1]"],
+        "x[0] = tile": ["x[0]"],
+        "for value in t[3]: tile += value": ["t[3]"],
+    }.items():
+        lines = indexed_in_place(CODE.format(line=line))
+        assert [each.partition(": ")[2] for each in lines] == expected
+    gluon = CODE.replace("@triton.jit", "@gluon.jit(noinline=True)")
+    assert indexed_in_place(gluon.format(line="return t[0] * 2")) == ["8: t[0]"]
