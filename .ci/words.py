@@ -6,7 +6,6 @@ prints ``file:line: word: say ...`` for each and exits with 1 if there is any. `
 nowhere, not even as a part of a name such as ``num_stations``; ``PROSE`` only in names that stay
 for the reason given; ``WHOLE_NAMES`` in prose alone. Prose is comments, docstrings and Markdown,
 without inline code and doctests.
-``docs/tuning.md`` is history and not read.
 
 The docstring of what ``docs/api`` shows begins with a sentence of at most 80 characters, on a line
 of its own; that it is imperative is a rule of ruff (D401).
@@ -71,7 +70,6 @@ DOCUMENTED = (
 )
 NOT_READ = {
     ".ci/words.py",
-    "docs/tuning.md",  # history
 }
 SENTENCE = 80
 

@@ -56,7 +56,7 @@ EXISTING = {
     for parts in (path.relative_to(ROOT).parts for path in [*SOURCES, *files("*.md")])
     for start in range(len(parts))
 }
-"""Paths, and their ends: a page may say ``kernels/launcher.py``."""
+"""Paths, and their ends: prose may say ``kernels/launcher.py``."""
 
 
 def docstrings(text: str) -> list[str]:
