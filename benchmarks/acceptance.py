@@ -30,7 +30,7 @@ from benchmarks import copying
 from benchmarks.harness.timing import Capture, wall_us
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.draft import DraftLayer
-from dsv4_ops.integrations.transformers.draft_loading import released_weights
+from dsv4_ops.integrations.transformers.loading.draft import released_weights
 from dsv4_ops.testing.checkpoint import write_checkpoint
 
 DRAFT_LOSS = 0.3

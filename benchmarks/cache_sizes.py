@@ -79,7 +79,7 @@ def baseline(config: Any, batch: int, tokens: int) -> int:
 
 def rows() -> Iterable[tuple[str, ...]]:
     """Lines of the table."""
-    from dsv4_ops.integrations.transformers.generation import chunk_of
+    from dsv4_ops.integrations.transformers.generation.hooks import chunk_of
 
     for name in MODELS:
         config = config_of(name)

@@ -263,7 +263,7 @@ def _bound(function: Callable[..., Any], *args: Any, **settings: Any) -> Callabl
 
 def _metadata(model: Any, batch: Any, cache: Any) -> Any:
     """What all layers share, as the compiled step has it in front of them."""
-    from dsv4_ops.integrations.transformers.steps import build_step
+    from dsv4_ops.integrations.transformers.steps.step import build_step
 
     return build_step(model.dsv4_ops_spec, batch, cache, "decode", model.config.vocab_size)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.integrations import tensorrt, transformers as v4
-from dsv4_ops.integrations.transformers.export import DecodeModule, padding_batch
+from dsv4_ops.integrations.transformers.steps.export import DecodeModule, padding_batch
 from dsv4_ops.testing.models import small_model
 
 REQUESTS = 2

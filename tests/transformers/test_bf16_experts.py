@@ -9,8 +9,8 @@ from torch import nn
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
 
 from dsv4_ops.integrations import transformers as hf
-from dsv4_ops.integrations.transformers import bf16_experts
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
+from dsv4_ops.integrations.transformers.modules import bf16_experts
 from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.helpers import i32
 

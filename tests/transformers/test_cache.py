@@ -11,7 +11,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from dsv4_ops.dispatch.choice import check_codes
 from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache
-from dsv4_ops.integrations.transformers.blocks import BlockPool
+from dsv4_ops.integrations.transformers.cache.blocks import BlockPool
 from dsv4_ops.testing.models import small_config
 
 

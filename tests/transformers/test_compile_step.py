@@ -16,7 +16,8 @@ from torch._inductor.utils import fresh_cache
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers import compiled, precompiled
+from dsv4_ops.integrations.transformers.compile_cache import precompiled
+from dsv4_ops.integrations.transformers.steps import compiled
 from dsv4_ops.testing.models import HEAVY, SLIDING, SPARSE, small_mla_model, small_model
 from tests.support.hf_models import Engine, new_cache, reference, text
 

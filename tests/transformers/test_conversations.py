@@ -14,7 +14,7 @@ import transformers
 
 from benchmarks import cache_sizes
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.cache_argument import cache_argument
+from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.testing.text import PAD
 from tests.helpers import NIGHTLY
 from tests.support.hf_models import new_cache, reference, stock

@@ -18,8 +18,8 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from dsv4_ops.attention import MlaSpec
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers import padded, steps
-from dsv4_ops.integrations.transformers.export import (
+from dsv4_ops.integrations.transformers.steps import padded, step as step_module
+from dsv4_ops.integrations.transformers.steps.export import (
     PrefillModule,
     padding_batch,
     prefill_shapes,
@@ -382,7 +382,7 @@ def test_adversarial_batches_touch_no_one_else(context, request, monkeypatch):
     """Rows that do not exist, ids of padding, lengths beyond the cache: counted, not read."""
     if context == "expanded":
         request.getfixturevalue("expands")
-    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
     monkeypatch.setattr(padded, "may_wait", lambda tensor: False)
     outs = []
     for adversarial in (False, True):
@@ -411,7 +411,7 @@ def test_a_row_without_blocks_is_refused_or_counted(monkeypatch):
     batch = v4.StepBatch(torch.tensor([1]), i32([0, 1]), i32([65]), i32([0]))
     with pytest.raises(ValueError, match="have blocks for all tokens of row 0, got 65"):
         v4.decode_step(reference(), batch, cache)
-    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
     assert v4.decode_step(reference(), batch, cache).isfinite().all()
     with pytest.raises(RuntimeError, match="got 1 dropped"):
         cache.raise_if_dropped()

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.cache_argument import cache_argument
-from dsv4_ops.integrations.transformers.export import (
+from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
+from dsv4_ops.integrations.transformers.steps.export import (
     DecodeModule,
     PrefillModule,
     padding_batch,

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 import transformers
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.cache_argument import cache_argument
+from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.testing.models import small_mla_model, small_model
 from dsv4_ops.testing.text import PAD
 from tests.helpers import Called

@@ -10,13 +10,14 @@ import torch
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards, joined
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
+from dsv4_ops.integrations.transformers.modules import fused_projections
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 
 PARTS = {
-    joined.of_attention: "q_a_proj",
-    joined.of_shared_experts: "up_proj",
-    joined.of_compressor: "rotary_emb",
+    fused_projections.of_attention: "q_a_proj",
+    fused_projections.of_shared_experts: "up_proj",
+    fused_projections.of_compressor: "rotary_emb",
 }
 TWO_LAYERS = {"num_hidden_layers": 2, "num_hash_layers": 1, "compress_ratios": [4, 128, 0]}
 
@@ -29,14 +30,14 @@ def loaded():
 
 @pytest.fixture
 def model(loaded, monkeypatch):
-    monkeypatch.setattr(joined, "JOINED_ON", ("cpu",))
+    monkeypatch.setattr(fused_projections, "JOINED_ON", ("cpu",))
     yield v4.patch(loaded)
     v4.unpatch(loaded)
     assert holders(loaded) == []
 
 
 def holders(model):
-    return [module for module in model.modules() if joined.JOINED in module._modules]
+    return [module for module in model.modules() if fused_projections.JOINED in module._modules]
 
 
 def layers_of(holder):
@@ -50,14 +51,14 @@ def as_bytes(value):
 
 def test_weights_are_views_with_the_bytes_of_before(loaded, monkeypatch):
     before = {name: value.clone() for name, value in loaded.state_dict().items()}
-    monkeypatch.setattr(joined, "JOINED_ON", ("cpu",))
+    monkeypatch.setattr(fused_projections, "JOINED_ON", ("cpu",))
     model = v4.patch(loaded)
     after = model.state_dict()
     assert list(after) == list(before)
     for name, value in before.items():
         assert torch.equal(as_bytes(after[name]), as_bytes(value)), name
     compressor = model.model.layers[0].self_attn.compressor
-    kv, gate, *_ = joined.of_compressor(compressor)
+    kv, gate, *_ = fused_projections.of_compressor(compressor)
     assert gate.weight.data_ptr() == compressor.dsv4_ops_joined.weight[len(kv.weight) :].data_ptr()
     v4.unpatch(model)
 
@@ -68,7 +69,7 @@ def test_products_are_those_of_the_layers(model):
     assert len(holders(model)) == 6
     for holder in holders(model):
         x = torch.randn(3, layers_of(holder)[0].weight.shape[1]).bfloat16()
-        together = joined.joined(holder, layers_of(holder))(x)
+        together = fused_projections.joined(holder, layers_of(holder))(x)
         apart = torch.cat([layer(x) for layer in layers_of(holder)], -1)
         torch.testing.assert_close(together.to(torch.bfloat16), apart)
 
@@ -143,9 +144,9 @@ def test_what_was_moved_or_changed_since(model):
     copied = copy.deepcopy(model)  # with a copy of every parameter
     attention = copied.model.layers[0].self_attn
     assert not attention.dsv4_ops_joined.holds(layers_of(attention))
-    joined.refresh(copied.model, copied.dsv4_ops_spec.recipe)
+    fused_projections.refresh(copied.model, copied.dsv4_ops_spec.recipe)
     assert attention.dsv4_ops_joined.holds(layers_of(attention))
     with torch.no_grad():
-        assert joined.joined(attention, layers_of(attention)) is not None
+        assert fused_projections.joined(attention, layers_of(attention)) is not None
         attention.kv_proj.register_forward_hook(lambda *_: None)
-        assert joined.joined(attention, layers_of(attention)) is None
+        assert fused_projections.joined(attention, layers_of(attention)) is None

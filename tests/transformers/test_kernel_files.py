@@ -10,8 +10,8 @@ import torch.compiler.config as compiler_config
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
-from dsv4_ops.integrations.transformers import kernel_files
-from dsv4_ops.integrations.transformers.precompiled import PartsFile
+from dsv4_ops.integrations.transformers.compile_cache import kernel_files
+from dsv4_ops.integrations.transformers.compile_cache.precompiled import PartsFile
 from dsv4_ops.lowering import _compat
 
 SETTINGS = {"fullgraph": True, "dynamic": False}

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers import steps
-from dsv4_ops.integrations.transformers.cache_argument import cache_argument
+from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
+from dsv4_ops.integrations.transformers.steps import step as step_module
 from dsv4_ops.testing.models import small_model
 from tests.helpers import NIGHTLY, Called
 from tests.support.hf_models import (
@@ -193,7 +193,7 @@ def test_too_long_a_chunk_does_not_spoil_other_requests(monkeypatch):
     """Where values are not read, of a request with more tokens than ``max_chunk`` the last ones are
     taken and the others counted; a padded batch is refused."""
     model, tokens = reference(), text()
-    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
     cache = new_cache(max_chunk=64)
     engine = Engine(model, cache, tokens)
     engine.prefill({0: 64})

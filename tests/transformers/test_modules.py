@@ -13,7 +13,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.modules import is_linear
+from dsv4_ops.integrations.transformers.modules.replacement import is_linear
 from dsv4_ops.testing.models import small_config, small_model
 from tests.support.hf_models import Engine, expected, new_cache, text
 

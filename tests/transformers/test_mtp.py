@@ -14,7 +14,7 @@ pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 from benchmarks.acceptance import draft_logits
 from dsv4_ops.checkpoint.headers import CONFIG as CONFIG_FILE, INDEX
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.draft_loading import released_weights
+from dsv4_ops.integrations.transformers.loading.draft import released_weights
 from dsv4_ops.reference.experts import expert_values
 from dsv4_ops.testing.checkpoint import TINY, tensors, write_checkpoint
 from dsv4_ops.testing.models import small_mla_model

@@ -12,9 +12,9 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
-from dsv4_ops.integrations.transformers import patch, precompiled
-from dsv4_ops.integrations.transformers.modules import REPLACED, own_forward
-from dsv4_ops.integrations.transformers.precompiled import (
+from dsv4_ops.integrations.transformers import patch
+from dsv4_ops.integrations.transformers.compile_cache import precompiled
+from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     PartsFile,
     Undescribed,
     Watch,
@@ -24,6 +24,7 @@ from dsv4_ops.integrations.transformers.precompiled import (
     loaded,
     state,
 )
+from dsv4_ops.integrations.transformers.modules.replacement import REPLACED, own_forward
 from dsv4_ops.testing.models import small_mla_model
 
 SETTINGS = {"fullgraph": True, "dynamic": False}

@@ -18,7 +18,7 @@ import transformers
 import dsv4_ops as ops
 from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers import quantized
+from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from tests.helpers import i32
 
@@ -468,7 +468,7 @@ def test_what_is_no_number_is_refused_in_every_weight(loaded, tmp_path):
 
 def test_a_scale_that_the_file_lacks_is_refused(tiny, tmp_path, monkeypatch):
     """Hugging Face warns, and fills it with whatever memory holds."""
-    from dsv4_ops.integrations.transformers import loading
+    from dsv4_ops.integrations.transformers.loading import quantized as loading
     from tests.test_checkpoint import changed
 
     path = write_checkpoint(tmp_path / "one", FORCED, shards=2)

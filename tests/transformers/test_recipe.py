@@ -14,9 +14,9 @@ import transformers
 
 import dsv4_ops
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.cache_argument import cache_argument
-from dsv4_ops.integrations.transformers.padded import padded_step
-from dsv4_ops.integrations.transformers.steps import LayerContext
+from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
+from dsv4_ops.integrations.transformers.steps.padded import padded_step
+from dsv4_ops.integrations.transformers.steps.step import LayerContext
 from dsv4_ops.testing.models import small_model
 from tests.support.hf_models import new_cache, text
 

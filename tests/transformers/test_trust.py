@@ -9,7 +9,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers import padded, steps
+from dsv4_ops.integrations.transformers.steps import padded, step as step_module
 from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import i32
 from tests.support.hf_models import expected, new_cache, reference, text
@@ -26,7 +26,7 @@ def _no_grad():
 @pytest.fixture
 def unread(monkeypatch):
     """Steps as in a graph, or on a device: nothing looks at values."""
-    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
     monkeypatch.setattr(padded, "may_wait", lambda tensor: False)
 
 
@@ -312,7 +312,7 @@ def test_a_gap_is_counted_without_a_look_at_values(family, step, monkeypatch):
     for cache in (whole, gapped):
         step(model, batch_of([1, 2, 3, 4], [0, 3, 4], [3, 1], [0, 1]), cache)
         assert cache.seq_lens.tolist() == [3, 1]
-    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
     want = step(model, batch_of([5, 7], [0, 1, 2], [4, 0], [0, -1]), whole)
     got = step(model, batch_of([5, 6, 7], [0, 1, 3], [4, 4], [0, 1]), gapped)
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=CLOSE)

@@ -15,8 +15,8 @@ import transformers
 
 import dsv4_ops
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.export import DecodeModule
-from dsv4_ops.integrations.transformers.modules import class_of, defining_class
+from dsv4_ops.integrations.transformers.modules.replacement import class_of, defining_class
+from dsv4_ops.integrations.transformers.steps.export import DecodeModule
 from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.support.hf_models import Engine, new_cache, text
 from tests.support.ranks import run_ranks

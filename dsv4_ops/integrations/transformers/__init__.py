@@ -19,33 +19,33 @@ from importlib.metadata import version as _version
 
 from dsv4_ops.core.public import public_names as _public_names
 from dsv4_ops.core.versions import warn_if_newer as _warn_if_newer
-from dsv4_ops.integrations.transformers.cache import (
+from dsv4_ops.integrations.transformers.cache.paged_cache import (
     OutOfBlocks as OutOfBlocks,
     PagedCache as PagedCache,
 )
-from dsv4_ops.integrations.transformers.compiled import (
-    CompiledStep as CompiledStep,
-    compile_step as compile_step,
+from dsv4_ops.integrations.transformers.generation.speculation import (
+    SpeculativeStep as SpeculativeStep,
+    speculative_prefill as speculative_prefill,
+    speculative_step as speculative_step,
 )
-from dsv4_ops.integrations.transformers.draft_loading import load_mtp as load_mtp
-from dsv4_ops.integrations.transformers.export import (
-    decode_inputs as decode_inputs,
-    export_decode as export_decode,
-    export_prefill as export_prefill,
-    input_names as input_names,
-)
-from dsv4_ops.integrations.transformers.loading import load_quantized as load_quantized
+from dsv4_ops.integrations.transformers.loading.draft import load_mtp as load_mtp
+from dsv4_ops.integrations.transformers.loading.quantized import load_quantized as load_quantized
 from dsv4_ops.integrations.transformers.patch import (
     patch as patch,
     unpatch as unpatch,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe as Recipe
-from dsv4_ops.integrations.transformers.speculation import (
-    SpeculativeStep as SpeculativeStep,
-    speculative_prefill as speculative_prefill,
-    speculative_step as speculative_step,
+from dsv4_ops.integrations.transformers.steps.compiled import (
+    CompiledStep as CompiledStep,
+    compile_step as compile_step,
 )
-from dsv4_ops.integrations.transformers.steps import (
+from dsv4_ops.integrations.transformers.steps.export import (
+    decode_inputs as decode_inputs,
+    export_decode as export_decode,
+    export_prefill as export_prefill,
+    input_names as input_names,
+)
+from dsv4_ops.integrations.transformers.steps.step import (
     decode_step as decode_step,
     prefill_step as prefill_step,
 )

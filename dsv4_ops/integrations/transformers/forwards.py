@@ -11,19 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_ops.core.gradient import differentiated, without_derivative
-from dsv4_ops.integrations.transformers import bf16_experts, quantized
 from dsv4_ops.integrations.transformers.architectures.base import (
     ModelSpec,
     Runner,
     StepRun,
     run_part,
 )
-from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.cache_argument import cache_argument
-from dsv4_ops.integrations.transformers.modules import (
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
+from dsv4_ops.integrations.transformers.modules import bf16_experts, quantized
+from dsv4_ops.integrations.transformers.modules.checks import check_modules
+from dsv4_ops.integrations.transformers.modules.replacement import (
     Forward,
     Maker,
-    check_modules,
     has_plain_weight,
     in_place_of,
     is_part,
@@ -31,8 +30,8 @@ from dsv4_ops.integrations.transformers.modules import (
     own_forward,
     unwrapped,
 )
-from dsv4_ops.integrations.transformers.padded import OP, check_inputs, padded_step
-from dsv4_ops.integrations.transformers.steps import run_layers
+from dsv4_ops.integrations.transformers.steps.padded import OP, check_inputs, padded_step
+from dsv4_ops.integrations.transformers.steps.step import run_layers
 
 
 def model_forward(spec: ModelSpec, before: Forward) -> Forward:

@@ -9,21 +9,17 @@ from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch.choice import IMPLS
-from dsv4_ops.integrations.transformers import forwards, generation, quantized
+from dsv4_ops.integrations.transformers import forwards
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import (
     DRAFT,
     ModelSpec,
     require_transformers,
 )
-from dsv4_ops.integrations.transformers.modules import (
-    Maker,
-    Replacement,
-    check_layers,
-    check_placement,
-    mark,
-    unmark,
-)
+from dsv4_ops.integrations.transformers.generation import hooks
+from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules.checks import check_layers, check_placement
+from dsv4_ops.integrations.transformers.modules.replacement import Maker, Replacement, mark, unmark
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
 _SPEC, _REPLACED = "dsv4_ops_spec", "_dsv4_ops_replaced"
@@ -137,7 +133,7 @@ def patch(
     spec.prepare(model)
     quantized.prepare(model)
     replaced = _Replacements()
-    for name, hook in generation.HOOKS.items():
+    for name, hook in hooks.HOOKS.items():
         replaced.method(model, name, hook)
     setattr(model, _SPEC, spec)
     setattr(model, _REPLACED, replaced)

@@ -120,6 +120,11 @@ class CacheTensors:
         return self.dropped.device
 
 
+def in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Which ids exist."""
+    return (tokens >= 0) & (tokens < vocab_size)
+
+
 def store_lengths(seq_lens: Tensor, written: Tensor, ends: Tensor, first: Tensor) -> None:
     """Move rows to ``ends`` after a step from positions ``first``; ends of 0 are no step."""
     furthest = torch.where(first > 0, torch.maximum(written, ends), ends)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.tensorrt import enable, register_plugins
-from dsv4_ops.integrations.transformers.export import (
+from dsv4_ops.integrations.transformers.steps.export import (
     DecodeModule,
     PrefillModule,
     decode_inputs,

@@ -14,7 +14,7 @@ from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.types import TokenMap
-from dsv4_ops.integrations.transformers.modules import Maker
+from dsv4_ops.integrations.transformers.modules.replacement import Maker
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.integrations.transformers.modules import is_part
+from dsv4_ops.integrations.transformers.modules.replacement import is_part
 
 _KNOWN = ("default", "linear", "yarn", "llama3")
 """RoPE types whose frequencies do not depend on the length of a request."""

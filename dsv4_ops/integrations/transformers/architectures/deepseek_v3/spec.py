@@ -46,21 +46,23 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v3.tensors import
     MlaTables,
     ShardedMlaTables,
 )
-from dsv4_ops.integrations.transformers.modules import (
+from dsv4_ops.integrations.transformers.modules.checks import (
+    HeadPart,
+    check_skipped,
+    heads_are_split,
+)
+from dsv4_ops.integrations.transformers.modules.quantized import dense_weight
+from dsv4_ops.integrations.transformers.modules.replacement import (
     SOURCE,
     Forward,
-    HeadPart,
     Maker,
-    check_skipped,
     class_of,
-    heads_are_split,
     is_part,
     linear_float32,
     local,
     own_forward,
     unwrapped,
 )
-from dsv4_ops.integrations.transformers.quantized import dense_weight
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 from dsv4_ops.ops.experts import grouped_topk

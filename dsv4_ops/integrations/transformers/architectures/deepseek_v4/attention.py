@@ -12,19 +12,19 @@ from torch import Tensor
 from dsv4_ops.attention import LayerInputs, LayerSpec, LayerWeights, attention_layer
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.integrations.transformers.architectures.base import LayerContext
-from dsv4_ops.integrations.transformers.architectures.deepseek_v4.joined import (
+from dsv4_ops.integrations.transformers.modules.checks import HeadPart
+from dsv4_ops.integrations.transformers.modules.fused_projections import (
     joined,
     of_attention,
     of_compressor,
 )
-from dsv4_ops.integrations.transformers.modules import (
-    HeadPart,
+from dsv4_ops.integrations.transformers.modules.quantized import takes_codes
+from dsv4_ops.integrations.transformers.modules.replacement import (
     is_linear,
     linear_float32,
     local,
     unwrapped,
 )
-from dsv4_ops.integrations.transformers.quantized import takes_codes
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
 KIND_OF_TYPE = {

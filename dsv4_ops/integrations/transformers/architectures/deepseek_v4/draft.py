@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.integrations.transformers.architectures.base import (
     WITHOUT_MASKS,
     LayerContext,
     StepRun,
     draft_of,
 )
-from dsv4_ops.integrations.transformers.dropped import in_vocabulary
-from dsv4_ops.integrations.transformers.modules import Replacement, unwrapped
+from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules.replacement import Replacement, unwrapped
+from dsv4_ops.integrations.transformers.tensors import in_vocabulary
 
 KINDS = ("window",)
 """Kinds of its layers; a model with one draft layer has one."""

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.types import HyperConnection
-from dsv4_ops.integrations.transformers import bf16_experts, quantized
-from dsv4_ops.integrations.transformers.architectures.deepseek_v4.joined import (
+from dsv4_ops.integrations.transformers.modules import bf16_experts, quantized
+from dsv4_ops.integrations.transformers.modules.checks import is_unchanged
+from dsv4_ops.integrations.transformers.modules.fused_projections import (
     joined,
     of_shared_experts,
 )
-from dsv4_ops.integrations.transformers.modules import (
+from dsv4_ops.integrations.transformers.modules.replacement import (
     Forward,
     Maker,
     class_of,
     has_global_hooks,
     in_place_of,
-    is_unchanged,
     linear_float32,
     own_forward,
     runs_ours,

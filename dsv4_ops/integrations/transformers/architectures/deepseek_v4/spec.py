@@ -32,7 +32,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     draft_of,
     dtype_of,
 )
-from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import draft, joined
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import draft
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
     KIND_OF_TYPE,
     attention,
@@ -45,7 +45,7 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.forwards impor
     can_carry,
     replacements,
 )
-from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rings import RingSpec
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.ring_caches import RingSpec
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import (
     check_frequencies,
     check_rope,
@@ -53,12 +53,9 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import 
     rounded_table,
     yarn_of,
 )
-from dsv4_ops.integrations.transformers.modules import (
-    Maker,
-    class_of,
-    heads_are_split,
-    unwrapped,
-)
+from dsv4_ops.integrations.transformers.modules import fused_projections
+from dsv4_ops.integrations.transformers.modules.checks import heads_are_split
+from dsv4_ops.integrations.transformers.modules.replacement import Maker, class_of, unwrapped
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import (
     CacheTables,
@@ -287,7 +284,7 @@ class DeepseekV4Spec(RingSpec):
         return draft.DraftLayer(model)
 
     def prepare_draft(self, layer: Any) -> None:
-        joined.prepare(layer, self.recipe, self.impl)
+        fused_projections.prepare(layer, self.recipe, self.impl)
 
     def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> AttentionStep:
         layers = self.layers_for("decode", step.tokens.positions.shape[0])
@@ -341,14 +338,14 @@ class DeepseekV4Spec(RingSpec):
     def prepare(self, model: Any) -> None:
         self._set_groups(model, self.num_groups)
         if not self.shards_heads:  # whose weights are Hugging Face's parts of tensors
-            joined.prepare(model, self.recipe, self.impl)
+            fused_projections.prepare(model, self.recipe, self.impl)
 
     def restore(self, model: Any) -> None:
         self._set_groups(model, model.config.o_groups)
-        joined.restore(model)
+        fused_projections.restore(model)
 
     def refresh(self, body: Any) -> None:
-        joined.refresh(body, self.recipe)
+        fused_projections.refresh(body, self.recipe)
 
     @property
     def num_groups(self) -> int:

@@ -17,17 +17,16 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     Requests,
     StepTokens,
 )
-from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.dropped import (
+from dsv4_ops.integrations.transformers.cache.dropped_tokens import (
     count_dropped,
-    in_vocabulary,
     may_wait,
     storable,
     unknown_id,
     values_are_free,
 )
-from dsv4_ops.integrations.transformers.steps import check_cache
-from dsv4_ops.integrations.transformers.tensors import store_lengths
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+from dsv4_ops.integrations.transformers.steps.step import check_cache
+from dsv4_ops.integrations.transformers.tensors import in_vocabulary, store_lengths
 
 OP = "model"
 

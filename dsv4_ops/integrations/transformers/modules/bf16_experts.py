@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4_ops.core.registry import AUTO, REFERENCE
 from dsv4_ops.core.torch_compat import statically_known_true
-from dsv4_ops.integrations.transformers.modules import (
+from dsv4_ops.integrations.transformers.modules.replacement import (
     QUANTIZED_EXPERTS,
     Forward,
     Maker,

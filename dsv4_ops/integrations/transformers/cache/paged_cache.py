@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch.choice import check_codes
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import draft_of, require_transformers
-from dsv4_ops.integrations.transformers.blocks import BlockPool, OutOfBlocks, has
+from dsv4_ops.integrations.transformers.cache.blocks import BlockPool, OutOfBlocks, has
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
@@ -27,6 +28,19 @@ __all__ = ["OutOfBlocks", "PagedCache"]
 
 DEFAULT_CHUNK = 2048
 """Default ``max_chunk``: the rings of window keys grow with it."""
+
+
+@functools.cache
+def cache_argument() -> str:
+    """Name of the argument of ``forward`` and ``generate``, and of the output's field.
+
+    ``"cache"`` since transformers 5.24, ``"past_key_values"`` before. A patched model takes
+    ``cache`` in every version.
+    """
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    names = {field.name for field in fields(MoeModelOutputWithPast)}
+    return "cache" if "cache" in names else "past_key_values"
 
 
 @dataclass(frozen=True)

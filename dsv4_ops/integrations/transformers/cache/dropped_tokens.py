@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4_ops.attention.metadata import token_slots
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import TokenMap
-from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
+from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch, in_vocabulary
 
 
 def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenMap:
@@ -33,11 +33,6 @@ def count_dropped(cache: CacheTensors, wanted: Tensor, stored: Tensor) -> None:
     # one reduction kernel instead of two
     parts = torch.cat([wanted.to(torch.int32), -stored.to(torch.int32)])
     cache.dropped.add_(parts.sum())
-
-
-def in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Which ids exist."""
-    return (tokens >= 0) & (tokens < vocab_size)
 
 
 def values_are_free(*tensors: Tensor) -> bool:

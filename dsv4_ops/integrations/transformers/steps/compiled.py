@@ -16,11 +16,9 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.torch_compat import group_sends, has_function_modes
-from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.integrations.transformers.architectures.base import Runner
-from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.modules import has_global_hooks, local, with_methods
-from dsv4_ops.integrations.transformers.precompiled import (
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     PartsFile,
     Undescribed,
     Watch,
@@ -29,7 +27,13 @@ from dsv4_ops.integrations.transformers.precompiled import (
     loaded,
     state,
 )
-from dsv4_ops.integrations.transformers.steps import (
+from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules.replacement import (
+    has_global_hooks,
+    local,
+    with_methods,
+)
+from dsv4_ops.integrations.transformers.steps.step import (
     check_model,
     check_tensors,
     decode,

@@ -14,16 +14,15 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.architectures.base import draft_of
-from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.cache_argument import cache_argument
-from dsv4_ops.integrations.transformers.prompts import (
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
+from dsv4_ops.integrations.transformers.generation.prompts import (
     CACHES,
     MASK,
     first_column,
     setting,
     whole_mask,
 )
-from dsv4_ops.integrations.transformers.speculation import (
+from dsv4_ops.integrations.transformers.generation.speculation import (
     SpeculativeStep,
     speculative_prefill,
     speculative_step,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.integrations.transformers.cache import PagedCache, Text
-from dsv4_ops.integrations.transformers.padded import matrix, shown
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, Text
+from dsv4_ops.integrations.transformers.steps.padded import matrix, shown
 
 CACHES = (None, "static", "hybrid")
 """``cache_implementation`` for which ``generate`` makes a ``PagedCache``."""

@@ -14,11 +14,12 @@ from dsv4_ops.checkpoint.format import draft_tensors
 from dsv4_ops.checkpoint.headers import StoredTensor
 from dsv4_ops.checkpoint.values import check_values
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.integrations.transformers import forwards, quantized
+from dsv4_ops.integrations.transformers import forwards
 from dsv4_ops.integrations.transformers.architectures.base import DRAFT, draft_of
-from dsv4_ops.integrations.transformers.modules import mark
+from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules.replacement import mark
 from dsv4_ops.integrations.transformers.patch import add_replacements
-from dsv4_ops.integrations.transformers.steps import spec_of
+from dsv4_ops.integrations.transformers.steps.step import spec_of
 from dsv4_ops.reference.experts import expert_values
 from dsv4_ops.reference.linear import weight_values
 

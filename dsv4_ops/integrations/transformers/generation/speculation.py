@@ -17,12 +17,12 @@ from torch import Tensor
 import dsv4_ops.ops.draft as ops
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, StepRun, draft_of
-from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.dropped import storable, values_are_free
-from dsv4_ops.integrations.transformers.modules import check_modules
-from dsv4_ops.integrations.transformers.steps import build_step, checked, embedded, tokens_of
+from dsv4_ops.integrations.transformers.cache.dropped_tokens import storable, values_are_free
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules.checks import check_modules
+from dsv4_ops.integrations.transformers.steps.step import build_step, checked, embedded, tokens_of
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 Warp = Callable[[Tensor], Tensor]

@@ -12,7 +12,6 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.dispatch.choice import check_device
-from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.integrations.transformers.architectures.base import (
     LayerContext,
     ModelSpec,
@@ -22,16 +21,21 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     StepTokens,
     run_part,
 )
-from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.dropped import (
+from dsv4_ops.integrations.transformers.cache.dropped_tokens import (
     check_batch,
     count_dropped,
-    in_vocabulary,
     storable,
     values_are_free,
 )
-from dsv4_ops.integrations.transformers.modules import check_body, check_modules
-from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch, store_lengths
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules.checks import check_body, check_modules
+from dsv4_ops.integrations.transformers.tensors import (
+    CacheTensors,
+    StepBatch,
+    in_vocabulary,
+    store_lengths,
+)
 from dsv4_ops.ops.batch import token_map
 
 __all__ = ["LayerContext", "decode_step", "prefill_step"]

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.integrations.transformers.blocks import out_of_blocks
-from dsv4_ops.integrations.transformers.cache import DEFAULT_CHUNK, PagedCache
-from dsv4_ops.integrations.transformers.cache_argument import cache_argument
-from dsv4_ops.integrations.transformers.draft_generation import DraftDecoding, check_call
-from dsv4_ops.integrations.transformers.prompts import (
+from dsv4_ops.integrations.transformers.cache.blocks import out_of_blocks
+from dsv4_ops.integrations.transformers.cache.paged_cache import (
+    DEFAULT_CHUNK,
+    PagedCache,
+    cache_argument,
+)
+from dsv4_ops.integrations.transformers.generation.draft_generation import DraftDecoding, check_call
+from dsv4_ops.integrations.transformers.generation.prompts import (
     CACHES,
     MASK,
     check_prompts,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.steps import (
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+from dsv4_ops.integrations.transformers.steps.step import (
     check_cache,
     check_is_batch,
     check_model,

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from dsv4_ops.core.torch_compat import allows_aot_compile, aot_settings, without_kernel_table
 from dsv4_ops.dispatch import libraries
-from dsv4_ops.integrations.transformers import kernel_files
-from dsv4_ops.integrations.transformers.modules import SOURCE
+from dsv4_ops.integrations.transformers.compile_cache import kernel_files
+from dsv4_ops.integrations.transformers.modules.replacement import SOURCE
 
 _log = logging.getLogger(__name__)
 

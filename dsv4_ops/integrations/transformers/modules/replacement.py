@@ -1,6 +1,5 @@
-"""Method replacement, and checks of the modules that our ops stand in for.
+"""Methods replaced on instances, and what a module is.
 
-A step may call modules of any kind, but modules that it replaces by ops must be unchanged.
 ``patch`` decides on the host which class each module has and stores the answer on the module; a
 trace reads that constant. A tracer may show other names and other functions than the host has:
 Dynamo of torch 2.15 shows the wrapper of a decorated forward.
@@ -9,21 +8,14 @@ Dynamo of torch 2.15 shows the wrapper of a decorated forward.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _globals
-
-from dsv4_ops.attention import ContextParallel
-from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.torch_compat import group_members
-
-if TYPE_CHECKING:
-    from dsv4_ops.integrations.transformers.architectures.base import ModelSpec
 
 Forward = Callable[..., Any]
 Maker = Callable[[Forward], Forward]
@@ -45,9 +37,6 @@ _BELOW_HOOK = "_old_forward"
 """What accelerate's hooks call."""
 REPLACED = "_dsv4_ops_replaced_forward"
 """What a bound method's module had as a forward of its own, or None."""
-_ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there"
-_AGAIN = "Call unpatch, change the configuration with the layers, and patch again"
-_CHANGED = "be Hugging Face's own as patch saw it, without hooks, as ops do its work"
 
 
 class Replacement:
@@ -179,7 +168,7 @@ def _below_hook(module: Any, forward: Any) -> Any:
     A trace goes by the structure alone; the host also asks whose functions these are.
     """
     hook, below = vars(module).get("_hf_hook"), vars(module).get(_BELOW_HOOK)
-    if hook is None or not isinstance(forward, partial) or not _is_harmless(hook):
+    if hook is None or not isinstance(forward, partial) or not is_harmless(hook):
         return forward
     traced = torch.compiler.is_compiling()
     if not traced and _package_of(forward.func) != "accelerate":
@@ -202,7 +191,7 @@ def runs_ours(module: Any) -> bool:
     return ours and own_forward(module) is None
 
 
-def _is_harmless(hook: Any) -> bool:
+def is_harmless(hook: Any) -> bool:
     """Whether accelerate's hook, which is a forward of the instance, loads no weights.
 
     Only its hook that aligns devices has ``offload``; the host refuses classes derived from it.
@@ -268,43 +257,6 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-def check_layers(op: str, kinds: tuple[str, ...], body: Any) -> None:
-    """Raise if ``body`` has more or fewer layers than the configuration."""
-    if len(body.layers) != len(kinds):
-        rule = f"be the {len(kinds)} of the configuration"
-        raise refusal(ValueError, op, "model.layers", rule, len(body.layers), _AGAIN)
-
-
-def check_modules(
-    op: str, spec: ModelSpec, kinds: tuple[str, ...], body: Any, device: torch.device
-) -> None:
-    """Raise if a module of ``body`` that our ops replace was changed, or is on another device than
-    the cache.
-
-    The host also asks whether the class of a module still has the forward that ``patch`` saw.
-    """
-    if own_forward(body) is not None:
-        raise _changed(op, "model.model", "a forward of its own")
-    check_layers(op, kinds, body)
-    for index, layer in enumerate(body.layers):
-        attention = unwrapped(layer.self_attn)
-        name = f"model.layers.{index}.self_attn"
-        _check_hook(op, name, attention)
-        if own_forward(attention) is not None:
-            raise _changed(op, name, "a forward of its own")
-        if class_of(attention) is None:
-            raise refusal(ValueError, op, name, "be one that patch saw", "another", _AGAIN)
-        check_skipped(op, spec, name, attention)
-        weight: Tensor | None = next(attention.parameters(), None)
-        if weight is None:
-            rule = "have parameters of its own"
-            advice = "FSDP1 keeps them in one flat tensor: load with Hugging Face's tp_plan instead"
-            raise refusal(NotImplementedError, op, name, rule, "none", advice)
-        if weight.device != device:
-            rule = f"be on the cache's device, {device}"
-            raise refusal(ValueError, op, name, rule, weight.device, _ONE_DEVICE)
-
-
 def local(weight: Any, split: bool | None = None) -> Tensor:
     """This rank's part of a weight that Hugging Face's tensor parallelism split.
 
@@ -312,111 +264,3 @@ def local(weight: Any, split: bool | None = None) -> Tensor:
     """
     split = hasattr(weight, "to_local") if split is None else split
     return weight.to_local() if split else weight
-
-
-HeadPart = tuple[str, Any, int, int]
-"""A module's parameter that has heads: its name, itself, their dimension and its whole size."""
-
-
-def heads_are_split(
-    op: str, body: Any, ranks: ContextParallel | None, parts: Callable[[Any], Iterator[HeadPart]]
-) -> bool:
-    """Whether Hugging Face's tensor parallelism split the heads of all layers over ``ranks``.
-
-    ``parts`` are the parameters with heads of an attention layer; those without a weight may be
-    None.
-
-    Raises:
-        NotImplementedError: some are split and others are not, or over other ranks.
-    """
-    found = [
-        (f"model.layers.{index}.self_attn.{name}", weight, local(weight).shape[dim], size)
-        for index, layer in enumerate(body.layers)
-        for name, weight, dim, size in parts(unwrapped(layer.self_attn))
-        if weight is not None
-    ]
-    if all(held == size for _, _, held, size in found):
-        return False
-    world = 1 if ranks is None else ranks.world_size
-    members = [] if ranks is None else group_members(ranks.group)
-    for name, weight, held, size in found:
-        mesh = getattr(weight, "device_mesh", None)
-        others = mesh is not None and mesh.mesh.flatten().tolist() != members
-        if held * world != size or others:
-            rule = f"be split over the ranks of parallel as all heads are, {size} over {world}"
-            actual = f"{held} of {size} on {'other ranks' if others else 'this rank'}"
-            advice = "Pass parallel=ContextParallel.of(), and a tp_plan that splits all heads"
-            raise refusal(NotImplementedError, op, name, rule, actual, advice)
-    return True
-
-
-def check_skipped(op: str, spec: ModelSpec, name: str, attention: Any) -> None:
-    """Raise if a module of an attention layer that steps do not call was changed."""
-    for part, module in spec.skipped_modules(attention):
-        # of a split module Hugging Face replaced forward
-        split = spec.shards_heads and hasattr(module, "weight")
-        found = None if split else _change(module)
-        if found:
-            raise _changed(op, f"{name}.{part}", found)
-
-
-def check_placement(op: str, model: Any) -> None:
-    """Raise if a model is split or offloaded: our attention bypasses the hooks that load it."""
-    for name, module in model.named_modules():
-        _check_hook(op, name or "model", module)
-        if is_part(module, "Model"):
-            layers = [unwrapped(layer.self_attn) for layer in module.layers]
-            others = [type(one).__name__ for one in layers if not is_part(one, "Attention")]
-            if others:
-                rule = "have Hugging Face's attention in every layer"
-                advice = "Other layers are unknown to this version"
-                raise refusal(NotImplementedError, op, name, rule, others[0], advice)
-    devices = sorted({str(weight.device) for weight in model.parameters()})
-    if len(devices) > 1:
-        rule, found = "be on one device", ", ".join(devices)
-        raise refusal(NotImplementedError, op, "model", rule, found, _ONE_DEVICE)
-
-
-def _check_hook(op: str, name: str, module: Any) -> None:
-    hook = vars(module).get("_hf_hook")
-    if hook is not None and not _is_harmless(hook):
-        rule = "have no hook of accelerate that loads weights or sends inputs"
-        raise refusal(NotImplementedError, op, name, rule, type(hook).__name__, _ONE_DEVICE)
-
-
-def check_body(op: str, model: Any) -> None:
-    """Raise if the model around the layers has hooks or a forward, which steps do not call."""
-    if not hasattr(model.model, "layers"):  # a PEFT wrapper of the patched model
-        rule = "be the model that was patched"
-        advice = "Pass model.get_base_model()"
-        raise refusal(TypeError, op, "model", rule, type(model).__name__, advice)
-    for name, module in (("model", model), ("model.model", model.model)):
-        hooks = module._forward_hooks or module._forward_pre_hooks
-        if hooks or own_forward(module) is not None:
-            rule = "have no hooks, nor a forward of its own, as they are not called"
-            advice = "Call the model itself with cache=cache, or remove them"
-            raise refusal(NotImplementedError, op, name, rule, "one", advice)
-
-
-def is_unchanged(module: Any) -> bool:
-    """Whether a module is Hugging Face's own, without hooks."""
-    return _change(module) is None
-
-
-def _change(module: Any) -> str | None:
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "a hook"
-    if own_forward(module) is not None:
-        return "a forward of its own"
-    marked, plain = class_of(module), type(module) is nn.Linear and has_plain_weight(module)
-    if not (marked or plain or quantized_weights(module) == QUANTIZED_LINEAR):
-        split = type(module) is nn.Linear
-        return "a bias, or a split weight" if split else type(module).__name__
-    if not torch.compiler.is_compiling() and defining_class(module) != marked:
-        return "another forward of its class"
-    return None
-
-
-def _changed(op: str, name: str, found: str) -> Exception:
-    advice = "Undo that, or pass Hugging Face's cache"
-    return refusal(NotImplementedError, op, name, _CHANGED, found, advice)

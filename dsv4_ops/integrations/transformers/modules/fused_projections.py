@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_ops.core.registry import AUTO, REFERENCE
-from dsv4_ops.integrations.transformers import quantized
-from dsv4_ops.integrations.transformers.modules import (
+from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules.replacement import (
     QUANTIZED_LINEAR,
     class_of,
     is_linear,

@@ -22,8 +22,8 @@ from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK, round_up
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE
 from dsv4_ops.core.types import QuantizedGroups
-from dsv4_ops.integrations.transformers.bf16_experts import limit_of
-from dsv4_ops.integrations.transformers.modules import (
+from dsv4_ops.integrations.transformers.modules.bf16_experts import limit_of
+from dsv4_ops.integrations.transformers.modules.replacement import (
     QUANTIZED_LINEAR,
     Forward,
     Maker,

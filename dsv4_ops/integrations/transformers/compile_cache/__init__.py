@@ -1,0 +1,1 @@
+"""Compiled parts of steps in a file, for the next process."""

@@ -1,0 +1,1 @@
+"""Hooks into ``generate``, and steps that draft and verify tokens."""

@@ -1,0 +1,1 @@
+"""Released checkpoints as models: quantised ones, and their draft layers."""
