@@ -78,7 +78,10 @@ def check_plans(
             )
         checks.tensor("plan", plan, torch.int32, "num_work_tiles", PLAN_COLUMNS)
         checks.rows_for_tokens("plan", plan)
-        checks.without("flash_mla_plan", flash_mla_plan, None, "a plan")
+        if flash_mla_plan is not None:
+            raise checks.error(
+                "flash_mla_plan", must="be None with a plan", got="both", do="Pass one of the two"
+            )
     schedule = _check_flash_mla_plan(checks, flash_mla_plan, impl, widths)
     if plan is not None or schedule is not None:
         checks.without("num_splits", num_splits, 0, "a plan")

@@ -211,21 +211,21 @@ def test_a_plan_of_other_sizes_is_refused(name, flash_mla):
 
 def test_a_plan_goes_with_its_kernel(flash_mla):
     case = decode_case(1, 7, 64)
-    theirs = {"flash_mla_plan": plan_of(case)}
+    of_flash_mla = {"flash_mla_plan": plan_of(case)}
     ours = {"plan": ops.sparse_mla_plan(case.tensors[3], case.tensors[6], num_heads=64)}
     bare = type(case)("without its optional tensors", case.tensors[:8], case.settings)
-    assert message(ValueError, DECODE, bare, impl="triton", **theirs) == (
+    assert message(ValueError, DECODE, bare, impl="triton", **of_flash_mla) == (
         "sparse_mla_decode: flash_mla_plan must be None for impl 'triton', got a plan. "
         "Pass impl='flash_mla', or leave it out."
     )
-    assert message(ValueError, DECODE, bare, num_splits=2, **theirs) == (
+    assert message(ValueError, DECODE, bare, num_splits=2, **of_flash_mla) == (
         "sparse_mla_decode: num_splits must be 0 with a plan, got 2. Pass one of the two."
     )
     assert message(ValueError, DECODE, bare, impl="flash_mla", **ours) == (
         "sparse_mla_decode: plan must be None for impl 'flash_mla', got a tensor. "
         "Pass flash_mla_plan, or none."
     )
-    assert message(ValueError, DECODE, bare, **ours, **theirs).startswith(
+    assert message(ValueError, DECODE, bare, **ours, **of_flash_mla).startswith(
         "sparse_mla_decode: flash_mla_plan must be None with a plan"
     )
 

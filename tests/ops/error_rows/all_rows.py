@@ -65,7 +65,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 CALLABLES: dict[str, Callable[..., Any]] = {**FUNCTIONS, "AttentionSpec": AttentionSpec}
 
-TENSOR_KINDS = ("Tensor", "Tensor | None", "Tensor | FlashMlaPlan | None")
+TENSOR_KINDS = ("Tensor", "Tensor | None")
 INT_KINDS = ("int", "int | None")
 DTYPES = (torch.int32, torch.int64, torch.float32, torch.bool)
 NONE, FEW, MANY = i32([]), i32([1, 1]), torch.zeros(16384, dtype=torch.int32)

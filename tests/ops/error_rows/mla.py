@@ -259,6 +259,54 @@ def plan_rows() -> Iterator[Entry]:
     yield "a plan, splits and batch invariance", both, ValueError, text
 
 
+def flash_mla_plan_rows() -> Iterator[Entry]:
+    """What is no plan of FlashMLA's, for no such call, or beside another one."""
+    metadata = torch.zeros(9, 8, dtype=torch.int32)
+
+    def alone(plan: object, **settings: object) -> dict[str, object]:
+        return {"plan": None, "flash_mla_plan": plan, **settings}
+
+    yield (
+        "two plans",
+        {"flash_mla_plan": metadata},
+        ValueError,
+        "flash_mla_plan must be None with a plan, got both. Pass one of the two.",
+    )
+    yield (
+        "a plan of FlashMLA for the reference",
+        alone(metadata, impl="reference"),
+        ValueError,
+        "flash_mla_plan must be None for impl 'reference', got a plan. "
+        "Pass impl='flash_mla', or leave it out.",
+    )
+    yield (
+        "a plan of FlashMLA that is a list",
+        alone([1]),
+        TypeError,
+        "flash_mla_plan must be a tensor, got list. Pass a torch.int32 tensor.",
+    )
+    yield (
+        "a plan of FlashMLA in int64",
+        alone(metadata.long()),
+        TypeError,
+        "flash_mla_plan must be torch.int32, got torch.int64. Cast it with .to(torch.int32).",
+    )
+    yield (
+        "a plan of ours in the place of FlashMLA's",
+        alone(PLAN),
+        ValueError,
+        "flash_mla_plan must have shape [num_rows, 8], got [6, 4]. "
+        "Pass exactly 8 entries in dimension 1.",
+    )
+    yield (
+        "a plan of FlashMLA without parts",
+        alone(metadata[:6]),
+        ValueError,
+        "flash_mla_plan must have more than 6 rows for as many tokens, got 6. "
+        "Make it with flash_mla_metadata of the lens of this call.",
+    )
+
+
 def turn_rows() -> Iterator[Entry]:
     """One of the two without the other, and tables of no pairs of the row."""
     for given, other in (("positions", "cos_sin_cache"), ("cos_sin_cache", "positions")):
@@ -281,6 +329,7 @@ SHARED: list[Entry] = [
     *flag_rows("batch_invariant"),
     *column_rows("swa_indices", "swa_width"),
     *plan_rows(),
+    *flash_mla_plan_rows(),
     *turn_rows(),
 ]
 MLA_TABLE: dict[str, list[Entry]] = {
