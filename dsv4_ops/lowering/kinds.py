@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dsv4_ops.core.registry import OPS, REFERENCE, Lowering, OpSpec
+from dsv4_ops.core.registry import OPS, REFERENCE, TRITON, Lowering, OpSpec
 from dsv4_ops.dispatch import choice, libraries
 from dsv4_ops.dispatch.layers import module_of
 from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
@@ -58,10 +58,26 @@ class PointwiseIR:
         return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
+def _launches_when_it_runs(values: Mapping[str, Any]) -> bool:
+    """Whether the op stays in the graph as a call of itself, because a size is a symbol.
+
+    A launcher chooses tiles, splits and the number of programs by sizes. From a symbol it can only
+    choose what works for every size. A call chooses by the real size, as an eager call does; each
+    kernel is compiled once a process instead of once a graph; and a CUDA graph hides its host time.
+    A package has no Python to call.
+    """
+    from dsv4_ops.lowering import external
+
+    tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
+    symbolic = any(isinstance(size, torch.SymInt) for each in tensors for size in each.shape)
+    return symbolic and not external.packaging()
+
+
 @dataclass(frozen=True)
 class TritonKernel:
     """On CUDA trace the launcher in ``kernels/<stem>``, whose kernel Inductor compiles into the
-    graph; elsewhere, and for calls that the kernel does not take, ``function``."""
+    graph, or keep the op where sizes are symbols; elsewhere, and for calls that the kernel does not
+    take, trace ``function``."""
 
     function: Callable[..., Any]
     kind = "triton"
@@ -73,6 +89,8 @@ class TritonKernel:
             return _traced(mode, self.function, (), values)
         for name in (spec.parameters[place] for place in spec.mutated):
             _refuse_misplaced(spec, name, values[name])
+        if _launches_when_it_runs(values):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
         from dsv4_ops.lowering import external
 
         with mode:
@@ -81,8 +99,8 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class Choices:
-    """Trace what ``impl`` asks for, or what ``auto`` takes at these sizes: our kernel, the call of
-    a library's op, or ``function``."""
+    """Trace what ``impl`` asks for, or what ``auto`` takes at these sizes: our kernel, which is a
+    call of the op where sizes are symbols, the call of a library's op, or ``function``."""
 
     function: Callable[..., Any]
     kind = "choices"
@@ -93,6 +111,8 @@ class Choices:
         impl = self._impl(spec, values)
         if impl == REFERENCE:
             return _traced(mode, self.function, (), values)
+        if impl == TRITON and _launches_when_it_runs(values):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
         from dsv4_ops.lowering import external
 
         with mode:
