@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import dsv4_ops as ops
-from benchmarks.baselines.stock_model import flash_shaped, keep_float32
+from benchmarks.baselines.stock_model import flash_shaped
 from benchmarks.harness.options import add_cases, chosen_device
 from benchmarks.harness.report import stamp
 from benchmarks.harness.timing import Capture, device_activities, wall_us
@@ -54,6 +54,7 @@ from dsv4_ops.attention.mla_layer import attend_absorbed
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.ops.context_parallel import GATHERS
 from dsv4_ops.testing.models import head_plan, small_mla_model, small_model
+from dsv4_ops.testing.released_model import keep_float32
 
 GROUPS = ("combine", "gather", "layer", "v4_layer", "v4_model", "v3_model")
 RANK, ONE_GPU, TENSOR, CONTEXT = 512, "one GPU", "tensor parallel", "context parallel"

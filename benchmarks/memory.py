@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines.stock_model import (
-    flash_shaped,
-    in_released_precision,
-    keep_float32,
-    on_meta,
-)
+from benchmarks.baselines.stock_model import flash_shaped, in_released_precision
 from benchmarks.harness import report
 from benchmarks.harness.live_bytes import peak_bytes
 from benchmarks.harness.options import chosen_device, size
@@ -28,6 +23,7 @@ from benchmarks.harness.report import Report, stamp
 from benchmarks.run import WrongResult
 from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.testing.checkpoint import FLASH
+from dsv4_ops.testing.released_model import keep_float32, on_meta
 
 INDEX_TOPK = 512
 """Rows that the indexer of the released Flash selects; ``FLASH`` has those of a tiny model."""

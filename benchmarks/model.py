@@ -17,6 +17,7 @@ from benchmarks.harness.report import Report, one_line, stamp
 from benchmarks.harness.rows import ModelRow
 from benchmarks.harness.timing import device_activities, summary
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.testing.released_model import keep_float32
 
 _CONTEXTS = (4096, 32768, 131072)
 _POINTS = dict.fromkeys((1, 8, 32, 128), _CONTEXTS)
@@ -66,11 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
     """Time every point; rows and the table go to ``options.out``."""
-    from benchmarks.baselines.stock_model import (
-        flash_shaped,
-        in_released_precision,
-        keep_float32,
-    )
+    from benchmarks.baselines.stock_model import flash_shaped, in_released_precision
     from dsv4_ops.integrations import transformers as v4
 
     device, released = chosen_device(options), options.precision == "released"
@@ -120,7 +117,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _run_prefills(model: Any, options: argparse.Namespace, output: Report[ModelRow]) -> None:
-    from benchmarks.baselines.stock_model import keep_float32
     from dsv4_ops.integrations import transformers as v4
 
     precision = v4.Recipe.serve(activations=options.activations)

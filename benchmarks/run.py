@@ -22,6 +22,7 @@ BENCHES = {
     "experts": "routed experts in FP4 and FP8: against a copy of their weights, and bf16",
     "compressor": "the KV compressor, decode and prefill: against its roofline",
     "model": "a decode step of a whole model: patched, and Hugging Face's own",
+    "start": "from a model on the device to its first tokens: cold, warm, and at other sizes",
     "memory": "what weights, caches, steps and graphs take: computed, and by the allocator",
     "layer": "an attention layer, decode: against its roofline and baselines",
     "quality": "what a trained model finds in its context: in every precision and selection",

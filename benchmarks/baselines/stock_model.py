@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4_ops.testing.models import YARN
+from dsv4_ops.testing.released_model import with_released_dtypes
 
 LAYER_TYPES = (
     "sliding_attention",
@@ -18,9 +18,6 @@ LAYER_TYPES = (
     "compressed_sparse_attention",
 )
 """Layers of each type, of the 43 of DeepSeek-V4-Flash."""
-
-NOT_QUANTIZED = (r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_head")
-"""Linear layers that are bfloat16 in the released files."""
 
 
 def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> Any:
@@ -63,7 +60,7 @@ def in_released_precision(model: Any) -> Any:
     """Replace weights by random ones of the released format: FP8 linears, FP4 experts, E8M0
     scales, in Hugging Face's own modules."""
     device, generator = model.device, torch.Generator(model.device).manual_seed(0)
-    model = _with_released_dtypes(model, NOT_QUANTIZED)
+    model = with_released_dtypes(model)
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and weight.is_meta:
@@ -81,44 +78,8 @@ def in_released_precision(model: Any) -> Any:
     return model
 
 
-def on_meta(config: Mapping[str, Any], not_quantized: Sequence[str] = NOT_QUANTIZED) -> Any:
-    """Hugging Face's model of a ``config.json`` in the released precision, without storage."""
-    import transformers
-
-    settings = transformers.DeepseekV4Config.from_dict(dict(config))
-    settings._attn_implementation = "eager"
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            model = transformers.DeepseekV4ForCausalLM(settings).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
-    return _with_released_dtypes(keep_float32(model), not_quantized)
-
-
-def _with_released_dtypes(model: Any, not_quantized: Sequence[str]) -> Any:
-    """Modules of FP8 linears and FP4 experts, whose weights are on the meta device."""
-    from transformers import FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
-
-    settings = FineGrainedFP8Config(scale_fmt="ue8m0", expert_dtype="fp4")
-    model = replace_with_fp8_linear(model, list(not_quantized), settings)
-    model.config.quantization_config = settings
-    return model
-
-
 def _spread(weight: Tensor) -> float:
     return float(weight.shape[-1] ** -0.5) if weight.dim() > 1 else 0.5
-
-
-def keep_float32(model: Any) -> Any:
-    """Cast what ``from_pretrained`` keeps in float32; 5.17 cannot run such a model itself."""
-    kept = set(model._keep_in_fp32_modules_strict)
-    for name, weight in model.named_parameters():
-        if not kept.isdisjoint(name.split(".")):
-            weight.data = weight.data.float()
-    return model
 
 
 def filled_cache(model: Any, *, batch: int, context: int) -> Any:

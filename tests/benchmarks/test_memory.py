@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 
 from benchmarks import cache_sizes, memory
-from benchmarks.baselines.stock_model import NOT_QUANTIZED, on_meta
 from benchmarks.harness.live_bytes import peak_bytes
 from benchmarks.memory import MemoryRow
 from benchmarks.run import WrongResult, main
@@ -19,6 +18,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import PagedCache
 from dsv4_ops.testing.checkpoint import FLASH, PRO
 from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.released_model import NOT_QUANTIZED, on_meta
 
 
 def part_of(name):

@@ -11,13 +11,14 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 import transformers
 
 from benchmarks import model as model_bench
-from benchmarks.baselines.stock_model import filled_cache, flash_shaped, keep_float32, same_again
+from benchmarks.baselines.stock_model import filled_cache, flash_shaped, same_again
 from benchmarks.harness.plot import model_panels
 from benchmarks.harness.report import Report
 from benchmarks.harness.rows import ModelRow
 from benchmarks.run import main
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.released_model import keep_float32
 
 SMALL = {
     "hidden_size": 64,

@@ -1,0 +1,214 @@
+"""Benchmark a start: from a model on the device to its first steps, and to steps of other sizes.
+
+Layers have the full sizes of DeepSeek-V4-Flash in the released precision. Every start is a process
+of its own: a cold one with empty folders of compiled code, warm ones with what it left there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.harness import report
+from benchmarks.harness.options import chosen_device, size, sizes
+from benchmarks.harness.report import Report, stamp
+from benchmarks.run import BenchError, WrongResult
+from dsv4_ops.testing.checkpoint import FLASH
+
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_SMALL = {
+    "hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128,
+    "o_lora_rank": 128, "moe_intermediate_size": 128, "vocab_size": 260, "index_n_heads": 16,
+    "n_routed_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_MOST_ERROR = 0.05
+"""Of the largest logit, between the eager and the compiled step: both are in bfloat16."""
+
+
+@dataclass(kw_only=True)
+class StartRow:
+    """One phase of a start.
+
+    ``seconds`` is the wall time of the phase, ``graphs`` the number of graphs that it compiled, and
+    ``step_ms`` the median time of the captured step afterwards.
+    """
+
+    start: str
+    phase: str
+    layers: int
+    seconds: float | None = None
+    graphs: int | None = None
+    step_ms: float | None = None
+
+
+COLUMNS = ("start", "phase", "layers", "seconds", "graphs", "step_ms")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    add = parser.add_argument
+    add("--layers", type=size, help="default: 20; 5 on a CPU")
+    add("--prefills", type=sizes, default=(1000, 517, 1), help="tokens; default: 1000,517,1")
+    add("--batches", type=sizes, default=(8, 1, 2, 32), help="requests; default: 8,1,2,32")
+    add("--warm", type=int, default=1, metavar="N", help="warm starts; default: %(default)s")
+    add("--backend", default="inductor", help="of torch.compile; default: %(default)s")
+    add("--child", metavar="NAME", help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Start in processes of their own; rows and the table go to ``options.out``."""
+    device = chosen_device(options)
+    options.layers = options.layers or (20 if device.type == "cuda" else 5)
+    if options.child:
+        for row in _phases(options, device):
+            print(json.dumps(asdict(row)), flush=True)
+        return
+    output: Report[StartRow] = Report(options.out, "start", stamp(device, options.command))
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {name: f"{folder}/{name}" for name in _FOLDERS}
+        for number in range(1 + max(options.warm, 0)):
+            _follow(options, f"warm {number}" if number else "cold", environment, output)
+    text = f"Starts of {options.layers} layers of Flash's sizes"
+    output.write_text(report.text(text, output, report.table(output.rows, COLUMNS), *_NOTES))
+
+
+def _follow(
+    options: argparse.Namespace, name: str, environment: dict[str, str], output: Report[StartRow]
+) -> None:
+    """Run one start and keep its rows as they come."""
+    command = [sys.executable, "-m", "benchmarks", "start", "--child", name]
+    for option in ("device", "layers", "backend"):
+        command += [f"--{option}", str(getattr(options, option))]
+    for option in ("prefills", "batches"):
+        command += [f"--{option}", ",".join(map(str, getattr(options, option)))]
+    command += ["--smoke"] if options.smoke else []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("{"):
+                row = StartRow(**json.loads(line))
+                output.add(row)
+                print(row, file=sys.stderr, flush=True)
+    if child.returncode:
+        raise BenchError(f"start: the {name} start failed; its output is above")
+
+
+def _phases(options: argparse.Namespace, device: torch.device) -> Any:
+    """Rows of the phases of a start in this process."""
+    began = time.perf_counter()
+    import dsv4_ops.integrations.transformers as v4
+    from dsv4_ops.testing.released_model import released_model
+
+    layers = options.layers
+    ratios = [*FLASH["compress_ratios"][:layers], 0]
+    small = _SMALL if device.type == "cpu" else {}
+    config = {**FLASH, "index_topk": 512, **small, "num_hidden_layers": layers}
+    model = v4.patch(released_model({**config, "compress_ratios": ratios}, device=device))
+    most = max(options.batches)
+    longest = max(1 << (max(options.prefills) - 1).bit_length(), 64)
+    cache = v4.PagedCache.for_model(
+        model, max_batch_size=most, max_cache_len=8 * longest, max_chunk=longest
+    )
+    steps = Steps(v4, model, cache, options.backend)
+
+    def row(phase: str, seconds: float, graphs: int, step_ms: float | None = None) -> StartRow:
+        return StartRow(
+            start=options.child, phase=phase, layers=layers, seconds=seconds, graphs=graphs,
+            step_ms=step_ms,
+        )  # fmt: skip
+
+    _wait(device)
+    yield row("build and patch", time.perf_counter() - began, 0)
+    for tokens in options.prefills:
+        yield row(f"prefill of {tokens}", *steps.first(steps.prefill, [tokens]))
+    for requests in options.batches:
+        seconds, graphs = steps.first(steps.decode, [1] * requests)
+        steps.check(requests)
+        step_ms = steps.captured_ms(requests) if device.type == "cuda" else None
+        yield row(f"decode of {requests}", seconds, graphs, step_ms)
+
+
+class Steps:
+    """The compiled steps of a model, and requests that they extend."""
+
+    def __init__(self, v4: Any, model: Any, cache: Any, backend: str) -> None:
+        self.v4, self.model, self.cache = v4, model, cache
+        settings = {"mode": "regional", "dynamic": True, "backend": backend}
+        self.prefill = v4.compile_step(model, v4.prefill_step, **settings)
+        self.decode = v4.compile_step(model, v4.decode_step, **settings)
+        length = cache.max_cache_len
+        self.rows = [cache.add(number, length) for number in range(cache.max_batch_size)]
+        self.lens = [0] * len(self.rows)
+
+    def first(self, step: Callable[..., Any], counts: Sequence[int]) -> tuple[float, int]:
+        """Seconds of a step, and the graphs that it compiled."""
+        batch, graphs = self.batch(counts), _graphs()
+        began = time.perf_counter()
+        step(batch, self.cache)
+        _wait(self.cache.device)
+        return time.perf_counter() - began, _graphs() - graphs
+
+    def batch(self, counts: Sequence[int]) -> Any:
+        """The next ``counts`` tokens of the first requests."""
+        device = self.cache.device
+        for number, count in enumerate(counts):
+            self.lens[number] += count
+        ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
+        lens = torch.tensor(self.lens[: len(counts)], dtype=torch.int32, device=device)
+        rows = torch.tensor(self.rows[: len(counts)], dtype=torch.int32, device=device)
+        tokens = torch.randint(3, 250, (sum(counts),), device=device)
+        return self.v4.StepBatch(tokens, ends, lens, rows)
+
+    def check(self, requests: int) -> None:
+        """Raise if an eager step of the same tokens has other logits."""
+        batch = self.batch([1] * requests)
+        expected = self.v4.decode_step(self.model, batch, self.cache)
+        error = (self.decode(batch, self.cache) - expected).abs().max() / expected.abs().max()
+        if not float(error) < _MOST_ERROR:
+            raise WrongResult(
+                f"start: a compiled decode of {requests} is off by {float(error):.3f}"
+            )
+
+    def captured_ms(self, requests: int, replays: int = 20) -> float:
+        """Median time of replays of a CUDA graph of the step."""
+        batch, graph, times = self.batch([1] * requests), torch.cuda.CUDAGraph(), []
+        self.decode(batch, self.cache)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            self.decode(batch, self.cache)
+        for _ in range(replays):
+            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        return statistics.median(times)
+
+
+def _graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+_NOTES = (
+    "seconds: wall time of the first step of that size; graphs: those that it compiled.",
+    "step_ms: median of 20 replays of a CUDA graph of the step; checked against the eager step.",
+)

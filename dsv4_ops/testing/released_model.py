@@ -1,0 +1,124 @@
+"""DeepSeek-V4 of any size in the released precision, built where it runs, with random weights.
+
+No checkpoint is read or written, and the largest temporary allocation is one weight: 43 layers of
+Flash take the 145 GiB of their codes and scales, and a device builds them in seconds.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NOT_QUANTIZED = (r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_head")
+"""Linear layers that are bfloat16 in the released files."""
+
+_CODES, _SCALES, _EXPERT_SCALES = (0, 256), (119, 122), (117, 120)
+"""Bytes that are sampled, of scales from 2^-8 to 2^-6: rows of thousands of products come out near
+one. Scales of e2m1 codes, which are larger, are a quarter of those of e4m3."""
+_BELOW_TWO = 0xBF
+"""Bits of an e4m3 code that keep it below 2, and NaN away."""
+
+
+def released_model(
+    config: Mapping[str, Any], *, device: torch.device | str = "cuda", seed: int = 0
+) -> Any:
+    """Build Hugging Face's DeepSeek-V4 with FP8 linears and FP4 experts.
+
+    Modules, names, shapes and dtypes are those of ``load_quantized``. Every tensor depends on
+    ``seed`` and its name only, so that ranks and machines with the same kind of device agree.
+
+    Args:
+        config: A ``config.json``, such as ``testing.checkpoint.FLASH`` with fewer layers.
+        device: Device of the weights.
+        seed: Seed of the weights.
+
+    Returns:
+        ``DeepseekV4ForCausalLM`` in evaluation mode, not patched.
+    """
+    model = on_meta(config)
+    num_experts = model.config.n_routed_experts
+    for prefix, module in list(model.named_modules()):
+        if "rotary_emb" in prefix.rpartition(".")[2]:
+            continue  # its buffers are computed
+        for name, weight in list(module.named_parameters(recurse=False)):
+            made = _sampled(f"{prefix}.{name}", weight, num_experts, device, seed)
+            module._parameters[name] = nn.Parameter(made, requires_grad=False)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = _sampled(f"{prefix}.{name}", buffer, num_experts, device, seed)
+    for prefix, module in list(model.named_modules()):
+        if "rotary_emb" in prefix.rpartition(".")[2]:
+            parent, _, name = prefix.rpartition(".")
+            with torch.device(device):
+                setattr(model.get_submodule(parent), name, type(module)(model.config))
+    return model
+
+
+def on_meta(config: Mapping[str, Any], not_quantized: Sequence[str] = NOT_QUANTIZED) -> Any:
+    """Hugging Face's model of a ``config.json`` in the released precision, without storage."""
+    import transformers
+
+    settings = transformers.DeepseekV4Config.from_dict(dict(config))
+    settings._attn_implementation = "eager"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = transformers.DeepseekV4ForCausalLM(settings).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+    return with_released_dtypes(keep_float32(model), not_quantized)
+
+
+def with_released_dtypes(model: Any, not_quantized: Sequence[str] = NOT_QUANTIZED) -> Any:
+    """Replace linears and experts by Hugging Face's modules for FP8 and FP4, whose weights are on
+    the meta device."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    settings = FineGrainedFP8Config(scale_fmt="ue8m0", expert_dtype="fp4")
+    model = replace_with_fp8_linear(model, list(not_quantized), settings)
+    model.config.quantization_config = settings
+    return model
+
+
+def keep_float32(model: Any) -> Any:
+    """Cast what ``from_pretrained`` keeps in float32; 5.17 cannot run such a model itself."""
+    names = set(model._keep_in_fp32_modules_strict)
+    for name, weight in model.named_parameters():
+        if not names.isdisjoint(name.split(".")):
+            weight.data = weight.data.float()
+    return model
+
+
+def _sampled(
+    name: str, like: Tensor, num_experts: int, device: torch.device | str, seed: int
+) -> Tensor:
+    """A random tensor of the shape and dtype of ``like``."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if name.endswith("tid2eid"):
+        keys = torch.rand(len(made), num_experts, generator=generator, device=device)
+        return made.copy_(keys.argsort(1)[:, : made.shape[1]])
+    if like.element_size() == 1:
+        return _sampled_bytes(name, made, generator)
+    if not like.is_floating_point():
+        return made.zero_()
+    if name.endswith("norm.weight"):
+        return made.normal_(1.0, 0.1, generator=generator)
+    return made.normal_(0.0, made.shape[-1] ** -0.5 if made.dim() > 1 else 0.5, generator=generator)
+
+
+def _sampled_bytes(name: str, made: Tensor, generator: torch.Generator) -> Tensor:
+    data = made.view(torch.uint8)
+    if "scale" in name:
+        low, high = _EXPERT_SCALES if made.dim() == 3 else _SCALES
+        data.random_(low, high, generator=generator)
+    else:
+        data.random_(*_CODES, generator=generator)
+        if made.dtype == torch.float8_e4m3fn:
+            data &= _BELOW_TWO
+    return made
