@@ -38,6 +38,7 @@ __all__ = [
     "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "has_function_modes",  # torch._C._len_torch_function_stack: 2.13
+    "one_graph_for_all_sizes",  # backed_size_oblivious, use_duck_shape: 2.11, 2.15
     "only_looks_ahead",  # torch.fx.experimental.proxy_tensor.get_proxy_mode: 2.13
     "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
     "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
@@ -75,6 +76,16 @@ def allows_aot_compile() -> AbstractContextManager[Any]:
         config.patch({name: True}) if hasattr(config, name) else nullcontext()
     )
     return allowed
+
+
+def one_graph_for_all_sizes() -> AbstractContextManager[Any]:
+    """What ``torch.compile(dynamic=True)`` traces holds for a size of 1, and for sizes that were
+    equal by chance."""
+    import torch.fx.experimental._config as config
+
+    settings = {"backed_size_oblivious": True, "use_duck_shape": False}
+    patched: AbstractContextManager[Any] = config.patch(settings)  # type: ignore[attr-defined]
+    return patched
 
 
 def aot_settings() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -15,7 +16,11 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.torch_compat import group_sends, has_function_modes
+from dsv4_ops.core.torch_compat import (
+    group_sends,
+    has_function_modes,
+    one_graph_for_all_sizes,
+)
 from dsv4_ops.integrations.transformers.architectures.base import Runner
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
@@ -83,6 +88,10 @@ def compile_step(
             timed again. The file has code that is run: take only your own.
         on_part: Called with the name of every part before it is compiled, to show progress.
         settings: Of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by default.
+            ``dynamic=True`` compiles each part once for every number of tokens and of requests, one
+            included, and for every size of a cache. On CUDA ops with kernels of ours are then calls
+            in the graph, which choose tiles by the real sizes as an eager call does: capture the
+            step in CUDA graphs, where their host time does not count.
 
     Returns:
         A function of the batch, the cache, and the keyword arguments of ``step``. It returns and
@@ -158,9 +167,13 @@ class CompiledStep:
         ranks = self._spec.parallel
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
-    @torch.no_grad()
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         """Run the step; the first call compiles."""
+        dynamic = self.settings["dynamic"]
+        with torch.no_grad(), one_graph_for_all_sizes() if dynamic else nullcontext():
+            return self._stepped(batch, cache, **rest)
+
+    def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         op = self.step.__name__
         tensors = tensors_of(op, cache)
         # of what is raised in a graph, Dynamo makes its own
