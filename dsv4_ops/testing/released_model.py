@@ -97,7 +97,7 @@ def keep_float32(model: Any) -> Any:
 def _sampled(
     name: str, like: Tensor, num_experts: int, device: torch.device | str, seed: int
 ) -> Tensor:
-    """A random tensor of the shape and dtype of ``like``."""
+    """Sample a tensor of the shape and dtype of ``like``."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     made = torch.empty(like.shape, dtype=like.dtype, device=device)
     if name.endswith("tid2eid"):
