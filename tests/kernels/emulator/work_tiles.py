@@ -8,7 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
-from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import schedule_by_lengths
+from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import (
+    Batch,
+    Grid,
+    PerToken,
+    schedule_by_lengths,
+)
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
 BLOCK, SIZES, COMBINE, EXTRA, START, MOST_BLOCKS = 64, 16, 2, 1, 4, 2**15
@@ -31,12 +36,16 @@ def written_schedule_kernel(
     TOKENS: gl.constexpr,
 ):
     token, split, count, first = schedule_by_lengths(
-        (gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0),
-        (swa, 1),
-        (extra, 1),
-        (requests, 1),
-        (swa_width, extra_width, num_reqs),
-        num_tokens,
+        Grid(gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0),
+        Batch(
+            PerToken(swa, 1),
+            PerToken(extra, 1),
+            PerToken(requests, 1),
+            swa_width,
+            extra_width,
+            num_reqs,
+            num_tokens,
+        ),
         at_once,
         combines,
         TOKENS,

@@ -6,16 +6,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.mma import WIDTH
-from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import LEFT, RIGHT
+from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 
 ROPE = gl.constexpr(64)
 """RoPE columns of a row: as many as a block has keys."""
-
-_ROW = gl.constexpr(576)
-"""Values of a row."""
 
 NO_POSITION = gl.constexpr(2**31 - 1)
 """Position of a key that does not exist."""
@@ -40,35 +37,56 @@ _CHUNK_BYTES = gl.constexpr(128)
 """Bytes of a row that are checked at a time."""
 
 
+@aggregate
+class Pages:
+    """Keys of a split: address, stride, number and rows of the pages, size of a row; address and
+    stride of the request's row of the block table; the positions ``first`` to ``stop``."""
+
+    cache: Scalar
+    page_stride: Scalar
+    num_blocks: Scalar
+    block_size: gl.constexpr
+    row_size: gl.constexpr
+    table_row: Scalar
+    column_stride: Scalar
+    first: Scalar
+    stop: Scalar
+
+
+@aggregate
+class Rows:
+    """Address and position of each row of a block; NO_POSITION if the row does not exist."""
+
+    start: gl.tensor
+    position: gl.tensor
+
+
 @gluon.jit
-def load_entries(pages, block, ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def load_entries(pages, block, LAYOUT: gl.constexpr):
     """Load the block-table entries of a block of this split's keys; -1 past its end."""
-    table_row, column_stride, first, stop = pages
-    position = first + block * KEYS + gl.arange(0, KEYS, ROWS)
-    column = (position // BLOCK_SIZE).to(gl.int64)
-    return gl.load(table_row + column * column_stride, mask=position < stop, other=-1)
+    position = pages.first + block * KEYS + gl.arange(0, KEYS, LAYOUT)
+    column = (position // pages.block_size).to(gl.int64)
+    mask = position < pages.stop
+    return gl.load(pages.table_row + column * pages.column_stride, mask=mask, other=-1)
 
 
 @gluon.jit
-def locate_rows(
-    cache, pages, block, entries, ROWS: gl.constexpr, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr
-):
-    """Return the addresses and the positions of a block's rows."""
-    kv_cache, page_stride, num_blocks = cache
-    position = pages[2] + block * KEYS + gl.arange(0, KEYS, ROWS)
-    valid = (entries >= 0) & (entries < num_blocks)
+def locate_rows(pages, block, entries, LAYOUT: gl.constexpr):
+    """Return the ``Rows`` of a block."""
+    position = pages.first + block * KEYS + gl.arange(0, KEYS, LAYOUT)
+    valid = (entries >= 0) & (entries < pages.num_blocks)
     page = gl.where(valid, entries, 0).to(gl.int64)
-    start = kv_cache + page * page_stride + (position % BLOCK_SIZE) * ROW
-    return start, gl.where(valid, position, NO_POSITION)
+    page_start = pages.cache + page * pages.page_stride
+    start = page_start + (position % pages.block_size) * pages.row_size
+    return Rows(start, gl.where(valid, position, NO_POSITION))
 
 
 @gluon.jit
 def _copy_tile(tile, rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """Copy COUNT columns of the rows, from FIRST on; rows that do not exist become zeros."""
-    start, position = rows
     dim = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, COPY_LAYOUT))
-    valid = position < NO_POSITION
-    async_load(tile, start[:, None] + dim[None, :], mask=valid[:, None])
+    valid = rows.position < NO_POSITION
+    async_load(tile, rows.start[:, None] + dim[None, :], mask=valid[:, None])
 
 
 @gluon.jit
@@ -134,39 +152,37 @@ def arrive_after_copies(barrier):
 
 
 @gluon.jit
-def copy_pairs(
-    cache, pages, pairs, full_pairs, smem, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr
-):
+def copy_pairs(pages, pairs, full_pairs, smem, GROUP: gl.constexpr):
     """Fill the buffers in the order of their use, as one partition; all tokens of the group see the
-    first ``full_pairs`` pairs whole. The RoPE tile of a block lies in ``p_smem``: once its KV half
+    first ``full_pairs`` pairs whole. The RoPE tile of a block lies in ``smem.p``: once its KV half
     is free, so is its P."""
-    kv_smem, kv_valid_smem, p_smem = smem[1], smem[2], smem[3]
-    kv_ready, kv_free = smem[5][0], smem[5][1]
-    next_even = load_entries(pages, 0, COPY_ROW, BLOCK_SIZE)
-    next_odd = load_entries(pages, 1, COPY_ROW, BLOCK_SIZE)
+    kv_smem, kv_valid_smem, p_smem = smem.kv, smem.kv_valid, smem.p
+    kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free
+    next_even = load_entries(pages, 0, COPY_ROW)
+    next_odd = load_entries(pages, 1, COPY_ROW)
     none_bad = gl.full([KEYS], 0, gl.int32, WORD_ROW)
     pair = pairs * 0
     while pair < pairs:
         phase = (pair & 1) ^ 1
         is_masked = pair >= full_pairs
-        even = locate_rows(cache, pages, 2 * pair, next_even, COPY_ROW, _ROW, BLOCK_SIZE)
-        odd = locate_rows(cache, pages, 2 * pair + 1, next_odd, COPY_ROW, _ROW, BLOCK_SIZE)
-        next_even = load_entries(pages, 2 * pair + 2, COPY_ROW, BLOCK_SIZE)
-        next_odd = load_entries(pages, 2 * pair + 3, COPY_ROW, BLOCK_SIZE)
-        mbarrier.wait(kv_free[LEFT][0], phase)
-        kv_valid_smem.index(0).store(even[1])
-        bad_even = _fill(kv_smem[LEFT].index(0), even, none_bad, is_masked, 0, GROUP)
-        arrive_after_copies(kv_ready[LEFT][0])
-        mbarrier.wait(kv_free[RIGHT][1], phase)
-        kv_valid_smem.index(1).store(odd[1])
-        bad_odd = _fill(kv_smem[RIGHT].index(1), odd, none_bad, is_masked, WIDTH, GROUP)
-        arrive_after_copies(kv_ready[RIGHT][1])
-        mbarrier.wait(kv_free[RIGHT][0], phase)
-        bad_even = _fill(kv_smem[RIGHT].index(0), even, bad_even, is_masked, WIDTH, GROUP)
-        _fill_rope(p_smem.index(0), even, bad_even, is_masked, GROUP)
-        arrive_after_copies(kv_ready[RIGHT][0])
-        mbarrier.wait(kv_free[LEFT][1], phase)
-        bad_odd = _fill(kv_smem[LEFT].index(1), odd, bad_odd, is_masked, 0, GROUP)
-        _fill_rope(p_smem.index(1), odd, bad_odd, is_masked, GROUP)
-        arrive_after_copies(kv_ready[LEFT][1])
+        even = locate_rows(pages, 2 * pair, next_even, COPY_ROW)
+        odd = locate_rows(pages, 2 * pair + 1, next_odd, COPY_ROW)
+        next_even = load_entries(pages, 2 * pair + 2, COPY_ROW)
+        next_odd = load_entries(pages, 2 * pair + 3, COPY_ROW)
+        mbarrier.wait(kv_free[LEFT][EVEN], phase)
+        kv_valid_smem.index(EVEN).store(even.position)
+        bad_even = _fill(kv_smem[LEFT].index(EVEN), even, none_bad, is_masked, 0, GROUP)
+        arrive_after_copies(kv_ready[LEFT][EVEN])
+        mbarrier.wait(kv_free[RIGHT][ODD], phase)
+        kv_valid_smem.index(ODD).store(odd.position)
+        bad_odd = _fill(kv_smem[RIGHT].index(ODD), odd, none_bad, is_masked, WIDTH, GROUP)
+        arrive_after_copies(kv_ready[RIGHT][ODD])
+        mbarrier.wait(kv_free[RIGHT][EVEN], phase)
+        bad_even = _fill(kv_smem[RIGHT].index(EVEN), even, bad_even, is_masked, WIDTH, GROUP)
+        _fill_rope(p_smem.index(EVEN), even, bad_even, is_masked, GROUP)
+        arrive_after_copies(kv_ready[RIGHT][EVEN])
+        mbarrier.wait(kv_free[LEFT][ODD], phase)
+        bad_odd = _fill(kv_smem[LEFT].index(ODD), odd, bad_odd, is_masked, 0, GROUP)
+        _fill_rope(p_smem.index(ODD), odd, bad_odd, is_masked, GROUP)
+        arrive_after_copies(kv_ready[LEFT][ODD])
         pair += 1

@@ -8,12 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 from dsv4_ops.kernels.mla.hopper.copy_producer import (
     COPY_LAYOUT,
     COPY_ROW,
     NO_POSITION,
     ROPE,
+    Pages,
     arrive_after_copies,
     copy_pairs,
 )
@@ -21,17 +22,29 @@ from dsv4_ops.kernels.mla.hopper.dequant_producer import CODES, dequantise_pairs
 from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import COPY_THREADS
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.epilogue import amax_of, log2_sum, scale_of, store_lse
-from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import MMA_REGISTERS, write_half
+from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import (
+    MMA_REGISTERS,
+    GroupedRows,
+    write_half,
+)
 from dsv4_ops.kernels.sparse_mla.hopper.mma import ACC_ROW, HEADS, LOGIT_ROW, WIDTH
 from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import (
     LEFT,
     RIGHT,
+    PairedSmem,
+    Rope,
     allocate,
     attend_even,
     attend_odd,
     reduce_row_sum,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import schedule_by_lengths, schedule_evenly
+from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import (
+    Batch,
+    Grid,
+    PerToken,
+    schedule_by_lengths,
+    schedule_evenly,
+)
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -47,17 +60,86 @@ _MIN_EXPONENT = gl.constexpr(15)
 _LANE_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
+@aggregate
+class Queries:
+    """Queries of all tokens and their strides."""
+
+    start: Scalar
+    stride: Scalar
+    head_stride: Scalar
+
+
+@aggregate
+class Tile:
+    """Query rows of a program: from row ``first_head`` on of ``tokens`` tokens, which begin with
+    ``token``."""
+
+    token: Scalar
+    first_head: Scalar
+    tokens: Scalar
+    num_heads: Scalar
+
+
+@aggregate
+class Split:
+    """Split of a token, their number, and the index of the token's first partial result."""
+
+    first_partial: Scalar
+    splits: Scalar
+    split: Scalar
+
+
+@aggregate
+class Lengths:
+    """Lengths of all tokens, their stride, and the position after the split's last key."""
+
+    start: Scalar
+    stride: Scalar
+    stop: Scalar
+
+
+@aggregate
+class Work:
+    """What a program attends to."""
+
+    queries: Queries
+    tile: Tile
+    split: Split
+    lengths: Lengths
+    q_rope: gl.shared_memory_descriptor
+
+
+@aggregate
+class Output:
+    """Results of tokens with one split, and partial results of the others."""
+
+    out: Scalar
+    lse: Scalar
+    partial: Scalar
+    partial_lse: Scalar
+    partial_scale: Scalar
+
+
+@aggregate
+class Scales:
+    """Addresses of the scales of queries and keys, and whether they exist."""
+
+    q: Scalar
+    kv: Scalar
+    has_q: gl.constexpr
+    has_kv: gl.constexpr
+
+
 @gluon.jit
 def _query_rows(q, tile, GROUP: gl.constexpr):
     """Return the addresses of this program's query rows, and which of them exist."""
-    first, stride, head_stride = q
-    token, first_head, count, num_heads = tile
     row = gl.arange(0, HEADS, COPY_ROW)
     member, head = row * 0, row
     if GROUP > 1:
-        member, head = row // num_heads, row % num_heads
-    valid = first_head + row < count * num_heads
-    return first + (token + member) * stride + (first_head + head).to(gl.int64) * head_stride, valid
+        member, head = row // tile.num_heads, row % tile.num_heads
+    valid = tile.first_head + row < tile.tokens * tile.num_heads
+    token_start = q.start + (tile.token + member) * q.stride
+    return token_start + (tile.first_head + head).to(gl.int64) * q.head_stride, valid
 
 
 @gluon.jit
@@ -67,13 +149,13 @@ def _copy_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.cons
     start, valid = _query_rows(q, tile, GROUP)
     start, valid = start[:, None], valid[:, None]
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_LAYOUT))
-    target = smem[0].index(0).slice(HALF * WIDTH, WIDTH, dim=1)
+    target = smem.q.index(0).slice(HALF * WIDTH, WIDTH, dim=1)
     async_load(target, start + (HALF * WIDTH + dim)[None, :], mask=valid)
     if HALF == LEFT:
         dim = gl.arange(0, ROPE, gl.SliceLayout(0, COPY_LAYOUT))
         async_load(q_rope_smem.index(0), start + (2 * WIDTH + dim)[None, :], mask=valid)
-    arrive_after_copies(smem[5][4])
-    mbarrier.wait(smem[5][4], 0)
+    arrive_after_copies(smem.barriers.q_ready)
+    mbarrier.wait(smem.barriers.q_ready, 0)
     fence_async_shared()
 
 
@@ -92,15 +174,16 @@ def _scale_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.con
         dim = gl.arange(0, ROPE, gl.SliceLayout(0, COPY_LAYOUT))
         rope = gl.load(start + (2 * WIDTH + dim)[None, :], mask=valid, other=0.0).to(gl.float32)
         amax = gl.maximum(amax, gl.max(gl.abs(rope), axis=1))
-    amax_smem, q_ready = smem[4][1], smem[5][4]
+    amax_smem, q_ready = smem.row_sum, smem.barriers.q_ready
     amax_smem.index(HALF).store(amax)
     arrive_after_copies(q_ready)
     mbarrier.wait(q_ready, 0)
-    scale = _query_scales(amax_smem, COPY_ROW)[0][:, None]
-    smem[0].index(0).slice(HALF * WIDTH, WIDTH, dim=1).store((half * scale).to(gl.float16))
+    scale, _ = _query_scales(amax_smem, COPY_ROW)
+    scale = scale[:, None]
+    smem.q.index(0).slice(HALF * WIDTH, WIDTH, dim=1).store((half * scale).to(gl.float16))
     if HALF == LEFT:
         q_rope_smem.index(0).store((rope * scale).to(gl.float16))
-    inverse_scale = _query_scales(amax_smem, LOGIT_ROW)[1]
+    _, inverse_scale = _query_scales(amax_smem, LOGIT_ROW)
     fence_async_shared()
     arrive_after_copies(q_ready)
     mbarrier.wait(q_ready, 1)
@@ -120,22 +203,20 @@ def _query_scales(amax_smem, ROW: gl.constexpr):
 @gluon.jit
 def _row_lengths(lens, tile, GROUP: gl.constexpr):
     """Return the position after the last key of each query row in this split."""
-    seq_lens, len_stride, max_length = lens
-    token, first_head, count, num_heads = tile
     row = gl.arange(0, HEADS, LOGIT_ROW)
     member = row * 0
     if GROUP > 1:
-        member = row // num_heads
-    valid = first_head + row < count * num_heads
-    length = gl.load(seq_lens + (token + member) * len_stride, mask=valid, other=0)
-    return gl.minimum(length, max_length)
+        member = row // tile.num_heads
+    valid = tile.first_head + row < tile.tokens * tile.num_heads
+    length = gl.load(lens.start + (tile.token + member) * lens.stride, mask=valid, other=0)
+    return gl.minimum(length, lens.stop)
 
 
 @gluon.jit
 def _reduce_amax(block: gl.constexpr, pairs, amax, smem):
     """Return the amax over both halves of each row. Uses the P barriers: the other partition could
     miss a phase of the row-sum barriers."""
-    amax_smem, p_ready = smem[4][1], smem[5][3]
+    amax_smem, p_ready = smem.row_sum, smem.barriers.p_ready
     amax_smem.index(2 + block).store(amax)
     mbarrier.arrive(p_ready[block])
     mbarrier.wait(p_ready[1 - block], pairs & 1)
@@ -143,14 +224,14 @@ def _reduce_amax(block: gl.constexpr, pairs, amax, smem):
 
 
 @gluon.jit
-def _logit_scale(scales, SCALE: gl.constexpr, SCALES: gl.constexpr):
+def _logit_scale(scales, SCALE: gl.constexpr):
     """Return the factor of the logits; it stays a constant if it is known."""
-    if SCALES[0] or SCALES[1]:
+    if scales.has_q or scales.has_kv:
         scale = gl.to_tensor(SCALE)
-        if SCALES[0]:
-            scale *= gl.load(scales[0])
-        if SCALES[1]:
-            scale *= gl.load(scales[1])
+        if scales.has_q:
+            scale *= gl.load(scales.q)
+        if scales.has_kv:
+            scale *= gl.load(scales.kv)
     else:
         scale: gl.constexpr = SCALE
     return scale
@@ -160,40 +241,44 @@ def _logit_scale(scales, SCALE: gl.constexpr, SCALES: gl.constexpr):
 def _as_float16(smem, q_rope_smem):
     """Reinterpret the shared memory for rows of codes: float16 holds every code, and P with more
     bits than bf16."""
-    q_smem, kv_smem, kv_valid_smem, p_smem, exchange, barriers = smem
-    kv_left_smem, kv_right_smem = kv_smem
-    ROWS: gl.constexpr = q_smem.layout
-    q_smem = reinterpret(q_smem, gl.float16, [1, HEADS, 2 * WIDTH], ROWS)
+    kv_left_smem, kv_right_smem = smem.kv
+    ROWS: gl.constexpr = smem.q.layout
+    q_smem = reinterpret(smem.q, gl.float16, [1, HEADS, 2 * WIDTH], ROWS)
     kv_left_smem = reinterpret(kv_left_smem, gl.float16, [2, KEYS, WIDTH], ROWS)
     kv_right_smem = reinterpret(kv_right_smem, gl.float16, [2, KEYS, WIDTH], ROWS)
-    p_smem = reinterpret(p_smem, gl.float16, [2, HEADS, KEYS], ROWS)
+    p_smem = reinterpret(smem.p, gl.float16, [2, HEADS, KEYS], ROWS)
     q_rope_smem = reinterpret(q_rope_smem, gl.float16, [1, HEADS, ROPE], ROWS)
-    smem = (q_smem, (kv_left_smem, kv_right_smem), kv_valid_smem, p_smem, exchange, barriers)
+    smem = PairedSmem(
+        q=q_smem,
+        kv=(kv_left_smem, kv_right_smem),
+        kv_valid=smem.kv_valid,
+        p=p_smem,
+        row_max=smem.row_max,
+        row_sum=smem.row_sum,
+        sink=smem.sink,
+        barriers=smem.barriers,
+    )
     return smem, q_rope_smem
 
 
 @gluon.jit
-def _produce(
-    cache, pages, pairs, full_pairs, smem,
-    FORMAT: gl.constexpr, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def _produce(pages, pairs, full_pairs, smem, FORMAT: gl.constexpr, GROUP: gl.constexpr):
     if FORMAT == 0:
-        copy_pairs(cache, pages, pairs, full_pairs, smem, BLOCK_SIZE, GROUP)
+        copy_pairs(pages, pairs, full_pairs, smem, GROUP)
     else:
-        dequantise_pairs(cache, pages, pairs, full_pairs, smem, FORMAT, ROW, BLOCK_SIZE, GROUP)
+        dequantise_pairs(pages, pairs, full_pairs, smem, FORMAT, GROUP)
 
 
 @gluon.jit
 def _attend(
     HALF: gl.constexpr,
-    work, pairs, dst, smem, scales,
-    SCALE: gl.constexpr, SCALES: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
+    work, pairs, output, smem, scales,
+    SCALE: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    q, tile, split_tile, lens, q_rope_smem = work
-    out, lse, partial, partial_lse, partial_scale = dst
-    token, first_head, group_tokens, num_heads = tile
-    rope = (q_rope_smem, _row_lengths(lens, tile, GROUP))
-    softmax_scale = _logit_scale(scales, SCALE, SCALES)
+    q, tile, q_rope_smem = work.queries, work.tile, work.q_rope
+    first_head, num_heads = tile.first_head, tile.num_heads
+    rope = Rope(q_rope_smem, _row_lengths(work.lengths, tile, GROUP))
+    softmax_scale = _logit_scale(scales, SCALE)
     if FORMAT == CODES:
         inverse_scale = _scale_queries(q, tile, smem, q_rope_smem, HALF, GROUP)
         softmax_scale = (softmax_scale * inverse_scale)[:, None]
@@ -209,38 +294,40 @@ def _attend(
         )
     row_sum = reduce_row_sum(HALF, pairs, pairs * 0, row_sum, smem)
     inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
-    if SCALES[1]:
-        inverse *= gl.load(scales[1])
-    rows = group_tokens * num_heads - first_head  # rows left: no more are written
-    staging = smem[3].index(HALF)
+    if scales.has_kv:
+        inverse *= gl.load(scales.kv)
+    rows = tile.tokens * num_heads - first_head  # rows left: no more are written
+    staging = smem.p.index(HALF)
     staging = reinterpret(staging, gl.bfloat16, [HEADS, KEYS], staging.layout)
-    first, splits, split = split_tile
+    splits = work.split.splits
     if splits == 1:
-        row = token * num_heads + first_head
+        row = tile.token * num_heads + first_head
         if HALF == RIGHT:  # this partition waits once less
-            store_lse(lse, row, row_max, row_sum, rows)
-        write_half(out, staging, acc, inverse, row, rows, HALF * WIDTH, False)
+            store_lse(output.lse, row, row_max, row_sum, rows)
+        write_half(output.out, staging, acc, inverse, row, rows, HALF * WIDTH, False)
     else:
         factor = gl.convert_layout(inverse, ACC_ROW)
         amax = _reduce_amax(HALF, pairs, amax_of(acc * factor[:, None]), smem)
         # without a key the scale could be so small that ``inverse`` over it is infinite
         scale = gl.where(amax == 0.0, 1.0, scale_of(amax))
-        row = (first + split).to(gl.int64) * num_heads + first_head
+        partial_index = work.split.first_partial + work.split.split
+        row = partial_index.to(gl.int64) * num_heads + first_head
         gap = (splits - 1) * num_heads  # each token of a group has its own partial results
         if HALF == RIGHT:
             head = gl.arange(0, HEADS, LOGIT_ROW)
             dst_row = row + head
             if GROUP > 1:
                 dst_row += (head // num_heads) * gap
+            partial_lse, partial_scale = output.partial_lse, output.partial_scale
             gl.store(partial_lse + dst_row, log2_sum(row_max, row_sum), mask=head < rows)
             gl.store(partial_scale + dst_row, gl.convert_layout(scale, LOGIT_ROW), mask=head < rows)
         staging_f16 = reinterpret(staging, gl.float16, [HEADS, KEYS], staging.layout)
         factor *= 1.0 / scale
         if GROUP > 1:
-            grouped = (row, num_heads, gap)
-            write_half(partial, staging_f16, acc, factor, grouped, rows, HALF * WIDTH, True)
+            grouped = GroupedRows(row, num_heads, gap)
+            write_half(output.partial, staging_f16, acc, factor, grouped, rows, HALF * WIDTH, True)
         else:
-            write_half(partial, staging_f16, acc, factor, row, rows, HALF * WIDTH, False)
+            write_half(output.partial, staging_f16, acc, factor, row, rows, HALF * WIDTH, False)
 
 
 @gluon.jit
@@ -280,13 +367,12 @@ def hopper_mla_decode_kernel(
             return
     elif SCHEDULED:
         splits = gl.to_tensor(splits)  # a known number is a constant
-        grid = (program, gl.num_programs(0) // TILES, head_tile == 0)
+        grid = Grid(program, gl.num_programs(0) // TILES, head_tile == 0)
         if by_lengths > 0:
-            lens = (seq_lens, len_stride)
-            requests = (req_indices, req_stride)
-            widths = (0, max_length, num_reqs)
+            lens, requests = PerToken(seq_lens, len_stride), PerToken(req_indices, req_stride)
+            batch = Batch(lens, lens, requests, 0, max_length, num_reqs, num_tokens)
             token, split, splits, first = schedule_by_lengths(
-                grid, lens, lens, requests, widths, num_tokens, wave, combine_list, LANES, PAIR
+                grid, batch, wave, combine_list, LANES, PAIR
             )
         else:
             token, split, splits, first = schedule_evenly(grid, splits, combine_list)
@@ -335,24 +421,29 @@ def hopper_mla_decode_kernel(
     if FORMAT == CODES:
         smem, q_rope_smem = _as_float16(smem, q_rope_smem)
     entries = block_table + gl.where(request_valid, request, 0) * table_stride
-    pages = (entries, gl.to_tensor(column_stride).to(gl.int64), first_tile * PAIR, stop)
-    full_pairs = gl.maximum(min_length - first_tile * PAIR, 0) // PAIR
-    cache = (kv_cache, gl.to_tensor(page_stride).to(gl.int64), gl.to_tensor(num_blocks))
-    q_rows = (q, gl.to_tensor(q_stride).to(gl.int64), gl.to_tensor(q_head_stride).to(gl.int64))
-    tile = (token, head_tile * HEADS, group_tokens, num_heads)
-    split_tile = (first, splits, split)
-    limits = (seq_lens, gl.to_tensor(len_stride).to(gl.int64), stop)
-    dst = (out, lse, partial, partial_lse, partial_scale)
+    first_key = first_tile * PAIR
+    column_stride = gl.to_tensor(column_stride).to(gl.int64)
+    full_pairs = gl.maximum(min_length - first_key, 0) // PAIR
+    pages = Pages(
+        kv_cache, gl.to_tensor(page_stride).to(gl.int64), gl.to_tensor(num_blocks), BLOCK_SIZE, ROW,
+        entries, column_stride, first_key, stop,
+    )  # fmt: skip
+    work = Work(
+        Queries(q, gl.to_tensor(q_stride).to(gl.int64), gl.to_tensor(q_head_stride).to(gl.int64)),
+        Tile(token, head_tile * HEADS, group_tokens, num_heads),
+        Split(first, splits, split),
+        Lengths(seq_lens, gl.to_tensor(len_stride).to(gl.int64), stop),
+        q_rope_smem,
+    )
+    output = Output(out, lse, partial, partial_lse, partial_scale)
+    scales = Scales(q_scale, kv_scale, HAS_Q_SCALE, HAS_KV_SCALE)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
-    work = (q_rows, tile, split_tile, limits, q_rope_smem)
-    scales = (q_scale, kv_scale)
-    SCALES: gl.constexpr = (HAS_Q_SCALE, HAS_KV_SCALE)
     REGISTERS: gl.constexpr = MMA_REGISTERS if FORMAT == 0 else _CODES_MMA_REGISTERS
     gl.warp_specialize(
         [
-            (_produce, (cache, pages, pairs, full_pairs, smem, FORMAT, ROW, BLOCK_SIZE, GROUP)),
-            (_attend, (LEFT, work, pairs, dst, smem, scales, SCALE, SCALES, FORMAT, GROUP)),
-            (_attend, (RIGHT, work, pairs, dst, smem, scales, SCALE, SCALES, FORMAT, GROUP)),
+            (_produce, (pages, pairs, full_pairs, smem, FORMAT, GROUP)),
+            (_attend, (LEFT, work, pairs, output, smem, scales, SCALE, FORMAT, GROUP)),
+            (_attend, (RIGHT, work, pairs, output, smem, scales, SCALE, FORMAT, GROUP)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

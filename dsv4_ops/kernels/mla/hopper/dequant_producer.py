@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 from dsv4_ops.kernels.mla.hopper.copy_producer import (
     NO_POSITION,
     ROPE,
@@ -25,13 +25,23 @@ from dsv4_ops.kernels.mla.hopper.copy_producer import (
 )
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.mma import WIDTH
-from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import LEFT, RIGHT
+from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 
 CODES, SCALED = gl.constexpr(1), gl.constexpr(2)
 """Formats of rows: codes alone, or codes followed by scales and RoPE values."""
 
 _GROUP = gl.constexpr(32)
 """Words of codes that share a scale."""
+
+
+@aggregate
+class HalfRows:
+    """Words of codes of half the latents of a block, and the scales of both groups, None if the
+    rows have none."""
+
+    codes: gl.tensor
+    left_scale: Scalar
+    right_scale: Scalar
 
 
 @gluon.jit
@@ -94,24 +104,24 @@ def prefetch_l2(address, size):
 
 
 @gluon.jit
-def _prefetch(cache, pages, block, entries, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def _prefetch(pages, block, entries):
     """Prefetch the pages that begin in a block; of pages larger than a block, the block's rows.
     Pages that end within a block are left to the loads."""
-    ROWS: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
-    if BLOCK_SIZE % ROWS == 0:
-        start, position = locate_rows(cache, pages, block, entries, WORD_ROW, ROW, BLOCK_SIZE)
-        is_start = (position < NO_POSITION) & (position % ROWS == 0)
-        size = gl.where(is_start, ROWS * ROW, 0)
-        prefetch_l2(start.to(gl.int64, bitcast=True), size)
+    ROWS: gl.constexpr = pages.block_size if pages.block_size < KEYS else KEYS
+    if pages.block_size % ROWS == 0:
+        rows = locate_rows(pages, block, entries, WORD_ROW)
+        is_start = (rows.position < NO_POSITION) & (rows.position % ROWS == 0)
+        size = gl.where(is_start, ROWS * pages.row_size, 0)
+        prefetch_l2(rows.start.to(gl.int64, bitcast=True), size)
 
 
 @gluon.jit
 def _load_words(rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """Load COUNT words of the rows from byte FIRST on; rows that do not exist are zeros."""
-    start, position = rows
-    words = (start + FIRST).to(gl.pointer_type(gl.int32), bitcast=True)
+    words = (rows.start + FIRST).to(gl.pointer_type(gl.int32), bitcast=True)
     word = gl.arange(0, COUNT, gl.SliceLayout(0, WORD_LAYOUT))
-    return gl.load(words[:, None] + word[None, :], mask=(position < NO_POSITION)[:, None], other=0)
+    valid = (rows.position < NO_POSITION)[:, None]
+    return gl.load(words[:, None] + word[None, :], mask=valid, other=0)
 
 
 @gluon.jit
@@ -119,14 +129,13 @@ def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
     """Load the codes of half the latents, and their scales if the rows have any."""
     codes = _load_words(rows, HALF * WIDTH, WIDTH // 4)
     if FORMAT == SCALED:
-        start, position = rows
-        scales = (start + 2 * WIDTH).to(gl.pointer_type(gl.float32), bitcast=True) + 2 * HALF
-        valid = position < NO_POSITION
+        scales = (rows.start + 2 * WIDTH).to(gl.pointer_type(gl.float32), bitcast=True) + 2 * HALF
+        valid = rows.position < NO_POSITION
         left = gl.load(scales, mask=valid, other=0.0)
         right = gl.load(scales + 1, mask=valid, other=0.0)
-        half = (codes, left, right)
+        half = HalfRows(codes, left, right)
     else:
-        half = (codes, codes, codes)
+        half = HalfRows(codes, None, None)
     return half
 
 
@@ -142,8 +151,9 @@ def _load_rope(rows, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _halves(words):
+    COLUMNS: gl.constexpr = words.shape[1]
     left, right = codes_to_f16(words)
-    return gl.reshape(gl.join(left, right), [KEYS, 2 * words.shape[1]])
+    return gl.reshape(gl.join(left, right), [KEYS, 2 * COLUMNS])
 
 
 @gluon.jit
@@ -151,18 +161,20 @@ def _values(half, FORMAT: gl.constexpr):
     """Dequantise half the latents of a block into words of two values."""
     if FORMAT == SCALED:
         word = gl.arange(0, WIDTH // 4, gl.SliceLayout(0, WORD_LAYOUT))
-        scale = gl.where((word < _GROUP)[None, :], half[1][:, None], half[2][:, None])
-        left, right = scale_codes(half[0], scale)
+        scale = gl.where(
+            (word < _GROUP)[None, :], half.left_scale[:, None], half.right_scale[:, None]
+        )
+        left, right = scale_codes(half.codes, scale)
         words = gl.reshape(gl.join(left, right), [KEYS, WIDTH // 2])
     else:
-        words = _halves(half[0])
+        words = _halves(half.codes)
     return words
 
 
 @gluon.jit
 def _store(tile, words):
-    smem_words = reinterpret(tile, gl.int32, [KEYS, words.shape[1]], SMEM_WORDS)
-    smem_words.store(words)
+    COLUMNS: gl.constexpr = words.shape[1]
+    reinterpret(tile, gl.int32, [KEYS, COLUMNS], SMEM_WORDS).store(words)
 
 
 @gluon.jit
@@ -176,11 +188,10 @@ def _store_half(tile, half, bad_rows, is_masked, FORMAT: gl.constexpr, GROUP: gl
 def _store_rope(tile, rope, bad_rows, is_masked, FORMAT: gl.constexpr, GROUP: gl.constexpr):
     """Store the RoPE columns that ``_load_rope`` returned."""
     if FORMAT == SCALED:
-        start, position = rope
-        words = (start + (2 * WIDTH + 16)).to(gl.pointer_type(gl.int32), bitcast=True)
+        words = (rope.start + (2 * WIDTH + 16)).to(gl.pointer_type(gl.int32), bitcast=True)
         word = gl.arange(0, ROPE // 2, gl.SliceLayout(0, WORD_LAYOUT))
         smem_words = reinterpret(tile, gl.int32, [KEYS, ROPE // 2], SMEM_WORDS)
-        valid = (position < NO_POSITION)[:, None]
+        valid = (rope.position < NO_POSITION)[:, None]
         async_load(smem_words, words[:, None] + word[None, :], mask=valid)
         if GROUP > 1:
             if is_masked:
@@ -191,56 +202,53 @@ def _store_rope(tile, rope, bad_rows, is_masked, FORMAT: gl.constexpr, GROUP: gl
 
 
 @gluon.jit
-def dequantise_pairs(
-    cache, pages, pairs, full_pairs, smem,
-    FORMAT: gl.constexpr, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Fill the buffers as ``copy_pairs`` does, from FP8 rows of ROW bytes."""
-    kv_smem, kv_valid_smem, p_smem = smem[1], smem[2], smem[3]
-    kv_ready, kv_free = smem[5][0], smem[5][1]
-    even = locate_rows(
-        cache, pages, 0, load_entries(pages, 0, WORD_ROW, BLOCK_SIZE), WORD_ROW, ROW, BLOCK_SIZE
-    )
-    next_odd = load_entries(pages, 1, WORD_ROW, BLOCK_SIZE)
-    next_even = load_entries(pages, 2, WORD_ROW, BLOCK_SIZE)
+def dequantise_pairs(pages, pairs, full_pairs, smem, FORMAT: gl.constexpr, GROUP: gl.constexpr):
+    """Fill the buffers as ``copy_pairs`` does, from FP8 rows."""
+    kv_smem, kv_valid_smem, p_smem = smem.kv, smem.kv_valid, smem.p
+    kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free
+    even = locate_rows(pages, 0, load_entries(pages, 0, WORD_ROW), WORD_ROW)
+    next_odd = load_entries(pages, 1, WORD_ROW)
+    next_even = load_entries(pages, 2, WORD_ROW)
     none_bad = gl.full([KEYS], 0, gl.int32, WORD_ROW)
     even_codes = _load_half(even, LEFT, FORMAT)
     pair = pairs * 0
     while pair < pairs:
         phase = (pair & 1) ^ 1
         is_masked = pair >= full_pairs
-        odd = locate_rows(cache, pages, 2 * pair + 1, next_odd, WORD_ROW, ROW, BLOCK_SIZE)
-        next_odd = load_entries(pages, 2 * pair + 3, WORD_ROW, BLOCK_SIZE)
+        odd = locate_rows(pages, 2 * pair + 1, next_odd, WORD_ROW)
+        next_odd = load_entries(pages, 2 * pair + 3, WORD_ROW)
         odd_codes = _load_half(odd, RIGHT, FORMAT)
-        mbarrier.wait(kv_free[LEFT][0], phase)
-        kv_valid_smem.index(0).store(even[1])
+        mbarrier.wait(kv_free[LEFT][EVEN], phase)
+        kv_valid_smem.index(EVEN).store(even.position)
         bad_even = _store_half(
-            kv_smem[LEFT].index(0), even_codes, none_bad, is_masked, FORMAT, GROUP
+            kv_smem[LEFT].index(EVEN), even_codes, none_bad, is_masked, FORMAT, GROUP
         )
-        arrive_after_copies(kv_ready[LEFT][0])
+        arrive_after_copies(kv_ready[LEFT][EVEN])
         even_codes = _load_half(even, RIGHT, FORMAT)
         rope = _load_rope(even, FORMAT)
-        mbarrier.wait(kv_free[RIGHT][1], phase)
-        kv_valid_smem.index(1).store(odd[1])
+        mbarrier.wait(kv_free[RIGHT][ODD], phase)
+        kv_valid_smem.index(ODD).store(odd.position)
         bad_odd = _store_half(
-            kv_smem[RIGHT].index(1), odd_codes, none_bad, is_masked, FORMAT, GROUP
+            kv_smem[RIGHT].index(ODD), odd_codes, none_bad, is_masked, FORMAT, GROUP
         )
-        arrive_after_copies(kv_ready[RIGHT][1])
+        arrive_after_copies(kv_ready[RIGHT][ODD])
         odd_codes = _load_half(odd, LEFT, FORMAT)
-        mbarrier.wait(kv_free[RIGHT][0], phase)
+        mbarrier.wait(kv_free[RIGHT][EVEN], phase)
         bad_even = _store_half(
-            kv_smem[RIGHT].index(0), even_codes, bad_even, is_masked, FORMAT, GROUP
+            kv_smem[RIGHT].index(EVEN), even_codes, bad_even, is_masked, FORMAT, GROUP
         )
-        _store_rope(p_smem.index(0), rope, bad_even, is_masked, FORMAT, GROUP)
-        arrive_after_copies(kv_ready[RIGHT][0])
+        _store_rope(p_smem.index(EVEN), rope, bad_even, is_masked, FORMAT, GROUP)
+        arrive_after_copies(kv_ready[RIGHT][EVEN])
         rope = _load_rope(odd, FORMAT)
-        even = locate_rows(cache, pages, 2 * pair + 2, next_even, WORD_ROW, ROW, BLOCK_SIZE)
-        next_even = load_entries(pages, 2 * pair + 4, WORD_ROW, BLOCK_SIZE)
+        even = locate_rows(pages, 2 * pair + 2, next_even, WORD_ROW)
+        next_even = load_entries(pages, 2 * pair + 4, WORD_ROW)
         even_codes = _load_half(even, LEFT, FORMAT)
-        mbarrier.wait(kv_free[LEFT][1], phase)
-        bad_odd = _store_half(kv_smem[LEFT].index(1), odd_codes, bad_odd, is_masked, FORMAT, GROUP)
-        _store_rope(p_smem.index(1), rope, bad_odd, is_masked, FORMAT, GROUP)
-        arrive_after_copies(kv_ready[LEFT][1])
-        _prefetch(cache, pages, 2 * pair + 3, next_odd, ROW, BLOCK_SIZE)
-        _prefetch(cache, pages, 2 * pair + 4, next_even, ROW, BLOCK_SIZE)
+        mbarrier.wait(kv_free[LEFT][ODD], phase)
+        bad_odd = _store_half(
+            kv_smem[LEFT].index(ODD), odd_codes, bad_odd, is_masked, FORMAT, GROUP
+        )
+        _store_rope(p_smem.index(ODD), rope, bad_odd, is_masked, FORMAT, GROUP)
+        arrive_after_copies(kv_ready[LEFT][ODD])
+        _prefetch(pages, 2 * pair + 3, next_odd)
+        _prefetch(pages, 2 * pair + 4, next_even)
         pair += 1

@@ -1,7 +1,6 @@
 """Producer of queries and listed bf16 rows: asynchronous copies to shared memory.
 
-An item is a token and a tile of its heads. ``lists`` groups the entries of all tokens, their
-strides, the width of a list, and then the lengths, their stride and the tiles per token.
+An item is a token and a tile of its heads.
 """
 
 from triton.experimental import gluon
@@ -9,11 +8,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4_ops.kernels.common.triton_compat import async_load
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.epilogue import copy_sinks
 from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, WIDTH
-from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import LEFT, RIGHT
+from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 
 _COPY_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Eight threads copy one line of a row, 16 bytes each."""
@@ -24,12 +23,46 @@ COPY_THREADS = gl.constexpr(128)
 """Threads that copy: each arrives at the barrier of half a block when its copies are done."""
 
 
+@aggregate
+class Queries:
+    """Queries of all tokens, their strides, their heads, and the sinks."""
+
+    start: Scalar
+    stride: Scalar
+    head_stride: Scalar
+    num_heads: Scalar
+    attn_sink: Scalar
+
+
+@aggregate
+class Rows:
+    """Rows of bf16 values: their address, their stride and their number."""
+
+    start: Scalar
+    stride: Scalar
+    num_rows: Scalar
+
+
+@aggregate
+class Lists:
+    """Lists of all tokens: the entries with their strides, the width of a list, the lengths with
+    their stride, and the tiles of heads per token."""
+
+    indices: Scalar
+    stride: Scalar
+    column_stride: Scalar
+    width: Scalar
+    lens: Scalar
+    len_stride: Scalar
+    head_tiles: Scalar
+
+
 @gluon.jit
 def list_length(lists, item):
     """Return the length of the list of an item's token."""
-    lens, len_stride, head_tiles = lists[3]
-    length = gl.load(lens + (item // head_tiles).to(gl.int64) * len_stride)
-    return gl.minimum(gl.maximum(length, 0), lists[2])
+    token = (item // lists.head_tiles).to(gl.int64)
+    length = gl.load(lists.lens + token * lists.len_stride)
+    return gl.minimum(gl.maximum(length, 0), lists.width)
 
 
 @gluon.jit
@@ -41,51 +74,49 @@ def pairs_of(length):
 @gluon.jit
 def _load_entries(lists, item, block):
     """Load the entries of a block of the token's list."""
-    indices, strides, width, lens = lists
-    list_start = indices + (item // lens[2]).to(gl.int64) * strides[0]
+    list_start = lists.indices + (item // lists.head_tiles).to(gl.int64) * lists.stride
     column = block * KEYS + gl.arange(0, KEYS, _ROW)
-    return gl.load(list_start + column.to(gl.int64) * strides[1], mask=column < width, other=-1)
+    mask = column < lists.width
+    return gl.load(list_start + column.to(gl.int64) * lists.column_stride, mask=mask, other=-1)
 
 
 @gluon.jit
 def _valid_rows(rows, entries, block, length):
     """Return the entries that lie in the list and are rows; -1 for the others."""
     column = block * KEYS + gl.arange(0, KEYS, _ROW)
-    return gl.where((column < length) & (entries >= 0) & (entries < rows[2]), entries, -1)
+    return gl.where((column < length) & (entries >= 0) & (entries < rows.num_rows), entries, -1)
 
 
 @gluon.jit
 def _copy(
-    block: gl.constexpr, HALF: gl.constexpr, phase, kv_valid, rows, kv_smem, kv_ready, kv_free
+    BLOCK: gl.constexpr, HALF: gl.constexpr, phase, kv_valid, rows, kv_smem, kv_ready, kv_free
 ):
-    first, stride, _num_rows = rows
     dim = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, _COPY_LAYOUT))
-    start = first + kv_valid.to(gl.int64) * stride
-    mbarrier.wait(kv_free[HALF][block], phase)
+    start = rows.start + kv_valid.to(gl.int64) * rows.stride
+    mbarrier.wait(kv_free[HALF][BLOCK], phase)
     mask = (kv_valid >= 0)[:, None]
-    async_load(kv_smem[HALF].index(block), start[:, None] + dim[None, :], mask=mask)
-    async_copy.mbarrier_arrive(kv_ready[HALF][block], increment_count=False)
-    mbarrier.arrive(kv_ready[HALF][block])
+    async_load(kv_smem[HALF].index(BLOCK), start[:, None] + dim[None, :], mask=mask)
+    async_copy.mbarrier_arrive(kv_ready[HALF][BLOCK], increment_count=False)
+    mbarrier.arrive(kv_ready[HALF][BLOCK])
 
 
 @gluon.jit
 def copy_half_queries(q, item, iteration, HALF: gl.constexpr, lists, smem, HAS_SINK: gl.constexpr):
     """Copy half of the queries of an item, and the sinks with the left half; absent heads become
     zeros."""
-    first, stride, head_stride, num_heads, attn_sink = q
-    q_smem, q_ready = smem[0].index(0), smem[5][4]
-    head_tiles = lists[3][2]
-    token = (item // head_tiles).to(gl.int64)
-    first_head = (item % head_tiles) * HEADS
+    q_smem, q_ready = smem.q.index(0), smem.barriers.q_ready
+    token = (item // lists.head_tiles).to(gl.int64)
+    first_head = (item % lists.head_tiles) * HEADS
     head = first_head + gl.arange(0, HEADS, _ROW)
     dim = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, _COPY_LAYOUT))
-    start = first + token * stride + head.to(gl.int64) * head_stride
+    start = q.start + token * q.stride + head.to(gl.int64) * q.head_stride
     if HAS_SINK and HALF == LEFT:
-        copy_sinks(smem[4][2].index(iteration & 1), attn_sink, first_head, num_heads - first_head)
+        sink_smem = smem.sink.index(iteration & 1)
+        copy_sinks(sink_smem, q.attn_sink, first_head, q.num_heads - first_head)
     async_load(
         q_smem.slice(HALF * WIDTH, WIDTH, dim=1),
         start[:, None] + dim[None, :],
-        mask=(head < num_heads)[:, None],
+        mask=(head < q.num_heads)[:, None],
     )
     async_copy.mbarrier_arrive(q_ready, increment_count=False)
     mbarrier.arrive(q_ready)
@@ -93,7 +124,7 @@ def copy_half_queries(q, item, iteration, HALF: gl.constexpr, lists, smem, HAS_S
 
 @gluon.jit
 def _copy_queries(q, item, iteration, lists, smem, HAS_SINK: gl.constexpr):
-    mbarrier.wait(smem[5][5], (iteration & 1) ^ 1)
+    mbarrier.wait(smem.barriers.q_free, (iteration & 1) ^ 1)
     copy_half_queries(q, item, iteration, LEFT, lists, smem, HAS_SINK)
     copy_half_queries(q, item, iteration, RIGHT, lists, smem, HAS_SINK)
 
@@ -107,7 +138,8 @@ def copy_items(q, rows, lists, items, smem, HAS_SINK: gl.constexpr):
     other partitions copy the queries of the first item: they would wait for them anyway. List
     entries are loaded while earlier copies run.
     """
-    kv_smem, kv_valid_smem, kv_ready, kv_free = smem[1], smem[2], smem[5][0], smem[5][1]
+    kv_smem, kv_valid_smem = smem.kv, smem.kv_valid
+    kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free
     item = gl.program_id(0)
     iteration = item * 0
     pair = item * 0
@@ -130,16 +162,16 @@ def copy_items(q, rows, lists, items, smem, HAS_SINK: gl.constexpr):
             odd = _valid_rows(rows, next_odd, block + 1, length)
             next_even = _load_entries(lists, item, block + 2)
             next_odd = _load_entries(lists, item, block + 3)
-            mbarrier.wait(kv_free[LEFT][0], phase)
-            kv_valid_smem.index(0).store(even)
-            _copy(0, LEFT, phase, even, rows, kv_smem, kv_ready, kv_free)
-            mbarrier.wait(kv_free[RIGHT][1], phase)
-            kv_valid_smem.index(1).store(odd)
-            _copy(1, RIGHT, phase, odd, rows, kv_smem, kv_ready, kv_free)
-            _copy(0, RIGHT, phase, even, rows, kv_smem, kv_ready, kv_free)
+            mbarrier.wait(kv_free[LEFT][EVEN], phase)
+            kv_valid_smem.index(EVEN).store(even)
+            _copy(EVEN, LEFT, phase, even, rows, kv_smem, kv_ready, kv_free)
+            mbarrier.wait(kv_free[RIGHT][ODD], phase)
+            kv_valid_smem.index(ODD).store(odd)
+            _copy(ODD, RIGHT, phase, odd, rows, kv_smem, kv_ready, kv_free)
+            _copy(EVEN, RIGHT, phase, even, rows, kv_smem, kv_ready, kv_free)
             if (block == 0) & (iteration > 0):
                 _copy_queries(q, item, iteration, lists, smem, HAS_SINK)
-            _copy(1, LEFT, phase, odd, rows, kv_smem, kv_ready, kv_free)
+            _copy(ODD, LEFT, phase, odd, rows, kv_smem, kv_ready, kv_free)
             pair += 1
         next_even = next_item_even
         next_odd = next_item_odd

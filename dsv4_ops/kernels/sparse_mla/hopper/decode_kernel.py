@@ -6,8 +6,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import HALF, KEYS, ROW_LAYOUT, dequantise
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
+from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
+    HALF,
+    KEYS,
+    ROW_LAYOUT,
+    LocatedRows,
+    dequantise,
+)
 from dsv4_ops.kernels.sparse_mla.hopper.epilogue import (
+    Output,
+    Partial,
+    Rotation,
     copy_sinks,
     finish_left,
     finish_partial_left,
@@ -17,13 +27,57 @@ from dsv4_ops.kernels.sparse_mla.hopper.epilogue import (
 from dsv4_ops.kernels.sparse_mla.hopper.mma import (
     HEADS,
     WIDTH,
+    HeadRows,
     allocate,
-    allocate_heads,
     attend_left,
     attend_right,
     load_half_queries,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import schedule_by_lengths, schedule_evenly
+from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import (
+    Batch,
+    Grid,
+    PerToken,
+    schedule_by_lengths,
+    schedule_evenly,
+)
+
+
+@aggregate
+class SplitWork:
+    """Key blocks of a split: ``first`` to ``stop`` of both lists, one after the other. The first
+    ``swa_tiles`` of both lists, and the first ``window_blocks`` of the split, are the window's."""
+
+    first: Scalar
+    stop: Scalar
+    swa_tiles: Scalar
+    window_blocks: Scalar
+
+
+@aggregate
+class Rows:
+    """Rows that a token lists in one cache: address, stride, number and rows of the pages; address,
+    stride and length of the token's list."""
+
+    cache: Scalar
+    page_stride: Scalar
+    blocks: Scalar
+    block_size: gl.constexpr
+    list_start: Scalar
+    step: Scalar
+    length: Scalar
+
+
+@aggregate
+class Sources:
+    """Keys of a split, in rows of ``row_bytes``. With ``paged``, the extra list is a row of the
+    block table."""
+
+    split: SplitWork
+    swa: Rows
+    extra: Rows
+    has_extra: gl.constexpr
+    paged: gl.constexpr
+    row_bytes: gl.constexpr
 
 
 @gluon.jit
@@ -35,12 +89,12 @@ def count_blocks(first, stop, swa_tiles):
 
 
 @gluon.jit
-def _columns(sources, block, FIRST: gl.constexpr):
+def _columns(split, block, FIRST: gl.constexpr):
     """Return the list columns of half a block of keys, whether the list is the window's, and the
     end of this split in that list."""
-    first, stop, swa_tiles, window_blocks = sources[0]
-    in_window = block < window_blocks
-    extra_block = gl.maximum(first, swa_tiles) + (block - window_blocks)
+    first, stop, swa_tiles = split.first, split.stop, split.swa_tiles
+    in_window = block < split.window_blocks
+    extra_block = gl.maximum(first, swa_tiles) + (block - split.window_blocks)
     list_block = gl.where(in_window, first + block, extra_block)
     first_block = gl.where(in_window, 0, swa_tiles)
     end = gl.where(in_window, gl.minimum(stop, swa_tiles), stop)
@@ -49,53 +103,47 @@ def _columns(sources, block, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def load_entries(sources, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
+def load_entries(sources, block, FIRST: gl.constexpr):
     """Load the list entries of half a block, from its key FIRST on."""
-    EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
-    HAS_EXTRA: gl.constexpr = SIZES[4]
-    PAGED: gl.constexpr = SIZES[5]
-    column, in_window, end = _columns(sources, block, FIRST)
-    list_start, step, length = sources[1][3], sources[1][4], sources[1][5]
+    swa, extra = sources.swa, sources.extra
+    column, in_window, end = _columns(sources.split, block, FIRST)
+    list_start, step, length = swa.list_start, swa.step, swa.length
     offset = column
-    if HAS_EXTRA:
-        list_start = gl.where(in_window, list_start, sources[2][3])
-        step = gl.where(in_window, step, sources[2][4])
-        length = gl.where(in_window, length, sources[2][5])
-        if PAGED:
-            offset = gl.where(in_window, column, column // EXTRA_BLOCK_SIZE)
+    if sources.has_extra:
+        list_start = gl.where(in_window, list_start, extra.list_start)
+        step = gl.where(in_window, step, extra.step)
+        length = gl.where(in_window, length, extra.length)
+        if sources.paged:
+            offset = gl.where(in_window, column, column // extra.block_size)
     mask = column < gl.minimum(length, end)
     return gl.load(list_start + offset.to(gl.int64) * step, mask=mask, other=-1)
 
 
 @gluon.jit
-def locate_rows(sources, block, FIRST: gl.constexpr, entries, SIZES: gl.constexpr):
-    """Return the address of each entry's page, its row (-1: no row), and the offset of the page's
-    scales. As unsigned numbers, negative slots lie past every block, and divisions are shifts."""
-    ROW: gl.constexpr = SIZES[0]
-    SWA_BLOCK_SIZE: gl.constexpr = SIZES[2]
-    EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
-    HAS_EXTRA: gl.constexpr = SIZES[4]
-    PAGED: gl.constexpr = SIZES[5]
+def locate_rows(sources, block, FIRST: gl.constexpr, entries):
+    """Return the ``LocatedRows`` of list entries. As unsigned numbers, negative slots lie past
+    every block, and divisions are shifts."""
+    swa, extra = sources.swa, sources.extra
     entries = entries.to(gl.uint32)
-    cache, page_stride, blocks = sources[1][0], sources[1][1], sources[1][2]
-    page, row = entries // SWA_BLOCK_SIZE, entries % SWA_BLOCK_SIZE
-    block_size = gl.to_tensor(SWA_BLOCK_SIZE)
-    if HAS_EXTRA:
-        column, in_window, _ = _columns(sources, block, FIRST)
-        if PAGED:
+    cache, page_stride, blocks = swa.cache, swa.page_stride, swa.blocks
+    page, row = entries // swa.block_size, entries % swa.block_size
+    block_size = gl.to_tensor(swa.block_size)
+    if sources.has_extra:
+        column, in_window, _ = _columns(sources.split, block, FIRST)
+        if sources.paged:
             page = gl.where(in_window, page, entries)
-            row = gl.where(in_window, row, (column % EXTRA_BLOCK_SIZE).to(gl.uint32))
+            row = gl.where(in_window, row, (column % extra.block_size).to(gl.uint32))
         else:
-            page = gl.where(in_window, page, entries // EXTRA_BLOCK_SIZE)
-            row = gl.where(in_window, row, entries % EXTRA_BLOCK_SIZE)
-        cache = gl.where(in_window, cache, sources[2][0])
-        page_stride = gl.where(in_window, page_stride, sources[2][1])
-        blocks = gl.where(in_window, blocks, sources[2][2])
-        block_size = gl.where(in_window, SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE)
+            page = gl.where(in_window, page, entries // extra.block_size)
+            row = gl.where(in_window, row, entries % extra.block_size)
+        cache = gl.where(in_window, cache, extra.cache)
+        page_stride = gl.where(in_window, page_stride, extra.page_stride)
+        blocks = gl.where(in_window, blocks, extra.blocks)
+        block_size = gl.where(in_window, swa.block_size, extra.block_size)
     valid = page < blocks
     page = gl.where(valid, page, 0).to(gl.int64)
     row = gl.where(valid, row.to(gl.int32), -1)
-    return cache + page * page_stride, row, block_size * ROW
+    return LocatedRows(cache + page * page_stride, row, block_size * sources.row_bytes)
 
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -107,58 +155,42 @@ the rest."""
 
 @gluon.jit
 def attend_and_finish_left(
-    q, smem, blocks, attn_sink, dsts, splits, heads, SCALE: gl.constexpr, HAS_SINK: gl.constexpr
-):
-    """Attend and write the left half: of the result with one split, else of a partial result.
-    ``smem`` groups q, kv, kv_valid and p, the exchange between the partitions, and the barriers."""
-    q_smem, kv_smem, kv_valid_smem, p_smem, exchange, barriers = smem
+    q, smem, blocks, attn_sink, output, partial, splits, heads,
+    SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
+):  # fmt: skip
+    """Attend and write the left half: of the result with one split, else of a partial result."""
     if HAS_SINK:
         if splits == 1:
-            copy_sinks(exchange[1].index(0), attn_sink, dsts[0][3], heads)
+            copy_sinks(smem.per_head.index(0), attn_sink, output.first_head, heads)
             async_copy.commit_group()
-    load_half_queries(q_smem.index(0), q, heads, 0, barriers[4])
-    mbarrier.wait(barriers[4], 0)
-    acc, row_max, row_sum = attend_left(
-        blocks, SCALE, q_smem, kv_smem, kv_valid_smem, p_smem, exchange[0], barriers
-    )
-    staging = q_smem.index(0)
+    load_half_queries(smem, q, heads, 0)
+    mbarrier.wait(smem.barriers.q_ready, 0)
+    acc, row_max, row_sum = attend_left(blocks, SCALE, smem)
     if splits == 1:
-        finish_left(
-            acc, row_max, row_sum, blocks, dsts[0], heads, staging, exchange, barriers, HAS_SINK
-        )
+        finish_left(acc, row_max, row_sum, blocks, output, heads, smem, HAS_SINK)
     else:
-        finish_partial_left(
-            acc, row_max, row_sum, blocks, dsts[1], heads, staging, exchange, barriers
-        )
+        finish_partial_left(acc, row_max, row_sum, blocks, partial, heads, smem)
 
 
 @gluon.jit
 def attend_and_finish_right(
-    q, smem, blocks, dsts, rotation, splits, heads, INVERSE_ROPE: gl.constexpr
+    q, smem, blocks, output, partial, rotation, splits, heads, INVERSE_ROPE: gl.constexpr
 ):
     """Attend and write the right half."""
-    q_smem, kv_smem, _kv_valid_smem, p_smem, exchange, barriers = smem
-    cos_sin_cache, positions, num_positions = rotation
-    load_half_queries(q_smem.index(0), q, heads, WIDTH, barriers[4])
+    load_half_queries(smem, q, heads, WIDTH)
     position = gl.to_tensor(0).to(gl.int64)
     if INVERSE_ROPE:
-        position = gl.load(positions)  # before the keys, like the sinks
-    acc = attend_right(blocks, kv_smem, p_smem, exchange[0], barriers)
+        position = gl.load(rotation.position)  # before the keys, like the sinks
+    acc = attend_right(blocks, smem)
     if splits == 1:
-        angles = (cos_sin_cache, position, num_positions)
-        finish_right(
-            acc, blocks, dsts[0], angles, heads, q_smem.index(0), exchange, barriers, INVERSE_ROPE
-        )
+        finish_right(acc, blocks, output, rotation, position, heads, smem, INVERSE_ROPE)
     else:
-        finish_partial_right(acc, blocks, dsts[1], heads, q_smem.index(0), exchange, barriers)
+        finish_partial_right(acc, blocks, partial, heads, smem)
 
 
 @gluon.jit
-def _dequantise_rows(sources, blocks, kv_smem, kv_valid_smem, barriers, SIZES: gl.constexpr):
-    kv_ready, kv_free, _p_ready, _p_free, _q_ready = barriers
-    dequantise(
-        load_entries, locate_rows, SIZES, sources, blocks, kv_smem, kv_valid_smem, kv_ready, kv_free
-    )
+def _dequantise_rows(sources, blocks, smem, SCALE_BYTES: gl.constexpr):
+    dequantise(load_entries, locate_rows, SCALE_BYTES, sources, blocks, smem)
 
 
 @gluon.jit
@@ -205,13 +237,15 @@ def hopper_split_keys_kernel(
         partial_index = first + split
     elif SCHEDULED:
         splits = gl.to_tensor(splits)  # a known number is a constant
-        grid = (gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0)
+        grid = Grid(gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0)
         if by_lengths > 0:
-            token, split, splits, first = schedule_by_lengths(
-                grid, (swa_lens, swa_len_stride), (extra_lens, extra_len_stride),
-                (req_indices, req_stride), (swa_width, extra_width, num_reqs),
-                num_tokens, wave, combine_list, LANES, KEYS,
+            batch = Batch(
+                PerToken(swa_lens, swa_len_stride), PerToken(extra_lens, extra_len_stride),
+                PerToken(req_indices, req_stride), swa_width, extra_width, num_reqs, num_tokens,
             )  # fmt: skip
+            token, split, splits, first = schedule_by_lengths(
+                grid, batch, wave, combine_list, LANES, KEYS
+            )
         else:
             token, split, splits, first = schedule_evenly(grid, splits, combine_list)
         if token >= num_tokens:
@@ -238,42 +272,48 @@ def hopper_split_keys_kernel(
     stop = (tiles * (split + 1) // splits).to(gl.int32)
     blocks, window_blocks = count_blocks(first_tile, stop, swa_tiles)
 
-    q_smem, kv_smem, kv_valid_smem, p_smem, alpha_smem, barriers = allocate()
-    head_smem = allocate_heads(2)  # scales of a partial result, or sinks
-
-    SIZES: gl.constexpr = (ROW, SCALE_BYTES, SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, PAGED)
-    swa_slots = swa_indices + token * swa_stride
-    swa = (swa_cache, swa_page_stride, swa_blocks, swa_slots, swa_column_stride, swa_len)
-    extra_slots = extra_indices + (request if PAGED else token) * extra_stride
-    extra = (
-        extra_cache, extra_page_stride, extra_blocks, extra_slots, extra_column_stride, extra_len
+    smem = allocate()
+    swa_list = swa_indices + token * swa_stride
+    swa = Rows(
+        swa_cache, swa_page_stride, swa_blocks, SWA_BLOCK_SIZE,
+        swa_list, swa_column_stride, swa_len,
     )  # fmt: skip
-    sources = ((first_tile, stop, swa_tiles, window_blocks), swa, extra)
-    smem = (q_smem, kv_smem, kv_valid_smem, p_smem, (alpha_smem, head_smem), barriers)
+    extra_list = extra_indices + (request if PAGED else token) * extra_stride
+    extra = Rows(
+        extra_cache, extra_page_stride, extra_blocks, EXTRA_BLOCK_SIZE,
+        extra_list, extra_column_stride, extra_len,
+    )  # fmt: skip
+    work = SplitWork(first_tile, stop, swa_tiles, window_blocks)
+    sources = Sources(work, swa, extra, HAS_EXTRA, PAGED, ROW)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     partial_row = partial_index.to(gl.int64) * num_heads
     heads = num_heads - first_head  # heads left: no more are read or written
-    q_rows = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
-    left_dst = (
-        (out, lse, row, first_head),
-        (partial, partial_lse, partial_scale, partial_row, first_head),
+    queries = HeadRows(
+        q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride
     )
-    right_dst = ((out, row, first_head), (partial, partial_row, first_head))
-    rotation = (cos_sin_cache, positions + token * positions_stride, num_positions)
+    output = Output(out, lse, row, first_head)
+    partial_output = Partial(partial, partial_lse, partial_scale, partial_row, first_head)
+    rotation = Rotation(cos_sin_cache, positions + token * positions_stride, num_positions)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
     gl.warp_specialize(
         [
             (
                 attend_and_finish_left,
-                (q_rows, smem, blocks, attn_sink, left_dst, splits, heads, SCALE, HAS_SINK),
+                (
+                    queries, smem, blocks, attn_sink, output, partial_output, splits, heads,
+                    SCALE, HAS_SINK,
+                ),
             ),
             (
                 attend_and_finish_right,
-                (q_rows, smem, blocks, right_dst, rotation, splits, heads, INVERSE_ROPE),
+                (
+                    queries, smem, blocks, output, partial_output, rotation, splits, heads,
+                    INVERSE_ROPE,
+                ),
             ),
-            (_dequantise_rows, (sources, blocks, kv_smem, kv_valid_smem, barriers, SIZES)),
+            (_dequantise_rows, (sources, blocks, smem, SCALE_BYTES)),
         ],
         [4, 4],
         [MMA_REGISTERS, DEQUANT_REGISTERS],
-    )
+    )  # fmt: skip

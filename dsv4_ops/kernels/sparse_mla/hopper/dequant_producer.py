@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dsv4_ops.kernels.common.triton_compat import reinterpret
+from dsv4_ops.kernels.common.triton_compat import aggregate, reinterpret
 
 HALF = gl.constexpr(32)
 """Keys that are loaded at a time."""
@@ -30,6 +30,29 @@ _SMEM_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 """The rows of a buffer as words: the same bytes as its bf16 values."""
 
 _TWICE = gl.constexpr(0x00010001)
+
+
+@aggregate
+class LocatedRows:
+    """Rows of half a block: the address of each one's page, the row in it (-1: no row), and the
+    offset of the page's scales."""
+
+    page: gl.tensor
+    row: gl.tensor
+    scales_offset: gl.tensor
+
+
+@aggregate
+class RowWords:
+    """Words of half a block of rows: the codes in three tensors, because a tensor's size is a power
+    of two, the RoPE values, and the scale bytes in two words."""
+
+    codes0: gl.tensor
+    codes1: gl.tensor
+    codes2: gl.tensor
+    rope: gl.tensor
+    scales0: gl.tensor
+    scales1: gl.tensor
 
 
 @gluon.jit
@@ -68,10 +91,8 @@ def _load_codes(data, valid, FIRST: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def load_half(rows, ROW: gl.constexpr, SCALE_BYTES: gl.constexpr):
-    """Load half a block: the codes in three tensors, because a tensor's size is a power of two, the
-    RoPE values, and the scale bytes. Rows that do not exist are zeros. ``rows`` holds the address
-    of each page, the row in it (-1: no row), and the offset of the page's scales."""
-    page, row, scales_offset = rows
+    """Load half a block from ``LocatedRows``. Rows that do not exist are zeros."""
+    page, row = rows.page, rows.row
     valid = row >= 0
     words = (page + row * ROW).to(gl.pointer_type(gl.int32), bitcast=True)
     codes0 = _load_codes(words, valid, 0, 4)
@@ -81,12 +102,12 @@ def load_half(rows, ROW: gl.constexpr, SCALE_BYTES: gl.constexpr):
     rope_mask = gl.convert_layout(valid, gl.SliceLayout(1, _ROPE_LAYOUT))
     word = gl.arange(0, 2 * WORDS, gl.SliceLayout(0, _ROPE_LAYOUT))
     rope = gl.load(start[:, None] + word[None, :], mask=rope_mask[:, None], other=0)
-    scales = (page + (scales_offset + row * SCALE_BYTES)).to(
+    scales = (page + (rows.scales_offset + row * SCALE_BYTES)).to(
         gl.pointer_type(gl.int32), bitcast=True
     )
     scales0 = gl.load(scales, mask=valid, other=0)
     scales1 = gl.load(scales + 1, mask=valid, other=0)
-    return codes0, codes1, codes2, rope, scales0, scales1
+    return RowWords(codes0, codes1, codes2, rope, scales0, scales1)
 
 
 @gluon.jit
@@ -109,58 +130,57 @@ def _concatenate(left, right):
 
 
 @gluon.jit
-def store_half(kv_tile, FIRST: gl.constexpr, half):
+def store_half(kv_tile, FIRST: gl.constexpr, words):
     """Dequantise half a block into rows FIRST and up of a buffer, in one store: two stores would
     have a barrier between them."""
-    codes0, codes1, codes2, rope, scales0, scales1 = half
-    left = _widen(codes0, scales0, 0, 4)
-    middle = _widen(codes1, scales1, 0, 2)
-    right = _widen(codes2, scales1, 2, 1)
-    row = _concatenate(left, _concatenate(middle, _concatenate(right, rope)))
-    words = reinterpret(kv_tile, gl.int32, [KEYS, 256], _SMEM_WORDS)
-    words.slice(FIRST, HALF, dim=0).store(row)
+    left = _widen(words.codes0, words.scales0, 0, 4)
+    middle = _widen(words.codes1, words.scales1, 0, 2)
+    right = _widen(words.codes2, words.scales1, 2, 1)
+    row = _concatenate(left, _concatenate(middle, _concatenate(right, words.rope)))
+    smem_words = reinterpret(kv_tile, gl.int32, [KEYS, 256], _SMEM_WORDS)
+    smem_words.slice(FIRST, HALF, dim=0).store(row)
 
 
 @gluon.jit
 def dequantise(
-    LOAD_ENTRIES: gl.constexpr, LOCATE_ROWS: gl.constexpr, SIZES: gl.constexpr,
-    sources, blocks, kv_smem, kv_valid_smem, kv_ready, kv_free,
+    LOAD_ENTRIES: gl.constexpr, LOCATE_ROWS: gl.constexpr, SCALE_BYTES: gl.constexpr,
+    sources, blocks, smem,
 ):  # fmt: skip
     """Fill the KV buffers, as one partition.
 
-    ``LOAD_ENTRIES(sources, block, FIRST, SIZES)`` loads the list entries of half a block;
-    ``LOCATE_ROWS`` turns them into the rows that ``load_half`` takes, one block later, because the
-    first use of a loaded value waits for it. SIZES begins with ROW and SCALE_BYTES.
+    ``LOAD_ENTRIES(sources, block, FIRST)`` loads the list entries of half a block; ``LOCATE_ROWS``
+    turns them into ``LocatedRows``, one block later, because the first use of a loaded value waits
+    for it. ``sources`` knows the bytes of a row, SCALE_BYTES are those of its scales.
 
     The first half of a block is loaded after the first half of the previous block is stored, and
     the second half at the start of the block: both at once would keep the matrix unit from shared
     memory.
     """
-    ROW: gl.constexpr = SIZES[0]
-    SCALE_BYTES: gl.constexpr = SIZES[1]
-    first_entries = LOAD_ENTRIES(sources, 0, 0, SIZES)
-    second_entries = LOAD_ENTRIES(sources, 0, HALF, SIZES)
-    next_first_entries = LOAD_ENTRIES(sources, 1, 0, SIZES)
-    next_second_entries = LOAD_ENTRIES(sources, 1, HALF, SIZES)
-    rows = LOCATE_ROWS(sources, 0, 0, first_entries, SIZES)
-    first_words = load_half(rows, ROW, SCALE_BYTES)
-    first_valid = rows[1]
+    ROW: gl.constexpr = sources.row_bytes
+    kv_smem, kv_valid_smem = smem.kv, smem.kv_valid
+    kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free
+    first_entries = LOAD_ENTRIES(sources, 0, 0)
+    second_entries = LOAD_ENTRIES(sources, 0, HALF)
+    next_first_entries = LOAD_ENTRIES(sources, 1, 0)
+    next_second_entries = LOAD_ENTRIES(sources, 1, HALF)
+    first_rows = LOCATE_ROWS(sources, 0, 0, first_entries)
+    first_valid = first_rows.row
+    first_words = load_half(first_rows, ROW, SCALE_BYTES)
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
-        rows = LOCATE_ROWS(sources, block, HALF, second_entries, SIZES)
-        second_words = load_half(rows, ROW, SCALE_BYTES)
-        second_valid = rows[1]
-        later_first_entries = LOAD_ENTRIES(sources, block + 2, 0, SIZES)
-        later_second_entries = LOAD_ENTRIES(sources, block + 2, HALF, SIZES)
+        second_rows = LOCATE_ROWS(sources, block, HALF, second_entries)
+        second_words = load_half(second_rows, ROW, SCALE_BYTES)
+        later_first_entries = LOAD_ENTRIES(sources, block + 2, 0)
+        later_second_entries = LOAD_ENTRIES(sources, block + 2, HALF)
         mbarrier.wait(kv_free.index(buffer), ((block // 2) & 1) ^ 1)
         store_half(kv_smem.index(buffer), 0, first_words)
         kv_valid_smem.index(buffer).slice(0, HALF).store(first_valid)
-        rows = LOCATE_ROWS(sources, block + 1, 0, next_first_entries, SIZES)
-        first_words = load_half(rows, ROW, SCALE_BYTES)
-        first_valid = rows[1]
+        next_rows = LOCATE_ROWS(sources, block + 1, 0, next_first_entries)
+        first_words = load_half(next_rows, ROW, SCALE_BYTES)
+        first_valid = next_rows.row
         store_half(kv_smem.index(buffer), HALF, second_words)
-        kv_valid_smem.index(buffer).slice(HALF, HALF).store(second_valid)
+        kv_valid_smem.index(buffer).slice(HALF, HALF).store(second_rows.row)
         fence_async_shared()
         mbarrier.arrive(kv_ready.index(buffer))
         second_entries = next_second_entries

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 from dsv4_ops.kernels.sparse_mla.hopper.mma import ACC_ROW, HEADS, LOGIT_ROW, WIDTH
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -18,6 +18,38 @@ _CHUNK, _ROPE = gl.constexpr(16), gl.constexpr(64)
 _OUT_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 _PAIR_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 _HEAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@aggregate
+class Output:
+    """Results of a token with one split: ``row`` is the token's first row, and the program has the
+    heads from ``first_head`` on."""
+
+    out: Scalar
+    lse: Scalar
+    row: Scalar
+    first_head: Scalar
+
+
+@aggregate
+class Partial:
+    """Partial results of a split, as ``Output``, with the scale of each row."""
+
+    out: Scalar
+    lse: Scalar
+    scale: Scalar
+    row: Scalar
+    first_head: Scalar
+
+
+@aggregate
+class Rotation:
+    """Inverse RoPE: its table, the address of the token's position, and the positions that the
+    table has."""
+
+    cos_sin_cache: Scalar
+    position: Scalar
+    num_positions: Scalar
 
 
 @gluon.jit
@@ -48,14 +80,14 @@ def _multiply(left, right):
 
 
 @gluon.jit
-def _store_rotated(target, staging, acc, scale, row, first_head, heads, rotation):
+def _store_rotated(output, staging, acc, scale, heads, rotation, position):
     """Write the right half with inverse RoPE of its last 64 columns after the rounding, as
     ``kernels/common/rope.py`` does."""
-    cos_sin_cache, position, num_positions = rotation
+    target = output.out
     staging.store((acc * scale[:, None]).to(target.dtype.element_ty))
     pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, _PAIR_LAYOUT)) - (WIDTH - _ROPE) // 2
-    in_table = (pair >= 0) & (position >= 0) & (position < num_positions)
-    angle = cos_sin_cache + gl.where(position >= 0, position, 0) * _ROPE + pair
+    in_table = (pair >= 0) & (position >= 0) & (position < rotation.num_positions)
+    angle = rotation.cos_sin_cache + gl.where(position >= 0, position, 0) * _ROPE + pair
     cos = gl.load(angle, mask=in_table, other=1.0)[None, :]
     sin = gl.load(angle + _ROPE // 2, mask=in_table, other=0.0)[None, :]
     for chunk in gl.static_range(HEADS // _CHUNK):
@@ -67,7 +99,7 @@ def _store_rotated(target, staging, acc, scale, row, first_head, heads, rotation
         first = gl.where(in_table[None, :], first, even)
         second = gl.where(in_table[None, :], second, odd)
         values = gl.reshape(gl.join(first, second), [_CHUNK, WIDTH]).to(target.dtype.element_ty)
-        _store_rows(target, values, row, first_head, heads, chunk, WIDTH)
+        _store_rows(target, values, output.row, output.first_head, heads, chunk, WIDTH)
 
 
 @gluon.jit
@@ -115,74 +147,69 @@ def store_lse(lse, row, row_max, row_sum, heads):
 
 
 @gluon.jit
-def finish_left(
-    acc, row_max, row_sum, blocks, dst, heads, q_smem, exchange, barriers, HAS_SINK: gl.constexpr
-):
+def finish_left(acc, row_max, row_sum, blocks, output, heads, smem, HAS_SINK: gl.constexpr):
     """Write the left half of the result, and ``lse``, of a token with one split. The queries are no
     longer needed: their memory stages the stores."""
-    out, lse, row, first_head = dst
-    _kv_ready, _kv_free, p_ready, p_free, _q_ready = barriers
     if HAS_SINK:
         async_copy.wait_group(0)
-    inverse_sum = inverse_denominator(row_max, row_sum, exchange[1].index(0), HAS_SINK)
-    mbarrier.wait(p_free, (blocks & 1) ^ 1)
-    exchange[0].store(inverse_sum)
-    mbarrier.arrive(p_ready)
-    store_lse(lse, row + first_head, row_max, row_sum, heads)
-    staging = q_smem.slice(0, WIDTH, dim=1)
+    inverse_sum = inverse_denominator(row_max, row_sum, smem.per_head.index(0), HAS_SINK)
+    mbarrier.wait(smem.barriers.p_free, (blocks & 1) ^ 1)
+    smem.alpha.store(inverse_sum)
+    mbarrier.arrive(smem.barriers.p_ready)
+    row, first_head = output.row, output.first_head
+    store_lse(output.lse, row + first_head, row_max, row_sum, heads)
+    staging = smem.q.index(0).slice(0, WIDTH, dim=1)
     scale = gl.convert_layout(inverse_sum, ACC_ROW)
-    _store(out, staging, acc, scale, row, first_head, heads, 0)
+    _store(output.out, staging, acc, scale, row, first_head, heads, 0)
 
 
 @gluon.jit
 def finish_right(
-    acc, blocks, dst, rotation, heads, q_smem, exchange, barriers, INVERSE_ROPE: gl.constexpr
-):
+    acc, blocks, output, rotation, position, heads, smem, INVERSE_ROPE: gl.constexpr
+):  # fmt: skip
     """Write the right half of the result; INVERSE_ROPE rotates its last 64 columns back."""
-    out, row, first_head = dst
-    _kv_ready, _kv_free, p_ready, _p_free, _q_ready = barriers
-    mbarrier.wait(p_ready, blocks & 1)
-    staging = q_smem.slice(WIDTH, WIDTH, dim=1)
-    scale = exchange[0].load(ACC_ROW)
+    mbarrier.wait(smem.barriers.p_ready, blocks & 1)
+    staging = smem.q.index(0).slice(WIDTH, WIDTH, dim=1)
+    scale = smem.alpha.load(ACC_ROW)
     if INVERSE_ROPE:
-        _store_rotated(out, staging, acc, scale, row, first_head, heads, rotation)
+        _store_rotated(output, staging, acc, scale, heads, rotation, position)
     else:
-        _store(out, staging, acc, scale, row, first_head, heads, WIDTH)
+        _store(output.out, staging, acc, scale, output.row, output.first_head, heads, WIDTH)
 
 
 @gluon.jit
-def finish_partial_left(acc, row_max, row_sum, blocks, dst, heads, q_smem, exchange, barriers):
+def finish_partial_left(acc, row_max, row_sum, blocks, partial, heads, smem):
     """Write the left half of a split's partial result: normalised, in multiples of its scale."""
-    partial, partial_lse, partial_scale, row, first_head = dst
-    _kv_ready, _kv_free, p_ready, p_free, _q_ready = barriers
+    p_free, q_smem = smem.barriers.p_free, smem.q.index(0)
     inverse_sum = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
     factor = gl.convert_layout(inverse_sum, ACC_ROW)
     mbarrier.wait(p_free, (blocks & 1) ^ 1)
-    exchange[0].store(inverse_sum)
-    exchange[1].index(0).store(amax_of(acc * factor[:, None]))
-    mbarrier.arrive(p_ready)
+    smem.alpha.store(inverse_sum)
+    smem.per_head.index(0).store(amax_of(acc * factor[:, None]))
+    mbarrier.arrive(smem.barriers.p_ready)
     head = gl.arange(0, HEADS, LOGIT_ROW)
+    row, first_head = partial.row, partial.first_head
     start = row + first_head
-    gl.store(partial_lse + start + head, log2_sum(row_max, row_sum), mask=head < heads)
+    gl.store(partial.lse + start + head, log2_sum(row_max, row_sum), mask=head < heads)
     mbarrier.wait(p_free, blocks & 1)
-    scale = exchange[1].index(1).load(ACC_ROW)
-    gl.store(partial_scale + start + head, gl.convert_layout(scale, LOGIT_ROW), mask=head < heads)
+    scale = smem.per_head.index(1).load(ACC_ROW)
+    gl.store(partial.scale + start + head, gl.convert_layout(scale, LOGIT_ROW), mask=head < heads)
     staging = reinterpret(q_smem, gl.float16, [HEADS, 2 * WIDTH], q_smem.layout)
     staging = staging.slice(0, WIDTH, dim=1)
-    _store(partial, staging, acc, factor * (1.0 / scale), row, first_head, heads, 0)
+    _store(partial.out, staging, acc, factor * (1.0 / scale), row, first_head, heads, 0)
 
 
 @gluon.jit
-def finish_partial_right(acc, blocks, dst, heads, q_smem, exchange, barriers):
+def finish_partial_right(acc, blocks, partial, heads, smem):
     """Write the right half of a split's partial result."""
-    partial, row, first_head = dst
-    _kv_ready, _kv_free, p_ready, p_free, _q_ready = barriers
-    mbarrier.wait(p_ready, blocks & 1)
-    factor = exchange[0].load(ACC_ROW)
-    amax = gl.maximum(amax_of(acc * factor[:, None]), exchange[1].index(0).load(ACC_ROW))
+    q_smem = smem.q.index(0)
+    mbarrier.wait(smem.barriers.p_ready, blocks & 1)
+    factor = smem.alpha.load(ACC_ROW)
+    amax = gl.maximum(amax_of(acc * factor[:, None]), smem.per_head.index(0).load(ACC_ROW))
     scale = scale_of(amax)
-    exchange[1].index(1).store(scale)
-    mbarrier.arrive(p_free)
+    smem.per_head.index(1).store(scale)
+    mbarrier.arrive(smem.barriers.p_free)
     staging = reinterpret(q_smem, gl.float16, [HEADS, 2 * WIDTH], q_smem.layout)
     staging = staging.slice(WIDTH, WIDTH, dim=1)
-    _store(partial, staging, acc, factor * (1.0 / scale), row, first_head, heads, WIDTH)
+    row, first_head = partial.row, partial.first_head
+    _store(partial.out, staging, acc, factor * (1.0 / scale), row, first_head, heads, WIDTH)

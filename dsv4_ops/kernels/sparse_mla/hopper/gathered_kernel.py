@@ -6,8 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import (
     COPY_THREADS,
+    Lists,
+    Queries,
+    Rows,
     copy_half_queries,
     copy_items,
     list_length,
@@ -35,10 +39,29 @@ _COLUMNS = gl.constexpr(64)
 _STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
+@aggregate
+class Output:
+    """Results of all tokens."""
+
+    out: Scalar
+    lse: Scalar
+    max_logits: Scalar
+
+
+@aggregate
+class GroupedRows:
+    """Rows of a group of tokens: the first row, the rows before each gap, and the size of a gap."""
+
+    first: Scalar
+    rows: Scalar
+    gap: Scalar
+
+
 @gluon.jit
 def _halves(values):
     """Split the columns of a thread's rows into left and right."""
-    parts = gl.reshape(values, [HEADS, 2, values.shape[1] // 2])
+    COLUMNS: gl.constexpr = values.shape[1]
+    parts = gl.reshape(values, [HEADS, 2, COLUMNS // 2])
     return gl.split(gl.permute(parts, (0, 2, 1)))
 
 
@@ -48,7 +71,7 @@ def _store_columns(out, staging, values, row, heads, FIRST: gl.constexpr, GROUPE
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _STORE_LAYOUT))
     dim = FIRST + gl.arange(0, _COLUMNS, gl.SliceLayout(0, _STORE_LAYOUT))
     if GROUPED:
-        dst_row = row[0] + head + (head // row[1]) * row[2]
+        dst_row = row.first + head + (head // row.rows) * row.gap
     else:
         dst_row = row + head
     dst = out + dst_row[:, None] * (2 * WIDTH) + dim[None, :]
@@ -58,8 +81,8 @@ def _store_columns(out, staging, values, row, heads, FIRST: gl.constexpr, GROUPE
 @gluon.jit
 def write_half(out, staging, acc, inverse, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
     """Write half of the result, from column FIRST on. The values pass through the shared memory of
-    P: a thread computes pairs of values and writes eight. With GROUPED, ``row`` is the first row,
-    the number of rows before each gap, and the size of a gap."""
+    P: a thread computes pairs of values and writes eight. ``row`` is the first row; with GROUPED it
+    is ``GroupedRows``."""
     scale = gl.convert_layout(inverse, ACC_ROW)
     left, right = _halves((acc * scale[:, None]).to(out.dtype.element_ty))
     first, second = _halves(left)
@@ -73,13 +96,11 @@ def write_half(out, staging, acc, inverse, row, heads, FIRST: gl.constexpr, GROU
 @gluon.jit
 def _attend(
     HALF: gl.constexpr,
-    q, lists, items, num_heads, dst, smem,
+    q, lists, items, num_heads, output, smem,
     SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
 ):  # fmt: skip
-    out, lse, max_logits = dst
-    q_ready, q_free = smem[5][4], smem[5][5]
-    sink_smem = smem[4][2]
-    head_tiles = lists[3][2]
+    q_ready, q_free = smem.barriers.q_ready, smem.barriers.q_free
+    head_tiles = lists.head_tiles
     item = gl.program_id(0)
     iteration = item * 0
     first = item * 0
@@ -92,24 +113,23 @@ def _attend(
         mbarrier.wait(q_ready, iteration & 1)
         fence_async_shared()
         if HALF == LEFT:
-            acc, row_max, row_sum = attend_even(
-                first, pairs, iteration, SCALE, smem, smem[0], False
-            )
+            acc, row_max, row_sum = attend_even(first, pairs, iteration, SCALE, smem, None, False)
         else:
-            acc, row_max, row_sum = attend_odd(first, pairs, iteration, SCALE, smem, smem[0], False)
+            acc, row_max, row_sum = attend_odd(first, pairs, iteration, SCALE, smem, None, False)
         first += pairs
         row_sum = reduce_row_sum(HALF, first, iteration, row_sum, smem)
-        inverse = inverse_denominator(row_max, row_sum, sink_smem.index(iteration & 1), HAS_SINK)
+        inverse = inverse_denominator(row_max, row_sum, smem.sink.index(iteration & 1), HAS_SINK)
         # after the exchange of row sums, so that no partition is an item ahead
         mbarrier.arrive(q_free)
         first_head = (item % head_tiles) * HEADS
         heads = num_heads - first_head  # heads left: no more are written
         row = (item // head_tiles).to(gl.int64) * num_heads + first_head
         if HALF == RIGHT:  # this partition waits once less
-            store_lse(lse, row, row_max, row_sum, heads)
+            store_lse(output.lse, row, row_max, row_sum, heads)
             head = gl.arange(0, HEADS, LOGIT_ROW)
-            gl.store(max_logits + row + head, row_max / _LOG2_E, mask=head < heads)
-        write_half(out, smem[3].index(HALF), acc, inverse, row, heads, HALF * WIDTH, False)
+            gl.store(output.max_logits + row + head, row_max / _LOG2_E, mask=head < heads)
+        staging = smem.p.index(HALF)
+        write_half(output.out, staging, acc, inverse, row, heads, HALF * WIDTH, False)
         iteration += 1
         item = next_item
 
@@ -130,18 +150,19 @@ def hopper_gathered_keys_kernel(
     num_heads = gl.to_tensor(num_heads)
     head_tiles = (num_heads + HEADS - 1) // HEADS
     items = num_tokens * head_tiles
-    q_rows = (q, q_stride, q_head_stride, num_heads, attn_sink)
-    rows = (kv, gl.to_tensor(kv_stride).to(gl.int64), gl.to_tensor(num_rows))
-    strides = (gl.to_tensor(indices_stride), gl.to_tensor(column_stride))
-    counts = (lens, gl.to_tensor(len_stride), head_tiles)
-    lists = (indices, strides, gl.to_tensor(width), counts)
-    dst = (out, lse, max_logits)
+    queries = Queries(q, q_stride, q_head_stride, num_heads, attn_sink)
+    rows = Rows(kv, gl.to_tensor(kv_stride).to(gl.int64), gl.to_tensor(num_rows))
+    lists = Lists(
+        indices, gl.to_tensor(indices_stride), gl.to_tensor(column_stride), gl.to_tensor(width),
+        lens, gl.to_tensor(len_stride), head_tiles,
+    )  # fmt: skip
+    output = Output(out, lse, max_logits)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
     gl.warp_specialize(
         [
-            (copy_items, (q_rows, rows, lists, items, smem, HAS_SINK)),
-            (_attend, (LEFT, q_rows, lists, items, num_heads, dst, smem, SCALE, HAS_SINK)),
-            (_attend, (RIGHT, q_rows, lists, items, num_heads, dst, smem, SCALE, HAS_SINK)),
+            (copy_items, (queries, rows, lists, items, smem, HAS_SINK)),
+            (_attend, (LEFT, queries, lists, items, num_heads, output, smem, SCALE, HAS_SINK)),
+            (_attend, (RIGHT, queries, lists, items, num_heads, output, smem, SCALE, HAS_SINK)),
         ],
         [4, 4],
         [MMA_REGISTERS, MMA_REGISTERS],

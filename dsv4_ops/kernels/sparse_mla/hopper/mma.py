@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 
 HEADS = gl.constexpr(64)
@@ -30,15 +31,46 @@ _Q_COLUMNS = gl.constexpr(128)
 _Q_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
+@aggregate
+class Barriers:
+    """Barriers between the partitions; those of KV are one per buffer."""
+
+    kv_ready: gl.shared_memory_descriptor
+    kv_free: gl.shared_memory_descriptor
+    p_ready: gl.shared_memory_descriptor
+    p_free: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+
+
+@aggregate
+class Smem:
+    """Shared memory of a program.
+
+    ``p`` holds P of one block; ``alpha`` holds the factor that rescales the accumulator before that
+    block. ``kv_valid`` holds the row of each key, -1 if the key does not exist. ``per_head`` holds
+    two values per head for the epilogue: the sink, or the amax and the scale of a partial result.
+    """
+
+    q: gl.shared_memory_descriptor
+    kv: gl.shared_memory_descriptor
+    kv_valid: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    alpha: gl.shared_memory_descriptor
+    per_head: gl.shared_memory_descriptor
+    barriers: Barriers
+
+
+@aggregate
+class HeadRows:
+    """Queries of a program's heads: the address of the first and the stride between heads."""
+
+    start: Scalar
+    stride: Scalar
+
+
 @gluon.jit
 def allocate():
-    """Allocate the shared memory and the barriers of a program.
-
-    ``p_smem`` holds P of one block; ``alpha_smem`` holds the factor that rescales the accumulator
-    before that block. ``kv_valid_smem`` holds the row of each key, -1 if the key does not exist.
-
-    Barriers: KV ready, KV free, P ready, P free, Q ready.
-    """
+    """Allocate the shared memory and the barriers of a program."""
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 2 * WIDTH], ROWS)
@@ -57,25 +89,19 @@ def allocate():
     mbarrier.init(p_free, count=1)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_ready, count=2)
-    barriers = (kv_ready, kv_free, p_ready, p_free, q_ready)
-    return q_smem, kv_smem, kv_valid_smem, p_smem, alpha_smem, barriers
+    barriers = Barriers(kv_ready, kv_free, p_ready, p_free, q_ready)
+    per_head_smem = gl.allocate_shared_memory(gl.float32, [2, HEADS], LINE)
+    return Smem(q_smem, kv_smem, kv_valid_smem, p_smem, alpha_smem, per_head_smem, barriers)
 
 
 @gluon.jit
-def allocate_heads(COUNT: gl.constexpr):
-    """Allocate COUNT values per head in shared memory."""
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.float32, [COUNT, HEADS], LINE)
-
-
-@gluon.jit
-def load_half_queries(q_smem, q, heads, FIRST: gl.constexpr, q_ready):
+def load_half_queries(smem, q, heads, FIRST: gl.constexpr):
     """Copy half of the queries, from column FIRST on, to shared memory; heads from ``heads`` on
     become zeros. Each of the two partitions copies one half and arrives at ``q_ready``."""
-    first, head_stride = q
+    q_smem = smem.q.index(0)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _Q_LAYOUT))
     dim = gl.arange(0, _Q_COLUMNS, gl.SliceLayout(0, _Q_LAYOUT))
-    start = first + FIRST + head.to(gl.int64)[:, None] * head_stride + dim[None, :]
+    start = q.start + FIRST + head.to(gl.int64)[:, None] * q.stride + dim[None, :]
     head_valid = (head < heads)[:, None]
     # issue both loads before the first store
     values0 = gl.load(start, mask=head_valid, other=0.0)
@@ -83,7 +109,7 @@ def load_half_queries(q_smem, q, heads, FIRST: gl.constexpr, q_ready):
     q_smem.slice(FIRST, _Q_COLUMNS, dim=1).store(values0)
     q_smem.slice(FIRST + _Q_COLUMNS, _Q_COLUMNS, dim=1).store(values1)
     fence_async_shared()
-    mbarrier.arrive(q_ready)
+    mbarrier.arrive(smem.barriers.q_ready)
 
 
 @gluon.jit
@@ -107,10 +133,10 @@ def _softmax(logits, row_max, row_sum):
 
 
 @gluon.jit
-def attend_left(blocks, scale, q_smem, kv_smem, kv_valid_smem, p_smem, alpha_smem, barriers):
+def attend_left(blocks, scale, smem):
     """Return the left half of the accumulator over all blocks, row_max and row_sum. ``scale``
     includes log2(e)."""
-    kv_ready, kv_free, p_ready, p_free, _q_ready = barriers
+    barriers = smem.barriers
     acc = gl.full([HEADS, WIDTH], 0.0, gl.float32, ACC)
     row_max = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     zeros = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
@@ -118,46 +144,46 @@ def attend_left(blocks, scale, q_smem, kv_smem, kv_valid_smem, p_smem, alpha_sme
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
-        mbarrier.wait(kv_ready.index(buffer), (block // 2) & 1)
-        kv_tile = kv_smem.index(buffer)
+        mbarrier.wait(barriers.kv_ready.index(buffer), (block // 2) & 1)
+        kv_tile = smem.kv.index(buffer)
         # a constant index would keep descriptors in registers
-        q_tile = q_smem.index(block >> 28)
+        q_tile = smem.q.index(block >> 28)
         qk = warpgroup_mma(q_tile, kv_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        kv_valid = kv_valid_smem.index(buffer).load(gl.SliceLayout(0, LOGITS))
+        kv_valid = smem.kv_valid.index(buffer).load(gl.SliceLayout(0, LOGITS))
         logits = warpgroup_mma_wait(0, deps=(qk,))
         logits = gl.where((kv_valid >= 0)[None, :], logits * scale, float("-inf"))
         p, alpha, row_max, row_sum = _softmax(logits, row_max, row_sum)
         p_bf16 = p.to(gl.bfloat16)
-        mbarrier.wait(p_free, (block & 1) ^ 1)
-        p_smem.store(p_bf16)
-        alpha_smem.store(alpha)
+        mbarrier.wait(barriers.p_free, (block & 1) ^ 1)
+        smem.p.store(p_bf16)
+        smem.alpha.store(alpha)
         fence_async_shared()
-        mbarrier.arrive(p_ready)
+        mbarrier.arrive(barriers.p_ready)
         acc = acc * gl.convert_layout(alpha, ACC_ROW)[:, None]
         p_operand = gl.convert_layout(p_bf16, P_OPERAND)
         pv = warpgroup_mma(p_operand, kv_tile.slice(0, WIDTH, dim=1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pv,))
-        mbarrier.arrive(kv_free.index(buffer))
+        mbarrier.arrive(barriers.kv_free.index(buffer))
         block += 1
     return acc, row_max, gl.convert_layout(gl.sum(row_sum, axis=1), LOGIT_ROW)
 
 
 @gluon.jit
-def attend_right(blocks, kv_smem, p_smem, alpha_smem, barriers):
+def attend_right(blocks, smem):
     """Return the right half of the accumulator over all blocks, with P and alpha of the left
     partition."""
-    kv_ready, kv_free, p_ready, p_free, _q_ready = barriers
+    barriers = smem.barriers
     acc = gl.full([HEADS, WIDTH], 0.0, gl.float32, ACC)
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
-        mbarrier.wait(kv_ready.index(buffer), (block // 2) & 1)
-        mbarrier.wait(p_ready, block & 1)
-        acc = acc * alpha_smem.load(ACC_ROW)[:, None]
-        kv_right = kv_smem.index(buffer).slice(WIDTH, WIDTH, dim=1)
-        pv = warpgroup_mma(p_smem, kv_right, acc, is_async=True)
+        mbarrier.wait(barriers.kv_ready.index(buffer), (block // 2) & 1)
+        mbarrier.wait(barriers.p_ready, block & 1)
+        acc = acc * smem.alpha.load(ACC_ROW)[:, None]
+        kv_right = smem.kv.index(buffer).slice(WIDTH, WIDTH, dim=1)
+        pv = warpgroup_mma(smem.p, kv_right, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pv,))
-        mbarrier.arrive(p_free)
-        mbarrier.arrive(kv_free.index(buffer))
+        mbarrier.arrive(barriers.p_free)
+        mbarrier.arrive(barriers.kv_free.index(buffer))
         block += 1
     return acc

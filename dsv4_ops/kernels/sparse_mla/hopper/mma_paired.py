@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dsv4_ops.kernels.common.triton_compat import aggregate
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.mma import (
     ACC,
@@ -30,17 +31,54 @@ from dsv4_ops.kernels.sparse_mla.hopper.mma import (
 LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
 """Halves of a row, and of the output; each partition accumulates one."""
 
+EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
+"""Blocks of a pair; the left partition has the logits of the even one."""
+
+
+@aggregate
+class PairedBarriers:
+    """Barriers between the partitions: those of KV for each half and block, ``max_ready`` and
+    ``p_ready`` for each block."""
+
+    kv_ready: gl.tuple
+    kv_free: gl.tuple
+    max_ready: gl.tuple
+    p_ready: gl.tuple
+    q_ready: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+
+
+@aggregate
+class PairedSmem:
+    """Shared memory of a program.
+
+    KV of a pair of blocks is two tensors, the left and the right half of the rows. ``kv_valid``
+    holds the row of each key, -1 if the key does not exist. Row sums and sinks have two buffers,
+    for the current and the previous item.
+    """
+
+    q: gl.shared_memory_descriptor
+    kv: gl.tuple
+    kv_valid: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    row_max: gl.shared_memory_descriptor
+    row_sum: gl.shared_memory_descriptor
+    sink: gl.shared_memory_descriptor
+    barriers: PairedBarriers
+
+
+@aggregate
+class Rope:
+    """RoPE columns of the queries, which are no part of the values, and the length of each row."""
+
+    q: gl.shared_memory_descriptor
+    length: gl.tensor
+
 
 @gluon.jit
 def allocate(ARRIVALS: gl.constexpr):
-    """Allocate the shared memory and the barriers of a program.
-
-    KV of a pair of blocks is two tensors, the left and the right half of the rows. Row sums and
-    sinks have two buffers, for the current and the previous item.
-
-    Barriers: KV ready (ARRIVALS threads arrive) and KV free, per half and block; max ready and P
-    ready, per block; Q ready and Q free.
-    """
+    """Allocate the shared memory and the barriers of a program; ARRIVALS threads arrive when KV is
+    ready."""
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 2 * WIDTH], ROWS)
@@ -59,11 +97,17 @@ def allocate(ARRIVALS: gl.constexpr):
     p_ready = (_barrier(1), _barrier(1))
     q_ready = _barrier(2 * ARRIVALS)
     q_free = _barrier(2)
-    kv_smem = (kv_left_smem, kv_right_smem)
-    exchange = (row_max_smem, row_sum_smem, sink_smem)
     kv_ready, kv_free = (kv_ready_left, kv_ready_right), (kv_free_left, kv_free_right)
-    barriers = (kv_ready, kv_free, max_ready, p_ready, q_ready, q_free)
-    return q_smem, kv_smem, kv_valid_smem, p_smem, exchange, barriers
+    return PairedSmem(
+        q=q_smem,
+        kv=(kv_left_smem, kv_right_smem),
+        kv_valid=kv_valid_smem,
+        p=p_smem,
+        row_max=row_max_smem,
+        row_sum=row_sum_smem,
+        sink=sink_smem,
+        barriers=PairedBarriers(kv_ready, kv_free, max_ready, p_ready, q_ready, q_free),
+    )
 
 
 @gluon.jit
@@ -83,12 +127,10 @@ def _logits(
     scale, zero, smem, rope,
     HAS_ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Return the logits of a block; the half FIRST is multiplied first. With HAS_ROPE keys have
-    RoPE columns beside their values: ``rope`` holds those of the queries and the length of each
-    row. Those of the keys lie in ``p_smem`` until P replaces them, and ``kv_valid_smem`` holds
-    positions."""
-    q_smem, kv_ready = smem[0].index(zero), smem[5][0]
-    kv_smem, kv_valid_smem, p_smem = smem[1], smem[2], smem[3]
+    """Return the logits of a block; the half FIRST is multiplied first. With HAS_ROPE, keys have
+    RoPE columns beside their values, and ``rope`` is a ``Rope``. RoPE columns of the keys lie in
+    ``smem.p`` until P replaces them, and ``smem.kv_valid`` holds positions."""
+    q_smem, kv_smem, kv_ready = smem.q.index(zero), smem.kv, smem.barriers.kv_ready
     zeros = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
     SECOND: gl.constexpr = 1 - FIRST
     mbarrier.wait(kv_ready[FIRST][BLOCK], phase)
@@ -109,12 +151,12 @@ def _logits(
         is_async=True,
     )
     if HAS_ROPE:
-        k_rope = p_smem.index(block).permute((1, 0))
-        qk = warpgroup_mma(rope[0].index(zero), k_rope, qk, is_async=True)
-    kv_valid = kv_valid_smem.index(block).load(gl.SliceLayout(0, LOGITS))
+        k_rope = smem.p.index(block).permute((1, 0))
+        qk = warpgroup_mma(rope.q.index(zero), k_rope, qk, is_async=True)
+    kv_valid = smem.kv_valid.index(block).load(gl.SliceLayout(0, LOGITS))
     logits = warpgroup_mma_wait(0, deps=(qk,))
     if HAS_ROPE:
-        return gl.where(kv_valid[None, :] < rope[1][:, None], logits * scale, float("-inf"))
+        return gl.where(kv_valid[None, :] < rope.length[:, None], logits * scale, float("-inf"))
     return gl.where((kv_valid >= 0)[None, :], logits * scale, float("-inf"))
 
 
@@ -140,37 +182,37 @@ def attend_even(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constex
     """Return the left half of the accumulator over ``pairs`` pairs from ``first`` on, row_max, and
     the row_sum of the first block of each pair. ``scale`` includes log2(e); ``rope`` is that of
     ``_logits``."""
-    _q_smem, kv_smem, _kv_valid_smem, p_smem, exchange, barriers = smem
-    row_max_smem = exchange[0]
-    _kv_ready, kv_free, max_ready, p_ready, _q_ready, _q_free = barriers
+    kv_smem, p_smem, row_max_smem = smem.kv, smem.p, smem.row_max
+    barriers = smem.barriers
+    kv_free, max_ready, p_ready = barriers.kv_free, barriers.max_ready, barriers.p_ready
     acc = gl.full([HEADS, WIDTH], 0.0, gl.float32, ACC)
     row_max = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     row_sum = thread_sums(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
     pair = first + pairs * 0
     while pair < first + pairs:
         phase = pair & 1
-        logits = _logits(0, 0, phase, LEFT, scale, 0, smem, rope, HAS_ROPE)
+        logits = _logits(0, EVEN, phase, LEFT, scale, 0, smem, rope, HAS_ROPE)
         new_max = gl.maximum(row_max, gl.max(logits, axis=1))
         row_max_smem.index(0).store(new_max)
-        mbarrier.arrive(max_ready[0])
+        mbarrier.arrive(max_ready[EVEN])
         p = gl.exp2(logits - _finite_max(new_max)[:, None])
         alpha = gl.exp2(row_max - _finite_max(new_max))
         row_sum = _rescale(row_sum, alpha) + thread_sums(p)
         acc = acc * gl.convert_layout(alpha, ACC_ROW)[:, None]
         p_operand = gl.convert_layout(p.to(p_smem.dtype), P_OPERAND)
         pv = warpgroup_mma(p_operand, kv_smem[LEFT].index(0), acc, is_async=True)
-        mbarrier.wait(max_ready[1], (pair + iteration) & 1)
+        mbarrier.wait(max_ready[ODD], (pair + iteration) & 1)
         row_max = row_max_smem.index(1).load(LOGIT_ROW)
         alpha = gl.exp2(new_max - _finite_max(row_max))
-        _store_p(0, p_smem, (p * alpha[:, None]).to(p_smem.dtype), p_ready)
+        _store_p(EVEN, p_smem, (p * alpha[:, None]).to(p_smem.dtype), p_ready)
         row_sum = _rescale(row_sum, alpha)
         acc = warpgroup_mma_wait(0, deps=(pv,))
-        mbarrier.arrive(kv_free[LEFT][0])
+        mbarrier.arrive(kv_free[LEFT][EVEN])
         acc = acc * gl.convert_layout(alpha, ACC_ROW)[:, None]
-        mbarrier.wait(p_ready[1], phase)
+        mbarrier.wait(p_ready[ODD], phase)
         pv = warpgroup_mma(p_smem.index(1), kv_smem[LEFT].index(1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pv,))
-        mbarrier.arrive(kv_free[LEFT][1])
+        mbarrier.arrive(kv_free[LEFT][ODD])
         pair += 1
     return acc, row_max, gl.convert_layout(gl.sum(row_sum, axis=1), LOGIT_ROW)
 
@@ -179,9 +221,9 @@ def attend_even(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constex
 def attend_odd(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexpr):
     """Return the right half of the accumulator over all blocks, row_max, and the row_sum of the
     second block of each pair."""
-    _q_smem, kv_smem, _kv_valid_smem, p_smem, exchange, barriers = smem
-    row_max_smem = exchange[0]
-    _kv_ready, kv_free, max_ready, p_ready, _q_ready, _q_free = barriers
+    kv_smem, p_smem, row_max_smem = smem.kv, smem.p, smem.row_max
+    barriers = smem.barriers
+    kv_free, max_ready, p_ready = barriers.kv_free, barriers.max_ready, barriers.p_ready
     acc = gl.full([HEADS, WIDTH], 0.0, gl.float32, ACC)
     row_max = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     row_sum = thread_sums(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
@@ -189,15 +231,15 @@ def attend_odd(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexp
     while pair < first + pairs:
         phase = pair & 1
         zero = pair >> 28  # a constant 0 would keep descriptors in registers
-        logits = _logits(zero + 1, 1, phase, RIGHT, scale, zero, smem, rope, HAS_ROPE)
+        logits = _logits(zero + 1, ODD, phase, RIGHT, scale, zero, smem, rope, HAS_ROPE)
         new_max = gl.max(logits, axis=1)
-        mbarrier.wait(max_ready[0], (pair + iteration) & 1)
+        mbarrier.wait(max_ready[EVEN], (pair + iteration) & 1)
         new_max = gl.maximum(new_max, row_max_smem.index(0).load(LOGIT_ROW))
         row_max_smem.index(1).store(new_max)
-        mbarrier.arrive(max_ready[1])
+        mbarrier.arrive(max_ready[ODD])
         p = gl.exp2(logits - _finite_max(new_max)[:, None])
         p_rounded = p.to(p_smem.dtype)
-        _store_p(1, p_smem, p_rounded, p_ready)
+        _store_p(ODD, p_smem, p_rounded, p_ready)
         alpha = gl.exp2(row_max - _finite_max(new_max))
         row_max = new_max
         row_sum = _rescale(row_sum, alpha) + thread_sums(p)
@@ -205,11 +247,11 @@ def attend_odd(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexp
         p_operand = gl.convert_layout(p_rounded, P_OPERAND)
         pv = warpgroup_mma(p_operand, kv_smem[RIGHT].index(zero + 1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pv,))
-        mbarrier.arrive(kv_free[RIGHT][1])
-        mbarrier.wait(p_ready[0], phase)
+        mbarrier.arrive(kv_free[RIGHT][ODD])
+        mbarrier.wait(p_ready[EVEN], phase)
         pv = warpgroup_mma(p_smem.index(zero), kv_smem[RIGHT].index(zero), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pv,))
-        mbarrier.arrive(kv_free[RIGHT][0])
+        mbarrier.arrive(kv_free[RIGHT][EVEN])
         pair += 1
     return acc, row_max, gl.convert_layout(gl.sum(row_sum, axis=1), LOGIT_ROW)
 
@@ -218,7 +260,7 @@ def attend_odd(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexp
 def reduce_row_sum(block: gl.constexpr, pairs, iteration, row_sum, smem):
     """Add the row sums of both partitions, whose row_max agree after the last pair. ``pairs``
     counts from the start of the program."""
-    row_sum_smem, max_ready = smem[4][1], smem[5][2]
+    row_sum_smem, max_ready = smem.row_sum, smem.barriers.max_ready
     first = 2 * (iteration & 1)
     row_sum_smem.index(first + block).store(row_sum)
     mbarrier.arrive(max_ready[block])

@@ -4,90 +4,140 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 from dsv4_ops.kernels.sparse_mla.hopper.decode_kernel import (
     DEQUANT_REGISTERS,
     MMA_REGISTERS,
     attend_and_finish_left,
     attend_and_finish_right,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import HALF, KEYS, ROW_LAYOUT, dequantise
-from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, allocate, allocate_heads
+from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
+    HALF,
+    KEYS,
+    ROW_LAYOUT,
+    LocatedRows,
+    dequantise,
+)
+from dsv4_ops.kernels.sparse_mla.hopper.epilogue import Output, Partial
+from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, HeadRows, allocate
+
+
+@aggregate
+class Span:
+    """Blocks of a token's window, lengths of the token and of its window, and the blocks of this
+    split, ``first_block`` to ``stop``."""
+
+    window_blocks: Scalar
+    length: Scalar
+    swa_len: Scalar
+    first_block: Scalar
+    stop: Scalar
+
+
+@aggregate
+class Pages:
+    """Pages of a request in one cache: address, stride, number and rows of the pages; address,
+    stride and columns of the request's row of the block table."""
+
+    cache: Scalar
+    page_stride: Scalar
+    blocks: Scalar
+    block_size: gl.constexpr
+    table_row: Scalar
+    step: Scalar
+    columns: Scalar
+
+
+@aggregate
+class Selection:
+    """Extra rows of a token: the number of rows that it sees; length, address and stride of the
+    list of selected rows."""
+
+    num_visible: Scalar
+    length: Scalar
+    start: Scalar
+    step: Scalar
+
+
+@aggregate
+class Sources:
+    """Keys of a split. Without ``has_topk`` all visible rows of the extra cache are keys."""
+
+    span: Span
+    swa: Pages
+    extra: Pages
+    selection: Selection
+    has_extra: gl.constexpr
+    has_topk: gl.constexpr
+    row_bytes: gl.constexpr
 
 
 @gluon.jit
-def _columns(sources, block, FIRST: gl.constexpr):
+def _columns(span, block, FIRST: gl.constexpr):
     """Return the columns of half a block in the window's or in the extra list, and whether the list
     is the window's."""
-    window_blocks = sources[0][0]
-    block = block + sources[0][3]
-    in_window = block < window_blocks
-    column = gl.where(in_window, block, block - window_blocks) * KEYS + FIRST
+    block = block + span.first_block
+    in_window = block < span.window_blocks
+    column = gl.where(in_window, block, block - span.window_blocks) * KEYS + FIRST
     return column + gl.arange(0, HALF, ROW_LAYOUT), in_window
 
 
 @gluon.jit
-def load_entries(sources, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
-    """Load the selected rows of half a block, from its key FIRST on; without HAS_TOPK rows are
+def load_entries(sources, block, FIRST: gl.constexpr):
+    """Load the selected rows of half a block, from its key FIRST on; without ``has_topk`` rows are
     columns."""
-    HAS_TOPK: gl.constexpr = SIZES[5]
-    column, in_window = _columns(sources, block, FIRST)
-    if HAS_TOPK:
-        _num_visible, extra_len, selected, step = sources[3]
-        mask = (column < extra_len) & (in_window == 0)
-        column = gl.load(selected + column.to(gl.int64) * step, mask=mask, other=-1)
+    column, in_window = _columns(sources.span, block, FIRST)
+    if sources.has_topk:
+        selection = sources.selection
+        mask = (column < selection.length) & (in_window == 0)
+        start, step = selection.start, selection.step
+        column = gl.load(start + column.to(gl.int64) * step, mask=mask, other=-1)
     return column
 
 
 @gluon.jit
-def locate_rows(sources, block, FIRST: gl.constexpr, entries, SIZES: gl.constexpr):
-    """Return what ``locate_rows`` of ``decode_kernel.py`` returns. As unsigned numbers, negative
-    blocks lie past every block, and divisions are shifts."""
-    ROW: gl.constexpr = SIZES[0]
-    SWA_BLOCK_SIZE: gl.constexpr = SIZES[2]
-    EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
-    HAS_EXTRA: gl.constexpr = SIZES[4]
-    HAS_TOPK: gl.constexpr = SIZES[5]
-    _window_blocks, length, swa_len, first_block, stop = sources[0]
-    cache, page_stride, blocks, pages, step, columns = sources[1]
-    column, in_window = _columns(sources, block, FIRST)
-    offset = (length - swa_len + column).to(gl.uint32)
-    visible = in_window & (column < swa_len)
-    page_column, row = offset // SWA_BLOCK_SIZE, offset % SWA_BLOCK_SIZE
-    block_size = gl.to_tensor(SWA_BLOCK_SIZE)
-    if HAS_EXTRA:
-        extra = sources[2]
+def locate_rows(sources, block, FIRST: gl.constexpr, entries):
+    """Return the ``LocatedRows`` of the entries. As unsigned numbers, negative blocks lie past
+    every block, and divisions are shifts."""
+    span, swa, extra = sources.span, sources.swa, sources.extra
+    cache, page_stride, blocks = swa.cache, swa.page_stride, swa.blocks
+    pages, step, columns = swa.table_row, swa.step, swa.columns
+    column, in_window = _columns(span, block, FIRST)
+    offset = (span.length - span.swa_len + column).to(gl.uint32)
+    visible = in_window & (column < span.swa_len)
+    page_column, row = offset // swa.block_size, offset % swa.block_size
+    block_size = gl.to_tensor(swa.block_size)
+    if sources.has_extra:
         extra_entries = entries.to(gl.uint32)
-        if HAS_TOPK:
-            extra_visible = extra_entries < sources[3][0].to(gl.uint32)
+        if sources.has_topk:
+            extra_visible = extra_entries < sources.selection.num_visible.to(gl.uint32)
         else:
-            extra_visible = column < sources[3][1]
+            extra_visible = column < sources.selection.length
         visible = gl.where(in_window, visible, extra_visible)
-        page_column = gl.where(in_window, page_column, extra_entries // EXTRA_BLOCK_SIZE)
-        row = gl.where(in_window, row, extra_entries % EXTRA_BLOCK_SIZE)
-        cache = gl.where(in_window, cache, extra[0])
-        page_stride = gl.where(in_window, page_stride, extra[1])
-        blocks = gl.where(in_window, blocks, extra[2])
-        pages = gl.where(in_window, pages, extra[3])
-        step = gl.where(in_window, step, extra[4])
-        columns = gl.where(in_window, columns, extra[5])
-        block_size = gl.where(in_window, SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE)
-    visible = visible & (page_column < columns.to(gl.uint32)) & (first_block + block < stop)
+        page_column = gl.where(in_window, page_column, extra_entries // extra.block_size)
+        row = gl.where(in_window, row, extra_entries % extra.block_size)
+        cache = gl.where(in_window, cache, extra.cache)
+        page_stride = gl.where(in_window, page_stride, extra.page_stride)
+        blocks = gl.where(in_window, blocks, extra.blocks)
+        pages = gl.where(in_window, pages, extra.table_row)
+        step = gl.where(in_window, step, extra.step)
+        columns = gl.where(in_window, columns, extra.columns)
+        block_size = gl.where(in_window, swa.block_size, extra.block_size)
+    visible = visible & (page_column < columns.to(gl.uint32))
+    visible = visible & (span.first_block + block < span.stop)
     page = gl.load(pages + page_column.to(gl.int64) * step, mask=visible, other=-1).to(gl.uint32)
     exists = page < blocks.to(gl.uint32)
     page = gl.where(exists, page, 0).to(gl.int64)
     row = gl.where(exists, row.to(gl.int32), -1)
-    return cache + page * page_stride, row, block_size * ROW
+    return LocatedRows(cache + page * page_stride, row, block_size * sources.row_bytes)
 
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _dequantise_rows(sources, blocks, kv_smem, kv_valid_smem, barriers, SIZES: gl.constexpr):
-    kv_ready, kv_free, _p_ready, _p_free, _q_ready = barriers
-    dequantise(
-        load_entries, locate_rows, SIZES, sources, blocks, kv_smem, kv_valid_smem, kv_ready, kv_free
-    )
+def _dequantise_rows(sources, blocks, smem, SCALE_BYTES: gl.constexpr):
+    dequantise(load_entries, locate_rows, SCALE_BYTES, sources, blocks, smem)
 
 
 @gluon.jit
@@ -151,50 +201,45 @@ def hopper_prefill_keys_kernel(
     first_block = (blocks * split // splits).to(gl.int32)
     stop = (blocks * (split + 1) // splits).to(gl.int32)
 
-    q_smem, kv_smem, kv_valid_smem, p_smem, alpha_smem, barriers = allocate()
-
-    SIZES: gl.constexpr = (ROW, SCALE_BYTES, SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, HAS_TOPK)
-    swa_pages = swa_table + request * swa_table_stride
-    extra_pages = extra_table + request * extra_table_stride
-    columns = gl.to_tensor(max_swa_blocks)
-    swa = (swa_cache, swa_page_stride, swa_blocks, swa_pages, swa_column_stride, columns)
-    columns = gl.to_tensor(max_extra_blocks)
-    extra = (
-        extra_cache,
-        extra_page_stride,
-        extra_blocks,
-        extra_pages,
-        extra_column_stride,
-        columns,
-    )
-    span = (window_blocks, length, swa_len, first_block, stop)
-    sources = (span, swa, extra, (visible, extra_len, topk_row, topk_column_stride))
-    smem = (q_smem, kv_smem, kv_valid_smem, p_smem, (alpha_smem, allocate_heads(2)), barriers)
+    smem = allocate()
+    swa = Pages(
+        swa_cache, swa_page_stride, swa_blocks, SWA_BLOCK_SIZE,
+        swa_table + request * swa_table_stride, swa_column_stride, gl.to_tensor(max_swa_blocks),
+    )  # fmt: skip
+    extra = Pages(
+        extra_cache, extra_page_stride, extra_blocks, EXTRA_BLOCK_SIZE,
+        extra_table + request * extra_table_stride, extra_column_stride,
+        gl.to_tensor(max_extra_blocks),
+    )  # fmt: skip
+    span = Span(window_blocks, length, swa_len, first_block, stop)
+    selection = Selection(visible, extra_len, topk_row, topk_column_stride)
+    sources = Sources(span, swa, extra, selection, HAS_EXTRA, HAS_TOPK, ROW)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     heads = num_heads - first_head  # heads left: no more are read or written
-    q_rows = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
-    partial_row = gl.program_id(0).to(gl.int64) * num_heads
-    left_dst = (
-        (out, lse, row, first_head),
-        (partial, partial_lse, partial_scale, partial_row, first_head),
+    queries = HeadRows(
+        q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride
     )
-    right_dst = ((out, row, first_head), (partial, partial_row, first_head))
-    no_rotation = (lse, positions, position_stride)
+    output = Output(out, lse, row, first_head)
+    partial_row = gl.program_id(0).to(gl.int64) * num_heads
+    partial_output = Partial(partial, partial_lse, partial_scale, partial_row, first_head)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
     num_blocks = stop - first_block
     gl.warp_specialize(
         [
             (
                 attend_and_finish_left,
-                (q_rows, smem, num_blocks, attn_sink, left_dst, splits, heads, SCALE, HAS_SINK),
+                (
+                    queries, smem, num_blocks, attn_sink, output, partial_output, splits, heads,
+                    SCALE, HAS_SINK,
+                ),
             ),
             (
                 attend_and_finish_right,
-                (q_rows, smem, num_blocks, right_dst, no_rotation, splits, heads, False),
+                (queries, smem, num_blocks, output, partial_output, None, splits, heads, False),
             ),
-            (_dequantise_rows, (sources, num_blocks, kv_smem, kv_valid_smem, barriers, SIZES)),
+            (_dequantise_rows, (sources, num_blocks, smem, SCALE_BYTES)),
         ],
         [4, 4],
         [MMA_REGISTERS, DEQUANT_REGISTERS],
-    )
+    )  # fmt: skip

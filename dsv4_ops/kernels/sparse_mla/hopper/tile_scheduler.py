@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dsv4_ops.core import tiles
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 
 _SIZES, _STEPS = gl.constexpr(tiles.SPLIT_SIZES), gl.constexpr(tiles.SPLIT_STEPS)
 _COMBINE, _EXTRA = gl.constexpr(tiles.COMBINE_TILES), gl.constexpr(tiles.EXTRA_SPLIT_TILES)
@@ -20,6 +21,38 @@ _MOST_TILES = gl.constexpr(2**15)
 _NEVER = gl.constexpr(2**24)
 
 
+@aggregate
+class Grid:
+    """This program, the number of programs, and whether it has the first tile of heads: such
+    programs write the combine list."""
+
+    program: Scalar
+    programs: Scalar
+    is_writer: Scalar
+
+
+@aggregate
+class PerToken:
+    """A value per token: the address of the first one, and the stride."""
+
+    start: Scalar
+    stride: Scalar
+
+
+@aggregate
+class Batch:
+    """Lengths of both lists and request index of each token, widths of both lists, number of
+    requests and of tokens."""
+
+    swa_lens: PerToken
+    extra_lens: PerToken
+    requests: PerToken
+    swa_width: Scalar
+    extra_width: Scalar
+    num_reqs: Scalar
+    num_tokens: Scalar
+
+
 @gluon.jit
 def _add(left, right):
     return left + right
@@ -27,8 +60,9 @@ def _add(left, right):
 
 @gluon.jit
 def _load_per_token(values, lane, num_tokens):
-    first, stride = values
-    return gl.load(first + lane.to(gl.int64) * stride, mask=lane < num_tokens, other=0)
+    return gl.load(
+        values.start + lane.to(gl.int64) * values.stride, mask=lane < num_tokens, other=0
+    )
 
 
 @gluon.jit
@@ -71,8 +105,7 @@ def _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT: gl.con
 
 @gluon.jit
 def schedule_by_lengths(
-    grid, swa, extra, requests, widths, num_tokens, wave, combine_list,
-    TOKENS: gl.constexpr, TILE: gl.constexpr,
+    grid, batch, wave, combine_list, TOKENS: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
     """Return this program's work tile: token (``num_tokens`` if none), split, number of splits, and
     the token's first partial result. The programs with the first tile of heads write
@@ -80,10 +113,8 @@ def schedule_by_lengths(
     result of each. Loading all lengths also brings this program's own into the cache.
 
     Args:
-        grid: This program, the number of programs, whether it has the first tile of heads.
-        swa, extra, requests: Lengths of both lists and request indices, each with its stride.
-        widths: Widths of both lists, number of requests.
-        num_tokens: Tokens of the batch.
+        grid: A ``Grid``.
+        batch: A ``Batch``.
         wave: Programs that run at once.
         combine_list: int32 [1 + tokens, COMBINE_COLUMNS].
         TOKENS: A power of two, no less than the tokens.
@@ -92,13 +123,15 @@ def schedule_by_lengths(
     # [sizes, tokens]: a warp holds a quarter of the sizes and all tokens
     LAYOUT: gl.constexpr = gl.BlockedLayout([_SIZES // 4, TOKENS // 32], [1, 32], [4, 1], [1, 0])
     lane = gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
-    request = _load_per_token(requests, lane, num_tokens)
-    tiles = _tiles(_load_per_token(extra, lane, num_tokens), widths[1], TILE)
-    tiles = gl.where((request >= 0) & (request < widths[2]), tiles, 0)
-    tiles += _tiles(_load_per_token(swa, lane, num_tokens), widths[0], TILE)
+    num_tokens = batch.num_tokens
+    request = _load_per_token(batch.requests, lane, num_tokens)
+    extra_lens = _load_per_token(batch.extra_lens, lane, num_tokens)
+    tiles = _tiles(extra_lens, batch.extra_width, TILE)
+    tiles = gl.where((request >= 0) & (request < batch.num_reqs), tiles, 0)
+    tiles += _tiles(_load_per_token(batch.swa_lens, lane, num_tokens), batch.swa_width, TILE)
     tiles = gl.minimum(tiles, _MOST_TILES)
     longest, total = gl.maximum(gl.max(tiles, 0), 1), gl.sum(tiles, 0)
-    program, programs, is_writer = grid
+    program, programs, is_writer = grid.program, grid.programs, grid.is_writer
     num_split_tokens, token = program * 0, gl.minimum(program, num_tokens)
     split, splits, first_partial = num_split_tokens, num_split_tokens + 1, num_split_tokens
     # otherwise splitting gains nothing: splits and their combine cost as much as the longest token
@@ -172,7 +205,7 @@ def _list_split_token(combine_list, list_row, token, splits, first_partial, mask
 @gluon.jit
 def schedule_evenly(grid, splits, combine_list):
     """Return what ``schedule_by_lengths`` does if every token has the same number of splits."""
-    program, programs, is_writer = grid
+    program, programs, is_writer = grid.program, grid.programs, grid.is_writer
     token, split = program // splits, program % splits
     is_first_split = is_writer & (split == 0)
     num_split_tokens = gl.where(splits > 1, programs // splits, 0)
