@@ -194,7 +194,7 @@ class Steps:
             end.record()
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))
-        return statistics.median(times)
+        return float(statistics.median(times))
 
 
 def _graphs() -> int:

@@ -145,7 +145,8 @@ def lowering_of(spec: OpSpec) -> Lowering:
     kind = kinds[0] if kinds else Decompose.kind
     if kind not in _DEFAULTS:
         raise AttributeError(f"lowering/{spec.stem}.py has no {spec.name}, of kind {kind!r}")
-    return _DEFAULTS[kind](spec.reference)
+    default: Lowering = _DEFAULTS[kind](spec.reference)
+    return default
 
 
 def own_lowering(spec: OpSpec) -> Lowering | None:
