@@ -21,7 +21,8 @@ from torch import Tensor
 
 from dsv4_ops.cli.show import columns
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, StateLayout
-from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.registry import OPS, TRITON
+from dsv4_ops.dispatch.limits import HOPPER, HOPPER_ONLY
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.triton_compat import ptxas, version
@@ -436,6 +437,9 @@ def recorded(
 ) -> list[_Launch]:
     """Record the launches of ``op``, or of library ``impl``, on a GPU of capability ``where``."""
     launches: list[_Launch] = []
+    impl = settings.get("impl", TRITON)
+    if impl == TRITON and op in HOPPER_ONLY and where != HOPPER:
+        return launches
 
     class Recorder:
         def __init__(self, kernel: Any) -> None:
@@ -444,9 +448,7 @@ def recorded(
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *args, **kwargs: launches.append(_Launch(self.kernel, args, kwargs))
 
-    OPS[op].launcher(settings.get("impl", "triton"))(
-        Launcher(Recorder, capability=where), *args, **settings
-    )
+    OPS[op].launcher(impl)(Launcher(Recorder, capability=where), *args, **settings)
     return launches
 
 

@@ -31,6 +31,9 @@ ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
 HOPPER = (9, 0)
 """Compute capability that the kernels in Gluon are written for."""
 
+HOPPER_ONLY = ("sparse_mla_gathered",)
+"""Ops whose only kernel of ours is in Gluon."""
+
 CODES_CAPABILITY = (8, 9)
 """Lowest compute capability for which Triton converts e4m3 codes."""
 
