@@ -1,4 +1,4 @@
-"""The compressor's kernel in Triton's interpreter with few programs, so that each looks at many
+"""The compressor's kernel in Triton's interpreter with few programs, so that each scans many
 tokens, several times; tests/kernels/interpreter/test_compressor_kernels.py starts it with
 TRITON_INTERPRET=1."""
 
