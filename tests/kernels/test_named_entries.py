@@ -11,18 +11,8 @@ DECORATORS = {"triton.jit", "gluon.jit"}
 
 ALLOWED = {
     "kernels/context_parallel/gather_kernel.py",
-    "kernels/mla/hopper/copy_producer.py",
-    "kernels/mla/hopper/decode_kernel.py",
-    "kernels/mla/hopper/dequant_producer.py",
     "kernels/mla_context/prefill_kernel.py",
     "kernels/rope/qnorm_rope_insert.py",
-    "kernels/sparse_mla/hopper/copy_producer.py",
-    "kernels/sparse_mla/hopper/decode_kernel.py",
-    "kernels/sparse_mla/hopper/epilogue.py",
-    "kernels/sparse_mla/hopper/gathered_kernel.py",
-    "kernels/sparse_mla/hopper/mma_paired.py",
-    "kernels/sparse_mla/hopper/prefill_kernel.py",
-    "kernels/sparse_mla/hopper/tile_scheduler.py",
 }
 """Files that still index tuples in place. The set only shrinks."""
 
