@@ -144,7 +144,7 @@ def test_what_was_moved_or_changed_since(model):
     copied = copy.deepcopy(model)  # with a copy of every parameter
     attention = copied.model.layers[0].self_attn
     assert not attention.dsv4_ops_joined.holds(layers_of(attention))
-    fused_projections.refresh(copied.model, copied.dsv4_ops_spec.recipe)
+    copied.dsv4_ops_spec.refresh("model", copied.model)
     assert attention.dsv4_ops_joined.holds(layers_of(attention))
     with torch.no_grad():
         assert fused_projections.joined(attention, layers_of(attention)) is not None

@@ -18,7 +18,6 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     run_part,
 )
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
-from dsv4_ops.integrations.transformers.modules import bf16_experts, quantized
 from dsv4_ops.integrations.transformers.modules.checks import check_modules
 from dsv4_ops.integrations.transformers.modules.replacement import (
     Forward,
@@ -30,6 +29,8 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     own_forward,
     unwrapped,
 )
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
+from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps.padded import OP, check_inputs, padded_step
 from dsv4_ops.integrations.transformers.steps.step import run_layers
 
@@ -65,8 +66,7 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
             )
         check_inputs(self, input_ids, inputs_embeds, rest, cache.device)
         check_modules(OP, spec, spec.kinds, self, cache.device)
-        spec.refresh(self)
-        quantized.refresh(OP, self)
+        spec.refresh(OP, self)
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None
         shape = (given.shape[0], given.shape[1])
@@ -118,32 +118,86 @@ def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
     return forward
 
 
-def of_model(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
-    """Methods to replace: (module, method name, maker).
+class ModelForward(Rewrite):
+    """The model runs our layers with a ``PagedCache``."""
 
-    The forwards of model and attention, those that the family replaces, and those that the recipe
-    changes in every family. Modules are found by their class's forward, wherever an adapter put
-    them; the recipe skips modules with a forward of their own.
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is Hugging Face's model."""
+        return is_part(module, "Model")
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Yield the forward."""
+        yield "forward", partial(model_forward, self.spec)
+
+
+class AttentionForward(Rewrite):
+    """Attention runs ours when ``run_layers`` calls it."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is Hugging Face's attention."""
+        return is_part(module, "Attention")
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Yield the forward."""
+        yield "forward", partial(attention_forward, self.spec)
+
+
+class Float32Norms(Rewrite):
+    """Norms multiply by their weight in float32, where the recipe says so."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.runs = recipe.norms_float32
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is Hugging Face's norm, without a forward of its own."""
+        return self.runs and is_part(module, "RMSNorm")
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Yield the forward."""
+        if own_forward(module) is None:
+            yield "forward", in_place_of(_norm)
+
+
+class Float32Logits(Rewrite):
+    """The head returns float32, where the recipe says so.
+
+    Args:
+        recipe: As passed to ``patch``.
+        head: The head of the model.
     """
-    yield from of_layers(model, spec)
-    head = unwrapped(model.lm_head)
-    if spec.recipe.logits_float32 and type(head) is nn.Linear and own_forward(head) is None:
-        yield head, "forward", _logits_forward
+
+    def __init__(self, recipe: Recipe, head: Any) -> None:
+        self.runs, self.head = recipe.logits_float32, unwrapped(head)
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is the head, inside adapters."""
+        return self.runs and module is self.head and type(module) is nn.Linear
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Yield the forward."""
+        if own_forward(module) is None:
+            yield "forward", _logits_forward
 
 
-def of_layers(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
-    """``of_model`` without the head, of a model or of some of its layers."""
-    norms = spec.recipe.norms_float32
-    for module in model.modules():
-        if is_part(module, "Model"):
-            yield module, "forward", partial(model_forward, spec)
-        elif is_part(module, "Attention"):
-            yield module, "forward", partial(attention_forward, spec)
-        elif norms and is_part(module, "RMSNorm") and own_forward(module) is None:
-            yield module, "forward", in_place_of(_norm)
-    yield from spec.replacements(model)
-    yield from bf16_experts.replacements(model, spec.recipe, spec.impl)
-    yield from quantized.replacements(model, spec.recipe, spec.impl)
+def rewrites(model: Any, spec: ModelSpec) -> tuple[Rewrite, ...]:
+    """All changes that ``patch`` makes to the modules of a model.
+
+    Modules are recognised by their class's forward, wherever an adapter put them; modules with a
+    forward of their own keep it.
+    """
+    return (
+        ModelForward(spec),
+        AttentionForward(spec),
+        Float32Norms(spec.recipe),
+        Float32Logits(spec.recipe, model.lm_head),
+        *spec.rewrites,
+    )
 
 
 def _logits_forward(before: Forward) -> Forward:

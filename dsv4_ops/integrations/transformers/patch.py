@@ -17,9 +17,9 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     require_transformers,
 )
 from dsv4_ops.integrations.transformers.generation import hooks
-from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules import rewrite
 from dsv4_ops.integrations.transformers.modules.checks import check_layers, check_placement
-from dsv4_ops.integrations.transformers.modules.replacement import Maker, Replacement, mark, unmark
+from dsv4_ops.integrations.transformers.modules.replacement import Maker, Replacement
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
 _SPEC, _REPLACED = "dsv4_ops_spec", "_dsv4_ops_replaced"
@@ -124,27 +124,25 @@ def patch(
     spec = spec_of_config("patch", config, kv, precision, **chosen)
     _check_model(model, spec)
     spec = spec.of_model(model)
-    quantized.check("patch", model)
+    rewrite.check("patch", model, forwards.rewrites(model, spec))
     spec.check_model("patch", model)
     if spec.parallel is not None:
         spec.parallel.agree("patch", "model", model.device, spec=spec)
     spec = spec.scheduled(next(model.parameters()).device)
-    mark(model)
-    spec.prepare(model)
-    quantized.prepare(model)
+    replacements = list(rewrite.apply(model, forwards.rewrites(model, spec)))
     replaced = _Replacements()
     for name, hook in hooks.HOOKS.items():
         replaced.method(model, name, hook)
     setattr(model, _SPEC, spec)
     setattr(model, _REPLACED, replaced)
-    add_replacements(model, forwards.of_model(model, spec))
+    add_replacements(model, replacements)
     return model
 
 
-def add_replacements(model: Any, found: Iterable[tuple[Any, str, Maker]]) -> None:
+def add_replacements(model: Any, replacements: Iterable[tuple[Any, str, Maker]]) -> None:
     """Replace methods of a patched model's modules, (module, name, maker), until ``unpatch``."""
     replaced: _Replacements = getattr(model, _REPLACED)
-    for module, name, make in list(found):
+    for module, name, make in replacements:
         replaced.method(module, name, make)
 
 
@@ -166,11 +164,9 @@ def unpatch(model: Any) -> Any:
         raise refusal(ValueError, "unpatch", "model", "be patched", "another", advice)
     replaced.undo()
     model._modules.pop(DRAFT, None)
-    getattr(model, _SPEC).restore(model)
-    quantized.restore(model)
+    rewrite.restore(model, forwards.rewrites(model, getattr(model, _SPEC)))
     delattr(model, _SPEC)
     delattr(model, _REPLACED)
-    unmark(model)
     return model
 
 

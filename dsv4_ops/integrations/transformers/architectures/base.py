@@ -14,7 +14,9 @@ from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.types import TokenMap
-from dsv4_ops.integrations.transformers.modules.replacement import Maker
+from dsv4_ops.integrations.transformers.modules.bf16_experts import Bf16Experts
+from dsv4_ops.integrations.transformers.modules.quantized import QuantizedWeights
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite, refresh
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
@@ -169,8 +171,6 @@ class ModelSpec(ABC):
     """Group of ``PagedCache.memory`` of every cache of a layer, by its name."""
     shared_groups: ClassVar[tuple[str, ...]]
     """Those groups of which each rank of ``parallel`` has a part."""
-    copies_weights: ClassVar[bool] = False
-    """Whether what ``prepare`` adds are copies, which a change of weights in place passes by."""
 
     @classmethod
     @abstractmethod
@@ -268,9 +268,26 @@ class ModelSpec(ABC):
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         """Attention output of a Hugging Face layer, for [1, num_tokens, hidden_size]."""
 
+    @property
     @abstractmethod
-    def replacements(self, model: Any) -> Iterator[tuple[Any, str, Maker]]:
-        """Methods to replace besides those of model and attention: (module, name, maker)."""
+    def family_rewrites(self) -> tuple[Rewrite, ...]:
+        """Changes of the family's modules besides the forwards of model and attention."""
+
+    @property
+    def rewrites(self) -> tuple[Rewrite, ...]:
+        """``family_rewrites``, and changes of modules that all families have."""
+        settings = (self.recipe, self.impl)
+        return (*self.family_rewrites, Bf16Experts(*settings), QuantizedWeights(*settings))
+
+    def refresh(self, op: str, body: Any, *, copies_only: bool = False) -> None:
+        """Bring the modules of ``body`` up to date with their weights, before an eager step.
+
+        With ``copies_only``, do so for copies of weights: other layouts share the weights' memory.
+        """
+        if torch.compiler.is_compiling():
+            return
+        rewrites = self.rewrites
+        refresh(op, body, [one for one in rewrites if one.copies_weights or not copies_only])
 
     @abstractmethod
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
@@ -285,10 +302,6 @@ class ModelSpec(ABC):
     def draft_layer(self, op: str, model: Any) -> Any:
         """Make the draft layer of a model, whose weights are not set."""
         self.draft_kinds(op)
-
-    def prepare_draft(self, layer: Any) -> None:
-        """Add what steps read besides the weights of a draft layer."""
-        return None
 
     def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> Any:
         """``build_step`` of a decode step that only the draft layer runs."""
@@ -326,16 +339,4 @@ class ModelSpec(ABC):
 
     def check_other_cache(self, op: str) -> None:
         """Raise if Hugging Face's attention cannot run the model with a cache of its own."""
-        return None
-
-    def prepare(self, model: Any) -> None:
-        """Add what steps read besides the weights, as non-persistent buffers of ``model``."""
-        return None
-
-    def restore(self, model: Any) -> None:
-        """Remove what ``prepare`` added."""
-        return None
-
-    def refresh(self, body: Any) -> None:
-        """Bring what ``prepare`` added up to date with the weights, before an eager step."""
         return None

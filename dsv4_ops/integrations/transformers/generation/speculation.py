@@ -20,7 +20,6 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, StepRun, draft_of
 from dsv4_ops.integrations.transformers.cache.dropped_tokens import storable, values_are_free
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
-from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.integrations.transformers.modules.checks import check_modules
 from dsv4_ops.integrations.transformers.steps.step import build_step, checked, embedded, tokens_of
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
@@ -260,8 +259,7 @@ def _check_draft(op: str, spec: ModelSpec, model: Any, cache: CacheTensors, next
         rule, advice = f"be made with next_n of at least {next_n}", "Make another"
         raise refusal(ValueError, op, "cache", rule, "fewer", advice)
     check_modules(op, spec, spec.draft_kinds(op), draft, cache.device)
-    spec.refresh(draft)
-    quantized.refresh(op, draft)
+    spec.refresh(op, draft)
 
 
 def _check_columns(op: str, uniforms: Tensor, columns: int) -> None:

@@ -16,8 +16,7 @@ from dsv4_ops.checkpoint.values import check_values
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers import forwards
 from dsv4_ops.integrations.transformers.architectures.base import DRAFT, draft_of
-from dsv4_ops.integrations.transformers.modules import quantized
-from dsv4_ops.integrations.transformers.modules.replacement import mark
+from dsv4_ops.integrations.transformers.modules import quantized, rewrite
 from dsv4_ops.integrations.transformers.patch import add_replacements
 from dsv4_ops.integrations.transformers.steps.step import spec_of
 from dsv4_ops.reference.experts import expert_values
@@ -112,11 +111,9 @@ def load_mtp(model: Any, path: Path | str) -> Any:
 def attach(model: Any, draft: Any) -> Any:
     """Make a draft layer with weights part of a patched model; return the model."""
     spec = spec_of(OP, model)
-    quantized.check(OP, draft)
-    mark(draft)
-    spec.prepare_draft(draft)
-    quantized.prepare(draft)
-    add_replacements(model, forwards.of_layers(draft, spec))
+    rewrites = forwards.rewrites(model, spec)
+    rewrite.check(OP, draft, rewrites)
+    add_replacements(model, list(rewrite.apply(draft, rewrites)))
     model.add_module(DRAFT, draft)
     return model
 

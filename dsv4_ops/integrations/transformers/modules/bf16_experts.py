@@ -24,6 +24,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     own_forward,
     quantized_weights,
 )
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import experts
 
@@ -40,14 +41,26 @@ _DEFAULT = "grouped_mm"
 _ACTIVATIONS = ("SiLUActivation", "SiLU")
 
 
-def replacements(model: Any, recipe: Recipe, impl: str) -> Iterator[tuple[Any, str, Maker]]:
-    """Forwards to replace: (module, name, maker)."""
-    if impl == REFERENCE or not recipe.swiglu_float32:  # the op has no other
-        return
-    for module in model.modules():
-        coded = quantized_weights(module)
-        if is_part(module, "Experts") and not coded and own_forward(module) is None:
-            yield module, "forward", _with_op
+class Bf16Experts(Rewrite):
+    """Experts in bf16 run our op where it is faster.
+
+    Args:
+        recipe: As passed to ``patch``.
+        impl: As passed to ``patch``.
+    """
+
+    def __init__(self, recipe: Recipe, impl: str) -> None:
+        # the op computes activations in float32, and has no other reference than Hugging Face's
+        self.runs = impl != REFERENCE and recipe.swiglu_float32
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is Hugging Face's experts, not quantised."""
+        return self.runs and is_part(module, "Experts") and not quantized_weights(module)
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Yield the forward that chooses the op or Hugging Face's products."""
+        if own_forward(module) is None:
+            yield "forward", _with_op
 
 
 def _with_op(before: Forward) -> Forward:

@@ -16,12 +16,14 @@ from dsv4_ops.core.registry import AUTO, REFERENCE
 from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.integrations.transformers.modules.replacement import (
     QUANTIZED_LINEAR,
+    Maker,
     class_of,
     is_linear,
     linear_float32,
     own_forward,
     quantized_weights,
 )
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
 JOINED = "dsv4_ops_joined"
@@ -123,42 +125,53 @@ def of_shared_experts(module: Any) -> list[Any]:
     return [module.gate_proj, module.up_proj]
 
 
-def _groups(model: Any, float32: bool) -> Iterator[tuple[Any, list[Any]]]:
-    """Modules and the layers of each to multiply at once: FP8 ones, or bf16 with float32 sums."""
-    for module in model.modules():
-        found = class_of(module)
-        if found == "DeepseekV4Attention":
-            groups = [(module, of_attention(module), False)]
-            if module.compressor is not None and float32:
-                groups.append((module.compressor, of_compressor(module.compressor), True))
-        elif found == "DeepseekV4MLP":
+class FusedProjections(Rewrite):
+    """Layers of one input are multiplied at once, on devices where that pays.
+
+    Args:
+        recipe: As passed to ``patch``.
+        impl: As passed to ``patch``.
+    """
+
+    def __init__(self, recipe: Recipe, impl: str) -> None:
+        self.recipe, self.impl = recipe, REFERENCE if impl == REFERENCE else AUTO
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is Hugging Face's attention, or its shared experts."""
+        return class_of(module) in ("DeepseekV4Attention", "DeepseekV4MLP")
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Add the fused layers; no method is replaced."""
+        for holder, layers in self._groups(module):
+            if layers[0].weight.device.type in JOINED_ON:
+                holder.add_module(JOINED, JoinedLinear(layers, self.recipe, self.impl))
+        return iter(())
+
+    def needs_refresh(self, body: Any) -> bool:
+        """True: weights may have been moved or replaced."""
+        return True
+
+    def refresh(self, op: str, name: str, module: Any) -> None:
+        """Gather again the weights that were moved or replaced since."""
+        for holder, layers in self._groups(module):
+            fused = holder._modules.get(JOINED)
+            if fused is not None and not fused.holds(layers):
+                fused.gather(layers)
+
+    def restore(self, module: Any) -> None:
+        """Remove the fused layers; the weights stay views."""
+        for holder in (module, module._modules.get("compressor")):
+            if holder is not None:
+                holder._modules.pop(JOINED, None)
+
+    def _groups(self, module: Any) -> Iterator[tuple[Any, list[Any]]]:
+        """Holders, and layers of each to multiply at once: FP8, or bf16 with float32 sums."""
+        if class_of(module) == "DeepseekV4MLP":
             groups = [(module, of_shared_experts(module), False)]
         else:
-            continue
+            groups = [(module, of_attention(module), False)]
+            if module.compressor is not None and self.recipe.compressor_float32:
+                groups.append((module.compressor, of_compressor(module.compressor), True))
         for holder, layers, plain in groups:
             if all(_is_own(layer) and is_linear(layer) == plain for layer in layers):
                 yield holder, layers
-
-
-def prepare(model: Any, recipe: Recipe, impl: str) -> None:
-    """Combine the layers of a model where that pays."""
-    chosen = REFERENCE if impl == REFERENCE else AUTO
-    for holder, layers in list(_groups(model, recipe.compressor_float32)):
-        if layers[0].weight.device.type in JOINED_ON:
-            holder.add_module(JOINED, JoinedLinear(layers, recipe, chosen))
-
-
-def refresh(body: Any, recipe: Recipe) -> None:
-    """Combine again what was moved or replaced since."""
-    if torch.compiler.is_compiling():
-        return
-    for holder, layers in _groups(body, recipe.compressor_float32):
-        found = holder._modules.get(JOINED)
-        if found is not None and not found.holds(layers):
-            found.gather(layers)
-
-
-def restore(model: Any) -> None:
-    """Remove what ``prepare`` added; the weights stay views."""
-    for module in list(model.modules()):
-        module._modules.pop(JOINED, None)

@@ -34,6 +34,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     runs_ours,
     unwrapped,
 )
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import experts
 from dsv4_ops.ops.linear import fp8_grouped_linear, fp8_linear, quantize_rows
@@ -47,38 +48,69 @@ _OTHER = "Load it with FineGrainedFP8Config(dequantize=True)"
 _HF_MIN_AMAX = 1e-12
 
 
-def replacements(model: Any, recipe: Recipe, impl: str) -> Iterator[tuple[Any, str, Maker]]:
-    """Forwards to replace: (module, name, maker)."""
-    chosen = REFERENCE if impl == REFERENCE else AUTO
-    for module in model.modules():
-        weights = quantized_weights(module)
-        if weights and own_forward(module) is None:
-            maker = _linear_forward if weights == QUANTIZED_LINEAR else _experts_forward
-            yield module, "forward", partial(maker, recipe, chosen)
+class QuantizedWeights(Rewrite):
+    """FP8 linear layers and FP4 or FP8 experts run our ops.
 
+    Args:
+        recipe: As passed to ``patch``.
+        impl: As passed to ``patch``.
+    """
 
-def check(op: str, model: Any) -> None:
-    """Raise if a quantised weight is not in the released format, before anything is changed.
+    def __init__(self, recipe: Recipe, impl: str) -> None:
+        self.recipe, self.impl = recipe, REFERENCE if impl == REFERENCE else AUTO
 
-    Codes and scales are read on their device, without a copy; those of meta tensors are not."""
-    check_adapters(op, model)
-    for name, module in model.named_modules():
+    def applies(self, module: Any) -> bool:
+        """Whether a module has quantised weights, or adapts one that has."""
+        return bool(quantized_weights(module)) or _adapts_codes(module)
+
+    def check(self, op: str, name: str, module: Any) -> None:
+        """Raise if a weight is not in the released format, or an adapter adds to codes.
+
+        Codes and scales are read on their device, without a copy; those of meta tensors are not.
+        """
+        _check_adapter(op, name, module)
         for weight in quantized_weights(module):
             _check_weight(op, f"{name}.{weight}", module, weight)
         if quantized_weights(module):
             _check_settings(op, name, module)
 
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Add scales in dtypes that ops take, and yield our forward."""
+        share_scales(module)
+        weights = quantized_weights(module)
+        if weights and own_forward(module) is None:
+            maker = _linear_forward if weights == QUANTIZED_LINEAR else _experts_forward
+            yield "forward", partial(maker, self.recipe, self.impl)
 
-def check_adapters(op: str, model: Any) -> None:
-    """Raise if an adapter adds to the codes themselves.
+    def needs_refresh(self, body: Any) -> bool:
+        """Whether the model is quantised."""
+        return getattr(body.config, "quantization_config", None) is not None
 
-    PEFT's adapters of a parameter, such as those of fused experts, do; adapters of a linear layer
-    add to its output.
+    def refresh(self, op: str, name: str, module: Any) -> None:
+        """Refuse an adapter of codes; share scales again that were moved or replaced."""
+        _check_adapter(op, name, module)
+        share_scales(module)
+
+    def restore(self, module: Any) -> None:
+        """Remove the scales and the codes in whole blocks."""
+        for weight in quantized_weights(module):
+            delattr(module, _buffer(weight))
+        if hasattr(module, _CODES):
+            delattr(module, _CODES)
+
+
+def _adapts_codes(module: Any) -> bool:
+    """Whether PEFT adapts a parameter of codes, such as those of fused experts.
+
+    Adapters of a linear layer add to its output instead.
     """
-    for name, module in model.named_modules():
-        of_parameter = "base_layer" in module._modules and hasattr(module, "parameter_name")
-        if of_parameter and quantized_weights(unwrapped(module)) and not module.disable_adapters:
-            raise _adapted(op, f"{name}.{module.parameter_name}")
+    of_parameter = "base_layer" in module._modules and hasattr(module, "parameter_name")
+    return of_parameter and bool(quantized_weights(unwrapped(module)))
+
+
+def _check_adapter(op: str, name: str, module: Any) -> None:
+    if _adapts_codes(module) and not module.disable_adapters:
+        raise _adapted(op, f"{name}.{module.parameter_name}")
 
 
 def _adapted(op: str, name: str) -> Exception:
@@ -95,42 +127,25 @@ def _codes(module: Any, name: str) -> Tensor:
     return codes.detach()
 
 
-def prepare(model: Any) -> None:
-    """Give every quantised module its scales in dtypes that ops take, without a copy; and again
-    where storage is no longer shared, as after a move or with scales that were replaced."""
-    for module in model.modules():
-        weights = quantized_weights(module)
-        if all(_is_prepared(module, weight) for weight in weights):
-            continue
-        for weight in weights:
-            scale = _readable(_scale(module, weight))
-            module.register_buffer(_buffer(weight), scale, persistent=False)
-        if weights == QUANTIZED_LINEAR:
-            _fill_blocks(module)
+def share_scales(module: Any) -> None:
+    """Give a quantised module its scales in dtypes that ops take, without a copy.
+
+    Called again after a move, or once scales were replaced: they share no storage then.
+    """
+    weights = quantized_weights(module)
+    if all(_shares_storage(module, weight) for weight in weights):
+        return
+    for weight in weights:
+        scale = _readable(_scale(module, weight))
+        module.register_buffer(_buffer(weight), scale, persistent=False)
+    if weights == QUANTIZED_LINEAR:
+        _fill_blocks(module)
 
 
-def _is_prepared(module: Any, weight: str) -> bool:
-    held, whole = getattr(module, _buffer(weight), None), getattr(module, _CODES, None)
-    shared = held is not None and held.data_ptr() == _scale(module, weight).data_ptr()
-    return shared and (whole is None or whole.data_ptr() == module.weight.data_ptr())
-
-
-def refresh(op: str, body: Any) -> None:
-    """Bring a model up to date before an eager step: refuse adapters of codes, and prepare again
-    what shares no storage with the weights."""
-    quantized = getattr(body.config, "quantization_config", None) is not None
-    if quantized and not torch.compiler.is_compiling():
-        check_adapters(op, body)
-        prepare(body)
-
-
-def restore(model: Any) -> None:
-    """Remove what ``prepare`` added."""
-    for module in model.modules():
-        for weight in quantized_weights(module):
-            delattr(module, _buffer(weight))
-        if hasattr(module, _CODES):
-            delattr(module, _CODES)
+def _shares_storage(module: Any, weight: str) -> bool:
+    scale, codes = getattr(module, _buffer(weight), None), getattr(module, _CODES, None)
+    shared = scale is not None and scale.data_ptr() == _scale(module, weight).data_ptr()
+    return shared and (codes is None or codes.data_ptr() == module.weight.data_ptr())
 
 
 def takes_codes(module: Any) -> bool:
@@ -170,7 +185,7 @@ def dense_weight(linear: Any, weight: Tensor) -> Tensor:
     if quantized_weights(linear) != QUANTIZED_LINEAR:
         return weight
     if not torch.compiler.is_compiling():
-        prepare(linear)  # families make weights of their own of it before all modules are prepared
+        share_scales(linear)  # a family reads its weight before the loop comes to the layer
     rows, scale = getattr(linear, _CODES, weight), getattr(linear, _buffer("weight"))
     values: Tensor = weight_values(rows, scale)[: weight.shape[0]]
     return values

@@ -126,18 +126,16 @@ def _package_of(function: Any) -> str:
     return name.partition(".")[0]
 
 
-def mark(model: Any) -> None:
-    """Store the class of every module on it, for traces to read."""
-    for module in model.modules():
-        found = defining_class(module)
-        if found is not None:
-            setattr(module, CLASS, found)
+def mark(module: Any) -> None:
+    """Store the class of a module on it, for traces to read."""
+    name = defining_class(module)
+    if name is not None:
+        setattr(module, CLASS, name)
 
 
-def unmark(model: Any) -> None:
+def unmark(module: Any) -> None:
     """Remove what ``mark`` stored."""
-    for module in model.modules():
-        vars(module).pop(CLASS, None)
+    vars(module).pop(CLASS, None)
 
 
 def class_of(module: Any) -> str | None:

@@ -32,7 +32,6 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     loaded,
     state,
 )
-from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.integrations.transformers.modules.replacement import (
     has_global_hooks,
     local,
@@ -220,11 +219,11 @@ class CompiledStep:
             name in parameters and local(parameters[name]).data_ptr() == at
             for parameters, name, at in self._shared
         )
-        if not shared or self._spec.copies_weights:
-            self._spec.refresh(body)
-        if not shared:  # each walk over the modules takes a tenth of a millisecond per layer
+        if shared:
+            self._spec.refresh(op, body, copies_only=True)
+        else:
             check_model(op, self.model, device)
-            quantized.refresh(op, body)
+            self._spec.refresh(op, body)
             self._shared = _shared_weights(body)
 
     def _planned(

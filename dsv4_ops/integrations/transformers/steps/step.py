@@ -28,7 +28,6 @@ from dsv4_ops.integrations.transformers.cache.dropped_tokens import (
     values_are_free,
 )
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
-from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.integrations.transformers.modules.checks import check_body, check_modules
 from dsv4_ops.integrations.transformers.tensors import (
     CacheTensors,
@@ -162,8 +161,7 @@ def checked(
     starts = batch.query_start_loc
     check_cache(op, spec, cache)
     check_model(op, model, cache.device)
-    spec.refresh(model.model)
-    quantized.refresh(op, model.model)
+    spec.refresh(op, model.model)
     of_batch = (batch.tokens, starts, batch.seq_lens, batch.rows)
     if values_are_free(*of_batch, cache.tables.pool):
         sizes = (spec.block_tokens, spec.most_tokens(cache))

@@ -63,6 +63,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     own_forward,
     unwrapped,
 )
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 from dsv4_ops.ops.experts import grouped_topk
@@ -97,7 +98,6 @@ class MlaModelSpec(ModelSpec):
     causal_lm = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
     memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "scale": "latents"}
     shared_groups = ("latents",)
-    copies_weights = True
 
     @classmethod
     def of(
@@ -284,10 +284,9 @@ class MlaModelSpec(ModelSpec):
     def _keys_and_values(self, linear: Any) -> Tensor:
         return dense_weight(linear, local(linear.weight, self.shards_heads))
 
-    def replacements(self, model: Any) -> Iterator[tuple[Any, str, Maker]]:
-        for module in model.modules():
-            if class_of(module) == "DeepseekV3TopkRouter" and own_forward(module) is None:
-                yield module, "forward", _router_forward
+    @property
+    def family_rewrites(self) -> tuple[Rewrite, ...]:
+        return AbsorbedWeights(self.layers), OneOpRouter()
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         yield "kv_b_proj", attention.kv_b_proj
@@ -329,28 +328,49 @@ class MlaModelSpec(ModelSpec):
                 name, advice = f"model.layers.{index}.self_attn.scaling", "Make the model from it"
                 raise refusal(ValueError, op, name, rule, attention.scaling, advice)
 
-    def prepare(self, model: Any) -> None:
-        for _, attention in _attentions(model.model):
-            self._split(attention)
-            if self.layers.query is not None:
-                one = torch.ones(1, device=attention.kv_b_proj.weight.device)
-                attention.register_buffer(_QUERY_SCALE, one, persistent=False)
 
-    def restore(self, model: Any) -> None:
+class AbsorbedWeights(Rewrite):
+    """Halves of ``kv_b_proj`` beside it, in the layouts of absorbed MLA, and the query scale.
+
+    Args:
+        layers: Spec of the attention layers.
+    """
+
+    attention_only = True
+    copies_weights = True
+
+    def __init__(self, layers: MlaSpec) -> None:
+        self.layers = layers
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is Hugging Face's attention."""
+        return "kv_b_proj" in module._modules
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Add the buffers; no method is replaced."""
+        self._split(module)
+        if self.layers.query is not None:
+            one = torch.ones(1, device=module.kv_b_proj.weight.device)
+            module.register_buffer(_QUERY_SCALE, one, persistent=False)
+        return iter(())
+
+    def restore(self, module: Any) -> None:
+        """Remove the buffers."""
         added = (_KEYS, _VALUES, SOURCE)
-        for _, attention in _attentions(model.model):
-            for name in added if self.layers.query is None else (*added, _QUERY_SCALE):
-                delattr(attention, name)
+        for name in added if self.layers.query is None else (*added, _QUERY_SCALE):
+            delattr(module, name)
 
-    def refresh(self, body: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        for _, attention in _attentions(body):
-            linear = attention.kv_b_proj
-            # torch does not count what is written by way of weight.data or of NumPy
-            changed = getattr(attention, SOURCE) != _identity(linear)
-            if changed or linear.weight.device.type == "cpu":
-                self._split(attention)
+    def needs_refresh(self, body: Any) -> bool:
+        """True: the halves are copies."""
+        return True
+
+    def refresh(self, op: str, name: str, module: Any) -> None:
+        """Split again if the weight was changed or may have been."""
+        linear = module.kv_b_proj
+        # torch does not count what is written by way of weight.data or of NumPy
+        changed = getattr(module, SOURCE) != _identity(linear)
+        if changed or linear.weight.device.type == "cpu":
+            self._split(module)
 
     @torch.no_grad()
     def _split(self, attention: Any) -> None:
@@ -374,13 +394,24 @@ class MlaModelSpec(ModelSpec):
             setattr(attention, SOURCE, source)
 
 
+class OneOpRouter(Rewrite):
+    """V3's router is one op, where Hugging Face's takes a dozen kernels."""
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is V3's router."""
+        return class_of(module) == "DeepseekV3TopkRouter"
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Yield the forward."""
+        if own_forward(module) is None:
+            yield "forward", _router_forward
+
+
 def _normed(body: Any, hidden: Tensor, wanted: Tensor | None) -> Any:
     return body.norm(hidden if wanted is None else hidden.index_select(1, wanted))
 
 
 def _router_forward(before: Forward) -> Forward:
-    """Of V3's router, whose choice takes a dozen kernels otherwise."""
-
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if differentiated((hidden_states, self.weight)):
             found: tuple[Tensor, Tensor, Tensor] = before(self, hidden_states)

@@ -26,6 +26,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     own_forward,
     runs_ours,
 )
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import route
 from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
@@ -33,29 +34,45 @@ from dsv4_ops.ops.streams import hyper_connection
 from dsv4_ops.reference.streams import mixed
 
 
-def replacements(model: Any, recipe: Recipe) -> Iterator[tuple[Any, str, Maker]]:
-    """Methods to replace besides those of model, attention and norms: (module, name, maker).
+class FamilyForwards(Rewrite):
+    """Forwards of hyper-connections (for the Sinkhorn kernel), and those that the recipe changes.
 
-    The forwards of hyper-connections (for the Sinkhorn kernel) and those that the recipe changes.
+    Args:
+        recipe: As passed to ``patch``.
     """
-    config = model.config
-    makers: dict[str | None, Maker] = {}
-    if config.hc_mult <= MAX_STREAMS and config.hc_sinkhorn_iters <= MAX_ITERATIONS:
-        makers["DeepseekV4HyperConnection"] = in_place_of(_connect)
-    if recipe.streams_float32:
-        layer = _layer_of_float32_norms if recipe.norms_float32 else _layer
-        makers["DeepseekV4DecoderLayer"] = in_place_of(layer)
-    if recipe.router_float32:
-        router = in_place_of(_router)
-        makers["DeepseekV4TopKRouter"] = makers["DeepseekV4HashRouter"] = router
-    if recipe.swiglu_float32 or not recipe.shared_expert_clamp:
-        makers["DeepseekV4MLP"] = partial(_shared_experts_forward, recipe)
-    for module in model.modules():
-        found = class_of(module)
-        if found in makers and own_forward(module) is None:
-            yield module, "forward", makers[found]
-        elif found == "DeepseekV4Experts" and recipe.swiglu_float32:
-            yield module, "_apply_gate", in_place_of(_gated)
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.makers: dict[str | None, Maker] = {"DeepseekV4HyperConnection": in_place_of(_connect)}
+        self.gates_float32 = recipe.swiglu_float32
+        if recipe.streams_float32:
+            layer = _layer_of_float32_norms if recipe.norms_float32 else _layer
+            self.makers["DeepseekV4DecoderLayer"] = in_place_of(layer)
+        if recipe.router_float32:
+            router = in_place_of(_router)
+            self.makers["DeepseekV4TopKRouter"] = self.makers["DeepseekV4HashRouter"] = router
+        if recipe.swiglu_float32 or not recipe.shared_expert_clamp:
+            self.makers["DeepseekV4MLP"] = partial(_shared_experts_forward, recipe)
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is of a class whose methods are replaced."""
+        name = class_of(module)
+        if name == "DeepseekV4HyperConnection":
+            return _fits_sinkhorn(module)
+        return name in self.makers or (name == "DeepseekV4Experts" and self.gates_float32)
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Yield the forward, and the activation of experts."""
+        name = class_of(module)
+        if name == "DeepseekV4Experts":
+            yield "_apply_gate", in_place_of(_gated)
+        elif own_forward(module) is None:
+            yield "forward", self.makers[name]
+
+
+def _fits_sinkhorn(connection: Any) -> bool:
+    """Whether the Sinkhorn kernel runs a hyper-connection of these sizes."""
+    fits = connection.hc_mult <= MAX_STREAMS and connection.hc_sinkhorn_iters <= MAX_ITERATIONS
+    return bool(fits)
 
 
 def _connect(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,8 +196,7 @@ def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
     return streams.dtype == torch.bfloat16 and all(
         is_unchanged(connection)
         and is_unchanged(norm)
-        and connection.hc_mult <= MAX_STREAMS
-        and connection.hc_sinkhorn_iters <= MAX_ITERATIONS
+        and _fits_sinkhorn(connection)
         and connection.input_norm.eps == norm.variance_epsilon
         for connection, norm in pairs
     )

@@ -42,8 +42,8 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention impo
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.forwards import (
     Carried,
+    FamilyForwards,
     can_carry,
-    replacements,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.ring_caches import RingSpec
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import (
@@ -53,9 +53,10 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import 
     rounded_table,
     yarn_of,
 )
-from dsv4_ops.integrations.transformers.modules import fused_projections
 from dsv4_ops.integrations.transformers.modules.checks import heads_are_split
+from dsv4_ops.integrations.transformers.modules.fused_projections import FusedProjections
 from dsv4_ops.integrations.transformers.modules.replacement import Maker, class_of, unwrapped
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import (
     CacheTables,
@@ -283,9 +284,6 @@ class DeepseekV4Spec(RingSpec):
         self.draft_kinds(op)
         return draft.DraftLayer(model)
 
-    def prepare_draft(self, layer: Any) -> None:
-        fused_projections.prepare(layer, self.recipe, self.impl)
-
     def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> AttentionStep:
         layers = self.layers_for("decode", step.tokens.positions.shape[0])
         layers = replace(layers, kinds=draft.KINDS)
@@ -301,8 +299,12 @@ class DeepseekV4Spec(RingSpec):
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         return attention(module, self.step_layers, self.recipe, hidden, context)
 
-    def replacements(self, model: Any) -> Iterator[tuple[Any, str, Maker]]:
-        return replacements(model, self.recipe)
+    @property
+    def family_rewrites(self) -> tuple[Rewrite, ...]:
+        # weights of split heads are Hugging Face's parts of tensors, and are not fused
+        if self.shards_heads:
+            return OutputGroups(self.num_groups), FamilyForwards(self.recipe)
+        return FusedProjections(self.recipe, self.impl), FamilyForwards(self.recipe)
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         return skipped_modules(attention)
@@ -335,29 +337,39 @@ class DeepseekV4Spec(RingSpec):
             rule, advice = "be a PagedCache where ranks split the heads", "Pass cache=cache"
             raise refusal(NotImplementedError, op, "cache", rule, "another, or none", advice)
 
-    def prepare(self, model: Any) -> None:
-        self._set_groups(model, self.num_groups)
-        if not self.shards_heads:  # whose weights are Hugging Face's parts of tensors
-            fused_projections.prepare(model, self.recipe, self.impl)
-
-    def restore(self, model: Any) -> None:
-        self._set_groups(model, model.config.o_groups)
-        fused_projections.restore(model)
-
-    def refresh(self, body: Any) -> None:
-        fused_projections.refresh(body, self.recipe)
-
     @property
     def num_groups(self) -> int:
         """Groups of the output projection on this rank."""
         return self.layers.num_groups
 
-    def _set_groups(self, model: Any, groups: int) -> None:
-        """Hugging Face's grouped projection goes by the groups of all ranks."""
-        for layer in model.model.layers:
-            projection = unwrapped(unwrapped(layer.self_attn).o_a_proj)
-            if hasattr(projection, "n_groups"):
-                projection.n_groups = groups
+
+class OutputGroups(Rewrite):
+    """The grouped output projection has the groups of this rank: Hugging Face's has those of all.
+
+    Args:
+        count: Groups of this rank.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is Hugging Face's attention."""
+        return class_of(module) == "DeepseekV4Attention"
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Set the groups; no method is replaced."""
+        self._set(module, self.count)
+        return iter(())
+
+    def restore(self, module: Any) -> None:
+        """Set the groups of all ranks."""
+        self._set(module, module.config.o_groups)
+
+    def _set(self, module: Any, count: int) -> None:
+        projection = unwrapped(module.o_a_proj)
+        if hasattr(projection, "n_groups"):
+            projection.n_groups = count
 
 
 def _normed(body: Any, streams: Tensor | Carried, wanted: Tensor | None = None) -> Any:
