@@ -30,14 +30,14 @@ def loaded():
 
 @pytest.fixture
 def model(loaded, monkeypatch):
-    monkeypatch.setattr(fused_projections, "JOINED_ON", ("cpu",))
+    monkeypatch.setattr(fused_projections, "FUSED_ON", ("cpu",))
     yield v4.patch(loaded)
     v4.unpatch(loaded)
     assert holders(loaded) == []
 
 
 def holders(model):
-    return [module for module in model.modules() if fused_projections.JOINED in module._modules]
+    return [module for module in model.modules() if fused_projections.FUSED in module._modules]
 
 
 def layers_of(holder):
@@ -51,7 +51,7 @@ def as_bytes(value):
 
 def test_weights_are_views_with_the_bytes_of_before(loaded, monkeypatch):
     before = {name: value.clone() for name, value in loaded.state_dict().items()}
-    monkeypatch.setattr(fused_projections, "JOINED_ON", ("cpu",))
+    monkeypatch.setattr(fused_projections, "FUSED_ON", ("cpu",))
     model = v4.patch(loaded)
     after = model.state_dict()
     assert list(after) == list(before)
@@ -59,7 +59,7 @@ def test_weights_are_views_with_the_bytes_of_before(loaded, monkeypatch):
         assert torch.equal(as_bytes(after[name]), as_bytes(value)), name
     compressor = model.model.layers[0].self_attn.compressor
     kv, gate, *_ = fused_projections.of_compressor(compressor)
-    assert gate.weight.data_ptr() == compressor.dsv4_ops_joined.weight[len(kv.weight) :].data_ptr()
+    assert gate.weight.data_ptr() == compressor.dsv4_ops_fused.weight[len(kv.weight) :].data_ptr()
     v4.unpatch(model)
 
 
@@ -69,7 +69,7 @@ def test_products_are_those_of_the_layers(model):
     assert len(holders(model)) == 6
     for holder in holders(model):
         x = torch.randn(3, layers_of(holder)[0].weight.shape[1]).bfloat16()
-        together = fused_projections.joined(holder, layers_of(holder))(x)
+        together = fused_projections.fused_layer(holder, layers_of(holder))(x)
         apart = torch.cat([layer(x) for layer in layers_of(holder)], -1)
         torch.testing.assert_close(together.to(torch.bfloat16), apart)
 
@@ -143,10 +143,10 @@ def test_weights_that_are_replaced_count_in_the_next_step(model, form):
 def test_what_was_moved_or_changed_since(model):
     copied = copy.deepcopy(model)  # with a copy of every parameter
     attention = copied.model.layers[0].self_attn
-    assert not attention.dsv4_ops_joined.holds(layers_of(attention))
+    assert not attention.dsv4_ops_fused.holds(layers_of(attention))
     copied.dsv4_ops_spec.refresh("model", copied.model)
-    assert attention.dsv4_ops_joined.holds(layers_of(attention))
+    assert attention.dsv4_ops_fused.holds(layers_of(attention))
     with torch.no_grad():
-        assert fused_projections.joined(attention, layers_of(attention)) is not None
+        assert fused_projections.fused_layer(attention, layers_of(attention)) is not None
         attention.kv_proj.register_forward_hook(lambda *_: None)
-        assert fused_projections.joined(attention, layers_of(attention)) is None
+        assert fused_projections.fused_layer(attention, layers_of(attention)) is None

@@ -67,29 +67,29 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
         check_inputs(self, input_ids, inputs_embeds, rest, cache.device)
         check_modules(OP, spec, spec.kinds, self, cache.device)
         spec.refresh(OP, self)
-        given = input_ids if input_ids is not None else inputs_embeds
-        assert given is not None
-        shape = (given.shape[0], given.shape[1])
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        assert inputs is not None
+        shape = (inputs.shape[0], inputs.shape[1])
         with torch.no_grad():
             vocab_size = self.config.vocab_size
-            placed = padded_step(
+            padded = padded_step(
                 spec, shape, input_ids, attention_mask, position_ids, cache, vocab_size
             )
-            ids, embeddings = placed.take(input_ids), placed.take(inputs_embeds)
+            ids, embeddings = padded.take(input_ids), padded.take(inputs_embeds)
             several = bool(shape[1] > 1)  # guards a symbolic length
             schedule = "prefill" if several else "decode"
             states: list[Tensor] = []
-            asked = rest.get("output_hidden_states")
-            if asked is None:
-                asked = getattr(self.config, "output_hidden_states", False)
-            run = _keeping(spec, states) if asked else run_part
-            step = StepRun(placed.step, cache.tensors, schedule, state_rings=several, run=run)
+            returns_states = rest.get("output_hidden_states")
+            if returns_states is None:
+                returns_states = getattr(self.config, "output_hidden_states", False)
+            run = _keeping(spec, states) if returns_states else run_part
+            step = StepRun(padded.step, cache.tensors, schedule, state_rings=several, run=run)
             states.append(run_layers(self, spec, ids, embeddings, step))
-            states = [placed.give_back(each, shape) for each in states]
+            states = [padded.give_back(each, shape) for each in states]
         trained = differentiated(chain((inputs_embeds,), self.parameters()))
         if trained:
             states = [without_derivative("PagedCache", each, trained) for each in states]
-        outputs = {name: cache, "hidden_states": tuple(states)} if asked else {name: cache}
+        outputs = {name: cache, "hidden_states": tuple(states)} if returns_states else {name: cache}
         return MoeModelOutputWithPast(last_hidden_state=states[-1], **outputs)
 
     return forward

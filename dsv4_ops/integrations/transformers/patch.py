@@ -119,9 +119,9 @@ def patch(
     checks.one_of("impl", impl, *IMPLS, belongs_to="shall run")
     if query is not None:
         checks.one_of("query", query, "fp8", belongs_to="queries shall be, or None")
-    chosen: dict[str, Any] = {"batch_invariant": batch_invariant, "impl": impl, "plan": plan}
-    chosen |= {"parallel": parallel, "query": query}
-    spec = spec_of_config("patch", config, kv, precision, **chosen)
+    settings: dict[str, Any] = {"batch_invariant": batch_invariant, "impl": impl, "plan": plan}
+    settings |= {"parallel": parallel, "query": query}
+    spec = spec_of_config("patch", config, kv, precision, **settings)
     _check_model(model, spec)
     spec = spec.of_model(model)
     rewrite.check("patch", model, forwards.rewrites(model, spec))

@@ -35,11 +35,11 @@ def spec_of_config(
     The other arguments are those of ``patch``; ``settings`` are those of ``Execution``.
     """
     require_transformers(op)
-    found = getattr(config, "model_type", type(config).__name__)
-    if found not in FAMILIES:
+    model_type = getattr(config, "model_type", type(config).__name__)
+    if model_type not in FAMILIES:
         rule = "be " + " or ".join(map(repr, FAMILIES))
         advice = "Pass a DeepSeek model for causal language modelling, or its configuration"
-        raise refusal(NotImplementedError, op, "model_type", rule, found, advice)
-    module, name = FAMILIES[found]
+        raise refusal(NotImplementedError, op, "model_type", rule, model_type, advice)
+    module, name = FAMILIES[model_type]
     family: type[ModelSpec] = getattr(importlib.import_module(f"{_HERE}.{module}"), name)
     return family.of(op, config, kv, Recipe.named(op, precision), Execution(**settings))

@@ -117,7 +117,7 @@ class StepRun:
         schedule: "decode" or "prefill".
         state_rings: As for ``attention_layer``.
         run: What runs the parts.
-        wanted: Tokens whose final states are returned, int [n]; None for all.
+        output_tokens: Tokens whose final states are returned, int [n]; None for all.
     """
 
     step: Any
@@ -125,7 +125,7 @@ class StepRun:
     schedule: str
     state_rings: bool
     run: Runner = run_part
-    wanted: Tensor | None = None
+    output_tokens: Tensor | None = None
 
     def context(self, caches: Any, rope: Tensor) -> LayerContext:
         """For the layer of these caches."""
@@ -144,8 +144,8 @@ class Execution(NamedTuple):
 
 def dtype_of(config: Any, default: torch.dtype) -> torch.dtype:
     """Dtype of a model; ``default`` if none was made from this configuration."""
-    found = getattr(config, "dtype", None)
-    return found if isinstance(found, torch.dtype) else default
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,16 +247,20 @@ class ModelSpec(ABC):
     # The model
 
     @abstractmethod
-    def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
+    def run_layers(
+        self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
+    ) -> Tensor:
         """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states of
-        the tokens in ``given.wanted``."""
+        the tokens in ``step_run.output_tokens``."""
 
     def states_of(self, hidden: Any) -> Tensor:
         """What a layer takes, as Hugging Face's layer takes it, [1, num_tokens, ...]."""
         states: Tensor = hidden
         return states
 
-    def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
+    def run_streams(
+        self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
+    ) -> Tensor:
         """Run all layers; return the residual streams, which a draft layer reads."""
         raise NotImplementedError
 
@@ -307,14 +311,14 @@ class ModelSpec(ABC):
         """``build_step`` of a decode step that only the draft layer runs."""
         raise NotImplementedError
 
-    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, given: StepRun) -> Tensor:
+    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
         """Run the draft layer of a model.
 
         Args:
             model: The model.
             tokens: Token behind each of the step's tokens, [num_tokens], int64; -1 if unknown.
             streams: Residual streams of the step's tokens, after the last layer or a draft.
-            given: The step; its ``run`` and ``state_rings`` are not read.
+            step_run: The step; its ``run`` and ``state_rings`` are not read.
 
         Returns:
             Streams of the drafts, as ``streams``.

@@ -53,7 +53,7 @@ class BlockPool:
 
     def reserve(self, request: Hashable, num_blocks: int) -> list[int]:
         """Grow a request to ``num_blocks`` blocks; return all of its blocks."""
-        blocks = self.blocks[self.known("reserve", request)]
+        blocks = self.blocks[self.require("reserve", request)]
         self._check("reserve", num_blocks, len(blocks))
         while len(blocks) < num_blocks:
             blocks.append(self.free_blocks.pop())
@@ -61,12 +61,12 @@ class BlockPool:
 
     def free(self, request: Hashable) -> int:
         """Return a request's row and blocks to the pool; return the row."""
-        row = self.rows.pop(self.known("free", request))
+        row = self.rows.pop(self.require("free", request))
         self.free_rows.append(row)
         self.free_blocks += reversed(self.blocks.pop(request))
         return row
 
-    def known(self, op: str, request: Hashable) -> Hashable:
+    def require(self, op: str, request: Hashable) -> Hashable:
         """Return ``request``, or raise if it has no row."""
         if not has(self.rows, op, request):
             rule = "be a request that was added and not freed"

@@ -18,8 +18,8 @@ def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenM
     """Turn tokens beyond ``max_cache_len`` or without a reserved block into padding; blocks of the
     pool have ``block_tokens`` positions."""
     slots = token_slots(tokens, cache.tables.pool, block_tokens)
-    kept = (slots >= 0) & (tokens.positions < longest_request(cache))
-    return TokenMap(*(torch.where(kept, values, -1) for values in tokens))
+    fits = (slots >= 0) & (tokens.positions < longest_request(cache))
+    return TokenMap(*(torch.where(fits, values, -1) for values in tokens))
 
 
 def longest_request(cache: CacheTensors) -> int:
@@ -27,11 +27,11 @@ def longest_request(cache: CacheTensors) -> int:
     return cache.rope.num_positions
 
 
-def count_dropped(cache: CacheTensors, wanted: Tensor, stored: Tensor) -> None:
+def count_dropped(cache: CacheTensors, counts: Tensor, is_stored: Tensor) -> None:
     """Add the tokens that a step did not store to the cache's counter: ``wanted`` sums to those to
     store, and ``stored`` says whether each was."""
     # one reduction kernel instead of two
-    parts = torch.cat([wanted.to(torch.int32), -stored.to(torch.int32)])
+    parts = torch.cat([counts.to(torch.int32), -is_stored.to(torch.int32)])
     cache.dropped.add_(parts.sum())
 
 
@@ -125,14 +125,14 @@ def _check_request(
         advice = "Cut the request into chunks, or make the cache with a larger max_chunk"
         found = f"{count} of request {request}"
         raise refusal(ValueError, op, "batch.query_start_loc", rule, found, advice)
-    first, stored = length - count, int(cache.seq_lens[row])
-    if first > stored:
-        rule = f"go on at most at the {stored} tokens that row {row} has"
+    first, row_length = length - count, int(cache.seq_lens[row])
+    if first > row_length:
+        rule = f"go on at most at the {row_length} tokens that row {row} has"
         found = f"{of_request}, {count} of them in the step"
         advice = "Pass all tokens, or set cache.seq_lens where something else filled the row"
         raise refusal(ValueError, op, name, rule, found, advice)
     blocks = cache.tables.pool[row, (length - count) // block_tokens :]
-    held = blocks[: (length - 1) // block_tokens + 1 - (length - count) // block_tokens]
-    if bool((held < 0).any()):
+    block_ids = blocks[: (length - 1) // block_tokens + 1 - (length - count) // block_tokens]
+    if bool((block_ids < 0).any()):
         rule = f"have blocks for all tokens of row {row}"
         raise refusal(ValueError, op, name, rule, of_request, "Call reserve before the step")

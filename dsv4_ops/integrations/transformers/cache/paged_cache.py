@@ -185,9 +185,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         op, spec = "PagedCache.for_model", getattr(model, "dsv4_ops_spec", None)
         if spec is None:
             raise refusal(ValueError, op, "model", "be patched", "another", "Call patch first")
-        given = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
-        given |= {"parallel": spec.parallel, "draft_layer": draft_of(model) is not None}
-        return cls(model.config, **{**given, **sizes})
+        settings = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
+        settings |= {"parallel": spec.parallel, "draft_layer": draft_of(model) is not None}
+        return cls(model.config, **{**settings, **sizes})
 
     def _pool_table(self) -> Tensor:
         """Blocks of every row from the pool; -1 if not reserved."""
@@ -246,7 +246,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             OutOfBlocks: not enough blocks are free; the cache is unchanged.
             ValueError: unknown request, or more than ``max_cache_len`` tokens.
         """
-        before = len(self._pool.blocks[self._pool.known("reserve", request)])
+        before = len(self._pool.blocks[self._pool.require("reserve", request)])
         blocks = self._blocks("reserve", num_tokens)
         if blocks > before:
             self._pool.reserve(request, blocks)
@@ -302,8 +302,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         blocks = self._pool.blocks[request]
         if blocks:
             row = self._pool.rows[request]
-            stored = torch.tensor(blocks, dtype=torch.int32)
-            self.tensors.tables.pool[row, : len(blocks)] = stored.to(self.device)
+            table = torch.tensor(blocks, dtype=torch.int32)
+            self.tensors.tables.pool[row, : len(blocks)] = table.to(self.device)
 
     # Hugging Face's Cache interface
 
@@ -340,15 +340,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         ranks = self.spec.parallel
         share = "" if ranks is None else f", one of {ranks.world_size} ranks"
         part = "" if ranks is None else f" (1/{ranks.world_size})"
-        shown = ", ".join(
-            f"{name} {readable(size)}{part if name in self.spec.shared_groups else ''}"
+        sizes = ", ".join(
+            f"{name} {format_bytes(size)}{part if name in self.spec.shared_groups else ''}"
             for name, size in parts.items()
         )
         return (
             f"PagedCache({len(self)} layers, max_batch_size={self.max_batch_size}, "
             f"max_cache_len={self.max_cache_len}, "
             f"num_blocks={self.num_blocks}, max_chunk={self.max_chunk}, kv={self.spec.kv!r}, "
-            f"device={str(self.device)!r}{share}; {readable(sum(parts.values()))}: {shown})"
+            f"device={str(self.device)!r}{share}; {format_bytes(sum(parts.values()))}: {sizes})"
         )
 
     def memory(self) -> dict[str, int]:
@@ -446,7 +446,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         raise refusal(NotImplementedError, "PagedCache", name, rule, "a PagedCache", advice)
 
 
-def readable(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Format bytes in the largest unit that they fill."""
     unit = min(max(size.bit_length() - 1, 0) // 10, 3)
     return f"{size / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"

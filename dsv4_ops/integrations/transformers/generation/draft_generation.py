@@ -69,21 +69,21 @@ _ARGUMENTS = (
 """Arguments that drafts take besides settings of generation."""
 
 
-def check_call(model: Any, num_drafts: Any, given: dict[str, Any]) -> None:
+def check_call(model: Any, num_drafts: Any, arguments: dict[str, Any]) -> None:
     """Raise if a call of ``generate`` with these other arguments cannot draft."""
     Checks(_OP).at_least(1, num_draft_tokens=num_drafts)
     if draft_of(model) is None:
         rule, advice = "be None for a model without a draft layer", "Call load_mtp first"
         raise refusal(ValueError, _OP, "num_draft_tokens", rule, num_drafts, advice)
-    for name, value in given.items():
-        known = name in _ARGUMENTS or hasattr(model.generation_config, name)
-        if not known and value is not None and value is not False:
+    for name, value in arguments.items():
+        is_known = name in _ARGUMENTS or hasattr(model.generation_config, name)
+        if not is_known and value is not None and value is not False:
             _refuse(name, "be None", "another")
     for name, only in _SETTINGS.items():
-        value = setting(model, given, name)
+        value = setting(model, arguments, name)
         if value is not None and value != only and (only or value):
             _refuse(name, f"be {only}", value)
-    cache = setting(model, given, "cache_implementation")
+    cache = setting(model, arguments, "cache_implementation")
     if cache not in CACHES:
         _refuse("cache_implementation", "be None", cache)
 
@@ -118,7 +118,7 @@ class DraftDecoding:
         most = generation_config.max_length - input_ids.shape[1]
         run = _Run(model, cache, self.num_drafts, generation_config, list(logits_processor))
         input_ids = input_ids.to(torch.int64)
-        prompts = [ids[there != 0] for ids, there in zip(input_ids, mask, strict=True)]
+        prompts = [ids[mask_row != 0] for ids, mask_row in zip(input_ids, mask, strict=True)]
         new = _texts(run, prompts, most, generation_config)
         width = max(map(len, new))
         pad = generation_config._pad_token_tensor
@@ -130,11 +130,11 @@ class DraftDecoding:
 
 def _check(processors: Any, criteria: Any, config: Any) -> None:
     warpers = _WARPERS if config.do_sample else ()
-    for name, kinds, given in (
+    for name, kinds, instances in (
         ("logits_processor", warpers, processors),
         ("stopping_criteria", _CRITERIA, criteria),
     ):
-        others = [type(one).__name__ for one in given if type(one).__name__ not in kinds]
+        others = [type(one).__name__ for one in instances if type(one).__name__ not in kinds]
         if others:
             rule = "hold " + (" or ".join(kinds) if kinds else "nothing")
             _refuse(name, rule, others[0])
@@ -167,12 +167,12 @@ class _Run:
             **self._sampling(len(following), self.num_drafts + 1),
         )
 
-    def step(self, found: SpeculativeStep) -> SpeculativeStep:
+    def step(self, previous: SpeculativeStep) -> SpeculativeStep:
         """The step behind another."""
         count = 2 * self.num_drafts + 1
-        sampling = self._sampling(len(found.tokens), count)
-        tensors, probs = self.cache.tensors, found.draft_probs
-        return self._step(self.model, found.batch, tensors, draft_probs=probs, **sampling)
+        sampling = self._sampling(len(previous.tokens), count)
+        tensors, probs = self.cache.tensors, previous.draft_probs
+        return self._step(self.model, previous.batch, tensors, draft_probs=probs, **sampling)
 
     def _sampling(self, rows: int, columns: int) -> dict[str, Any]:
         if not self.sampled:
@@ -191,22 +191,22 @@ def _texts(run: _Run, prompts: list[Tensor], most: int, config: Any) -> list[lis
     """New tokens of every prompt, at most ``most``, up to one that ends the text."""
     ends = config._eos_token_tensor
     stops = set() if ends is None else set(ends.flatten().tolist())
-    found = _prefilled(run, prompts)
+    step = _prefilled(run, prompts)
     texts: list[list[int]] = [[] for _ in prompts]
     live = [True] * len(prompts)
     while True:
-        for row, tokens in enumerate(found.tokens.tolist()):
+        for row, tokens in enumerate(step.tokens.tolist()):
             for token in tokens:
                 if live[row] and token >= 0:
                     texts[row].append(token)
                     live[row] = token not in stops and len(texts[row]) < most
         if not any(live):
             return texts
-        batch = found.batch
-        there = torch.tensor(live, device=batch.seq_lens.device)
-        lens = torch.where(there, batch.seq_lens, torch.zeros_like(batch.seq_lens))
+        batch = step.batch
+        is_live = torch.tensor(live, device=batch.seq_lens.device)
+        lens = torch.where(is_live, batch.seq_lens, torch.zeros_like(batch.seq_lens))
         batch = StepBatch(batch.tokens, batch.query_start_loc, lens, batch.rows)
-        found = run.step(found._replace(batch=batch))
+        step = run.step(step._replace(batch=batch))
 
 
 def _prefilled(run: _Run, prompts: list[Tensor]) -> SpeculativeStep:

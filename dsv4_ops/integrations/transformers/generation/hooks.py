@@ -68,24 +68,24 @@ def generate(before: Method) -> Method:
     names = [each.name for each in parameters if each.kind is positional][1:]
 
     @functools.wraps(before)
-    def run(self: Any, *args: Any, **given: Any) -> Any:
-        given = dict(**dict(zip(names, args, strict=False)), **given)
-        if setting(self, given, "use_mtp"):
+    def run(self: Any, *args: Any, **arguments: Any) -> Any:
+        arguments = dict(**dict(zip(names, args, strict=False)), **arguments)
+        if setting(self, arguments, "use_mtp"):
             rule = "be False with a patched model"
             advice = "Pass num_draft_tokens; load_mtp loads the draft layer of a checkpoint"
             raise refusal(NotImplementedError, "generate", "use_mtp", rule, True, advice)
-        check_prompts(given)
+        check_prompts(arguments)
         call = _Call()
-        num_drafts = given.pop("num_draft_tokens", None)
+        num_drafts = arguments.pop("num_draft_tokens", None)
         if num_drafts is not None:
-            check_call(self, num_drafts, given)
+            check_call(self, num_drafts, arguments)
             call.num_drafts = num_drafts
-            given["custom_generate"] = DraftDecoding(num_drafts)
-        if "cache" in given:
-            given[cache_argument()] = given.pop("cache")
+            arguments["custom_generate"] = DraftDecoding(num_drafts)
+        if "cache" in arguments:
+            arguments[cache_argument()] = arguments.pop("cache")
         token = _CALL.set(call)
         try:
-            out = before(self, *args[len(names) :], **given)
+            out = before(self, *args[len(names) :], **arguments)
         finally:
             _CALL.reset(token)
         for cache in call.caches:
@@ -101,7 +101,7 @@ def generate(before: Method) -> Method:
 def mask_of_prompts(before: Method) -> Method:
     """``_prepare_attention_mask_for_generation``: tokens that the cache stores are not padding."""
 
-    def prepare(
+    def mask(
         self: Any, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Any:
         inferred = before(self, inputs_tensor, generation_config, model_kwargs)
@@ -110,13 +110,13 @@ def mask_of_prompts(before: Method) -> Method:
             return inferred
         return inferred_mask(inferred, inputs_tensor, cache)
 
-    return prepare
+    return mask
 
 
 def prepare_cache(before: Method) -> Method:
     """``_prepare_cache_for_generation``: make a ``PagedCache`` unless another is asked for."""
 
-    def prepare(
+    def make_cache(
         self: Any,
         generation_config: Any,
         model_kwargs: dict[str, Any],
@@ -143,7 +143,7 @@ def prepare_cache(before: Method) -> Method:
             num_drafts = 0 if call is None else call.num_drafts
             longest = max_cache_length + 1 + max(num_drafts, looked_up)
             chunk = _chunk(generation_config, model_kwargs, rows, longest)
-            made = PagedCache.for_model(
+            paged = PagedCache.for_model(
                 self,
                 max_batch_size=rows,
                 max_cache_len=longest,
@@ -151,10 +151,10 @@ def prepare_cache(before: Method) -> Method:
                 max_chunk=longest if assisted else max(chunk, 1 + num_drafts),
                 next_n=1 + num_drafts,
             )
-            model_kwargs[cache_argument()] = cache = made
-            found = None
+            model_kwargs[cache_argument()] = cache = paged
+            result = None
         else:
-            found = before(
+            result = before(
                 self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             if isinstance(cache, PagedCache):
@@ -166,9 +166,9 @@ def prepare_cache(before: Method) -> Method:
             call.mask = model_kwargs.get(MASK)
             if call.mask is None and columns:
                 call.mask = torch.ones(rows, columns, dtype=torch.int64, device=cache.device)
-        return found
+        return result
 
-    return prepare
+    return make_cache
 
 
 def _chunk(
@@ -203,10 +203,10 @@ def _reserve_rows(cache: PagedCache, rows: int, length: int, drafts: int = 0) ->
         rule = f"have a request in each of its first {rows} rows, or none at all"
         advice = "Add requests, or free them all"
         raise refusal(ValueError, "generate", "cache", rule, f"none in row {vacant[0]}", advice)
-    lacking = sum(cache.lacking_blocks(owners.get(row), length) for row in range(rows))
-    if lacking > cache.num_free_blocks:
+    num_blocks = sum(cache.lacking_blocks(owners.get(row), length) for row in range(rows))
+    if num_blocks > cache.num_free_blocks:
         advice = "Free a request, or pass a smaller max_new_tokens"
-        sizes = (cache.num_free_blocks, cache.num_blocks, lacking)
+        sizes = (cache.num_free_blocks, cache.num_blocks, num_blocks)
         raise out_of_blocks("generate", name, *sizes, advice)
     for row in range(rows):
         if not owners:
@@ -228,8 +228,8 @@ def stopping_criteria(before: Method) -> Method:
                 call.step(ended)
             return ended
 
-    def get(self: Any, *args: Any, **given: Any) -> Any:
-        criteria = before(self, *args, **given)
+    def get(self: Any, *args: Any, **arguments: Any) -> Any:
+        criteria = before(self, *args, **arguments)
         # Hugging Face's own test
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         return Noted(criteria) if pads else criteria
@@ -257,10 +257,10 @@ def prefill(before: Method) -> Method:
         before_inputs = mask.shape[1] - inputs.shape[1]
         if before_inputs:
             _reserve_rows(cache, mask.shape[0], generation_config.max_length - 1 + before_inputs)
-        asked, forward = generation_config.prefill_chunk_size, self.__call__
-        if asked and self._valid_auto_compile_criteria(model_kwargs, generation_config):
+        chunk_size, forward = generation_config.prefill_chunk_size, self.__call__
+        if chunk_size and self._valid_auto_compile_criteria(model_kwargs, generation_config):
             forward = self.get_compiled_call(generation_config.compile_config)
-        chunk, states = min(asked or mask.shape[1], cache.max_chunk), []
+        chunk, states = min(chunk_size or mask.shape[1], cache.max_chunk), []
         for begin in range(start, mask.shape[1], chunk):
             end = min(begin + chunk, mask.shape[1])
             kwargs, columns = dict(model_kwargs), slice(begin - before_inputs, end - before_inputs)
@@ -270,12 +270,14 @@ def prefill(before: Method) -> Method:
             if embeddings is not None:
                 kwargs["inputs_embeds"] = embeddings[:, columns]
             ids = input_ids if embeddings is not None else input_ids[:, columns]
-            given = self.prepare_inputs_for_generation(
+            arguments = self.prepare_inputs_for_generation(
                 ids, is_first_iteration=is_first_iteration, **kwargs
             )
-            outputs = forward(**given, return_dict=True)
+            outputs = forward(**arguments, return_dict=True)
             states.append(outputs.hidden_states)
-        if states[-1] is not None and not asked:  # of chunks asked for, Hugging Face keeps the last
+        if (
+            states[-1] is not None and not chunk_size
+        ):  # of chunks asked for, Hugging Face keeps the last
             layers = zip(*states, strict=True)
             outputs.hidden_states = tuple(torch.cat(parts, 1) for parts in layers)
         return outputs
@@ -290,20 +292,20 @@ def masks(before: Method) -> Method:
     the same shape in every step.
     """
 
-    def make(self: Any, **given: Any) -> Any:
-        mask: Tensor | None = given.get(MASK)
-        cache = given.get(cache_argument())
+    def make(self: Any, **arguments: Any) -> Any:
+        mask: Tensor | None = arguments.get(MASK)
+        cache = arguments.get(cache_argument())
         if not isinstance(cache, PagedCache):
             from transformers.masking_utils import create_masks_for_generate
 
             own = getattr(type(self), "create_masks_for_generate", None)
-            return before(self, **given) if own else create_masks_for_generate(**given)
-        batch, length = given["inputs_embeds"].shape[:2]
+            return before(self, **arguments) if own else create_masks_for_generate(**arguments)
+        batch, length = arguments["inputs_embeds"].shape[:2]
         new = None
         if mask is not None:
             # a conversation passes stored tokens again
-            stored = cache.seq_lens[: mask.shape[0], None].to(mask.device)
-            new = mask * (mask.to(torch.int64).cumsum(1) > stored)
+            lengths = cache.seq_lens[: mask.shape[0], None].to(mask.device)
+            new = mask * (mask.to(torch.int64).cumsum(1) > lengths)
             # contiguous: strides that grow with the mask would recompile
             new = new[:, mask.shape[1] - length :].contiguous()
         call = _CALL.get()

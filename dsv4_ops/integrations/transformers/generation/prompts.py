@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, Text
-from dsv4_ops.integrations.transformers.steps.padded import matrix, shown
+from dsv4_ops.integrations.transformers.steps.padded import matrix, shape_text
 
 CACHES = (None, "static", "hybrid")
 """``cache_implementation`` for which ``generate`` makes a ``PagedCache``."""
@@ -19,26 +19,26 @@ _OP = "generate"
 _PROMPTS = ("inputs_embeds", "inputs", "input_ids")
 
 
-def setting(model: Any, given: dict[str, Any], name: str) -> Any:
+def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     """The value of a generation setting: the argument, or a default of Hugging Face's."""
-    configs = given.get("generation_config"), getattr(model, "generation_config", None)
-    values = [given.get(name), *(getattr(config, name, None) for config in configs)]
+    configs = arguments.get("generation_config"), getattr(model, "generation_config", None)
+    values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
     return next((value for value in values if value is not None), None)
 
 
-def check_prompts(given: dict[str, Any]) -> None:
+def check_prompts(arguments: dict[str, Any]) -> None:
     """Raise if a prompt has no token, or if the mask is of other prompts. Repeat a mask of one row.
 
     Hugging Face counts positions by the mask, so that the error would be one of these.
     """
-    name = next((each for each in _PROMPTS if isinstance(given.get(each), Tensor)), None)
+    name = next((each for each in _PROMPTS if isinstance(arguments.get(each), Tensor)), None)
     if name is None:
         return
-    prompts, mask = given[name], given.get(MASK)
+    prompts, mask = arguments[name], arguments.get(MASK)
     if 0 in prompts.shape[:2]:
         rule = "have a row and a token"
         advice = "Pass a prompt, or none to begin with bos_token_id"
-        raise refusal(ValueError, _OP, name, rule, f"shape {shown(prompts)}", advice)
+        raise refusal(ValueError, _OP, name, rule, f"shape {shape_text(prompts)}", advice)
     if mask is None or prompts.dim() < 2:
         return
     batch, length = prompts.shape[:2]
@@ -47,9 +47,9 @@ def check_prompts(given: dict[str, Any]) -> None:
     if not covers and not (isinstance(mask, Tensor) and mask.dim() > 2):
         rule = f"have shape [{batch}, {length} or more]"
         advice = "Pass the mask of the tokens, 0 for padding"
-        raise refusal(ValueError, _OP, MASK, rule, shown(mask), advice)
+        raise refusal(ValueError, _OP, MASK, rule, shape_text(mask), advice)
     if covers:
-        given[MASK] = mask.expand(batch, columns)
+        arguments[MASK] = mask.expand(batch, columns)
 
 
 def whole_mask(
@@ -70,15 +70,15 @@ def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None
 
     ``padded`` are the rows whose last token is padding.
     """
-    stored = cache.seq_lens[: ids.shape[0]].to(mask.device)
-    answers, count = stored - mask.sum(1), ids.shape[1] - mask.shape[1]
+    lengths = cache.seq_lens[: ids.shape[0]].to(mask.device)
+    answers, count = lengths - mask.sum(1), ids.shape[1] - mask.shape[1]
     cache.text = None
     if int(answers.max()) == count - 1:  # or the prompts were a part of the text
-        there = torch.arange(count, device=mask.device) < answers[:, None]
+        is_token = torch.arange(count, device=mask.device) < answers[:, None]
         # the last token of an answer is not stored
-        there[:, -1] = True if padded is None else ~padded.to(mask.device)
-        whole = torch.cat([mask, there.to(mask.dtype)], 1)
-        cache.text = Text(ids, whole.to(ids.device), stored.to(ids.device))
+        is_token[:, -1] = True if padded is None else ~padded.to(mask.device)
+        whole = torch.cat([mask, is_token.to(mask.dtype)], 1)
+        cache.text = Text(ids, whole.to(ids.device), lengths.to(ids.device))
 
 
 def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
@@ -88,19 +88,19 @@ def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
     stores is not padding.
     """
     batch, length = ids.shape
-    stored, text = cache.seq_lens[:batch].to(ids.device), cache.text
-    if len(stored) < batch or not bool(stored.any()):
+    lengths, text = cache.seq_lens[:batch].to(ids.device), cache.text
+    if len(lengths) < batch or not bool(lengths.any()):
         return inferred
-    if text is not None and torch.equal(text.seq_lens, stored):
+    if text is not None and torch.equal(text.seq_lens, lengths):
         columns = text.ids.shape[1]
         if torch.equal(text.ids, ids[:, :columns]):
             return torch.cat([text.mask, inferred[:, columns:]], 1)
     if bool(inferred.all()):
         return inferred
-    longest = int(stored.max())
-    if text is None and bool((stored == longest).all()) and bool(inferred[:, 0].all()):
-        known = torch.arange(length, device=ids.device) < longest
-        return torch.where(known, torch.ones_like(inferred), inferred)
+    longest = int(lengths.max())
+    if text is None and bool((lengths == longest).all()) and bool(inferred[:, 0].all()):
+        is_stored = torch.arange(length, device=ids.device) < longest
+        return torch.where(is_stored, torch.ones_like(inferred), inferred)
     rule = "be given where prompts hold pad_token_id and the cache has another text"
     advice = "Pass 1 for every token, those of the cache included, and 0 for padding"
     raise refusal(ValueError, _OP, MASK, rule, None, advice)
@@ -108,26 +108,26 @@ def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
 
 def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
     """The first column that ``generate`` must compute; raise if a row cannot continue there."""
-    stored = cache.seq_lens[: mask.shape[0], None].to(mask.device)
-    there = mask != 0
-    new = there & (there.cumsum(1) > stored)
+    lengths = cache.seq_lens[: mask.shape[0], None].to(mask.device)
+    is_token = mask != 0
+    new = is_token & (is_token.cumsum(1) > lengths)
     first = torch.where(new.any(1), new.to(torch.int8).argmax(1), mask.shape[1])
-    given = mask.shape[1] - length
-    if not bool(there[:, -1].all()):
-        row = int((~there[:, -1]).to(torch.int8).argmax())
+    columns_before = mask.shape[1] - length
+    if not bool(is_token[:, -1].all()):
+        row = int((~is_token[:, -1]).to(torch.int8).argmax())
         advice = "Pad on the left, or cut columns of padding"
         rule = "be 1 in the last column, which the next token follows"
         raise refusal(ValueError, _OP, MASK, rule, f"0 in row {row}", advice)
-    known, last = int(first.min()), int(first.max())
+    earliest, last = int(first.min()), int(first.max())
     if last == mask.shape[1]:
         row = int(first.argmax())
         rule = "have more tokens than the cache in every row"
-        found = f"{int(there[row].sum())} of {int(stored[row])} in row {row}"
+        found = f"{int(is_token[row].sum())} of {int(lengths[row])} in row {row}"
         advice = "Pass the mask of all tokens, those of the cache included, or another cache"
         raise refusal(ValueError, _OP, MASK, rule, found, advice)
-    if known < given:
+    if earliest < columns_before:
         row = int(first.argmin())
-        rule = f"count tokens before input_ids that the cache has, {int(stored[row])} in row {row}"
-        counted = int(there[row, :given].sum())
+        rule = f"count tokens before input_ids that the cache has, {int(lengths[row])} in row {row}"
+        counted = int(is_token[row, :columns_before].sum())
         raise refusal(ValueError, _OP, MASK, rule, counted, "Pass all tokens as input_ids")
-    return given if given else known
+    return columns_before if columns_before else earliest

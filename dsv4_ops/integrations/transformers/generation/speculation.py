@@ -112,7 +112,7 @@ def speculative_step(
     if uniforms is not None:
         checks.tensor("uniforms", uniforms, torch.float32, "num_reqs", "2 * num_drafts + 1")
         _check_columns(op, uniforms, 2 * num_drafts + 1)
-    given, streams = _trunk(spec, model, batch, tensors, "decode")
+    step_run, streams = _trunk(spec, model, batch, tensors, "decode")
     logits = model.lm_head(spec.normed(model.model, streams))[0]
     drafted = batch.tokens.view(num_reqs, width)[:, 1:]
     verified = ops.verify_draft(
@@ -130,7 +130,7 @@ def speculative_step(
         spec,
         model,
         replace(batch, seq_lens=lens),
-        (given, streams, verified.tokens.flatten(), first + accepted),
+        (step_run, streams, verified.tokens.flatten(), first + accepted),
         num_drafts,
         (None if uniforms is None else uniforms[:, width:], temperature, warp),
     )
@@ -184,7 +184,7 @@ def speculative_prefill(
     if uniforms is not None:
         checks.tensor("uniforms", uniforms, torch.float32, "num_reqs", "num_drafts + 1")
         _check_columns(op, uniforms, num_drafts + 1)
-    given, streams = _trunk(spec, model, batch, tensors, "prefill")
+    step_run, streams = _trunk(spec, model, batch, tensors, "prefill")
     last = (batch.query_start_loc[1:] - 1).clamp(0, num_tokens - 1)
     ends = streams.index_select(1, last)
     logits = model.lm_head(spec.normed(model.model, ends))[0]
@@ -195,9 +195,9 @@ def speculative_prefill(
         None if uniforms is None else uniforms[:, :1].contiguous(),
         temperature=temperature,
     )
-    chosen = verified.tokens[:, 0]
+    next_tokens = verified.tokens[:, 0]
     if following is not None:
-        chosen = torch.where(following >= 0, following, chosen)
+        next_tokens = torch.where(following >= 0, following, next_tokens)
     # by request, not by scattering: requests without tokens share a last row
     request = torch.searchsorted(
         batch.query_start_loc[1:].contiguous(),
@@ -205,18 +205,20 @@ def speculative_prefill(
         right=True,
     ).clamp(max=num_reqs - 1)
     is_last = torch.arange(num_tokens, device=last.device) == last.index_select(0, request)
-    behind = torch.where(is_last, chosen.index_select(0, request), batch.tokens.roll(-1))
+    following_tokens = torch.where(
+        is_last, next_tokens.index_select(0, request), batch.tokens.roll(-1)
+    )
     drafts, probs = _draft(
         spec,
         model,
         batch,
-        (given, streams, behind, last),
+        (step_run, streams, following_tokens, last),
         num_drafts,
         (None if uniforms is None else uniforms[:, 1:], temperature, warp),
     )
     lens = _grown(batch.seq_lens, 1 + num_drafts)
-    tokens = torch.nn.functional.pad(chosen[:, None], (0, num_drafts), value=-1)
-    following_batch = _next(batch, torch.cat([chosen[:, None], drafts], 1), lens)
+    tokens = torch.nn.functional.pad(next_tokens[:, None], (0, num_drafts), value=-1)
+    following_batch = _next(batch, torch.cat([next_tokens[:, None], drafts], 1), lens)
     return SpeculativeStep(tokens, verified.num_accepted, following_batch, probs)
 
 
@@ -224,8 +226,8 @@ def _forget_rejected(batch: StepBatch, cache: CacheTensors, rejected: Tensor) ->
     """Take ``rejected`` drafts of every request from the lengths of the cache's rows."""
     row = torch.arange(cache.num_rows, dtype=torch.int32, device=rejected.device)[:, None]
     # a request that the step could not store left its row as it was
-    stored = (row == batch.rows) & (batch.seq_lens == cache.seq_lens[:, None])
-    cache.seq_lens.sub_(torch.where(stored, rejected, 0).amax(1))
+    is_stored = (row == batch.rows) & (batch.seq_lens == cache.seq_lens[:, None])
+    cache.seq_lens.sub_(torch.where(is_stored, rejected, 0).amax(1))
 
 
 def _checked(
@@ -274,15 +276,15 @@ def _trunk(
     """A step, and the streams of its tokens."""
     step = build_step(spec, batch, cache, schedule, model.config.vocab_size)
     ids, hidden = embedded(model.model, batch.tokens, None, step)
-    given = StepRun(step, cache, schedule, state_rings=schedule == "prefill")
-    return given, spec.run_streams(model.model, hidden, ids, given)
+    step_run = StepRun(step, cache, schedule, state_rings=schedule == "prefill")
+    return step_run, spec.run_streams(model.model, hidden, ids, step_run)
 
 
 def _draft(
     spec: ModelSpec,
     model: Any,
     batch: StepBatch,
-    known: tuple[StepRun, Tensor, Tensor, Tensor],
+    trunk: tuple[StepRun, Tensor, Tensor, Tensor],
     num_drafts: int,
     sampling: tuple[Tensor | None, float, Warp | None],
 ) -> tuple[Tensor, Tensor | None]:
@@ -300,11 +302,11 @@ def _draft(
     Returns:
         [num_reqs, num_drafts] drafts, and what they were sampled from.
     """
-    given, streams, following, last = known
+    step_run, streams, following, last = trunk
     uniforms, temperature, warp = sampling
-    streams = spec.run_draft(model, following, streams, given)
+    streams = spec.run_draft(model, following, streams, step_run)
     streams = streams.index_select(1, last)
-    cache, lens = given.cache, batch.seq_lens
+    cache, lens = step_run.cache, batch.seq_lens
     drafts: list[Tensor] = []
     probs: list[Tensor] = []
     for index in range(num_drafts):
@@ -321,10 +323,12 @@ def _draft(
             lens = _grown(lens, 1)
             # the draft layer on its own streams, a token of every request
             starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
-            found, _ = tokens_of(StepBatch(drafts[-1], starts, lens, batch.rows), cache)
-            found = replace(found, tokens=storable(found.tokens, cache, spec.block_tokens))
-            given = StepRun(spec.build_draft_step(found, cache), cache, "decode", False)
-            streams = spec.run_draft(model, drafts[-1], streams, given)
+            step_tokens, _ = tokens_of(StepBatch(drafts[-1], starts, lens, batch.rows), cache)
+            step_tokens = replace(
+                step_tokens, tokens=storable(step_tokens.tokens, cache, spec.block_tokens)
+            )
+            step_run = StepRun(spec.build_draft_step(step_tokens, cache), cache, "decode", False)
+            streams = spec.run_draft(model, drafts[-1], streams, step_run)
     return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
 

@@ -101,10 +101,10 @@ def load_mtp(model: Any, path: Path | str) -> Any:
         if hasattr(weight, "to_local"):
             rule, advice = "be whole on this rank", "Load the model without a tp_plan"
             raise refusal(NotImplementedError, OP, name, rule, "a part of it", advice)
-    stored = draft_tensors(path, op=OP)
-    _check_sizes(model.config, stored)
+    headers = draft_tensors(path, op=OP)
+    _check_sizes(model.config, headers)
     draft = spec.draft_layer(OP, model)
-    fill(draft, stored, model.device)
+    fill(draft, headers, model.device)
     return attach(model, draft)
 
 
@@ -118,39 +118,39 @@ def attach(model: Any, draft: Any) -> Any:
     return model
 
 
-def _check_sizes(config: Any, stored: Mapping[str, StoredTensor]) -> None:
+def _check_sizes(config: Any, headers: Mapping[str, StoredTensor]) -> None:
     """Raise if the files are of a model of other sizes."""
-    shapes = {name: tensor.info.shape for name, tensor in stored.items()}
+    shapes = {name: tensor.info.shape for name, tensor in headers.items()}
     heads = shapes["attn.attn_sink"][0]
     dim = shapes["attn.kv_norm.weight"][0]
     group_inputs = shapes["attn.wo_a.weight"][1]
     groups = heads * dim // group_inputs
-    found = {
+    sizes = {
         "hidden_size": shapes["norm.weight"][0],
         "num_attention_heads": heads,
         "head_dim": dim,
         "q_lora_rank": shapes["attn.q_norm.weight"][0],
         "o_lora_rank": shapes["attn.wo_a.weight"][0] // groups,
         "o_groups": groups,
-        "n_routed_experts": _num_experts(stored),
+        "n_routed_experts": _num_experts(headers),
         "moe_intermediate_size": shapes["ffn.experts.0.w1.weight"][0],
         "hc_mult": shapes["hc_head_base"][0],
     }
-    for name, actual in found.items():
-        wanted = getattr(config, name)
-        if actual != wanted:
-            rule, advice = f"have the model's {name}, {wanted}", "Pass the model's own checkpoint"
+    for name, actual in sizes.items():
+        size = getattr(config, name)
+        if actual != size:
+            rule, advice = f"have the model's {name}, {size}", "Pass the model's own checkpoint"
             raise refusal(ValueError, OP, "path", rule, actual, advice)
 
 
 @torch.no_grad()
-def fill(draft: Any, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
+def fill(draft: Any, headers: Mapping[str, StoredTensor], device: torch.device) -> None:
     """Read the tensors of a draft layer, and set its parameters to them."""
     opened: dict[Path, Any] = {}
     with ExitStack() as files:
 
         def read(name: str) -> Tensor:
-            return _read(files, opened, stored[name], f"{DRAFT}.0.{name}")
+            return _read(files, opened, headers[name], f"{DRAFT}.0.{name}")
 
         for source, target in _LINEARS.items():
             _set_linear(draft.get_submodule(target), source, read, device)
@@ -158,14 +158,14 @@ def fill(draft: Any, stored: Mapping[str, StoredTensor], device: torch.device) -
             name, _, part = target.rpartition(".")
             _set(draft.get_submodule(name), part, read(source), device)
         experts = draft.get_submodule("layers.0.mlp.experts")
-        _set_experts(experts, _num_experts(stored), read, device)
+        _set_experts(experts, _num_experts(headers), read, device)
 
 
 def released_weights(draft: Any) -> dict[str, Tensor]:
     """The weights of a draft layer that is not quantised, by their names in released files."""
-    found = {f"{source}.weight": f"{target}.weight" for source, target in _LINEARS.items()}
+    linears = {f"{source}.weight": f"{target}.weight" for source, target in _LINEARS.items()}
     state = draft.state_dict()
-    weights = {source: state[target] for source, target in (found | _OTHERS).items()}
+    weights = {source: state[target] for source, target in (linears | _OTHERS).items()}
     for name, parts in _EXPERTS.items():
         for index, expert in enumerate(state[f"layers.0.mlp.experts.{name}"]):
             for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
@@ -173,26 +173,26 @@ def released_weights(draft: Any) -> dict[str, Tensor]:
     return {f"{DRAFT}.0.{name}": weight for name, weight in weights.items()}
 
 
-def _num_experts(stored: Mapping[str, StoredTensor]) -> int:
-    return sum(name.startswith("ffn.experts.") and name.endswith(".w2.weight") for name in stored)
+def _num_experts(headers: Mapping[str, StoredTensor]) -> int:
+    return sum(name.startswith("ffn.experts.") and name.endswith(".w2.weight") for name in headers)
 
 
-def _read(files: ExitStack, opened: dict[Path, Any], stored: StoredTensor, name: str) -> Tensor:
+def _read(files: ExitStack, opened: dict[Path, Any], header: StoredTensor, name: str) -> Tensor:
     """Read a tensor; raise if it holds no numbers, or scales that bytes cannot."""
     from safetensors import safe_open
 
-    if stored.file not in opened:
-        opened[stored.file] = files.enter_context(safe_open(stored.file, framework="pt"))
-    found: Tensor = opened[stored.file].get_tensor(name)
+    if header.file not in opened:
+        opened[header.file] = files.enter_context(safe_open(header.file, framework="pt"))
+    tensor: Tensor = opened[header.file].get_tensor(name)
     scale, advice = name.endswith(".scale"), "Download it again"
-    check_values(OP, name, found, advice, scale=scale, power_of_two=True)
-    return found
+    check_values(OP, name, tensor, advice, scale=scale, power_of_two=True)
+    return tensor
 
 
 def _set(module: Any, name: str, value: Tensor, device: torch.device) -> None:
     """Set a parameter, or a buffer, in the dtype that it has."""
-    held = getattr(module, name)
-    value = value.to(device=device, dtype=held.dtype)
+    parameter = getattr(module, name)
+    value = value.to(device=device, dtype=parameter.dtype)
     if name in module._parameters:
         module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
     else:

@@ -64,14 +64,14 @@ class Bf16Experts(Rewrite):
 
 
 def _with_op(before: Forward) -> Forward:
-    def forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        if not runs_op(self, x, chosen.shape[-1]) or (
+    def forward(self: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        if not runs_op(self, x, expert_ids.shape[-1]) or (
             torch.is_grad_enabled() and weights.requires_grad
         ):
-            out: Tensor = before(self, x, chosen, weights)
+            out: Tensor = before(self, x, expert_ids, weights)
             return out
         limit = limit_of(self)
-        routed = (x, weights.float(), chosen.to(torch.int32))
+        routed = (x, weights.float(), expert_ids.to(torch.int32))
         up, down = (getattr(self, name).detach() for name in QUANTIZED_EXPERTS)
         return experts(*routed, up, None, down, None, swiglu_limit=limit, impl=AUTO)
 
@@ -81,7 +81,7 @@ def _with_op(before: Forward) -> Forward:
 def runs_op(module: Any, x: Tensor, top_k: int) -> bool:
     """Whether experts run as our op for such hidden states, with ``top_k`` experts each."""
     weights = [getattr(module, name, None) for name in QUANTIZED_EXPERTS]
-    wanted = torch.is_grad_enabled()
+    has_gradient = torch.is_grad_enabled()
     rows = x.numel() // x.shape[-1] * top_k
     return (
         x.device.type in RUN_ON
@@ -92,7 +92,7 @@ def runs_op(module: Any, x: Tensor, top_k: int) -> bool:
             isinstance(each, Tensor)
             and each.dtype == torch.bfloat16
             and not hasattr(type(each), "__tensor_flatten__")
-            and not (wanted and each.requires_grad)
+            and not (has_gradient and each.requires_grad)
             for each in (x, *weights)
         )
     )

@@ -95,22 +95,22 @@ def heads_are_split(
     Raises:
         NotImplementedError: some are split and others are not, or over other ranks.
     """
-    found = [
+    heads = [
         (f"model.layers.{index}.self_attn.{name}", weight, local(weight).shape[dim], size)
         for index, layer in enumerate(body.layers)
         for name, weight, dim, size in parts(unwrapped(layer.self_attn))
         if weight is not None
     ]
-    if all(held == size for _, _, held, size in found):
+    if all(local_size == size for _, _, local_size, size in heads):
         return False
     world = 1 if ranks is None else ranks.world_size
     members = [] if ranks is None else group_members(ranks.group)
-    for name, weight, held, size in found:
+    for name, weight, local_size, size in heads:
         mesh = getattr(weight, "device_mesh", None)
         others = mesh is not None and mesh.mesh.flatten().tolist() != members
-        if held * world != size or others:
+        if local_size * world != size or others:
             rule = f"be split over the ranks of parallel as all heads are, {size} over {world}"
-            actual = f"{held} of {size} on {'other ranks' if others else 'this rank'}"
+            actual = f"{local_size} of {size} on {'other ranks' if others else 'this rank'}"
             advice = "Pass parallel=ContextParallel.of(), and a tp_plan that splits all heads"
             raise refusal(NotImplementedError, op, name, rule, actual, advice)
     return True
@@ -121,9 +121,9 @@ def check_skipped(op: str, spec: StepModules, name: str, attention: Any) -> None
     for part, module in spec.skipped_modules(attention):
         # of a split module Hugging Face replaced forward
         split = spec.shards_heads and hasattr(module, "weight")
-        found = None if split else _change(module)
-        if found:
-            raise _changed(op, f"{name}.{part}", found)
+        change = None if split else _change(module)
+        if change:
+            raise _changed(op, f"{name}.{part}", change)
 
 
 def check_placement(op: str, model: Any) -> None:
@@ -183,6 +183,6 @@ def _change(module: Any) -> str | None:
     return None
 
 
-def _changed(op: str, name: str, found: str) -> Exception:
+def _changed(op: str, name: str, change: str) -> Exception:
     advice = "Undo that, or pass Hugging Face's cache"
-    return refusal(NotImplementedError, op, name, _CHANGED, found, advice)
+    return refusal(NotImplementedError, op, name, _CHANGED, change, advice)

@@ -26,12 +26,12 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
-JOINED = "dsv4_ops_joined"
-JOINED_ON = ("cuda",)
+FUSED = "dsv4_ops_fused"
+FUSED_ON = ("cuda",)
 """Devices where launches cost more than the products of few tokens."""
 
 
-class JoinedLinear(nn.Module):
+class FusedLinear(nn.Module):
     """The products of ``layers``, which have one input, side by side."""
 
     weight: Tensor
@@ -82,18 +82,18 @@ def _gathered(layers: list[Any], name: str) -> Tensor:
     parts = [layer._parameters[name].detach() for layer in layers]
     dtype = parts[0].dtype
     whole = parts if dtype.itemsize > 1 else [part.view(torch.uint8) for part in parts]
-    made = torch.cat(whole).view(dtype)
-    for layer, part in zip(layers, made.split([len(part) for part in parts]), strict=True):
+    fused = torch.cat(whole).view(dtype)
+    for layer, part in zip(layers, fused.split([len(part) for part in parts]), strict=True):
         layer._parameters[name].data = part
-    return made
+    return fused
 
 
-def joined(holder: Any, layers: list[Any]) -> JoinedLinear | None:
+def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
     """What multiplies by the ``layers`` of ``holder`` at once, if they are as they were joined."""
-    found: JoinedLinear | None = holder._modules.get(JOINED)
-    if found is None or torch.is_grad_enabled() or not all(map(_is_own, layers)):
+    fused: FusedLinear | None = holder._modules.get(FUSED)
+    if fused is None or torch.is_grad_enabled() or not all(map(_is_own, layers)):
         return None
-    return found
+    return fused
 
 
 def _is_own(layer: Any) -> bool:
@@ -112,12 +112,12 @@ def of_attention(module: Any) -> list[Any]:
 
 def of_compressor(compressor: Any) -> list[Any]:
     """What a compressor and its indexer multiply their input by."""
-    found = [compressor.kv_proj, compressor.gate_proj]
+    layers = [compressor.kv_proj, compressor.gate_proj]
     indexer = getattr(compressor, "indexer", None)
     if indexer is not None:
         owner = getattr(indexer, "scorer", indexer)  # depends on transformers' version
-        found += [indexer.kv_proj, indexer.gate_proj, owner.weights_proj]
-    return found
+        layers += [indexer.kv_proj, indexer.gate_proj, owner.weights_proj]
+    return layers
 
 
 def of_shared_experts(module: Any) -> list[Any]:
@@ -143,8 +143,8 @@ class FusedProjections(Rewrite):
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
         """Add the fused layers; no method is replaced."""
         for holder, layers in self._groups(module):
-            if layers[0].weight.device.type in JOINED_ON:
-                holder.add_module(JOINED, JoinedLinear(layers, self.recipe, self.impl))
+            if layers[0].weight.device.type in FUSED_ON:
+                holder.add_module(FUSED, FusedLinear(layers, self.recipe, self.impl))
         return iter(())
 
     def needs_refresh(self, body: Any) -> bool:
@@ -154,7 +154,7 @@ class FusedProjections(Rewrite):
     def refresh(self, op: str, name: str, module: Any) -> None:
         """Gather again the weights that were moved or replaced since."""
         for holder, layers in self._groups(module):
-            fused = holder._modules.get(JOINED)
+            fused = holder._modules.get(FUSED)
             if fused is not None and not fused.holds(layers):
                 fused.gather(layers)
 
@@ -162,7 +162,7 @@ class FusedProjections(Rewrite):
         """Remove the fused layers; the weights stay views."""
         for holder in (module, module._modules.get("compressor")):
             if holder is not None:
-                holder._modules.pop(JOINED, None)
+                holder._modules.pop(FUSED, None)
 
     def _groups(self, module: Any) -> Iterator[tuple[Any, list[Any]]]:
         """Holders, and layers of each to multiply at once: FP8, or bf16 with float32 sums."""

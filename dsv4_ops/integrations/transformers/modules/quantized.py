@@ -136,7 +136,7 @@ def share_scales(module: Any) -> None:
     if all(_shares_storage(module, weight) for weight in weights):
         return
     for weight in weights:
-        scale = _readable(_scale(module, weight))
+        scale = _op_scale(_scale(module, weight))
         module.register_buffer(_buffer(weight), scale, persistent=False)
     if weights == QUANTIZED_LINEAR:
         _fill_blocks(module)
@@ -163,7 +163,7 @@ def _scale(module: Any, weight: str) -> Tensor:
     return module._parameters[f"{weight}_scale_inv"]
 
 
-def _readable(scale: Tensor) -> Tensor:
+def _op_scale(scale: Tensor) -> Tensor:
     """Scales in a dtype that ops take, without a copy."""
     scale = scale.detach()
     return scale if scale.dtype in (torch.float32, torch.uint8) else scale.view(torch.uint8)
@@ -200,23 +200,23 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
     *lead, rows, columns = codes.shape
     if codes.dtype in (torch.int8, torch.uint8):
         dtypes: tuple[torch.dtype, ...] = (torch.float8_e8m0fnu, torch.uint8)
-        wanted = (*lead, rows, 2 * columns // FP4_BLOCK)
+        shape = (*lead, rows, 2 * columns // FP4_BLOCK)
     else:
         dtypes = (torch.float8_e8m0fnu, torch.uint8, torch.float32)
-        wanted = (*lead, -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK))
+        shape = (*lead, -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK))
         whole = columns % WEIGHT_BLOCK == 0
         if not whole or (rows % WEIGHT_BLOCK and weight not in QUANTIZED_LINEAR):
             rule = f"have whole blocks of {WEIGHT_BLOCK}"
             raise refusal(NotImplementedError, op, name, rule, list(codes.shape), _OTHER)
-    read = getattr(codes, "_is_hf_initialized", False)
-    if scale is None or (read and not getattr(scale, "_is_hf_initialized", False)):
+    from_file = getattr(codes, "_is_hf_initialized", False)
+    if scale is None or (from_file and not getattr(scale, "_is_hf_initialized", False)):
         actual = None if scale is None else "no such tensor in it"
         raise refusal(ValueError, op, label, "come with the checkpoint's codes", actual, _AGAIN)
-    if tuple(scale.shape) != wanted:
-        transposed = tuple(scale.shape) == (*lead, *wanted[:-3:-1])
+    if tuple(scale.shape) != shape:
+        transposed = tuple(scale.shape) == (*lead, *shape[:-3:-1])
         advice = "It is transposed" if transposed else _AGAIN
         found = list(scale.shape)
-        raise refusal(ValueError, op, label, f"have the shape {list(wanted)}", found, advice)
+        raise refusal(ValueError, op, label, f"have the shape {list(shape)}", found, advice)
     if scale.dtype not in dtypes:
         rule = "be " + " or ".join(map(str, dtypes))
         raise refusal(TypeError, op, label, rule, scale.dtype, _AGAIN)
@@ -226,16 +226,19 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
 
 def _check_settings(op: str, name: str, module: Any) -> None:
     """Refuse what these classes of Hugging Face have for other models."""
-    given = (
+    settings = (
         ("bias", getattr(module, "bias", None), None),
         ("activation_scheme", getattr(module, "activation_scheme", "dynamic"), "dynamic"),
         ("swiglu_alpha", getattr(module, "swiglu_alpha", None), None),
         ("gate_softcap", getattr(module, "gate_softcap", None), None),
         ("has_gate", getattr(module, "has_gate", True), True),
     )
-    for setting, actual, wanted in given:
-        if actual is not wanted and actual != wanted:
-            rule, found = f"be {wanted!r}", repr(actual) if isinstance(actual, str) else "another"
+    for setting, actual, supported in settings:
+        if actual is not supported and actual != supported:
+            rule, found = (
+                f"be {supported!r}",
+                repr(actual) if isinstance(actual, str) else "another",
+            )
             raise refusal(NotImplementedError, op, f"{name}.{setting}", rule, found, _OTHER)
 
 
@@ -246,8 +249,8 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor | QuantizedGroups) -> Tensor:
         groups = getattr(self, "n_groups", 1)
         if isinstance(x, QuantizedGroups):
-            held, scale = _codes(self, "weight"), self.dsv4_ops_weight_scale
-            out = fp8_grouped_linear(x.values, held, scale, x.scales, impl=impl)
+            codes, scale = _codes(self, "weight"), self.dsv4_ops_weight_scale
+            out = fp8_grouped_linear(x.values, codes, scale, x.scales, impl=impl)
             return out.unflatten(1, (groups, -1))
         lead = x.shape[:-1]
         rows = x.to(torch.bfloat16)
@@ -292,11 +295,11 @@ def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) ->
 
 
 def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
-    def forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         out = experts(
             x.to(torch.bfloat16),
             weights.float(),
-            chosen.to(torch.int32),
+            expert_ids.to(torch.int32),
             _codes(self, "gate_up_proj"),
             self.dsv4_ops_gate_up_proj_scale,
             _codes(self, "down_proj"),

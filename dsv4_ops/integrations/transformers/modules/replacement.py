@@ -82,25 +82,25 @@ def _missing(*_: Any, **__: Any) -> Any:
     raise AttributeError("dsv4_ops replaced a method that the class does not have")
 
 
-def with_methods(module: Any, made: dict[int, Any] | None = None) -> Any:
+def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
     """A model of the same parameters, buffers and hooks whose replaced methods are bound methods.
 
     Dynamo guards these by their code, and any other object by its identity, with which it would
     compile every layer.
     """
-    made = {} if made is None else made
-    if id(module) not in made:
-        twin = made[id(module)] = copy.copy(module)
+    copies = {} if copies is None else copies
+    if id(module) not in copies:
+        copied = copies[id(module)] = copy.copy(module)
         children = {
-            name: child and with_methods(child, made) for name, child in module._modules.items()
+            name: child and with_methods(child, copies) for name, child in module._modules.items()
         }
-        twin.__dict__["_modules"] = children
+        copied.__dict__["_modules"] = children
         for name, value in vars(module).items():
             if isinstance(value, Replacement) and name != _BELOW_HOOK:
-                twin.__dict__[name] = MethodType(value.function, twin)
+                copied.__dict__[name] = MethodType(value.function, copied)
                 if name == "forward":
-                    twin.__dict__[REPLACED] = value.before
-    return made[id(module)]
+                    copied.__dict__[REPLACED] = value.before
+    return copies[id(module)]
 
 
 def defining_class(module: Any) -> str | None:
@@ -148,8 +148,8 @@ def is_part(module: Any, part: str) -> bool:
 
     Only for the host.
     """
-    found = defining_class(module)
-    return found is not None and any(found == prefix + part for prefix in _MODELLING.values())
+    name = defining_class(module)
+    return name is not None and any(name == prefix + part for prefix in _MODELLING.values())
 
 
 def own_forward(module: Any) -> Any:

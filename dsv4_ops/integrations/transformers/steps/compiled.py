@@ -147,7 +147,7 @@ class CompiledStep:
         on_part: Callable[[str], None] | None,
         settings: dict[str, Any],
     ) -> None:
-        self.model, self._given = model, model
+        self.model, self._patched = model, model
         self._watch: Watch | None = None
         self._hooks: Watch | None = None
         self.step, self.regional, self._on_part = step, regional, on_part
@@ -204,8 +204,8 @@ class CompiledStep:
         if self._watch is None or hooked or not self._watch.unchanged():
             self._changes += len(self._plans) > 0
             self._plans.clear()
-            self.model, self._watch, self._hooks = with_methods(self._given), Watch(), Watch()
-            for module in self._given.modules():
+            self.model, self._watch, self._hooks = with_methods(self._patched), Watch(), Watch()
+            for module in self._patched.modules():
                 self._watch.add(vars(module))
                 self._watch.add(module._modules)
                 self._hooks.add(module._forward_hooks)
@@ -309,10 +309,10 @@ class CompiledStep:
 
 def _check_options(op: str, options: dict[str, Any]) -> None:
     """Raise if a step does not take one of these keyword arguments, or not such a value."""
-    taken = ("state_rings",) if op == decode_step.__name__ else ()
+    names = ("state_rings",) if op == decode_step.__name__ else ()
     for name, value in options.items():
-        if name not in taken:
-            advice = f"It takes {', '.join(('batch', 'cache', *taken))}"
+        if name not in names:
+            advice = f"It takes {', '.join(('batch', 'cache', *names))}"
             rule = "be an argument of the step"
             raise refusal(TypeError, op, name, rule, "an unknown name", advice)
         Checks(op).flag(name, value)
@@ -321,8 +321,8 @@ def _check_options(op: str, options: dict[str, Any]) -> None:
 def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
     """Parameters that share memory with buffers, which keep it: where each is held, its name there,
     and its address, which no other weight can get."""
-    kept = {each.untyped_storage().data_ptr() for each in body.buffers() if each.nbytes}
-    held = [
+    storages = {each.untyped_storage().data_ptr() for each in body.buffers() if each.nbytes}
+    weights = [
         (module._parameters, name, local(weight))
         for module in body.modules()
         for name, weight in module._parameters.items()
@@ -330,8 +330,8 @@ def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
     ]
     return [
         (parameters, name, weight.data_ptr())
-        for parameters, name, weight in held
-        if weight.untyped_storage().data_ptr() in kept
+        for parameters, name, weight in weights
+        if weight.untyped_storage().data_ptr() in storages
     ]
 
 

@@ -204,8 +204,8 @@ def export_prefill(
         strict=False,
     )
     more = {"dsv4_ops.max_tokens": str(most), "dsv4_ops.max_chunk": str(cache.max_chunk)}
-    described = _metadata(model, cache, inputs, {"tokens": "num_tokens"})
-    return _package(op, program, target, described | more)
+    metadata = _metadata(model, cache, inputs, {"tokens": "num_tokens"})
+    return _package(op, program, target, metadata | more)
 
 
 def prefill_shapes(inputs: Sequence[Tensor], max_tokens: int) -> tuple[Any, ...]:
@@ -257,8 +257,8 @@ def _package(
     from dsv4_ops.lowering._compat import aoti_compile_and_package
 
     settings = {"aot_inductor.metadata": metadata}
-    made = aoti_compile_and_package(program, package_path=str(target), inductor_configs=settings)
-    return Path(made)
+    package = aoti_compile_and_package(program, package_path=str(target), inductor_configs=settings)
+    return Path(package)
 
 
 def _check_exportable(op: str, program: torch.export.ExportedProgram) -> None:
@@ -281,13 +281,13 @@ def _metadata(
     if cache.owns_blocks:
         pool = next(name for name, table in tables.items() if table is cache.tensors.tables.pool)
         rings[pool] = cache.blocks_per_row
-    described = [
+    inputs_text = [
         f"{name}:{str(tensor.dtype).removeprefix('torch.')}:"
         + sizes.get(name, "x".join(map(str, tensor.shape)))
         for name, tensor in zip(input_names(cache), inputs, strict=True)
     ]
     return {
-        "dsv4_ops.inputs": ";".join(described),
+        "dsv4_ops.inputs": ";".join(inputs_text),
         "dsv4_ops.rings": ";".join(f"{name}:{rings[name]}" for name in tables if name in rings),
         "dsv4_ops.max_cache_len": str(cache.max_cache_len),
         "dsv4_ops.made_for": cache.tensors.made_for,

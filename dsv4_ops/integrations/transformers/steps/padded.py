@@ -46,7 +46,7 @@ class PaddedStep:
         """Gather inputs [batch, length, ...] in the order of the step's tokens."""
         if values is None:
             return None
-        return _moved(values, self.columns).flatten(0, 1)
+        return _to_columns(values, self.columns).flatten(0, 1)
 
     def give_back(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return values [num_tokens, ...] to the inputs' order, [batch, length, ...]."""
@@ -99,31 +99,31 @@ def padded_step(
     if length > 1 and (attention_mask is not None or position_ids is not None):
         columns = _padding_last(valid)
     column = torch.arange(length, device=device)
-    kept, first = column < valid.sum(1, keepdim=True), before[:, None].to(torch.int64)
+    is_kept, first = column < valid.sum(1, keepdim=True), before[:, None].to(torch.int64)
     if position_ids is not None:
-        given = _moved(position_ids, columns)
-        first = given[:, :1]
-        follows = (given - first != column).cumsum(1) == 0
-        kept = kept & follows & can_go_on(spec, first, cache)
+        moved_positions = _to_columns(position_ids, columns)
+        first = moved_positions[:, :1]
+        follows = (moved_positions - first != column).cumsum(1) == 0
+        is_kept = is_kept & follows & can_go_on(spec, first, cache)
     rows = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-    tokens = TokenMap(*(torch.where(kept, of, -1).flatten() for of in (rows, first + column)))
+    tokens = TokenMap(*(torch.where(is_kept, of, -1).flatten() for of in (rows, first + column)))
     tokens = storable(tokens, cache.tensors, spec.block_tokens)
     positions = tokens.positions.view(shape)
-    stored = tokens.positions >= 0
-    wanted = valid.flatten()
+    is_stored = tokens.positions >= 0
+    is_token = valid.flatten()
     if ids is not None:
-        known = in_vocabulary(ids, vocab_size) | ~valid
-        stored = stored & _moved(known, columns).flatten()
-    if may_wait(before) and bool(wanted.sum() > stored.sum()):
-        asked = None if position_ids is None else _moved(position_ids, columns)
-        lacking = valid.sum(1) - positions.ge(0).sum(1)
+        exists = in_vocabulary(ids, vocab_size) | ~valid
+        is_stored = is_stored & _to_columns(exists, columns).flatten()
+    if may_wait(before) and bool(is_token.sum() > is_stored.sum()):
+        moved_positions = None if position_ids is None else _to_columns(position_ids, columns)
+        num_lost = valid.sum(1) - positions.ge(0).sum(1)
         wrong = None if ids is None else ids[valid & ~in_vocabulary(ids, vocab_size)]
         if wrong is not None and wrong.numel():
             raise unknown_id(OP, "input_ids", wrong, vocab_size)
-        raise _refused(spec, int(lacking.argmax()), valid, asked, first, cache)
+        raise _refused(spec, int(num_lost.argmax()), valid, moved_positions, first, cache)
     ends = positions.amax(1).to(torch.int32) + 1
     store_lengths(before, cache.written[:batch], ends, first[:, 0])
-    count_dropped(cache.tensors, wanted, stored)
+    count_dropped(cache.tensors, is_token, is_stored)
     ends = ends[:, None].expand(shape).flatten()
 
     def requests() -> Requests:
@@ -166,7 +166,7 @@ def _padding_last(valid: Tensor) -> Tensor:
     return torch.where(valid, valid.cumsum(1) - 1, padding)
 
 
-def _moved(values: Tensor, columns: Tensor | None) -> Tensor:
+def _to_columns(values: Tensor, columns: Tensor | None) -> Tensor:
     """Scatter ``values`` [batch, length, ...] to their columns."""
     if columns is None:
         return values
@@ -175,19 +175,27 @@ def _moved(values: Tensor, columns: Tensor | None) -> Tensor:
 
 
 def _refused(
-    spec: ModelSpec, row: int, valid: Tensor, given: Tensor | None, first: Tensor, cache: PagedCache
+    spec: ModelSpec,
+    row: int,
+    valid: Tensor,
+    positions: Tensor | None,
+    first: Tensor,
+    cache: PagedCache,
 ) -> ValueError:
     """The error for a row that the cache cannot store completely."""
     count, ends = int(valid[row].sum()), int(cache.seq_lens[row])
-    if given is not None:
-        asked = given[row, :count].tolist()
-        if asked != list(range(asked[0], asked[0] + count)) or asked[0] > ends:
+    if positions is not None:
+        row_positions = positions[row, :count].tolist()
+        if (
+            row_positions != list(range(row_positions[0], row_positions[0] + count))
+            or row_positions[0] > ends
+        ):
             rule = f"follow each other from position {ends} of row {row}, where the cache ends"
             advice = "Pass them without a gap, or None; mark padding in attention_mask"
-            return refusal(ValueError, OP, "position_ids", rule, _brief(asked), advice)
+            return refusal(ValueError, OP, "position_ids", rule, _brief(row_positions), advice)
         if not bool(can_go_on(spec, first, cache)[row]):
             rule = "go back to a position whose states are still there"
-            found = f"{asked[0]} in row {row} of {ends} tokens"
+            found = f"{row_positions[0]} in row {row} of {ends} tokens"
             advice = "Make the cache with a larger next_n, or begin at 0"
             return refusal(ValueError, OP, "position_ids", rule, found, advice)
     length = int(first[row, 0]) + count
@@ -201,8 +209,8 @@ def _refused(
 
 
 def _brief(values: list[int]) -> str:
-    shown = ", ".join(map(str, values[:6]))
-    return f"[{shown}{', ...' if len(values) > 6 else ''}]"
+    text = ", ".join(map(str, values[:6]))
+    return f"[{text}{', ...' if len(values) > 6 else ''}]"
 
 
 def check_inputs(
@@ -265,12 +273,12 @@ def _check(
     if attention_mask is not None and (rows != batch or columns < length):
         rule = f"have shape [{batch}, {length} or more]"
         advice = "Pass the mask of the tokens, 0 for padding"
-        raise refusal(ValueError, OP, "attention_mask", rule, shown(attention_mask), advice)
+        raise refusal(ValueError, OP, "attention_mask", rule, shape_text(attention_mask), advice)
     rows, columns = matrix(position_ids)
     if position_ids is not None and (rows not in (1, batch) or columns != length):
         rule = f"have shape [{batch} or 1, {length}]"
         advice = "Pass a position per token, or None to go on where the cache ends"
-        raise refusal(ValueError, OP, "position_ids", rule, shown(position_ids), advice)
+        raise refusal(ValueError, OP, "position_ids", rule, shape_text(position_ids), advice)
     if position_ids is not None:
         checks.floats("position_ids", position_ids, torch.int64, torch.int32)
 
@@ -282,7 +290,7 @@ def matrix(value: object) -> tuple[int, int]:
     return value.shape[0], value.shape[1]
 
 
-def shown(value: object) -> object:
+def shape_text(value: object) -> object:
     """The shape of a tensor; of what is none its class."""
-    found = getattr(value, "shape", type(value).__name__)
-    return list(found) if isinstance(found, torch.Size) else found
+    shape = getattr(value, "shape", type(value).__name__)
+    return list(shape) if isinstance(shape, torch.Size) else shape

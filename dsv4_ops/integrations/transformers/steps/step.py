@@ -130,7 +130,7 @@ def _run(
     op: str,
     model: Any,
     batch: StepBatch,
-    given: CacheTensors | PagedCache,
+    paged: CacheTensors | PagedCache,
     schedule: str,
     state_rings: bool,
     run: Runner,
@@ -138,7 +138,7 @@ def _run(
 ) -> Tensor:
     """Hidden states of all tokens, or of the ``last`` one of every request."""
     Checks(op).flag("state_rings", state_rings)
-    spec, cache = checked(op, model, batch, given)
+    spec, cache = checked(op, model, batch, paged)
     num_tokens = batch.tokens.shape[0]
     if num_tokens == 0 or batch.rows.shape[0] == 0:
         starts = batch.query_start_loc
@@ -146,17 +146,17 @@ def _run(
         count = batch.seq_lens.shape[0] if last else num_tokens
         return starts.new_zeros(count, model.config.hidden_size, dtype=spec.dtype)
     step = run("metadata", build_step, spec, batch, cache, schedule, model.config.vocab_size)
-    wanted = (batch.query_start_loc[1:] - 1).clamp(0, num_tokens - 1) if last else None
-    with_step = StepRun(step, cache, schedule, state_rings, run, wanted)
+    output_tokens = (batch.query_start_loc[1:] - 1).clamp(0, num_tokens - 1) if last else None
+    with_step = StepRun(step, cache, schedule, state_rings, run, output_tokens)
     return run_layers(model.model, spec, batch.tokens, None, with_step)
 
 
 def checked(
-    op: str, model: Any, batch: StepBatch, given: CacheTensors | PagedCache
+    op: str, model: Any, batch: StepBatch, paged: CacheTensors | PagedCache
 ) -> tuple[ModelSpec, CacheTensors]:
     """Raise if a step cannot run, before anything is written; return its spec and its caches."""
     spec = spec_of(op, model)
-    cache = tensors_of(op, given)
+    cache = tensors_of(op, paged)
     check_tensors(op, batch, cache)
     starts = batch.query_start_loc
     check_cache(op, spec, cache)
@@ -183,18 +183,20 @@ def build_step(
     spec: ModelSpec, batch: StepBatch, cache: CacheTensors, schedule: str, vocab_size: int
 ) -> Any:
     """Build what the layers of a step share; count the tokens that it cannot store."""
-    found, wanted = tokens_of(batch, cache, cache.seq_lens)
-    requests = found.requests()
-    of_row = torch.arange(cache.num_rows, dtype=torch.int32, device=wanted.device)[:, None]
+    step_tokens, counts = tokens_of(batch, cache, cache.seq_lens)
+    requests = step_tokens.requests()
+    of_row = torch.arange(cache.num_rows, dtype=torch.int32, device=counts.device)[:, None]
     ends, first = (
         torch.where(of_row == requests.rows, each, 0).amax(1)
-        for each in (requests.seq_lens, requests.seq_lens - wanted)
+        for each in (requests.seq_lens, requests.seq_lens - counts)
     )
     store_lengths(cache.seq_lens, cache.written, ends, first)
-    found = replace(found, tokens=storable(found.tokens, cache, spec.block_tokens))
-    step = spec.build_step(found, cache, schedule)
-    stored = (step.positions >= 0) & in_vocabulary(batch.tokens, vocab_size)
-    count_dropped(cache, wanted, stored)
+    step_tokens = replace(
+        step_tokens, tokens=storable(step_tokens.tokens, cache, spec.block_tokens)
+    )
+    step = spec.build_step(step_tokens, cache, schedule)
+    is_stored = (step.positions >= 0) & in_vocabulary(batch.tokens, vocab_size)
+    count_dropped(cache, counts, is_stored)
     return step
 
 
@@ -245,10 +247,10 @@ def check_cache(op: str, spec: ModelSpec, cache: CacheTensors) -> None:
         rule = "have the layers of the model, " + ", ".join(spec.kinds)
         raise refusal(ValueError, op, "cache", rule, ", ".join(found), _FOR_MODEL)
     if cache.made_for != spec.fingerprint:
-        wanted, held = _named(spec.fingerprint), _named(cache.made_for)
-        others = [name for name in wanted if wanted[name] != held.get(name)]
-        rule = "have the model's " + ", ".join(f"{name}={wanted[name]}" for name in others)
-        actual = ", ".join(f"{name}={held.get(name)}" for name in others)
+        expected, actual_parts = _named(spec.fingerprint), _named(cache.made_for)
+        others = [name for name in expected if expected[name] != actual_parts.get(name)]
+        rule = "have the model's " + ", ".join(f"{name}={expected[name]}" for name in others)
+        actual = ", ".join(f"{name}={actual_parts.get(name)}" for name in others)
         raise refusal(ValueError, op, "cache", rule, actual, _FOR_MODEL)
     check_device(op, spec.impl, cache.device)
 
@@ -258,7 +260,7 @@ def _named(fingerprint: str) -> dict[str, str]:
 
 
 def tokens_of(
-    batch: StepBatch, cache: CacheTensors, stored: Tensor | None = None
+    batch: StepBatch, cache: CacheTensors, row_lengths: Tensor | None = None
 ) -> tuple[StepTokens, Tensor]:
     """Map a batch's tokens to cache rows.
 
@@ -277,37 +279,37 @@ def tokens_of(
     live = (counts > 0) & (batch.seq_lens > 0) & (request_rows >= 0) & (request_rows < num_rows)
     index = torch.arange(request_rows.shape[0], dtype=torch.int32, device=starts.device)
     owner = torch.where(live, request_rows, -1 - index)
-    taken = ((owner[:, None] == owner) & (index[:, None] > index)).any(1)
-    owner = torch.where(taken, -1, owner)
-    if stored is not None:
-        held = stored.index_select(0, owner.clamp(min=0))
-        owner = torch.where(batch.seq_lens - counts > held, -1, owner)
-    mapped = token_map(starts, batch.seq_lens, num_tokens=batch.tokens.shape[0])
-    request = mapped.req_indices.clamp(min=0)
+    is_taken = ((owner[:, None] == owner) & (index[:, None] > index)).any(1)
+    owner = torch.where(is_taken, -1, owner)
+    if row_lengths is not None:
+        row_lens = row_lengths.index_select(0, owner.clamp(min=0))
+        owner = torch.where(batch.seq_lens - counts > row_lens, -1, owner)
+    by_token = token_map(starts, batch.seq_lens, num_tokens=batch.tokens.shape[0])
+    request = by_token.req_indices.clamp(min=0)
     row = owner.index_select(0, request)
-    there = (mapped.req_indices >= 0) & (row >= 0)
-    rows = torch.where(there, row, -1)
-    positions = torch.where(there, mapped.positions, -1)
+    is_mapped = (by_token.req_indices >= 0) & (row >= 0)
+    rows = torch.where(is_mapped, row, -1)
+    positions = torch.where(is_mapped, by_token.positions, -1)
     ends = batch.seq_lens.index_select(0, request)
 
     def requests() -> Requests:
         lens = torch.where(owner >= 0, batch.seq_lens, 0)
-        return Requests(starts, lens, owner, mapped.req_indices)
+        return Requests(starts, lens, owner, by_token.req_indices)
 
-    found = StepTokens(TokenMap(rows, positions), ends, request_rows.shape[0], requests)
-    return found, torch.where(live, counts, 0)
+    step_tokens = StepTokens(TokenMap(rows, positions), ends, request_rows.shape[0], requests)
+    return step_tokens, torch.where(live, counts, 0)
 
 
 def run_layers(
-    body: Any, spec: ModelSpec, tokens: Tensor | None, embeddings: Tensor | None, given: StepRun
+    body: Any, spec: ModelSpec, tokens: Tensor | None, embeddings: Tensor | None, step_run: StepRun
 ) -> Tensor:
     """Run all layers of a patched model on tokens, or on embeddings in their place.
 
     Ids of padding or outside the vocabulary are read as 0. Returns the final hidden states of the
-    tokens in ``given.wanted``, [n, hidden_size], or of all.
+    tokens in ``step_run.output_tokens``, [n, hidden_size], or of all.
     """
-    ids, hidden = embedded(body, tokens, embeddings, given.step)
-    return spec.run_layers(body, hidden, ids, given)[0]
+    ids, hidden = embedded(body, tokens, embeddings, step_run.step)
+    return spec.run_layers(body, hidden, ids, step_run)[0]
 
 
 def embedded(
@@ -316,6 +318,6 @@ def embedded(
     """Ids, and what the first layer reads, of the tokens of a step; [1, num_tokens, ...] each."""
     ids = None
     if tokens is not None:
-        read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
-        ids = torch.where(read, tokens, 0)[None]
+        is_read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
+        ids = torch.where(is_read, tokens, 0)[None]
     return ids, body.embed_tokens(ids) if embeddings is None else embeddings[None]

@@ -53,13 +53,13 @@ def rotary_of(op: str, config: Any) -> Rotary:
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     kind = getattr(modeling, f"{family.title().replace('_', '')}RotaryEmbedding")
     with torch.device("cpu"):
-        made = kind(copy.deepcopy(config))  # a copy: it writes defaults into the configuration
-    frequencies = made.inv_freq.float().tolist()
+        embedding = kind(copy.deepcopy(config))  # a copy: it writes defaults into the configuration
+    frequencies = embedding.inv_freq.float().tolist()
     if 2 * len(frequencies) != config.qk_rope_head_dim:
         rule = f"rotate the {config.qk_rope_head_dim} values of qk_rope_head_dim"
         found, advice = 2 * len(frequencies), "Set config.head_dim to qk_rope_head_dim"
         raise refusal(NotImplementedError, op, "config.rope_parameters", rule, found, advice)
-    return Rotary(tuple(frequencies), float(made.attention_scaling))
+    return Rotary(tuple(frequencies), float(embedding.attention_scaling))
 
 
 def softmax_scale(config: Any) -> float:

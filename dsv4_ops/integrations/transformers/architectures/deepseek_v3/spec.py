@@ -129,7 +129,7 @@ class MlaModelSpec(ModelSpec):
         kinds = ("mla",) * config.num_hidden_layers
         angles = "exact" if recipe.rope_float32 else model_dtype
         rope = sorted(config.rope_parameters.items())
-        held = {
+        properties = {
             "layers": len(kinds),
             "kv_lora_rank": layers.kv_lora_rank,
             "qk_rope_head_dim": layers.qk_rope_head_dim,
@@ -141,13 +141,13 @@ class MlaModelSpec(ModelSpec):
             "angles": angles,
         }
         if layers.ranks is not None:
-            held["ranks"] = f"{layers.cp_world_size} of {layers.cp_interleave} rows"
+            properties["ranks"] = f"{layers.cp_world_size} of {layers.cp_interleave} rows"
         return cls(
             kinds=kinds,
             recipe=recipe,
             kv=kv,
             dtype=model_dtype,
-            fingerprint="; ".join(f"{name}={value}" for name, value in held.items()),
+            fingerprint="; ".join(f"{name}={value}" for name, value in properties.items()),
             layers=layers,
             rotary=rotary,
             interleaved=interleaved,
@@ -197,11 +197,11 @@ class MlaModelSpec(ModelSpec):
         short = num_tokens < self.layers.break_even * step.num_reqs
         absorbed = schedule == "decode" or statically_known_true(short)
         requests = step.requests()
-        stored = step.tokens.positions >= 0
+        is_stored = step.tokens.positions >= 0
         owned = table.index_select(0, requests.rows.clamp(min=0))
         return mla_step_of_tokens(
             self.layers if absorbed else self.chunked(cache, step.num_reqs),
-            TokenMap(torch.where(stored, requests.indices, -1), step.tokens.positions),
+            TokenMap(torch.where(is_stored, requests.indices, -1), step.tokens.positions),
             torch.where(requests.rows[:, None] >= 0, owned, -1),
             requests.query_start_loc,
             requests.seq_lens,
@@ -241,17 +241,19 @@ class MlaModelSpec(ModelSpec):
 
     # The model
 
-    def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
-        cache = given.cache
+    def run_layers(
+        self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
+    ) -> Tensor:
+        cache = step_run.cache
         for layer, caches in zip(body.layers, cache.layers, strict=True):
-            hidden = given.run(
+            hidden = step_run.run(
                 str(class_of(layer.mlp)),
                 layer,
                 hidden,
-                dsv4_ops=given.context(caches, cache.rope.table),
+                dsv4_ops=step_run.context(caches, cache.rope.table),
                 **WITHOUT_MASKS,
             )
-        return given.run("norm", _normed, body, hidden, given.wanted)
+        return step_run.run("norm", _normed, body, hidden, step_run.output_tokens)
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         spec, x = self.layers, hidden.flatten(0, 1)
@@ -384,11 +386,11 @@ class AbsorbedWeights(Rewrite):
             dtype=spec.dtype,
         )
         for name, half in zip((_KEYS, _VALUES), halves, strict=True):
-            held = getattr(attention, name, None)
-            if held is None or not _can_hold(held, half):
+            buffer = getattr(attention, name, None)
+            if buffer is None or not _can_hold(buffer, half):
                 attention.register_buffer(name, half, persistent=False)
             else:
-                held.copy_(half)
+                buffer.copy_(half)
         source = _identity(attention.kv_b_proj)
         if getattr(attention, SOURCE, None) != source:  # a compiled step sees what is set
             setattr(attention, SOURCE, source)
@@ -407,17 +409,17 @@ class OneOpRouter(Rewrite):
             yield "forward", _router_forward
 
 
-def _normed(body: Any, hidden: Tensor, wanted: Tensor | None) -> Any:
-    return body.norm(hidden if wanted is None else hidden.index_select(1, wanted))
+def _normed(body: Any, hidden: Tensor, output_tokens: Tensor | None) -> Any:
+    return body.norm(hidden if output_tokens is None else hidden.index_select(1, output_tokens))
 
 
 def _router_forward(before: Forward) -> Forward:
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if differentiated((hidden_states, self.weight)):
-            found: tuple[Tensor, Tensor, Tensor] = before(self, hidden_states)
-            return found
+            stock: tuple[Tensor, Tensor, Tensor] = before(self, hidden_states)
+            return stock
         logits = linear_float32(hidden_states.view(-1, self.hidden_dim), self.weight)
-        chosen = grouped_topk(
+        routing = grouped_topk(
             logits,
             self.e_score_correction_bias.float(),
             top_k=self.top_k,
@@ -426,7 +428,7 @@ def _router_forward(before: Forward) -> Forward:
             scale=float(self.routed_scaling_factor),
             normalize=bool(self.norm_topk_prob),
         )
-        return logits, chosen.weights, chosen.ids.long()
+        return logits, routing.weights, routing.ids.long()
 
     return forward
 
@@ -444,11 +446,11 @@ def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _can_hold(held: Tensor, half: Tensor) -> bool:
+def _can_hold(buffer: Tensor, half: Tensor) -> bool:
     """Whether ``half`` may be written to ``held``, which a move of the model may have changed."""
-    if held.is_inference() and not torch.is_inference_mode_enabled():
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
         return False
-    return (held.device, held.shape, held.dtype) == (half.device, half.shape, half.dtype)
+    return (buffer.device, buffer.shape, buffer.dtype) == (half.device, half.shape, half.dtype)
 
 
 def _as_pairs(x: Tensor) -> Tensor:

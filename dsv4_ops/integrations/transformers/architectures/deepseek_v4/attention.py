@@ -14,7 +14,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.integrations.transformers.architectures.base import LayerContext
 from dsv4_ops.integrations.transformers.modules.checks import HeadPart
 from dsv4_ops.integrations.transformers.modules.fused_projections import (
-    joined,
+    fused_layer,
     of_attention,
     of_compressor,
 )
@@ -69,7 +69,7 @@ def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
 
 def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInputs:
     dtype = spec.dtype
-    together = joined(module, of_attention(module))
+    together = fused_layer(module, of_attention(module))
     if together is None:
         q_a, kv = module.q_a_proj(x), module.kv_proj(x)
     else:
@@ -77,29 +77,29 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
     residual = module.q_a_norm(q_a)
     q = module.q_b_proj(residual).unflatten(-1, (-1, module.head_dim))
     kv = module.kv_norm(kv)
-    found: dict[str, Tensor] = {"q": q.to(dtype), "kv": kv.to(dtype)}
+    inputs: dict[str, Tensor] = {"q": q.to(dtype), "kv": kv.to(dtype)}
     compressor = module.compressor
     if compressor is None:
-        return LayerInputs(**found)
+        return LayerInputs(**inputs)
     indexer = getattr(compressor, "indexer", None)
-    together = joined(compressor, of_compressor(compressor))
+    together = fused_layer(compressor, of_compressor(compressor))
     if together is not None:
         # kv and gate, those of the indexer, and its weights, which are bf16
         parts = together(x).split(_pairs(together.sizes), -1)
-        found |= dict(zip(("kv_score", "indexer_kv_score"), parts[:2], strict=False))
+        inputs |= dict(zip(("kv_score", "indexer_kv_score"), parts[:2], strict=False))
         if indexer is not None:
-            found["indexer_weights"] = parts[2].to(torch.bfloat16)
+            inputs["indexer_weights"] = parts[2].to(torch.bfloat16)
     else:
-        found["kv_score"] = _kv_score(compressor, float32, x)
+        inputs["kv_score"] = _kv_score(compressor, float32, x)
         if indexer is not None:
-            found["indexer_kv_score"] = _kv_score(indexer, float32, x)
+            inputs["indexer_kv_score"] = _kv_score(indexer, float32, x)
             weights = head_weights(indexer)(x)
             is_bf16 = weights.dtype == torch.bfloat16
-            found["indexer_weights"] = weights if is_bf16 else weights.float()
+            inputs["indexer_weights"] = weights if is_bf16 else weights.float()
     if indexer is not None:
         queries = indexer.q_b_proj(residual).unflatten(-1, (-1, indexer.head_dim))
-        found["indexer_q"] = queries.to(dtype)
-    return LayerInputs(**found)
+        inputs["indexer_q"] = queries.to(dtype)
+    return LayerInputs(**inputs)
 
 
 def _pairs(sizes: list[int]) -> list[int]:
@@ -149,13 +149,13 @@ def _weight(linear: Any) -> Any:
 
 def _weights(module: Any, spec: LayerSpec, rope: Tensor) -> LayerWeights:
     split = spec.ranks is not None and spec.ranks.shards_heads
-    found = {"attn_sink": local(module.sinks, split).float()}
+    weights = {"attn_sink": local(module.sinks, split).float()}
     sources = {"": module.compressor, "indexer_": getattr(module.compressor, "indexer", None)}
     for prefix, source in sources.items():
         if source is not None:
-            found[f"{prefix}ape"] = source.position_bias.float()
-            found[f"{prefix}norm_weight"] = source.kv_norm.weight.float()
-    return LayerWeights(rope, **found)
+            weights[f"{prefix}ape"] = source.position_bias.float()
+            weights[f"{prefix}norm_weight"] = source.kv_norm.weight.float()
+    return LayerWeights(rope, **weights)
 
 
 def skipped_modules(attention: Any) -> Iterator[tuple[str, Any]]:

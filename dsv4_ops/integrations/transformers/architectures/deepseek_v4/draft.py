@@ -61,32 +61,34 @@ def _take_classes(draft: DraftLayer, body: Any) -> None:
     for name, _ in list(draft.layers[0].named_modules()):
         if not name:
             continue
-        found = _module(source, name)
-        if found is not None and quantized.is_quantized(found):
-            draft.layers[0].set_submodule(name, _empty_copy(found))
+        module = _module(source, name)
+        if module is not None and quantized.is_quantized(module):
+            draft.layers[0].set_submodule(name, _empty_copy(module))
     linear = unwrapped(source.self_attn).q_a_proj
     if quantized.is_quantized(unwrapped(linear)):
         width = draft.config.hidden_size
         for name in ("e_proj", "h_proj"):
             setattr(draft, name, _square(unwrapped(linear), width))
-    dtypes = {f"layers.0.{name}": held.dtype for name, held in _stored(source)}
-    dtypes |= {f"hc_head.{name}": held.dtype for name, held in _stored(body.hc_head)}
-    for name, held in _stored(draft):
-        if not held.is_floating_point():
+    dtypes = {f"layers.0.{name}": tensor.dtype for name, tensor in _state_tensors(source)}
+    dtypes |= {f"hc_head.{name}": tensor.dtype for name, tensor in _state_tensors(body.hc_head)}
+    for name, tensor in _state_tensors(draft):
+        if not tensor.is_floating_point():
             continue
         if name in ("enorm.weight", "hnorm.weight", "norm.weight"):
-            wanted = body.norm.weight.dtype
-        elif name in ("e_proj.weight", "h_proj.weight") and held.dtype == torch.get_default_dtype():
-            wanted = unwrapped(linear).weight.dtype
+            dtype = body.norm.weight.dtype
+        elif (
+            name in ("e_proj.weight", "h_proj.weight") and tensor.dtype == torch.get_default_dtype()
+        ):
+            dtype = unwrapped(linear).weight.dtype
         else:
-            wanted = dtypes.get(name, held.dtype)
-        held.data = held.data.to(wanted)
+            dtype = dtypes.get(name, tensor.dtype)
+        tensor.data = tensor.data.to(dtype)
 
 
-def _stored(module: Any) -> list[tuple[str, Tensor]]:
+def _state_tensors(module: Any) -> list[tuple[str, Tensor]]:
     """Parameters, and buffers that a checkpoint has."""
     state = module.state_dict(keep_vars=True)
-    return [(name.replace("base_layer.", ""), held) for name, held in state.items()]
+    return [(name.replace("base_layer.", ""), tensor) for name, tensor in state.items()]
 
 
 def _module(layer: Any, name: str) -> Any:
@@ -100,45 +102,45 @@ def _module(layer: Any, name: str) -> Any:
 
 def _empty_copy(module: Any) -> Any:
     """A module of the same class and settings, whose parameters are on the meta device."""
-    made = copy.copy(module)
-    for name, value in list(vars(made).items()):
+    copied = copy.copy(module)
+    for name, value in list(vars(copied).items()):
         if isinstance(value, Replacement):  # of the module that was copied
-            del made.__dict__[name]
-    made._parameters = {
-        name: None if held is None else nn.Parameter(held.to("meta"), requires_grad=False)
-        for name, held in module._parameters.items()
+            del copied.__dict__[name]
+    copied._parameters = {
+        name: None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
+        for name, parameter in module._parameters.items()
     }
-    made._buffers, made._modules = {}, dict(module._modules)  # of experts, the activation
+    copied._buffers, copied._modules = {}, dict(module._modules)  # of experts, the activation
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-        setattr(made, hooks, OrderedDict())
-    return made
+        setattr(copied, hooks, OrderedDict())
+    return copied
 
 
 def _square(linear: Any, width: int) -> Any:
     """An FP8 layer of ``width`` inputs and outputs, of the class of another."""
-    made = _empty_copy(linear)
-    made.in_features = made.out_features = width
-    for name, held in made._parameters.items():
-        if held is not None:
+    copied = _empty_copy(linear)
+    copied.in_features = copied.out_features = width
+    for name, parameter in copied._parameters.items():
+        if parameter is not None:
             rows = [
                 size * width // full
-                for size, full in zip(held.shape, linear.weight.shape, strict=True)
+                for size, full in zip(parameter.shape, linear.weight.shape, strict=True)
             ]
-            made._parameters[name] = nn.Parameter(held.new_empty(rows), requires_grad=False)
-    return made
+            copied._parameters[name] = nn.Parameter(parameter.new_empty(rows), requires_grad=False)
+    return copied
 
 
-def run(model: Any, tokens: Tensor, streams: Tensor, given: StepRun) -> Tensor:
+def run(model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
     """Run the draft layer; arguments and result are those of ``ModelSpec.run_draft``."""
-    draft, body, step = draft_of(model), model.model, given.step
-    read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
-    embedded = body.embed_tokens(torch.where(read, tokens, 0))
+    draft, body, step = draft_of(model), model.model, step_run.step
+    is_read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
+    embedded = body.embed_tokens(torch.where(is_read, tokens, 0))
     # vLLM does so: the draft of the first token goes by its streams alone
     embedded = torch.where(step.positions[:, None] > 0, embedded, 0.0)[None]
     first = draft.e_proj(draft.enorm(embedded)).unsqueeze(2)
     mixed = first + draft.h_proj(draft.hnorm(streams))
-    cache, rope = given.cache.draft[0], given.cache.rope.of(KINDS[0])
-    context = LayerContext(step, cache, rope, given.schedule, state_rings=False)
+    cache, rope = step_run.cache.draft[0], step_run.cache.rope.of(KINDS[0])
+    context = LayerContext(step, cache, rope, step_run.schedule, state_rings=False)
     return draft.layers[0](
         mixed.to(streams.dtype),
         input_ids=None,

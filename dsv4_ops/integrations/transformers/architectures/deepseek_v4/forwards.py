@@ -13,7 +13,7 @@ from dsv4_ops.core.types import HyperConnection
 from dsv4_ops.integrations.transformers.modules import bf16_experts, quantized
 from dsv4_ops.integrations.transformers.modules.checks import is_unchanged
 from dsv4_ops.integrations.transformers.modules.fused_projections import (
-    joined,
+    fused_layer,
     of_shared_experts,
 )
 from dsv4_ops.integrations.transformers.modules.replacement import (
@@ -116,8 +116,8 @@ class Carried(NamedTuple):
         streams = streams.flatten(0, 1)
         tokens, count, width = streams.shape
         post = streams.new_zeros((tokens, count), dtype=torch.float32)
-        kept = torch.eye(count, dtype=torch.float32, device=streams.device)
-        mix = kept.expand(tokens, -1, -1).contiguous()
+        identity = torch.eye(count, dtype=torch.float32, device=streams.device)
+        mix = identity.expand(tokens, -1, -1).contiguous()
         return cls(streams, streams.new_zeros((tokens, width)), post, mix)
 
     def mixed(self) -> Tensor:
@@ -146,18 +146,18 @@ def _layer_of_float32_norms(
         return _layer(self, hidden_states, input_ids, **rest)
     if carried is None:
         lead, streams = hidden_states.shape[:2], hidden_states.flatten(0, 1)
-        found = _connection(self.attn_hc, self.input_layernorm, streams)
+        connection = _connection(self.attn_hc, self.input_layernorm, streams)
     else:
         lead = (1, carried.streams.shape[0])
-        found = _connection(self.attn_hc, self.input_layernorm, *carried)
-        streams = found.streams
-    out, _ = self.self_attn(found.x.unflatten(0, lead), **rest)
-    before = (out.flatten(0, 1).to(streams.dtype), found.post, found.mix)
-    found = _connection(self.ffn_hc, self.post_attention_layernorm, streams, *before)
-    out = _experts(self.mlp, found.x.unflatten(0, lead), input_ids).flatten(0, 1)
+        connection = _connection(self.attn_hc, self.input_layernorm, *carried)
+        streams = connection.streams
+    out, _ = self.self_attn(connection.x.unflatten(0, lead), **rest)
+    before = (out.flatten(0, 1).to(streams.dtype), connection.post, connection.mix)
+    connection = _connection(self.ffn_hc, self.post_attention_layernorm, streams, *before)
+    out = _experts(self.mlp, connection.x.unflatten(0, lead), input_ids).flatten(0, 1)
     if carried is not None:
-        return Carried(found.streams, out.to(streams.dtype), found.post, found.mix)
-    return mixed(found.post, found.mix, out, found.streams).view(hidden_states.shape)
+        return Carried(connection.streams, out.to(streams.dtype), connection.post, connection.mix)
+    return mixed(connection.post, connection.mix, out, connection.streams).view(hidden_states.shape)
 
 
 def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
@@ -180,10 +180,10 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
     settings = {"top_k": gate.top_k, "scale": float(gate.routed_scaling_factor)}
     if block.is_hash:
         assert input_ids is not None
-        chosen = route(rows, gate.weight, None, gate.tid2eid, input_ids.flatten(), **settings)
+        routing = route(rows, gate.weight, None, gate.tid2eid, input_ids.flatten(), **settings)
     else:
-        chosen = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
-    out: Tensor = block.experts(rows, chosen.ids, chosen.weights).view(x.shape)
+        routing = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
+    out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape)
     shared: Tensor = block.shared_experts(x)
     return out + shared
 
@@ -229,13 +229,13 @@ def _router(self: Any, hidden_states: Tensor, input_ids: Tensor | None = None) -
     logits = linear_float32(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     scores = self.score_fn(logits)
     if input_ids is not None:
-        chosen = self.tid2eid[input_ids.reshape(-1)].long()
+        expert_ids = self.tid2eid[input_ids.reshape(-1)].long()
     else:
         biased = scores + self.e_score_correction_bias
-        chosen = torch.topk(biased, self.top_k, dim=-1, sorted=False).indices
-    weights = scores.gather(1, chosen)
+        expert_ids = torch.topk(biased, self.top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(1, expert_ids)
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return logits, weights * self.routed_scaling_factor, chosen
+    return logits, weights * self.routed_scaling_factor, expert_ids
 
 
 def _gated(self: Any, gate_up: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def _gated(self: Any, gate_up: Tensor) -> Tensor:
 def _shared_experts_forward(recipe: Recipe, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         limit = self.limit if recipe.shared_expert_clamp else float("inf")
-        together = joined(self, of_shared_experts(self))
+        together = fused_layer(self, of_shared_experts(self))
         if together is None:
             gate, up = self.gate_proj(x), self.up_proj(x)
         else:

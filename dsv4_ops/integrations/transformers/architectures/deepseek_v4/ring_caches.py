@@ -41,8 +41,8 @@ class RingSpec(ModelSpec):
         layers, attention = self.layers, self.layers.attention
         spans = {"swa": (max_chunk + attention.window_size - 1, attention.swa_block_size)}
         for kind in ("c4", "c128"):
-            kept = self._kept_states(kind, next_n)
-            spans[f"{kind}_states"] = (kept, layers.state_block_size(kind))
+            count = self._kept_states(kind, next_n)
+            spans[f"{kind}_states"] = (count, layers.state_block_size(kind))
         # an unaligned span touches one more block than it fills
         return {
             name: min((span - 1) // block + 2, -(-max_cache_len // block))
@@ -59,8 +59,8 @@ class RingSpec(ModelSpec):
             kind = self.kind_of(layer)
             if layer.states is not None:
                 table = getattr(cache.tables, f"{kind}_states")
-                block, kept = self.layers.state_block_size(kind), self._kept_states(kind, next_n)
-                if _is_ring(layer.states, table) and _ring(layer.states, table, block) < kept:
+                block, count = self.layers.state_block_size(kind), self._kept_states(kind, next_n)
+                if _is_ring(layer.states, table) and _ring(layer.states, table, block) < count:
                     return False
         return True
 
@@ -115,13 +115,13 @@ class RingSpec(ModelSpec):
                 ratio = layers.ratio(kind)
                 begin = (first // ratio - windows + 1) * ratio
                 needed[f"{kind}_states"] = (begin, layers.state_block_size(kind))
-        there = torch.ones_like(first, dtype=torch.bool)
+        is_intact = torch.ones_like(first, dtype=torch.bool)
         for name, (begin, block) in needed.items():
             ring, blocks = cache.rings[name], getattr(cache.tensors.tables, name).shape[1]
             if ring < blocks:  # an unaligned span fills one block less than the ring has
                 begin = begin.clamp(min=0)
-                there = there & ((begin >= end - (ring - 1) * block) | (begin >= first))
-        return there
+                is_intact = is_intact & ((begin >= end - (ring - 1) * block) | (begin >= first))
+        return is_intact
 
 
 def _last_states(
@@ -131,8 +131,8 @@ def _last_states(
     table = group.state_block_table
     if not _is_ring(states, table):
         return group
-    kept = tokens.positions >= ends - _ring(states, table, block)
-    return replace(group, state_slot_mapping=torch.where(kept, group.state_slot_mapping, -1))
+    is_last = tokens.positions >= ends - _ring(states, table, block)
+    return replace(group, state_slot_mapping=torch.where(is_last, group.state_slot_mapping, -1))
 
 
 def _is_ring(blocks: Tensor, table: Tensor) -> bool:

@@ -60,8 +60,8 @@ def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
         # a copy: it writes defaults into the configuration
         rotary = DeepseekV4RotaryEmbedding(copy.deepcopy(config))
     for label, mistaken in _mistakes(rotary, layers):
-        given = config.rope_parameters[label]
-        found = {"rope_type": given["rope_type"], **mistaken}
+        rope = config.rope_parameters[label]
+        found = {"rope_type": rope["rope_type"], **mistaken}
         raise _refused(op, label, found)
 
 

@@ -240,31 +240,37 @@ class DeepseekV4Spec(RingSpec):
 
     # The model
 
-    def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
-        return given.run("norm", _normed, body, self._run(body, hidden, ids, given), given.wanted)
+    def run_layers(
+        self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
+    ) -> Tensor:
+        return step_run.run(
+            "norm", _normed, body, self._run(body, hidden, ids, step_run), step_run.output_tokens
+        )
 
-    def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
-        return self.states_of(self._run(body, hidden, ids, given))
+    def run_streams(
+        self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
+    ) -> Tensor:
+        return self.states_of(self._run(body, hidden, ids, step_run))
 
     def states_of(self, hidden: Any) -> Tensor:
         states: Tensor = hidden.mixed() if isinstance(hidden, Carried) else hidden
         return states
 
     def _run(
-        self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun
+        self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
     ) -> Tensor | Carried:
         streams: Tensor | Carried
         streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
-        cache = given.cache
-        if can_carry(self.recipe, body.layers, streams, given):
+        cache = step_run.cache
+        if can_carry(self.recipe, body.layers, streams, step_run):
             streams = Carried.of(streams)
         for kind, layer, caches in zip(self.kinds, body.layers, cache.layers, strict=True):
-            streams = given.run(
+            streams = step_run.run(
                 f"{kind}_{class_of(layer.mlp.gate)}",
                 layer,
                 streams,
                 input_ids=ids,
-                dsv4_ops=given.context(caches, cache.rope.of(kind)),
+                dsv4_ops=step_run.context(caches, cache.rope.of(kind)),
                 **WITHOUT_MASKS,
             )
         return streams
@@ -290,8 +296,8 @@ class DeepseekV4Spec(RingSpec):
         cache = replace(cache, layers=cache.draft)
         return self.build_ring_step(layers, step, cache, 0)
 
-    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, given: StepRun) -> Tensor:
-        return draft.run(model, tokens, streams, given)
+    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
+        return draft.run(model, tokens, streams, step_run)
 
     def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
         return _normed(draft_of(model), streams)
@@ -372,13 +378,13 @@ class OutputGroups(Rewrite):
             projection.n_groups = count
 
 
-def _normed(body: Any, streams: Tensor | Carried, wanted: Tensor | None = None) -> Any:
+def _normed(body: Any, streams: Tensor | Carried, output_tokens: Tensor | None = None) -> Any:
     if isinstance(streams, Carried):
-        if wanted is not None:
-            streams = Carried(*(each.index_select(0, wanted) for each in streams))
+        if output_tokens is not None:
+            streams = Carried(*(each.index_select(0, output_tokens) for each in streams))
         streams = streams.mixed()
-    elif wanted is not None:
-        streams = streams.index_select(1, wanted)
+    elif output_tokens is not None:
+        streams = streams.index_select(1, output_tokens)
     return body.norm(body.hc_head(streams))
 
 
