@@ -36,7 +36,7 @@ from dsv4_ops.integrations.transformers.steps.step import run_layers
 
 
 def model_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """A model's forward that runs our layers with a ``PagedCache``."""
+    """Make the model's forward that runs our layers with a ``PagedCache``."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     name = cache_argument()
@@ -96,7 +96,8 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
 
 
 def _keeping(spec: ModelSpec, states: list[Tensor]) -> Runner:
-    """A runner that adds what a layer takes to ``states``, as Hugging Face's hooks do."""
+    """Make a runner that adds the input of every layer to ``states``, as Hugging Face's hooks
+    do."""
 
     def run(_: str, function: Callable[..., Any], hidden: Any, *args: Any, **rest: Any) -> Any:
         if isinstance(function, nn.Module):
@@ -107,7 +108,7 @@ def _keeping(spec: ModelSpec, states: list[Tensor]) -> Runner:
 
 
 def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """An attention layer's forward that runs ours when ``run_layers`` calls it."""
+    """Make the attention forward that runs ours when ``run_layers`` calls it."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
         context = rest.pop("dsv4_ops", None)

@@ -1,7 +1,7 @@
 """Model families: each translates its configuration and runs its layers.
 
-``base.ModelSpec`` is what the rest of the integration asks of a family; ``spec_of_config`` finds
-the family of a configuration. To add one, subclass ``ModelSpec`` and name it in ``FAMILIES``.
+``base.ModelSpec`` is the interface of a family; ``spec_of_config`` selects the family of a
+configuration. To add one, subclass ``ModelSpec`` and name it in ``FAMILIES``.
 """
 
 from __future__ import annotations

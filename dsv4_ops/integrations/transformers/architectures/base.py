@@ -1,4 +1,4 @@
-"""What the integration asks of a model family."""
+"""The interface of a model family."""
 
 from __future__ import annotations
 
@@ -104,19 +104,19 @@ class LayerContext:
 
 
 WITHOUT_MASKS = dict.fromkeys(("position_embeddings", "position_ids", "attention_mask"))
-"""What layers take for the attention of Hugging Face, which steps do not run."""
+"""Arguments of layers that only Hugging Face's attention reads; steps do not run it."""
 
 
 @dataclass(frozen=True)
 class StepRun:
-    """What the layers of a step run with.
+    """Arguments of all layers of a step.
 
     Attributes:
         step: From ``ModelSpec.build_step``.
         cache: The caches.
         schedule: "decode" or "prefill".
         state_rings: As for ``attention_layer``.
-        run: What runs the parts.
+        run: Runs the parts.
         output_tokens: Tokens whose final states are returned, int [n]; None for all.
     """
 
@@ -128,7 +128,7 @@ class StepRun:
     output_tokens: Tensor | None = None
 
     def context(self, caches: Any, rope: Tensor) -> LayerContext:
-        """For the layer of these caches."""
+        """Return the context of the layer with these caches."""
         return LayerContext(self.step, caches, rope, self.schedule, self.state_rings)
 
 
@@ -170,7 +170,7 @@ class ModelSpec(ABC):
     memory_groups: ClassVar[dict[str, str]]
     """Group of ``PagedCache.memory`` of every cache of a layer, by its name."""
     shared_groups: ClassVar[tuple[str, ...]]
-    """Those groups of which each rank of ``parallel`` has a part."""
+    """Groups of which each rank of ``parallel`` has a part."""
 
     @classmethod
     @abstractmethod
@@ -241,8 +241,8 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
-        """Whether rows of a ``PagedCache`` still have what tokens from positions ``first``
-        [batch, 1], before the rows' ends, on read."""
+        """Whether rows of a ``PagedCache`` can go back to positions ``first`` [batch, 1]: nothing
+        that tokens from there on read was overwritten."""
 
     # The model
 
@@ -254,7 +254,7 @@ class ModelSpec(ABC):
         the tokens in ``step_run.output_tokens``."""
 
     def states_of(self, hidden: Any) -> Tensor:
-        """What a layer takes, as Hugging Face's layer takes it, [1, num_tokens, ...]."""
+        """Return a layer's input in Hugging Face's form, [1, num_tokens, ...]."""
         states: Tensor = hidden
         return states
 
@@ -265,7 +265,7 @@ class ModelSpec(ABC):
         raise NotImplementedError
 
     def normed(self, body: Any, streams: Tensor) -> Tensor:
-        """The normed states of what ``run_streams`` returns."""
+        """Return the normed states of the streams that ``run_streams`` returns."""
         raise NotImplementedError
 
     @abstractmethod
@@ -316,7 +316,7 @@ class ModelSpec(ABC):
 
         Args:
             model: The model.
-            tokens: Token behind each of the step's tokens, [num_tokens], int64; -1 if unknown.
+            tokens: Token after each of the step's tokens, [num_tokens], int64; -1 if unknown.
             streams: Residual streams of the step's tokens, after the last layer or a draft.
             step_run: The step; its ``run`` and ``state_rings`` are not read.
 
@@ -334,7 +334,8 @@ class ModelSpec(ABC):
         return True
 
     def of_model(self, model: Any) -> ModelSpec:
-        """The spec for a model of this configuration, parts of which other ranks may have."""
+        """Return the spec of a model of this configuration, parts of which may be on other
+        ranks."""
         return self
 
     def check_model(self, op: str, model: Any) -> None:

@@ -15,7 +15,7 @@ def has(requests: Container[Hashable], op: str, request: Hashable) -> bool:
     """Whether ``request`` is one of ``requests``; raise if it cannot be a key."""
     try:
         return request in requests
-    except TypeError as error:  # a tuple is no key either if it holds a list
+    except TypeError as error:  # a tuple with a list is not hashable either
         found, advice = type(request).__name__, "Pass a string, or a number"
         raise refusal(TypeError, op, "request", "be hashable", found, advice) from error
 

@@ -28,8 +28,8 @@ def longest_request(cache: CacheTensors) -> int:
 
 
 def count_dropped(cache: CacheTensors, counts: Tensor, is_stored: Tensor) -> None:
-    """Add the tokens that a step did not store to the cache's counter: ``wanted`` sums to those to
-    store, and ``stored`` says whether each was."""
+    """Add the tokens that a step did not store to the cache's counter. ``counts`` sum to the step's
+    tokens; ``is_stored`` says for each token whether it was stored."""
     # one reduction kernel instead of two
     parts = torch.cat([counts.to(torch.int32), -is_stored.to(torch.int32)])
     cache.dropped.add_(parts.sum())

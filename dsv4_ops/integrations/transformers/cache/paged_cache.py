@@ -45,7 +45,7 @@ def cache_argument() -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """What the last call of ``generate`` read and wrote.
+    """The text of the last call of ``generate``, prompts and answers.
 
     Attributes:
         ids: Tokens and padding, [batch, columns].
@@ -61,11 +61,11 @@ class Text:
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     """KV caches of all layers, for ``max_batch_size`` requests of up to ``max_cache_len`` tokens.
 
-    Every request owns a row. Of DeepSeek-V4, window keys and compressor states live in fixed-size
-    rings, one per row; compressed rows and indexer keys in blocks of 256 tokens, from a shared pool
-    or, by default, a fixed set per row. Of DeepSeek-V3 and V2, latents live in blocks of 64 tokens.
-    Sizes and addresses never change after construction, so compiled steps do not recompile and CUDA
-    graphs write in place.
+    Every request owns a row. DeepSeek-V4 keeps window keys and compressor states in fixed-size
+    rings, one per row, and compressed rows and indexer keys in blocks of 256 tokens, from a shared
+    pool or, by default, a fixed set per row. DeepSeek-V3 and V2 keep latents in blocks of 64
+    tokens. Sizes and addresses never change after construction, so compiled steps do not recompile
+    and CUDA graphs write in place.
 
     As ``cache`` of a patched model, row r belongs to row r of ``input_ids``; with
     ``StepBatch``, rows are those that ``add`` returns. The model returns ``hidden_states`` with it
@@ -134,7 +134,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         checks.device_name("device", device)
         checks.flag("draft_layer", draft_layer)
         self.spec = spec_of_config("PagedCache", config, kv, precision, parallel=parallel)
-        # the public names are properties of transformers' Cache
+        # transformers' Cache has properties of the public names
         self._max_batch_size, self._max_cache_len = max_batch_size, max_cache_len
         self.max_chunk = chunk
         self.device = torch.device("cpu" if device is None else device)
@@ -411,7 +411,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     @property
     def is_croppable(self) -> bool:
-        """Whether ``crop`` works: rings may have overwritten what earlier positions read."""
+        """Whether ``crop`` works: rings may have overwritten keys that earlier positions read."""
         return not self.rings
 
     def crop(self, tokens_to_remove: int) -> None:

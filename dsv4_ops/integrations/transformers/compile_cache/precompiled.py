@@ -349,7 +349,7 @@ def loaded(kept: bytes, names: Mapping[str, Any]) -> Callable[..., Any] | None:
 
 @functools.cache
 def _text_hash(name: str) -> str:
-    """Of the source file of a module, which the description of a part need not name."""
+    """Hash of a module's source file."""
     file = getattr(importlib.import_module(name), "__file__", None)
     if file is None:  # of Python itself, whose version is in the environment
         return ""

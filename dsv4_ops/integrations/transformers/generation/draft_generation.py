@@ -1,6 +1,6 @@
 """``generate(num_draft_tokens=)``: a model drafts for itself, and its text stays the same.
 
-Hugging Face prepares inputs, lengths and logits processors, and calls this as its decoding method.
+Hugging Face prepares inputs, lengths and logits processors, and calls this decoding method.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _check(processors: Any, criteria: Any, config: Any) -> None:
 
 
 class _Run:
-    """Steps of one call, and what they are sampled with."""
+    """The steps of one call, and their sampling."""
 
     def __init__(
         self, model: Any, cache: PagedCache, num_drafts: int, config: Any, warpers: list[Any]
@@ -157,7 +157,7 @@ class _Run:
             self._step = torch.compile(speculative_step, **{**settings, "fullgraph": True})
 
     def prefill(self, batch: StepBatch, following: Tensor) -> SpeculativeStep:
-        """A chunk of the prompts."""
+        """Run a chunk of the prompts."""
         return speculative_prefill(
             self.model,
             batch,
@@ -168,7 +168,7 @@ class _Run:
         )
 
     def step(self, previous: SpeculativeStep) -> SpeculativeStep:
-        """The step behind another."""
+        """Run the step after ``previous``."""
         count = 2 * self.num_drafts + 1
         sampling = self._sampling(len(previous.tokens), count)
         tensors, probs = self.cache.tensors, previous.draft_probs
@@ -222,7 +222,7 @@ def _prefilled(run: _Run, prompts: list[Tensor]) -> SpeculativeStep:
         parts = [
             prompt[start:stop] for prompt, start, stop in zip(prompts, starts, stops, strict=True)
         ]
-        behind = [
+        next_ids = [
             int(prompt[stop]) if 0 < stop < len(prompt) else -1
             for prompt, stop in zip(prompts, stops, strict=True)
         ]
@@ -233,5 +233,5 @@ def _prefilled(run: _Run, prompts: list[Tensor]) -> SpeculativeStep:
             torch.tensor(stops, dtype=torch.int32, device=device),
             rows,
         )
-        found = run.prefill(batch, torch.tensor(behind, device=device))
-    return found
+        step_result = run.prefill(batch, torch.tensor(next_ids, device=device))
+    return step_result

@@ -136,7 +136,7 @@ def prepare_cache(before: Method) -> Method:
             rule, advice = "be 1 with a PagedCache", "Pass cache_implementation='dynamic' instead"
             beams = generation_config.num_beams
             raise refusal(NotImplementedError, "generate", "num_beams", rule, beams, advice)
-        # the last step verifies drafts behind the longest text
+        # the last step verifies drafts after the longest text
         assisted = generation_mode == "assisted_generation"
         looked_up = (assisted and generation_config.prompt_lookup_num_tokens) or 0
         if ours and not searches and generation_config.use_cache is not False:
@@ -219,7 +219,7 @@ def stopping_criteria(before: Method) -> Method:
     from transformers import StoppingCriteriaList
 
     class Noted(StoppingCriteriaList):  # type: ignore[misc]  # transformers is partly untyped
-        """The same criteria, of a call of ``generate``."""
+        """Criteria that record which rows of a call of ``generate`` have finished."""
 
         def __call__(self, input_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
             ended: Tensor = super().__call__(input_ids, scores, **rest)
@@ -275,9 +275,7 @@ def prefill(before: Method) -> Method:
             )
             outputs = forward(**arguments, return_dict=True)
             states.append(outputs.hidden_states)
-        if (
-            states[-1] is not None and not chunk_size
-        ):  # of chunks asked for, Hugging Face keeps the last
+        if states[-1] is not None and not chunk_size:  # Hugging Face keeps the last chunk
             layers = zip(*states, strict=True)
             outputs.hidden_states = tuple(torch.cat(parts, 1) for parts in layers)
         return outputs

@@ -1,4 +1,4 @@
-"""What ``generate`` is given: settings, prompts and their mask, with any way of decoding."""
+"""Arguments of ``generate``: settings, prompts and their mask, for any decoding method."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
 
 
 def check_prompts(arguments: dict[str, Any]) -> None:
-    """Raise if a prompt has no token, or if the mask is of other prompts. Repeat a mask of one row.
+    """Raise if a prompt has no token, or if the mask does not fit the prompts.
 
-    Hugging Face counts positions by the mask, so that the error would be one of these.
+    Repeat a mask of one row. Hugging Face counts positions by the mask, so its error would be about
+    positions.
     """
     name = next((each for each in _PROMPTS if isinstance(arguments.get(each), Tensor)), None)
     if name is None:
@@ -43,7 +44,8 @@ def check_prompts(arguments: dict[str, Any]) -> None:
         return
     batch, length = prompts.shape[:2]
     rows, columns = matrix(mask)
-    covers = rows in (1, batch) and columns >= length  # masks of more dimensions are other caches'
+    covers = rows in (1, batch) and columns >= length
+    # masks of more dimensions are for other caches
     if not covers and not (isinstance(mask, Tensor) and mask.dim() > 2):
         rule = f"have shape [{batch}, {length} or more]"
         advice = "Pass the mask of the tokens, 0 for padding"
@@ -73,7 +75,7 @@ def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None
     lengths = cache.seq_lens[: ids.shape[0]].to(mask.device)
     answers, count = lengths - mask.sum(1), ids.shape[1] - mask.shape[1]
     cache.text = None
-    if int(answers.max()) == count - 1:  # or the prompts were a part of the text
+    if int(answers.max()) == count - 1:  # else the prompts were a part of the text
         is_token = torch.arange(count, device=mask.device) < answers[:, None]
         # the last token of an answer is not stored
         is_token[:, -1] = True if padded is None else ~padded.to(mask.device)
@@ -82,7 +84,7 @@ def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None
 
 
 def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
-    """The mask of prompts that came without one; raise if it is not known which ids are padding.
+    """Return the mask of prompts that came without one; raise if padding is ambiguous.
 
     Hugging Face infers it from ``pad_token_id``, which a text may hold too: a token that the cache
     stores is not padding.

@@ -28,11 +28,11 @@ Warp = Callable[[Tensor], Tensor]
 
 
 class SpeculativeStep(NamedTuple):
-    """What a speculative step found.
+    """The result of a speculative step.
 
     Attributes:
         tokens: New tokens of every request, [num_reqs, num_drafts + 1], int64: the accepted drafts,
-            the model's own token behind them, then -1.
+            the model's own token after them, then -1.
         num_accepted: Accepted drafts, [num_reqs], int32.
         batch: The next step: the last of these tokens and new drafts of every request. Lengths have
             grown by ``num_accepted + 1``; those of padding requests stay 0.
@@ -57,9 +57,9 @@ def speculative_step(
     temperature: float = 0.0,
     warp: Warp | None = None,
 ) -> SpeculativeStep:
-    """Verify the drafts of every request, and draft as many tokens behind those that are kept.
+    """Verify the drafts of every request, and draft as many new tokens.
 
-    Greedy, the tokens are those of greedy decoding, whatever the drafts are; sampled, they are
+    Greedy tokens are those of greedy decoding, whatever the drafts are. Sampled tokens are
     distributed as if each had been sampled from the model.
 
     Args:
@@ -151,14 +151,14 @@ def speculative_prefill(
     temperature: float = 0.0,
     warp: Warp | None = None,
 ) -> SpeculativeStep:
-    """Run prompts through a model and its draft layer, choose the next token and draft behind it.
+    """Run prompts through a model and its draft layer, choose the next token and draft after it.
 
     Args:
         model: A patched model with a draft layer (``load_mtp``).
         batch: The step, as of ``prefill_step``.
         cache: As for ``speculative_step``.
         num_drafts: Drafts of every request. At least 1.
-        following: Token behind the last one of every request, [num_reqs], int64, for chunks of
+        following: Token after the last one of every request, [num_reqs], int64, for chunks of
             prompts; -1, or None for all: the prompt ends, and the model chooses it.
         uniforms: [num_reqs, num_drafts + 1], float32: for the next token, then one per draft.
         temperature: As for ``speculative_step``.
@@ -198,7 +198,7 @@ def speculative_prefill(
     next_tokens = verified.tokens[:, 0]
     if following is not None:
         next_tokens = torch.where(following >= 0, following, next_tokens)
-    # by request, not by scattering: requests without tokens share a last row
+    # gather by request: requests without tokens share a last index, so a scatter would collide
     request = torch.searchsorted(
         batch.query_start_loc[1:].contiguous(),
         torch.arange(num_tokens, dtype=torch.int32, device=last.device),
@@ -288,14 +288,14 @@ def _draft(
     num_drafts: int,
     sampling: tuple[Tensor | None, float, Warp | None],
 ) -> tuple[Tensor, Tensor | None]:
-    """Draft tokens behind the newest one of every request.
+    """Draft tokens after the newest one of every request.
 
     Args:
         spec: Spec of the model.
         model: The model.
         batch: The step, with the length of every request before its newest token.
-        known: The step, streams and following tokens of its tokens, and the row of each request's
-            last one.
+        trunk: The step, streams and following tokens of its tokens, and the index of each request's
+            last token.
         num_drafts: Drafts of every request.
         sampling: A uniform number for every draft, or None; the temperature; and ``warp``.
 
@@ -321,7 +321,7 @@ def _draft(
             probs.append(torch.softmax(logits.float() / temperature, -1))
         if index + 1 < num_drafts:
             lens = _grown(lens, 1)
-            # the draft layer on its own streams, a token of every request
+            # the draft layer reads its own streams, one token per request
             starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
             step_tokens, _ = tokens_of(StepBatch(drafts[-1], starts, lens, batch.rows), cache)
             step_tokens = replace(

@@ -55,7 +55,7 @@ _OTHERS = {
     },
 }
 _EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-"""Projections of the stacked experts, and those of the files that they are made of."""
+"""Projections of the stacked experts, and the parts of each in the files."""
 
 
 def load_mtp(model: Any, path: Path | str) -> Any:
@@ -119,7 +119,7 @@ def attach(model: Any, draft: Any) -> Any:
 
 
 def _check_sizes(config: Any, headers: Mapping[str, StoredTensor]) -> None:
-    """Raise if the files are of a model of other sizes."""
+    """Raise if the files belong to a model of other sizes."""
     shapes = {name: tensor.info.shape for name, tensor in headers.items()}
     heads = shapes["attn.attn_sink"][0]
     dim = shapes["attn.kv_norm.weight"][0]
@@ -178,7 +178,7 @@ def _num_experts(headers: Mapping[str, StoredTensor]) -> int:
 
 
 def _read(files: ExitStack, opened: dict[Path, Any], header: StoredTensor, name: str) -> Tensor:
-    """Read a tensor; raise if it holds no numbers, or scales that bytes cannot."""
+    """Read a tensor; raise for values that are no numbers, or scales that are no bytes."""
     from safetensors import safe_open
 
     if header.file not in opened:

@@ -62,7 +62,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
     """
     library = require_transformers(OP)
     path = Checks(OP).path("path", path)
-    if not path.is_dir():  # Hugging Face would look for it on its hub
+    if not path.is_dir():  # Hugging Face would search its hub
         rule, advice = "be a folder", "Download the checkpoint, and pass its folder"
         raise refusal(ValueError, OP, "path", rule, repr(str(path)), advice)
     Checks(OP).flag("scales", scales)
@@ -95,7 +95,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
 
 @contextmanager
 def _any_environment() -> Iterator[None]:
-    """Without Hugging Face's check of what its own kernels need."""
+    """Skip Hugging Face's check of the environment of its own kernels."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     name = "validate_environment"

@@ -1,1 +1,1 @@
-"""What ``patch`` changes of modules: forwards, weights in other layouts, and what is checked."""
+"""Changes of modules: forwards, weights in other layouts, and checks."""

@@ -1,8 +1,7 @@
-"""Experts in bf16 run our op on GPUs: weights are read once for each block of rows.
+"""Run experts in bf16 as our op on GPUs: it reads weights once per block of rows.
 
-Hugging Face's grouped products stay where a gradient is wanted, where an expert has hundreds of
-rows, where ``set_experts_implementation`` chose others, and for weights that are split or of
-another dtype.
+Hugging Face's grouped products stay for training, for hundreds of rows per expert, for another
+``set_experts_implementation``, and for weights that are split or of another dtype.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import experts
 
 RUN_ON = ("cuda",)
-"""Devices where the op runs: elsewhere Hugging Face's products were written for it."""
+"""Devices where the op runs; Hugging Face wrote its products for the others."""
 
 NO_LIMIT = torch.finfo(torch.float32).max
-"""A bound of SwiGLU for models that have none."""
+"""SwiGLU limit for models without one."""
 
 MOST_ROWS = 256
-"""Rows of an expert, on average, up to which the op was not slower on an H100."""
+"""Largest mean rows per expert at which the op was not slower on an H100."""
 
 _DEFAULT = "grouped_mm"
 _ACTIVATIONS = ("SiLUActivation", "SiLU")
@@ -99,6 +98,6 @@ def runs_op(module: Any, x: Tensor, top_k: int) -> bool:
 
 
 def limit_of(module: Any) -> float:
-    """The bound of a module's SwiGLU."""
+    """Return the SwiGLU limit of a module."""
     limit = getattr(module, "limit", None)
     return NO_LIMIT if limit is None else float(limit)

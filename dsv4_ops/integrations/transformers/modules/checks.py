@@ -119,7 +119,7 @@ def heads_are_split(
 def check_skipped(op: str, spec: StepModules, name: str, attention: Any) -> None:
     """Raise if a module of an attention layer that steps do not call was changed."""
     for part, module in spec.skipped_modules(attention):
-        # of a split module Hugging Face replaced forward
+        # Hugging Face replaces the forward of a split module
         split = spec.shards_heads and hasattr(module, "weight")
         change = None if split else _change(module)
         if change:

@@ -1,4 +1,4 @@
-"""Linear layers of one input as one product: at a decode step each costs a launch, not its bytes.
+"""Multiply linear layers of one input at once: in a decode step each costs a launch, not its bytes.
 
 Their weights become views of one tensor, so that parameters, state dict and memory stay as they
 are; a module beside them multiplies by that tensor.
@@ -32,7 +32,7 @@ FUSED_ON = ("cuda",)
 
 
 class FusedLinear(nn.Module):
-    """The products of ``layers``, which have one input, side by side."""
+    """Linear layers with one input, whose outputs are side by side."""
 
     weight: Tensor
     scale: Tensor | None
@@ -54,13 +54,13 @@ class FusedLinear(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
 
     def holds(self, layers: list[Any]) -> bool:
-        """Whether the weights, and their scales, are still views of this one's."""
+        """Return whether weights and scales are still views of this layer's."""
         return _holds(self.weight, layers, "weight") and (
             self.scale is None or _holds(self.scale, layers, "weight_scale_inv")
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """float32 of plain layers, and of FP8 ones the dtype of ``x``."""
+        """Return float32 for plain layers, and the dtype of ``x`` for FP8 layers."""
         if self.scale is None:
             return linear_float32(x, self.weight)
         rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
@@ -89,7 +89,7 @@ def _gathered(layers: list[Any], name: str) -> Tensor:
 
 
 def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
-    """What multiplies by the ``layers`` of ``holder`` at once, if they are as they were joined."""
+    """Return the fused layer of ``holder`` if its ``layers`` are unchanged, or None."""
     fused: FusedLinear | None = holder._modules.get(FUSED)
     if fused is None or torch.is_grad_enabled() or not all(map(_is_own, layers)):
         return None
@@ -106,12 +106,12 @@ def _is_own(layer: Any) -> bool:
 
 
 def of_attention(module: Any) -> list[Any]:
-    """What an attention layer multiplies its input by."""
+    """Layers that an attention module applies to its input."""
     return [module.q_a_proj, module.kv_proj]
 
 
 def of_compressor(compressor: Any) -> list[Any]:
-    """What a compressor and its indexer multiply their input by."""
+    """Layers that a compressor and its indexer apply to their input."""
     layers = [compressor.kv_proj, compressor.gate_proj]
     indexer = getattr(compressor, "indexer", None)
     if indexer is not None:
@@ -121,12 +121,12 @@ def of_compressor(compressor: Any) -> list[Any]:
 
 
 def of_shared_experts(module: Any) -> list[Any]:
-    """Gate and up."""
+    """Gate and up projections."""
     return [module.gate_proj, module.up_proj]
 
 
 class FusedProjections(Rewrite):
-    """Layers of one input are multiplied at once, on devices where that pays.
+    """Fuse layers of one input, on devices where that pays.
 
     Args:
         recipe: As passed to ``patch``.
@@ -165,7 +165,7 @@ class FusedProjections(Rewrite):
                 holder._modules.pop(FUSED, None)
 
     def _groups(self, module: Any) -> Iterator[tuple[Any, list[Any]]]:
-        """Holders, and layers of each to multiply at once: FP8, or bf16 with float32 sums."""
+        """Yield holders, and the layers of each to fuse: FP8, or bf16 with float32 sums."""
         if class_of(module) == "DeepseekV4MLP":
             groups = [(module, of_shared_experts(module), False)]
         else:

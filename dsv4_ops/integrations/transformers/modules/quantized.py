@@ -1,11 +1,11 @@
 """Weights in the released precision: FP8 linear layers and FP4 or FP8 experts run our ops.
 
 Hugging Face's modules keep their parameters as loaded. Their own kernels come from a hub at the
-first call; ours replace the forwards, so that nothing is downloaded. Modules are found by their
-parameters: FP8 codes, and ``*_scale_inv``. Compilers cannot read float8_e8m0fnu, so every module
-has its scales as bytes too, in buffers that share the storage of the parameters. So do the codes of
-a layer that ends within a block of 128 rows, as DeepSeek-V3's ``kv_a_proj_with_mqa`` of 576 does:
-the buffer has whole blocks, which is what ops take.
+first call; ours replace the forwards, so that nothing is downloaded. A module is quantised if its
+parameters are: FP8 codes, and ``*_scale_inv``. Compilers cannot read float8_e8m0fnu, so every
+module has its scales as bytes too, in buffers that share the storage of the parameters. So do the
+codes of a layer that ends within a block of 128 rows, as DeepSeek-V3's ``kv_a_proj_with_mqa`` of
+576 does: the buffer has whole blocks, which is what ops take.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _adapted(op: str, name: str) -> Exception:
 
 
 def _codes(module: Any, name: str) -> Tensor:
-    """A parameter of codes; raise if a parametrization took its place."""
+    """Return a parameter of codes; raise if a parametrization replaced it."""
     if name not in module._parameters:
         raise _adapted("model", name)
     codes: Tensor = module._parameters[name]
@@ -130,7 +130,7 @@ def _codes(module: Any, name: str) -> Tensor:
 def share_scales(module: Any) -> None:
     """Give a quantised module its scales in dtypes that ops take, without a copy.
 
-    Called again after a move, or once scales were replaced: they share no storage then.
+    Call it again after a move, or after scales were replaced: the buffers share no storage then.
     """
     weights = quantized_weights(module)
     if all(_shares_storage(module, weight) for weight in weights):
@@ -149,7 +149,7 @@ def _shares_storage(module: Any, weight: str) -> bool:
 
 
 def takes_codes(module: Any) -> bool:
-    """Whether a module's forward is ours, of FP8 weights, and nobody else sees what it gets."""
+    """Whether a module's forward is ours, for FP8 weights, and no hook sees its input."""
     hooks = module._forward_hooks or module._forward_pre_hooks or has_global_hooks()
     return not hooks and quantized_weights(module) == QUANTIZED_LINEAR and runs_ours(module)
 
@@ -170,7 +170,7 @@ def _op_scale(scale: Tensor) -> Tensor:
 
 
 def _fill_blocks(module: Any) -> None:
-    """Have the codes of a layer that ends within a block in storage of whole blocks."""
+    """Move the codes of a layer that ends within a block to storage of whole blocks."""
     weight = module.weight
     if weight.shape[0] % WEIGHT_BLOCK == 0:
         return
@@ -181,7 +181,7 @@ def _fill_blocks(module: Any) -> None:
 
 
 def dense_weight(linear: Any, weight: Tensor) -> Tensor:
-    """What a linear layer multiplies with: its weight, or the values of its codes in float32."""
+    """Return a linear layer's weight, or the float32 values of its codes."""
     if quantized_weights(linear) != QUANTIZED_LINEAR:
         return weight
     if not torch.compiler.is_compiling():
@@ -225,7 +225,7 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
 
 
 def _check_settings(op: str, name: str, module: Any) -> None:
-    """Refuse what these classes of Hugging Face have for other models."""
+    """Refuse settings that these classes of Hugging Face have for other models."""
     settings = (
         ("bias", getattr(module, "bias", None), None),
         ("activation_scheme", getattr(module, "activation_scheme", "dynamic"), "dynamic"),
@@ -243,8 +243,8 @@ def _check_settings(op: str, name: str, module: Any) -> None:
 
 
 def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
-    """Of a linear layer [.., k] -> [.., n], or in groups [.., g, k] -> [.., g, n / g]; in groups
-    also of codes, in bf16."""
+    """Make the forward of a linear layer, [.., k] -> [.., n], or [.., g, k] -> [.., g, n / g] in
+    groups. Groups also take codes, and return bf16 then."""
 
     def forward(self: Any, x: Tensor | QuantizedGroups) -> Tensor:
         groups = getattr(self, "n_groups", 1)
@@ -269,7 +269,7 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
 def product(
     recipe: Recipe, impl: str, rows: Tensor, weight: Tensor, scale: Tensor, groups: int = 1
 ) -> Tensor:
-    """bf16 rows times a weight, with the activations of ``recipe``."""
+    """Multiply bf16 rows by a weight, with the activations of ``recipe``."""
     if recipe.activations == "fp8" and recipe.activation_scale == "float32":
         return _as_hugging_face(rows, weight, scale, groups, impl)
     op = fp8_grouped_linear if groups > 1 else fp8_linear
@@ -277,7 +277,7 @@ def product(
 
 
 def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str) -> Tensor:
-    """The product of activations in FP8 with scales that are no powers of two."""
+    """Multiply FP8 activations whose scales are no powers of two."""
     flat = rows.transpose(0, 1).flatten(0, 1) if groups > 1 else rows
     codes, scales = quantize_rows(flat, scale="float32", min_amax=_HF_MIN_AMAX)
     if groups == 1:
@@ -288,7 +288,7 @@ def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, i
 
 
 def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """W8A16 in ops of torch, for adapters that train in front of frozen weights."""
+    """Multiply as W8A16 in ops of torch: adapters before frozen weights need the gradient."""
     values = weight_values(weight, scale).unflatten(0, (groups, -1))
     inputs = rows.float().view(-1, groups, rows.shape[-1])
     return torch.einsum("tgk,gnk->tgn", inputs, values).to(rows.dtype)

@@ -27,16 +27,16 @@ _MODELLING = {
 """Prefix of the class names in each of Hugging Face's modelling files."""
 _ACTIVATIONS = "transformers.activations", "torch.nn.modules.activation"
 _TRUSTED = ("torch", "transformers")
-"""Packages whose decorators leave a forward Hugging Face's own."""
+"""Packages whose decorators may wrap a forward that counts as Hugging Face's own."""
 QUANTIZED_LINEAR, QUANTIZED_EXPERTS = ("weight",), ("gate_up_proj", "down_proj")
 SOURCE = "_dsv4_ops_source"
-"""What a module's buffers were made of: where its weight is, and its version."""
+"""Attribute with the address and version of the weight that a module's buffers were made of."""
 CLASS = "_dsv4_ops_class"
-"""Name of the class that ``mark`` saw on a module."""
+"""Attribute with the class name that ``mark`` stored."""
 _BELOW_HOOK = "_old_forward"
-"""What accelerate's hooks call."""
+"""Attribute with the forward that accelerate's hooks call."""
 REPLACED = "_dsv4_ops_replaced_forward"
-"""What a bound method's module had as a forward of its own, or None."""
+"""Attribute with the own forward of a module whose forward is a bound method now, or None."""
 
 
 class Replacement:
@@ -70,7 +70,7 @@ def _unbound(module: Any, name: str, before: Any) -> Forward:
 
 
 def in_place_of(method: Forward) -> Maker:
-    """Makes ``method``, whatever it replaces; picklable."""
+    """Return a picklable maker that returns ``method``, whatever it replaces."""
     return partial(_first, method)
 
 
@@ -83,10 +83,10 @@ def _missing(*_: Any, **__: Any) -> Any:
 
 
 def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
-    """A model of the same parameters, buffers and hooks whose replaced methods are bound methods.
+    """Copy a model, with the same parameters, buffers and hooks, and bind its replaced methods.
 
-    Dynamo guards these by their code, and any other object by its identity, with which it would
-    compile every layer.
+    Dynamo guards a bound method by its code and any other object by its identity: it would compile
+    every layer.
     """
     copies = {} if copies is None else copies
     if id(module) not in copies:
@@ -161,7 +161,8 @@ def own_forward(module: Any) -> Any:
 
 
 def _below_hook(module: Any, forward: Any) -> Any:
-    """What accelerate's hook calls, if ``forward`` is such a hook: None if it is the class's own.
+    """Return the forward that accelerate's hook calls, if ``forward`` is a hook; None if it is the
+    class's.
 
     A trace goes by the structure alone; the host also asks whose functions these are.
     """
@@ -190,7 +191,7 @@ def runs_ours(module: Any) -> bool:
 
 
 def is_harmless(hook: Any) -> bool:
-    """Whether accelerate's hook, which is a forward of the instance, loads no weights.
+    """Whether accelerate's hook, a forward of the instance, loads no weights.
 
     Only its hook that aligns devices has ``offload``; the host refuses classes derived from it.
     """
@@ -204,8 +205,8 @@ def _is_accelerates(hook: Any) -> bool:
 
 
 def quantized_weights(module: Any) -> tuple[str, ...]:
-    """Names of a module's weights in the released precision; others, such as bitsandbytes', have
-    other scales."""
+    """Names of a module's weights in the released precision. Scales of other formats have other
+    names."""
     parameters = module._parameters
     if f"{QUANTIZED_EXPERTS[0]}_scale_inv" in parameters:
         return QUANTIZED_EXPERTS

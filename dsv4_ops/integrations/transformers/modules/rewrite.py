@@ -1,4 +1,4 @@
-"""Changes that ``patch`` makes to the modules of a model, and one loop for each thing done to them.
+"""Changes that ``patch`` makes to modules, and the loops that make, refresh and undo them.
 
 A ``Rewrite`` is one change of one kind of module. ``patch`` checks and applies all rewrites in a
 loop over the modules, an eager step refreshes them in another, and ``unpatch`` restores the
@@ -28,7 +28,7 @@ class Rewrite(ABC):
 
     attention_only: ClassVar[bool] = False
     """Whether it applies to attention modules only. A walk over all modules takes a tenth of a
-    millisecond per layer, which a compiled step can not afford."""
+    millisecond per layer, too much for a compiled step."""
     copies_weights: ClassVar[bool] = False
     """Whether ``apply`` adds copies of weights: a change in place does not reach them."""
 

@@ -53,7 +53,7 @@ MOST_WHOLE = 8
 """Most layers that "auto" compiles as one graph, whose time grows faster than their number."""
 
 MOST_CHANGES = 8
-"""Changes of a model after which its parts are found by Dynamo's guards alone."""
+"""Changes of a model after which only Dynamo's guards select compiled parts."""
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class CompiledStep:
     def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         op = self.step.__name__
         tensors = tensors_of(op, cache)
-        # of what is raised in a graph, Dynamo makes its own
+        # Dynamo replaces errors that are raised in a graph
         check_tensors(op, batch, tensors)
         _check_options(op, rest)
         if self.regional:
@@ -197,7 +197,7 @@ class CompiledStep:
         return logits
 
     def _follow(self) -> None:
-        """Copy the model again if a module, an attribute or a hook of one was changed since."""
+        """Copy the model again if a module, or an attribute or hook of one, has changed."""
         hooked = self._hooks is not None and not self._hooks.unchanged()
         if hooked:  # Dynamo guards no hooks
             self._jits.clear()
@@ -229,7 +229,8 @@ class CompiledStep:
     def _planned(
         self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any]
     ) -> tuple[Any, Runner]:
-        """What runs the parts of a call: those of an earlier call whose inputs were alike."""
+        """Return the runner of a call's parts: those of an earlier call with like inputs, if there
+        is one."""
         if self._file is None or not self._file.takes_parts or self._changes > MOST_CHANGES:
             return None, self._run
         if has_global_hooks() or has_function_modes():
@@ -248,7 +249,7 @@ class CompiledStep:
         return key, _Recorder(self._part_of, key[0])
 
     def _part_of(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> Callable[..., Any]:
-        """A part that was compiled for such a call, or is now."""
+        """Return a part compiled for such a call, now if it is the first."""
         assert self._file is not None
         function, args, rest = call
         try:
@@ -291,7 +292,7 @@ class CompiledStep:
             self._on_part(name)
 
     def _load(self) -> None:
-        """Load the entries of torch's caches, which no step needs whose parts were all found."""
+        """Load the entries of torch's caches; a step whose parts are all in the file needs none."""
         self._compiled = True
         if self._loaded is None:
             self._loaded = _load(None if self._file is None else self._file.caches)
@@ -319,8 +320,8 @@ def _check_options(op: str, options: dict[str, Any]) -> None:
 
 
 def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
-    """Parameters that share memory with buffers, which keep it: where each is held, its name there,
-    and its address, which no other weight can get."""
+    """Parameters that share memory with buffers: their dictionary, name and address. The buffers
+    keep the memory, so no other weight can get the address."""
     storages = {each.untyped_storage().data_ptr() for each in body.buffers() if each.nbytes}
     weights = [
         (module._parameters, name, local(weight))
@@ -336,7 +337,7 @@ def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
 
 
 class _Plan:
-    """The parts of a call, in order, and what must not change for them to be run again."""
+    """The parts of a call, in order, and a watch over the objects that they depend on."""
 
     def __init__(self, state: Any) -> None:
         self.state, self.watch = state, Watch()

@@ -34,7 +34,7 @@ class DecodeModule(nn.Module):
 
     Args:
         model: A patched model.
-        cache: Gives the sizes; of its tensors only the RoPE tables are kept.
+        cache: A cache of the package's sizes. Its RoPE tables become part of the module.
         state_rings: As for ``decode_step``.
     """
 

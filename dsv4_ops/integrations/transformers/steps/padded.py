@@ -33,10 +33,10 @@ OP = "model"
 
 @dataclass(frozen=True)
 class PaddedStep:
-    """A step, and where it holds the tokens of its padded inputs.
+    """A step, and the columns of its padded inputs in it.
 
-    Ops take adjacent tokens as consecutive ones, so a step moves the padding of a row behind its
-    tokens. ``columns`` int64 [batch, length]: column of each input in the step; None if unmoved.
+    Ops treat adjacent tokens as consecutive, so a step moves the padding of a row to its end.
+    ``columns`` int64 [batch, length]: column of each input in the step; None if unmoved.
     """
 
     step: Any
@@ -137,14 +137,14 @@ def padded_step(
 def can_go_on(spec: ModelSpec, first: Tensor, cache: PagedCache) -> Tensor:
     """Whether rows can continue at positions ``first`` [batch, 1].
 
-    There must be no gap, and what the next token reads must not have been overwritten.
+    There must be no gap, and nothing that the next token reads may have been overwritten.
     """
     before = cache.seq_lens[: first.shape[0], None].to(torch.int64)
     return (first == before) | ((first < before) & spec.can_go_back(first, cache))
 
 
 def _requests(shape: tuple[int, int], positions: Tensor, rows: Tensor) -> Requests:
-    """Requests of a padded batch: the padding behind every row is a request of its own."""
+    """Requests of a padded batch: the padding after every row is a request of its own."""
     batch, length = shape
     count = positions.ge(0).sum(1, dtype=torch.int32)
     begin = torch.arange(batch + 1, dtype=torch.int32, device=positions.device) * length
@@ -284,13 +284,13 @@ def _check(
 
 
 def matrix(value: object) -> tuple[int, int]:
-    """Rows and columns; none of what has others."""
+    """Rows and columns of a matrix; (0, 0) for anything else."""
     if not isinstance(value, Tensor) or value.dim() != 2:
         return 0, 0
     return value.shape[0], value.shape[1]
 
 
 def shape_text(value: object) -> object:
-    """The shape of a tensor; of what is none its class."""
+    """The shape of a tensor, or the class name of another object, for a message."""
     shape = getattr(value, "shape", type(value).__name__)
     return list(shape) if isinstance(shape, torch.Size) else shape

@@ -62,9 +62,9 @@ def decode_step(
     Mutates: the caches, at the positions of the step, and ``cache.seq_lens``, which become those of
         ``batch``. Tokens that cannot be stored are treated as padding and counted in
         ``cache.dropped``: beyond ``max_cache_len``, without a reserved block, in a row that an
-        earlier request of the batch uses, beyond ``max_chunk``, missing between
-        ``query_start_loc`` and ``tokens``, or behind a gap: their request begins the step beyond
-        the length that its row has. An id outside the vocabulary is counted too, and read as id 0.
+        earlier request of the batch uses, beyond ``max_chunk``, missing between ``query_start_loc``
+        and ``tokens``, or after a gap: their request begins the step beyond the length that its row
+        has. An id outside the vocabulary is counted too, and read as id 0.
 
     Raises:
         ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a
@@ -100,13 +100,13 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
 
     Args:
         model: A patched model.
-        batch: The step, with at most ``max_chunk`` tokens per request; of more, the first are
-            dropped.
+        batch: The step, with at most ``max_chunk`` tokens per request; the first tokens of a longer
+            one are dropped.
         cache: As for ``decode_step``.
 
     Returns:
-        [num_reqs, vocab_size]. Rows of requests without tokens are undefined. What stands behind
-        the layers, the last norm and the head, sees the last token of every request alone.
+        [num_reqs, vocab_size]. Rows of requests without tokens are undefined. The last norm and the
+        head see only the last token of every request.
 
     Mutates: as ``decode_step``.
 
@@ -173,7 +173,7 @@ def checked(
 
 
 def check_model(op: str, model: Any, device: torch.device) -> None:
-    """Raise if a module that a step replaces, or passes by, was changed since ``patch``."""
+    """Raise if a module that a step replaces or skips was changed since ``patch``."""
     spec = spec_of(op, model)
     check_body(op, model)
     check_modules(op, spec, spec.kinds, model.model, device)
@@ -267,7 +267,7 @@ def tokens_of(
     Args:
         batch: The step.
         cache: The caches.
-        stored: Length of every row; requests beyond it are padding. None: begin anywhere.
+        row_lengths: Length of every row; requests beyond it are padding. None: begin anywhere.
 
     Returns:
         The step's tokens; and the query length of every request by ``query_start_loc``.

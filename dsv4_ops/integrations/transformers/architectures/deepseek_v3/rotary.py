@@ -20,7 +20,7 @@ _KNOWN = ("default", "linear", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class Rotary:
-    """Frequencies of the pairs, and what cosines and sines are multiplied by."""
+    """Frequencies of the pairs, and the factor of cosines and sines."""
 
     frequencies: tuple[float, ...]
     scaling: float

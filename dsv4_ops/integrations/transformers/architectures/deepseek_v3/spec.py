@@ -121,7 +121,7 @@ class MlaModelSpec(ModelSpec):
             batch_invariant=execution.batch_invariant,
             parallel=execution.parallel,
         )
-        # as steps of prefills have it: refused here, or never
+        # prefill steps use this context; a refusal must come now
         replace(layers, context="chunked").check_impl(op, 1, execution.impl)
         layers = replace(layers, impl=execution.impl)
         model_dtype = dtype_of(config, dtype)
@@ -191,7 +191,7 @@ class MlaModelSpec(ModelSpec):
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> MlaStep:
         table, num_tokens = cache.tables.blocks, step.tokens.positions.shape[0]
         rank = None if self.parallel is None else cache.tables.cp_rank
-        # of an unknown size no guard is made: it may be any
+        # an unknown size is not guarded: it may be any
         if statically_known_true(num_tokens <= step.num_reqs):
             return mla_step_of_tokens(self.layers, step.tokens, table, cp_rank=rank)
         short = num_tokens < self.layers.break_even * step.num_reqs
@@ -309,7 +309,7 @@ class MlaModelSpec(ModelSpec):
         up, values = spec.qk_nope_head_dim + spec.v_head_dim, spec.v_head_dim
         q = "q_proj" if attention.q_lora_rank is None else "q_b_proj"
         for name, dim, width in ((q, 0, keys), ("kv_b_proj", 0, up), ("o_proj", 1, values)):
-            # check_model refuses what has no weight
+            # check_model refuses a layer without a weight
             weight = getattr(getattr(attention, name), "weight", None)
             yield name, weight, dim, spec.num_heads * width
 
@@ -369,7 +369,7 @@ class AbsorbedWeights(Rewrite):
     def refresh(self, op: str, name: str, module: Any) -> None:
         """Split again if the weight was changed or may have been."""
         linear = module.kv_b_proj
-        # torch does not count what is written by way of weight.data or of NumPy
+        # torch does not count writes through weight.data or NumPy
         changed = getattr(module, SOURCE) != _identity(linear)
         if changed or linear.weight.device.type == "cpu":
             self._split(module)
@@ -392,7 +392,8 @@ class AbsorbedWeights(Rewrite):
             else:
                 buffer.copy_(half)
         source = _identity(attention.kv_b_proj)
-        if getattr(attention, SOURCE, None) != source:  # a compiled step sees what is set
+        # compiled steps watch attributes: set it only if it changed
+        if getattr(attention, SOURCE, None) != source:
             setattr(attention, SOURCE, source)
 
 
@@ -447,14 +448,15 @@ def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _can_hold(buffer: Tensor, half: Tensor) -> bool:
-    """Whether ``half`` may be written to ``held``, which a move of the model may have changed."""
+    """Whether ``half`` fits ``buffer``, which a move of the model may have changed."""
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         return False
     return (buffer.device, buffer.shape, buffer.dtype) == (half.device, half.shape, half.dtype)
 
 
 def _as_pairs(x: Tensor) -> Tensor:
-    """Move value i of the halves to places 2 i and 2 i + 1, as ``apply_rope`` takes pairs."""
+    """Interleave the halves: value i of each moves to 2 i and 2 i + 1, the pairs of
+    ``apply_rope``."""
     pairs: Tensor = x.unflatten(-1, (2, -1)).transpose(-1, -2)
     return pairs.flatten(-2)
 

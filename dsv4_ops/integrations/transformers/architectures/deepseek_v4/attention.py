@@ -59,9 +59,9 @@ def attention(
 
 
 def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
-    """Whether ``projection`` would quantise its input, which the kernel that groups it can do, with
-    the same codes but for blocks below 1e-4, whose scales are smaller there. In a decode step that
-    is part of the attention kernel, and has no pass to save."""
+    """Whether the kernel that groups the input of ``projection`` can quantise it too. Codes are the
+    same except in blocks below 1e-4, whose scales are smaller. A decode step groups in the
+    attention kernel, and would save no pass."""
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16
     return fp8 and sizes and takes_codes(projection)
@@ -84,7 +84,7 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
     indexer = getattr(compressor, "indexer", None)
     together = fused_layer(compressor, of_compressor(compressor))
     if together is not None:
-        # kv and gate, those of the indexer, and its weights, which are bf16
+        # kv and gate; kv and gate of the indexer; its weights, in bf16
         parts = together(x).split(_pairs(together.sizes), -1)
         inputs |= dict(zip(("kv_score", "indexer_kv_score"), parts[:2], strict=False))
         if indexer is not None:

@@ -1,7 +1,7 @@
-"""The draft layer of DeepSeek-V4 (multi-token prediction): a sliding layer behind the last one.
+"""The draft layer of DeepSeek-V4 (multi-token prediction): a sliding layer after the last one.
 
-It reads the residual streams of a token and the embedding of the token behind it, and predicts the
-one after that. Embedding and head are the model's.
+It reads the residual streams of a token and the embedding of the next token, and predicts the one
+after that. Embedding and head are the model's.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def run(model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tenso
     draft, body, step = draft_of(model), model.model, step_run.step
     is_read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
     embedded = body.embed_tokens(torch.where(is_read, tokens, 0))
-    # vLLM does so: the draft of the first token goes by its streams alone
+    # as in vLLM: the draft of the first token depends on its streams alone
     embedded = torch.where(step.positions[:, None] > 0, embedded, 0.0)[None]
     first = draft.e_proj(draft.enorm(embedded)).unsqueeze(2)
     mixed = first + draft.h_proj(draft.hnorm(streams))

@@ -126,7 +126,7 @@ class Carried(NamedTuple):
 
 
 def can_carry(recipe: Recipe, layers: Any, streams: Tensor, context: Any) -> bool:
-    """Whether all layers take ``Carried`` and return it: who hooks a layer gets tensors."""
+    """Whether all layers take and return ``Carried``; hooks of a layer must get tensors."""
     replaced = recipe.streams_float32 and recipe.norms_float32  # by _layer_of_float32_norms
     return (
         replaced
@@ -166,7 +166,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
     ours = (
         is_unchanged(block)
         and is_unchanged(gate)
-        and runs_ours(block.experts)  # which takes ids of no expert
+        and runs_ours(block.experts)  # our op accepts ids of no expert
         and (
             quantized.is_quantized(block.experts)
             or bf16_experts.runs_op(block.experts, x, gate.top_k)
@@ -189,7 +189,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
 
 
 def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
-    """Whether ``hyper_connection`` stands for unchanged modules."""
+    """Whether ``hyper_connection`` can replace these modules: they are unchanged, and it fits."""
     if context is None or streams.device.type not in FUSED_ON:
         return False
     pairs = (layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)
@@ -261,7 +261,7 @@ def _shared_experts_forward(recipe: Recipe, _: Forward) -> Forward:
 
 
 def _swiglu(module: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """The activation in float32, rounded once."""
+    """Compute the activation in float32, rounded once."""
     active = module.act_fn(gate.float().clamp(max=limit))
     product: Tensor = active * up.float().clamp(min=-limit, max=limit)
     return product.to(gate.dtype)

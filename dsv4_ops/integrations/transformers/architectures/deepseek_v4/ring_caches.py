@@ -24,7 +24,7 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 @dataclass(frozen=True, kw_only=True)
 class RingSpec(ModelSpec):
-    """A family with such caches.
+    """A family whose window keys and states are in rings.
 
     Attributes:
         layers: Spec of the attention layers, which the cache follows.

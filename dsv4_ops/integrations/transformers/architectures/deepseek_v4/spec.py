@@ -145,7 +145,7 @@ class DeepseekV4Spec(RingSpec):
     def scheduled(self, device: torch.device) -> DeepseekV4Spec:
         """Add SM counts of a library's schedules, so that layers share one schedule per step."""
         layers = self.step_layers
-        # FlashMLA's schedule goes by lengths that a rank knows in the layer only
+        # FlashMLA schedules by lengths that a rank knows only inside the layer
         if layers.impl == FLASH_MLA and layers.ranks is not None:
             return self
         if layers.impl not in LIBRARIES or choice.unusable(layers.impl):
@@ -233,7 +233,7 @@ class DeepseekV4Spec(RingSpec):
         layers = self.step_layers
         if layers.sm_parts and schedule != "decode":
             return self.layers
-        # compare num_tokens only if needed: the comparison guards a graph
+        # compare num_tokens last: in a trace the comparison adds a guard
         if layers.schedule_sms and num_tokens > MAX_REQUESTS:
             return self.layers
         return layers
