@@ -7,7 +7,7 @@ from typing import Any
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.dispatch.choice import IMPLS
 from dsv4_ops.integrations.transformers import forwards
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
@@ -110,8 +110,14 @@ def patch(
         ('window', 'c4', 'c128')
     """
     if isinstance(model, str):
-        advice = f"Load it first: DeepseekV4ForCausalLM.from_pretrained({model!r})"
-        raise refusal(TypeError, "patch", "model", "be a model", "its name", advice)
+        raise argument_error(
+            "patch",
+            "model",
+            must="be a model",
+            got="its name",
+            do=f"Load it first: DeepseekV4ForCausalLM.from_pretrained({model!r})",
+            kind=TypeError,
+        )
     config = getattr(model, "config", model)
     checks = Checks("patch")
     checks.flag("batch_invariant", batch_invariant)
@@ -160,8 +166,9 @@ def unpatch(model: Any) -> Any:
     """
     replaced = getattr(model, _REPLACED, None)
     if replaced is None:
-        advice = "There is nothing to undo"
-        raise refusal(ValueError, "unpatch", "model", "be patched", "another", advice)
+        raise argument_error(
+            "unpatch", "model", must="be patched", got="another", do="There is nothing to undo"
+        )
     replaced.undo()
     model._modules.pop(DRAFT, None)
     rewrite.restore(model, forwards.rewrites(model, getattr(model, _SPEC)))
@@ -179,11 +186,22 @@ def _check_model(model: Any, spec: ModelSpec) -> None:
             advice = "Pass model.get_base_model()"
         elif hasattr(model, "_orig_mod"):
             advice = "Compile it once it is patched"
-        rule = "be a " + " or ".join(spec.causal_lm)
-        raise refusal(TypeError, "patch", "model", rule, type(model).__name__, advice)
+        raise argument_error(
+            "patch",
+            "model",
+            must="be a " + " or ".join(spec.causal_lm),
+            got=type(model).__name__,
+            do=advice,
+            kind=TypeError,
+        )
     if hasattr(model, _SPEC):
-        rule, advice = "not be patched yet", "Call unpatch first"
-        raise refusal(ValueError, "patch", "model", rule, "a patched one", advice)
+        raise argument_error(
+            "patch",
+            "model",
+            must="not be patched yet",
+            got="a patched one",
+            do="Call unpatch first",
+        )
     check_layers("patch", spec.kinds, model.model)
     check_placement("patch", model)
 
@@ -203,9 +221,13 @@ class _Replacements:
         """Restore all methods, or raise and restore none."""
         for one in self.made:
             if vars(one.module).get(one.name) is not one:
-                what = f"{one.name} of {type(one.module).__name__}"
-                rule, advice = "be the one that patch set", "Take off first what was put on last"
-                raise refusal(ValueError, "unpatch", what, rule, "another", advice)
+                raise argument_error(
+                    "unpatch",
+                    f"{one.name} of {type(one.module).__name__}",
+                    must="be the one that patch set",
+                    got="another",
+                    do="Take off first what was put on last",
+                )
         for one in reversed(self.made):
             if one.before is None:
                 delattr(one.module, one.name)

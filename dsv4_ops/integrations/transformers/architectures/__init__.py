@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.architectures.base import (
     Execution,
     ModelSpec,
@@ -37,9 +37,14 @@ def spec_of_config(
     require_transformers(op)
     model_type = getattr(config, "model_type", type(config).__name__)
     if model_type not in FAMILIES:
-        rule = "be " + " or ".join(map(repr, FAMILIES))
-        advice = "Pass a DeepSeek model for causal language modelling, or its configuration"
-        raise refusal(NotImplementedError, op, "model_type", rule, model_type, advice)
+        raise argument_error(
+            op,
+            "model_type",
+            must="be " + " or ".join(map(repr, FAMILIES)),
+            got=model_type,
+            do="Pass a DeepSeek model for causal language modelling, or its configuration",
+            kind=NotImplementedError,
+        )
     module, name = FAMILIES[model_type]
     family: type[ModelSpec] = getattr(importlib.import_module(f"{_HERE}.{module}"), name)
     return family.of(op, config, kv, Recipe.named(op, precision), Execution(**settings))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention import ContextParallel
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.modules.bf16_experts import Bf16Experts
@@ -29,12 +29,24 @@ def require_transformers(op: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        rule, found = "be installed", "no such module"
-        raise refusal(ImportError, op, "transformers", rule, found, advice) from error
+        raise argument_error(
+            op,
+            "transformers",
+            must="be installed",
+            got="no such module",
+            do=advice,
+            kind=ImportError,
+        ) from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < _OLDEST:
-        rule = "be " + ".".join(map(str, _OLDEST)) + " or newer"
-        raise refusal(ImportError, op, "transformers", rule, transformers.__version__, advice)
+        raise argument_error(
+            op,
+            "transformers",
+            must="be " + ".".join(map(str, _OLDEST)) + " or newer",
+            got=transformers.__version__,
+            do=advice,
+            kind=ImportError,
+        )
     return transformers
 
 
@@ -299,9 +311,14 @@ class ModelSpec(ABC):
 
     def draft_kinds(self, op: str) -> tuple[str, ...]:
         """Kinds of the layers that draft; raise an error of ``op`` if the family has none here."""
-        rule, advice = "be DeepseekV4ForCausalLM for a draft layer", "Draft by other means"
-        found = " or ".join(self.causal_lm)
-        raise refusal(NotImplementedError, op, "model", rule, found, advice)
+        raise argument_error(
+            op,
+            "model",
+            must="be DeepseekV4ForCausalLM for a draft layer",
+            got=" or ".join(self.causal_lm),
+            do="Draft by other means",
+            kind=NotImplementedError,
+        )
 
     def draft_layer(self, op: str, model: Any) -> Any:
         """Make the draft layer of a model, whose weights are not set."""

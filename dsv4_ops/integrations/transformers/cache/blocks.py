@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 
 
 class OutOfBlocks(RuntimeError):
@@ -16,8 +16,14 @@ def has(requests: Container[Hashable], op: str, request: Hashable) -> bool:
     try:
         return request in requests
     except TypeError as error:  # a tuple with a list is not hashable either
-        found, advice = type(request).__name__, "Pass a string, or a number"
-        raise refusal(TypeError, op, "request", "be hashable", found, advice) from error
+        raise argument_error(
+            op,
+            "request",
+            must="be hashable",
+            got=type(request).__name__,
+            do="Pass a string, or a number",
+            kind=TypeError,
+        ) from error
 
 
 class BlockPool:
@@ -39,11 +45,22 @@ class BlockPool:
     def add(self, request: Hashable, num_blocks: int) -> int:
         """Give a new request a row and ``num_blocks`` blocks; return the row."""
         if has(self.rows, "add", request):
-            rule = "be a request that the cache does not have"
-            raise refusal(ValueError, "add", "request", rule, repr(request), "Free it first")
+            raise argument_error(
+                "add",
+                "request",
+                must="be a request that the cache does not have",
+                got=repr(request),
+                do="Free it first",
+            )
         if not self.free_rows:
-            rule = f"be one of at most {len(self.rows)} at a time"
-            raise refusal(OutOfBlocks, "add", "request", rule, "one more", "Free one first")
+            raise argument_error(
+                "add",
+                "request",
+                must=f"be one of at most {len(self.rows)} at a time",
+                got="one more",
+                do="Free one first",
+                kind=OutOfBlocks,
+            )
         self._check("add", num_blocks, 0)
         self.free_rows.sort()
         self.rows[request] = self.free_rows.pop(0)
@@ -69,16 +86,25 @@ class BlockPool:
     def require(self, op: str, request: Hashable) -> Hashable:
         """Return ``request``, or raise if it has no row."""
         if not has(self.rows, op, request):
-            rule = "be a request that was added and not freed"
-            raise refusal(ValueError, op, "request", rule, repr(request), "Add it first")
+            raise argument_error(
+                op,
+                "request",
+                must="be a request that was added and not freed",
+                got=repr(request),
+                do="Add it first",
+            )
         return request
 
     def _check(self, op: str, num_blocks: int, owned: int) -> None:
         missing = num_blocks - owned
         if num_blocks > self.max_blocks:
-            rule = f"need at most the {self.max_blocks} blocks of max_cache_len"
-            advice = "Make the cache with a larger max_cache_len"
-            raise refusal(ValueError, op, "num_tokens", rule, num_blocks, advice)
+            raise argument_error(
+                op,
+                "num_tokens",
+                must=f"need at most the {self.max_blocks} blocks of max_cache_len",
+                got=num_blocks,
+                do="Make the cache with a larger max_cache_len",
+            )
         if missing > len(self.free_blocks):
             advice = "Free a request, or wait for one to end"
             sizes = (len(self.free_blocks), self.num_blocks, missing)
@@ -89,6 +115,11 @@ def out_of_blocks(
     op: str, argument: str, free: int, blocks: int, missing: int, advice: str
 ) -> OutOfBlocks:
     """The error for tokens that need more blocks than are free."""
-    rule = f"fit into the free blocks, {free} of {blocks}"
-    found = f"tokens for {missing} more block{'s' if missing > 1 else ''}"
-    return refusal(OutOfBlocks, op, argument, rule, found, advice)
+    return argument_error(
+        op,
+        argument,
+        must=f"fit into the free blocks, {free} of {blocks}",
+        got=f"tokens for {missing} more block{'s' if missing > 1 else ''}",
+        do=advice,
+        kind=OutOfBlocks,
+    )

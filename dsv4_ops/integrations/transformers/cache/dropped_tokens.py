@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention.metadata import token_slots
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch, in_vocabulary
 
@@ -69,9 +69,13 @@ def check_batch(
         if last == first or length <= 0 or not 0 <= row < cache.num_rows:
             continue
         if row in owners:
-            rule = "have a row of its own for every request"
-            found = f"row {row} for requests {owners[row]} and {request}"
-            raise refusal(ValueError, op, "batch.rows", rule, found, "Add each of them")
+            raise argument_error(
+                op,
+                "batch.rows",
+                must="have a row of its own for every request",
+                got=f"row {row} for requests {owners[row]} and {request}",
+                do="Add each of them",
+            )
         owners[row] = request
         _check_request(op, request, row, last - first, length, cache, sizes)
         ids = batch.tokens[first:last]
@@ -81,23 +85,33 @@ def check_batch(
 
 def unknown_id(op: str, name: str, ids: Tensor, vocab_size: int) -> ValueError:
     """The error for ``ids``, one of which is outside the vocabulary."""
-    wrong = int(ids[~in_vocabulary(ids, vocab_size)][0])
-    rule = f"be in 0..{vocab_size - 1}, the vocabulary of the model"
-    return refusal(ValueError, op, name, rule, wrong, "Pass ids of the model's tokenizer")
+    return argument_error(
+        op,
+        name,
+        must=f"be in 0..{vocab_size - 1}, the vocabulary of the model",
+        got=int(ids[~in_vocabulary(ids, vocab_size)][0]),
+        do="Pass ids of the model's tokenizer",
+    )
 
 
 def _check_starts(op: str, starts: Sequence[int], num_tokens: int) -> None:
     name = "batch.query_start_loc"
     advice = "Pass the first token of every request and one past the last"
     if starts[0] != 0:
-        raise refusal(ValueError, op, name, "begin with 0", starts[0], advice)
+        raise argument_error(op, name, must="begin with 0", got=starts[0], do=advice)
     for before, after in pairwise(starts):
         if after < before:
-            found = f"{after} after {before}"
-            raise refusal(ValueError, op, name, "not decrease", found, advice)
+            raise argument_error(
+                op, name, must="not decrease", got=f"{after} after {before}", do=advice
+            )
     if starts[-1] > num_tokens:
-        rule = f"end at the {num_tokens} of batch.tokens, or before its padding"
-        raise refusal(ValueError, op, name, rule, starts[-1], advice)
+        raise argument_error(
+            op,
+            name,
+            must=f"end at the {num_tokens} of batch.tokens, or before its padding",
+            got=starts[-1],
+            do=advice,
+        )
 
 
 def _check_request(
@@ -112,27 +126,46 @@ def _check_request(
     block_tokens, longest = sizes
     name, of_request = "batch.seq_lens", f"{length} of request {request}"
     if length < count:
-        rule = f"count the {count} tokens that request {request} has in the step"
-        advice = "Pass the tokens of every request, those of the step included"
-        raise refusal(ValueError, op, name, rule, length, advice)
+        raise argument_error(
+            op,
+            name,
+            must=f"count the {count} tokens that request {request} has in the step",
+            got=length,
+            do="Pass the tokens of every request, those of the step included",
+        )
     most = longest_request(cache)
     if length > most:
-        advice = "Make the cache with a larger max_cache_len"
-        rule = f"be at most max_cache_len of the cache = {most}"
-        raise refusal(ValueError, op, name, rule, of_request, advice)
+        raise argument_error(
+            op,
+            name,
+            must=f"be at most max_cache_len of the cache = {most}",
+            got=of_request,
+            do="Make the cache with a larger max_cache_len",
+        )
     if count > longest:
-        rule = f"give a request at most max_chunk tokens in a step, here {longest}"
-        advice = "Cut the request into chunks, or make the cache with a larger max_chunk"
-        found = f"{count} of request {request}"
-        raise refusal(ValueError, op, "batch.query_start_loc", rule, found, advice)
+        raise argument_error(
+            op,
+            "batch.query_start_loc",
+            must=f"give a request at most max_chunk tokens in a step, here {longest}",
+            got=f"{count} of request {request}",
+            do="Cut the request into chunks, or make the cache with a larger max_chunk",
+        )
     first, row_length = length - count, int(cache.seq_lens[row])
     if first > row_length:
-        rule = f"go on at most at the {row_length} tokens that row {row} has"
-        found = f"{of_request}, {count} of them in the step"
-        advice = "Pass all tokens, or set cache.seq_lens where something else filled the row"
-        raise refusal(ValueError, op, name, rule, found, advice)
+        raise argument_error(
+            op,
+            name,
+            must=f"go on at most at the {row_length} tokens that row {row} has",
+            got=f"{of_request}, {count} of them in the step",
+            do="Pass all tokens, or set cache.seq_lens where something else filled the row",
+        )
     blocks = cache.tables.pool[row, (length - count) // block_tokens :]
     block_ids = blocks[: (length - 1) // block_tokens + 1 - (length - count) // block_tokens]
     if bool((block_ids < 0).any()):
-        rule = f"have blocks for all tokens of row {row}"
-        raise refusal(ValueError, op, name, rule, of_request, "Call reserve before the step")
+        raise argument_error(
+            op,
+            name,
+            must=f"have blocks for all tokens of row {row}",
+            got=of_request,
+            do="Call reserve before the step",
+        )

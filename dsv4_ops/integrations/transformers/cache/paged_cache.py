@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.attention.caches import mark_static
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.dispatch.choice import check_codes
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import draft_of, require_transformers
@@ -123,9 +123,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         super().__init__(layers=[])
         checks = Checks("PagedCache")
         if isinstance(config, torch.nn.Module):
-            rule, advice = "be a configuration", "Call PagedCache.for_model(model, ...)"
-            found = type(config).__name__
-            raise refusal(TypeError, "PagedCache", "config", rule, found, advice)
+            raise argument_error(
+                "PagedCache",
+                "config",
+                must="be a configuration",
+                got=type(config).__name__,
+                do="Call PagedCache.for_model(model, ...)",
+                kind=TypeError,
+            )
         checks.at_least(
             1, max_batch_size=max_batch_size, max_cache_len=max_cache_len, next_n=next_n
         )
@@ -184,7 +189,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         """
         op, spec = "PagedCache.for_model", getattr(model, "dsv4_ops_spec", None)
         if spec is None:
-            raise refusal(ValueError, op, "model", "be patched", "another", "Call patch first")
+            raise argument_error(
+                op, "model", must="be patched", got="another", do="Call patch first"
+            )
         settings = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
         settings |= {"parallel": spec.parallel, "draft_layer": draft_of(model) is not None}
         return cls(model.config, **{**settings, **sizes})
@@ -279,13 +286,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         dropped = int(self.tensors.dropped)
         if dropped:
             self.tensors.dropped.zero_()
-            rule = "have stored all tokens of its steps"
-            advice = (
-                "Reserve blocks, keep requests within max_cache_len, give each a row of its own, "
-                "and pass positions and lengths without gaps"
+            raise argument_error(
+                "raise_if_dropped",
+                "the cache",
+                must="have stored all tokens of its steps",
+                got=f"{dropped} dropped",
+                do="Reserve blocks, keep requests within max_cache_len, give each a row of its "
+                "own, and pass positions and lengths without gaps",
+                kind=RuntimeError,
             )
-            found = f"{dropped} dropped"
-            raise refusal(RuntimeError, "raise_if_dropped", "the cache", rule, found, advice)
 
     def _forget(self, row: int) -> None:
         self.text = None
@@ -392,8 +401,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     def update(self, *_: Any, **__: Any) -> Any:
         """Refuse: a patched model writes to the cache itself."""
-        advice = "Call patch first"
-        raise refusal(ValueError, "PagedCache", "model", "be patched", "another", advice)
+        raise argument_error(
+            "PagedCache", "model", must="be patched", got="another", do="Call patch first"
+        )
 
     get_mask_sizes = update
 
@@ -405,9 +415,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refuse: rows share no blocks, so beams would have to be copied."""
-        rule = "not reorder its rows"
-        advice = "Search without beams, or pass cache_implementation='dynamic'"
-        raise refusal(NotImplementedError, "PagedCache", "beams", rule, "beam search", advice)
+        raise argument_error(
+            "PagedCache",
+            "beams",
+            must="not reorder its rows",
+            got="beam search",
+            do="Search without beams, or pass cache_implementation='dynamic'",
+            kind=NotImplementedError,
+        )
 
     @property
     def is_croppable(self) -> bool:
@@ -425,10 +440,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             NotImplementedError: the cache has rings, as that of DeepSeek-V4.
         """
         if self.rings:
-            rule = "be called on a cache without windows and states, which overwrite earlier ones"
-            advice = "Pass position_ids that go back, as far as next_n allows"
-            found = "rings of " + ", ".join(self.rings)
-            raise refusal(NotImplementedError, "PagedCache", "crop", rule, found, advice)
+            raise argument_error(
+                "PagedCache",
+                "crop",
+                must="be called on a cache without windows and states, which overwrite earlier "
+                "ones",
+                got="rings of " + ", ".join(self.rings),
+                do="Pass position_ids that go back, as far as next_n allows",
+                kind=NotImplementedError,
+            )
         count = int(tokens_to_remove)
         lens = self.seq_lens
         lens.copy_(lens.clamp(max=count) if count > 0 else (lens + count).clamp(min=0))
@@ -442,8 +462,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self._refuse("batch_select_indices", "Free the requests that have ended")
 
     def _refuse(self, name: str, advice: str) -> None:
-        rule = "be of another cache"
-        raise refusal(NotImplementedError, "PagedCache", name, rule, "a PagedCache", advice)
+        raise argument_error(
+            "PagedCache",
+            name,
+            must="be of another cache",
+            got="a PagedCache",
+            do=advice,
+            kind=NotImplementedError,
+        )
 
 
 def format_bytes(size: int) -> str:

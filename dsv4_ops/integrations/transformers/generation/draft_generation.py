@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.architectures.base import draft_of
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
 from dsv4_ops.integrations.transformers.generation.prompts import (
@@ -73,8 +73,13 @@ def check_call(model: Any, num_drafts: Any, arguments: dict[str, Any]) -> None:
     """Raise if a call of ``generate`` with these other arguments cannot draft."""
     Checks(_OP).at_least(1, num_draft_tokens=num_drafts)
     if draft_of(model) is None:
-        rule, advice = "be None for a model without a draft layer", "Call load_mtp first"
-        raise refusal(ValueError, _OP, "num_draft_tokens", rule, num_drafts, advice)
+        raise argument_error(
+            _OP,
+            "num_draft_tokens",
+            must="be None for a model without a draft layer",
+            got=num_drafts,
+            do="Call load_mtp first",
+        )
     for name, value in arguments.items():
         is_known = name in _ARGUMENTS or hasattr(model.generation_config, name)
         if not is_known and value is not None and value is not False:
@@ -89,8 +94,14 @@ def check_call(model: Any, num_drafts: Any, arguments: dict[str, Any]) -> None:
 
 
 def _refuse(name: str, rule: str, actual: object) -> None:
-    advice = "Leave num_draft_tokens out"
-    raise refusal(NotImplementedError, _OP, name, f"{rule} with num_draft_tokens", actual, advice)
+    raise argument_error(
+        _OP,
+        name,
+        must=f"{rule} with num_draft_tokens",
+        got=actual,
+        do="Leave num_draft_tokens out",
+        kind=NotImplementedError,
+    )
 
 
 @dataclass(frozen=True)

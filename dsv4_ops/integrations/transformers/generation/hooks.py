@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.cache.blocks import out_of_blocks
 from dsv4_ops.integrations.transformers.cache.paged_cache import (
     DEFAULT_CHUNK,
@@ -71,9 +71,14 @@ def generate(before: Method) -> Method:
     def run(self: Any, *args: Any, **arguments: Any) -> Any:
         arguments = dict(**dict(zip(names, args, strict=False)), **arguments)
         if setting(self, arguments, "use_mtp"):
-            rule = "be False with a patched model"
-            advice = "Pass num_draft_tokens; load_mtp loads the draft layer of a checkpoint"
-            raise refusal(NotImplementedError, "generate", "use_mtp", rule, True, advice)
+            raise argument_error(
+                "generate",
+                "use_mtp",
+                must="be False with a patched model",
+                got=True,
+                do="Pass num_draft_tokens; load_mtp loads the draft layer of a checkpoint",
+                kind=NotImplementedError,
+            )
         check_prompts(arguments)
         call = _Call()
         num_drafts = arguments.pop("num_draft_tokens", None)
@@ -133,9 +138,14 @@ def prepare_cache(before: Method) -> Method:
         static = generation_config.cache_implementation is not None
         call = _CALL.get()
         if searches and (isinstance(cache, PagedCache) or (ours and static)):
-            rule, advice = "be 1 with a PagedCache", "Pass cache_implementation='dynamic' instead"
-            beams = generation_config.num_beams
-            raise refusal(NotImplementedError, "generate", "num_beams", rule, beams, advice)
+            raise argument_error(
+                "generate",
+                "num_beams",
+                must="be 1 with a PagedCache",
+                got=generation_config.num_beams,
+                do="Pass cache_implementation='dynamic' instead",
+                kind=NotImplementedError,
+            )
         # the last step verifies drafts after the longest text
         assisted = generation_mode == "assisted_generation"
         looked_up = (assisted and generation_config.prompt_lookup_num_tokens) or 0
@@ -200,9 +210,13 @@ def _reserve_rows(cache: PagedCache, rows: int, length: int, drafts: int = 0) ->
     owners = {row: request for request, row in cache.requests.items()}
     vacant = [row for row in range(rows) if row not in owners]
     if owners and vacant:
-        rule = f"have a request in each of its first {rows} rows, or none at all"
-        advice = "Add requests, or free them all"
-        raise refusal(ValueError, "generate", "cache", rule, f"none in row {vacant[0]}", advice)
+        raise argument_error(
+            "generate",
+            "cache",
+            must=f"have a request in each of its first {rows} rows, or none at all",
+            got=f"none in row {vacant[0]}",
+            do="Add requests, or free them all",
+        )
     num_blocks = sum(cache.lacking_blocks(owners.get(row), length) for row in range(rows))
     if num_blocks > cache.num_free_blocks:
         advice = "Free a request, or pass a smaller max_new_tokens"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, Text
 from dsv4_ops.integrations.transformers.steps.padded import matrix, shape_text
 
@@ -37,9 +37,13 @@ def check_prompts(arguments: dict[str, Any]) -> None:
         return
     prompts, mask = arguments[name], arguments.get(MASK)
     if 0 in prompts.shape[:2]:
-        rule = "have a row and a token"
-        advice = "Pass a prompt, or none to begin with bos_token_id"
-        raise refusal(ValueError, _OP, name, rule, f"shape {shape_text(prompts)}", advice)
+        raise argument_error(
+            _OP,
+            name,
+            must="have a row and a token",
+            got=f"shape {shape_text(prompts)}",
+            do="Pass a prompt, or none to begin with bos_token_id",
+        )
     if mask is None or prompts.dim() < 2:
         return
     batch, length = prompts.shape[:2]
@@ -47,9 +51,13 @@ def check_prompts(arguments: dict[str, Any]) -> None:
     covers = rows in (1, batch) and columns >= length
     # masks of more dimensions are for other caches
     if not covers and not (isinstance(mask, Tensor) and mask.dim() > 2):
-        rule = f"have shape [{batch}, {length} or more]"
-        advice = "Pass the mask of the tokens, 0 for padding"
-        raise refusal(ValueError, _OP, MASK, rule, shape_text(mask), advice)
+        raise argument_error(
+            _OP,
+            MASK,
+            must=f"have shape [{batch}, {length} or more]",
+            got=shape_text(mask),
+            do="Pass the mask of the tokens, 0 for padding",
+        )
     if covers:
         arguments[MASK] = mask.expand(batch, columns)
 
@@ -103,9 +111,13 @@ def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
     if text is None and bool((lengths == longest).all()) and bool(inferred[:, 0].all()):
         is_stored = torch.arange(length, device=ids.device) < longest
         return torch.where(is_stored, torch.ones_like(inferred), inferred)
-    rule = "be given where prompts hold pad_token_id and the cache has another text"
-    advice = "Pass 1 for every token, those of the cache included, and 0 for padding"
-    raise refusal(ValueError, _OP, MASK, rule, None, advice)
+    raise argument_error(
+        _OP,
+        MASK,
+        must="be given where prompts hold pad_token_id and the cache has another text",
+        got=None,
+        do="Pass 1 for every token, those of the cache included, and 0 for padding",
+    )
 
 
 def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
@@ -117,19 +129,31 @@ def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
     columns_before = mask.shape[1] - length
     if not bool(is_token[:, -1].all()):
         row = int((~is_token[:, -1]).to(torch.int8).argmax())
-        advice = "Pad on the left, or cut columns of padding"
-        rule = "be 1 in the last column, which the next token follows"
-        raise refusal(ValueError, _OP, MASK, rule, f"0 in row {row}", advice)
+        raise argument_error(
+            _OP,
+            MASK,
+            must="be 1 in the last column, which the next token follows",
+            got=f"0 in row {row}",
+            do="Pad on the left, or cut columns of padding",
+        )
     earliest, last = int(first.min()), int(first.max())
     if last == mask.shape[1]:
         row = int(first.argmax())
-        rule = "have more tokens than the cache in every row"
-        found = f"{int(is_token[row].sum())} of {int(lengths[row])} in row {row}"
-        advice = "Pass the mask of all tokens, those of the cache included, or another cache"
-        raise refusal(ValueError, _OP, MASK, rule, found, advice)
+        raise argument_error(
+            _OP,
+            MASK,
+            must="have more tokens than the cache in every row",
+            got=f"{int(is_token[row].sum())} of {int(lengths[row])} in row {row}",
+            do="Pass the mask of all tokens, those of the cache included, or another cache",
+        )
     if earliest < columns_before:
         row = int(first.argmin())
-        rule = f"count tokens before input_ids that the cache has, {int(lengths[row])} in row {row}"
-        counted = int(is_token[row, :columns_before].sum())
-        raise refusal(ValueError, _OP, MASK, rule, counted, "Pass all tokens as input_ids")
+        raise argument_error(
+            _OP,
+            MASK,
+            must="count tokens before input_ids that the cache has, "
+            f"{int(lengths[row])} in row {row}",
+            got=int(is_token[row, :columns_before].sum()),
+            do="Pass all tokens as input_ids",
+        )
     return columns_before if columns_before else earliest

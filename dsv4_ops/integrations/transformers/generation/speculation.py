@@ -16,7 +16,7 @@ from torch import Tensor
 
 import dsv4_ops.ops.draft as ops
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, StepRun, draft_of
 from dsv4_ops.integrations.transformers.cache.dropped_tokens import storable, values_are_free
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
@@ -177,8 +177,13 @@ def speculative_prefill(
     _check_draft(op, spec, model, tensors, 1 + num_drafts)
     num_reqs, num_tokens = batch.rows.shape[0], batch.tokens.shape[0]
     if num_tokens == 0 or num_reqs == 0:
-        rule, advice = "have a token and a request", "Pass a prompt"
-        raise refusal(ValueError, op, "batch", rule, f"{num_tokens} and {num_reqs}", advice)
+        raise argument_error(
+            op,
+            "batch",
+            must="have a token and a request",
+            got=f"{num_tokens} and {num_reqs}",
+            do="Pass a prompt",
+        )
     if following is not None:
         checks.tensor("following", following, torch.int64, "num_reqs")
     if uniforms is not None:
@@ -239,11 +244,12 @@ def _checked(
     width = num_tokens // max(num_reqs, 1)
     rule, advice = "have as many tokens for every request, at least 2", "Pass `batch` of a step"
     if width < 2 or width * num_reqs != num_tokens:
-        found = f"{num_tokens} of {num_reqs} requests"
-        raise refusal(ValueError, op, "batch.tokens", rule, found, advice)
+        raise argument_error(
+            op, "batch.tokens", must=rule, got=f"{num_tokens} of {num_reqs} requests", do=advice
+        )
     starts = batch.query_start_loc
     if values_are_free(starts) and bool((starts.diff() != width).any()):
-        raise refusal(ValueError, op, "batch.query_start_loc", rule, starts.tolist(), advice)
+        raise argument_error(op, "batch.query_start_loc", must=rule, got=starts.tolist(), do=advice)
     _check_draft(op, spec, model, tensors, width)
     return spec, tensors, width
 
@@ -251,23 +257,38 @@ def _checked(
 def _check_draft(op: str, spec: ModelSpec, model: Any, cache: CacheTensors, next_n: int) -> None:
     draft = draft_of(model)
     if draft is None:
-        rule, advice = "have a draft layer", "Call load_mtp first"
-        raise refusal(ValueError, op, "model", rule, "none", advice)
+        raise argument_error(
+            op, "model", must="have a draft layer", got="none", do="Call load_mtp first"
+        )
     if len(cache.draft) != len(spec.draft_kinds(op)):
-        rule = "have the keys of a draft layer"
-        advice = "Make it with PagedCache.for_model after load_mtp"
-        raise refusal(ValueError, op, "cache", rule, "none", advice)
+        raise argument_error(
+            op,
+            "cache",
+            must="have the keys of a draft layer",
+            got="none",
+            do="Make it with PagedCache.for_model after load_mtp",
+        )
     if not spec.holds_states(cache, next_n):
-        rule, advice = f"be made with next_n of at least {next_n}", "Make another"
-        raise refusal(ValueError, op, "cache", rule, "fewer", advice)
+        raise argument_error(
+            op,
+            "cache",
+            must=f"be made with next_n of at least {next_n}",
+            got="fewer",
+            do="Make another",
+        )
     check_modules(op, spec, spec.draft_kinds(op), draft, cache.device)
     spec.refresh(op, draft)
 
 
 def _check_columns(op: str, uniforms: Tensor, columns: int) -> None:
     if uniforms.shape[1] != columns:
-        rule, advice = f"have {columns} columns", "Pass torch.rand of that shape"
-        raise refusal(ValueError, op, "uniforms", rule, uniforms.shape[1], advice)
+        raise argument_error(
+            op,
+            "uniforms",
+            must=f"have {columns} columns",
+            got=uniforms.shape[1],
+            do="Pass torch.rand of that shape",
+        )
 
 
 def _trunk(

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4_ops.checkpoint.format import draft_tensors
 from dsv4_ops.checkpoint.headers import StoredTensor
 from dsv4_ops.checkpoint.values import check_values
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers import forwards
 from dsv4_ops.integrations.transformers.architectures.base import DRAFT, draft_of
 from dsv4_ops.integrations.transformers.modules import quantized, rewrite
@@ -94,13 +94,24 @@ def load_mtp(model: Any, path: Path | str) -> Any:
     """
     spec = spec_of(OP, model)
     if draft_of(model) is not None:
-        rule, advice = "have no draft layer yet", "It is loaded already"
-        raise refusal(ValueError, OP, "model", rule, "one that has", advice)
+        raise argument_error(
+            OP,
+            "model",
+            must="have no draft layer yet",
+            got="one that has",
+            do="It is loaded already",
+        )
     spec.draft_kinds(OP)
     for name, weight in model.named_parameters():
         if hasattr(weight, "to_local"):
-            rule, advice = "be whole on this rank", "Load the model without a tp_plan"
-            raise refusal(NotImplementedError, OP, name, rule, "a part of it", advice)
+            raise argument_error(
+                OP,
+                name,
+                must="be whole on this rank",
+                got="a part of it",
+                do="Load the model without a tp_plan",
+                kind=NotImplementedError,
+            )
     headers = draft_tensors(path, op=OP)
     _check_sizes(model.config, headers)
     draft = spec.draft_layer(OP, model)
@@ -139,8 +150,13 @@ def _check_sizes(config: Any, headers: Mapping[str, StoredTensor]) -> None:
     for name, actual in sizes.items():
         size = getattr(config, name)
         if actual != size:
-            rule, advice = f"have the model's {name}, {size}", "Pass the model's own checkpoint"
-            raise refusal(ValueError, OP, "path", rule, actual, advice)
+            raise argument_error(
+                OP,
+                "path",
+                must=f"have the model's {name}, {size}",
+                got=actual,
+                do="Pass the model's own checkpoint",
+            )
 
 
 @torch.no_grad()

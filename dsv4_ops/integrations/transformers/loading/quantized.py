@@ -11,7 +11,7 @@ from typing import Any
 from dsv4_ops.checkpoint.format import check_checkpoint
 from dsv4_ops.checkpoint.headers import CONFIG
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.architectures.base import require_transformers
 
 OP = "load_quantized"
@@ -63,27 +63,52 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
     library = require_transformers(OP)
     path = Checks(OP).path("path", path)
     if not path.is_dir():  # Hugging Face would search its hub
-        rule, advice = "be a folder", "Download the checkpoint, and pass its folder"
-        raise refusal(ValueError, OP, "path", rule, repr(str(path)), advice)
+        raise argument_error(
+            OP,
+            "path",
+            must="be a folder",
+            got=repr(str(path)),
+            do="Download the checkpoint, and pass its folder",
+        )
     Checks(OP).flag("scales", scales)
     config = settings.pop("config", None)
     if config is not None and not hasattr(config, "model_type"):
-        rule, advice = "be a configuration", "Pass AutoConfig.from_pretrained(path), or none"
-        raise refusal(TypeError, OP, "config", rule, type(config).__name__, advice)
+        raise argument_error(
+            OP,
+            "config",
+            must="be a configuration",
+            got=type(config).__name__,
+            do="Pass AutoConfig.from_pretrained(path), or none",
+            kind=TypeError,
+        )
     elsewhere = [name for name in _ELSEWHERE if settings.get(name)]
     if elsewhere or settings.setdefault("use_safetensors", True) is False:
-        name, rule = (*elsewhere, "use_safetensors")[0], "not be given, as path is what is checked"
-        raise refusal(
-            ValueError, OP, name, rule, repr(settings[name]), "Load it by from_pretrained"
+        name = (*elsewhere, "use_safetensors")[0]
+        raise argument_error(
+            OP,
+            name,
+            must="not be given, as path is what is checked",
+            got=repr(settings[name]),
+            do="Load it by from_pretrained",
         )
     info = check_checkpoint(path, scales=scales)
     config = config or library.AutoConfig.from_pretrained(path)
     if config.model_type != info.model_type:
-        rule, advice = f"be {info.model_type!r}, as {CONFIG} has it", "Pass the model's own config"
-        raise refusal(ValueError, OP, "config.model_type", rule, repr(config.model_type), advice)
+        raise argument_error(
+            OP,
+            "config.model_type",
+            must=f"be {info.model_type!r}, as {CONFIG} has it",
+            got=repr(config.model_type),
+            do="Pass the model's own config",
+        )
     if getattr(config, "quantization_config", None) is None:
-        rule, advice = "say how weights are quantised", "Load it by from_pretrained"
-        raise refusal(ValueError, OP, "config.quantization_config", rule, None, advice)
+        raise argument_error(
+            OP,
+            "config.quantization_config",
+            must="say how weights are quantised",
+            got=None,
+            do="Load it by from_pretrained",
+        )
     if info.expert_dtype == "fp4":
         config.quantization_config["expert_dtype"] = info.expert_dtype
     with _any_environment():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_ops.attention import ContextParallel
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.torch_compat import group_members
 from dsv4_ops.integrations.transformers.modules.replacement import (
     QUANTIZED_LINEAR,
@@ -46,8 +46,13 @@ class StepModules(Protocol):
 def check_layers(op: str, kinds: tuple[str, ...], body: Any) -> None:
     """Raise if ``body`` has more or fewer layers than the configuration."""
     if len(body.layers) != len(kinds):
-        rule = f"be the {len(kinds)} of the configuration"
-        raise refusal(ValueError, op, "model.layers", rule, len(body.layers), _AGAIN)
+        raise argument_error(
+            op,
+            "model.layers",
+            must=f"be the {len(kinds)} of the configuration",
+            got=len(body.layers),
+            do=_AGAIN,
+        )
 
 
 def check_modules(
@@ -68,16 +73,26 @@ def check_modules(
         if own_forward(attention) is not None:
             raise _changed(op, name, "a forward of its own")
         if class_of(attention) is None:
-            raise refusal(ValueError, op, name, "be one that patch saw", "another", _AGAIN)
+            raise argument_error(op, name, must="be one that patch saw", got="another", do=_AGAIN)
         check_skipped(op, spec, name, attention)
         weight: Tensor | None = next(attention.parameters(), None)
         if weight is None:
-            rule = "have parameters of its own"
-            advice = "FSDP1 keeps them in one flat tensor: load with Hugging Face's tp_plan instead"
-            raise refusal(NotImplementedError, op, name, rule, "none", advice)
+            raise argument_error(
+                op,
+                name,
+                must="have parameters of its own",
+                got="none",
+                do="FSDP1 keeps them in one flat tensor: load with Hugging Face's tp_plan instead",
+                kind=NotImplementedError,
+            )
         if weight.device != device:
-            rule = f"be on the cache's device, {device}"
-            raise refusal(ValueError, op, name, rule, weight.device, _ONE_DEVICE)
+            raise argument_error(
+                op,
+                name,
+                must=f"be on the cache's device, {device}",
+                got=weight.device,
+                do=_ONE_DEVICE,
+            )
 
 
 HeadPart = tuple[str, Any, int, int]
@@ -109,10 +124,14 @@ def heads_are_split(
         mesh = getattr(weight, "device_mesh", None)
         others = mesh is not None and mesh.mesh.flatten().tolist() != members
         if local_size * world != size or others:
-            rule = f"be split over the ranks of parallel as all heads are, {size} over {world}"
-            actual = f"{local_size} of {size} on {'other ranks' if others else 'this rank'}"
-            advice = "Pass parallel=ContextParallel.of(), and a tp_plan that splits all heads"
-            raise refusal(NotImplementedError, op, name, rule, actual, advice)
+            raise argument_error(
+                op,
+                name,
+                must=f"be split over the ranks of parallel as all heads are, {size} over {world}",
+                got=f"{local_size} of {size} on {'other ranks' if others else 'this rank'}",
+                do="Pass parallel=ContextParallel.of(), and a tp_plan that splits all heads",
+                kind=NotImplementedError,
+            )
     return True
 
 
@@ -134,34 +153,61 @@ def check_placement(op: str, model: Any) -> None:
             layers = [unwrapped(layer.self_attn) for layer in module.layers]
             others = [type(one).__name__ for one in layers if not is_part(one, "Attention")]
             if others:
-                rule = "have Hugging Face's attention in every layer"
-                advice = "Other layers are unknown to this version"
-                raise refusal(NotImplementedError, op, name, rule, others[0], advice)
+                raise argument_error(
+                    op,
+                    name,
+                    must="have Hugging Face's attention in every layer",
+                    got=others[0],
+                    do="Other layers are unknown to this version",
+                    kind=NotImplementedError,
+                )
     devices = sorted({str(weight.device) for weight in model.parameters()})
     if len(devices) > 1:
-        rule, found = "be on one device", ", ".join(devices)
-        raise refusal(NotImplementedError, op, "model", rule, found, _ONE_DEVICE)
+        raise argument_error(
+            op,
+            "model",
+            must="be on one device",
+            got=", ".join(devices),
+            do=_ONE_DEVICE,
+            kind=NotImplementedError,
+        )
 
 
 def _check_hook(op: str, name: str, module: Any) -> None:
     hook = vars(module).get("_hf_hook")
     if hook is not None and not is_harmless(hook):
-        rule = "have no hook of accelerate that loads weights or sends inputs"
-        raise refusal(NotImplementedError, op, name, rule, type(hook).__name__, _ONE_DEVICE)
+        raise argument_error(
+            op,
+            name,
+            must="have no hook of accelerate that loads weights or sends inputs",
+            got=type(hook).__name__,
+            do=_ONE_DEVICE,
+            kind=NotImplementedError,
+        )
 
 
 def check_body(op: str, model: Any) -> None:
     """Raise if the model around the layers has hooks or a forward, which steps do not call."""
     if not hasattr(model.model, "layers"):  # a PEFT wrapper of the patched model
-        rule = "be the model that was patched"
-        advice = "Pass model.get_base_model()"
-        raise refusal(TypeError, op, "model", rule, type(model).__name__, advice)
+        raise argument_error(
+            op,
+            "model",
+            must="be the model that was patched",
+            got=type(model).__name__,
+            do="Pass model.get_base_model()",
+            kind=TypeError,
+        )
     for name, module in (("model", model), ("model.model", model.model)):
         hooks = module._forward_hooks or module._forward_pre_hooks
         if hooks or own_forward(module) is not None:
-            rule = "have no hooks, nor a forward of its own, as they are not called"
-            advice = "Call the model itself with cache=cache, or remove them"
-            raise refusal(NotImplementedError, op, name, rule, "one", advice)
+            raise argument_error(
+                op,
+                name,
+                must="have no hooks, nor a forward of its own, as they are not called",
+                got="one",
+                do="Call the model itself with cache=cache, or remove them",
+                kind=NotImplementedError,
+            )
 
 
 def is_unchanged(module: Any) -> bool:
@@ -184,5 +230,11 @@ def _change(module: Any) -> str | None:
 
 
 def _changed(op: str, name: str, change: str) -> Exception:
-    advice = "Undo that, or pass Hugging Face's cache"
-    return refusal(NotImplementedError, op, name, _CHANGED, change, advice)
+    return argument_error(
+        op,
+        name,
+        must=_CHANGED,
+        got=change,
+        do="Undo that, or pass Hugging Face's cache",
+        kind=NotImplementedError,
+    )

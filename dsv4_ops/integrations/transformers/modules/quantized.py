@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.checkpoint.values import check_values
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK, round_up
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE
 from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.integrations.transformers.modules.bf16_experts import limit_of
@@ -114,9 +114,14 @@ def _check_adapter(op: str, name: str, module: Any) -> None:
 
 
 def _adapted(op: str, name: str) -> Exception:
-    rule, found = "have no adapter, as it holds codes that count with their scales", "one"
-    advice = "Adapt linear layers only, or load with FineGrainedFP8Config(dequantize=True)"
-    return refusal(NotImplementedError, op, name, rule, found, advice)
+    return argument_error(
+        op,
+        name,
+        must="have no adapter, as it holds codes that count with their scales",
+        got="one",
+        do="Adapt linear layers only, or load with FineGrainedFP8Config(dequantize=True)",
+        kind=NotImplementedError,
+    )
 
 
 def _codes(module: Any, name: str) -> Tensor:
@@ -206,20 +211,41 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
         shape = (*lead, -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK))
         whole = columns % WEIGHT_BLOCK == 0
         if not whole or (rows % WEIGHT_BLOCK and weight not in QUANTIZED_LINEAR):
-            rule = f"have whole blocks of {WEIGHT_BLOCK}"
-            raise refusal(NotImplementedError, op, name, rule, list(codes.shape), _OTHER)
+            raise argument_error(
+                op,
+                name,
+                must=f"have whole blocks of {WEIGHT_BLOCK}",
+                got=list(codes.shape),
+                do=_OTHER,
+                kind=NotImplementedError,
+            )
     from_file = getattr(codes, "_is_hf_initialized", False)
     if scale is None or (from_file and not getattr(scale, "_is_hf_initialized", False)):
-        actual = None if scale is None else "no such tensor in it"
-        raise refusal(ValueError, op, label, "come with the checkpoint's codes", actual, _AGAIN)
+        raise argument_error(
+            op,
+            label,
+            must="come with the checkpoint's codes",
+            got=None if scale is None else "no such tensor in it",
+            do=_AGAIN,
+        )
     if tuple(scale.shape) != shape:
         transposed = tuple(scale.shape) == (*lead, *shape[:-3:-1])
-        advice = "It is transposed" if transposed else _AGAIN
-        found = list(scale.shape)
-        raise refusal(ValueError, op, label, f"have the shape {list(shape)}", found, advice)
+        raise argument_error(
+            op,
+            label,
+            must=f"have the shape {list(shape)}",
+            got=list(scale.shape),
+            do="It is transposed" if transposed else _AGAIN,
+        )
     if scale.dtype not in dtypes:
-        rule = "be " + " or ".join(map(str, dtypes))
-        raise refusal(TypeError, op, label, rule, scale.dtype, _AGAIN)
+        raise argument_error(
+            op,
+            label,
+            must="be " + " or ".join(map(str, dtypes)),
+            got=scale.dtype,
+            do=_AGAIN,
+            kind=TypeError,
+        )
     check_values(op, label, local(scale.detach()), _AGAIN, scale=True)
     check_values(op, name, local(codes.detach()), _AGAIN)
 
@@ -235,11 +261,14 @@ def _check_settings(op: str, name: str, module: Any) -> None:
     )
     for setting, actual, supported in settings:
         if actual is not supported and actual != supported:
-            rule, found = (
-                f"be {supported!r}",
-                repr(actual) if isinstance(actual, str) else "another",
+            raise argument_error(
+                op,
+                f"{name}.{setting}",
+                must=f"be {supported!r}",
+                got=repr(actual) if isinstance(actual, str) else "another",
+                do=_OTHER,
+                kind=NotImplementedError,
             )
-            raise refusal(NotImplementedError, op, f"{name}.{setting}", rule, found, _OTHER)
 
 
 def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:

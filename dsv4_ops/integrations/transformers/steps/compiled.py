@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.torch_compat import (
     group_sends,
     has_function_modes,
@@ -120,14 +120,23 @@ def compile_step(
     checks = Checks(op)
     checks.one_of("mode", mode, "auto", "whole", "regional", belongs_to="the step is made of")
     if step not in _PARTS:
-        rule, advice = "be decode_step or prefill_step", "Pass one of these"
-        raise refusal(ValueError, op, "step", rule, getattr(step, "__name__", step), advice)
+        raise argument_error(
+            op,
+            "step",
+            must="be decode_step or prefill_step",
+            got=getattr(step, "__name__", step),
+            do="Pass one of these",
+        )
     regional = mode == "regional" or (mode == "auto" and len(spec.kinds) > MOST_WHOLE)
     path = None if cache_file is None else checks.path("cache_file", cache_file)
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        rule, found = "be a file, or the name for one in a folder that is there", repr(str(path))
-        advice = "Name a file in that folder" if path.is_dir() else "Make the folder"
-        raise refusal(ValueError, op, "cache_file", rule, found, advice)
+        raise argument_error(
+            op,
+            "cache_file",
+            must="be a file, or the name for one in a folder that is there",
+            got=repr(str(path)),
+            do="Name a file in that folder" if path.is_dir() else "Make the folder",
+        )
     return CompiledStep(model, step, regional, path, on_part, settings)
 
 
@@ -313,9 +322,14 @@ def _check_options(op: str, options: dict[str, Any]) -> None:
     names = ("state_rings",) if op == decode_step.__name__ else ()
     for name, value in options.items():
         if name not in names:
-            advice = f"It takes {', '.join(('batch', 'cache', *names))}"
-            rule = "be an argument of the step"
-            raise refusal(TypeError, op, name, rule, "an unknown name", advice)
+            raise argument_error(
+                op,
+                name,
+                must="be an argument of the step",
+                got="an unknown name",
+                do=f"It takes {', '.join(('batch', 'cache', *names))}",
+                kind=TypeError,
+            )
         Checks(op).flag(name, value)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 from dsv4_ops.integrations.transformers.steps.step import (
     check_cache,
@@ -224,18 +224,27 @@ def _checked(
     target = checks.path("path", path)
     checks.at_least(1, num_reqs=count)
     if target.suffix != ".pt2":
-        rule = 'end in ".pt2"'
-        raise refusal(ValueError, op, "path", rule, repr(str(path)), "Rename it")
+        raise argument_error(op, "path", must='end in ".pt2"', got=repr(str(path)), do="Rename it")
     if not target.parent.is_dir():
-        rule, advice = "be in a folder that is there", "Make the folder"
-        raise refusal(ValueError, op, "path", rule, repr(str(path)), advice)
+        raise argument_error(
+            op,
+            "path",
+            must="be in a folder that is there",
+            got=repr(str(path)),
+            do="Make the folder",
+        )
     check_cache(op, spec, cache.tensors)
     check_model(op, model, cache.device)
     split = next((name for name, each in model.named_parameters() if hasattr(each, "to_local")), "")
     if split:
-        rule, found = "be whole on every rank", f"{split!r} as Hugging Face split it"
-        advice = "torch.export takes no DTensor: compile the step, or load the model without a plan"
-        raise refusal(NotImplementedError, op, "model", rule, found, advice)
+        raise argument_error(
+            op,
+            "model",
+            must="be whole on every rank",
+            got=f"{split!r} as Hugging Face split it",
+            do="torch.export takes no DTensor: compile the step, or load the model without a plan",
+            kind=NotImplementedError,
+        )
     return count, target
 
 
@@ -266,8 +275,14 @@ def _check_exportable(op: str, program: torch.export.ExportedProgram) -> None:
     advice = 'Call model.set_experts_implementation("batched_mm"), or use bfloat16 on a GPU'
     for node in program.graph.nodes:
         if str(node.target).startswith("transformers."):
-            rule, found = "be made of ops that exist without Python", f"the op {node.target}"
-            raise refusal(NotImplementedError, op, "model", rule, found, advice)
+            raise argument_error(
+                op,
+                "model",
+                must="be made of ops that exist without Python",
+                got=f"the op {node.target}",
+                do=advice,
+                kind=NotImplementedError,
+            )
 
 
 def _metadata(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.architectures.base import (
     ModelSpec,
@@ -190,22 +190,38 @@ def _refused(
             row_positions != list(range(row_positions[0], row_positions[0] + count))
             or row_positions[0] > ends
         ):
-            rule = f"follow each other from position {ends} of row {row}, where the cache ends"
-            advice = "Pass them without a gap, or None; mark padding in attention_mask"
-            return refusal(ValueError, OP, "position_ids", rule, _brief(row_positions), advice)
+            return argument_error(
+                OP,
+                "position_ids",
+                must=f"follow each other from position {ends} of row {row}, where the cache ends",
+                got=_brief(row_positions),
+                do="Pass them without a gap, or None; mark padding in attention_mask",
+            )
         if not bool(can_go_on(spec, first, cache)[row]):
-            rule = "go back to a position whose states are still there"
-            found = f"{row_positions[0]} in row {row} of {ends} tokens"
-            advice = "Make the cache with a larger next_n, or begin at 0"
-            return refusal(ValueError, OP, "position_ids", rule, found, advice)
+            return argument_error(
+                OP,
+                "position_ids",
+                must="go back to a position whose states are still there",
+                got=f"{row_positions[0]} in row {row} of {ends} tokens",
+                do="Make the cache with a larger next_n, or begin at 0",
+            )
     length = int(first[row, 0]) + count
-    found = f"{length} in row {row}"
+    length_text = f"{length} in row {row}"
     if length > cache.max_cache_len:
-        rule = f"lead to at most max_cache_len of the cache = {cache.max_cache_len} tokens"
-        advice = "Make the cache with a larger max_cache_len"
-        return refusal(ValueError, OP, "sequence_length", rule, found, advice)
-    rule = "have blocks for all tokens"
-    return refusal(ValueError, OP, "cache", rule, found, "Call reserve before the step")
+        return argument_error(
+            OP,
+            "sequence_length",
+            must=f"lead to at most max_cache_len of the cache = {cache.max_cache_len} tokens",
+            got=length_text,
+            do="Make the cache with a larger max_cache_len",
+        )
+    return argument_error(
+        OP,
+        "cache",
+        must="have blocks for all tokens",
+        got=length_text,
+        do="Call reserve before the step",
+    )
 
 
 def _brief(values: list[int]) -> str:
@@ -228,7 +244,7 @@ def check_inputs(
         rule, advice = "be given", "Pass input_ids or inputs_embeds"
         if embeddings is not None:
             rule, advice = "be given to hash routers", "Pass input_ids beside inputs_embeds"
-        raise refusal(ValueError, OP, "input_ids", rule, "None", advice)
+        raise argument_error(OP, "input_ids", must=rule, got="None", do=advice)
     if embeddings is not None:
         sizes = ("batch_size", "sequence_length", config.hidden_size)
         own, dtype = body.get_input_embeddings(), getattr(embeddings, "dtype", torch.float32)
@@ -239,12 +255,24 @@ def check_inputs(
         checks.tensor("inputs_embeds", embeddings, dtype, *sizes)
     for name in ("output_attentions", "output_router_logits"):
         if outputs.get(name, getattr(config, name, False)):
-            rule, advice = "be False with a PagedCache", "Pass another cache, or none"
-            raise refusal(NotImplementedError, OP, name, rule, "True", advice)
+            raise argument_error(
+                OP,
+                name,
+                must="be False with a PagedCache",
+                got="True",
+                do="Pass another cache, or none",
+                kind=NotImplementedError,
+            )
     states = outputs.get("output_hidden_states")
     if states is not None and not isinstance(states, bool):
-        rule, advice = "be True or False with a PagedCache", "Choose from the tuple of all"
-        raise refusal(NotImplementedError, OP, "output_hidden_states", rule, states, advice)
+        raise argument_error(
+            OP,
+            "output_hidden_states",
+            must="be True or False with a PagedCache",
+            got=states,
+            do="Choose from the tuple of all",
+            kind=NotImplementedError,
+        )
 
 
 def _check(
@@ -260,25 +288,41 @@ def _check(
     checks.at_most("batch_size", batch, "max_batch_size of the cache", cache.max_batch_size)
     checks.at_most("sequence_length", length, "max_chunk of the cache", cache.max_chunk)
     if cache.spec.kv != spec.kv:
-        advice = "Make the cache with PagedCache.for_model"
-        rule = f"hold {spec.kv!r} keys like the model"
-        raise refusal(ValueError, OP, "cache", rule, repr(cache.spec.kv), advice)
+        raise argument_error(
+            OP,
+            "cache",
+            must=f"hold {spec.kv!r} keys like the model",
+            got=repr(cache.spec.kv),
+            do="Make the cache with PagedCache.for_model",
+        )
     check_cache(OP, spec, cache.tensors)
     # host-side state: in a graph it would recompile with every request
     if not torch.compiler.is_compiling() and not cache.requests and cache.lacking_blocks(None, 1):
-        advice = "Give each row of the batch its blocks with add and reserve"
-        rule = "have requests, as its rows share blocks"
-        raise refusal(ValueError, OP, "cache", rule, "none", advice)
+        raise argument_error(
+            OP,
+            "cache",
+            must="have requests, as its rows share blocks",
+            got="none",
+            do="Give each row of the batch its blocks with add and reserve",
+        )
     rows, columns = matrix(attention_mask)
     if attention_mask is not None and (rows != batch or columns < length):
-        rule = f"have shape [{batch}, {length} or more]"
-        advice = "Pass the mask of the tokens, 0 for padding"
-        raise refusal(ValueError, OP, "attention_mask", rule, shape_text(attention_mask), advice)
+        raise argument_error(
+            OP,
+            "attention_mask",
+            must=f"have shape [{batch}, {length} or more]",
+            got=shape_text(attention_mask),
+            do="Pass the mask of the tokens, 0 for padding",
+        )
     rows, columns = matrix(position_ids)
     if position_ids is not None and (rows not in (1, batch) or columns != length):
-        rule = f"have shape [{batch} or 1, {length}]"
-        advice = "Pass a position per token, or None to go on where the cache ends"
-        raise refusal(ValueError, OP, "position_ids", rule, shape_text(position_ids), advice)
+        raise argument_error(
+            OP,
+            "position_ids",
+            must=f"have shape [{batch} or 1, {length}]",
+            got=shape_text(position_ids),
+            do="Pass a position per token, or None to go on where the cache ends",
+        )
     if position_ids is not None:
         checks.floats("position_ids", position_ids, torch.int64, torch.int32)
 

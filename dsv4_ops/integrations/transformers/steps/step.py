@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.dispatch.choice import check_device
 from dsv4_ops.integrations.transformers.architectures.base import (
@@ -211,8 +211,14 @@ def tensors_of(op: str, cache: CacheTensors | PagedCache) -> CacheTensors:
 def check_paged(op: str, cache: PagedCache) -> None:
     """Raise if ``cache`` is another object."""
     if not isinstance(cache, PagedCache):
-        advice = "Make one with PagedCache.for_model"
-        raise refusal(TypeError, op, "cache", "be a PagedCache", type(cache).__name__, advice)
+        raise argument_error(
+            op,
+            "cache",
+            must="be a PagedCache",
+            got=type(cache).__name__,
+            do="Make one with PagedCache.for_model",
+            kind=TypeError,
+        )
 
 
 def check_tensors(op: str, batch: StepBatch, cache: CacheTensors) -> None:
@@ -228,30 +234,45 @@ def check_tensors(op: str, batch: StepBatch, cache: CacheTensors) -> None:
 def check_is_batch(op: str, batch: StepBatch) -> None:
     """Raise if ``batch`` is another object."""
     if not isinstance(batch, StepBatch):
-        found, advice = type(batch).__name__, "Make one of tokens and of where requests begin"
-        raise refusal(TypeError, op, "batch", "be a StepBatch", found, advice)
+        raise argument_error(
+            op,
+            "batch",
+            must="be a StepBatch",
+            got=type(batch).__name__,
+            do="Make one of tokens and of where requests begin",
+            kind=TypeError,
+        )
 
 
 def spec_of(op: str, model: Any) -> ModelSpec:
     """The spec that ``patch`` stored on the model."""
     spec = getattr(model, "dsv4_ops_spec", None)
     if not isinstance(spec, ModelSpec):
-        raise refusal(ValueError, op, "model", "be patched", "another", "Call patch first")
+        raise argument_error(op, "model", must="be patched", got="another", do="Call patch first")
     return spec
 
 
 def check_cache(op: str, spec: ModelSpec, cache: CacheTensors) -> None:
     """Raise if the cache was made for another model; layers check the shapes of its tensors."""
-    found = tuple(spec.kind_of(layer) for layer in cache.layers)
-    if found != spec.kinds:
-        rule = "have the layers of the model, " + ", ".join(spec.kinds)
-        raise refusal(ValueError, op, "cache", rule, ", ".join(found), _FOR_MODEL)
+    kinds = tuple(spec.kind_of(layer) for layer in cache.layers)
+    if kinds != spec.kinds:
+        raise argument_error(
+            op,
+            "cache",
+            must="have the layers of the model, " + ", ".join(spec.kinds),
+            got=", ".join(kinds),
+            do=_FOR_MODEL,
+        )
     if cache.made_for != spec.fingerprint:
         expected, actual_parts = _named(spec.fingerprint), _named(cache.made_for)
         others = [name for name in expected if expected[name] != actual_parts.get(name)]
-        rule = "have the model's " + ", ".join(f"{name}={expected[name]}" for name in others)
-        actual = ", ".join(f"{name}={actual_parts.get(name)}" for name in others)
-        raise refusal(ValueError, op, "cache", rule, actual, _FOR_MODEL)
+        raise argument_error(
+            op,
+            "cache",
+            must="have the model's " + ", ".join(f"{name}={expected[name]}" for name in others),
+            got=", ".join(f"{name}={actual_parts.get(name)}" for name in others),
+            do=_FOR_MODEL,
+        )
     check_device(op, spec.impl, cache.device)
 
 

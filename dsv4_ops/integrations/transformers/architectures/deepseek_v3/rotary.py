@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.modules.replacement import is_part
 
 _KNOWN = ("default", "linear", "yarn", "llama3")
@@ -44,11 +44,16 @@ class Rotary:
 def rotary_of(op: str, config: Any) -> Rotary:
     """The rotary embedding that Hugging Face makes from a configuration."""
     parameters = config.rope_parameters
-    found = parameters.get("rope_type")
-    if found not in _KNOWN:
-        rule = "be " + " or ".join(map(repr, _KNOWN))
-        name, advice = "config.rope_parameters['rope_type']", "Other types depend on the length"
-        raise refusal(NotImplementedError, op, name, rule, repr(found), advice)
+    rope_type = parameters.get("rope_type")
+    if rope_type not in _KNOWN:
+        raise argument_error(
+            op,
+            "config.rope_parameters['rope_type']",
+            must="be " + " or ".join(map(repr, _KNOWN)),
+            got=repr(rope_type),
+            do="Other types depend on the length",
+            kind=NotImplementedError,
+        )
     family = config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     kind = getattr(modeling, f"{family.title().replace('_', '')}RotaryEmbedding")
@@ -56,9 +61,14 @@ def rotary_of(op: str, config: Any) -> Rotary:
         embedding = kind(copy.deepcopy(config))  # a copy: it writes defaults into the configuration
     frequencies = embedding.inv_freq.float().tolist()
     if 2 * len(frequencies) != config.qk_rope_head_dim:
-        rule = f"rotate the {config.qk_rope_head_dim} values of qk_rope_head_dim"
-        found, advice = 2 * len(frequencies), "Set config.head_dim to qk_rope_head_dim"
-        raise refusal(NotImplementedError, op, "config.rope_parameters", rule, found, advice)
+        raise argument_error(
+            op,
+            "config.rope_parameters",
+            must=f"rotate the {config.qk_rope_head_dim} values of qk_rope_head_dim",
+            got=2 * len(frequencies),
+            do="Set config.head_dim to qk_rope_head_dim",
+            kind=NotImplementedError,
+        )
     return Rotary(tuple(frequencies), float(embedding.attention_scaling))
 
 
@@ -78,9 +88,14 @@ def check_rotary(op: str, model: Any, rotary: Rotary) -> None:
     for name, module in model.named_modules():
         if not is_part(module, "RotaryEmbedding") or module.inv_freq.is_meta:
             continue
-        found = module.inv_freq.detach().cpu()
-        bound = 4 * torch.finfo(found.dtype).eps * want  # the whole model may have been cast
-        same = found.shape == want.shape and float(module.attention_scaling) == rotary.scaling
-        if not same or bool(((found.double() - want).abs() > bound).any()):
-            rule, advice = "be that of config.rope_parameters", "Make the model from it"
-            raise refusal(ValueError, op, name, rule, "another", advice)
+        inv_freq = module.inv_freq.detach().cpu()
+        bound = 4 * torch.finfo(inv_freq.dtype).eps * want  # the whole model may have been cast
+        same = inv_freq.shape == want.shape and float(module.attention_scaling) == rotary.scaling
+        if not same or bool(((inv_freq.double() - want).abs() > bound).any()):
+            raise argument_error(
+                op,
+                name,
+                must="be that of config.rope_parameters",
+                got="another",
+                do="Make the model from it",
+            )

@@ -20,9 +20,9 @@ from dsv4_ops.attention import (
     mla_step_of_tokens,
 )
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.gradient import differentiated
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.torch_compat import statically_known_true
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.dispatch.libraries import LIBRARIES
@@ -320,15 +320,23 @@ class MlaModelSpec(ModelSpec):
         has_experts = any(is_part(module, "Experts") for module in model.modules())
         experts = getattr(model.config, "_experts_implementation", None)
         if has_experts and experts == "eager":
-            rule = "be 'grouped_mm' or 'batched_mm', as a loop over experts is no graph"
-            advice = "Call model.set_experts_implementation('grouped_mm')"
-            name = "experts_implementation"
-            raise refusal(NotImplementedError, op, name, rule, "'eager'", advice)
+            raise argument_error(
+                op,
+                "experts_implementation",
+                must="be 'grouped_mm' or 'batched_mm', as a loop over experts is no graph",
+                got="'eager'",
+                do="Call model.set_experts_implementation('grouped_mm')",
+                kind=NotImplementedError,
+            )
         for index, attention in _attentions(model.model):
             if abs(attention.scaling - self.layers.softmax_scale) > 1e-6 * attention.scaling:
-                rule = f"be {self.layers.softmax_scale}, as config.rope_parameters has it"
-                name, advice = f"model.layers.{index}.self_attn.scaling", "Make the model from it"
-                raise refusal(ValueError, op, name, rule, attention.scaling, advice)
+                raise argument_error(
+                    op,
+                    f"model.layers.{index}.self_attn.scaling",
+                    must=f"be {self.layers.softmax_scale}, as config.rope_parameters has it",
+                    got=attention.scaling,
+                    do="Make the model from it",
+                )
 
 
 class AbsorbedWeights(Rewrite):
@@ -463,23 +471,49 @@ def _as_pairs(x: Tensor) -> Tensor:
 
 def _check_config(op: str, config: Any, kv: str, execution: Execution) -> None:
     if config.num_key_value_heads != config.num_attention_heads:
-        name, rule = "config.num_key_value_heads", f"be {config.num_attention_heads}, as heads are"
-        found, advice = config.num_key_value_heads, "Latent attention has one key per head"
-        raise refusal(NotImplementedError, op, name, rule, found, advice)
+        raise argument_error(
+            op,
+            "config.num_key_value_heads",
+            must=f"be {config.num_attention_heads}, as heads are",
+            got=config.num_key_value_heads,
+            do="Latent attention has one key per head",
+            kind=NotImplementedError,
+        )
     width = config.kv_lora_rank + config.qk_rope_head_dim
     sizes = (config.kv_lora_rank, width)
     if kv == "ds_fp8" and sizes != (MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.width):
-        rule = "be another than 'ds_fp8' unless kv_lora_rank is 512 with 64 rotated"
-        found = f"{kv!r} with kv_lora_rank {sizes[0]} and {config.qk_rope_head_dim} rotated"
-        raise refusal(NotImplementedError, op, "kv", rule, found, "Pass another kv")
+        raise argument_error(
+            op,
+            "kv",
+            must="be another than 'ds_fp8' unless kv_lora_rank is 512 with 64 rotated",
+            got=f"{kv!r} with kv_lora_rank {sizes[0]} and {config.qk_rope_head_dim} rotated",
+            do="Pass another kv",
+            kind=NotImplementedError,
+        )
     if kv == "fp8" and width % 16:
-        rule = "be 'bf16' or 'fp32' unless kv_lora_rank + qk_rope_head_dim is a multiple of 16"
-        found = f"{kv!r} with {width}"
-        raise refusal(NotImplementedError, op, "kv", rule, found, "Pass another kv")
+        raise argument_error(
+            op,
+            "kv",
+            must="be 'bf16' or 'fp32' unless kv_lora_rank + qk_rope_head_dim is a multiple of 16",
+            got=f"{kv!r} with {width}",
+            do="Pass another kv",
+            kind=NotImplementedError,
+        )
     if execution.query is not None and kv != "fp8":
-        rule, found = f"be None with kv {kv!r}", repr(execution.query)
-        raise refusal(ValueError, op, "query", rule, found, "Pass kv='fp8', or leave it out")
+        raise argument_error(
+            op,
+            "query",
+            must=f"be None with kv {kv!r}",
+            got=repr(execution.query),
+            do="Pass kv='fp8', or leave it out",
+        )
     impl = execution.impl
     if impl in LIBRARIES:
-        rule, advice = "be 'auto', 'triton' or 'reference' for dense MLA", "Pass one of them"
-        raise refusal(NotImplementedError, op, "impl", rule, repr(impl), advice)
+        raise argument_error(
+            op,
+            "impl",
+            must="be 'auto', 'triton' or 'reference' for dense MLA",
+            got=repr(impl),
+            do="Pass one of them",
+            kind=NotImplementedError,
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention import LayerSpec
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.yarn import YarnScaling
 
 _KNOWN = {"main": ("default",), "compress": ("default", "yarn")}
@@ -24,9 +24,9 @@ def check_rope(op: str, config: Any) -> None:
     """Raise if the configuration has an unsupported RoPE type."""
     for label in _KNOWN:
         rope = config.rope_parameters.get(label)
-        found = rope.get("rope_type") if isinstance(rope, dict) else None
-        if found not in _KNOWN[label]:
-            raise _refused(op, label, {"rope_type": found})
+        rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
+        if rope_type not in _KNOWN[label]:
+            raise _refused(op, label, {"rope_type": rope_type})
 
 
 def yarn_of(op: str, config: Any) -> YarnScaling | None:
@@ -70,9 +70,13 @@ def check_rotary(op: str, model: Any, layers: LayerSpec) -> None:
     for name, module in model.named_modules():
         if type(module).__name__ == "DeepseekV4RotaryEmbedding":
             for label, mistaken in _mistakes(module, layers):
-                rule = f"be that of config.rope_parameters[{label!r}]"
-                advice = "Make the model from the configuration that it has now"
-                raise refusal(ValueError, op, name, rule, mistaken, advice)
+                raise argument_error(
+                    op,
+                    name,
+                    must=f"be that of config.rope_parameters[{label!r}]",
+                    got=mistaken,
+                    do="Make the model from the configuration that it has now",
+                )
 
 
 def _mistakes(rotary: Any, layers: LayerSpec) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -121,9 +125,15 @@ def rounded_table(layers: LayerSpec, kind: str, num_positions: int, dtype: torch
     return torch.cat([angles.cos(), angles.sin()], -1).to(dtype).to(torch.float32)
 
 
-def _refused(op: str, label: str, found: object) -> Exception:
+def _refused(op: str, label: str, value: object) -> Exception:
     rule = "be 'default'"
     if label == "compress":
         rule += ", or 'yarn' with attention_factor 1.0"
-    name = f"config.rope_parameters[{label!r}]"
-    return refusal(NotImplementedError, op, name, rule, found, _UNKNOWN)
+    return argument_error(
+        op,
+        f"config.rope_parameters[{label!r}]",
+        must=rule,
+        got=value,
+        do=_UNKNOWN,
+        kind=NotImplementedError,
+    )

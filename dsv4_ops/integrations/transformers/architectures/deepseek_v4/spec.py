@@ -14,8 +14,8 @@ from torch import Tensor
 from dsv4_ops.attention import KINDS, AttentionStep, ContextParallel, LayerCaches, LayerSpec
 from dsv4_ops.attention.metadata import AttentionSpec
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import REFERENCE
 from dsv4_ops.core.types import MAX_REQUESTS
 from dsv4_ops.core.yarn import YarnScaling
@@ -100,8 +100,14 @@ class DeepseekV4Spec(RingSpec):
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
         batch_invariant, impl, plan, parallel, query = execution
         if query is not None:
-            rule, advice = "be None for DeepSeek-V4", "Its attention takes queries in bfloat16"
-            raise refusal(NotImplementedError, op, "query", rule, repr(query), advice)
+            raise argument_error(
+                op,
+                "query",
+                must="be None for DeepSeek-V4",
+                got=repr(query),
+                do="Its attention takes queries in bfloat16",
+                kind=NotImplementedError,
+            )
         _check_layer_types(op, config)
         Checks(op).one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
         _check_sizes(op, config, kv)
@@ -282,8 +288,14 @@ class DeepseekV4Spec(RingSpec):
 
     def draft_kinds(self, op: str) -> tuple[str, ...]:
         if self.parallel is not None:
-            rule, advice = "be None with a draft layer", "Patch the model without ranks"
-            raise refusal(NotImplementedError, op, "parallel", rule, "ranks", advice)
+            raise argument_error(
+                op,
+                "parallel",
+                must="be None with a draft layer",
+                got="ranks",
+                do="Patch the model without ranks",
+                kind=NotImplementedError,
+            )
         return draft.KINDS
 
     def draft_layer(self, op: str, model: Any) -> Any:
@@ -340,8 +352,14 @@ class DeepseekV4Spec(RingSpec):
 
     def check_other_cache(self, op: str) -> None:
         if self.shards_heads:
-            rule, advice = "be a PagedCache where ranks split the heads", "Pass cache=cache"
-            raise refusal(NotImplementedError, op, "cache", rule, "another, or none", advice)
+            raise argument_error(
+                op,
+                "cache",
+                must="be a PagedCache where ranks split the heads",
+                got="another, or none",
+                do="Pass cache=cache",
+                kind=NotImplementedError,
+            )
 
     @property
     def num_groups(self) -> int:
@@ -391,31 +409,52 @@ def _normed(body: Any, streams: Tensor | Carried, output_tokens: Tensor | None =
 def _check_layer_types(op: str, config: Any) -> None:
     unknown = sorted(set(config.layer_types) - set(KIND_OF_TYPE))
     if unknown:
-        rule = "hold only " + ", ".join(map(repr, KIND_OF_TYPE))
-        found, advice = ", ".join(map(repr, unknown)), "These layers are unknown to this version"
-        raise refusal(NotImplementedError, op, "config.layer_types", rule, found, advice)
+        raise argument_error(
+            op,
+            "config.layer_types",
+            must="hold only " + ", ".join(map(repr, KIND_OF_TYPE)),
+            got=", ".join(map(repr, unknown)),
+            do="These layers are unknown to this version",
+            kind=NotImplementedError,
+        )
 
 
 def _check_flash_mla(op: str, impl: str, kv: str, batch_invariant: bool) -> None:
     """FlashMLA reads its own layout only, and chooses its splits by the batch."""
     for name, value, wanted in (("kv", kv, "fp8"), ("batch_invariant", batch_invariant, False)):
         if impl == FLASH_MLA and value != wanted:
-            rule, advice = f"be {wanted!r} for impl 'flash_mla'", "FlashMLA runs nothing else"
-            raise refusal(NotImplementedError, op, name, rule, repr(value), advice)
+            raise argument_error(
+                op,
+                name,
+                must=f"be {wanted!r} for impl 'flash_mla'",
+                got=repr(value),
+                do="FlashMLA runs nothing else",
+                kind=NotImplementedError,
+            )
 
 
 def _check_sizes(op: str, config: Any, kv: str) -> None:
     has_indexer = "compressed_sparse_attention" in config.layer_types
     if has_indexer and config.index_head_dim != IndexerLayout.head_dim:
-        name, rule = "config.index_head_dim", f"be {IndexerLayout.head_dim}"
-        advice = "The indexer's cache has rows of that many values"
-        raise refusal(NotImplementedError, op, name, rule, config.index_head_dim, advice)
+        raise argument_error(
+            op,
+            "config.index_head_dim",
+            must=f"be {IndexerLayout.head_dim}",
+            got=config.index_head_dim,
+            do="The indexer's cache has rows of that many values",
+            kind=NotImplementedError,
+        )
     sizes = (config.head_dim, config.qk_rope_head_dim)
     wanted = (MainLayout.head_dim, ROPE_DIM)
     if kv == "fp8" and sizes != wanted:
-        rule = f"be 'bf16' or 'fp32' unless head_dim is {wanted[0]} with {wanted[1]} rotated"
-        found = f"{kv!r} with head_dim {sizes[0]} and {sizes[1]} rotated"
-        raise refusal(NotImplementedError, op, "kv", rule, found, "Pass another kv")
+        raise argument_error(
+            op,
+            "kv",
+            must=f"be 'bf16' or 'fp32' unless head_dim is {wanted[0]} with {wanted[1]} rotated",
+            got=f"{kv!r} with head_dim {sizes[0]} and {sizes[1]} rotated",
+            do="Pass another kv",
+            kind=NotImplementedError,
+        )
 
 
 def _attention(config: Any) -> AttentionSpec:
