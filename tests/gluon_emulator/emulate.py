@@ -10,6 +10,7 @@ and the threads of a partition are one: both are Triton's to check, when it comp
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import itertools
 import types
@@ -224,6 +225,13 @@ def _names(function: JITFunction[Any]) -> frozenset[str]:
     return frozenset(found - {function.fn.__name__})
 
 
+@functools.cache
+def _aggregate(source: Any) -> type:
+    """An aggregate as a class of values that kernels read and cannot change."""
+    fields = source.__aggregate_fields__
+    return dataclasses.make_dataclass(source.__name__, fields, frozen=True, eq=False)
+
+
 class _Translated:
     """The functions of kernels as functions of emulated values."""
 
@@ -236,6 +244,8 @@ class _Translated:
             return self.function(value)
         if isinstance(value, tl.constexpr):
             return value.value
+        if getattr(value, "__triton_aggregate__", False):
+            return _aggregate(value)
         return self.stand_ins.get(id(value), value)
 
     def function(self, source: JITFunction[Any]) -> Callable[..., Any]:

@@ -12,7 +12,8 @@ emulated = pytest.importorskip("tests.gluon_emulator.emulate")
 gl, mbarrier, fence_async_shared = gluon.language, hopper.mbarrier, hopper.fence_async_shared
 async_copy = pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere").async_copy
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-EmulationError, async_load = emulated.EmulationError, emulated.triton_compat.async_load
+EmulationError, triton_compat = emulated.EmulationError, emulated.triton_compat
+async_load = triton_compat.async_load
 
 SEEDS = range(5)
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -152,6 +153,31 @@ def test_partitions_hand_over_a_buffer(seed):
 def test_what_may_go_wrong_is_found_in_every_schedule(changed, found, seed):
     with pytest.raises(EmulationError, match=found):
         squares(seed, **changed)
+
+
+@triton_compat.aggregate
+class _Line:
+    start: triton_compat.Scalar
+    step: triton_compat.Scalar
+    length: gl.constexpr
+
+
+@gluon.jit
+def _sum_of(line):
+    place = gl.arange(0, line.length, gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.sum(gl.load(line.start + place * line.step), 0)
+
+
+@gluon.jit
+def _lines_kernel(out, source, step, LENGTH: gl.constexpr):
+    gl.store(out, _sum_of(_Line(source, step, LENGTH)))
+    gl.store(out + 1, _sum_of(_Line(length=LENGTH // 2, step=1, start=source)))
+
+
+def test_an_aggregate_has_fields_in_order_and_by_name():
+    source, out = torch.arange(256).int(), torch.zeros(2).int()
+    emulated.Emulator()(_lines_kernel)[(1,)](out, source, 2, LENGTH=128)
+    assert out.tolist() == [2 * sum(range(128)), sum(range(64))]
 
 
 @gluon.jit

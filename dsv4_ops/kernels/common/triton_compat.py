@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -27,6 +28,8 @@ __all__ = [
     "INTERPRETED",
     "GPUTarget",
     "GluonASTSource",
+    "Scalar",
+    "aggregate",
     "async_load",
     "compiled_folders",
     "forget_ptxas",
@@ -63,6 +66,39 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
     """
     method = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
+
+
+Scalar = tl.tensor | tl.constexpr
+"""Type of an aggregate's field that holds a number, a pointer or a tensor. Triton passes None and 1
+as constants."""
+
+
+def aggregate(cls: Any) -> Any:
+    """Make a class of named values, which kernels create and pass as one argument. Each field is
+    annotated with its type.
+
+    ``gluon.aggregate`` since 3.8. ``_aggregate`` in 3.6 and 3.7 neither makes a constructor, which
+    takes the fields in their order or by name, nor lists the fields. There a new order of fields
+    does not change the names of compiled kernels.
+    """
+    if hasattr(gluon, "aggregate"):
+        return gluon.aggregate(cls)
+    names = tuple(cls.__annotations__)
+
+    def init(self: Any, *args: Any, **fields: Any) -> None:
+        fields |= zip(names, args, strict=False)
+        if len(args) > len(names) or set(fields) != set(names):
+            raise TypeError(f"{cls.__name__} takes {', '.join(names)}, got {', '.join(fields)}")
+        for name in names:
+            value = fields[name]
+            is_value = isinstance(value, tl.core.base_value)
+            setattr(self, name, value if is_value else tl.constexpr(value))
+
+    init.__triton_builtin__ = True  # type: ignore[attr-defined]  # not part of a kernel's source
+    cls.__init__ = init
+    made = tl.core._aggregate(cls)
+    made.__aggregate_fields__ = names
+    return made
 
 
 def version() -> tuple[int, int]:
