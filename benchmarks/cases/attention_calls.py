@@ -14,7 +14,7 @@ from benchmarks.harness.work import Args, ours_on
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.dispatch.libraries import FLASH_MLA
-from dsv4_ops.kernels.calls import PrefillCall
+from dsv4_ops.kernels.common.attention.calls import PrefillCall
 
 SCALE = MainLayout.head_dim**-0.5
 
@@ -77,7 +77,7 @@ def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
 def on_hopper(q: Tensor) -> bool:
     """Whether our kernels in Gluon run over FP8 caches for such queries."""
     try:
-        return bool(_kernels("sparse_mla.hopper.support").runs(_kernels("launcher").EAGER, q, True))
+        return bool(_kernels("common.hopper.support").runs(_kernels("launcher").EAGER, q, True))
     except ImportError:  # no triton
         return False
 

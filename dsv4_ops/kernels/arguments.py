@@ -6,6 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from dsv4_ops.kernels.launcher import Launcher
+
+_STRIDE_MULTIPLE = 16
+"""Triton knows that a row is aligned to 16 bytes if its stride is a multiple of 16 values."""
+
 
 def strided(*tensors: Tensor) -> tuple[Any, ...]:
     """Each tensor and its strides."""
@@ -36,3 +41,16 @@ def rotation(
         return (stand_in, 0, stand_in, 0)
     table = cos_sin_cache.contiguous()
     return (positions, positions.stride(0), table, table.shape[0])
+
+
+def row_strides(values: Tensor) -> list[int]:
+    """Return the strides of all dimensions but the last; 0 for dimensions of size 1."""
+    sizes = zip(values.shape[:-1], values.stride()[:-1], strict=True)
+    return [0 if isinstance(size, int) and size <= 1 else stride for size, stride in sizes]
+
+
+def copied(launch: Launcher, values: Tensor) -> Tensor:
+    """Return ``values``, or a copy if copies of 16 bytes cannot read them."""
+    if values.stride(-1) != 1 or any(stride % _STRIDE_MULTIPLE for stride in row_strides(values)):
+        values = values.contiguous()
+    return values if launch.is_aligned(values) else values.clone()

@@ -13,7 +13,7 @@ import torch
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.aot.launch_op import ALIGNED, Rest, kernel_of, launch_hopper
-from dsv4_ops.kernels.sparse_mla.hopper import support
+from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.lowering import _compat
 from dsv4_ops.lowering._compat import V
 from dsv4_ops.lowering.register import lower_with

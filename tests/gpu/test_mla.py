@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dsv4_ops as ops
+from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.mla import decode
-from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.testing.case import Case
 from tests.support.mla_batches import (
     DS_FP8,

@@ -9,7 +9,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
 from dsv4_ops.cli import kernels  # imports triton
-from dsv4_ops.kernels.sparse_mla.combine import combine_listed_kernel
+from dsv4_ops.kernels.common.attention.combine import combine_listed_kernel
 
 SECONDS = 5.0
 # torch 2.11 analyses a kernel with its ints as constants

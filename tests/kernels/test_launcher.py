@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
 from dsv4_ops.kernels.aot.launch_op import PACKAGED
+from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER, TRACED, Launcher
 from dsv4_ops.kernels.sparse_mla.decode import split_keys_kernel
-from dsv4_ops.kernels.sparse_mla.hopper import support
 
 CPU = torch.device("cpu")
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.kernels import opaque_op
+from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import TRACED, Launcher
 
 _SCHEMA = (
@@ -97,8 +98,6 @@ def _held(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]
 
 
 def _kernels() -> dict[str, Any]:
-    from dsv4_ops.kernels.sparse_mla.hopper import support  # whose package imports this module
-
     found = support.kernels()
     return {} if found is None else found._asdict()
 

@@ -26,7 +26,12 @@ from dsv4_ops.core.types import (
 )
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.calls import DecodeCall, GatheredCall, PrefillCall, empty_results
+from dsv4_ops.kernels.common.attention.calls import (
+    DecodeCall,
+    GatheredCall,
+    PrefillCall,
+    empty_results,
+)
 from dsv4_ops.reference.bf16_workspace import gather_rows
 from dsv4_ops.reference.sanitize import Listed, compact_pages, list_slots, no_key
 from dsv4_ops.reference.sparse_mla import apply_inverse_rope

@@ -14,11 +14,9 @@ from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import MlaAttention
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.arguments import listed, paged, strided
-from dsv4_ops.kernels.launcher import EAGER, Launcher
-from dsv4_ops.kernels.mla.triton.decode_kernel import mla_decode_kernel
-from dsv4_ops.kernels.sparse_mla import combine
-from dsv4_ops.kernels.sparse_mla.decode import (
+from dsv4_ops.kernels.arguments import copied, listed, paged, row_strides, strided
+from dsv4_ops.kernels.common.attention import combine
+from dsv4_ops.kernels.common.attention.splits import (
     TileSchedule,
     Work,
     combine_splits,
@@ -27,8 +25,9 @@ from dsv4_ops.kernels.sparse_mla.decode import (
     schedule_arguments_of,
     schedule_of,
 )
-from dsv4_ops.kernels.sparse_mla.gathered import copied, row_strides
-from dsv4_ops.kernels.sparse_mla.hopper import support
+from dsv4_ops.kernels.common.hopper import support
+from dsv4_ops.kernels.launcher import EAGER, Launcher
+from dsv4_ops.kernels.mla.triton.decode_kernel import mla_decode_kernel
 
 OP = "mla_decode"
 

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.attention.mainloop import log2_sum, softmax_step
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
     multiply_add,
     round_to,
 )
-from dsv4_ops.kernels.sparse_mla.triton.mainloop import log2_sum, softmax_step
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)

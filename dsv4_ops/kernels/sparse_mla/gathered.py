@@ -9,34 +9,18 @@ from torch import Tensor
 
 from dsv4_ops.core.tiles import head_tiles
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.calls import GatheredCall, empty_results
+from dsv4_ops.kernels.arguments import copied, row_strides, strided
+from dsv4_ops.kernels.common.attention.calls import GatheredCall, empty_results
+from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER, Launcher
-from dsv4_ops.kernels.sparse_mla.hopper import support
 
 Results = tuple[Tensor, Tensor, Tensor]
 """``out``, ``max_logits`` and ``lse``."""
-
-_STRIDE_MULTIPLE = 16
-"""Triton knows that a row is aligned to 16 bytes if its stride is a multiple of 16 values."""
 
 
 def _results(*call: Any) -> Results:
     out, lse = empty_results(call[0])
     return out, torch.empty_like(lse), lse
-
-
-def row_strides(values: Tensor) -> list[int]:
-    """Return the strides of all dimensions but the last; 0 for dimensions of size 1."""
-    sizes = zip(values.shape[:-1], values.stride()[:-1], strict=True)
-    return [0 if isinstance(size, int) and size <= 1 else stride for size, stride in sizes]
-
-
-def copied(launch: Launcher, values: Tensor) -> Tensor:
-    """Return ``values``, or a copy if copies of 16 bytes cannot read them."""
-    if values.stride(-1) != 1 or any(stride % _STRIDE_MULTIPLE for stride in row_strides(values)):
-        values = values.contiguous()
-    return values if launch.is_aligned(values) else values.clone()
 
 
 def launch_gathered_keys(launch: Launcher, *args: Any, results: Results | None = None) -> Results:

@@ -13,18 +13,14 @@ from dsv4_ops.core.types import SparseMla
 from dsv4_ops.dispatch.prefill import gathers, prefilled
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import listed, paged, strided
-from dsv4_ops.kernels.calls import PrefillCall, empty_results
+from dsv4_ops.kernels.common.attention.calls import PrefillCall, empty_results
+from dsv4_ops.kernels.common.attention.combine import combine
+from dsv4_ops.kernels.common.attention.splits import empty_partials, num_splits_of
+from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla.bf16_workspace import gather_rows
-from dsv4_ops.kernels.sparse_mla.combine import combine
-from dsv4_ops.kernels.sparse_mla.decode import (
-    check_pages,
-    empty_partials,
-    num_splits_of,
-    row_format,
-)
+from dsv4_ops.kernels.sparse_mla.decode import check_pages, row_format
 from dsv4_ops.kernels.sparse_mla.gathered import Results, launch_gathered_keys
-from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.kernels.sparse_mla.triton.prefill_kernel import prefill_keys_kernel
 
 WARPS = 8

@@ -164,7 +164,7 @@ def test_what_the_triton_kernel_promises(what, name):
 @pytest.mark.parametrize("what", ["plans", "adversarial"])
 def test_a_program_joins_several_tokens(name, what, monkeypatch):
     """As where a plan has many: here all of 9 tokens."""
-    monkeypatch.setattr("dsv4_ops.kernels.sparse_mla.combine.PROGRAMS", 1)
+    monkeypatch.setattr("dsv4_ops.kernels.common.attention.combine.PROGRAMS", 1)
     getattr(interpret_mla, what)(name, case_of(name, 4, 9, 3))
 
 

@@ -13,8 +13,8 @@ from dsv4_ops.lowering.inspect import opaque_calls
 
 pytest.importorskip("triton")
 
+from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.kernels.sparse_mla.hopper import support
 from tests.support import forked
 
 SETTINGS = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 64}

@@ -12,10 +12,11 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
-from dsv4_ops.kernels.calls import PrefillCall
+from dsv4_ops.kernels.common.attention import splits
+from dsv4_ops.kernels.common.attention.calls import PrefillCall
+from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.kernels.sparse_mla import decode, gathered, prefill as prefill_launch
-from dsv4_ops.kernels.sparse_mla.hopper import support
+from dsv4_ops.kernels.sparse_mla import gathered, prefill as prefill_launch
 from dsv4_ops.lowering import gluon
 from dsv4_ops.lowering.inspect import build_package, load_package
 from dsv4_ops.testing.contract.compare import equal
@@ -322,7 +323,7 @@ class WatchedKernel:
 
 def test_what_kernels_write_is_said(monkeypatch):
     """Inductor reorders what it is not told of. Every argument has memory of its own."""
-    monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
+    monkeypatch.setattr(splits, "MIN_SCHEDULED_TILES", 1)
     launch = Watched()
     calls = [(DECODE, case_of(DECODE, 1, 3, 8, num_splits=count)) for count in (1, 3)]
     calls += [(PAGED, case_of(PAGED, 1, 3, 8))]

@@ -10,11 +10,11 @@ pytest.importorskip("triton", reason="published for Linux only")
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
-from dsv4_ops.kernels.calls import DecodeCall, PrefillCall
+from dsv4_ops.kernels.common.attention.calls import DecodeCall, PrefillCall
+from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla import decode as mla
 from dsv4_ops.kernels.sparse_mla import decode, prefill
-from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.lowering import gluon
 from tests.helpers import i32
 from tests.support.attention_batches import generator, integers

@@ -8,7 +8,7 @@ from dsv4_ops.dispatch.prefill import gathers
 from tests.support.prefill_batches import PREFILL, prefill_case, unsplit
 
 pytest.importorskip("triton", reason="triton is for Linux only")
-hopper = pytest.importorskip("dsv4_ops.kernels.sparse_mla.hopper.support")
+hopper = pytest.importorskip("dsv4_ops.kernels.common.hopper.support")
 launcher = pytest.importorskip("dsv4_ops.kernels.launcher")
 
 

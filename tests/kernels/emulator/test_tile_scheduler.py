@@ -10,7 +10,8 @@ from dsv4_ops.core.tiles import MIN_SCHEDULED_TILES, ONE_WAVE_TILES, PROGRAMS
 
 pytest.importorskip("triton", reason="published for Linux only")
 
-from dsv4_ops.kernels.sparse_mla import combine, decode
+from dsv4_ops.kernels.common.attention import combine, splits as splitting
+from dsv4_ops.kernels.sparse_mla import decode
 from tests.helpers import NIGHTLY
 from tests.kernels.emulator import test_kernels as calls
 from tests.support.attention_batches import PAGED, case_of, with_inverse_rope
@@ -173,7 +174,7 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
     for wide in (1, 2, 3, 16, 40):
         for tokens in (*range(1, 140), 255, 256):
             q = torch.empty(tokens, 64 * wide, 1, device="meta")
-            schedule = decode.schedule_of(q, 18, wide)
+            schedule = splitting.schedule_of(q, 18, wide)
             assert (schedule is not None) == (tokens * wide >= MIN_SCHEDULED_TILES)
             if schedule is None:
                 continue
@@ -181,7 +182,9 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
             assert 0 <= extra <= PROGRAMS - min(tokens, extra)
             assert (schedule.programs <= schedule.wave) == (tokens * wide <= ONE_WAVE_TILES)
             assert schedule.by_lengths == 1
-        assert decode.schedule_of(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
+        assert (
+            splitting.schedule_of(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
+        )
 
 
 @pytest.mark.parametrize(
@@ -189,8 +192,9 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
 )
 def test_batches_scheduled_by_their_lens(tokens, heads, programs, monkeypatch):
     """Adversarial lengths, requests and blocks, with and without a rotation, in any schedule."""
-    monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
-    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    monkeypatch.setattr(splitting, "MIN_SCHEDULED_TILES", 1)
+    for module in (decode, splitting):
+        monkeypatch.setattr(module, "PROGRAMS", programs)
     monkeypatch.setattr(combine, "LIST_PROGRAMS", 2 * heads)  # programs combine several tokens
     for seed in SEEDS:
         case = case_of(PAGED, seed, tokens, heads)
@@ -204,7 +208,7 @@ def test_batches_scheduled_by_their_lens(tokens, heads, programs, monkeypatch):
 @pytest.mark.parametrize(("tokens", "heads", "splits"), [(5, 8, 0), (3, 65, 2), (2, 8, 1)])
 def test_splits_where_a_package_might_schedule(tokens, heads, splits, monkeypatch):
     """As many of each token, listed to be combined if they are several."""
-    made = functools.partial(decode.TileSchedule, 0, 132, 132)
+    made = functools.partial(splitting.TileSchedule, 0, 132, 132)
     room = torch.full((tokens + 1, 4), -7, dtype=torch.int32)
     monkeypatch.setattr(decode, "schedule_of", lambda *_: made(room))
     monkeypatch.setattr(decode, "num_splits_of", lambda *_: splits or 5)
@@ -217,8 +221,8 @@ def test_splits_where_a_package_might_schedule(tokens, heads, splits, monkeypatc
 
 
 def test_sampled_calls_scheduled_by_their_lens(monkeypatch):
-    monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
-    monkeypatch.setattr(decode, "MIN_UNITS", 1)
+    monkeypatch.setattr(splitting, "MIN_SCHEDULED_TILES", 1)
+    monkeypatch.setattr(splitting, "MIN_UNITS", 1)
     for name, chosen in calls.SETTINGS:
         if name == PAGED and chosen["num_splits"] == 0 and not chosen["batch_invariant"]:
             calls.test_sampled_calls(name, chosen)

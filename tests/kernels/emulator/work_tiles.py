@@ -7,13 +7,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
-from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import (
-    Batch,
-    Grid,
-    PerToken,
-    schedule_by_lengths,
-)
+from dsv4_ops.kernels.common.hopper.mma import KEYS
+from dsv4_ops.kernels.common.hopper.tile_scheduler import Batch, Grid, PerToken, schedule_by_lengths
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
 BLOCK, SIZES, COMBINE, EXTRA, START, MOST_BLOCKS = 64, 16, 2, 1, 4, 2**15

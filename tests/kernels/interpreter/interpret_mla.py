@@ -11,6 +11,7 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.common.attention import splits as splitting
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import decode
 from dsv4_ops.testing.case import Case
@@ -118,12 +119,12 @@ def magnitudes(name: str, case: Case) -> None:
 def odd_units(name: str, case: Case) -> None:
     """Splits of one, three and seven halves of a block: alone, and behind whole blocks."""
     tokens = int(case.tensors[0].shape[0])
-    many = decode.PROGRAMS
+    many = splitting.PROGRAMS
     for splits in (20, 7, 3):
-        decode.PROGRAMS = tokens * splits
+        decode.PROGRAMS = splitting.PROGRAMS = tokens * splits
         assert decode.unit_of_splits(tokens, [128, 512]) == decode.KEY_TILE // 2
         check(name, case)
-    decode.PROGRAMS = many
+    decode.PROGRAMS = splitting.PROGRAMS = many
 
 
 def at_zero(case: Case) -> Case:

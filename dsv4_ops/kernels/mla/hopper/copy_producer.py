@@ -6,10 +6,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from dsv4_ops.kernels.common.hopper.mma import KEYS, WIDTH
+from dsv4_ops.kernels.common.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
-from dsv4_ops.kernels.sparse_mla.hopper.mma import WIDTH
-from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 
 ROPE = gl.constexpr(64)
 """RoPE columns of a row: as many as a block has keys."""

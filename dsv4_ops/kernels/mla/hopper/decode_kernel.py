@@ -8,6 +8,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from dsv4_ops.kernels.common.hopper.epilogue import amax_of, log2_sum, scale_of, store_lse
+from dsv4_ops.kernels.common.hopper.epilogue_paired import GroupedRows, write_half
+from dsv4_ops.kernels.common.hopper.mma import ACC_ROW, HEADS, KEYS, LOGIT_ROW, WIDTH
+from dsv4_ops.kernels.common.hopper.mma_paired import (
+    COPY_THREADS,
+    LEFT,
+    MMA_REGISTERS,
+    RIGHT,
+    PairedSmem,
+    Rope,
+    allocate,
+    attend_even,
+    attend_odd,
+    reduce_row_sum,
+)
+from dsv4_ops.kernels.common.hopper.tile_scheduler import (
+    Batch,
+    Grid,
+    PerToken,
+    schedule_by_lengths,
+    schedule_evenly,
+)
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 from dsv4_ops.kernels.mla.hopper.copy_producer import (
     COPY_LAYOUT,
@@ -19,32 +41,6 @@ from dsv4_ops.kernels.mla.hopper.copy_producer import (
     copy_pairs,
 )
 from dsv4_ops.kernels.mla.hopper.dequant_producer import CODES, dequantise_pairs
-from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import COPY_THREADS
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
-from dsv4_ops.kernels.sparse_mla.hopper.epilogue import amax_of, log2_sum, scale_of, store_lse
-from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import (
-    MMA_REGISTERS,
-    GroupedRows,
-    write_half,
-)
-from dsv4_ops.kernels.sparse_mla.hopper.mma import ACC_ROW, HEADS, LOGIT_ROW, WIDTH
-from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import (
-    LEFT,
-    RIGHT,
-    PairedSmem,
-    Rope,
-    allocate,
-    attend_even,
-    attend_odd,
-    reduce_row_sum,
-)
-from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import (
-    Batch,
-    Grid,
-    PerToken,
-    schedule_by_lengths,
-    schedule_evenly,
-)
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 

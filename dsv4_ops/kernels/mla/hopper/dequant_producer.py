@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dsv4_ops.kernels.common.hopper.mma import KEYS, WIDTH
+from dsv4_ops.kernels.common.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 from dsv4_ops.kernels.mla.hopper.copy_producer import (
     NO_POSITION,
@@ -23,9 +25,6 @@ from dsv4_ops.kernels.mla.hopper.copy_producer import (
     poison_rope,
     wait_for_copies,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
-from dsv4_ops.kernels.sparse_mla.hopper.mma import WIDTH
-from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 
 CODES, SCALED = gl.constexpr(1), gl.constexpr(2)
 """Formats of rows: codes alone, or codes followed by scales and RoPE values."""

@@ -4,19 +4,19 @@ its keys."""
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.attention.mainloop import (
+    log2_sum,
+    scale_of_partial,
+    softmax_step,
+    store_heads,
+    unfused,
+)
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
     multiply_add,
     round_to,
     round_to_bf16,
 )
 from dsv4_ops.kernels.common.triton_compat import EMULATE
-from dsv4_ops.kernels.sparse_mla.triton.decode_kernel import scale_of_partial
-from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
-    log2_sum,
-    softmax_step,
-    store_heads,
-    unfused,
-)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -8,19 +8,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dsv4_ops.kernels.common.hopper.epilogue import copy_sinks
+from dsv4_ops.kernels.common.hopper.mma import HEADS, KEYS, WIDTH
+from dsv4_ops.kernels.common.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
-from dsv4_ops.kernels.sparse_mla.hopper.epilogue import copy_sinks
-from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, WIDTH
-from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 
 _COPY_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Eight threads copy one line of a row, 16 bytes each."""
 
 _ROW = gl.constexpr(gl.SliceLayout(1, _COPY_LAYOUT.value))
-
-COPY_THREADS = gl.constexpr(128)
-"""Threads that copy: each arrives at the barrier of half a block when its copies are done."""
 
 
 @aggregate

@@ -6,15 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
-    HALF,
-    KEYS,
-    ROW_LAYOUT,
-    LocatedRows,
-    dequantise,
-)
-from dsv4_ops.kernels.sparse_mla.hopper.epilogue import (
+from dsv4_ops.kernels.common.hopper.epilogue import (
     Output,
     Partial,
     Rotation,
@@ -24,8 +16,9 @@ from dsv4_ops.kernels.sparse_mla.hopper.epilogue import (
     finish_partial_right,
     finish_right,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.mma import (
+from dsv4_ops.kernels.common.hopper.mma import (
     HEADS,
+    KEYS,
     WIDTH,
     HeadRows,
     allocate,
@@ -33,12 +26,19 @@ from dsv4_ops.kernels.sparse_mla.hopper.mma import (
     attend_right,
     load_half_queries,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import (
+from dsv4_ops.kernels.common.hopper.tile_scheduler import (
     Batch,
     Grid,
     PerToken,
     schedule_by_lengths,
     schedule_evenly,
+)
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
+from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
+    HALF,
+    ROW_LAYOUT,
+    LocatedRows,
+    dequantise,
 )
 
 

@@ -9,13 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from dsv4_ops.kernels.common.hopper.mma import KEYS
 from dsv4_ops.kernels.common.triton_compat import aggregate, reinterpret
 
 HALF = gl.constexpr(32)
 """Keys that are loaded at a time."""
 
-KEYS = gl.constexpr(64)
-"""Keys of a block."""
 
 WORDS = gl.constexpr(16)
 """Words of a group: 64 codes."""

@@ -6,9 +6,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from dsv4_ops.kernels.common.hopper.epilogue import inverse_denominator, store_lse
+from dsv4_ops.kernels.common.hopper.epilogue_paired import write_half
+from dsv4_ops.kernels.common.hopper.mma import HEADS, LOGIT_ROW, WIDTH
+from dsv4_ops.kernels.common.hopper.mma_paired import (
+    COPY_THREADS,
+    LEFT,
+    MMA_REGISTERS,
+    RIGHT,
+    allocate,
+    attend_even,
+    attend_odd,
+    reduce_row_sum,
+)
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import (
-    COPY_THREADS,
     Lists,
     Queries,
     Rows,
@@ -17,26 +29,8 @@ from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import (
     list_length,
     pairs_of,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.epilogue import inverse_denominator, store_lse
-from dsv4_ops.kernels.sparse_mla.hopper.mma import ACC_ROW, HEADS, LOGIT_ROW, WIDTH
-from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import (
-    LEFT,
-    RIGHT,
-    allocate,
-    attend_even,
-    attend_odd,
-    reduce_row_sum,
-)
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
-
-MMA_REGISTERS = gl.constexpr(208)
-"""Registers per thread of the MMA partitions; the copying one gets the rest."""
-
-_COLUMNS = gl.constexpr(64)
-"""Columns of a result that are stored at a time: as many as P has."""
-
-_STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @aggregate
@@ -46,51 +40,6 @@ class Output:
     out: Scalar
     lse: Scalar
     max_logits: Scalar
-
-
-@aggregate
-class GroupedRows:
-    """Rows of a group of tokens: the first row, the rows before each gap, and the size of a gap."""
-
-    first: Scalar
-    rows: Scalar
-    gap: Scalar
-
-
-@gluon.jit
-def _halves(values):
-    """Split the columns of a thread's rows into left and right."""
-    COLUMNS: gl.constexpr = values.shape[1]
-    parts = gl.reshape(values, [HEADS, 2, COLUMNS // 2])
-    return gl.split(gl.permute(parts, (0, 2, 1)))
-
-
-@gluon.jit
-def _store_columns(out, staging, values, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
-    staging.store(values)
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, _STORE_LAYOUT))
-    dim = FIRST + gl.arange(0, _COLUMNS, gl.SliceLayout(0, _STORE_LAYOUT))
-    if GROUPED:
-        dst_row = row.first + head + (head // row.rows) * row.gap
-    else:
-        dst_row = row + head
-    dst = out + dst_row[:, None] * (2 * WIDTH) + dim[None, :]
-    gl.store(dst, staging.load(_STORE_LAYOUT), mask=(head < heads)[:, None])
-
-
-@gluon.jit
-def write_half(out, staging, acc, inverse, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
-    """Write half of the result, from column FIRST on. The values pass through the shared memory of
-    P: a thread computes pairs of values and writes eight. ``row`` is the first row; with GROUPED it
-    is ``GroupedRows``."""
-    scale = gl.convert_layout(inverse, ACC_ROW)
-    left, right = _halves((acc * scale[:, None]).to(out.dtype.element_ty))
-    first, second = _halves(left)
-    third, fourth = _halves(right)
-    _store_columns(out, staging, first, row, heads, FIRST, GROUPED)
-    _store_columns(out, staging, second, row, heads, FIRST + _COLUMNS, GROUPED)
-    _store_columns(out, staging, third, row, heads, FIRST + 2 * _COLUMNS, GROUPED)
-    _store_columns(out, staging, fourth, row, heads, FIRST + 3 * _COLUMNS, GROUPED)
 
 
 @gluon.jit

@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dsv4_ops.kernels.common.hopper.epilogue import Output, Partial
+from dsv4_ops.kernels.common.hopper.mma import HEADS, KEYS, HeadRows, allocate
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 from dsv4_ops.kernels.sparse_mla.hopper.decode_kernel import (
@@ -13,13 +15,10 @@ from dsv4_ops.kernels.sparse_mla.hopper.decode_kernel import (
 )
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
     HALF,
-    KEYS,
     ROW_LAYOUT,
     LocatedRows,
     dequantise,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.epilogue import Output, Partial
-from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, HeadRows, allocate
 
 
 @aggregate

@@ -3,10 +3,9 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.rope import inverse_rope, load_angles
-from dsv4_ops.kernels.common.triton_compat import EMULATE
-from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
+from dsv4_ops.kernels.common.attention.mainloop import (
     LINES,
+    amax_of,
     attend,
     denominator,
     initial_state,
@@ -15,8 +14,10 @@ from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
     log2_sum,
     prefetch_keys,
     recompute,
+    scale_of,
     store_heads,
 )
+from dsv4_ops.kernels.common.rope import inverse_rope, load_angles
 
 
 @triton.jit
@@ -75,31 +76,6 @@ def locate_rows(
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-
-_MIN_SCALE, _MAX_SCALE = tl.constexpr(1e-30), tl.constexpr(1e37)
-"""Bounds of the scales of partial results: their inverses are normal float32 values."""
-
-
-@triton.jit
-def _amax(values):
-    """Return the amax of all heads; NaN is ignored. For an amax per head Triton would give the loop
-    layouts that spill."""
-    magnitude = tl.abs(values)
-    if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
-        magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)
-    return tl.max(magnitude)
-
-
-@triton.jit
-def _scale_of(amax):
-    scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
-    return tl.where(amax == float("inf"), 1.0, scale)  # keeps finite values beside infinite ones
-
-
-@triton.jit
-def scale_of_partial(values):
-    """Return the scale of a partial result."""
-    return _scale_of(_amax(values))
 
 
 @triton.jit
@@ -219,10 +195,10 @@ def split_keys_kernel(
         tl.store(lse + token * num_heads + head, lse_log2 / _LOG2_E, mask=head_valid)
     else:
         inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        amax = tl.maximum(_amax(acc3 * inverse), _amax(acc2 * inverse))
-        amax = tl.maximum(amax, _amax(acc1 * inverse))
-        amax = tl.maximum(amax, _amax(acc0 * inverse))
-        amax = _scale_of(amax)
+        amax = tl.maximum(amax_of(acc3 * inverse), amax_of(acc2 * inverse))
+        amax = tl.maximum(amax, amax_of(acc1 * inverse))
+        amax = tl.maximum(amax, amax_of(acc0 * inverse))
+        amax = scale_of(amax)
         inverse *= 1.0 / amax
         row = partial_index.to(tl.int64) * num_heads + head
         dst = partial + row[:, None] * HEAD_DIM

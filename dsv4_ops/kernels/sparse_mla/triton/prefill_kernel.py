@@ -4,8 +4,7 @@ tables."""
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.paging import valid_tokens
-from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
+from dsv4_ops.kernels.common.attention.mainloop import (
     LINES,
     attend,
     denominator,
@@ -16,6 +15,7 @@ from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
     prefetch_keys,
     store_heads,
 )
+from dsv4_ops.kernels.common.paging import valid_tokens
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

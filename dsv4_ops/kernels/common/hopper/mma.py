@@ -12,7 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
+
+KEYS = gl.constexpr(64)
+"""Keys of a block."""
 
 HEADS = gl.constexpr(64)
 """Heads of a program: the rows of a matrix product."""

@@ -32,12 +32,21 @@ def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
 
 class Kernels(NamedTuple):
     """Sparse MLA decode, prefill from FP8 pages, attention to listed bf16 rows, and dense MLA
-    decode."""
+    decode. A package launches a kernel by its name here."""
 
     split: Any
     prefill: Any
     gathered: Any
     mla: Any
+
+
+_KERNELS = {
+    "split": "sparse_mla.hopper.decode_kernel.hopper_split_keys_kernel",
+    "prefill": "sparse_mla.hopper.prefill_kernel.hopper_prefill_keys_kernel",
+    "gathered": "sparse_mla.hopper.gathered_kernel.hopper_gathered_keys_kernel",
+    "mla": "mla.hopper.decode_kernel.hopper_mla_decode_kernel",
+}
+"""Where each kernel is: imported at its first use, as not every Triton can."""
 
 
 @functools.cache
@@ -57,9 +66,5 @@ def kernel(name: str) -> Any:
 
 
 def _kernel(name: str) -> Any:
-    if name == "mla":
-        module = importlib.import_module("dsv4_ops.kernels.mla.hopper.decode_kernel")
-        return module.hopper_mla_decode_kernel
-    phase = "decode" if name == "split" else name
-    module = importlib.import_module(f"dsv4_ops.kernels.sparse_mla.hopper.{phase}_kernel")
-    return getattr(module, f"hopper_{name}_keys_kernel")
+    module, _, function = _KERNELS[name].rpartition(".")
+    return getattr(importlib.import_module(f"dsv4_ops.kernels.{module}"), function)

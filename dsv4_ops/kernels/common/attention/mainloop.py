@@ -18,6 +18,9 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 LINES = tl.constexpr(8)
 """Maximum cache lines of a row to prefetch."""
 
+_MIN_SCALE, _MAX_SCALE = tl.constexpr(1e-30), tl.constexpr(1e37)
+"""Bounds of the scales of partial results: their inverses are normal float32 values."""
+
 
 @triton.jit
 def _load_codes(
@@ -237,3 +240,26 @@ def store_heads(target, head_valid, values, FIRST: tl.constexpr):
     if target.dtype.element_ty == tl.bfloat16:
         values = round_to_bf16(values)
     tl.store(target + dim, values, mask=head_valid[:, None])
+
+
+@triton.jit
+def amax_of(values):
+    """Return the amax of all heads; NaN is ignored. For an amax per head Triton would give the loop
+    layouts that spill."""
+    magnitude = tl.abs(values)
+    if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
+        magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)
+    return tl.max(magnitude)
+
+
+@triton.jit
+def scale_of(amax):
+    """Return the scale of a partial result with this amax."""
+    scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
+    return tl.where(amax == float("inf"), 1.0, scale)  # keeps finite values beside infinite ones
+
+
+@triton.jit
+def scale_of_partial(values):
+    """Return the scale of a partial result."""
+    return scale_of(amax_of(values))

@@ -15,24 +15,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4_ops.kernels.common.triton_compat import aggregate
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
-from dsv4_ops.kernels.sparse_mla.hopper.mma import (
+from dsv4_ops.kernels.common.hopper.mma import (
     ACC,
     ACC_ROW,
     HEADS,
+    KEYS,
     LOGIT_ROW,
     LOGITS,
     P_OPERAND,
     WIDTH,
     thread_sums,
 )
+from dsv4_ops.kernels.common.triton_compat import aggregate
 
 LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
 """Halves of a row, and of the output; each partition accumulates one."""
 
 EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
 """Blocks of a pair; the left partition has the logits of the even one."""
+
+COPY_THREADS = gl.constexpr(128)
+"""Threads that copy: each arrives at the barrier of half a block when its copies are done."""
+
+MMA_REGISTERS = gl.constexpr(208)
+"""Registers per thread of the MMA partitions; the copying one gets the rest."""
 
 
 @aggregate

@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dsv4_ops.kernels.common.hopper.mma import ACC_ROW, HEADS, LOGIT_ROW, WIDTH
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
-from dsv4_ops.kernels.sparse_mla.hopper.mma import ACC_ROW, HEADS, LOGIT_ROW, WIDTH
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _MIN_SCALE, _MAX_SCALE = gl.constexpr(1e-30), gl.constexpr(1e37)

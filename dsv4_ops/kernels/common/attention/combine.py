@@ -12,13 +12,13 @@ from torch import Tensor
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import COMBINE_COLUMNS
 from dsv4_ops.kernels.arguments import rotation, strided
-from dsv4_ops.kernels.common.fp8 import round_to, round_to_bf16
-from dsv4_ops.kernels.common.rope import load_tail_angles, rotate_tail
-from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.kernels.sparse_mla.triton.mainloop import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.attention.mainloop import (  # by name: Inductor copies kernels
     denominator,
     log2_sum,
 )
+from dsv4_ops.kernels.common.fp8 import round_to, round_to_bf16
+from dsv4_ops.kernels.common.rope import load_tail_angles, rotate_tail
+from dsv4_ops.kernels.launcher import Launcher
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

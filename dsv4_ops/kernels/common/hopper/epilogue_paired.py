@@ -1,0 +1,57 @@
+"""Epilogue of the partitions that attend to pairs of key blocks: each writes half of a result."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dsv4_ops.kernels.common.hopper.mma import ACC_ROW, HEADS, WIDTH
+from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
+
+_COLUMNS = gl.constexpr(64)
+"""Columns of a result that are stored at a time: as many as P has."""
+
+_STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@aggregate
+class GroupedRows:
+    """Rows of a group of tokens: the first row, the rows before each gap, and the size of a gap."""
+
+    first: Scalar
+    rows: Scalar
+    gap: Scalar
+
+
+@gluon.jit
+def _halves(values):
+    """Split the columns of a thread's rows into left and right."""
+    COLUMNS: gl.constexpr = values.shape[1]
+    parts = gl.reshape(values, [HEADS, 2, COLUMNS // 2])
+    return gl.split(gl.permute(parts, (0, 2, 1)))
+
+
+@gluon.jit
+def _store_columns(out, staging, values, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
+    staging.store(values)
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, _STORE_LAYOUT))
+    dim = FIRST + gl.arange(0, _COLUMNS, gl.SliceLayout(0, _STORE_LAYOUT))
+    if GROUPED:
+        dst_row = row.first + head + (head // row.rows) * row.gap
+    else:
+        dst_row = row + head
+    dst = out + dst_row[:, None] * (2 * WIDTH) + dim[None, :]
+    gl.store(dst, staging.load(_STORE_LAYOUT), mask=(head < heads)[:, None])
+
+
+@gluon.jit
+def write_half(out, staging, acc, inverse, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
+    """Write half of the result, from column FIRST on. The values pass through the shared memory of
+    P: a thread computes pairs of values and writes eight. ``row`` is the first row; with GROUPED it
+    is ``GroupedRows``."""
+    scale = gl.convert_layout(inverse, ACC_ROW)
+    left, right = _halves((acc * scale[:, None]).to(out.dtype.element_ty))
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    _store_columns(out, staging, first, row, heads, FIRST, GROUPED)
+    _store_columns(out, staging, second, row, heads, FIRST + _COLUMNS, GROUPED)
+    _store_columns(out, staging, third, row, heads, FIRST + 2 * _COLUMNS, GROUPED)
+    _store_columns(out, staging, fourth, row, heads, FIRST + 3 * _COLUMNS, GROUPED)
