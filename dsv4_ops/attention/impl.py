@@ -1,4 +1,4 @@
-"""Implementations of a layer's ops, and the checks that they need."""
+"""Choose the implementation of each of a layer's ops, and check that it supports the layer."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def decode_impl(spec: LayerSpec) -> str:
 
 
 def compressed_table(step: AttentionStep, kind: str) -> Tensor | None:
-    """Block table of the compressed rows of a layer of this kind, or None."""
+    """Return the block table of the compressed rows of a layer of this kind, or None."""
     return {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
 
 
 def flash_mla_plan_of(step: AttentionStep, kind: str) -> Tensor | None:
-    """FlashMLA's metadata for a layer under the schedule "decode", or None."""
+    """Return FlashMLA's metadata for a layer under the schedule "decode", or None."""
     return {"c4": step.c4, "c128": step.c128}.get(kind, step).flash_mla_plan
 
 
@@ -58,39 +58,43 @@ def indexer_impl(spec: LayerSpec, q: Tensor) -> str:
 
 
 def _fixed(spec: LayerSpec, q: Tensor, impl: str, has_choice: bool) -> str:
-    """``impl``, or ours if batch invariance forbids "auto" to choose by batch size."""
+    """Return ``impl``, or ours if batch invariance keeps "auto" from choosing by batch size."""
     by_size = impl == AUTO and has_choice and q.device.type == "cuda"
     return TRITON if by_size and spec.batch_invariant else impl
 
 
 def check_layer_impl(layer: LayerCall, schedule: str) -> None:
-    """Raise now what an op would only raise after another one has written to a cache."""
+    """Raise now the errors that an op would only raise after another op has written to a cache."""
     spec, kind, inputs, _, _, step = layer
     impl, q = spec.impl, inputs.q
     parts = 1 if spec.ranks is None or kind == "window" else spec.ranks.head_parts
-    if parts > 1:  # a view that looks like the queries that ranks gather
+    if parts > 1:  # a view with the shape of the gathered queries
         q = q[:, :1].expand(-1, q.shape[1] * parts, -1)
     check_device(_OP, impl, q.device)
-    if impl in LIBRARIES and not torch.compiler.is_compiling():  # lowering checks it then
+    if impl in LIBRARIES and not torch.compiler.is_compiling():  # under compile the lowering checks
         require(_OP, impl)
     if impl == TRITON:
         _check_ours(layer)
     elif impl == FLASH_MLA and schedule == "decode":
-        taken = {"layout": spec.layout, "num_splits": 0, "batch_invariant": spec.batch_invariant}
-        check_impl(_OP, DECODE_PROVIDERS, impl, q.device, {"q": q, **taken})
+        arguments = {
+            "layout": spec.layout,
+            "num_splits": 0,
+            "batch_invariant": spec.batch_invariant,
+        }
+        check_impl(_OP, DECODE_PROVIDERS, impl, q.device, {"q": q, **arguments})
     elif impl == FLASH_MLA:
         _check_prefill(spec, kind, q, step)
     elif impl == DEEP_GEMM and kind == "c4":
-        taken = {"layout": spec.indexer_layout, "block_size": spec.block_size(kind)}
+        arguments = {"layout": spec.indexer_layout, "block_size": spec.block_size(kind)}
         indexer_q = cast(Tensor, inputs.indexer_q)
-        check_impl(_OP, INDEXER_PROVIDERS, impl, q.device, {"q": indexer_q, **taken})
+        check_impl(_OP, INDEXER_PROVIDERS, impl, q.device, {"q": indexer_q, **arguments})
         _check_schedule(spec, step)
     if schedule == "decode":
         _check_plans(spec, q, kind, step, parts)
 
 
 def _check_plans(spec: LayerSpec, q: Tensor, kind: str, step: AttentionStep, parts: int) -> None:
-    """Check our plan, and FlashMLA's, of a layer under the schedule "decode"."""
+    """Check the plans of a layer under the schedule "decode", ours and FlashMLA's."""
     metadata = flash_mla_plan_of(step, kind)
     if metadata is not None:
         name = "step.flash_mla_plan" if kind == "window" else f"step.{kind}.flash_mla_plan"
@@ -104,7 +108,7 @@ def _check_plans(spec: LayerSpec, q: Tensor, kind: str, step: AttentionStep, par
 
 
 def check_ranks(ranks: ContextParallel, step: AttentionStep, q: Tensor) -> None:
-    """Check that the step is one of a rank, and that there are such ranks."""
+    """Check that the step was built for a rank, and that the group has the spec's ranks."""
     if step.share is None:
         raise argument_error(
             _OP,
@@ -118,19 +122,19 @@ def check_ranks(ranks: ContextParallel, step: AttentionStep, q: Tensor) -> None:
 
 def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
     """Check that the schedule, if any, is for the SM count of the layer's own spec."""
-    name, schedule, wanted = "step.c4.schedule", step.c4.schedule, spec.schedule_sms
+    name, schedule, num_sms = "step.c4.schedule", step.c4.schedule, spec.schedule_sms
     if schedule is None:
         return
     checks = Checks(_OP)
     checks.tensor(name, schedule, torch.int32, "num_sms + 1", 2)
-    if schedule.shape[0] != wanted + 1:
+    if schedule.shape[0] != num_sms + 1:
         raise argument_error(
-            _OP, name, must=f"have {wanted + 1} rows", got=schedule.shape[0], do=_OWN_SPEC
+            _OP, name, must=f"have {num_sms + 1} rows", got=schedule.shape[0], do=_OWN_SPEC
         )
 
 
 def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor, parts: int) -> None:
-    """Check that the plan is used, and for this many tokens and heads.
+    """Check that the op will use the plan, and that it was made for this many tokens and heads.
 
     The op itself accepts a plan for fewer tokens, which leaves the last ones without work tiles.
     """
@@ -177,7 +181,7 @@ def _check_metadata(spec: LayerSpec, q: Tensor, name: str, metadata: Tensor) -> 
 
 
 def _check_prefill(spec: LayerSpec, kind: str, q: Tensor, step: AttentionStep) -> None:
-    taken = {
+    arguments = {
         "q": q,
         "layout": spec.layout,
         "swa_block_table": step.swa_block_table,
@@ -185,11 +189,11 @@ def _check_prefill(spec: LayerSpec, kind: str, q: Tensor, step: AttentionStep) -
         "extra_block_table": compressed_table(step, kind),
         "extra_block_size": 1 if kind == "window" else spec.block_size(kind),
     }
-    check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, FLASH_MLA, q.device, taken)
+    check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, FLASH_MLA, q.device, arguments)
 
 
 def _check_ours(layer: LayerCall) -> None:
-    """Check that our kernels take the layer's queries and what its indexer selects from."""
+    """Check that our kernels support the layer's queries and its indexer."""
     spec, kind, inputs, *_ = layer
     if kind == "c4":
         taken = {"layout": spec.indexer_layout, "topk": spec.attention.index_topk}

@@ -57,13 +57,13 @@ def attention_layer(
         caches: Caches of the layer. Tensors that the kind does not use may be None, here and in
             ``inputs`` and ``weights``.
         step: From ``build_attention_step``. Its plan only balances the work of a "c128" layer under
-            the schedule "decode": the plan of another step with as many tokens gives the same
-            attention, less well balanced.
+            the schedule "decode": the plan of another step with the same number of tokens gives the
+            same attention, with a worse balance.
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
             "prefill" is for many tokens and reads the block tables (``sparse_mla_prefill``). Either
-            takes any batch; their results agree up to rounding. Over rows of several ranks both are
-            "decode". For bfloat16 output of the model's
-            sizes "decode" fuses the inverse RoPE; otherwise it is a kernel of its own.
+            takes any batch; their results agree up to rounding. If ranks share the rows, both mean
+            "decode". For bfloat16 output of the model's sizes, "decode" fuses the inverse RoPE;
+            otherwise the inverse RoPE is a kernel of its own.
         state_rings: Whether the step may overwrite compressor states that it also reads, as in
             short rings. If every request brings at most the cache's ``next_n`` tokens, pass False:
             states are then saved without a launch of their own, and a "c4" decode with FP8 caches
@@ -111,7 +111,7 @@ def attention_layer(
     if schedule == "prefill":
         table: Any = step.swa_block_table
         checks.tensor("step.swa_block_table", table, torch.int32, "num_reqs", "max_swa_blocks")
-    # every rank has the whole window
+    # every rank stores the whole window
     ranks = None if kind == "window" else spec.ranks
     if ranks is not None:
         schedule = "decode"
@@ -191,8 +191,8 @@ def insert_window(layer: LayerCall) -> Tensor:
 
 
 def insert_compressed(layer: LayerCall, state_rings: bool, *, indexer: bool = False) -> None:
-    """Insert the compressed rows that the step completes, or the ``indexer``'s keys, and save the
-    states of their compressor; with state rings, save after all states are read."""
+    """Insert the compressed rows (or the ``indexer``'s keys) that the step completes, and save
+    their compressor's states. With state rings, save only after all states are read."""
     spec, kind, inputs, weights, caches, step = layer
     group = step.c4 if kind == "c4" else step.c128
     layout = spec.indexer_layout if indexer else spec.layout
@@ -234,7 +234,8 @@ def indexer_query(layer: LayerCall) -> IndexerQuery:
 
 
 def _index_scale(layer: LayerCall) -> float | None:
-    """Scale of the indexer's scores if a rank has some of its heads; None is that of its own."""
+    """Return the scale of the indexer's scores if ranks share its heads; None for the op's
+    default."""
     ranks = layer.spec.ranks
     parts = 1 if ranks is None else ranks.index_head_parts
     heads = cast(Tensor, layer.inputs.indexer_q).shape[1] * parts
@@ -242,9 +243,10 @@ def _index_scale(layer: LayerCall) -> float | None:
 
 
 def select(layer: LayerCall, query: IndexerQuery, *, slots: bool) -> Tensor:
-    """Top-k rows of every token, int32 [num_tokens, index_topk].
+    """Select the top-k rows of every token, int32 [num_tokens, index_topk].
 
-    Cache ``slots`` for ``attend_decode``, or row indices within the request for ``attend_prefill``.
+    Returns cache ``slots`` for ``attend_decode``, or row indices within the request for
+    ``attend_prefill``.
     """
     spec, step = layer.spec, layer.step
     tokens = (step.positions, step.req_indices, step.c4.block_table)
@@ -263,7 +265,7 @@ def select(layer: LayerCall, query: IndexerQuery, *, slots: bool) -> Tensor:
 
 
 def _check(layer: LayerCall) -> None:
-    """Raise now what an op would only raise after another one has written to a cache."""
+    """Raise now the errors that an op would only raise after another op has written to a cache."""
     spec, kind, inputs, weights, caches, step = layer
     check_kind("attention_layer", kind)
     checks = Checks("attention_layer")
@@ -297,12 +299,12 @@ def _check(layer: LayerCall) -> None:
 def _check_compressor(checks: Checks, layer: LayerCall, prefix: str, head_dim: int) -> None:
     spec, kind, inputs, weights, *_ = layer
     width = spec.compressor_width(kind, head_dim)
-    for owner, name, held, dims in (
+    for owner, name, weight, dims in (
         ("inputs", "kv_score", inputs, ("num_tokens", 2 * width)),
         ("weights", "ape", weights, (spec.ratio(kind), width)),
         ("weights", "norm_weight", weights, (head_dim,)),
     ):
-        value = getattr(held, prefix + name)
+        value = getattr(weight, prefix + name)
         checks.tensor(f"{owner}.{prefix}{name}", value, torch.float32, *dims)
 
 

@@ -27,7 +27,7 @@ from dsv4_ops.reference.common import gather_rows
 COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "triton.enable_pdl": True}
 """Inductor options with the most stable GPU latency up to 512 tokens.
 
-By default Inductor picks one of two block sizes by timing the first batch; if that batch is small,
+Inductor picks one of two block sizes by timing the first batch, by default. If that batch is small,
 noise may pick the one that is 2x slower on large batches. Programmatic dependent launch (Hopper and
 later) overlaps consecutive kernels.
 """
@@ -229,9 +229,9 @@ def build_decode_metadata(
         slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
             that write nothing.
         block_tables: Block tables of every cache group.
-        is_valid_token: False for tokens to treat as padding, [num_tokens], bool. With None, tokens
-            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``); pass ones for tokens
-            that attend and write nothing.
+        is_valid_token: False for tokens to treat as padding, [num_tokens], bool. If None, tokens
+            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). To attend without
+            writing, pass True and no slot.
 
     Returns:
         ``DecodeMetadata`` with num_tokens rows.
@@ -289,8 +289,8 @@ def build_prefill_metadata(
         block_tables: As for ``build_decode_metadata``.
         is_valid_token: As for ``build_decode_metadata``.
         max_chunks: Capacity of the chunk plan, from ``AttentionSpec.max_chunks``.
-        num_decodes: Leading requests that the chunk plan skips. With None, the decodes of the
-            batch, which ``split`` of the result counts. Otherwise an int, or an int32 tensor (the
+        num_decodes: Leading requests that the chunk plan skips. None skips the batch's decodes, as
+            counted in ``split`` of the result. An int or an int32 tensor sets another number (the
             result of ``split_decodes_and_prefills`` with another threshold, or its first entry).
 
     Returns:
@@ -351,9 +351,9 @@ def _plan_chunks(
 def token_slots(
     tokens: TokenMap, block_table: Tensor, block_size: int, slot_mapping: Tensor | None = None
 ) -> Tensor:
-    """Slots of tokens in a cache with a row for each of them.
+    """Compute the slots of tokens in a cache with one row per token.
 
-    Every token that exists is stored, or of those the ones that ``slot_mapping`` stores elsewhere.
+    Stores every token that exists; with ``slot_mapping``, only tokens that have a slot in it.
     """
     stored = tokens.positions if slot_mapping is None else slot_mapping
     sizes = {"block_size": block_size, "compress_ratio": 1}
@@ -384,7 +384,7 @@ def token_rows(
 def rows_of_tokens(
     spec: AttentionSpec, tokens: TokenMap, slot_mapping: Tensor, block_tables: BlockTables
 ) -> dict[str, Tensor]:
-    """``token_rows`` from a token map."""
+    """Compute ``token_rows`` from a token map."""
     window = swa_indices_and_lens(
         tokens.positions,
         tokens.req_indices,

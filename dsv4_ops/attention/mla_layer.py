@@ -42,9 +42,9 @@ def mla_layer(
 ) -> Tensor:
     """Insert a step's latents into the layer's cache and attend to all visible rows.
 
-    Decode tokens attend to latent rows with absorbed queries. Prefill tokens of a step with the
-    context "chunked" attend to expanded keys and values: those of the step first, those of the
-    context chunk by chunk.
+    Decode tokens attend to latent rows with absorbed queries. With the context "chunked", prefill
+    tokens attend to expanded keys and values: first those of the step, then those of the context,
+    chunk by chunk.
 
     Args:
         spec: The model's attention configuration.
@@ -60,8 +60,8 @@ def mla_layer(
     Mutates: ``cache``, at the slots of the step, before attention reads it.
 
     Raises:
-        ValueError, TypeError: a tensor is missing or does not match ``spec``, or there are no such
-            ranks as ``spec.parallel``. Nothing is written.
+        ValueError, TypeError: a tensor is missing or does not match ``spec``, or the process group
+            does not match ``spec.parallel``. Nothing is written.
         NotImplementedError, ImportError, RuntimeError: ``spec.impl`` does not take the step, or is
             not available here. Nothing is written. Backward raises NotImplementedError.
 
@@ -93,7 +93,7 @@ def mla_layer(
     if num_tokens == 0:
         return q.new_zeros(0, spec.num_heads * spec.v_head_dim)
     token = torch.arange(num_tokens, device=q.device)
-    # indices, not slices: capacity and num_tokens are not compared
+    # indices, not slices, which would compare capacity and num_tokens
     first = torch.arange(capacity, device=q.device).clamp(max=num_tokens - 1)
     decoded = attend_absorbed(spec, q.index_select(0, first), weights, cache, step)
     decoded = decoded.index_select(0, token.clamp(max=capacity - 1))
@@ -126,10 +126,10 @@ def attend_absorbed(
     )
     if ranks is not None and ranks.shards_heads:
         attended = MlaAttention(*cp_combine(*attended, ranks.group, via=ranks.via))
-    up = mla_v_up(attended.out.to(spec.dtype), weights.w_uv)  # that of codes is bfloat16
+    up = mla_v_up(attended.out.to(spec.dtype), weights.w_uv)  # codes give bfloat16
     if ranks is None or ranks.shards_heads:
         return up
-    # values are a quarter of the latents: sent once they are expanded
+    # values are a quarter as wide as latents, so ranks exchange them after the expansion
     values = up.unflatten(-1, (spec.num_heads, spec.v_head_dim))
     return merge_states(*every_rank(values, attended.lse, ranks)).out.flatten(1)
 
@@ -165,7 +165,7 @@ def attend_expanded(
             rows = _context_rows(spec, cache, step, chunk)
             latent, rope = rows.split((spec.kv_lora_rank, spec.qk_rope_head_dim), -1)
             bounds = chunks.cu_seq_lens[chunk]
-            if chunk == 0:  # the fullest: a product of all rows takes two thirds of the time
+            if chunk == 0:  # the fullest one: expanding all rows takes 2/3 of the time
                 expanded = torch.nn.functional.linear(latent, w_kv_b).unflatten(-1, heads)
             else:
                 expanded = mla_expand_kv(latent, w_kv_b.unflatten(0, heads), bounds[-1:])
@@ -176,17 +176,17 @@ def attend_expanded(
 
 
 def _context_rows(spec: MlaSpec, cache: MlaCache, step: MlaStep, chunk: int) -> Tensor:
-    """Rows of a chunk of the contexts in the order of their positions, in the spec's dtype; 0 for
-    those unused."""
+    """Gather the context rows of a chunk in position order, in the spec's dtype; unused rows are
+    0."""
     slots, size = cast(Tensor, step.chunk_slots)[chunk], spec.block_size
     if spec.ranks is None:
         rows = mla_gather_kv(cache.kv, slots, cache.scale, block_size=size, layout=spec.layout)
-        return rows.to(spec.dtype)  # codes are read as bfloat16
+        return rows.to(spec.dtype)  # codes become bfloat16
     coded = spec.layout != PlainLayout.tag
     gather = mla_gather_codes if coded else mla_gather_kv
     own = gather(cache.kv, slots, block_size=size, layout=spec.layout)
     rows, index = cp_gather_rows(own, spec.ranks.group), cast(Tensor, step.chunk_rows)[chunk]
-    # a rank's last rows may never have been written
+    # a rank's last rows may be unwritten memory
     rows = torch.where(index[:, None] >= 0, rows.index_select(0, index.clamp(min=0)), 0)
     if coded:
         rows = mla_dequantize_rows(rows, cache.scale, layout=spec.layout)
@@ -196,7 +196,7 @@ def _context_rows(spec: MlaSpec, cache: MlaCache, step: MlaStep, chunk: int) -> 
 def _check(
     spec: MlaSpec, inputs: MlaInputs, weights: MlaWeights, cache: MlaCache, step: MlaStep
 ) -> None:
-    """Raise now what an op would only raise after the insert."""
+    """Raise now the errors that an op would only raise after the insert."""
     checks = Checks("mla_layer")
     heads, nope, rope = spec.num_heads, spec.qk_nope_head_dim, spec.qk_rope_head_dim
     rank, value = spec.kv_lora_rank, spec.v_head_dim
@@ -224,7 +224,8 @@ def _check(
     checks.tensor("step.positions", step.positions, torch.int64, "num_tokens")
     op, device = checks.op, inputs.q.device
     check_device(op, spec.impl, device)
-    if spec.impl in LIBRARIES and not torch.compiler.is_compiling():  # lowering checks it then
+    # under compile the lowering checks
+    if spec.impl in LIBRARIES and not torch.compiler.is_compiling():
         require(op, spec.impl)
     spec.check_impl(op, step.decode_lens.shape[0])
     if spec.ranks is not None:

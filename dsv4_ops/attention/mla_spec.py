@@ -27,11 +27,11 @@ from dsv4_ops.ops.mla import PROVIDERS as DECODE_PROVIDERS
 from dsv4_ops.ops.mla_context import PREFILL_PROVIDERS
 
 CONTEXTS = ("absorbed", "chunked")
-"""How tokens of a prefill attend: to latent rows with absorbed queries, as decodes do, or to
-expanded keys and values, those of the context chunk by chunk."""
+"""How prefill tokens attend: to latent rows with absorbed queries, like decodes, or to expanded
+keys and values, with the context expanded chunk by chunk."""
 
 FP8_QUERY = "fp8"
-"""Absorbed queries as codes."""
+"""Value of ``MlaSpec.query`` for absorbed queries as e4m3 codes."""
 
 _DIMS = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 _SIZES = (*_DIMS, "block_size", "next_n", "max_decode_tokens", "workspace_rows")
@@ -43,8 +43,8 @@ class MlaSpec:
 
     Args:
         num_heads: Query heads of this rank.
-        softmax_scale: Scale of the attention logits, with YaRN's mscale squared where the model
-            has it.
+        softmax_scale: Scale of the attention logits, including YaRN's squared mscale if the model
+            has one.
         qk_nope_head_dim: Values of a query or key head that RoPE leaves alone.
         qk_rope_head_dim: Values of a query head, and of the key part that heads share, that RoPE
             rotates.
@@ -53,20 +53,22 @@ class MlaSpec:
         block_size: Rows per block of the cache.
         layout: Layout tag of the cache: "plain", "mla_fp8" or "mla_ds_fp8".
         dtype: Dtype of queries, latents and plain caches, bfloat16 or float32.
-        query: Absorbed queries: None in ``dtype``; "fp8", for the layout "mla_fp8", as e4m3 codes
-            over one scale, ``MlaWeights.q_scale``. Expanded queries stay in ``dtype``.
+        query: Format of absorbed queries. None keeps ``dtype``; "fp8", which needs the layout
+            "mla_fp8", makes e4m3 codes with the scale ``MlaWeights.q_scale``. Expanded queries
+            stay in ``dtype``.
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
         context: "absorbed" or "chunked"; see ``break_even``.
-        max_decode_tokens: "chunked": rows that decodes may take; decode tokens beyond are
+        max_decode_tokens: "chunked": maximum decode tokens per step; the others are
             computed with the prefills.
-        workspace_rows: "chunked": rows of a chunk of contexts; ``mla_workspace_rows``.
-        max_chunks: "chunked": most chunks of a step; 0 if no request has a context.
-            ``max_context_chunks`` bounds them. The first takes the expansion of ``workspace_rows``
-            rows in every layer, empty or not, the others that of the rows that they use. Contexts
-            beyond are not attended to: read ``MlaStep.chunks.num_chunks`` where they may be larger.
+        workspace_rows: "chunked": context rows per chunk; ``mla_workspace_rows`` suggests one.
+        max_chunks: "chunked": maximum chunks per step; 0 if no request has a context.
+            ``max_context_chunks`` computes a bound. Every layer expands all ``workspace_rows`` rows
+            of the first chunk, even if it is empty, and only the used rows of the others. Tokens do
+            not attend to contexts past the last chunk: if contexts may be that long, read
+            ``MlaStep.chunks.num_chunks``.
         chunk_plan: "packed" or "equal"; as for ``context_chunks``.
         batch_invariant: Whether the splits of a decode depend on its own length alone.
-        impl: Implementation of attention, for the ops that have it; "auto" the fastest.
+        impl: Implementation of attention, for the ops that have it; "auto" picks the fastest.
         parallel: Ranks that share the cache of every sequence; None if each has its own.
     """
 
@@ -112,13 +114,13 @@ class MlaSpec:
             )
         checks.divides("a pair", 2, "qk_rope_head_dim", self.qk_rope_head_dim)
         sizes = (self.kv_lora_rank, self.width)
-        wanted = (MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.width)
-        if self.layout == MlaDsFp8Layout.tag and sizes != wanted:
+        required = (MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.width)
+        if self.layout == MlaDsFp8Layout.tag and sizes != required:
             raise argument_error(
                 "MlaSpec",
                 "layout",
-                must=f"be another than {self.layout!r} unless a latent of {wanted[0]} has a row of "
-                f"{wanted[1]} values",
+                must=f"be another than {self.layout!r} unless a latent of {required[0]} has a row "
+                f"of {required[1]} values",
                 got=f"{self.layout!r} for {sizes[0]} of {sizes[1]} values",
                 do="Pass 'mla_fp8' or 'plain'",
                 kind=NotImplementedError,
@@ -155,8 +157,10 @@ class MlaSpec:
             )
 
     def check_impl(self, op: str, num_tokens: int, impl: str | None = None) -> None:
-        """Raise an error of ``op`` if ``impl``, by default the spec's own, does not take decodes of
-        ``num_tokens`` tokens, or prefills that expand contexts."""
+        """Raise an error that names ``op`` if ``impl`` does not support the spec's calls.
+
+        These are decodes of ``num_tokens`` tokens, and prefills that expand contexts. ``impl``
+        defaults to the spec's own."""
         impl = self.impl if impl is None else impl
         heads = self.num_heads * (1 if self.ranks is None else self.ranks.head_parts)
         dtype = self.dtype if self.query is None else torch.float8_e4m3fn
@@ -179,12 +183,12 @@ class MlaSpec:
 
     @property
     def decode_impl(self) -> str:
-        """Implementation of ``mla_decode``."""
+        """Return the implementation of ``mla_decode``."""
         return impl_for(DECODE_PROVIDERS, self.impl)
 
     @property
     def prefill_impl(self) -> str:
-        """Implementation of ``mla_prefill``."""
+        """Return the implementation of ``mla_prefill``."""
         return impl_for(PREFILL_PROVIDERS, self.impl)
 
     @classmethod
@@ -195,7 +199,7 @@ class MlaSpec:
 
     @property
     def ranks(self) -> ContextParallel | None:
-        """``parallel``, or None where it has one rank."""
+        """``parallel``, or None if it has one rank."""
         return None if self.parallel is None or self.parallel.world_size == 1 else self.parallel
 
     @property
@@ -210,21 +214,22 @@ class MlaSpec:
 
     @property
     def block_tokens(self) -> int:
-        """Positions whose rows are in one block, those of all ranks."""
+        """Positions whose rows share a block index, on all ranks together."""
         return self.block_size * self.cp_world_size
 
     @property
     def width(self) -> int:
-        """Values of a cache row: the latent, then the rotated part."""
+        """Values per cache row: the latent, then the rotated part."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def break_even(self) -> int:
-        """Query tokens per request from which expanding a context takes less work: 171 for V3.
+        """Query tokens per request above which expanding a context takes less work: 171 for V3.
 
-        An absorbed query takes 2 * kv_lora_rank + qk_rope_head_dim products per key and head, an
-        expanded one qk_nope_head_dim + qk_rope_head_dim + v_head_dim, beside the expansion of the
-        key. Below it, or where absorbed queries are not the wider ones, "absorbed" is cheaper.
+        An absorbed query takes 2 * kv_lora_rank + qk_rope_head_dim products per key and head. An
+        expanded one takes qk_nope_head_dim + qk_rope_head_dim + v_head_dim, plus the expansion of
+        the key. With fewer query tokens, or if absorbed queries are no wider than expanded ones,
+        "absorbed" is cheaper.
         """
         expanded = self.qk_nope_head_dim + self.v_head_dim
         saved = 2 * self.kv_lora_rank - expanded

@@ -28,23 +28,24 @@ class MlaStep:
     Attributes:
         req_indices: Request of the token, [num_tokens], int32; -1 for padding.
         positions: Position of the token, [num_tokens], int64; -1 for padding.
-        slot_mapping: Slot in the cache, [num_tokens], int64; -1 for tokens that write nothing, as
-            those of other ranks.
+        slot_mapping: Slot in the cache, [num_tokens], int64; -1 for tokens that write nothing here,
+            such as those of other ranks.
         decode_lens: Rows of this rank that each decode token sees, [max_decode_tokens], int32; 0
             for padding.
         decode_req_indices: Request of each decode token, [max_decode_tokens], int32.
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
         decode_start_loc: First decode token of every request and one past the last, [num_reqs + 1],
-            int32; None where none has several. Tokens of a request can share its rows' reads.
+            int32; None if no request has several. Tokens of a request can then share the reads of
+            its rows.
         counts: Decodes, prefills, decode tokens, prefill tokens, [4], int32; the decode tokens are
             at most max_decode_tokens.
         prefill_start_loc: First prefill token of every request and one past the last,
             [num_reqs + 1], int32; decodes have none.
-        chunks: The plan of the contexts, or None if a step has none.
+        chunks: The chunk plan of the contexts, or None if the step has no contexts.
         chunk_slots: Slot of every row of each chunk, [max_chunks, workspace_rows], int64; -1 for
-            unused rows. Of several ranks each has its own part of the rows.
-        chunk_rows: Where each row of a chunk is among those that the ranks gathered, [max_chunks,
-            workspace_rows], int64; -1 for unused rows. None if there is one rank.
+            unused rows. If ranks share the cache, each has its own part of the rows.
+        chunk_rows: Index of each row of a chunk among the rows that the ranks gathered,
+            [max_chunks, workspace_rows], int64; -1 for unused rows. None if there is one rank.
     """
 
     req_indices: Tensor
@@ -79,13 +80,13 @@ def build_mla_step(
     Args:
         spec: The model's attention configuration.
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
-            Decodes should come first: what follows a prefill is computed as one.
+            Decodes should come first: a decode after a prefill is computed as a prefill.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
             padding request.
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
-        is_valid_token: False for tokens to treat as padding, [num_tokens], bool. With None, only
+        is_valid_token: False for tokens to treat as padding, [num_tokens], bool. If None, only
             tokens after the last request are padding.
-        cp_rank: This rank, [1], int32, if several share the cache: ``ContextParallel.rank``.
+        cp_rank: This rank, [1], int32, if ranks share the cache: ``ContextParallel.rank``.
         num_tokens: Tokens of the padded batch.
 
     Returns:
@@ -122,13 +123,13 @@ def mla_step_of_tokens(
     seq_lens: Tensor | None = None,
     cp_rank: Tensor | None = None,
 ) -> MlaStep:
-    """``build_mla_step`` from the request and position of every token.
+    """Build the metadata of ``build_mla_step`` from a token map.
 
     Args:
         spec: The model's attention configuration.
         tokens: Row in the block table and position of every token, -1 for padding.
         block_table: As for ``build_mla_step``.
-        query_start_loc: As for ``build_mla_step``. May be None with the context "absorbed": tokens
+        query_start_loc: As for ``build_mla_step``. May be None with the context "absorbed"; tokens
             of a request then share no reads.
         seq_lens: As for ``build_mla_step``; "absorbed" does not read it.
         cp_rank: As for ``build_mla_step``.
@@ -137,7 +138,8 @@ def mla_step_of_tokens(
         ``MlaStep`` with num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as ``build_mla_step``; bounds that a chunked context needs are None.
+        ValueError, TypeError: as ``build_mla_step``; or a chunked context needs bounds that are
+            None.
     """
     lens = (tokens.positions + 1).to(torch.int32)
     if spec.cp_world_size == 1:
@@ -160,7 +162,7 @@ def mla_step_of_tokens(
             block_size=spec.block_size,
             **ranks,
         )
-        lens = cp_seq_lens(lens, cp_rank, **ranks)  # of every token: no shift of the last one's
+        lens = cp_seq_lens(lens, cp_rank, **ranks)  # per token, not shifted from the last token's
     step = MlaStep(
         req_indices=tokens.req_indices,
         positions=tokens.positions,
@@ -186,15 +188,15 @@ def mla_step_of_tokens(
 def _with_prefills(
     spec: MlaSpec, step: MlaStep, query_start_loc: Tensor, seq_lens: Tensor
 ) -> MlaStep:
-    """Keep the decodes as such; what follows them expands its context."""
+    """Split off the decodes; the requests after them expand their context."""
     num_tokens = step.positions.shape[0]
     counts = split_decodes_and_prefills(query_start_loc, decode_threshold=spec.next_n)
     num_decode_tokens = counts[2].clamp(max=spec.max_decode_tokens)
     decode = torch.arange(spec.max_decode_tokens, device=counts.device)
-    there = (decode < num_decode_tokens) & (decode < num_tokens)
+    is_decode = (decode < num_decode_tokens) & (decode < num_tokens)
     lens, requests = step.decode_lens, step.decode_req_indices
     if num_tokens > 0:
-        # an index, not a slice: its size does not depend on num_tokens
+        # an index, not a slice, so that the size does not depend on num_tokens
         first = decode.clamp(max=num_tokens - 1)
         lens, requests = lens.index_select(0, first), requests.index_select(0, first)
     else:
@@ -219,8 +221,8 @@ def _with_prefills(
     several = spec.next_n > 1
     return replace(
         step,
-        decode_lens=torch.where(there, lens, 0),
-        decode_req_indices=torch.where(there, requests, ABSENT),
+        decode_lens=torch.where(is_decode, lens, 0),
+        decode_req_indices=torch.where(is_decode, requests, ABSENT),
         decode_start_loc=torch.minimum(query_start_loc, num_decode_tokens) if several else None,
         counts=torch.cat((counts[:2], num_decode_tokens[None], counts[3:])),
         prefill_start_loc=prefill_start_loc,
@@ -231,7 +233,8 @@ def _with_prefills(
 
 
 def _chunk_slots(spec: MlaSpec, chunks: ContextChunks, block_table: Tensor) -> Tensor:
-    """Slots of this rank's rows; of several ranks some of the last rows were never written."""
+    """Compute the slots of this rank's rows. If ranks share the cache, some of the last rows may
+    be unwritten memory."""
     slots = []
     for chunk in range(spec.max_chunks):
         starts, cu_seq_lens = chunks.local_starts[chunk], chunks.local_cu_seq_lens[chunk]
@@ -246,7 +249,7 @@ def _chunk_rows(spec: MlaSpec, chunks: ContextChunks) -> Tensor:
     for chunk in range(spec.max_chunks):
         starts, cu_seq_lens = chunks.local_starts[chunk], chunks.cu_seq_lens[chunk]
         ends = starts * spec.cp_world_size + cu_seq_lens.diff()
-        found = cp_row_indices(
+        rows = cp_row_indices(
             *token_map(cu_seq_lens, ends, num_tokens=spec.workspace_rows),
             starts,
             chunks.local_cu_seq_lens[chunk],
@@ -254,10 +257,10 @@ def _chunk_rows(spec: MlaSpec, chunks: ContextChunks) -> Tensor:
             cp_world_size=spec.cp_world_size,
             cp_interleave=spec.cp_interleave,
         )
-        indices.append(found)
+        indices.append(rows)
     return torch.stack(indices)
 
 
 def _local_rows(spec: MlaSpec) -> int:
-    """Rows of a chunk that each rank gathers."""
+    """Return the number of rows of a chunk that each rank gathers."""
     return spec.workspace_rows // spec.cp_world_size // spec.cp_interleave * spec.cp_interleave

@@ -25,28 +25,28 @@ from dsv4_ops.ops.context_parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """Decode context parallelism: ranks take the rows of every sequence in turns.
+    """Decode context parallelism: ranks hold the rows of every sequence in turn.
 
     Each rank stores its rows, attends to them, and combines its attention with that of the others.
-    Rows are those of positions, in DeepSeek-V4 compressed rows and the indexer's keys. Tokens and
-    metadata of a step are the same on all ranks.
+    A row is a position's latent or, in DeepSeek-V4, a compressed row and its indexer key. All ranks
+    have the same tokens and step metadata.
 
     Args:
         group: Name of the process group, ``ProcessGroup.group_name``.
-        world_size: Its ranks; ``of`` asks it. 1 is no parallelism: nothing is left of it.
-        interleave: Consecutive rows on one rank; divides the rows of a block.
-        via: How ranks combine their attention, as for ``cp_combine``; not used where every rank
-            keeps all heads. By "symmetric_memory" they gather too what a decode step gathers:
-            queries, the indexer's candidates, and attention where every rank keeps all heads.
-        shards_heads: Whether each rank has its part of the query heads (tensor parallelism of the
-            projections around the attention). Ranks gather the queries of all heads, and each gets
-            the output of its own. If not, each rank has all heads, gathers every rank's output, and
-            in V3 computes the prefills alone.
-        shards_index_heads: Whether each rank has its part of the indexer's heads. Ranks gather the
-            queries of all and score with them, so that they select the rows of one GPU.
+        world_size: Number of ranks; ``of`` reads it from the group. 1 disables the parallelism.
+        interleave: Consecutive rows on one rank; divides the rows per block.
+        via: How ranks combine their attention, as for ``cp_combine``; unused if every rank keeps
+            all heads. "symmetric_memory" also serves the gathers of a decode step: queries, the
+            indexer's candidates and, if every rank keeps all heads, attention.
+        shards_heads: Whether each rank has a part of the query heads (tensor parallelism of the
+            projections around the attention). Ranks then gather the queries of all heads, and each
+            rank gets the output of its own. Otherwise each rank has all heads, gathers every rank's
+            output, and in V3 computes the prefills alone.
+        shards_index_heads: Whether each rank has a part of the indexer's heads. Ranks then gather
+            the queries of all heads to score with, so that they select the same rows as one GPU.
 
     Raises:
-        ValueError, TypeError: a number out of range, or another ``via``.
+        ValueError, TypeError: a number is out of range, or ``via`` is unknown.
 
     Example:
         >>> from dsv4_ops.attention import ContextParallel
@@ -70,15 +70,15 @@ class ContextParallel:
 
     @classmethod
     def of(cls, group: Any = None, **settings: Any) -> ContextParallel:
-        """Make one of a ``ProcessGroup``, or of all processes.
+        """Make a ``ContextParallel`` of a ``ProcessGroup``, or of all processes.
 
         Raises:
             ValueError: ``torch.distributed`` has no such group.
         """
-        found = group
+        resolved = group
         if group is None and torch.distributed.is_initialized():
-            found = torch.distributed.group.WORLD
-        name = getattr(found, "group_name", found)
+            resolved = torch.distributed.group.WORLD
+        name = getattr(resolved, "group_name", resolved)
         size = process_group_size("ContextParallel.of", "default" if name is None else name)
         return cls(group=name, world_size=size, **settings)
 
@@ -94,12 +94,12 @@ class ContextParallel:
 
     @property
     def gathers_via(self) -> str:
-        """How ranks gather what a decode step gathers, as for ``cp_gather_heads``."""
+        """How ranks gather in a decode step, as for ``cp_gather_heads``."""
         return self.via if self.via in GATHERS else GATHERS[0]
 
     @property
     def turn(self) -> int:
-        """Rows after which the first rank is in turn again."""
+        """Rows per turn, after which the first rank follows again."""
         return self.world_size * self.interleave
 
     def rank(self, device: torch.device | str | None = None) -> Tensor:
@@ -107,8 +107,9 @@ class ContextParallel:
         return torch.tensor([group_rank(self.group)], dtype=torch.int32, device=device)
 
     def check(self, op: str, row_bytes: int, device: torch.device) -> None:
-        """Raise an error of ``op`` if there are no such ranks, or they cannot merge attention of
-        ``row_bytes`` bytes a head on ``device``."""
+        """Raise an error that names ``op`` if the group does not match, or cannot merge attention.
+
+        Attention has ``row_bytes`` bytes per head and is on ``device``."""
         size = process_group_size(op, self.group)
         if size != self.world_size:
             raise argument_error(
@@ -124,16 +125,16 @@ class ContextParallel:
     def agree(self, op: str, what: str, device: torch.device | str, **values: Any) -> None:
         """Raise on every rank if any of ``values`` differs between ranks, which would hang steps.
 
-        Reads values of all ranks on the host: for setup, not for a step.
+        Synchronises with the host: call it at setup, not in a step.
 
         Args:
             op: Public function to name in the error.
             what: What the values describe.
             device: Device of the tensors that the group sends.
-            values: Anything whose ``repr`` tells it apart.
+            values: Values to compare by their ``repr``.
 
         Raises:
-            ValueError: they differ.
+            ValueError: a value differs between ranks.
         """
         if self.world_size == 1:
             return
@@ -153,6 +154,6 @@ class ContextParallel:
 
 
 def every_rank(out: Tensor, lse: Tensor, ranks: ContextParallel) -> Sequence[Tensor]:
-    """Attention of all ranks, [world_size, num_tokens, ...]."""
+    """Gather the attention of all ranks, [world_size, num_tokens, ...]."""
     own = (out[None], lse[None])
     return gather_each("cp_gather_rows", own, ranks.group, dim=0, via=ranks.gathers_via)

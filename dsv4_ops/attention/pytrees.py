@@ -1,4 +1,4 @@
-"""Dataclasses of tensors that torch takes apart, as graphs and exported programs ask for."""
+"""Register dataclasses of tensors as pytrees, which graphs and exported programs need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from torch.utils import _pytree as pytree
 
 
 def register(*classes: type, namespace: str = "dsv4_ops") -> None:
-    """Register dataclasses, by names that exported programs hold."""
+    """Register dataclasses under the names that exported programs store."""
     for each in classes:
         pytree.register_dataclass(each, serialized_type_name=f"{namespace}.{each.__name__}")

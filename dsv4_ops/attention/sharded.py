@@ -1,6 +1,6 @@
-"""A layer's attention where compressed rows lie on several ranks.
+"""A layer's attention if several ranks share the compressed rows.
 
-Every rank has the whole window and the compressors' states, and of the compressed rows its share.
+Every rank stores all windows and compressor states, but only its share of the compressed rows.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from dsv4_ops.reference.common import masked_index
 def select_own(
     layer: LayerCall, ranks: ContextParallel, query: IndexerQuery
 ) -> tuple[Tensor, Tensor]:
-    """Slots of the rank's part of the rows that one GPU would select, and how many they are."""
+    """Select the rows that one GPU would select; return the slots of this rank's part and their
+    number."""
     spec, step = layer.spec, layer.step
     turns = {"cp_interleave": ranks.interleave}
     if ranks.shards_index_heads:
         query = _all_heads(query, ranks)
     scores, rows = _candidates(layer, query)
-    found = torch.stack((scores.view(torch.int32), rows), 1)
-    found = cp_gather_rows(found, ranks.group, via=ranks.gathers_via)
-    found = found.unflatten(0, (ranks.world_size, -1))
-    scores, rows = found[:, :, 0].view(torch.float32), found[:, :, 1]
+    candidates = torch.stack((scores.view(torch.int32), rows), 1)
+    candidates = cp_gather_rows(candidates, ranks.group, via=ranks.gathers_via)
+    candidates = candidates.unflatten(0, (ranks.world_size, -1))
+    scores, rows = candidates[:, :, 0].view(torch.float32), candidates[:, :, 1]
     selected = cp_topk(scores, rows, topk=spec.attention.index_topk, **turns)
     rank = cast(RankShare, step.share).cp_rank
     own = cp_local_rows(selected, rank, cp_world_size=ranks.world_size, **turns)
@@ -52,23 +53,25 @@ def select_own(
 
 
 def _all_heads(query: IndexerQuery, ranks: ContextParallel) -> IndexerQuery:
-    """Gather queries and weights of the heads of all ranks: both at once, by one all-gather of
-    bytes or in one kernel."""
+    """Gather queries and head weights of all ranks, both in one all-gather of bytes or one
+    kernel."""
     own = (query.q, query.weights[..., None])
     if ranks.gathers_via == "symmetric_memory":
         q, weights = gather_each("cp_gather_heads", own, ranks.group, dim=1, via=ranks.gathers_via)
         return IndexerQuery(q, weights.squeeze(-1))
     sent = torch.cat([each.contiguous().view(torch.uint8) for each in own], -1)
-    found = cp_gather_heads(sent, ranks.group).split((sent.shape[-1] - 4, 4), -1)
-    q, weights = (part.contiguous().view(each.dtype) for part, each in zip(found, own, strict=True))
+    gathered = cp_gather_heads(sent, ranks.group).split((sent.shape[-1] - 4, 4), -1)
+    q, weights = (
+        part.contiguous().view(each.dtype) for part, each in zip(gathered, own, strict=True)
+    )
     return IndexerQuery(q, weights.squeeze(-1))
 
 
 def _candidates(layer: LayerCall, query: IndexerQuery) -> tuple[Tensor, Tensor]:
-    """Scores and local rows of the rank's own best, [num_tokens, index_topk].
+    """Select the rank's best rows; return their scores and local rows, [num_tokens, index_topk].
 
-    Unlike ``indexer_select`` this stores all scores: of as many tokens at a time as fit into
-    ``max_logits_bytes``, if sizes are known.
+    Unlike ``indexer_select`` this materialises the logits, for as many tokens at a time as fit into
+    ``max_logits_bytes`` if the sizes are not symbolic.
     """
     spec, step = layer.spec, layer.step
     table, block_size = step.c4.block_table, spec.block_size("c4")
@@ -80,7 +83,7 @@ def _candidates(layer: LayerCall, query: IndexerQuery) -> tuple[Tensor, Tensor]:
         size = max(1, most // num_rows)
         parts = list(zip(*(each.split(size) for each in tensors), strict=True))
     schedule = step.c4.schedule if len(parts) == 1 else None
-    found = []
+    gathered = []
     for q, head_weights, lens, req_indices in parts:
         logits = indexer_logits(
             q,
@@ -97,20 +100,20 @@ def _candidates(layer: LayerCall, query: IndexerQuery) -> tuple[Tensor, Tensor]:
         )
         rows = indexer_topk(logits, lens, topk=spec.attention.index_topk)
         token = torch.arange(rows.shape[0], device=rows.device)[:, None]
-        found.append((masked_index(logits, rows >= 0, [token, rows], -torch.inf), rows))
-    if len(found) == 1:
-        return found[0]
-    scores, rows = (torch.cat(each) for each in zip(*found, strict=True))
+        gathered.append((masked_index(logits, rows >= 0, [token, rows], -torch.inf), rows))
+    if len(gathered) == 1:
+        return gathered[0]
+    scores, rows = (torch.cat(each) for each in zip(*gathered, strict=True))
     return scores, rows
 
 
 def attend_own(
     layer: LayerCall, ranks: ContextParallel, q: Tensor, own: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Attention of the rank's heads over the rows of all ranks.
+    """Compute attention of the rank's heads over the rows of all ranks.
 
-    Each rank attends to a share of the window and to its own rows, for all heads and without the
-    sink, which counts once, in what is combined.
+    Each rank attends to its share of the window and to its own rows, for all heads and without the
+    sink; the sink is added once, to the combined result.
     """
     heads = cp_gather_heads(q, ranks.group, via=ranks.gathers_via) if ranks.shards_heads else q
     attended = attend_decode(layer, heads, own, inverse_rope=False, sink=False)
@@ -123,6 +126,6 @@ def attend_own(
 
 
 def with_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> Tensor:
-    """Count the sink in the denominator of attention that knows none."""
+    """Add the sink to the denominator of attention that was computed without it."""
     share = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - attn_sink))
     return (out.to(torch.float32) * share[..., None]).to(out.dtype)

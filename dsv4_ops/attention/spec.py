@@ -32,7 +32,7 @@ class LayerSpec:
     """Configuration shared by all attention layers of a model.
 
     Args:
-        attention: Window, ratios, block sizes, top-k: everything that step metadata depends on.
+        attention: Window, ratios, block sizes and top-k: the part that step metadata depends on.
         num_groups: Head groups of the output projection.
         head_dim: Values per key; 512 for the layout "v4_fp8".
         rope_dim: Trailing values of keys and indexer keys that RoPE rotates; 64 for "v4_fp8".
@@ -48,20 +48,21 @@ class LayerSpec:
             or float32 for reference computations.
         scale_layout: None for an output in the dtype of the queries; otherwise the output is
             quantised, with scales in this layout of ``inverse_rope_group_quantize``.
-        batch_invariant: Whether a token's result is bit-identical whatever else is in the step.
-        impl: Implementation of indexer selection and attention: "triton", "flash_mla", "deep_gemm"
-            or "reference". Ops without that implementation, and every op with "auto", run the
-            fastest one, or our kernels with ``batch_invariant``.
+        batch_invariant: Whether a token's result is bit-identical regardless of the rest of the
+            step.
+        impl: Implementation of indexer selection and attention: "triton", "flash_mla", "deep_gemm",
+            "reference" or "auto". With "auto", and where an op lacks the named implementation, it
+            runs the fastest one; with ``batch_invariant``, our kernels.
         schedule_sms: SMs for which a step builds the DeepGEMM schedule that its C4 layers share:
             ``providers.deep_gemm_num_sms()``. 0: each layer builds its own. Requires impl
             "deep_gemm".
         sm_parts: SM parts for which a step builds FlashMLA's tile scheduler metadata, once per
             layer kind, for the schedule "decode": ``providers.flash_mla_num_sm_parts(num_heads)``.
             0: each layer builds its own. Requires impl "flash_mla".
-        parallel: Ranks that share the compressed rows of every request and the indexer's keys; None
-            if each has its own. Windows and the compressors' states every rank has whole. If ranks
-            shard heads, ``num_groups`` and the heads of queries and sink are those of one, but not
-            the heads of the indexer.
+        parallel: Ranks that share the compressed rows and indexer keys of every request; None if
+            each rank has its own. Every rank stores all windows and compressor states. If ranks
+            shard heads, ``num_groups`` and the heads of queries and sink count one rank's part; the
+            indexer's heads always count all ranks.
         kinds: Kinds of the model's layers. A step plans for these; a layer of another kind plans in
             its own call.
     """
@@ -137,7 +138,7 @@ class LayerSpec:
                 do="Only FlashMLA takes this metadata",
             )
         if self.ranks is not None:
-            for name in ("c4_block_size", "c128_block_size"):  # whole turns in a block
+            for name in ("c4_block_size", "c128_block_size"):  # whole turns of ranks per block
                 rows = getattr(self.attention, name)
                 checks.divisor("parallel.interleave", self.ranks.interleave, name, rows)
         if self.sm_parts and self.ranks is not None:
@@ -150,20 +151,20 @@ class LayerSpec:
                 kind=NotImplementedError,
             )
         if self.impl == FLASH_MLA:
-            for name, wanted in (("layout", MainLayout.tag), ("batch_invariant", False)):
+            for name, required in (("layout", MainLayout.tag), ("batch_invariant", False)):
                 got = getattr(self, name)
-                if got != wanted:
+                if got != required:
                     raise argument_error(
                         "LayerSpec",
                         name,
-                        must=f"be {wanted!r} for impl 'flash_mla'",
+                        must=f"be {required!r} for impl 'flash_mla'",
                         got=repr(got),
                         do="FlashMLA runs nothing else",
                         kind=NotImplementedError,
                     )
 
     def _check_sizes(self, checks: Checks) -> None:
-        """Check what FP8 keys and FP8 outputs have one size of."""
+        """Check the sizes that FP8 keys and FP8 outputs fix."""
         checks.divides("a pair", 2, "rope_dim", self.rope_dim)
         for name in ("head_dim", "index_head_dim"):
             most = self.head_dim if name == "head_dim" else IndexerLayout.head_dim
@@ -207,7 +208,7 @@ class LayerSpec:
 
     @property
     def ranks(self) -> ContextParallel | None:
-        """``parallel``, or None where it has one rank."""
+        """``parallel``, or None if it has one rank."""
         return None if self.parallel is None or self.parallel.world_size == 1 else self.parallel
 
     @property
@@ -234,18 +235,18 @@ class LayerSpec:
     def layouts(self, kind: str) -> dict[str, Layout]:
         """Layouts of a layer's caches, by the field names of ``LayerCaches``."""
         check_kind("LayerSpec.layouts", kind)
-        found: dict[str, Layout] = {"swa": self._keys(self.attention.swa_block_size)}
+        layouts_of: dict[str, Layout] = {"swa": self._keys(self.attention.swa_block_size)}
         if kind != "window":
-            found["compressed"] = self._keys(self.block_size(kind))
-            found["states"] = self._states(kind, self.head_dim)
+            layouts_of["compressed"] = self._keys(self.block_size(kind))
+            layouts_of["states"] = self._states(kind, self.head_dim)
         if kind == "c4":
             size, head_dim = self.block_size(kind), IndexerLayout.head_dim
             fp8 = self.indexer_layout == IndexerLayout.tag
-            found["indexer"] = (
+            layouts_of["indexer"] = (
                 IndexerLayout(size) if fp8 else PlainLayout(size, head_dim, self.dtype)
             )
-            found["indexer_states"] = self._states(kind, head_dim)
-        return found
+            layouts_of["indexer_states"] = self._states(kind, head_dim)
+        return layouts_of
 
     def _keys(self, block_size: int) -> Layout:
         if self.layout == MainLayout.tag:

@@ -34,10 +34,10 @@ class StateTables:
     int32 [num_reqs, max_state_blocks] each.
 
     A block of ``c4`` covers ``c4_state_block_size`` positions (and serves the indexer's states
-    too), one of ``c128`` ``c128_state_block_size``. Layers read back at most two windows of 4 or
-    one window of 128, so earlier entries may be stale. The step's states are written to the blocks
-    of its positions; -1 discards them. If a step never overwrites states that it also reads, pass
-    ``state_rings=False`` to ``attention_layer``.
+    too), one of ``c128`` ``c128_state_block_size``. Layers read at most the last two windows of 4
+    or the last window of 128, so earlier entries may be stale. The step writes its states to the
+    blocks of its positions; -1 discards them. If a step never overwrites states that it also reads,
+    pass ``state_rings=False`` to ``attention_layer``.
     """
 
     c4: Tensor
@@ -54,12 +54,12 @@ class CompressedStep:
         block_table: Block table of the compressed rows, and of the indexer keys.
         state_slot_mapping: Slot of every token's compressor state, [num_tokens], int64.
         state_block_table: Block table of the compressor states.
-        plan: Split-KV schedule of "c128" layers under the schedule "decode", from
-            ``sparse_mla_plan`` with its default num_programs, or None.
+        plan: Split-KV plan of "c128" layers for the schedule "decode", from ``sparse_mla_plan``
+            with its default num_programs, or None.
         schedule: DeepGEMM's schedule for the indexer of "c4" layers, [num_sms + 1, 2], int32, from
-            ``paged_mqa_logits_metadata``, or None. It must match ``lens``: with the schedule of
-            other lengths DeepGEMM writes out of bounds.
-        flash_mla_plan: ``flash_mla_metadata`` under the schedule "decode" with impl "flash_mla", or
+            ``paged_mqa_logits_metadata``, or None. It must match ``lens``: if the lengths differ,
+            DeepGEMM writes out of bounds.
+        flash_mla_plan: ``flash_mla_metadata`` for the schedule "decode" with impl "flash_mla", or
             None.
     """
 
@@ -75,12 +75,12 @@ class CompressedStep:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What a rank attends to in the windows of a step, which all ranks have whole.
+    """A rank's share of the sliding windows, which every rank stores in full.
 
     Attributes:
         cp_rank: The rank, [1], int32.
-        swa_indices: Slots of its columns of ``AttentionStep.swa_indices``, [num_tokens, columns].
-        swa_lens: Valid entries of them, int32.
+        swa_indices: This rank's columns of ``AttentionStep.swa_indices``, [num_tokens, columns].
+        swa_lens: Valid entries of ``swa_indices``, int32.
     """
 
     cp_rank: Tensor
@@ -105,9 +105,9 @@ class AttentionStep:
             schedule "prefill" reads it.
         is_valid_token: False for padding, bool; no layer reads it.
         flash_mla_plan: ``flash_mla_metadata`` for window layers, or None. It must match
-            ``swa_lens``: with other lengths FlashMLA skips keys or reads out of bounds.
-        share: The rank's share of the windows, if several ranks have the compressed rows; ``c4``
-            and ``c128`` then have the rows of this rank.
+            ``swa_lens``: if the lengths differ, FlashMLA skips keys or reads out of bounds.
+        share: The rank's share of the windows, if several ranks share the compressed rows; ``c4``
+            and ``c128`` then describe the rows of this rank.
     """
 
     req_indices: Tensor
@@ -153,27 +153,28 @@ def build_attention_step(
         block_tables: Block tables of the window and compressed caches. For a layer kind that the
             model lacks, pass any table, [num_reqs, 0] included.
         state_tables: Block tables of the compressor states.
-        is_valid_token: False for tokens to treat as padding, [num_tokens], bool, such as those of a
-            captured step of fixed size; they write nothing, whatever their slot. With None, tokens
-            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``); pass ones for tokens
-            that attend and write nothing.
-        plan_heads: Query heads of the C128 layers, to build one split-KV schedule
+        is_valid_token: False for tokens to treat as padding, [num_tokens], bool, for example those
+            of a captured step of fixed size; they write nothing, whatever their slot. If None,
+            tokens without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). To attend
+            without writing, pass True and no slot.
+        plan_heads: Query heads of the C128 layers, to build one split-KV plan
             (``sparse_mla_plan``) that they share; 0 for none. It balances requests of very
-            different lengths: on an H200, 512 requests of 100 to 128k tokens take a C128 layer of
-            64 heads 79 us instead of 106, and the plan takes 7 to 8 us a step up to 128 requests.
-            It does not pay for contexts that are few, short or nearly equal, and little for 32 to
-            256 requests on Hopper, whose kernel has its own tile scheduler. ``attention_layer``
-            refuses a plan that ``batch_invariant`` or impl "flash_mla" would ignore.
-        cp_rank: The rank, [1], int32, so that one graph serves all ranks; required if
-            ``spec.parallel`` has several, else of no account. Tables and slots of the compressed
-            rows then are those of this rank's cache, where a block has as many rows as ever:
-            ``block_tokens`` times the ranks positions.
+            different lengths: on an H200, a C128 layer of 64 heads takes 79 us instead of 106 for
+            512 requests of 100 to 128k tokens, and the plan takes 7 to 8 us per step for up to 128
+            requests. It does not pay for few, short or nearly equal contexts. It gains little for
+            32 to 256 requests on Hopper, whose kernel has its own tile scheduler.
+            ``attention_layer`` refuses a plan that ``batch_invariant`` or impl "flash_mla" would
+            ignore.
+        cp_rank: The rank, [1], int32, a tensor so that one graph serves all ranks. Required if
+            ``spec.parallel`` has several ranks, otherwise ignored. Block tables and slots of the
+            compressed rows then refer to this rank's cache. A block has as many rows as without
+            ranks, so it covers ``block_tokens`` times the number of ranks positions.
 
     Returns:
         ``AttentionStep`` with num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as the underlying ops; more than 16383 tokens with a plan or a
+        ValueError, TypeError: as the underlying ops; or more than 16383 tokens with a plan or a
             schedule.
 
     Example:
@@ -209,7 +210,7 @@ def attention_step(
     plan_heads: int = 0,
     cp_rank: Tensor | None = None,
 ) -> AttentionStep:
-    """``build_attention_step`` from existing metadata.
+    """Build the metadata of ``build_attention_step`` from existing step metadata.
 
     Args:
         spec: The model's attention configuration.
@@ -243,9 +244,9 @@ def attention_step_of_tokens(
     plan_heads: int = 0,
     cp_rank: Tensor | None = None,
 ) -> AttentionStep:
-    """``build_attention_step`` from the request and position of every token.
+    """Build the metadata of ``build_attention_step`` from a token map.
 
-    For batches without a ``query_start_loc``, such as padded [batch, length] inputs.
+    Use it for batches without a ``query_start_loc``, such as padded [batch, length] inputs.
 
     Args:
         spec: The model's attention configuration.
@@ -288,7 +289,7 @@ def _plan(op: str, spec: LayerSpec, rows: dict[str, Tensor], num_heads: int) -> 
 def _metadata(
     spec: LayerSpec, rows: dict[str, Tensor], kind: str, table: Tensor | None = None
 ) -> Tensor | None:
-    """FlashMLA's tile scheduler metadata for layers of this kind."""
+    """Make FlashMLA's tile scheduler metadata for layers of this kind."""
     if spec.sm_parts == 0 or kind not in spec.kinds:
         return None
     width = 0
@@ -305,7 +306,7 @@ def _metadata(
 
 
 def _schedule(spec: LayerSpec, rows: dict[str, Tensor], table: Tensor) -> Tensor | None:
-    """DeepGEMM's schedule, from lengths masked and clamped to the block table."""
+    """Make DeepGEMM's schedule from lengths that are masked and clamped to the block table."""
     if spec.schedule_sms == 0 or "c4" not in spec.kinds:
         return None
     block_size, request = spec.block_size("c4"), rows["req_indices"]
@@ -322,7 +323,7 @@ def _own_rows(
     block_tables: BlockTables,
     cp_rank: Tensor,
 ) -> dict[str, Tensor]:
-    """Lengths and slots of the compressed rows that lie on a rank, by their names in ``rows``."""
+    """Compute the lengths and slots of a rank's compressed rows, under their names in ``rows``."""
     turns = {"cp_world_size": parallel.world_size, "cp_interleave": parallel.interleave}
     positions, own = rows["positions"], {}
     for kind, table in (("c4", block_tables.c4), ("c128", block_tables.c128)):
@@ -341,7 +342,7 @@ def _own_rows(
 
 
 def _share(parallel: ContextParallel, rows: dict[str, Tensor], cp_rank: Tensor) -> RankShare:
-    """Consecutive columns of the windows, so that each key counts on one rank."""
+    """Give a rank consecutive columns of the windows, so that each key counts on one rank."""
     indices, lens, ranks = rows["swa_indices"], rows["swa_lens"], parallel.world_size
     width = indices.shape[1]
     share = -(-width // ranks)

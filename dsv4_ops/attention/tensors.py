@@ -24,8 +24,8 @@ class LayerInputs:
     """Projection outputs of a layer, one row per token.
 
     Attributes:
-        q: Queries before norm and RoPE, [num_tokens, num_heads, head_dim], bfloat16 (the spec's
-            dtype for plain layouts).
+        q: Queries before norm and RoPE, [num_tokens, num_heads, head_dim], bfloat16; with plain
+            layouts, the spec's dtype.
         kv: Keys after norm, before RoPE, [num_tokens, head_dim], of the same dtype.
         kv_score: "c4", "c128": the compressor's kv and score side by side, [num_tokens, 2 *
             ``LayerSpec.compressor_width``], float32.
@@ -102,7 +102,7 @@ class LayerCaches:
 
 
 class LayerCall(NamedTuple):
-    """What ``attention_layer`` is called with, for its stages."""
+    """The arguments of ``attention_layer``, as its stages take them."""
 
     spec: LayerSpec
     kind: str
@@ -137,8 +137,8 @@ class MlaWeights:
         w_uv: Values' part, [num_heads, kv_lora_rank, v_head_dim].
         w_kv_b: ``kv_b_proj.weight`` itself, [num_heads * (qk_nope_head_dim + v_head_dim),
             kv_lora_rank], for chunked contexts.
-        q_scale: Query "fp8": what codes of absorbed queries are multiplied by, [1], float32. Values
-            above 448 times it saturate.
+        q_scale: Query "fp8": scale of the codes of absorbed queries, [1], float32. Values above
+            448 times the scale saturate.
     """
 
     cos_sin_cache: Tensor
@@ -150,13 +150,13 @@ class MlaWeights:
 
 @dataclass(frozen=True)
 class MlaCache:
-    """Paged latent rows of a dense MLA layer, in ``MlaSpec.cache_layout``.
+    """Hold the paged latent rows of a dense MLA layer, which are written in place.
 
-    Written in place.
+    Their layout is ``MlaSpec.cache_layout``.
 
     Attributes:
         kv: The rows.
-        scale: Layout "mla_fp8": what codes are multiplied by, [1], float32. 1 until calibrated.
+        scale: Layout "mla_fp8": scale of the codes, [1], float32. 1 until calibrated.
     """
 
     kv: Tensor
@@ -191,9 +191,9 @@ def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        held = [each for each in (*args, *kwargs.values()) if isinstance(each, _CLASSES)]
+        wrapped = [each for each in (*args, *kwargs.values()) if isinstance(each, _CLASSES)]
         # fields(): Dynamo in torch 2.11 cannot trace vars() of a frozen dataclass
-        names = [(each, field.name) for each in held for field in fields(each)]
+        names = [(each, field.name) for each in wrapped for field in fields(each)]
         tied = differentiated([getattr(each, name) for each, name in names])
         if not tied:
             return function(*args, **kwargs)
