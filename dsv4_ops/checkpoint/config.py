@@ -1,4 +1,4 @@
-"""``config.json`` of a released checkpoint: sizes, and how its weights are quantised."""
+"""Check ``config.json`` of a released checkpoint: sizes and the quantisation format."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ _QUANTIZATION = {
     "activation_scheme": "dynamic",
     "weight_block_size": [WEIGHT_BLOCK, WEIGHT_BLOCK],
 }
-"""What quantization_config must say; the first of these in words, the others by default too."""
+"""Required values of quantization_config. Only the first must be present; the others are
+defaults."""
 
 _FORMATS = (None, "e4m3", "float8_e4m3fn")
-"""Names of the format of codes; loaders do not read it."""
+"""Accepted names of the code format. Loaders do not read this field."""
 
 
 def check_sizes(
     op: str, config: Mapping[str, Any], names: Iterable[str], *, zero: Collection[str] = ()
 ) -> None:
-    """Raise unless a config has these sizes, integers of at least 1, or 0 for those of ``zero``."""
+    """Raise unless a config has these sizes: integers of at least 1, or at least 0 if in
+    ``zero``."""
     names = list(names)
     missing = [name for name in names if config.get(name) is None]
     if missing:
@@ -41,7 +43,7 @@ def check_sizes(
 
 
 def check_size(op: str, name: str, size: Any, least: int = 1) -> None:
-    """Raise unless this is an integer of at least ``least``."""
+    """Raise unless a size is an integer of at least ``least``."""
     if type(size) is not int or size < least:
         raise argument_error(
             op,
@@ -53,7 +55,7 @@ def check_size(op: str, name: str, size: Any, least: int = 1) -> None:
 
 
 def check_ratios(op: str, config: Mapping[str, Any]) -> None:
-    """Raise unless a config of V4 has a compression ratio for each layer."""
+    """Raise unless a V4 config has a compression ratio for each layer."""
     ratios, layers = config.get("compress_ratios"), config["num_hidden_layers"]
     name, must = "config.compress_ratios", f"have a ratio for each of {layers} layers"
     if not isinstance(ratios, list):
@@ -65,36 +67,38 @@ def check_ratios(op: str, config: Mapping[str, Any]) -> None:
 
 
 def scale_format(op: str, config: Mapping[str, Any]) -> str:
-    """Format in which a loader keeps scales: "float", or "ue8m0" for bytes.
+    """Return the format in which a loader keeps scales: "float", or "ue8m0" for bytes.
 
     Raises:
-        ValueError: the config does not say how weights are quantised, or in another way than FP8
-            in blocks.
+        ValueError: the config does not say how weights are quantised, or names a format other than
+            block-scaled FP8.
     """
-    name, held = "quantization_config", config.get("quantization_config")
-    if not isinstance(held, dict):
+    name, quantization = "quantization_config", config.get("quantization_config")
+    if not isinstance(quantization, dict):
         raise argument_error(
             op,
             f"config.{name}",
             must="say how weights are quantised",
-            got=None if held is None else type(held).__name__,
+            got=None if quantization is None else type(quantization).__name__,
             do="Load it by from_pretrained",
         )
-    for part, wanted in _QUANTIZATION.items():
-        actual = held.get(part, None if part == "quant_method" else wanted)
-        if actual != wanted:
+    for part, required in _QUANTIZATION.items():
+        actual = quantization.get(part, None if part == "quant_method" else required)
+        if actual != required:
             raise argument_error(
-                op, f"{name}.{part}", must=f"be {wanted!r}", got=repr(actual), do=_ADVICE
+                op, f"{name}.{part}", must=f"be {required!r}", got=repr(actual), do=_ADVICE
             )
-    if held.get("fmt") not in _FORMATS:
-        raise argument_error(op, f"{name}.fmt", must="be 'e4m3'", got=repr(held["fmt"]), do=_ADVICE)
-    found = held.get("scale_fmt", "float")
-    if found not in SCALE_FORMATS:
+    if quantization.get("fmt") not in _FORMATS:
+        raise argument_error(
+            op, f"{name}.fmt", must="be 'e4m3'", got=repr(quantization["fmt"]), do=_ADVICE
+        )
+    scale_fmt = quantization.get("scale_fmt", "float")
+    if scale_fmt not in SCALE_FORMATS:
         raise argument_error(
             op,
             f"{name}.scale_fmt",
             must=f"be one of {', '.join(SCALE_FORMATS)}",
-            got=repr(found),
+            got=repr(scale_fmt),
             do=_ADVICE,
         )
-    return str(found)
+    return str(scale_fmt)

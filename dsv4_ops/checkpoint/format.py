@@ -1,4 +1,4 @@
-"""Released checkpoints: the tensors that V4's config stands for, and a check of all families."""
+"""Check released checkpoints of all families, and list the tensors that a V4 config implies."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK
 OP = "check_checkpoint"
 V4 = "deepseek_v4"
 E4M3, E8M0, FP4_PAIRS = "F8_E4M3", "F8_E8M0", "I8"
-"""Names of dtypes in safetensors headers: FP8 codes, scales, and two FP4 codes in a byte."""
+"""Dtype names in safetensors headers: FP8 codes, UE8M0 scales, and two FP4 codes per byte."""
 DSPARK = ("main_proj", "main_norm", "markov_head", "confidence_head")
-"""Parts of the names that a draft of DSpark has under ``mtp.``."""
+"""Name parts that only a DSpark draft has under ``mtp.``."""
 
 _DTYPES = {
     E4M3: torch.float8_e4m3fn,
@@ -39,21 +39,22 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
-"""dtypes that can hold what is no number."""
+"""Dtypes that can represent NaN."""
 _CHUNK = 1 << 24
-"""Bytes that are read at once."""
+"""Bytes per read."""
 
 
 class CheckpointInfo(NamedTuple):
-    """What ``check_checkpoint`` found.
+    """Result of ``check_checkpoint``.
 
     Attributes:
-        num_tensors: Tensors of all shards.
-        num_bytes: Their bytes.
+        num_tensors: Number of tensors in all shards.
+        num_bytes: Size of these tensors in bytes.
         expert_dtype: "fp4" or "fp8", from the header.
         scale_dtype: "F8_E8M0" or "F32", from the header.
-        draft: "mtp", "dspark" or "none": the draft layers, under ``mtp.`` or behind the others.
-        names_experts: Whether the config says ``expert_dtype``; Hugging Face takes "fp8" without.
+        draft: "mtp", "dspark" or "none": the draft layers, under ``mtp.`` or after the other
+            layers.
+        names_experts: Whether the config has ``expert_dtype``; without it Hugging Face takes "fp8".
         model_type: "deepseek_v4", "deepseek_v3" (R1 too) or "deepseek_v2".
     """
 
@@ -69,7 +70,7 @@ class CheckpointInfo(NamedTuple):
 def released_tensors(
     config: Mapping[str, Any], *, expert_dtype: str = "fp4", scale_dtype: str = E8M0
 ) -> dict[str, TensorInfo]:
-    """Name, dtype and shape of every tensor of a checkpoint.
+    """List name, dtype and shape of every tensor of a checkpoint.
 
     Args:
         config: The content of ``config.json``.
@@ -77,7 +78,7 @@ def released_tensors(
         scale_dtype: "F8_E8M0", or "F32" as in the base models.
 
     Raises:
-        ValueError: a size that is missing, or no multiple of a block.
+        ValueError: a size is missing or not a multiple of a block.
     """
     _check_sizes("released_tensors", config)
     return dict(_tensors("released_tensors", config, expert_dtype, scale_dtype))
@@ -86,7 +87,7 @@ def released_tensors(
 def _tensors(
     op: str, config: Mapping[str, Any], expert_dtype: str, scale_dtype: str
 ) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors of a config with sizes, one after the other: with wrong ones they are many."""
+    """Yield the tensors one at a time: a config with wrong sizes may imply a great many."""
     drafts = config.get("num_nextn_predict_layers") or 0
     width, vocabulary = config["hidden_size"], config["vocab_size"]
     for name in ("embed", "head"):
@@ -113,10 +114,10 @@ _SIZES = (
     *("hc_mult", "q_lora_rank", "o_groups", "num_attention_heads", "head_dim", "o_lora_rank"),
     *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
 )
-"""What every config must have."""
+"""Sizes that every config must have."""
 
 _INDEXER_SIZES = ("index_n_heads", "index_head_dim")
-"""What a config with layers of ratio 4 must have too."""
+"""Sizes that a config with layers of ratio 4 must have as well."""
 
 
 def _check_sizes(op: str, config: Mapping[str, Any]) -> None:
@@ -144,7 +145,7 @@ def _block(
     expert_dtype: str,
     scale_dtype: str,
 ) -> Iterator[tuple[str, TensorInfo]]:
-    """Tensors of a layer with a compressor of ``ratio``, 0 for none."""
+    """Yield the tensors of a layer; ``ratio`` is that of its compressor, 0 for none."""
     width, rank, groups = config["hidden_size"], config["q_lora_rank"], config["o_groups"]
     heads, dim = config["num_attention_heads"], config["head_dim"]
     o_rank, size = config["o_lora_rank"], config["moe_intermediate_size"]
@@ -224,27 +225,28 @@ def _fp4(op: str, name: str, rows: int, columns: int) -> Iterator[tuple[str, Ten
 
 _BYTES = {"BF16": 2, "F32": 4, "I64": 8, FP4_PAIRS: 1, E4M3: 1, E8M0: 1}
 _SPLIT_HEADS = ("attn.wq_b.", "attn.wo_a.", "attn.wo_b.", "attn.attn_sink", "ffn.shared_experts.")
-"""Parts of a layer that attention heads and the shared expert are split by."""
+"""Tensors of a layer that tensor parallelism splits with the attention heads or shared expert."""
 
 
 def weight_bytes(
     config: Mapping[str, Any], *, num_gpus: int = 1, split_heads: bool = False
 ) -> dict[str, int]:
-    """Bytes of a loaded model's weights on each GPU, by part; without its draft layer.
+    """Compute the bytes of a loaded model's weights on each GPU, without its draft layer.
 
     Args:
         config: The content of ``config.json``, as released.
-        num_gpus: GPUs that the routed experts, whole ones, and the rows of the head are split over.
-            Divides both.
-        split_heads: Whether attention heads, their projections and the shared expert are split as
-            well; they are on every GPU otherwise, as Hugging Face's plans have it.
+        num_gpus: GPUs that share the routed experts and the rows of the head. Must divide the
+            number of experts and the vocabulary.
+        split_heads: Whether the attention projections and the shared expert are split as well.
+            Otherwise every GPU has all of them, as in Hugging Face's plans.
 
     Returns:
-        "experts", "attention" (projections, compressors and indexers), "shared experts" and "other"
-        (embedding, head, routers, norms, hyper-connections). Norms are float32, as loaded.
+        Bytes by part: "experts", "attention" (projections, compressors and indexers), "shared
+        experts" and "other" (embedding, head, routers, norms, hyper-connections). Norms count as
+        float32, their dtype once loaded.
 
     Raises:
-        ValueError: a size that is missing; ``num_gpus`` does not divide the experts, the vocabulary
+        ValueError: a size is missing, or ``num_gpus`` does not divide the experts, the vocabulary
             or, with ``split_heads``, the groups of the output projection.
     """
     _check_sizes("weight_bytes", config)
@@ -260,9 +262,9 @@ def weight_bytes(
                 got=num_gpus,
                 do="Pass a divisor of it",
             )
-    found = dict.fromkeys(("experts", "attention", "shared experts", "other"), 0)
+    sizes = dict.fromkeys(("experts", "attention", "shared experts", "other"), 0)
     expert_dtype = config.get("expert_dtype", "fp4")
-    one = {**config, "n_routed_experts": 1}  # all are alike, and names of all would take seconds
+    one = {**config, "n_routed_experts": 1}  # all experts are alike; naming each would take seconds
     for name, info in released_tensors(one, expert_dtype=expert_dtype).items():
         if name.startswith("mtp."):
             continue
@@ -272,8 +274,8 @@ def weight_bytes(
         split = split_heads and any(part in name for part in _SPLIT_HEADS)
         if ".experts." in name or name == "head.weight" or split:
             size //= num_gpus
-        found[_part(name)] += size
-    return found
+        sizes[_part(name)] += size
+    return sizes
 
 
 def _part(name: str) -> str:
@@ -300,27 +302,26 @@ def check_checkpoint(
 ) -> CheckpointInfo:
     """Check names, dtypes, shapes and scales of a released checkpoint.
 
-    Of DeepSeek-V4, V3, R1 or V2 in FP8. Without a norm, or with a scale that is missing,
-    transposed or of another block size, a loader gives a model of other weights, with a warning at
-    most; a scale or code that is NaN makes all results NaN; and float32 scales that are no powers
-    of two are rounded by Hugging Face's loader where it keeps bytes of them: always for V4, and
-    for V3 and V2 if the config says ``scale_fmt="ue8m0"``. A scale of 0 is one of a block of
-    zeros; none is negative.
+    Accepts DeepSeek-V4, V3, R1 and V2 in FP8. Loaders check little: if a norm is missing, or a
+    scale is missing, transposed or of another block size, they load wrong weights with at most a
+    warning. A NaN in a scale or code makes every result NaN. Where Hugging Face's loader stores
+    scales as bytes, it rounds float32 scales to powers of two: always for V4, and for V3 and V2 if
+    the config has ``scale_fmt="ue8m0"``. A scale is 0 for a block of zeros, and never negative.
 
     Args:
-        path: The folder with ``config.json`` and the shards with their index, or one file. Headers
-            are always read.
-        scales: Whether to read the scales: a twentieth of the bytes of V4, 1/4000 of V3's.
-        codes: Whether to read FP8 codes and unquantised weights too, and refuse what is no finite
-            number: the bytes once, 16 MB at a time, of V4 less the FP4 codes, which are all
-            numbers. ``patch`` reads the codes of what it patches on the model's device.
+        path: The folder with ``config.json`` and either the shards and their index, or one file.
+            The headers are always read.
+        scales: Whether to read the scales: 1/20 of the bytes of V4, 1/4000 of those of V3.
+        codes: Whether to read FP8 codes and unquantised weights too, and refuse NaN and infinity.
+            Reads all bytes once, 16 MB at a time, except FP4 codes, which are always numbers.
+            ``patch`` checks the codes of the modules it patches on the model's device.
 
     Returns:
-        What the checkpoint is.
+        ``CheckpointInfo``.
 
     Raises:
-        ValueError: what is not as released, by name.
-        NotImplementedError: another architecture.
+        ValueError: a tensor or setting is not as released; the message names it.
+        NotImplementedError: the checkpoint is of another architecture.
     """
     checks = Checks(OP)
     path = checks.path("path", path)
@@ -343,23 +344,25 @@ def check_checkpoint(
     expert_dtype, scale_dtype, draft = check(config, stored, of_bytes)
     _check_values(stored, scales, codes, power_of_two=of_bytes or kind == V4)
     size = sum(each.stop - each.start for each in stored.values())
-    said = "expert_dtype" in config or "expert_dtype" in config["quantization_config"]
-    return CheckpointInfo(len(stored), size, expert_dtype, scale_dtype, draft, said, str(kind))
+    names_experts = "expert_dtype" in config or "expert_dtype" in config["quantization_config"]
+    return CheckpointInfo(
+        len(stored), size, expert_dtype, scale_dtype, draft, names_experts, str(kind)
+    )
 
 
 def _check_v4(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor], of_bytes: bool
 ) -> tuple[str, str, str]:
-    """Dtype of the experts and the scales, and kind of the drafts, of V4's checked headers."""
+    """Check V4's headers; return the dtypes of experts and scales, and the kind of draft."""
     first = _require(stored, "layers.0.ffn.experts.0.w1.weight").info.dtype
     expert_dtype = "fp4" if first == FP4_PAIRS else "fp8"
-    said = config.get("expert_dtype")
-    if said not in (None, expert_dtype):
+    declared = config.get("expert_dtype")
+    if declared not in (None, expert_dtype):
         raise argument_error(
             OP,
             "expert_dtype",
             must=f"be {expert_dtype!r} for experts of {first}",
-            got=repr(said),
+            got=repr(declared),
             do="Correct config.json",
         )
     if expert_dtype == "fp4" and not of_bytes:
@@ -373,8 +376,8 @@ def _check_v4(
     scale_dtype = _scale_dtype(OP, stored, "layers.0.attn.wq_a.scale")
     draft = _draft(stored)
     _check_sizes(OP, config)
-    found = _tensors(OP, config, expert_dtype, scale_dtype)
-    expected = (each for each in found if draft == "mtp" or not each[0].startswith("mtp."))
+    released = _tensors(OP, config, expert_dtype, scale_dtype)
+    expected = (each for each in released if draft == "mtp" or not each[0].startswith("mtp."))
     _check_tensors(stored, expected, lambda name: draft == "dspark" and name.startswith("mtp."))
     return expert_dtype, scale_dtype, draft
 
@@ -382,7 +385,7 @@ def _check_v4(
 def _check_mla(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor], _: bool
 ) -> tuple[str, str, str]:
-    """As ``_check_v4``, of V3's and V2's headers."""
+    """Check V3's or V2's headers; return the same as ``_check_v4``."""
     expected = mla_format.mla_tensors(OP, config)
     _check_tensors(stored, expected, lambda name: mla_format.is_other(config, name))
     scales = (tensor.info.dtype for name, tensor in stored.items() if _is_scale(name))
@@ -395,12 +398,13 @@ def _check_tensors(
     expected: Iterable[tuple[str, TensorInfo]],
     is_other: Callable[[str], bool],
 ) -> None:
-    """Raise unless the files have the expected tensors and no more, but for other ones."""
-    seen = set()
+    """Raise unless the files have exactly the expected tensors; those of ``is_other`` may be
+    extra."""
+    names = set()
     for name, info in expected:
         _check_tensor(name, info, _require(stored, name, info).info)
-        seen.add(name)
-    unknown = [name for name in stored if name not in seen and not is_other(name)]
+        names.add(name)
+    unknown = [name for name in stored if name not in names and not is_other(name)]
     if unknown:
         raise argument_error(
             OP,
@@ -424,18 +428,18 @@ def _require(
     return stored[name]
 
 
-def _check_tensor(name: str, wanted: TensorInfo, actual: TensorInfo, *, op: str = OP) -> None:
-    dtypes = wanted.dtype.split(" or ")
-    if actual.dtype in dtypes and actual.shape == wanted.shape:
+def _check_tensor(name: str, expected: TensorInfo, actual: TensorInfo, *, op: str = OP) -> None:
+    dtypes = expected.dtype.split(" or ")
+    if actual.dtype in dtypes and actual.shape == expected.shape:
         return
-    transposed = actual.dtype in dtypes and actual.shape == wanted.shape[::-1]
+    transposed = actual.dtype in dtypes and actual.shape == expected.shape[::-1]
     raise argument_error(
-        op, name, must=f"be {wanted}", got=actual, do="It is transposed" if transposed else AGAIN
+        op, name, must=f"be {expected}", got=actual, do="It is transposed" if transposed else AGAIN
     )
 
 
 def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
-    """Headers of the one draft layer (MTP) of a released checkpoint, checked; reads no tensor.
+    """Check the headers of a released checkpoint's draft layer (MTP); read no tensor.
 
     Args:
         path: The folder with ``config.json`` and the index of the shards.
@@ -445,9 +449,9 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
         The tensors under ``mtp.0.``, by name without that prefix.
 
     Raises:
-        ValueError: the files hold no draft layer or several, or a tensor of it is missing, unknown,
-            transposed or of another dtype or shape; by name.
-        NotImplementedError: a draft of DSpark, or the checkpoint of another architecture.
+        ValueError: the files hold no draft layer or several, or a tensor of the layer is missing,
+            unknown, transposed or of another dtype or shape; the message names it.
+        NotImplementedError: the draft is a DSpark one, or the architecture is another.
     """
     path = Checks(op).path("path", path)
     config = read_json(path / CONFIG, op)
@@ -494,12 +498,12 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
     scale = _scale_dtype(op, stored, "mtp.0.attn.wq_a.scale")
     settings = {**config, "num_hidden_layers": 0, "num_nextn_predict_layers": 1}
     _check_sizes(op, settings)
-    found = {}
+    tensors = {}
     for name, info in _tensors(op, settings, "fp4" if expert == FP4_PAIRS else "fp8", scale):
         if name.startswith("mtp."):
-            tensor = found[name] = _require(stored, name, info, op=op)
+            tensor = tensors[name] = _require(stored, name, info, op=op)
             _check_tensor(name, info, tensor.info, op=op)
-    unknown = [name for name in stored if name not in found]
+    unknown = [name for name in stored if name not in tensors]
     if unknown:
         raise argument_error(
             op,
@@ -508,14 +512,14 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
             got=min(unknown),
             do="It is of another model",
         )
-    return {name.removeprefix("mtp.0."): tensor for name, tensor in found.items()}
+    return {name.removeprefix("mtp.0."): tensor for name, tensor in tensors.items()}
 
 
 def _scale_dtype(op: str, stored: Mapping[str, StoredTensor], name: str) -> str:
-    found = _require(stored, name, op=op).info.dtype
-    if found not in (E8M0, "F32"):
-        raise argument_error(op, name, must=f"be {E8M0} or F32", got=found, do=AGAIN)
-    return found
+    dtype = _require(stored, name, op=op).info.dtype
+    if dtype not in (E8M0, "F32"):
+        raise argument_error(op, name, must=f"be {E8M0} or F32", got=dtype, do=AGAIN)
+    return dtype
 
 
 def _draft(stored: Mapping[str, StoredTensor]) -> str:
@@ -532,7 +536,7 @@ def _is_scale(name: str) -> bool:
 def _check_values(
     stored: Mapping[str, StoredTensor], scales: bool, codes: bool, *, power_of_two: bool
 ) -> None:
-    """Raise if what is read holds no numbers, in the order of the bytes."""
+    """Check the values of scales, codes or both; read them in byte order."""
     buffer = bytearray(_CHUNK)
     for name, tensor in sorted(stored.items(), key=lambda item: (item[1].file, item[1].start)):
         dtype, scale = _DTYPES.get(tensor.info.dtype), _is_scale(name)

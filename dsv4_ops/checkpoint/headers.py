@@ -1,6 +1,7 @@
-"""Headers of safetensors files, and the index of a checkpoint's shards; reads no tensor.
+"""Read the headers of safetensors files and the index of a checkpoint's shards, but no tensor.
 
-A header that is accepted is one that safetensors opens: a loader must not be the first to find out.
+These checks are as strict as safetensors itself, so that a broken header fails here and not in a
+loader.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dsv4_ops.core.errors import argument_error
 
 CONFIG = "config.json"
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-"""The index of shards, and the file that has all tensors; loaders take the second if both exist."""
+"""The index of the shards, and the single file with all tensors. If both exist, loaders take the
+file."""
 AGAIN = "Download the file again, or convert it from the released one"
 
 _BITS = {
@@ -26,14 +28,14 @@ _BITS = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
-"""Bits of a value, by the name of its dtype."""
+"""Bits per value, by dtype name."""
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_VALUES = 1 << 56
 
 
 class TensorInfo(NamedTuple):
-    """dtype, as safetensors names it, and shape of a stored tensor."""
+    """The dtype (safetensors' name) and the shape of a stored tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +45,7 @@ class TensorInfo(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a shard, and where its bytes are."""
+    """A tensor and the position of its bytes in a shard."""
 
     info: TensorInfo
     file: Path
@@ -52,17 +54,18 @@ class StoredTensor(NamedTuple):
 
 
 def read_headers(
-    path: Path, op: str, wanted: Callable[[str], bool] = lambda _: True
+    path: Path, op: str, selects: Callable[[str], bool] = lambda _: True
 ) -> dict[str, StoredTensor]:
-    """Headers of the files that a loader opens.
+    """Read the headers of the files that a loader opens.
 
     Args:
         path: The folder.
         op: Public function that an error names.
-        wanted: Whether a tensor of that name is; shards without such ones are not opened.
+        selects: Whether to return the tensor of this name. Shards without a selected tensor are
+            not opened.
 
     Returns:
-        The wanted tensors.
+        The selected tensors, by name.
 
     Raises:
         ValueError: a file is missing or broken, or a tensor is in another shard than the index
@@ -70,35 +73,35 @@ def read_headers(
     """
     if (path / WHOLE).is_file():
         whole = read_header(path / WHOLE, op)
-        return {name: tensor for name, tensor in whole.items() if wanted(name)}
-    shards = {name: file for name, file in read_index(path, op).items() if wanted(name)}
-    found: dict[str, StoredTensor] = {}
+        return {name: tensor for name, tensor in whole.items() if selects(name)}
+    shards = {name: file for name, file in read_index(path, op).items() if selects(name)}
+    tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(shards.values())):
         for name, tensor in read_header(path / shard, op).items():
-            if name in found:
+            if name in tensors:
                 raise argument_error(
                     op,
                     name,
                     must="be in one shard",
-                    got=f"{found[name].file.name} and {shard}",
+                    got=f"{tensors[name].file.name} and {shard}",
                     do=AGAIN,
                 )
-            if wanted(name):
-                found[name] = tensor
+            if selects(name):
+                tensors[name] = tensor
     for name, shard in shards.items():
-        if name not in found or found[name].file.name != shard:
+        if name not in tensors or tensors[name].file.name != shard:
             raise argument_error(
                 op,
                 name,
                 must=f"be in {shard}, as the index says",
-                got=found[name].file.name if name in found else "none",
+                got=tensors[name].file.name if name in tensors else "none",
                 do=AGAIN,
             )
-    return found
+    return tensors
 
 
 def read_index(path: Path, op: str) -> dict[str, str]:
-    """The shard of every tensor, from the index.
+    """Read from the index which shard holds each tensor.
 
     Raises:
         ValueError: the index is missing or broken, or one of its shards is missing.
@@ -107,7 +110,7 @@ def read_index(path: Path, op: str) -> dict[str, str]:
     shards = index.get("weight_map")
     if not isinstance(shards, dict):
         raise argument_error(op, INDEX, must="hold a weight_map", got="none", do=AGAIN)
-    if not isinstance(index.get("metadata"), dict):  # Hugging Face reads it
+    if not isinstance(index.get("metadata"), dict):  # Hugging Face requires it
         raise argument_error(op, INDEX, must="hold metadata", got="none", do=AGAIN)
     files = {each.name for each in path.iterdir() if each.is_file()}
     for name, shard in shards.items():
@@ -127,10 +130,10 @@ def read_index(path: Path, op: str) -> dict[str, str]:
 
 
 def read_json(file: Path, op: str) -> dict[str, Any]:
-    """The content of a file of names and values.
+    """Read a JSON object from a file.
 
     Raises:
-        ValueError: it is missing or broken.
+        ValueError: the file is missing or broken.
     """
     if not file.is_file():
         raise argument_error(
@@ -144,27 +147,27 @@ def read_json(file: Path, op: str) -> dict[str, Any]:
 
 
 def read_header(file: Path, op: str) -> dict[str, StoredTensor]:
-    """The tensors of a file, in the order of their bytes.
+    """Read the header of a file; return its tensors in byte order.
 
     Raises:
-        ValueError: its header is broken or contradicts itself or the length of the file.
+        ValueError: the header is broken, or contradicts itself or the length of the file.
     """
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
-        held = file.stat().st_size
-        if not 0 < size <= min(held - 8, _MOST_HEADER_BYTES):
+        file_size = file.stat().st_size
+        if not 0 < size <= min(file_size - 8, _MOST_HEADER_BYTES):
             raise argument_error(
                 op,
                 file.name,
                 must="begin with the size of its header",
-                got=f"{size} in {held} bytes",
+                got=f"{size} in {file_size} bytes",
                 do=AGAIN,
             )
         entries = _object(op, file.name, stream.read(size))
     _check_metadata(op, file.name, entries.pop("__metadata__", {}))
     first = stop = 8 + size
     tensors = [_stored(op, file, first, name, entry) for name, entry in entries.items()]
-    found: dict[str, StoredTensor] = {}
+    in_order: dict[str, StoredTensor] = {}
     for name, tensor in sorted(tensors, key=lambda each: (each[1].start, each[1].stop)):
         if tensor.start != stop:
             raise argument_error(
@@ -174,18 +177,18 @@ def read_header(file: Path, op: str) -> dict[str, StoredTensor]:
                 got=tensor.start - first,
                 do=AGAIN,
             )
-        found[name], stop = tensor, tensor.stop
-    if held != stop:
+        in_order[name], stop = tensor, tensor.stop
+    if file_size != stop:
         raise argument_error(
-            op, file.name, must="be as long as its header says", got=f"{held} bytes", do=AGAIN
+            op, file.name, must="be as long as its header says", got=f"{file_size} bytes", do=AGAIN
         )
-    return found
+    return in_order
 
 
 def _stored(op: str, file: Path, first: int, name: str, entry: Any) -> tuple[str, StoredTensor]:
-    """Name and place of a tensor, from its entry in a header whose data begin at ``first``."""
-    held = entry if isinstance(entry, dict) and entry.keys() == _ENTRY else {}
-    dtype, shape, offsets = (held.get(part) for part in ("dtype", "shape", "data_offsets"))
+    """Parse a header entry into a tensor's name and position; the data begin at byte ``first``."""
+    fields = entry if isinstance(entry, dict) and entry.keys() == _ENTRY else {}
+    dtype, shape, offsets = (fields.get(part) for part in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets, 2):
         raise argument_error(
             op,
@@ -215,42 +218,44 @@ def _stored(op: str, file: Path, first: int, name: str, entry: Any) -> tuple[str
     return name, StoredTensor(info, file, first + start, first + stop)
 
 
-def _are_sizes(held: Any, count: int | None = None) -> TypeGuard[list[int]]:
-    """Whether these are sizes, as many as wanted."""
-    if not isinstance(held, list) or count not in (None, len(held)):
+def _are_sizes(values: Any, count: int | None = None) -> TypeGuard[list[int]]:
+    """Whether ``values`` is a list of sizes, ``count`` of them unless it is None."""
+    if not isinstance(values, list) or count not in (None, len(values)):
         return False
-    return all(type(each) is int and each >= 0 for each in held)
+    return all(type(each) is int and each >= 0 for each in values)
 
 
-def _check_metadata(op: str, name: str, held: Any) -> None:
-    if not isinstance(held, Mapping) or not all(isinstance(each, str) for each in held.values()):
+def _check_metadata(op: str, name: str, metadata: Any) -> None:
+    if not isinstance(metadata, Mapping) or not all(
+        isinstance(each, str) for each in metadata.values()
+    ):
         raise argument_error(
-            op, name, must="have __metadata__ of texts", got=_short(held), do=AGAIN
+            op, name, must="have __metadata__ of texts", got=_short(metadata), do=AGAIN
         )
 
 
 def _object(op: str, name: str, content: bytes) -> dict[str, Any]:
     try:
-        held = json.loads(content.decode(), object_pairs_hook=_pairs)
-    except (ValueError, RecursionError) as error:  # no JSON, no text, or too deep
+        value = json.loads(content.decode(), object_pairs_hook=_pairs)
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise argument_error(op, name, must="be JSON", got=_short(str(error)), do=AGAIN) from error
-    if not isinstance(held, dict):
+    if not isinstance(value, dict):
         raise argument_error(
-            op, name, must="hold names and values", got=type(held).__name__, do=AGAIN
+            op, name, must="hold names and values", got=type(value).__name__, do=AGAIN
         )
-    return held
+    return value
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names are text, each once: parsers differ in what they make of others."""
+    """Build an object from its pairs; refuse duplicate names, which parsers treat differently."""
     for text in (each for pair in pairs for each in pair if isinstance(each, str)):
-        text.encode()  # raises if there is half a surrogate pair
-    made = dict(pairs)
-    if len(made) != len(pairs):
+        text.encode()  # raises on half of a surrogate pair
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a name that is there twice")
-    return made
+    return result
 
 
-def _short(held: Any) -> str:
-    text = held if isinstance(held, str) else repr(held)
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,8 @@
-"""The tensors of checkpoints of DeepSeek-V3, R1 and V2 in FP8, by their config.
+"""List the tensors of a DeepSeek-V3, R1 or V2 checkpoint in FP8, from its config.
 
-Names are those of Hugging Face's modules, but that the files have every expert by itself. Linear
-layers have e4m3 codes and a scale for each block of 128 x 128, blocks at the ends less.
+Names are those of Hugging Face's modules, except that the files store each expert separately.
+Linear layers have e4m3 codes and a scale for each block of 128 x 128; the last blocks may be
+smaller.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dsv4_ops.core.layout import WEIGHT_BLOCK
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2")
 SCALES = "F32 or F8_E8M0"
 FLOATS = "BF16 or F16 or F32"
-"""dtypes of what is not quantised: loaders convert it to that of the model."""
+"""Dtypes of unquantised tensors, which loaders convert to the dtype of the model."""
 
 _SIZES = (
     *("num_hidden_layers", "first_k_dense_replace", "vocab_size", "hidden_size"),
@@ -27,17 +28,18 @@ _SIZES = (
 )
 _DRAFTS = "num_nextn_predict_layers"
 _SKIPPED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
-"""Endings of names that loaders skip: what they compute from the config, where old files have it,
-and scales of other engines' caches."""
+"""Suffixes of tensors that loaders skip: those that old files store and loaders compute from the
+config, and cache scales of other engines."""
 _SHARED_EXPERTS = {"deepseek_v3": 1, "deepseek_v2": 2}
 """Hugging Face's default of ``n_shared_experts``."""
 
 
 def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
-    """Name, dtypes and shape of every tensor that a checkpoint must have.
+    """Return the name, allowed dtypes and shape of every tensor that a checkpoint must have.
 
     Raises:
-        ValueError: a size that is missing or none, biases, or skipped modules that are no patterns.
+        ValueError: a size is missing or not an integer, the config has biases, or its skipped
+            modules are not patterns.
     """
     config = {"n_shared_experts": _SHARED_EXPERTS[config["model_type"]], **config}
     check_sizes(op, config, _SIZES, zero=("first_k_dense_replace",))
@@ -59,16 +61,16 @@ def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
 
 
 def is_other(config: Mapping[str, Any], name: str) -> bool:
-    """Whether loaders skip a tensor, such as those of a draft layer."""
+    """Whether loaders skip a tensor, for example one of a draft layer."""
     return name.endswith(_SKIPPED) or is_draft(config, name)
 
 
 def is_draft(config: Mapping[str, Any], name: str) -> bool:
-    """Whether a tensor is of a draft layer (multi-token prediction)."""
-    found = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    """Whether a tensor belongs to a draft layer (multi-token prediction)."""
+    match = re.match(r"model\.layers\.(\d{1,9})\.", name)
     default = int(config["model_type"] == "deepseek_v3")
     drafts = config.get(_DRAFTS, default) or 0
-    return found is not None and 0 <= int(found[1]) - config["num_hidden_layers"] < drafts
+    return match is not None and 0 <= int(match[1]) - config["num_hidden_layers"] < drafts
 
 
 class _Tensors:
@@ -132,8 +134,8 @@ class _Tensors:
     def linear(
         self, name: str, rows: int, columns: int, module: str | None = None
     ) -> Iterator[tuple[str, TensorInfo]]:
-        """A layer's weight, and its scales unless Hugging Face skips it, or the ``module`` that it
-        loads it into."""
+        """Yield the weight of a linear layer, and its scales unless Hugging Face leaves the layer,
+        or the ``module`` it loads it into, unquantised."""
         if any(_matches(pattern, module or name) for pattern in self.skipped):
             yield _plain(name, rows, columns)
             return
@@ -147,11 +149,11 @@ def _plain(name: str, *shape: int) -> tuple[str, TensorInfo]:
 
 
 def _skipped(op: str, config: Mapping[str, Any]) -> list[str]:
-    """Patterns of the modules that Hugging Face does not convert to FP8."""
-    held = config["quantization_config"]
+    """Return the patterns of the modules that Hugging Face does not convert to FP8."""
+    quantization = config["quantization_config"]
     name = "modules_to_not_convert"
-    patterns = held.get(name)
-    patterns = held.get("ignored_layers") if patterns is None else patterns
+    patterns = quantization.get(name)
+    patterns = quantization.get("ignored_layers") if patterns is None else patterns
     if patterns is None:
         return ["lm_head"]
     try:
@@ -169,5 +171,5 @@ def _skipped(op: str, config: Mapping[str, Any]) -> list[str]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern names a module, one around it, or its end."""
+    """Whether a pattern matches a module's name, the name of a parent, or the end of its name."""
     return bool(re.match(rf"(?:{pattern})(?:(?<=\.)|\.|$)", name)) or name.endswith(pattern)

@@ -1,4 +1,4 @@
-"""What the codes, scales and weights of a checkpoint must hold: finite numbers."""
+"""Check that the codes, scales and weights of a checkpoint are finite numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from dsv4_ops.core.errors import argument_error
 
 NAN_SCALE = 255
-"""The UE8M0 byte that is NaN."""
+"""The UE8M0 byte for NaN."""
 NAN_CODE = 0x7F
-"""The e4m3 byte that is NaN, without its sign."""
+"""The e4m3 byte for NaN, without its sign bit."""
 LEAST_SCALE = 1 << 22
-"""float32 pattern of 2^-127, the scale of byte 0."""
+"""The float32 bits of 2^-127, the scale of UE8M0 byte 0."""
 
 
 def check_values(
@@ -24,24 +24,24 @@ def check_values(
     scale: bool = False,
     power_of_two: bool = False,
 ) -> None:
-    """Raise if a stored tensor holds what no number is, or what no quantiser writes.
+    """Raise if a stored tensor holds NaN or infinity, or a scale that no quantiser writes.
 
-    FP4 codes and integers are all numbers and not read; neither are meta tensors. FP8 codes cost
-    two reductions over their bytes, on their device and without a copy: 1.1 ms a GB on an H100. A
-    scale in float32 is a largest absolute value over a largest code: 0 for a block of zeros, and
-    never negative.
+    FP4 codes and integers are always numbers, so they are not read; nor are meta tensors. FP8 codes
+    cost two reductions over their bytes, on their device and without a copy: 1.1 ms per GB on an
+    H100. A float32 scale is an amax divided by the largest code: 0 for a block of zeros, and never
+    negative.
 
     Args:
         op: Public function that an error names.
         name: Name of the tensor.
-        values: Its values, in the dtype that is stored.
-        advice: What to do.
-        scale: Whether they are scales; bytes are UE8M0 then, and FP4 codes or integers otherwise.
-        power_of_two: Whether a loader makes UE8M0 bytes of float32 scales.
+        values: Its values, in the stored dtype.
+        advice: What the caller can do, a sentence without its period.
+        scale: Whether the values are scales. Bytes are then UE8M0, otherwise FP4 codes or integers.
+        power_of_two: Whether a loader converts float32 scales to UE8M0 bytes.
 
     Raises:
-        ValueError: NaN, an infinity, or a scale that is negative or no power of two where it must
-            be one.
+        ValueError: a value is NaN or infinite, or a scale is negative, or not a power of two
+            although ``power_of_two`` is set.
     """
     if values.is_meta or not values.numel():
         return
@@ -60,7 +60,8 @@ def check_values(
 
 
 def _has_nan(codes: Tensor) -> bool:
-    """0x7F is the largest signed byte, and 0xFF the largest unsigned one."""
+    """Whether e4m3 codes contain NaN: 0x7F is the largest signed byte, 0xFF the largest
+    unsigned."""
     signed, unsigned = codes.view(torch.int8), codes.view(torch.uint8)
     return int(signed.amax()) == NAN_CODE or int(unsigned.amax()) == NAN_CODE | 0x80
 
@@ -71,7 +72,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _scale_rule(scales: Tensor, power_of_two: bool) -> tuple[str, Tensor]:
-    """What scales must do, and which ones do not."""
+    """Return the rule for scales, and a mask of those that break it."""
     if scales.dtype != torch.float32:
         must = f"hold bytes of 0 to {NAN_SCALE - 1}, as {NAN_SCALE} is NaN"
         return must, scales.view(torch.uint8) == NAN_SCALE

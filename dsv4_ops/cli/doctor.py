@@ -70,12 +70,12 @@ def _guarded(name: str, probe: Callable[[Problems], Section], problems: Problems
     try:
         return probe(problems)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         problems.append(
-            f"the {name} probe failed with {said}. "
+            f"the {name} probe failed with {message}. "
             "Report it with the output of `python -m dsv4_ops doctor --json`."
         )
-        return {"error": said}
+        return {"error": message}
 
 
 def healthy(report: dict[str, Any]) -> bool:
@@ -138,8 +138,8 @@ def _versions(problems: Problems, warnings: list[str]) -> Section:
     from dsv4_ops.core import versions
     from dsv4_ops.dispatch.probes import distribution_version
 
-    found, beside = str(torch.__version__), distribution_version("transformers")
-    installed = {"torch": found, "transformers": beside}
+    torch_version, beside = str(torch.__version__), distribution_version("transformers")
+    installed = {"torch": torch_version, "transformers": beside}
     for package, version in installed.items():
         oldest = versions.supported(package)[0]
         if version and versions.release(version) < versions.release(oldest):
@@ -147,13 +147,13 @@ def _versions(problems: Problems, warnings: list[str]) -> Section:
                 f"{package} {version} is older than {oldest}, the oldest that is supported. "
                 f'Run `pip install "{package}>={oldest}"`.'
             )
-    said = versions.untested(found, beside)
-    if said:
-        warnings.append(said)
+    warning = versions.untested(torch_version, beside)
+    if warning:
+        warnings.append(warning)
     releases = sorted({lane.torch for lane in versions.LANES.values()}, key=versions.release)
     return {
         "transformers": beside,
-        "tested together": not said,
+        "tested together": not warning,
         **{
             f"tested with torch {torch}": f"transformers {', '.join(versions.partners(torch))}"
             for torch in releases
@@ -169,18 +169,18 @@ def _steps(problems: Problems, run: bool) -> Section:
 
     if not run:
         return {"compiled": "not run, left out by --quick"}
-    found = distribution_version("transformers")
-    if found is None:
+    installed = distribution_version("transformers")
+    if installed is None:
         return {"compiled": "not run, transformers is not installed"}
     section: Section = {}
     for family in FAMILIES:
         command = ["-m", "dsv4_ops.cli.steps", family]
-        status, out, said = _child(command)
-        section[family] = f"compiles, {out} s" if status == 0 else f"fails: {said}"
+        status, out, message = _child(command)
+        section[family] = f"compiles, {out} s" if status == 0 else f"fails: {message}"
         if status:
             problems.append(
                 f"a compiled decode step of {family} fails with torch {torch.__version__} and "
-                f"transformers {found}: {said}. "
+                f"transformers {installed}: {message}. "
                 f"Report it with what `{shlex.join([sys.executable, *command])}` prints."
             )
     return section
@@ -222,22 +222,22 @@ def _tensorrt(problems: Problems) -> Section:
     from dsv4_ops.dispatch import tensorrt
     from dsv4_ops.dispatch.probes import distribution_version, probe
 
-    found = probe("torch_tensorrt").version
-    if found is None:
+    installed = probe("torch_tensorrt").version
+    if installed is None:
         return {"installed": False}
     first, last = tensorrt.SUPPORTED
-    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    release = tuple(int(part) for part in installed.split("+")[0].split(".")[:2])
     supported = first <= release < last
     if not supported:
         problems.append(
-            f"torch-tensorrt {found} is not known to this package, which refuses ops that write "
-            f"there. Install {first[0]}.{first[1]} up to, not including, {last[0]}.{last[1]}."
+            f"torch-tensorrt {installed} is not known to this package, which refuses ops that "
+            f"write there. Install {first[0]}.{first[1]} up to, not including, {last[0]}.{last[1]}."
         )
     names = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
     writes = "kept after dsv4_ops.integrations.tensorrt.enable(); refused without it"
     return {
         "installed": True,
-        "version": found,
+        "version": installed,
         "supported": supported,
         "TensorRT": next(filter(None, map(distribution_version, names)), None),
         "TensorRT's libraries": importlib.util.find_spec("tensorrt_libs") is not None,
@@ -312,8 +312,8 @@ def selftest() -> None:
 def _selftest_outcome() -> str:
     """``selftest`` in a fresh process without caches: its first compile must be lowered."""
     code = "import dsv4_ops.cli.doctor as d; d.selftest()"
-    status, _, said = _child(["-c", code], TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
-    return f"exit status {status}: {said}" if status else "passed"
+    status, _, message = _child(["-c", code], TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    return f"exit status {status}: {message}" if status else "passed"
 
 
 def _child(arguments: list[str], **environment: str) -> tuple[int, str, str]:
@@ -424,8 +424,8 @@ def linked_libraries(compiler: str) -> list[str]:
         except (OSError, subprocess.SubprocessError) as error:
             raise RuntimeError(f"{compiler} does not run: {error}") from error
         if built.returncode != 0 or not library.is_file():
-            said = built.stderr.strip().splitlines() or ["no message"]
-            raise RuntimeError(f"{compiler} builds no shared library: {said[0]}")
+            message = built.stderr.strip().splitlines() or ["no message"]
+            raise RuntimeError(f"{compiler} builds no shared library: {message[0]}")
         return _needed(library)
 
 

@@ -86,11 +86,11 @@ def _note(spec: OpSpec) -> str:
 
 
 def _of(spec: OpSpec) -> list[str]:
-    found = _record(spec)
+    record = _record(spec)
     lines = [spec.name, f"  elsewhere  {REFERENCE}", f"  {DEVICES[0]:<9}  {ours(spec)}"]
-    if found["note"]:
-        lines.append(f"  {'':<9}  {found['note']}")
-    for library, here in found["libraries"].items():
+    if record["note"]:
+        lines.append(f"  {'':<9}  {record['note']}")
+    for library, here in record["libraries"].items():
         when = here["taken_from"] or "only if asked for: it was faster at no size"
         state = "usable" if here["usable"] else "not usable"
         lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {here['reason']}"]

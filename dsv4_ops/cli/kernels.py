@@ -125,10 +125,10 @@ def _compress(cache: Tensor, overlap: bool, **settings: Any) -> Call:
     head_dim = IndexerLayout.head_dim if settings["layout"] == IndexerLayout.tag else 512
     ratio, rows, width = (4, 4, 2 * head_dim) if overlap else (128, 8, head_dim)
     states, slots = StateLayout(rows, 2 * width).allocate(1024, "meta"), _longs(128)
-    given = (_floats(128, 2 * width), _floats(ratio, width), states, _tensor(4, 160), slots)
+    tensors = (_floats(128, 2 * width), _floats(ratio, width), states, _tensor(4, 160), slots)
     rest = (_tensor(128), _floats(head_dim), _floats(2**20, 64), cache, slots)
     settings |= {"compress_ratio": ratio, "overlap": overlap, "state_block_size": rows}
-    return (*given, *rest), {**settings, "eps": 1e-6}
+    return (*tensors, *rest), {**settings, "eps": 1e-6}
 
 
 def _step(cache: Tensor, overlap: bool, **settings: Any) -> Call:
@@ -496,9 +496,11 @@ def launches(
     """Return the launches of any GPU, then those of capability ``where`` alone: of other kernels,
     or with other constants."""
     anywhere = recorded(op, args, settings)
-    known = [(each.kernel, each.kwargs) for each in anywhere]
-    there = recorded(op, args, settings, where)
-    return anywhere + [each for each in there if (each.kernel, each.kwargs) not in known]
+    all_launches = [(each.kernel, each.kwargs) for each in anywhere]
+    device_launches = recorded(op, args, settings, where)
+    return anywhere + [
+        each for each in device_launches if (each.kernel, each.kwargs) not in all_launches
+    ]
 
 
 def _usage(kernel: Any, capability: int) -> tuple[int, int]:
@@ -513,12 +515,12 @@ def _usage(kernel: Any, capability: int) -> tuple[int, int]:
             text=True,
             check=True,
         )
-    found = _USAGE.search(done.stderr)
-    if found is None:
+    match = _USAGE.search(done.stderr)
+    if match is None:
         raise RuntimeError(
             f"report: ptxas must state its usage, got {done.stderr!r}. Update triton."
         )
-    return int(found[1]) + int(found[2]), int(found[3])
+    return int(match[1]) + int(match[2]), int(match[3])
 
 
 def spilling(reports: list[KernelReport]) -> list[KernelReport]:

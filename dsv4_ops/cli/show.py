@@ -105,10 +105,10 @@ def describe(name: str) -> str:
     Raises:
         ValueError: as ``facts``.
     """
-    found = facts(name)
-    signature, doc = found.pop("signature"), found.pop("doc")
-    width = max(map(len, found))
-    lines = [f"{fact:<{width}}  {value}" for fact, value in found.items()]
+    record = facts(name)
+    signature, doc = record.pop("signature"), record.pop("doc")
+    width = max(map(len, record))
+    lines = [f"{fact:<{width}}  {value}" for fact, value in record.items()]
     return "\n".join([signature, "", *lines, "", doc])
 
 
@@ -121,21 +121,21 @@ def _signature(function: Any) -> str:
 def _place(spec: OpSpec, layer: str) -> str:
     """file:line of what ``layer`` holds for the op, and of the functions inside it."""
     try:
-        found = spec.implementation(layer)
+        entry = spec.implementation(layer)
     except (ImportError, AttributeError) as error:
         return f"missing ({error})"
-    if inspect.isroutine(found):
-        return _line(found)
+    if inspect.isroutine(entry):
+        return _line(entry)
     if layer == "lowering" and own_lowering(spec) is None:
-        return f"the default, {type(found).__name__}: function at {_line(found.function)}"
-    inner = ", ".join(f"{part} at {_line(function)}" for part, function in _parts(found))
+        return f"the default, {type(entry).__name__}: function at {_line(entry.function)}"
+    inner = ", ".join(f"{part} at {_line(function)}" for part, function in _parts(entry))
     where = _assignment(module_of(layer, spec.stem), spec.name)
-    return f"{where} ({type(found).__name__}: {inner})" if inner else where
+    return f"{where} ({type(entry).__name__}: {inner})" if inner else where
 
 
-def _parts(found: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     for part in ("function", "cases", "make", "strategy"):
-        function = getattr(found, part, None)
+        function = getattr(value, part, None)
         if inspect.isfunction(function):  # no method: all ops share it
             yield part, function
 

@@ -32,8 +32,8 @@ def check(family: str) -> float:
     model = v4.patch(_MAKE[family](), kv="fp32", precision="reference")
     start = time.perf_counter()
     compiled = torch.compile(v4.decode_step, fullgraph=True, backend="eager")
-    found, wanted = _logits(model, compiled), _logits(model, v4.decode_step)
-    difference = (found - wanted).abs().max().item()
+    actual, expected = _logits(model, compiled), _logits(model, v4.decode_step)
+    difference = (actual - expected).abs().max().item()
     if not difference <= _WITHIN:  # NaN is not
         raise RuntimeError(f"logits of the compiled step differ from the eager one by {difference}")
     return time.perf_counter() - start
@@ -44,9 +44,9 @@ def _logits(model: Any, step: Callable[..., torch.Tensor]) -> torch.Tensor:
     tokens = torch.tensor(_PROMPT)
     row = torch.zeros(1, dtype=torch.int32)
 
-    def batch(given: torch.Tensor, length: int) -> v4.StepBatch:
-        starts = torch.tensor([0, len(given)], dtype=torch.int32)
-        return v4.StepBatch(given, starts, torch.full_like(row, length), row)
+    def batch(tokens: torch.Tensor, length: int) -> v4.StepBatch:
+        starts = torch.tensor([0, len(tokens)], dtype=torch.int32)
+        return v4.StepBatch(tokens, starts, torch.full_like(row, length), row)
 
     v4.prefill_step(model, batch(tokens, len(tokens)), cache.tensors)
     return step(model, batch(tokens[:1], len(tokens) + 1), cache.tensors)

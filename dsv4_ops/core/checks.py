@@ -1,8 +1,7 @@
-"""Argument checks of the public functions: with ``ints`` the only place that words an error.
+"""Argument checks of the public functions.
 
-Every message reads ``{op}: {argument} must {rule}, got {actual}. {what to do}``. A check looks at
-shapes, dtypes, devices and Python ints, never at tensor values, so it costs no device
-synchronisation, works on symbolic sizes, and stays on under ``torch.compile``.
+A check looks at shapes, dtypes, devices and Python ints, never at tensor values. It therefore costs
+no device synchronisation, works on symbolic sizes, and stays on under ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from dsv4_ops.core.errors import argument_error, plain_int
 from dsv4_ops.core.ints import above, at_least, fits_dtype
 from dsv4_ops.core.layout import (
     CACHE_ALIGNMENT,
-    IndexerLayout,
     Layout,
-    MainLayout,
     MlaFp8Layout,
     StateLayout,
 )
@@ -72,11 +69,11 @@ _Dtypes = torch.dtype | tuple[torch.dtype, ...]
 
 
 class Checks:
-    """Checks the arguments of one call and remembers the sizes that dimension names got.
+    """Check the arguments of one call; remember the size of each named dimension.
 
     Args:
         op: Public function that was called.
-        device: Of its cache, if it has one that is not among its tensors.
+        device: Device of the op's cache, if the cache is not among the checked tensors.
     """
 
     def __init__(self, op: str, device: torch.device | None = None) -> None:
@@ -86,8 +83,8 @@ class Checks:
         self.device, self.device_owner = device, "the cache"
 
     def tensor(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
-        """``value`` is a tensor of ``dtype``, or one of several, with the named sizes, on the
-        device of the tensors before it."""
+        """Check that ``value`` is a tensor of ``dtype``, or of one of several, with the named
+        sizes, on the device of the tensors checked before."""
         if isinstance(dtype, tuple):
             self.floats(name, value, *dtype)
         if not isinstance(value, Tensor):
@@ -141,20 +138,21 @@ class Checks:
         return self.error(name, must=must, got=list(value.shape), do=do)
 
     def optional(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
-        """``value`` is such a ``tensor``, or None."""
+        """Check that ``value`` is None or passes ``tensor``."""
         if value is not None:
             self.tensor(name, value, dtype, *dims)
 
     def tokens(self, positions: Tensor, req_indices: Tensor, *block_table: Tensor) -> None:
-        """Position and request of every token, and the block table of the requests if given."""
+        """Check the position and request of every token, and the block table if there is one."""
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("req_indices", req_indices, torch.int32, "num_tokens")
         for table in block_table:
             self.tensor("block_table", table, torch.int32, "num_reqs", "max_blocks")
 
     def by_token(self, name: str, value: Tensor, dtype: torch.dtype) -> None:
-        """``value`` has an entry for every token, [num_tokens] or [num_reqs, next_n]; the number of
-        tokens is known."""
+        """Check that ``value`` has one entry per token, [num_tokens] or [num_reqs, next_n].
+
+        An earlier check must have set the number of tokens."""
         if not isinstance(value, Tensor) or value.dim() != 2:
             self.tensor(name, value, dtype, "num_tokens")
             return
@@ -186,7 +184,8 @@ class Checks:
             raise self._wrong_shape(name, value, dims, do=do, sizes=sizes)
 
     def floats(self, name: str, value: Tensor | None, *allowed: torch.dtype, do: str = "") -> None:
-        """``value`` is a tensor of one of the ``allowed`` dtypes; ``do`` says where to get one."""
+        """Check that ``value`` is a tensor of an ``allowed`` dtype; ``do`` says where to get
+        one."""
         if not isinstance(value, Tensor):
             raise self._not_a_tensor(name, value, do=do or f"Pass a {allowed[0]} tensor")
         if value.dtype not in allowed:
@@ -200,7 +199,7 @@ class Checks:
             )
 
     def rows_of(self, name: str, value: Tensor, *dims: str) -> None:
-        """``value`` is a tensor of any dtype whose first sizes are the named ones."""
+        """Check that ``value`` is a tensor of any dtype whose leading sizes are the named ones."""
         if not isinstance(value, Tensor):
             raise self._not_a_tensor(name, value, do="Pass a tensor of any dtype")
         if value.dim() < len(dims):
@@ -210,15 +209,15 @@ class Checks:
         self.tensor(name, value, value.dtype, *dims, *trailing)
 
     def value_of(self, name: str, value: float, owner: str, dtype: torch.dtype) -> None:
-        """``value`` is a number that ``dtype``, that of ``owner``, has."""
+        """Check that ``dtype``, the dtype of the tensor ``owner``, can represent ``value``."""
         fits_dtype(self.op, name, value, owner, dtype)
 
     def at_least(self, minimum: int, *, most: int = INT32_MAX, **values: int) -> None:
-        """Every value is an int of at least ``minimum`` and at most ``most``."""
+        """Check that every value is an int from ``minimum`` to ``most``."""
         at_least(self.op, minimum, most=most, **values)
 
     def at_most(self, name: str, value: int, limit_name: str, limit: int) -> None:
-        """``value`` is at most ``limit``, which is what ``limit_name`` says."""
+        """Check that ``value`` is at most ``limit``, the value of ``limit_name``."""
         if value > limit:
             raise self.error(
                 name,
@@ -227,18 +226,18 @@ class Checks:
                 do=f"Lower {name}, or raise {limit_name}",
             )
 
-    def equal(self, name: str, value: int, wanted: int, partner: str) -> None:
-        """``value`` is ``wanted``, the only one that ``partner`` takes."""
-        if value != wanted:
+    def equal(self, name: str, value: int, required: int, partner: str) -> None:
+        """Check that ``value`` is the ``required`` one, as ``partner`` takes no other."""
+        if value != required:
             raise self.error(
                 name,
-                must=f"be {plain_int(wanted)} with {partner}",
+                must=f"be {plain_int(required)} with {partner}",
                 got=plain_int(value),
-                do=f"Pass {plain_int(wanted)}",
+                do=f"Pass {plain_int(required)}",
             )
 
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
-        """``value`` has at least ``limit`` columns, which is what ``limit_name`` says."""
+        """Check that ``value`` has at least ``limit`` columns, the value of ``limit_name``."""
         if value.shape[1] < limit:
             raise self.error(
                 name,
@@ -248,7 +247,7 @@ class Checks:
             )
 
     def columns_of(self, name: str, value: Tensor, multiple: int) -> None:
-        """The number of columns of ``value`` is a multiple of ``multiple``."""
+        """Check that the number of columns of ``value`` is a multiple of ``multiple``."""
         if value.shape[1] % multiple != 0:
             raise self.error(
                 name,
@@ -258,7 +257,7 @@ class Checks:
             )
 
     def comes_with(self, name: str, partner_name: str, partner: Tensor | None) -> None:
-        """``name`` was given, so ``partner`` must be too."""
+        """Check that ``partner`` is not None, because ``name`` is not."""
         if partner is None:
             raise self.error(
                 name,
@@ -268,14 +267,14 @@ class Checks:
             )
 
     def all_or_none(self, **values: Tensor | None) -> None:
-        """If one of ``values`` was given, the others must be too."""
+        """Check that either all of ``values`` are None or none is."""
         missing = [name for name, value in values.items() if value is None]
-        given = [name for name, value in values.items() if value is not None]
-        if missing and given:
-            self.comes_with(given[0], missing[0], None)
+        present = [name for name, value in values.items() if value is not None]
+        if missing and present:
+            self.comes_with(present[0], missing[0], None)
 
     def without(self, name: str, value: object, neutral: object, partner: str) -> None:
-        """``name`` is left at ``neutral``, because ``partner`` was given."""
+        """Check that ``value`` is ``neutral``, because the caller passed ``partner``."""
         if value != neutral:
             raise self.error(
                 name, must=f"be {neutral} with {partner}", got=value, do="Pass one of the two"
@@ -288,7 +287,7 @@ class Checks:
         *allowed: str,
         belongs_to: str = "the cache was written with",
     ) -> None:
-        """``value`` is one of the ``allowed`` strings, the one that ``belongs_to``."""
+        """Check that ``value`` is an ``allowed`` string; ``belongs_to`` tells the caller which."""
         if not isinstance(value, str):
             raise self.error(
                 name,
@@ -308,8 +307,9 @@ class Checks:
     def storage(
         self, name: str, cache: Tensor, made_by: str, tag: str, *allowed: torch.dtype
     ) -> None:
-        """``cache`` is a tensor of one of the ``allowed`` dtypes, and of no other cast to it: ops
-        would write to the copy."""
+        """Check that ``cache`` is a tensor of an ``allowed`` dtype.
+
+        The error does not suggest a cast: ops would write to the copy."""
         if not isinstance(cache, Tensor):
             raise self._not_a_tensor(name, cache, do=_made_by(made_by))
         if cache.dtype not in allowed:
@@ -323,7 +323,7 @@ class Checks:
             )
 
     def rows_for_tokens(self, name: str, value: Tensor) -> None:
-        """``value`` has a row for every token; more are ignored."""
+        """Check that ``value`` has a row for every token; ops ignore extra rows."""
         if value.shape[0] < self.sizes["num_tokens"]:
             raise self.error(
                 name,
@@ -333,7 +333,7 @@ class Checks:
             )
 
     def no_more_than_tokens(self, name: str, value: Tensor) -> None:
-        """``value`` has an entry for each of the first tokens, and no more of them."""
+        """Check that ``value`` has at most one entry per token, for the first tokens."""
         if value.shape[0] > self.sizes["num_tokens"]:
             raise self.error(
                 name,
@@ -353,13 +353,14 @@ class Checks:
         dims: tuple[str, ...] = ("num_blocks", "page_bytes"),
         size_name: str = "block_size",
     ) -> None:
-        """``cache`` is a paged cache of ``layout``: bytes that the attention libraries would
-        misread without complaint if they were laid out otherwise. ``dims`` name its sizes,
-        ``size_name`` the argument with the rows of a block."""
+        """Check that ``cache`` is a paged cache of ``layout``.
+
+        The attention libraries would misread another layout without complaint. ``dims`` name its
+        sizes, ``size_name`` the argument with the rows per block."""
         self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
         self.tensor(name, cache, layout.storage_dtype, *dims)
         _, *sizes = layout.shape(0)
-        if any(size != wanted for size, wanted in zip(cache.shape[1:], sizes, strict=True)):
+        if any(size != expected for size, expected in zip(cache.shape[1:], sizes, strict=True)):
             entries = ", ".join([str(plain_int(size)) for size in sizes])
             of_layout = f"layout {layout.tag!r} with {size_name} = {plain_int(layout.block_size)}"
             raise self.error(
@@ -369,9 +370,9 @@ class Checks:
                 do=f"{_allocate(layout)}, or correct {size_name}",
             )
         page, *strides = cache.stride()
-        wanted = [*sizes[1:], 1]  # of a row in its block, if there are rows
-        is_dense = all(stride == each for stride, each in zip(strides, wanted, strict=True))
-        inside = sizes[0] * wanted[0]
+        row_strides = [*sizes[1:], 1]  # strides of the rows in a block
+        is_dense = all(stride == each for stride, each in zip(strides, row_strides, strict=True))
+        inside = sizes[0] * row_strides[0]
         if not is_dense or page < inside or page * cache.itemsize % CACHE_ALIGNMENT != 0:
             raise self.error(
                 name,
@@ -379,11 +380,11 @@ class Checks:
                 got=f"strides {list(cache.stride())}",
                 do=_allocate(layout),
             )
-        if not torch.compiler.is_dynamo_compiling():  # it cannot trace storage_offset: the
-            self.page_start(name, cache, layout)  # launcher asks while it is traced
+        if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace storage_offset:
+            self.page_start(name, cache, layout)  # there the launcher checks
 
     def page_start(self, name: str, cache: Tensor, layout: Layout) -> None:
-        """``cache`` starts at a multiple of 16 bytes of its storage."""
+        """Check that ``cache`` starts at a multiple of 16 bytes of its storage."""
         if cache.storage_offset() * cache.itemsize % CACHE_ALIGNMENT != 0:
             raise self.error(
                 name,
@@ -393,7 +394,7 @@ class Checks:
             )
 
     def bytes_of_row(self, name: str, cache: Tensor) -> int:
-        """Bytes of a row of ``cache``, whose layout does not say."""
+        """Return the bytes per row of ``cache``, whose layout does not fix them."""
         self.storage(name, cache, "MlaFp8Layout", MlaFp8Layout.tag, torch.uint8)
         self.tensor(name, cache, torch.uint8, "num_blocks", "block_size", "row_bytes")
         return int(cache.shape[2])
@@ -407,8 +408,9 @@ class Checks:
         size_name: str = "block_size",
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
     ) -> None:
-        """``cache`` is a plain paged cache of rows of one of the ``dtypes``; ``dims`` name its
-        sizes, ``size_name`` the argument with the rows of a block."""
+        """Check that ``cache`` is a plain paged cache of one of the ``dtypes``.
+
+        ``dims`` name its sizes, ``size_name`` the argument with the rows per block."""
         self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:
@@ -434,7 +436,7 @@ class Checks:
             )
 
     def apart(self, name: str, value: Tensor, do: str = "") -> None:
-        """No two elements of ``value``, which is written to, share memory."""
+        """Check that no two elements of ``value``, a mutated tensor, share memory."""
         if not any(_nested(value, order) for order in _ORDERS):
             raise self.error(
                 name,
@@ -444,7 +446,7 @@ class Checks:
             )
 
     def divides(self, divisor_name: str, divisor: int, name: str, value: int) -> None:
-        """``value`` is a multiple of ``divisor``."""
+        """Check that ``value`` is a multiple of ``divisor``."""
         if value % divisor != 0:
             raise self.error(
                 name,
@@ -454,7 +456,7 @@ class Checks:
             )
 
     def divisor(self, name: str, value: int, whole_name: str, whole: int) -> None:
-        """``value`` divides ``whole``, which is what ``whole_name`` says."""
+        """Check that ``value`` divides ``whole``, the value of ``whole_name``."""
         if whole % value != 0:
             raise self.error(
                 name,
@@ -464,11 +466,11 @@ class Checks:
             )
 
     def above(self, limit: int, **values: float) -> None:
-        """Every value is a finite number above ``limit``."""
+        """Check that every value is a finite number above ``limit``."""
         above(self.op, limit, **values)
 
     def host_lens(self, name: str, values: Sequence[int] | Tensor) -> list[int]:
-        """``values``, lengths that are known on the host, as ints of at least 0."""
+        """Return lengths that the host knows as a list; check that they are ints of at least 0."""
         lens = list(values.tolist() if isinstance(values, Tensor) else values)
         for index, length in enumerate(lens):
             if isinstance(length, bool) or not isinstance(length, int):
@@ -489,7 +491,7 @@ class Checks:
         return lens
 
     def instance(self, name: str, value: object, kind: type) -> None:
-        """``value`` is a ``kind``, or None."""
+        """Check that ``value`` is None or a ``kind``."""
         if value is not None and not isinstance(value, kind):
             raise self.error(
                 name,
@@ -500,7 +502,7 @@ class Checks:
             )
 
     def device_name(self, name: str, value: torch.device | str | None) -> None:
-        """``value`` names a device, or is None."""
+        """Check that ``value`` is None or names a device."""
         try:
             torch.device("cpu" if value is None else value)
         except (RuntimeError, TypeError) as error:
@@ -512,9 +514,9 @@ class Checks:
             ) from error
 
     def even(self, name: str, value: Tensor, most_name: str, most: int) -> None:
-        """The last dimension of ``value`` is a number of pairs, at most ``most``, which is what
-        ``most_name`` says."""
-        size = int(value.shape[-1])  # of a row, so configuration: a constant in compiled code
+        """Check that the last dimension of ``value`` is even and at most ``most``, the value of
+        ``most_name``."""
+        size = int(value.shape[-1])  # a row's width is configuration: constant in compiled code
         if size % 2 != 0 or size > int(most):
             raise self.error(
                 name,
@@ -526,12 +528,12 @@ class Checks:
     def rotation(
         self, positions: Tensor, cos_sin_cache: Tensor, rope_dim: str | int = "rope_dim"
     ) -> None:
-        """``positions`` and a table of rope_dim columns to look them up in."""
+        """Check ``positions`` and the RoPE table of ``rope_dim`` columns that they index."""
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("cos_sin_cache", cos_sin_cache, torch.float32, "num_positions", rope_dim)
 
     def path(self, name: str, value: str | os.PathLike[str]) -> Path:
-        """``value``, a path, as a ``Path``."""
+        """Return ``value`` as a ``Path``; check that it is a str or a path."""
         if not isinstance(value, (str, os.PathLike)):
             raise self.error(
                 name,
@@ -543,7 +545,7 @@ class Checks:
         return Path(value)
 
     def flag(self, name: str, value: bool) -> None:
-        """``value`` is a bool."""
+        """Check that ``value`` is a bool."""
         if not isinstance(value, bool):
             raise self.error(
                 name,
@@ -554,39 +556,19 @@ class Checks:
             )
 
     def request_limit(self, name: str = "num_reqs") -> None:
-        """The batch has no more requests, or whatever is searched, than the compiled searches
-        cover."""
+        """Check that the batch has no more requests (or ``name``) than compiled searches cover."""
         if self.sizes[name] > MAX_REQUESTS:
             raise self.error(
                 name, must=f"be at most {MAX_REQUESTS}", got=self.sizes[name], do="Split the batch"
             )
 
 
-def check_insert(
-    kind: type[MainLayout | IndexerLayout],
-    op: str,
-    k: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    block_size: int,
-    layout: str,
-) -> None:
-    """Check an insert of quantised keys into a cache of the layout ``kind``."""
-    checks = Checks(op)
-    checks.at_least(1, block_size=block_size)
-    checks.one_of("layout", layout, kind.tag)
-    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
-    checks.tensor("k", k, torch.bfloat16, "num_rows", kind.head_dim)
-    checks.rows_for_tokens("k", k)
-    checks.pages("k_cache", k_cache, kind(block_size))
-
-
 def _nested(value: Tensor, order: tuple[int, ...]) -> bool:
-    """Whether each dimension, outermost first, steps over all of those behind it."""
+    """Whether each dimension in ``order``, outermost first, strides past all inner ones."""
     extent = 1
     for axis in reversed(order):
         size, stride = value.shape[axis], value.stride(axis)
-        # of a dense tensor no guard: the first comparison is known whatever its sizes are
+        # adds no guard for a dense tensor: its first comparison holds for all sizes
         if stride < extent and size > 1:
             return False
         extent += (size - 1) * stride
@@ -594,7 +576,7 @@ def _nested(value: Tensor, order: tuple[int, ...]) -> bool:
 
 
 def _allocate(layout: Layout) -> str:
-    """``_made_by`` with the sizes of ``layout``. Dynamo cannot trace its repr."""
+    """Call ``_made_by`` with the sizes of ``layout``; Dynamo cannot trace the layout's repr."""
     width = ""
     if isinstance(layout, (StateLayout, MlaFp8Layout)):
         width = f", width={plain_int(layout.width)}"
@@ -606,11 +588,11 @@ def _made_by(layout: str, sizes: str = "block_size") -> str:
     return f"Allocate it with {layout}({sizes}).allocate(num_blocks)"
 
 
-def _conversion(actual: torch.dtype, wanted: torch.dtype) -> str:
-    """How to get ``wanted``: codes and their values are the same bytes."""
-    if (actual, wanted) in ((torch.uint8, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.uint8)):
-        return f"Read its bytes with .view({wanted})"
-    return f"Cast it with .to({wanted})"
+def _conversion(actual: torch.dtype, dtype: torch.dtype) -> str:
+    """Say how to convert to ``dtype``: uint8 codes and e4m3 values are the same bytes."""
+    if (actual, dtype) in ((torch.uint8, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.uint8)):
+        return f"Read its bytes with .view({dtype})"
+    return f"Cast it with .to({dtype})"
 
 
 def _dimensions(dims: tuple[str | int, ...]) -> str:

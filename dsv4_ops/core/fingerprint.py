@@ -1,8 +1,8 @@
-"""Makes Inductor's cache keys depend on the sources of this package.
+"""Make Inductor's cache keys depend on the sources of this package.
 
-Registered lowerings are in no cache key of torch: with an edited lowering, another process is
-served the code of the old one. ``torch.compiler.config.cache_key_tag`` is part of every key, so a
-hash of our sources is appended to it.
+No cache key of torch contains the registered lowerings: after an edit, a new process would get
+the code of the old lowering. ``torch.compiler.config.cache_key_tag`` is part of every key, so we
+append a hash of our sources to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CODE_LAYERS = ("core", "dispatch", "kernels", "lowering", "meta", "ops", "refer
 
 
 def source_hash() -> str:
-    """Hash of every source file that can change the code we generate."""
+    """Hash every source file that can change the generated code."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for layer in _CODE_LAYERS:

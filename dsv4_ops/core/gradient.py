@@ -1,8 +1,8 @@
-"""What autograd makes of an op: an op without a derivative computes, and raises in backward.
+"""Autograd rules of the ops: an op without a derivative computes, and raises in backward.
 
-Without a rule of its own torch takes an op for a constant: compiled code and ``torch.func`` then
-answer with gradients of 0. Inference with weights that require gradients has to work nevertheless,
-so that only ``backward`` can refuse.
+torch takes an op without a rule for a constant: compiled code and ``torch.func`` then return
+gradients of 0. Inference with weights that require gradients must still work, so only ``backward``
+can raise.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from dsv4_ops.core.torch_compat import (
 )
 
 INTEGERS = "integers"
-"""No argument of the op is a float: autograd passes it by."""
+"""No argument of the op is a float, so autograd ignores it."""
 REFUSED = "refused"
 """The op has no derivative."""
 REFERENCE = "reference"
-"""The derivative is that of the reference, which is traced in place of the op."""
+"""The derivative is that of the reference: autograd differentiates it instead of the op."""
 KINDS = (INTEGERS, REFUSED, REFERENCE)
 
 _LEAVE = "Call it under torch.no_grad()"
 
 
 def no_derivative(op: str) -> Exception:
-    """The error of a derivative that is asked for."""
+    """Make the error that ``backward`` raises."""
     return argument_error(
         op,
         "results",
@@ -59,14 +59,14 @@ def _not_written(op: str, name: str) -> Exception:
 
 
 class _Refused(SingleLevelFunction):
-    """The results of ``call``, whose derivative is an error.
+    """Return the results of ``call``; raise in their derivative.
 
-    The dispatcher calls it at one level of ``torch.func``'s transforms at a time.
+    The dispatcher runs it at one level of ``torch.func``'s transforms at a time.
     """
 
     @staticmethod
     def forward(ctx: Any, op: str, call: Callable[..., Any], *args: Any) -> Any:
-        ctx.set_materialize_grads(False)  # zeros for unused results would hide what was asked for
+        ctx.set_materialize_grads(False)  # zeros for unused results would hide the requested ones
         ctx.op = op
         ctx.inputs = [
             (place, arg.shape, arg.dtype)
@@ -78,13 +78,13 @@ class _Refused(SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        asked = next(grad for grad in grads if grad is not None)
-        refused = torch.ops.dsv4_ops._no_derivative.default(asked, ctx.op)
-        found: list[Tensor | None] = [None] * ctx.count
+        first = next(grad for grad in grads if grad is not None)
+        refused = torch.ops.dsv4_ops._no_derivative.default(first, ctx.op)
+        grads_of_args: list[Tensor | None] = [None] * ctx.count
         for place, shape, dtype in ctx.inputs:
             if ctx.needs_input_grad[2 + place]:
-                found[place] = refused.to(dtype).expand(shape)
-        return None, None, *found
+                grads_of_args[place] = refused.to(dtype).expand(shape)
+        return None, None, *grads_of_args
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -97,7 +97,7 @@ def _refused(op: str, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def define(library: torch.library.Library) -> None:
-    """Define in ``library`` what graphs of a forward and its backward hold."""
+    """Define in ``library`` the ops that stand in traced forward and backward graphs."""
     library.define("_no_derivative(Tensor grad, str op) -> Tensor")
     library.impl("_no_derivative", _raise, "CompositeExplicitAutograd")
     library.impl("_no_derivative", _raise, "FuncTorchBatched")
@@ -124,16 +124,16 @@ def _copy_autograd(values: Tensor, sources: Sequence[Tensor], op: str) -> Tensor
 
 
 def differentiated(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that require a gradient, where autograd records; none is looked at where it does
-    not."""
+    """Return the tensors that require a gradient; none if autograd does not record."""
     if not torch.is_grad_enabled():
         return []
     return [each for each in tensors if isinstance(each, Tensor) and each.requires_grad]
 
 
 def without_derivative(op: str, values: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """``values`` that ``op`` computed from ``sources`` where autograd did not look: a copy, in
-    whose backward it raises."""
+    """Return a copy of ``values`` whose backward raises.
+
+    For values that ``op`` computed from ``sources`` unseen by autograd."""
     copy: Tensor = torch.ops.dsv4_ops._without_derivative.default(values, list(sources), op)
     return copy
 
@@ -141,8 +141,8 @@ def without_derivative(op: str, values: Tensor, sources: Sequence[Tensor]) -> Te
 def autograd_rule(
     name: str, op: OpOverload, kind: str, reference: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What autograd calls in place of ``op``, with the keys that are left to dispatch to; ``kind``
-    is ``REFUSED`` or ``REFERENCE``."""
+    """Return the function that autograd calls for ``op``: it takes the remaining dispatch keys,
+    then the arguments. ``kind`` is ``REFUSED`` or ``REFERENCE``."""
     names = [argument.name for argument in op._schema.arguments]
     writes = [
         place
@@ -160,13 +160,15 @@ def autograd_rule(
         lost = [place for place in recorded if place in writes] if returns else recorded
         if lost:
             raise _not_written(name, names[lost[0]])
-        return _refused(name, lambda *given: redispatch(op, keyset, *given, **kwargs), *args)
+        return _refused(
+            name, lambda *arguments: redispatch(op, keyset, *arguments, **kwargs), *args
+        )
 
     return rule
 
 
 def _recorded(args: Sequence[Any]) -> Sequence[int]:
-    """Places of the tensors that autograd, of either mode, follows."""
+    """Return the indices of the tensors that autograd records, in reverse or forward mode."""
     forward = forward_mode()
     if not forward and not (torch.is_grad_enabled() and any_requires_grad(args)):
         return ()

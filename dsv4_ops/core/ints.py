@@ -1,4 +1,4 @@
-"""The checks of numbers, which arguments and layouts share."""
+"""Checks of ints and floats, shared by ops and layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INT64_MAX = 2**63 - 1
 
 
 def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> None:
-    """Every value is an int of at least ``minimum`` and at most ``most``."""
+    """Check that every value is an int from ``minimum`` to ``most``."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             raise argument_error(
@@ -45,15 +45,15 @@ def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> 
 
 
 def _known_above(value: int, most: int) -> bool:
-    """Whether ``value`` exceeds ``most``: of a symbol in a trace False, and no guard. Nothing of
-    such sizes is there to trace with."""
+    """Whether ``value`` exceeds ``most``. For a symbol it answers False without a guard: no trace
+    runs with tensors of such sizes."""
     if not torch.compiler.is_compiling():
         return value > most
     return statically_known_true(value > most)
 
 
 def above(op: str, limit: int, **values: float) -> None:
-    """Every value is a finite number above ``limit``."""
+    """Check that every value is a finite number above ``limit``."""
     for name, value in values.items():
         is_float(op, name, value)
         if not limit < value < math.inf:
@@ -67,7 +67,7 @@ def above(op: str, limit: int, **values: float) -> None:
 
 
 def is_float(op: str, name: str, value: float) -> None:
-    """``value`` is a float, or an int to be taken for one."""
+    """Check that ``value`` is a float or an int."""
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat)):
         raise argument_error(
             op,
@@ -80,7 +80,7 @@ def is_float(op: str, name: str, value: float) -> None:
 
 
 def fits_dtype(op: str, name: str, value: float, owner: str, dtype: torch.dtype) -> None:
-    """``value`` is a number that a tensor of ``dtype`` holds, and that ``owner`` is one of."""
+    """Check that ``dtype``, the dtype of the tensor ``owner``, can represent ``value``."""
     is_float(op, name, value)
     if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
         return

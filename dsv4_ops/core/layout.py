@@ -1,11 +1,11 @@
 """Byte layouts of the paged caches: the contract with FlashMLA, DeepGEMM and other engines.
 
-No other file knows an offset. A layout is a frozen dataclass whose ``tag`` names the format; ops
-take the tag, and refuse a cache whose shape does not fit it, because the attention libraries read
+All offsets are defined here. A layout is a frozen dataclass whose ``tag`` names the format. Ops
+take the tag and refuse a cache whose shape does not match it, because the attention libraries read
 a cache of the wrong layout without complaint.
 
-Pages of the FP8 layouts hold the data of all their rows first, then the scales of all their rows,
-then padding up to a multiple of 576 bytes, which FlashMLA demands of the page stride.
+A page of an FP8 layout holds the data of all its rows, then the scales of all its rows, then
+padding up to a multiple of 576 bytes: FlashMLA requires this of the page stride.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dsv4_ops.core.errors import argument_error, plain_int
 from dsv4_ops.core.ints import at_least
 
 PAGE_ALIGNMENT = 576
-"""Bytes that a page of the FP8 and state layouts is a multiple of."""
+"""The size of a page of the FP8 and state layouts is a multiple of this, in bytes."""
 
 CACHE_ALIGNMENT = 16
-"""Bytes that every page starts at a multiple of: kernels read and write 16 at a time."""
+"""Every page starts at a multiple of this, in bytes: kernels read and write 16 bytes at a time."""
 
 KEY_BLOCK = 128
-"""FlashMLA's sparse prefill takes key counts that are a multiple of this."""
+"""FlashMLA's sparse prefill needs key counts that are a multiple of this."""
 
 INDEX_ALIGNMENT = 4
-"""Indices that FlashInfer reads at a time: rows of its matrix are a multiple of this long."""
+"""FlashInfer reads this many indices at a time, so the width of its index matrix is a multiple."""
 
 FP8_MAX = 448.0
 """Largest finite e4m3fn value."""
@@ -41,24 +41,25 @@ SCALE_FLOOR = 105
 """Scale byte of a block whose amax is 1e-4 or less: 2^-22 * 448 is just above 1e-4."""
 
 ACTIVATION_FLOOR = 85
-"""The same for activations and 1e-10: 2^-42 * 448 is just above."""
+"""Scale byte of an activation block whose amax is 1e-10 or less: 2^-42 * 448 is just above
+1e-10."""
 
 ACTIVATION_BLOCK = 128
-"""Values of an activation that share a scale."""
+"""Activation values per scale."""
 
 WEIGHT_BLOCK = 128
-"""Rows and columns of an FP8 weight that share a scale."""
+"""Rows and columns of an FP8 weight per scale."""
 
 FP4_BLOCK = 32
-"""Values of a row of an FP4 weight that share a scale."""
+"""Values per scale in a row of an FP4 weight."""
 
 TOKEN_ALIGNMENT = 4
-"""Tokens that scales with a token stride of 1 are padded to a multiple of."""
+"""Scales with a token stride of 1 are padded to a multiple of this many tokens."""
 
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """What the layouts have in common.
+    """Base class of the layouts.
 
     Args:
         block_size: Rows per page. At least 1.
@@ -72,7 +73,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def tag(self) -> str:
-        """Name of the format, which ops check."""
+        """Name of the format; ops check it."""
 
     @property
     @abstractmethod
@@ -95,18 +96,18 @@ class Layout(ABC):
         return round_up(self.block_size * self.row_bytes, PAGE_ALIGNMENT)
 
     def data_offset(self, slot: int) -> int:
-        """Byte of a dense cache at which the data of ``slot`` starts."""
+        """Return the byte of a dense cache at which the data of ``slot`` starts."""
         page, row = divmod(slot, self.block_size)
         return page * self.page_bytes + row * self.data_bytes
 
     def scale_offset(self, slot: int) -> int:
-        """Byte of a dense cache at which the scales of ``slot`` start."""
+        """Return the byte of a dense cache at which the scales of ``slot`` start."""
         page, row = divmod(slot, self.block_size)
         scales = self.block_size * self.data_bytes
         return page * self.page_bytes + scales + row * self.scale_bytes
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of a cache of ``num_blocks`` pages."""
+        """Return the shape of a cache of ``num_blocks`` pages."""
         return (num_blocks, self.page_bytes)
 
     @property
@@ -115,7 +116,7 @@ class Layout(ABC):
         return torch.uint8
 
     def allocate(self, num_blocks: int, device: torch.device | str | None = None) -> Tensor:
-        """A cache of ``num_blocks`` pages of zeros."""
+        """Allocate a cache of ``num_blocks`` pages, filled with zeros."""
         at_least(f"{type(self).__name__}.allocate", 0, num_blocks=num_blocks)
         return torch.zeros(self.shape(num_blocks), dtype=self.storage_dtype, device=device)
 
@@ -137,7 +138,7 @@ class QuantizedLayout(Layout):
     @property
     @abstractmethod
     def quant_block(self) -> int:
-        """Values that share a scale."""
+        """Values per scale."""
 
     float_scales = False
     """Whether scales are stored as fp32."""
@@ -149,13 +150,13 @@ class QuantizedLayout(Layout):
 
     @property
     def format(self) -> tuple[int, ...]:
-        """What kernels are told of a row: ``FORMAT`` in ``dsv4_ops/kernels/common``."""
+        """The row format as kernels take it: ``FORMAT`` in ``dsv4_ops/kernels/common``."""
         values = (self.block_size, self.head_dim, self.code_dim, self.quant_block)
         return (*values, self.data_bytes, self.scale_bytes, self.float_scales)
 
     def kernel_view(self, k_cache: Tensor) -> Tensor:
-        """The view [num_blocks, block_size, 1, row_bytes] that FlashMLA (rows of 584 bytes) and
-        DeepGEMM (132) want; only its first stride and its sizes mean anything."""
+        """Return the view [num_blocks, block_size, 1, row_bytes] that FlashMLA (584 bytes per row)
+        and DeepGEMM (132) take; only its sizes and its first stride mean anything."""
         rows = (k_cache.shape[0], self.block_size, 1, self.row_bytes)
         strides = (k_cache.stride(0), self.row_bytes, self.row_bytes, 1)
         return k_cache.as_strided(rows, strides)
@@ -196,12 +197,12 @@ class IndexerLayout(QuantizedLayout):
 class PlainLayout(Layout):
     """Lay out unquantised rows, [num_blocks, block_size, width].
 
-    For the reference mode, and for FlashInfer.
+    The reference mode and FlashInfer use it.
 
     Args:
         block_size: Rows per page.
         width: Values per row.
-        dtype: torch.bfloat16 or torch.float32; torch.float16 too, which only dense MLA takes.
+        dtype: torch.bfloat16, torch.float32, or torch.float16, which only dense MLA takes.
     """
 
     width: int = 512
@@ -308,7 +309,7 @@ class MlaDsFp8Layout(MlaLayout):
         return self.data_offset(slot) + self.kv_lora_rank
 
     def rope_offset(self, slot: int) -> int:
-        """Byte of a dense cache at which the RoPE values of ``slot`` start."""
+        """Return the byte of a dense cache at which the RoPE values of ``slot`` start."""
         return self.data_offset(slot) + self.rope_byte
 
 
@@ -317,7 +318,7 @@ MLA_LAYOUTS = (PlainLayout.tag, MlaFp8Layout.tag, MlaDsFp8Layout.tag)
 
 
 def mla_layout(tag: str, block_size: int, width: int) -> MlaLayout:
-    """The layout of FP8 rows of ``width`` values."""
+    """Return the layout of FP8 rows with ``width`` values."""
     if tag == MlaFp8Layout.tag:
         return MlaFp8Layout(block_size, width)
     return MlaDsFp8Layout(block_size)
@@ -355,21 +356,21 @@ class StateLayout(Layout):
         return (num_blocks, self.page_bytes // 4)
 
     def rows(self, states: Tensor) -> Tensor:
-        """The view [num_blocks, block_size, width] without the padding of the pages."""
+        """Return the view [num_blocks, block_size, width] without the padding of the pages."""
         used = states[:, : self.block_size * self.width]
         return used.view(states.shape[0], self.block_size, self.width)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
 def combined_width(topk: int, window_size: int) -> int:
-    """Columns of ``combine_topk_swa_indices``."""
+    """Return the number of columns of ``combine_topk_swa_indices``."""
     return round_up(topk + window_size, KEY_BLOCK)
 
 
 def mixed_width(swa_width: int, topk: int, compressed_width: int) -> int:
-    """Columns of ``mixed_sparse_indices``."""
+    """Return the number of columns of ``mixed_sparse_indices``."""
     return swa_width + round_up(max(topk, compressed_width), INDEX_ALIGNMENT)

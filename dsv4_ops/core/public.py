@@ -1,4 +1,4 @@
-"""``__all__`` of modules that only gather names, from their imports."""
+"""Derive ``__all__`` from the imports of a module that only re-exports names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def public_names(namespace: dict[str, object]) -> list[str]:
-    """Names that a module's ``namespace`` gives to its users: no submodules, nothing private."""
+    """Return the public names of a module's ``namespace``, without its submodules."""
     return sorted(
         name
         for name, value in namespace.items()

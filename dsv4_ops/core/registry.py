@@ -1,4 +1,4 @@
-"""What an op is, and the table of all of them."""
+"""The description of an op (``OpSpec``) and the table of all ops."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from dsv4_ops.core.torch_compat import OpOverload
 
 NAMESPACE = "dsv4_ops"
 AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
-"""What ``impl=`` of an op can name beside a library."""
+"""Values of ``impl=`` that are not libraries."""
 
 LOWERING_KINDS = ("decompose", "pointwise", "triton", "choices")
 DECOMPOSED = {"cpu": "decompose", "cuda": "decompose"}
 KERNEL_ON_CUDA = {"cpu": "decompose", "cuda": "triton"}
-"""Lowerings of most ops per device type."""
+"""Lowering per device type of ops that have a Triton kernel."""
 
 
 class Lowering(Protocol):
-    """How an op is lowered; see ``lowering/kinds.py``."""
+    """How the graph of a trace replaces an op; see ``lowering/kinds.py``."""
 
     kind: str
     function: Callable[..., Any]
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Stand in for the op while AOTAutograd traces a graph that holds it."""
+        """Replace the op in a graph that AOTAutograd traces."""
 
 
 def returns_nothing() -> None:
-    """Return nothing: the fake of every op that only writes to its arguments."""
+    """Return nothing: the fake of every op that only mutates its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """What an op is, and what may run it.
+    """Describe an op: schema, meaning and implementations.
 
     Args:
         stem: File name of the op in every layer.
         schema: ``name(arguments) -> results`` in the language of ``torch.library``.
-        meta: Fake implementation. It has those parameters of the op that it needs.
+        meta: Fake implementation. It takes only the parameters of the op that it needs.
         reference: Eager implementation on any device: the meaning of the op.
-        load: Loads what another layer holds for the op (``dispatch/layers.py``): core imports no
-            other layer.
-        launch_with: Loads what runs the op with our kernel or with a library.
-        lowering: Kind of lowering per device type, decomposition unless it says otherwise.
+        load: Loads the op's implementation in another layer (``dispatch/layers.py``), because core
+            imports no other layer.
+        launch_with: Loads the function that launches our kernel or a library.
+        lowering: Kind of lowering per device type, decomposition by default.
         dynamic: Dimension names that may change without a recompile.
         source: Where the semantics come from.
-        providers: Executions that ``impl=`` can choose among; without a choice those that the
-            lowering says.
+        providers: Implementations that ``impl=`` can name. An op without ``impl`` has those of its
+            lowering.
         opaque_because: Why the op stays an opaque call on some device; empty if it never does.
-        gradient: What autograd makes of it, one of ``gradient.KINDS``.
+        gradient: How autograd treats the op, one of ``gradient.KINDS``.
     """
 
     stem: str
@@ -91,7 +91,7 @@ class OpSpec:
 
     @property
     def op(self) -> OpOverload:
-        """The registered overload."""
+        """Return the registered overload."""
         overload: OpOverload = getattr(torch.ops.dsv4_ops, self.name).default
         return overload
 
@@ -107,21 +107,21 @@ class OpSpec:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of all parameters, in order."""
+        """Return the names of all parameters, in order."""
         return tuple(argument.name for argument in self.op._schema.arguments)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a call of the overload by name, with its defaults."""
+        """Return the arguments of a call by name, defaults included."""
         names, defaults = _signature(self.op)
         return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
     def places(self, name: str) -> list[int]:
-        """Place of the parameter ``name``; empty if there is none."""
+        """Return the index of a parameter as a list; empty if there is none."""
         return [place for place, parameter in enumerate(self.parameters) if parameter == name]
 
     @property
     def mutated(self) -> tuple[int, ...]:
-        """Places of the arguments that the op writes to."""
+        """Return the indices of the arguments that the op mutates."""
         return tuple(
             place
             for place, argument in enumerate(self.op._schema.arguments)
@@ -130,12 +130,12 @@ class OpSpec:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether ``kernels/<stem>.py`` holds a launcher for CUDA."""
+        """Whether ``kernels/<stem>/`` has a launcher for CUDA."""
         return TRITON in self.providers
 
     @property
     def has_choice(self) -> bool:
-        """Whether its callers choose among executions with ``impl``."""
+        """Whether callers choose the implementation with ``impl``."""
         return self.lowering.get("cuda") == "choices"
 
 

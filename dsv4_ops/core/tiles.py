@@ -1,83 +1,74 @@
-"""Sizes of kernels that others than their launchers know."""
+"""Tile sizes, schedules and cost constants that kernels and other layers share."""
 
 from __future__ import annotations
 
-from dsv4_ops.core.torch_compat import sym_min
-
 KEY_TILE = 64
-"""Keys that a program takes at a time."""
+"""Keys per iteration of a program."""
 
 HEAD_TILE = 64
-"""Heads per program: what Hopper's matrix unit takes at a time."""
+"""Heads per program: the rows of one Hopper MMA."""
 
 PROGRAMS = 132
 """Work tiles that a small batch is split into: the SMs of an H200."""
 
 SCHEDULE_KEYS = 256
-"""Keys of a split of DeepGEMM's schedule."""
+"""Keys per split in DeepGEMM's schedule."""
 
 METADATA_COLUMNS = 8
-"""Columns of FlashMLA's tile scheduler metadata: first and last token of a part, its first block
-and the one behind its last, its first split, whether first and last token are split, and one that
-is not used."""
+"""Columns of FlashMLA's tile scheduler metadata, per part: first token, last token, first block,
+end block (exclusive), first split, whether the first and the last token are split, unused."""
 
 PART_OVERHEAD = 5
-"""Blocks of keys in the time that FlashMLA reckons for a token beside its own."""
+"""Fixed cost of a token in FlashMLA's scheduler, in key blocks."""
 
 LARGEST_TOPK = 4096
-"""Columns that our selection makes at most. For more the reference sorts, with the same result."""
+"""Largest top-k of our selection kernel. Beyond it the reference sorts, with the same result."""
 
 START_TILES = 4
-"""Cost of a program beside its tiles of keys, in tiles of keys: measured on an H200, 10 us of 2 to
-3 a tile."""
+"""Fixed cost of a program, in key tiles (H200: about 10 us, at 2 to 3 us per tile)."""
 
 PLAN_SIZES, PLAN_STEPS = 33, 8
-"""Sizes of a split that a plan considers, and how many of them from a mean to twice that."""
+"""Split sizes that a plan considers, and how many of them lie between the mean and twice the
+mean."""
 
 PLAN_EXTRA_SPLIT_TILES = 3
-"""Cost, in tiles of keys, of as many extra splits as programs, in a plan."""
+"""Cost of one extra split per program in a plan, in key tiles."""
 
 PLAN_COLUMNS = 4
-"""Columns of a plan: token, split of the token, splits of the token, first partial result."""
+"""Columns of a plan: token, split index, number of splits of the token, first partial result."""
 
 CLASSES = 16
-"""Classes of tokens by their length: those of several splits, and fourteenths of one split."""
+"""Length classes of tokens: several splits, or fourteenths of one split."""
 
 
 MIN_SCHEDULED_TILES, MAX_SCHEDULED_TOKENS = 32, 256
-"""Tokens times tiles of heads from which on, and tokens up to which, Hopper's kernel schedules a
-batch by its lengths where no plan is given."""
+"""Without a plan, Hopper's kernel schedules a batch by its lengths from this many tokens times head
+tiles, up to this many tokens."""
 
 ONE_WAVE_TILES = 120
-"""Tokens times tiles of heads up to which all work tiles run in one wave. Beyond, too few SMs are
-left for extra splits, and the longest tokens are scheduled first."""
+"""Up to this many tokens times head tiles, all work tiles run in one wave. Above it, too few SMs
+are free for extra splits, and the longest tokens are scheduled first."""
 
 EXTRA_SPLIT_SHARE = 4
-"""Beyond one wave, cap extra splits at the number of programs over this: a token in two that are as
-long as others in one makes another wave."""
+"""Beyond one wave, cap extra splits at the number of programs divided by this: two splits as long
+as other tokens' single split would add a wave."""
 
 SPLIT_SIZES, SPLIT_STEPS = 16, 4
-"""Sizes of a split that the tile scheduler considers, and how many from one to twice that."""
+"""Split sizes that the tile scheduler considers, and how many of them per doubling."""
 
 COMBINE_TILES, EXTRA_SPLIT_TILES = 2, 1
-"""Cost, in tiles of keys, of a combine, and of as many extra splits as programs."""
+"""Cost of a combine, and of one extra split per program, in key tiles."""
 
 COMBINE_COLUMNS = 4
-"""Columns of the list of tokens to combine: token, splits, first partial result, and one unused;
-the first row is the number of the others."""
+"""Columns of the list of tokens to combine: token, splits, first partial result, unused. The first
+row holds the number of the other rows."""
 
 
 def head_tiles(num_heads: int) -> int:
-    """Programs that share the keys of one token."""
+    """Return the number of programs that share the keys of one token."""
     return (num_heads + HEAD_TILE - 1) // HEAD_TILE
 
 
 def programs_per_tile(num_heads: int, num_programs: int) -> int:
-    """Programs there are for each tile of heads, at least one."""
+    """Return the number of programs per head tile, at least one."""
     return max(1, num_programs // head_tiles(num_heads))
-
-
-def plan_blocks(num_rows: int, num_experts: int, block_size: int) -> int:
-    """Most blocks that ``num_rows`` rows fill, when no block has rows of two experts."""
-    padded = num_rows + sym_min(num_experts, num_rows) * (block_size - 1)
-    return padded // block_size

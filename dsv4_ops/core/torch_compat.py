@@ -1,7 +1,7 @@
-"""Names that torch does not document: with ``lowering/_compat.py`` the only importer of them.
+"""Undocumented names of torch. Only this file and ``lowering/_compat.py`` import such names.
 
-Each is followed by the releases in which it was seen; ``tests/kernels/test_compat.py`` looks for
-them in the installed one.
+Each name is followed by the releases in which it was seen; ``tests/kernels/test_compat.py`` looks
+for it in the installed release.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def any_requires_grad(args: Sequence[Any]) -> bool:
 
 
 def allows_aot_compile() -> AbstractContextManager[Any]:
-    """Functions that are given to ``torch.compile`` have its ``aot_compile``."""
+    """Allow ``aot_compile`` on functions that ``torch.compile`` returned."""
     from torch._dynamo import config
 
     name = "enable_aot_compile"
@@ -89,12 +89,12 @@ def one_graph_for_all_sizes() -> AbstractContextManager[Any]:
 
 
 def aot_settings() -> dict[str, Any]:
-    """Settings of AOTAutograd that change what it makes, on any machine."""
+    """Return the AOTAutograd settings that change its output, on any machine."""
     return dict(functorch_config.save_config_portable())
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Ops of torch that are called inside cast nothing."""
+    """Disable autocast for ops of torch that are called inside."""
     keys = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in AUTOCAST_KEYS]
     guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(keys[0] | keys[1])
     return guard
@@ -102,10 +102,10 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 @contextmanager
 def without_kernel_table() -> Iterator[None]:
-    """Compiled functions are saved without the Triton kernels that this process has traced.
+    """Save compiled functions without the table of Triton kernels that this process traced.
 
-    Inductor's code has its kernels. A process that loads those of another, by their numbers, gives
-    the next graph that it traces itself kernels of that process for its own.
+    Inductor's code already contains its kernels. The table refers to kernels by number: a process
+    that loaded the table of another would use its kernels in the next graph it traces itself.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
 
@@ -118,12 +118,12 @@ def without_kernel_table() -> Iterator[None]:
 
 
 def has_function_modes() -> bool:
-    """Whether calls of torch are redirected, as under a default device."""
+    """Whether a mode intercepts calls of torch, for example ``torch.set_default_device``."""
     return bool(torch._C._len_torch_function_stack())
 
 
 def decomposes_triton_ops() -> bool:
-    """Whether what is traced is for a compiler: the switch of ``torch.library.triton_op``."""
+    """Whether ``torch.library.triton_op`` decomposes now: only traces for a compiler do."""
     return bool(functorch_config.decompose_custom_triton_ops)
 
 
@@ -142,23 +142,23 @@ def forward_mode() -> bool:
 
 
 def group_members(name: str) -> list[int]:
-    """Ranks of the processes in the process group of this name, in its order."""
+    """Return the global ranks of the members of a process group, in the group's order."""
     from torch.distributed import distributed_c10d
 
     return list(distributed_c10d.get_process_group_ranks(process_group(name)))
 
 
 def group_rank(name: str) -> int:
-    """Rank of this process in the process group of this name; a constant of what Dynamo traces."""
+    """Return the rank of this process in a process group; Dynamo traces it as a constant."""
     return int(process_group(name).rank())
 
 
-# what torch.compiler.assume_constant_result sets, without its import of Dynamo
+# the attribute that torch.compiler.assume_constant_result sets, without importing Dynamo
 vars(group_rank)["_dynamo_marked_constant"] = True
 
 
 def group_sends(name: str, device: str) -> bool:
-    """Whether the process group of this name has a backend for tensors on ``device``."""
+    """Whether a process group has a backend for tensors on ``device``."""
     try:
         process_group(name)._get_backend(torch.device(device))
     except RuntimeError:
@@ -167,7 +167,7 @@ def group_sends(name: str, device: str) -> bool:
 
 
 def group_size(name: str) -> int:
-    """Ranks of the process group of this name; RuntimeError if there is none."""
+    """Return the number of ranks of a process group; RuntimeError if there is none."""
     from torch.distributed import distributed_c10d
 
     size: Any = distributed_c10d._get_group_size_by_name
@@ -175,15 +175,15 @@ def group_size(name: str) -> int:
 
 
 def guard_or_false(condition: Any) -> bool:
-    """``condition``, guarded; False where it cannot be."""
+    """Evaluate ``condition`` with a guard; return False if it cannot be evaluated."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
 
     return guard_or_false(condition)
 
 
 def only_looks_ahead() -> bool:
-    """Whether a compiler runs a function on fake tensors without a trace of it, as AOTAutograd does
-    first for what a graph returns and writes to."""
+    """Whether a compiler runs a function on fake tensors without tracing it: AOTAutograd does so
+    first, to learn what the graph returns and mutates."""
     from torch._guards import detect_fake_mode
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # brings sympy
 
@@ -191,7 +191,7 @@ def only_looks_ahead() -> bool:
 
 
 def process_group(name: str) -> Any:
-    """The process group of this name; RuntimeError if there is none."""
+    """Return the process group of this name; RuntimeError if there is none."""
     from torch.distributed import distributed_c10d
 
     resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
@@ -199,32 +199,33 @@ def process_group(name: str) -> Any:
 
 
 def redispatch(op: OpOverload, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call what ``op`` has below autograd."""
+    """Call the implementation of ``op`` below autograd."""
     return op._handle.redispatch_boxed(keyset & after_autograd, *args, **kwargs)
 
 
 def statically_known_true(condition: Any) -> bool:
-    """Whether ``condition`` holds of all values that its symbols may have; no guard."""
+    """Whether ``condition`` holds for all values of its symbols; adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy
 
     return statically_known_true(condition)
 
 
 def symmetric_workspace(group: str, nbytes: int, device: torch.device) -> Any:
-    """Zeros that all ranks of a group map, with ``rank``, ``world_size`` and ``buffer_ptrs``.
+    """Allocate zeroed symmetric memory that all ranks of a group map, and return its handle too.
 
-    All ranks have to ask; when one has it, all have written their zeros.
+    The handle has ``rank``, ``world_size`` and ``buffer_ptrs``. A collective call: when it returns
+    on one rank, all ranks have zeroed their memory.
     """
     from torch.distributed import _symmetric_memory
 
     memory: Any = _symmetric_memory
-    held = memory.empty(nbytes, dtype=torch.uint8, device=device)
-    held.zero_()
+    workspace = memory.empty(nbytes, dtype=torch.uint8, device=device)
+    workspace.zero_()
     torch.cuda.synchronize(device)
-    return held, memory.rendezvous(held, group)
+    return workspace, memory.rendezvous(workspace, group)
 
 
 def timeout_of(group: str, device: torch.device) -> timedelta:
-    """How long a process group waits for a rank."""
+    """Return how long a process group waits for a rank."""
     timeout: timedelta = process_group(group)._get_backend(device).options._timeout
     return timeout

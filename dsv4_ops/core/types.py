@@ -6,17 +6,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dsv4_ops.core.torch_compat import sym_min
+
 MAX_REQUESTS = 16383
-"""Most requests one batch may have: bounds the unrolled binary searches of the compiled code."""
+"""Maximum requests per batch: bounds the unrolled binary searches of compiled code."""
 
 INT32_MAX = 2**31 - 1
 
 ABSENT = -1
-"""What every index, slot and request id that does not exist is set to."""
+"""Value of every index, slot and request id that does not exist."""
 
 
 class FlashMlaPlan(NamedTuple):
-    """How FlashMLA shares keys among programs, for calls of these sizes; see
+    """FlashMLA's plan for calls of these sizes; see
     ``dsv4_ops.dispatch.providers.flash_mla_plan``."""
 
     schedule: Tensor
@@ -34,7 +36,7 @@ class TokenMap(NamedTuple):
 
 
 class FlattenedDecode(NamedTuple):
-    """Visible rows and request of every decode token; see ``dsv4_ops.flatten_decode``."""
+    """Visible keys and request of every decode token; see ``dsv4_ops.flatten_decode``."""
 
     seq_lens: Tensor
     req_indices: Tensor
@@ -81,7 +83,7 @@ class TopkIndices(NamedTuple):
 
 
 class LocalRows(NamedTuple):
-    """Rows of a request that lie on a rank; see ``dsv4_ops.cp_local_rows``."""
+    """The rows of each request on this rank; see ``dsv4_ops.cp_local_rows``."""
 
     rows: Tensor
     lens: Tensor
@@ -114,11 +116,17 @@ class IndexerQuery(NamedTuple):
 
 
 class ExpertPlan(NamedTuple):
-    """Rows of every block and their expert; see ``dsv4_ops.expert_plan``."""
+    """The rows and the expert of every block; see ``dsv4_ops.expert_plan``."""
 
     sorted_rows: Tensor
     expert_of_block: Tensor
     num_blocks: Tensor
+
+
+def max_expert_blocks(num_rows: int, num_experts: int, block_size: int) -> int:
+    """Return the most blocks that ``num_rows`` rows can fill if no block mixes experts."""
+    padded = num_rows + sym_min(num_experts, num_rows) * (block_size - 1)
+    return padded // block_size
 
 
 class HyperConnection(NamedTuple):
@@ -208,6 +216,6 @@ class SparseMlaGathered(NamedTuple):
 
 
 def search_steps(size: object) -> int:
-    """Halvings that a branch-free binary search over 0..size needs; the bound of the package for a
-    symbolic size."""
+    """Return the steps of a branch-free binary search over 0..size. A symbolic size takes the
+    package's upper bound."""
     return size.bit_length() if isinstance(size, int) else (MAX_REQUESTS + 1).bit_length()

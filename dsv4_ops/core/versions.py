@@ -1,7 +1,7 @@
-"""Releases of torch, Triton and transformers that are tested together, and what to say of others.
+"""Releases of torch, Triton and transformers that are tested together, and warnings for others.
 
-``doctor``, the warnings, the documentation and CI's lanes have them from here. No pin holds pip to
-the newest of them: a later release is installed and gets a warning of one line.
+``doctor``, the warnings, the documentation and CI's lanes read this table. Nothing pins pip to the
+newest tested release: a later one is installed and causes a one-line warning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Lane(NamedTuple):
-    """Releases that run the tests together, in an environment of their own."""
+    """A set of releases that the tests run on, in an environment of its own."""
 
     torch: str
     triton: str
@@ -33,30 +33,32 @@ LANES = {
     "transformers-5.22": Lane("2.11", "3.6", "5.22"),
     "transformers-5.23": Lane("2.15", "3.9", "5.23"),
 }
-"""``make smoke LANE=name``. The full lane of CI has no row: it runs what pip resolves on the day,
-which is "newest" until a release follows."""
+"""The lanes of ``make smoke LANE=name``. CI's full lane has no row: it runs what pip resolves on
+the day, which is "newest" until the next release."""
 
 
 def release(version: str) -> tuple[int, int]:
-    """(2, 15) of "2.15.0+cu130" or "2.15rc1"."""
-    found = re.match(r"(\d+)(?:\.(\d+))?", version)
-    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
+    """Parse major and minor: (2, 15) from "2.15.0+cu130" or "2.15rc1"."""
+    match = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 
 
 def supported(package: str) -> tuple[str, str]:
-    """The oldest and the newest release of torch, triton or transformers that is tested."""
+    """Return the oldest and the newest tested release of torch, triton or transformers."""
     releases = sorted({getattr(lane, package) for lane in LANES.values()}, key=release)
     return releases[0], releases[-1]
 
 
 def partners(torch: str) -> list[str]:
-    """Releases of transformers that are tested with a release of torch."""
-    found = {lane.transformers for lane in LANES.values() if release(lane.torch) == release(torch)}
-    return sorted(found, key=release)
+    """Return the releases of transformers that are tested with a release of torch."""
+    releases = {
+        lane.transformers for lane in LANES.values() if release(lane.torch) == release(torch)
+    }
+    return sorted(releases, key=release)
 
 
 def untested(torch: str, transformers: str | None) -> str:
-    """What to say of versions that no lane runs together, in a line; empty if one does."""
+    """Return a one-line warning if no lane tests these versions together, else an empty string."""
     tested = partners(torch)
     if transformers is None and tested:
         return ""
@@ -65,14 +67,14 @@ def untested(torch: str, transformers: str | None) -> str:
     beside = f" with transformers {transformers}" if transformers else ""
     oldest, newest = supported("torch")
     if tested:
-        known = f"torch {torch} was tested with transformers {', '.join(tested)}"
+        tested_versions = f"torch {torch} was tested with transformers {', '.join(tested)}"
     else:
-        known = f"torch {oldest} to {newest} were tested"
-    return f"torch {torch}{beside} was not tested: {known}."
+        tested_versions = f"torch {oldest} to {newest} were tested"
+    return f"torch {torch}{beside} was not tested: {tested_versions}."
 
 
 def warn_if_newer(package: str, version: str) -> None:
-    """Warn, in a line, of a release that came after the newest that is tested."""
+    """Warn in one line if a release is newer than the newest tested one."""
     newest = supported(package)[1]
     if release(version) > release(newest):
         warnings.warn(

@@ -1,4 +1,4 @@
-"""YaRN: which frequencies of a rotary embedding a longer context slows down, and how much."""
+"""YaRN: slow down the low frequencies of a rotary embedding for contexts longer than trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.ints import above, at_least
 
 COLLAPSED_RAMP = 1e-3
-"""Width of a ramp whose two ends fall on one pair."""
+"""Width of the ramp if both of its ends fall on the same pair."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class YarnScaling:
     Args:
         factor: Context length over the original one; above 0.
         original_positions: Context length of the training. At least 1.
-        beta_fast: Turns within the original context from which a pair keeps its frequency.
-        beta_slow: Turns up to which the frequency of a pair is divided by ``factor``; above 0, and
-            not above ``beta_fast``.
+        beta_fast: Pairs that make at least this many turns within the original context keep their
+            frequency.
+        beta_slow: Pairs that make at most this many turns have their frequency divided by
+            ``factor``. Above 0, and not above ``beta_fast``.
     """
 
     factor: float = 16.0
@@ -45,7 +46,7 @@ class YarnScaling:
             )
 
     def slowdowns(self, rope_dim: int, theta: float) -> list[float]:
-        """What the frequency of each of the ``rope_dim // 2`` pairs is multiplied by.
+        """Return the factor by which each of the ``rope_dim // 2`` frequencies is multiplied.
 
         Args:
             rope_dim: Rotated values of a row.
@@ -57,7 +58,8 @@ class YarnScaling:
             period = self.original_positions / (2 * math.pi * turns)
             return rope_dim * math.log(period) / (2 * math.log(theta))
 
-        # each clamped at its own end only, as in the official code: a ramp outside turns round
+        # as in the official code each end is clamped on its side only, so a ramp outside is
+        # reversed
         low = max(math.floor(pair_of(self.beta_fast)), 0)
         high = min(math.ceil(pair_of(self.beta_slow)), rope_dim - 1)
         width = high - low if high != low else COLLAPSED_RAMP

@@ -1,2 +1,2 @@
-"""Fake implementations: shape, stride, dtype and device of every op's results, from the arguments'
-alone."""
+"""Fake implementations: derive shape, stride, dtype and device of every op's results from those of
+its arguments."""

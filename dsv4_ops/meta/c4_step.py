@@ -1,4 +1,4 @@
-"""Fake of everything that a C4 layer writes before it selects rows."""
+"""Fake of the fused inserts of a C4 layer."""
 
 from __future__ import annotations
 

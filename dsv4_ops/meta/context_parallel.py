@@ -1,4 +1,4 @@
-"""Fakes of what ranks own of a sequence, and of their part of its attention."""
+"""Fakes of context parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake of the verification of drafts."""
+"""Fake of draft verification."""
 
 from __future__ import annotations
 

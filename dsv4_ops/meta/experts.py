@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.tiles import plan_blocks
-from dsv4_ops.core.types import ExpertPlan, Routing
+from dsv4_ops.core.types import ExpertPlan, Routing, max_expert_blocks
 
 
 def expert_plan(topk_ids: Tensor, num_experts: int, block_size: int) -> ExpertPlan:
     num_tokens, topk = topk_ids.shape
-    blocks = plan_blocks(num_tokens * topk, num_experts, block_size)
+    blocks = max_expert_blocks(num_tokens * topk, num_experts, block_size)
     return ExpertPlan(
         topk_ids.new_empty((blocks * block_size,)),
         topk_ids.new_empty((blocks,)),

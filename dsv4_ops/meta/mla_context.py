@@ -1,4 +1,4 @@
-"""Fakes of attention over a context that is read in chunks."""
+"""Fakes of attention over chunked contexts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Splitting a batch into decodes and prefills, and finding the request and position of every
-token."""
+"""Split a batch into decodes and prefills, and find the request and position of every token."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def split_decodes_and_prefills(
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
             non-decreasing.
-        decode_threshold: Most query tokens a decode has: 1 + speculative tokens. At least 1.
+        decode_threshold: Maximum query tokens of a decode: 1 + speculative tokens. At least 1.
         require_uniform: Also end the decodes at the first request of another length.
 
     Returns:
@@ -44,7 +43,7 @@ def split_decodes_and_prefills(
 
     Raises:
         ValueError: wrong shape, ``decode_threshold`` below 1, or more than 16383 requests.
-        TypeError: a dtype other than int32, or an argument that is no int or bool.
+        TypeError: a dtype other than int32, or an argument that is not an int or bool.
 
     Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes. No host
         synchronisation.
@@ -80,14 +79,13 @@ _token_map = define_op(
 def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> TokenMap:
     """Find the request and the absolute position of every token.
 
-    This is the one search of a step.
-
-    Every later index stage is a pure per-token function of this result.
+    This is the only search of a step: every later index stage is a pure per-token function of its
+    result.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
-            non-decreasing. If it decreases somewhere, which request a token gets is unspecified,
-            but never out of range.
+            non-decreasing. If it decreases, a token may get any request, but never one out of
+            range.
         seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
             request.
         num_tokens: Tokens of the padded batch. ``query_start_loc`` may end before or after it.
@@ -139,7 +137,7 @@ def flatten_decode(
 ) -> FlattenedDecode:
     """Turn ragged decode requests into one row per token.
 
-    For uniform, variable and MTP batches alike.
+    Works for uniform, variable and MTP batches.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
@@ -196,7 +194,7 @@ _expand_block_table = define_op(
 def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
     """Give every token the block-table row of its request.
 
-    For kernels that want one row per query row.
+    Kernels that need one row per query row take the result.
 
     Args:
         block_table: Physical block of every logical block, [num_reqs, max_blocks], int32, any
@@ -252,13 +250,13 @@ def mtp_seq_lens(
             non-decreasing.
         seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
             request.
-        next_n: Most tokens a decode request has. At least 1.
+        next_n: Maximum tokens of a decode request. At least 1.
         compress_ratio: Positions per cache row. At least 1.
 
     Returns:
         int32 [num_reqs, next_n], contiguous. Entry j is (position of token j + 1) //
-        compress_ratio; entries past the request's length are 0, never -1. Of a request longer than
-        next_n, the first next_n tokens are described.
+        compress_ratio; entries past the request's length are 0, never -1. If a request is longer
+        than next_n, the entries are those of its first next_n tokens.
 
     Mutates: nothing.
 

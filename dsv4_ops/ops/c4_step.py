@@ -1,4 +1,4 @@
-"""Everything that a C4 layer writes before it selects rows, and its queries, in one call."""
+"""The fused inserts of a C4 layer, and its queries, in one call."""
 
 from __future__ import annotations
 
@@ -67,11 +67,12 @@ def insert_c4_step(
     swa_block_size: int,
     block_size: int,
 ) -> C4Step:
-    """Write all that a C4 layer writes before it selects rows.
+    """Run all inserts of a C4 layer before it selects rows.
 
-    One op does the work of ``qnorm_rope_kv_insert``, of ``save_and_compress`` of the layer and of
-    its indexer, and of ``indexer_quantize_q``: normalise and rotate the queries, quantise those of
-    the indexer, write the keys to the window cache, and save and compress for both compressors.
+    One op does the work of ``qnorm_rope_kv_insert``, of ``save_and_compress`` for the layer and for
+    its indexer, and of ``indexer_quantize_q``: it normalises and rotates the queries, quantises
+    those of the indexer, writes the keys to the window cache, and saves states and compresses for
+    both compressors.
 
     Args:
         q: Queries, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -102,13 +103,13 @@ def insert_c4_step(
         state_slot_mapping: Slot of every token's own row in ``states`` and ``indexer_states``,
             block * state_block_size + row, [num_tokens], int64. Slots below 0 and past the last
             block are not saved.
-        slot_mapping: Slot of the row that every token finishes, in ``k_cache`` and
+        slot_mapping: Slot of the row that each token finishes, in ``k_cache`` and
             ``indexer_cache``, from ``compressed_slot_mapping``, [num_tokens], int64.
         positions: Absolute position of every token, [num_tokens], int64. Queries and keys of a
             position below 0 or past the table are not rotated; outside 0..2**31-2 no window is
             finished; below 0 no state is saved either.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 none of its
-            windows is finished.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 it finishes
+            no window.
         cos_sin_cache: From ``rope_cos_sin_cache``, of the layers with a compressor, [num_positions,
             64], float32.
         eps: Added to the mean square in all three RMSNorms. Above 0.
@@ -123,26 +124,26 @@ def insert_c4_step(
         ``C4Step(q, indexer_q, indexer_weights)``, dense: the result of ``qnorm_rope_kv_insert``,
         bfloat16, and those of ``indexer_quantize_q``, float8_e4m3fn and float32.
 
-    Mutates: ``swa_cache`` as ``qnorm_rope_kv_insert`` does, ``states`` and ``k_cache`` as
-        ``save_and_compress`` does, and ``indexer_states`` and ``indexer_cache`` as it does for the
-        indexer; no other value. The five must be different tensors without common memory, as all
-        are written at once. What ``save_and_compress`` says about windows that read what the step
-        writes (rings of states that are too short for it) holds here too: for each of the two call
-        ``compress_and_insert`` there, and ``save_compressor_states`` behind it.
+    Mutates: ``swa_cache`` like ``qnorm_rope_kv_insert``, ``states`` and ``k_cache`` like
+        ``save_and_compress``, and ``indexer_states`` and ``indexer_cache`` like
+        ``save_and_compress`` for the indexer; no other value. The five must be different tensors
+        without common memory, as all are written at once. As for ``save_and_compress``, rings of
+        states may be too short for a step: then call ``compress_and_insert`` and, after it,
+        ``save_compressor_states`` for each of the two compressors instead.
 
     Raises:
-        ValueError: shapes that disagree, a cache or states that are not of their layout, more
-            slots of the window than tokens, ``eps`` or ``softmax_scale`` not above 0, a size below
-            1, one tensor as two caches, or several devices.
+        ValueError: shapes that disagree, a cache or states that are not of their layout, more slots
+            of the window than tokens, ``eps`` or ``softmax_scale`` not above 0, a size below 1, one
+            tensor as two caches, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: in place, never a copy of states or caches; on CUDA our Triton kernel in the graph and
-        in AOTInductor packages, one up to a ratio of 4, those of the four ops above; on CPU the
-        code of the four ops; dynamic in num_tokens, num_heads,
-        num_reqs, num_slots, max_state_blocks, num_positions and the blocks of all five; CUDA graphs
-        and export: yes. Bits and roundings are those of the four ops.
+    Compile: in place, never a copy of states or caches; on CUDA one Triton kernel of ours in the
+        graph and in AOTInductor packages for ratios up to 4, else those of the four ops; on CPU the
+        code of the four ops; dynamic in num_tokens, num_heads, num_reqs, num_slots,
+        max_state_blocks, num_positions and the blocks of all five; CUDA graphs and export: yes.
+        Bits and roundings are those of the four ops.
 
-    Source: the four ops; vLLM 0.33 runs them as kernels of their own.
+    Source: the four ops; vLLM 0.33 runs them as separate kernels.
 
     Example:
         >>> import torch, dsv4_ops
@@ -192,7 +193,7 @@ def insert_c4_step(
     check_states(checks, indexer_kv_score, indexer_ape, indexer_states, sizes, "indexer_")
     indexer.check_unquantized(checks, indexer_q, indexer_weights, "num_index_heads", "indexer_")
     softmax_scale = indexer.checked_scale(checks, indexer_q, softmax_scale)
-    if swa_cache is k_cache:  # of the five only these can have one shape
+    if swa_cache is k_cache:  # only these two of the five can have the same shape
         raise checks.error(
             "k_cache",
             must="be another tensor than swa_cache",

@@ -1,5 +1,5 @@
-"""Cutting prefill requests into chunks that fit the workspace, and the key rows every query row may
-see."""
+"""Split prefill requests into chunks that fit the workspace, and find the key rows that every query
+row may see."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ def plan_prefill_chunks(
 ) -> list[tuple[slice, slice]]:
     """Return the plan of ``split_prefill_chunks`` as Python slices.
 
-    For eager users whose lengths are on the host.
+    Use it in eager code whose lengths are on the host.
 
     Args:
         seq_lens: Key rows of every request, non-negative ints or a CPU tensor.
-        query_lens: Query rows of every request, as many.
+        query_lens: Query rows of every request, with the same number of entries.
         workspace_size: Key rows that the gather workspace holds. At least 1.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
         request_offset: Added to the request numbers.
@@ -119,7 +119,7 @@ def plan_prefill_chunks(
 
     Raises:
         ValueError: lengths that are negative or of different number, or a budget out of range.
-        TypeError: a length or a budget that is no int.
+        TypeError: a length or a budget that is not an int.
 
     Example:
         >>> import dsv4_ops
@@ -163,12 +163,12 @@ def plan_prefill_chunks(
 def max_prefill_chunks(
     *, num_reqs: int, num_tokens: int, max_seq_len: int, max_logits_bytes: int
 ) -> int:
-    """Chunks that a plan can have at most, for ``max_chunks``: depends on sizes only.
+    """Bound the chunks of a plan, for ``max_chunks``, by sizes only.
 
     Args:
-        num_reqs: Most prefill requests of a batch. At least 0.
-        num_tokens: Most query tokens of a batch. At least 0.
-        max_seq_len: Most key rows of one request (compressed length). At least 0.
+        num_reqs: Maximum prefill requests of a batch. At least 0.
+        num_tokens: Maximum query tokens of a batch. At least 0.
+        max_seq_len: Maximum key rows of one request (compressed length). At least 0.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
 
     Returns:
@@ -177,7 +177,7 @@ def max_prefill_chunks(
 
     Raises:
         ValueError: an argument out of range.
-        TypeError: an argument that is no int.
+        TypeError: an argument that is not an int.
 
     Example:
         >>> import dsv4_ops
@@ -207,7 +207,7 @@ _prefill_row_bounds = define_op(
 def prefill_row_bounds(
     positions: Tensor, req_indices: Tensor, seq_lens: Tensor, *, compress_ratio: int
 ) -> PrefillRowBounds:
-    """Which rows of the gathered compressed keys every token may see.
+    """Find the rows of the gathered compressed keys that every token may see.
 
     The keys of all requests lie one after another, (seq_len // compress_ratio) rows each.
 
@@ -232,8 +232,7 @@ def prefill_row_bounds(
         TypeError: a dtype other than the ones above.
 
     Compile: decomposes to a scan and one pointwise kernel; dynamic in num_tokens and num_reqs; CUDA
-        graphs and export:
-        yes. On CPU the prefix sum calls aten.cumsum.
+        graphs and export: yes. On CPU the prefix sum calls aten.cumsum.
 
     Source: vLLM 0.33 ``build_prefill_chunk_metadata``.
 
@@ -302,8 +301,7 @@ def prefill_chunk_row_bounds(
         TypeError: a dtype other than the ones above.
 
     Compile: decomposes to a scan and pointwise kernels; dynamic in num_tokens and num_reqs; CUDA
-        graphs and export:
-        yes. On CPU the prefix sum calls aten.cumsum.
+        graphs and export: yes. On CPU the prefix sum calls aten.cumsum.
 
     Source: vLLM 0.33 ``build_prefill_chunk_metadata``.
 

@@ -1,4 +1,4 @@
-"""The KV compressor: save states, compress, and both in one call."""
+"""The KV compressor: save states, compress windows, or do both in one call."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def save_compressor_states(
             then score. width is head_dim, or 2 * head_dim for an overlapping compressor.
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
-            ``StateLayout(block_size, 2 * width).allocate``. Blocks may lie apart, at multiples of
-            16 bytes.
+            ``StateLayout(block_size, 2 * width).allocate``. Blocks may have gaps between them, and
+            start at multiples of 16 bytes.
         slot_mapping: Slot of every token in the states, block * block_size + row, [num_tokens],
             int64. Slots below 0 and past the last block are skipped.
         positions: Absolute position of every token, [num_tokens], int64; below 0 is skipped.
@@ -52,9 +52,9 @@ def save_compressor_states(
     Returns:
         Nothing.
 
-    Mutates: ``states``: of every slot that is written the row [kv | score + ape[position %
-        compress_ratio]]; no other value. kv is copied bit for bit. If two tokens have one slot, its
-        values are of either of them, not of one alone.
+    Mutates: ``states``: writes the row [kv | score + ape[position % compress_ratio]] to the slot of
+        every token; no other value. kv is copied bit for bit. If two tokens share a slot, its
+        values may be a mix of both.
 
     Raises:
         ValueError: shapes that disagree, states that are not of this layout, sizes below 1, or
@@ -63,8 +63,8 @@ def save_compressor_states(
 
     Compile: in place, never a copy of the states; on CUDA our Triton kernel in the graph and in
         AOTInductor packages, on CPU a scatter of Inductor; dynamic in num_tokens and
-        num_state_blocks; CUDA graphs and export: yes. Give CUDA graphs states in a
-        ``KVCacheBuffers``, or mark them with ``dsv4_ops.attention.caches.mark_static``.
+        num_state_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the states in a
+        ``KVCacheBuffers`` or mark them with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``save_partial_states``.
 
@@ -104,7 +104,7 @@ DIMENSIONS = (
     "num_blocks",
     "num_positions",
 )
-"""Sizes in which a compiled call of these ops, and of a whole step, is dynamic."""
+"""Dynamic sizes of a compiled call of these ops, and of a whole step."""
 
 _compress_and_insert = define_op(
     "compressor",
@@ -141,10 +141,10 @@ def compress_and_insert(
     """Write the compressed key of every window that a token of this step finishes.
 
     The token at position p finishes window p // compress_ratio when (p + 1) % compress_ratio is 0.
-    Its key is the sum of the window's kv rows, weighted in every channel by the softmax of the
-    scores; then RMSNorm; then RoPE at the first position of the window. An overlapping compressor
-    also sums the window before: of that the left head_dim channels of kv and score, of its own
-    the right ones.
+    Its key is the sum of the window's kv rows, weighted per channel by the softmax of the scores,
+    followed by RMSNorm and by RoPE at the first position of the window. An overlapping compressor
+    also sums over the previous window: it takes the left head_dim channels of kv and score from the
+    previous window and the right ones from its own.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -161,14 +161,16 @@ def compress_and_insert(
         norm_weight: Weight of the RMSNorm, [head_dim], float32. head_dim is 512 for "v4_fp8", 128
             for "v4_indexer_fp8", and the width of a plain cache.
         cos_sin_cache: Cosines and sines of every position, [num_positions, rope_dim], float32: the
-            interleaved pairs at the end of a row are rotated. Windows past its end are not.
+            interleaved pairs at the end of a row are rotated. Windows past the end of the table are
+            not rotated.
         k_cache: "v4_fp8" and "v4_indexer_fp8": [num_blocks, page_bytes], uint8. "plain":
             [num_blocks, block_size, head_dim], bfloat16 or float32, with dense rows.
-        slot_mapping: Slot of the row that every token finishes, from ``compressed_slot_mapping``,
-            [num_tokens], int64. Tokens that finish none, slots below 0 and past the last block are
-            skipped.
+        slot_mapping: Slot of the row that each token finishes, from ``compressed_slot_mapping``,
+            [num_tokens], int64. Tokens that finish no row, and slots below 0 or past the last
+            block, are skipped.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
-        overlap: Whether the window before counts too: True for C4, False for C128.
+        overlap: Whether windows overlap, so that the previous window counts too: True for C4, False
+            for C128.
         eps: Added to the mean square in the RMSNorm. Above 0.
         state_block_size: Rows per block of the states: 4 for C4, 8 for C128. At least 1.
         block_size: Rows per block of ``k_cache``: 64 for C4, 2 for C128. At least 1.
@@ -178,13 +180,13 @@ def compress_and_insert(
         Nothing.
 
     Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. Arithmetic is
-        float32. "v4_fp8" rounds the row to bfloat16, as does "v4_indexer_fp8", and stores it as
-        ``quantize_and_insert_k_cache`` and ``quantize_and_insert_indexer_k`` would. The row of the
-        token i places before is taken from ``kv_score`` where that token is in this call, of the
-        same request and i positions before, else from ``states``; so this op may run before
-        or after ``save_compressor_states``. Rows before position 0 and on blocks that do not exist
-        have no weight, and nothing else is read: NaN in unused states never matters. If two tokens
-        have one slot, its bytes are of either of them, not of one alone.
+        float32. The FP8 layouts round the row to bfloat16 and store it like
+        ``quantize_and_insert_k_cache`` or ``quantize_and_insert_indexer_k``. A window's row for an
+        earlier position comes from ``kv_score`` if this call has that token of the same request, at
+        its distance in positions, else from ``states``; so this op may run before or after
+        ``save_compressor_states``. Rows before position 0 or on absent blocks have no weight, and
+        no other state is read, so NaN in unused states never matters. If two tokens share a slot,
+        its bytes may be a mix of both.
 
     Raises:
         ValueError: shapes that disagree, states or a cache that are not of their layout, sizes
@@ -194,9 +196,9 @@ def compress_and_insert(
     Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
         AOTInductor packages, whose work grows with the finished windows; on CPU reductions and
         scatters of Inductor, with scratch for the window of every token; dynamic in num_tokens,
-        num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA graphs
-        and export: yes. Executions agree within float32 rounding, so that a code may differ by one
-        step.
+        num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA graphs and
+        export: yes. Implementations agree within float32 rounding, so a code may differ by one
+            step.
 
     Source: vLLM 0.33's fused compressor kernels; DeepSeek-V4's compressor.
 
@@ -245,7 +247,7 @@ def check_compress(
     block_size: int,
     layout: str,
 ) -> Checks:
-    """Check a call of ``compress_and_insert``, or of an op that does its work too."""
+    """Check a call of ``compress_and_insert``, or of an op that includes its work."""
     checks = Checks(op)
     checks.at_least(
         1, compress_ratio=compress_ratio, state_block_size=state_block_size, block_size=block_size
@@ -275,7 +277,7 @@ def check_tokens(
     slot_mapping: Tensor,
     state_block_table: Tensor,
 ) -> None:
-    """Check what says where the rows of a step are."""
+    """Check the tensors that locate the rows of a step."""
     checks.tokens(positions, req_indices)
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     checks.tensor(
@@ -291,10 +293,10 @@ def check_states(
     sizes: tuple[int, int, int],
     prefix: str = "",
 ) -> None:
-    """Check the projections of a compressor, and the states that they become.
+    """Check the projections of a compressor and its states.
 
-    ``sizes`` are (compress_ratio, width, state_block_size), ``prefix`` that of the arguments'
-    names."""
+    ``sizes`` are (compress_ratio, width, state_block_size); ``prefix`` starts the names of the
+    arguments."""
     compress_ratio, width, state_block_size = sizes
     checks.tensor(f"{prefix}ape", ape, torch.float32, compress_ratio, width)
     checks.tensor(f"{prefix}kv_score", kv_score, torch.float32, "num_tokens", 2 * width)
@@ -304,7 +306,7 @@ def check_states(
 
 
 def _check_cache(checks: Checks, k_cache: Tensor, block_size: int, layout: str) -> int:
-    """head_dim, after a look at the cache."""
+    """Check the cache and return its head_dim."""
     if layout == PlainLayout.tag:
         checks.rows("k_cache", k_cache, block_size)
         checks.apart("k_cache", k_cache)
@@ -349,8 +351,8 @@ def save_and_compress(
 ) -> None:
     """Run ``save_compressor_states`` and ``compress_and_insert`` at once.
 
-    One kernel fewer than the two; what both read comes from memory once, as long as it fits into
-    the GPU's cache.
+    This takes one kernel fewer than the two ops, and reads their common inputs from memory once if
+    they fit into the GPU's cache.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -364,16 +366,17 @@ def save_and_compress(
             row, [num_tokens], int64. Slots below 0 and past the last block are not saved.
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
             padding, of which no window is finished; below 0 no state is saved either.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 none of its
-            windows is finished.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 it finishes
+            no window.
         norm_weight: Weight of the RMSNorm, [head_dim], float32.
         cos_sin_cache: Cosines and sines of every position, [num_positions, rope_dim], float32.
         k_cache: "v4_fp8" and "v4_indexer_fp8": [num_blocks, page_bytes], uint8. "plain":
             [num_blocks, block_size, head_dim], bfloat16 or float32, with dense rows.
-        slot_mapping: Slot of the row that every token finishes, from ``compressed_slot_mapping``,
+        slot_mapping: Slot of the row that each token finishes, from ``compressed_slot_mapping``,
             [num_tokens], int64.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
-        overlap: Whether the window before counts too: True for C4, False for C128.
+        overlap: Whether windows overlap, so that the previous window counts too: True for C4, False
+            for C128.
         eps: Added to the mean square in the RMSNorm. Above 0.
         state_block_size: Rows per block of the states: 4 for C4, 8 for C128. At least 1.
         block_size: Rows per block of ``k_cache``: 64 for C4, 2 for C128. At least 1.
@@ -382,11 +385,12 @@ def save_and_compress(
     Returns:
         Nothing.
 
-    Mutates: ``states`` as ``save_compressor_states`` does, and ``k_cache`` as
-        ``compress_and_insert`` does. Both at once: where a window reads the state of an earlier
-        step from a slot that a token of this step writes (a ring that is too short for a step
-        and a window before it), it reads values of either of them. There call
-        ``compress_and_insert`` first and ``save_compressor_states`` behind it.
+    Mutates: ``states`` like ``save_compressor_states``, and ``k_cache`` like
+        ``compress_and_insert``, both at once. A ring of states may be too short for a step and the
+        window before it: a window then reads an earlier step's state from a slot that this step
+            writes, and may read
+        either value. In this case call ``compress_and_insert`` first, then
+        ``save_compressor_states``.
 
     Raises:
         ValueError: as ``compress_and_insert``, or a state_slot_mapping of another shape.
@@ -395,10 +399,10 @@ def save_and_compress(
     Compile: in place, never a copy of states or cache; on CUDA our Triton kernels in the graph and
         in AOTInductor packages, one for windows of up to 32 rows and two for longer ones; on CPU
         the code of both ops; dynamic in num_tokens, num_reqs, max_state_blocks, num_state_blocks,
-        num_blocks and num_positions; CUDA graphs and export: yes. States are equal bit for bit
-        between executions, rows within float32 rounding.
+        num_blocks and num_positions; CUDA graphs and export: yes. Implementations agree bit for bit
+        in the states, and within float32 rounding in the rows.
 
-    Source: both ops; vLLM 0.33 runs them as kernels of their own.
+    Source: both ops; vLLM 0.33 runs them as separate kernels.
 
     Example:
         >>> import torch, dsv4_ops

@@ -79,7 +79,7 @@ def cp_seq_lens(
 
     Raises:
         ValueError: wrong shapes, numbers out of range, or several devices.
-        TypeError: a dtype other than int32, or a number that is no int.
+        TypeError: a dtype other than int32, or a number that is not an int.
 
     Compile: decomposes to one pointwise kernel; dynamic in num_seqs; CUDA graphs and export: yes.
 
@@ -127,8 +127,7 @@ def cp_slot_mapping(
         positions: Position of each token in its sequence, [num_tokens], int64; -1 is padding.
         req_indices: Request of each token, [num_tokens], int32; -1 is padding.
         block_table: Blocks of each request, [num_reqs, max_blocks], int32.
-        cp_rank: The rank, [1], int32, so that one graph serves all ranks; of no account on one
-            rank.
+        cp_rank: The rank, [1], int32, so that one graph serves all ranks; irrelevant on one rank.
         block_size: Rows of a block. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
@@ -141,7 +140,7 @@ def cp_slot_mapping(
 
     Raises:
         ValueError: shapes that disagree, numbers out of range, or several devices.
-        TypeError: a dtype other than the ones above, or a number that is no int.
+        TypeError: a dtype other than the ones above, or a number that is not an int.
 
     Compile: decomposes to one pointwise kernel; dynamic in num_tokens, num_reqs and max_blocks;
         CUDA graphs and export: yes.
@@ -211,7 +210,7 @@ def cp_row_indices(
 
     Raises:
         ValueError: shapes that disagree, numbers out of range, or several devices.
-        TypeError: a dtype other than the ones above, or a number that is no int.
+        TypeError: a dtype other than the ones above, or a number that is not an int.
 
     Compile: decomposes to one pointwise kernel; dynamic in num_rows and num_reqs; CUDA graphs and
         export: yes.
@@ -271,7 +270,7 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
 
     Raises:
         ValueError: shapes that disagree, numbers out of range, or several devices.
-        TypeError: a dtype other than the ones above, or a number that is no int.
+        TypeError: a dtype other than the ones above, or a number that is not an int.
 
     Compile: on a GPU a kernel, for up to 8192 candidates of a token; else the topk and sort of
         torch over a pointwise kernel. Dynamic in num_tokens; CUDA graphs and export: yes.
@@ -326,7 +325,7 @@ def cp_local_rows(
 
     Raises:
         ValueError: wrong shapes, numbers out of range, or several devices.
-        TypeError: a dtype other than the ones above, or a number that is no int.
+        TypeError: a dtype other than the ones above, or a number that is not an int.
 
     Compile: decomposes to a cumulative sum and a scatter; dynamic in num_tokens; CUDA graphs and
         export: yes.
@@ -486,14 +485,14 @@ def cp_gather_rows(rows: Tensor, group: str, *, via: str = "all_gather") -> Tens
 def gather_each(
     op: str, parts: Sequence[Tensor], group: str, *, dim: int, via: str
 ) -> Sequence[Tensor]:
-    """Gather one or two tensors along ``dim``, 0 or 1; "symmetric_memory" takes one kernel."""
+    """Gather one or two tensors along ``dim``, 0 or 1; with "symmetric_memory" in one kernel."""
     Checks(op).one_of("via", via, *GATHERS, belongs_to="ranks shall gather by")
     world = process_group_size(op, group)
     if world == 1:
         return parts
     if via == "symmetric_memory" and parts[0].device.type == "cuda":
-        found: list[Tensor] = _gather_ranks(list(parts), group, world, dim)
-        return found
+        gathered: list[Tensor] = _gather_ranks(list(parts), group, world, dim)
+        return gathered
     return [_gather(part.transpose(0, dim), world, group).transpose(0, dim) for part in parts]
 
 
@@ -512,8 +511,8 @@ def cp_combine(
         out: Output of all heads over this rank's keys, [num_tokens, num_heads, width], bfloat16,
             float16 or float32. All ranks must have the same shape; num_heads is a multiple of
             cp_world_size.
-        lse: Its log-sum-exp, [num_tokens, num_heads], float32. Where it is -inf, +inf or NaN this
-            rank has no keys, and its output may hold anything.
+        lse: Its log-sum-exp, [num_tokens, num_heads], float32. If it is -inf, +inf or NaN, this
+            rank has no keys and its output may have any value.
         group: Name of the process group, ``ProcessGroup.group_name``.
         cp_rank: The rank, [1], int32. Only "reduce_scatter" reads it, for the returned ``lse``;
             with None a graph in which that is used serves this rank alone.
@@ -578,7 +577,7 @@ def cp_combine(
     check_combines(op, "via", via, width * out.element_size(), out.device)
     if world == 1:
         return MergedStates(out, lse)
-    if guard_or_false(num_tokens == 0):  # nothing to send
+    if guard_or_false(num_tokens == 0):  # an empty batch sends nothing
         return MergedStates(out[:, :own], lse[:, :own])
     if via == "reduce_scatter":
         lses = _gather(lse[None], world, group)
@@ -589,12 +588,12 @@ def cp_combine(
         merged = share.lse.view(num_tokens, world, own)
         if cp_rank is None:
             merged = merged[:, group_rank(group)]
-        else:  # a rank that does not exist is none of ours to read out of bounds for
+        else:  # an invalid rank must not read out of bounds
             merged = merged.index_select(1, cp_rank.clamp(0, world - 1)).squeeze(1)
         return MergedStates(_arrived(summed).transpose(0, 1), merged)
     if via == "symmetric_memory":
         return MergedStates(*_combine_ranks(out, lse, group, world, lse_base))
-    # a block is what one rank gets: outputs, then log-sum-exps as integers of the same width
+    # a block goes to one rank: outputs, then log-sum-exps as integers of the same width
     lanes = torch.int32 if out.dtype == torch.float32 else torch.int16
     sent = [
         each.unflatten(1, (world, own)).transpose(0, 1).flatten(1)
@@ -611,7 +610,9 @@ def cp_combine(
 
 
 def check_combines(op: str, name: str, via: str, row_bytes: int, device: torch.device) -> None:
-    """Raise an error of ``op`` if ``cp_combine`` cannot merge such rows ``via``, there ``name``."""
+    """Raise an error that names ``op`` if ``cp_combine`` cannot merge rows of this size ``via``.
+
+    ``name`` is the argument with ``via``."""
     if via != "symmetric_memory":
         return
     if row_bytes > SYMMETRIC_ROW_BYTES:
@@ -634,7 +635,7 @@ def check_combines(op: str, name: str, via: str, row_bytes: int, device: torch.d
 
 
 def process_group_size(op: str, group: str) -> int:
-    """Ask for the ranks of a group; raise an error of ``op`` if there is none."""
+    """Return the number of ranks of a group; raise an error that names ``op`` if it is unknown."""
     if not isinstance(group, str):
         raise argument_error(
             op,
@@ -657,9 +658,13 @@ def process_group_size(op: str, group: str) -> int:
 
 
 def _gather(x: Tensor, world: int, group: str) -> Tensor:
-    """``x`` of all ranks, one behind the other in the first dimension; FP8 as bytes."""
-    held = x.contiguous()
-    sent = held.view(torch.uint8) if held.dtype.is_floating_point and held.itemsize == 1 else held
+    """Concatenate ``x`` of all ranks in the first dimension; FP8 is sent as bytes."""
+    contiguous = x.contiguous()
+    sent = (
+        contiguous.view(torch.uint8)
+        if contiguous.dtype.is_floating_point and contiguous.itemsize == 1
+        else contiguous
+    )
     gather = torch.ops._c10d_functional.all_gather_into_tensor
     return _arrived(gather(sent, world, group)).view(x.dtype)
 
@@ -669,15 +674,15 @@ def _arrived(sent: Tensor) -> Tensor:
     return arrived
 
 
-# the number of ranks is an argument, so that it is in the keys of Inductor's caches: shapes of
-# results depend on it, and groups of several sizes have one name
+# the number of ranks is an argument, so that Inductor's cache keys contain it: result shapes
+# depend on it, and groups of different sizes may have the same name
 @torch.library.custom_op("dsv4_ops::_combine_ranks", mutates_args=())
 def _combine_ranks(
     out: Tensor, lse: Tensor, group: str, world: int, lse_base: str
 ) -> tuple[Tensor, Tensor]:
     launches, launch = _kernels("cp_combine", "combine")
     workspace = _workspace("cp_combine", group, world, out.device)
-    of_group = workspace.held, workspace.rank, world, lse_base, workspace.timeout_ns
+    of_group = workspace.memory, workspace.rank, world, lse_base, workspace.timeout_ns
     with torch.cuda.device_of(out):
         merged: tuple[Tensor, Tensor] = launches.combine_ranks(launch, out, lse, *of_group)
     return merged
@@ -695,7 +700,7 @@ def _gather_ranks(parts: list[Tensor], group: str, world: int, dim: int) -> list
     op = ("cp_gather_rows", "cp_gather_heads")[dim]
     launches, launch = _kernels(op, "gather")
     workspace = _workspace(op, group, world, parts[0].device)
-    of_group = workspace.held, workspace.rank, world, dim, workspace.timeout_ns
+    of_group = workspace.memory, workspace.rank, world, dim, workspace.timeout_ns
     with torch.cuda.device_of(parts[0]):
         gathered: list[Tensor] = launches.gather(launch, parts, *of_group)
     return gathered
@@ -707,7 +712,7 @@ def _(parts: list[Tensor], group: str, world: int, dim: int) -> list[Tensor]:
 
 
 def _kernels(op: str, module: str) -> tuple[Any, Any]:
-    """Import a module of launches, and what launches."""
+    """Import a module with launch functions, and the eager launcher."""
     kernels = "dsv4_ops.kernels"
     try:
         launches = importlib.import_module(f"{kernels}.context_parallel.{module}")
@@ -724,10 +729,10 @@ def _kernels(op: str, module: str) -> tuple[Any, Any]:
 
 
 class _Workspace(NamedTuple):
-    """Memory of this rank that all ranks of a process group map."""
+    """This rank's memory that all ranks of a process group map."""
 
     of: Any
-    held: Tensor
+    memory: Tensor
     handle: Any
     rank: int
     timeout_ns: int
@@ -737,9 +742,10 @@ _workspaces: dict[tuple[str, torch.device], _Workspace] = {}
 
 
 def _workspace(op: str, group: str, world: int, device: torch.device) -> _Workspace:
-    """Return that of a group of ``world`` ranks, which the first call makes: there all ranks
-    meet."""
-    current, found = process_group(group), _workspaces.get((group, device))
+    """Return the workspace of a group of ``world`` ranks.
+
+    The first call allocates it, which is a collective of all ranks."""
+    current, workspace = process_group(group), _workspaces.get((group, device))
     if group_size(group) != world:
         raise argument_error(
             op,
@@ -748,8 +754,9 @@ def _workspace(op: str, group: str, world: int, device: torch.device) -> _Worksp
             got=group_size(group),
             do="Call torch._dynamo.reset() and compile it again",
         )
-    if found is not None and found.of is current:  # not of an earlier group of the same name
-        return found
+    # a workspace of an earlier group with the same name does not count
+    if workspace is not None and workspace.of is current:
+        return workspace
     if torch.cuda.is_current_stream_capturing():
         raise argument_error(
             op,
@@ -760,19 +767,20 @@ def _workspace(op: str, group: str, world: int, device: torch.device) -> _Worksp
             kind=RuntimeError,
         )
     exchange, _ = _kernels(op, "exchange")
-    held, handle = symmetric_workspace(group, exchange.workspace_bytes(world), device)
+    memory, handle = symmetric_workspace(group, exchange.workspace_bytes(world), device)
     header = exchange.workspace_header(list(handle.buffer_ptrs))
-    held[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     timeout_ns = timeout_of(group, device) // timedelta(microseconds=1) * 1000
-    made = _Workspace(current, held, handle, handle.rank, timeout_ns)
-    _workspaces[group, device] = made
-    return made
+    _workspaces[group, device] = workspace = _Workspace(
+        current, memory, handle, handle.rank, timeout_ns
+    )
+    return workspace
 
 
 def _as_lanes(lse: Tensor, lanes: torch.dtype) -> Tensor:
-    """Return the bits of float32 as integers of the width of an output, [..., 1 or 2].
+    """View float32 as integers of the output's width, [..., 1 or 2].
 
-    Not as floats, whose NaNs compilers change.
+    Integers, because compilers change NaNs in floats.
     """
     bits = lse.view(torch.int32)
     if lanes == torch.int32:

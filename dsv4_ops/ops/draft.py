@@ -1,4 +1,4 @@
-"""Speculative decoding: which drafted tokens a step keeps."""
+"""Speculative decoding: verify the drafted tokens of a step."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ def verify_draft(
     *,
     temperature: float = 0.0,
 ) -> VerifiedDraft:
-    """Keep the drafted tokens that the model agrees with, and add its next one.
+    """Accept drafted tokens that the model agrees with, and add its next token.
 
-    Row i of a request's logits is what the model says in place of draft i; the last row follows all
-    drafts. Greedy, a draft is accepted while it is the likeliest token. Sampled, it is accepted
-    with probability min(1, p / q), p = softmax(logits / temperature) and q = draft_probs; the first
-    one that is not is replaced by a sample of (p - q)+, normalised. Tokens are then distributed as
-    if each had been sampled from p.
+    Row i of a request's logits is the model's prediction for draft i; the last row follows all
+    drafts. Greedy decoding accepts drafts while they are the most likely tokens. Sampling accepts a
+    draft with probability min(1, p / q), where p = softmax(logits / temperature) and q =
+    draft_probs; it replaces the first rejected draft by a sample of the normalised (p - q)+. Tokens
+    are then distributed as if each had been sampled from p.
 
     Args:
         logits: [num_reqs, num_drafts + 1, vocab_size], float32 or bfloat16, any strides. NaN counts
-            as -inf, inf as the largest number; of equal ones the first is the likeliest.
-        draft_ids: [num_reqs, num_drafts], int64. An id that is no token, such as -1 of a request
-            with fewer drafts, is not accepted, and what replaces it is sampled from p.
-        draft_probs: What drafts were sampled from, [num_reqs, num_drafts, vocab_size], float32;
-            None: drafts were not sampled, q is 1 at each. NaN, inf and below 0 count as 0.
+            as -inf, inf as the largest number; the first of equal logits is the most likely.
+        draft_ids: [num_reqs, num_drafts], int64. An invalid id, such as -1 for a request with fewer
+            drafts, is rejected, and its replacement is sampled from p.
+        draft_probs: Probabilities that the drafts were sampled from, [num_reqs, num_drafts,
+            vocab_size], float32. None if drafts were not sampled: q is 1 at each. NaN, inf and
+            negative values count as 0.
         uniforms: Random numbers in [0, 1), [num_reqs, num_drafts + 1], float32: one per draft, and
             the last for the added token. 24 bits are used; NaN counts as 0.
         temperature: 0: greedy, without draft_probs and uniforms. Above 0: sampled, with uniforms.
@@ -51,15 +52,15 @@ def verify_draft(
     Returns:
         ``VerifiedDraft(tokens, num_accepted)``: int64 [num_reqs, num_drafts + 1], the accepted
         drafts, the added token, then -1; and int32 [num_reqs], from 0 to num_drafts. The added
-        token is -1 where the logits hold nothing but NaN and -inf. Weights of sampling are rounded
-        to multiples of 2^-38 of their sum.
+        token is -1 if all logits are NaN or -inf. Sampling weights are rounded to multiples of
+        2^-38 of their sum.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, several devices, no vocabulary, a temperature that is
-            negative or not finite, or that does not go with the other arguments.
-        TypeError: a dtype other than the ones above, or a temperature that is no number.
+            negative, not finite, or inconsistent with the other arguments.
+        TypeError: a dtype other than the ones above, or a temperature that is not a number.
 
     Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes, ``num_accepted``
         stays on the device. On CPU the prefix sum calls aten.cumsum.
@@ -97,7 +98,7 @@ def _check_temperature(
     checks: Checks, temperature: float, draft_probs: Tensor | None, uniforms: Tensor | None
 ) -> None:
     is_float(checks.op, "temperature", temperature)
-    if not 0 <= temperature < math.inf:  # Dynamo knows no isfinite of a symbol
+    if not 0 <= temperature < math.inf:  # Dynamo has no isfinite of a symbol
         raise checks.error(
             "temperature",
             must="be finite and at least 0",

@@ -18,7 +18,7 @@ _ACTIVATIONS = ("bf16", "fp8")
 _WEIGHTS = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bfloat16)
 
 _BLOCKS = {torch.float8_e4m3fn: (ACTIVATION_BLOCK, 1), torch.bfloat16: (1, 1)}
-"""Values of which a row has whole blocks, and values in an element; of others, FP4's."""
+"""Values per block of a row, and values per element, by weight dtype; FP4 is the default."""
 
 _route = define_op(
     "experts",
@@ -66,24 +66,24 @@ def route(
     top_k: int,
     scale: float = 1.0,
 ) -> Routing:
-    """Choose the experts of every token, and weigh them.
+    """Choose the experts of every token and their weights.
 
     Args:
         hidden: Hidden states, [num_tokens, hidden_size], bfloat16, any strides.
-        weight: The router's, [num_experts, hidden_size], bfloat16.
-        bias: Added to the scores that experts are chosen by, and to no weight: [num_experts],
-            float32. None adds nothing.
-        table: Experts of every token id, [vocab_size, top_k], int64, instead of the best ones; with
-            ``token_ids`` [num_tokens], int64.
-        top_k: Experts of a token. At least 1, at most num_experts.
+        weight: Weight of the router, [num_experts, hidden_size], bfloat16.
+        bias: Added to the scores for the choice of experts, but not to their weights,
+            [num_experts], float32; None for none.
+        table: Fixed experts of every token id, [vocab_size, top_k], int64, instead of the best
+            ones; requires ``token_ids`` [num_tokens], int64.
+        top_k: Experts per token. At least 1, at most num_experts.
         scale: Sum of a token's weights. Above 0.
 
     Returns:
-        ``Routing(ids, weights)``, [num_tokens, top_k], int32 and float32, dense: of the scores s =
-        sqrt(softplus(hidden weight^T)), in float32, the largest s + bias, the largest first, of
-        equal ones the lower id; NaN counts as the least. weights = scale * s / (sum of s + 1e-20).
-        With a table: its ids in their order; -1, with weight 0, where the token's id or the table's
-        is out of range.
+        ``Routing(ids, weights)``, [num_tokens, top_k], int32 and float32, dense. With scores s =
+        sqrt(softplus(hidden weight^T)) in float32, ids are those of the largest s + bias in
+        descending order; ties go to the lower id, and NaN counts as the smallest. weights = scale *
+        s / (sum of s + 1e-20). With a table, ids are the table's, in its order; -1 with weight 0 if
+        the token id or the expert id is out of range.
 
     Mutates: nothing.
 
@@ -129,13 +129,13 @@ def grouped_topk(
     scale: float = 1.0,
     normalize: bool = True,
 ) -> Routing:
-    """Choose the experts of every token from its best groups, and weigh them.
+    """Choose the experts of every token from its best groups, and their weights.
 
     Args:
-        logits: A router's products, [num_tokens, num_experts], float32, any strides.
-        bias: Added to the scores that groups and experts are chosen by, and to no weight:
-            [num_experts], float32. None adds nothing.
-        top_k: Experts of a token. At least 1, at most those of ``kept_groups`` groups.
+        logits: Logits of the router, [num_tokens, num_experts], float32, any strides.
+        bias: Added to the scores for the choice of groups and experts, but not to their weights,
+            [num_experts], float32; None for none.
+        top_k: Experts per token. At least 1, at most those of ``kept_groups`` groups.
         num_groups: Groups of as many experts, in their order: 1, or at most num_experts / 2.
         kept_groups: Groups that a token's experts are of. At least 1, at most num_groups.
         scale: Factor of the weights. Above 0.
@@ -198,23 +198,23 @@ def grouped_topk(
 
 
 def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> ExpertPlan:
-    """Sort the rows of all experts into blocks that one expert each multiplies.
+    """Sort the rows of all experts into blocks of one expert each.
 
     A row is a pair of a token and one of its experts: row ``token * topk + k``.
 
     Args:
-        topk_ids: Experts of every token, [num_tokens, topk], int32, any strides. An id below 0 or
-            from num_experts on has no block: the expert of another device, or of padding.
+        topk_ids: Experts of every token, [num_tokens, topk], int32, any strides. Ids outside
+            0..num_experts-1 (padding, or an expert on another device) get no block.
         num_experts: Experts on this device. At least 1.
-        block_size: Rows of a block. At least 1.
+        block_size: Rows per block. At least 1.
 
     Returns:
         ``ExpertPlan(sorted_rows, expert_of_block, num_blocks)``, int32, dense. sorted_rows
-        [max_blocks * block_size]: the rows of the first expert in their order, padded with -1 to
-        whole blocks, then those of the next one that has any. expert_of_block [max_blocks]: -1
-        behind the last block that is used. num_blocks [1]: how many are. max_blocks =
-        (num_rows + min(num_experts, num_rows) * (block_size - 1)) // block_size, which no routing
-        exceeds.
+        [max_blocks * block_size]: the rows of the first expert in ascending order, padded with -1
+        to whole blocks, then those of the next expert that has rows. expert_of_block [max_blocks]:
+        the expert of each block, -1 after the last used block. num_blocks [1]: the number of used
+        blocks. max_blocks = (num_rows + min(num_experts, num_rows) * (block_size - 1)) //
+        block_size, an upper bound for any routing.
 
     Mutates: nothing.
 
@@ -222,10 +222,9 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
         ValueError: another rank, a number out of range, or more than 2^31 - 1 rows of all blocks.
         TypeError: a dtype other than int32.
 
-    Compile: on a GPU one kernel, a program for each expert, or two where more than 512 rows are
-        known; on a CPU a sort and a few reductions.
-        Dynamic in num_tokens; CUDA graphs and export: yes. The number of blocks stays on the
-        device.
+    Compile: on a GPU one kernel with a program per expert, or two kernels for a fixed number of
+        rows above 512; on a CPU a sort and a few reductions. Dynamic in num_tokens; CUDA graphs and
+        export: yes. The number of blocks stays on the device.
 
     Source: vLLM's moe_align_block_size, with bounds.
 
@@ -239,7 +238,7 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     checks = Checks("expert_plan")
     checks.at_least(1, num_experts=num_experts, block_size=block_size)
     checks.tensor("topk_ids", topk_ids, torch.int32, "num_tokens", "topk")
-    if not torch.compiler.is_compiling():  # a size that is a symbol would be guarded
+    if not torch.compiler.is_compiling():  # a symbolic size would be guarded
         num_rows = topk_ids.shape[0] * topk_ids.shape[1]
         capacity = num_rows + min(num_experts, num_rows) * (block_size - 1)
         if capacity > INT32_MAX:
@@ -267,53 +266,54 @@ def experts(
 ) -> Tensor:
     """Run the routed experts of every token and add up what they return.
 
-    The dtype of the weights says what they are: int8 or uint8 are FP4 (e2m1) codes in pairs, the
-    first in the low half of a byte, with a scale for every 32 of a row; float8_e4m3fn has a scale
-    for every 128 x 128; bfloat16 has none.
+    The dtype of the weights determines their format. int8 or uint8 are pairs of FP4 (e2m1) codes,
+    the first in the low half of a byte, with a scale per 32 values of a row. float8_e4m3fn has a
+    scale per 128 x 128 block; bfloat16 has no scales.
 
     Args:
         x: Hidden states, [num_tokens, hidden_size], bfloat16, any strides.
         topk_weights: Routing weights, [num_tokens, topk], float32.
-        topk_ids: Experts of every token, [num_tokens, topk], int32. An id below 0 or from
-            num_experts on adds nothing: the expert of another device, or of padding.
-        gate_up: FP4 [num_experts, 2 * size, hidden_size / 2], or FP8 or bfloat16 [num_experts,
-            2 * size, hidden_size]: the rows of the gate first.
+        topk_ids: Experts of every token, [num_tokens, topk], int32. Ids outside 0..num_experts-1
+            (padding, or an expert on another device) add nothing.
+        gate_up: FP4 [num_experts, 2 * size, hidden_size / 2], or FP8 or bfloat16 [num_experts, 2 *
+            size, hidden_size]: the rows of the gate first.
         gate_up_scale: FP4 [num_experts, 2 * size, hidden_size / 32], uint8 with UE8M0 bytes; FP8
             [num_experts, 2 * size / 128, hidden_size / 128], float32 or uint8; bfloat16 None.
         down: FP4 [num_experts, hidden_size, size / 2], or FP8 or bfloat16 [num_experts,
             hidden_size, size].
         down_scale: As ``gate_up_scale``, for ``down``.
-        swiglu_limit: Bound of the gate from above, and of up from both sides. Above 0.
-        activations: What the two products take: "bf16" (W4A16, W8A16, W16A16), or "fp8" (W4A8,
-            W8A8), after ``quantize_rows`` with its defaults.
+        swiglu_limit: Upper bound of the gate, and bound of the absolute value of up. Above 0.
+        activations: Activations of both products: "bf16" (W4A16, W8A16, W16A16), or "fp8" (W4A8,
+            W8A8), quantised by ``quantize_rows`` with its defaults.
         impl: "auto", "triton" or "reference".
 
     Returns:
-        bfloat16 [num_tokens, hidden_size], dense: over the experts of a token the sum of
-        weight * (a W_down^T), a = bf16(silu(min(g, limit)) * clamp(u, -limit, limit)) with
-        (g, u) = x W_gate_up^T. Products, SwiGLU and sum are in float32, with one cast of each a and
-        one of the result; where codes are multiplied (below), sums of 128 products have some 14
-        bits, and each a W_down^T is cast to bfloat16, too.
+        bfloat16 [num_tokens, hidden_size], dense: the sum over a token's experts of weight * (a
+        W_down^T), where a = bf16(silu(min(g, limit)) * clamp(u, -limit, limit)) and (g, u) = x
+        W_gate_up^T. Products, SwiGLU and sum are in float32, with one cast of each a and one of the
+        result. Where kernels multiply codes (see Compile), sums of 128 products have about 14 bits,
+        and each a W_down^T is also cast to bfloat16.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, sizes that are no whole blocks, a transposed scale,
-            several devices, or an unknown word.
+        ValueError: shapes that disagree, sizes that are not multiples of a block, a transposed
+            scale, several devices, or an unknown word.
         TypeError: a dtype other than the ones above.
         NotImplementedError: activations in FP8 with weights in bfloat16.
 
-    Compile: on a GPU kernels of ours: the plan, gate and up with SwiGLU, for FP8 activations their
-        rounding, and down, and a weighted sum of Inductor's. Both products read an expert once for
-        a block of rows (16 to 128, by the mean of an expert), or for two of up to 32. FP4 meets FP8
-        activations as codes on Hopper, where an expert has 14 rows or more on average, or their
-        number is a symbol; elsewhere as values in bf16, which take a FP4 scale above 2^9 for
-        infinite, while one below 2^-117 may round. A weight's FP8 code of NaN
-        reads as 480. Released files have none of these. On a CPU two reductions of Inductor that
-        gather and dequantise as they multiply; eager code there dequantises one expert at a time,
-        for 16 rows. Dynamic in num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU our kernels for the plan, for gate and up with SwiGLU, for the rounding of FP8
+        activations and for down; Inductor computes the weighted sum. Both products read an expert
+        once per block of rows (16 to 128, by the mean rows per expert), or once per two blocks of
+        up to 32. With FP8 activations, FP4 weights are multiplied as codes on Hopper if an expert
+        has 14 rows or more on average, or the number of rows is symbolic. Elsewhere they are
+        converted to bf16, where an FP4 scale above 2^9 becomes infinite and one below 2^-117 may
+        round. The FP8 code for NaN in a weight reads as 480. Released files have none of these. On
+        a CPU two reductions of Inductor gather and dequantise as they multiply; eager code
+        dequantises one expert at a time, for 16 rows. Dynamic in num_tokens; CUDA graphs and
+        export: yes.
 
-    Source: DeepSeek-V4's MoE; like Hugging Face's, it weights behind ``down``, not in front.
+    Source: DeepSeek-V4's MoE; like Hugging Face's, it applies the weights after ``down``.
 
     Example:
         >>> import torch, dsv4_ops
@@ -336,7 +336,7 @@ def experts(
     kind = gate_up.dtype
     whole, packing = _BLOCKS.get(kind, (FP4_BLOCK, 2))
     whole = max(whole, ACTIVATION_BLOCK) if activations == "fp8" else whole
-    width = int(x.shape[1])  # sizes of weights are configuration: constants when compiled
+    width = int(x.shape[1])  # sizes of weights are configuration, so constants in compiled code
     checks.divides("the values of a block", whole, "hidden_size", width)
     checks.tensor("gate_up", gate_up, kind, "num_experts", "gate_up_size", width // packing)
     rows = int(gate_up.shape[1])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checks import Checks, check_insert
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
@@ -15,6 +15,7 @@ from dsv4_ops.core.tiles import SCHEDULE_KEYS
 from dsv4_ops.core.types import IndexerKeys, IndexerQuery
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.ops.kv_cache import check_quantized_insert
 
 _quantize_and_insert_indexer_k = define_op(
     "indexer",
@@ -41,7 +42,7 @@ def quantize_and_insert_indexer_k(
         k: Keys with RoPE applied, [num_rows, 128], bfloat16, any strides; at least num_tokens rows,
             more are ignored.
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Blocks may lie apart, at multiples of 16 bytes.
+            Blocks may have gaps between them, and start at multiples of 16 bytes.
         slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
             below 0 and past the last block are skipped.
         block_size: Rows per block, 64 for DeepGEMM. At least 1.
@@ -51,9 +52,9 @@ def quantize_and_insert_indexer_k(
         Nothing.
 
     Mutates: ``k_cache``: the 128 codes and the 4 scale bytes of every slot that is written; no
-        other byte. One scale for the whole row, float32, the smallest power of two, 2^-22 at least,
-        with which the amax is at most 448. NaN, infinities and tokens that share a
-        slot: as ``quantize_and_insert_k_cache``.
+        other byte. The row has one float32 scale, the smallest power of two, at least 2^-22, for
+        which amax / scale is at most 448. NaN, infinities and tokens that share a slot: as
+        ``quantize_and_insert_k_cache``.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
@@ -79,7 +80,7 @@ def quantize_and_insert_indexer_k(
         [0.0078125]
     """
     op = "quantize_and_insert_indexer_k"
-    check_insert(IndexerLayout, op, k, k_cache, slot_mapping, block_size, layout)
+    check_quantized_insert(IndexerLayout, op, k, k_cache, slot_mapping, block_size, layout)
     _quantize_and_insert_indexer_k(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
 
 
@@ -103,9 +104,9 @@ def gather_indexer_k(
     num_rows: int,
     layout: str = IndexerLayout.tag,
 ) -> IndexerKeys:
-    """Gather the indexer keys of all requests, one behind the other.
+    """Gather the indexer keys of all requests, one after the other.
 
-    DeepGEMM's ragged logits take them so.
+    DeepGEMM's ragged logits take this form.
 
     Args:
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, as for
@@ -115,13 +116,13 @@ def gather_indexer_k(
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         block_size: Rows per block. At least 1.
-        num_rows: Rows of the result, a capacity. At least 0.
+        num_rows: Capacity of the result in rows. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8".
 
     Returns:
         ``IndexerKeys(k, scales)``: uint8 [num_rows, 128] e4m3 codes, whose values are
-        ``k.view(torch.float8_e4m3fn)``, and float32 [num_rows] scales. Rows that belong to no
-        request or lie on no block are zeros.
+        ``k.view(torch.float8_e4m3fn)``, and float32 [num_rows] scales. Rows of no request and rows
+        on absent blocks are zeros.
 
     Mutates: nothing.
 
@@ -173,41 +174,39 @@ _paged_mqa_logits_metadata = define_op(
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
     """Share the keys of a step's indexer among SMs as DeepGEMM does.
 
-    A row of keys is divided into splits of 256. All splits of all rows, one row after the other,
-    are dealt out in runs that differ by no more than one split; the longer ones come first.
-    DeepGEMM's paged logits go by such a schedule; ours need none.
+    A row of keys is divided into splits of 256. SMs get consecutive runs of all splits, row by row,
+    whose lengths differ by at most one split; longer runs come first. DeepGEMM's paged logits need
+    such a schedule; ours do not.
 
     Args:
-        seq_lens: Keys that every row of queries may see, [num_reqs], int32; below 0 counts as 0. In
-            a step whose tokens are scored one by one, as our ops call DeepGEMM, a row is a token.
-            Or keys that every token of a request may see, [num_reqs, next_n], as ``mtp_seq_lens``
-            gives them, for a call of DeepGEMM with queries [num_reqs, next_n, ...], which reads
-            keys once for a request: a row is a request, with the longest of its lengths. DeepGEMM
-            itself takes the last of them, which is not the longest if a request has fewer tokens
-            than next_n: then give its call that longest length in all columns.
-        block_size: Rows of a block: 64, or another divisor of 256. The schedule does not depend on
+        seq_lens: Number of keys that every row of queries may see, [num_reqs], int32; negative
+            counts as 0. Our ops call DeepGEMM with one row per token. Or [num_reqs, next_n], from
+            ``mtp_seq_lens``, for a call of DeepGEMM with queries [num_reqs, next_n, ...], which
+            reads keys once per request: a row is then a request with the maximum of its lengths.
+            DeepGEMM itself takes the last length, which is not the maximum if a request has fewer
+            than next_n tokens; pass it the maximum in all columns.
+        block_size: Rows per block: 64, or another divisor of 256. The schedule does not depend on
             it.
-        num_sms: SMs that the logits run on, DeepGEMM's ``get_num_sms()``. At least 1.
+        num_sms: SMs that run the logits, DeepGEMM's ``get_num_sms()``. At least 1.
 
     Returns:
-        int32 [num_sms + 1, 2], dense: row and split at which every SM begins, and, last, (num_reqs,
-        0). An SM ends where the next one begins, so that one without work begins where it ends.
-        A run begins in a row that has keys, or behind all rows.
+        int32 [num_sms + 1, 2], dense: first row and split of every SM, then (num_reqs, 0). An SM
+        ends where the next one begins; an SM without work begins where it ends. A run begins in a
+        row that has keys, or after all rows.
 
-        These are the integers of DeepGEMM's ``get_paged_mqa_logits_metadata`` as vLLM 0.22 brings
-        it. Later versions give the longer runs to the last SMs; their logits take this schedule
-        too. Where DeepGEMM adds in 32 bits, this adds in 64.
+        The numbers are those of DeepGEMM's ``get_paged_mqa_logits_metadata`` in vLLM 0.22. Later
+        versions give the longer runs to the last SMs, but their logits accept this schedule too.
+        This op sums in 64 bits, DeepGEMM in 32.
 
     Mutates: nothing.
 
     Raises:
         ValueError: wrong shape, numbers out of range, a ``block_size`` that does not divide 256, or
             more than 16383 rows.
-        TypeError: a dtype other than int32, or a number that is no int.
+        TypeError: a dtype other than int32, or a number that is not an int.
 
     Compile: decomposes to a prefix sum and one reduction; dynamic in num_reqs; CUDA graphs and
-        export: yes. No host synchronisation: a captured graph makes the schedule of the lengths
-        that it finds.
+        export: yes. No host synchronisation: a captured graph uses the lengths of each replay.
 
     Source: DeepGEMM's ``get_paged_mqa_logits_metadata``; semantics only.
 
@@ -273,7 +272,7 @@ def indexer_quantize_q(
 ) -> IndexerQuery:
     """Rotate the indexer's queries and quantise them to FP8.
 
-    Their scales go into the weights of the heads.
+    The head weights absorb the scales.
 
     Args:
         q: Queries without RoPE, [num_tokens, num_heads, 128], bfloat16, any strides.
@@ -286,8 +285,8 @@ def indexer_quantize_q(
 
     Returns:
         ``IndexerQuery(q, weights)``, dense. q: float8_e4m3fn [num_tokens, num_heads, 128]: rotated
-        as by ``apply_rope``, over a scale, rounded to nearest even. One scale for the whole head,
-        as in ``quantize_and_insert_indexer_k``, NaN and infinities included. weights: float32
+        like in ``apply_rope``, divided by a scale, rounded to nearest even. One scale per head, as
+        in ``quantize_and_insert_indexer_k``, NaN and infinities included. weights: float32
         [num_tokens, num_heads], the weight times this scale, then times ``softmax_scale``.
 
     Mutates: nothing.
@@ -299,7 +298,8 @@ def indexer_quantize_q(
     Compile: on CUDA our Triton kernel, on CPU a loop of Inductor, with the same bits; dynamic in
         num_tokens and num_positions; CUDA graphs and export: yes.
 
-    Source: vLLM 0.33's indexer queries. No Hadamard rotation: it cancels in the product with keys.
+    Source: vLLM 0.33's indexer queries. There is no Hadamard rotation, which cancels in the product
+        with the keys.
 
     Example:
         >>> import torch, dsv4_ops
@@ -325,13 +325,13 @@ def check_unquantized(
 ) -> None:
     """Check queries before they are quantised, and the weights of their ``heads``.
 
-    ``prefix`` is that of the arguments' names."""
+    ``prefix`` starts the names of the arguments."""
     checks.tensor(f"{prefix}q", q, torch.bfloat16, "num_tokens", heads, DIM)
     checks.tensor(f"{prefix}weights", weights, (torch.bfloat16, torch.float32), "num_tokens", heads)
 
 
 def checked_scale(checks: Checks, q: Tensor, softmax_scale: float | None) -> float:
-    """``softmax_scale``, or that of the model for None."""
+    """Return ``softmax_scale``, or the model's scale if it is None."""
     if softmax_scale is None:
         softmax_scale = DIM**-0.5 * max(int(q.shape[1]), 1) ** -0.5
     checks.above(0, softmax_scale=softmax_scale)
@@ -354,44 +354,42 @@ def indexer_logits(
 ) -> Tensor:
     """Score the first compressed rows of every token's request.
 
-    The keys are read from their blocks.
-
-    To select rows, ``indexer_select`` does not store the scores at all.
+    Reads the keys from their blocks. To select rows, call ``indexer_select``, which does not store
+    the scores.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
             ``indexer_quantize_q``, as are the weights. For the layout "plain" bfloat16 or float32,
             rotated by ``apply_rope``.
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
-            strides. Those of plain queries are the weights of the heads times a softmax_scale that
-            the caller applies: ``indexer_quantize_q`` has 128^-0.5 * num_heads^-0.5.
+            strides. For plain queries, the head weights times a softmax_scale that the caller
+            applies: ``indexer_quantize_q`` uses 128^-0.5 * num_heads^-0.5.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Blocks may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size,
-            128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
-        lens: Rows that every token may see, [num_tokens], int32; ``flatten_decode`` gives them. Or
-            [num_reqs, next_n], as ``mtp_seq_lens`` gives them, token j of row b being token b *
-            next_n + j. Every token is scored by itself, as if they were flat: ``indexer_select``
-            says why.
+            Blocks may have gaps between them, and start at multiples of 16 bytes. For "plain"
+            [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
+            ``compress_and_insert`` writes them.
+        lens: Number of rows that every token may see, [num_tokens], int32, from ``flatten_decode``.
+            Or [num_reqs, next_n], from ``mtp_seq_lens``, where token j of row b is token b * next_n
+            + j. Both forms score every token by itself; ``indexer_select`` says why.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
-        schedule: How DeepGEMM shares the keys among SMs, [num_sms + 1, 2], int32, from
-            ``paged_mqa_logits_metadata``, so that a step makes it once; None to have it made in the
-            call. Of just the lengths that count here: 0 for tokens of no request, and no more than
-            num_rows and max_blocks * block_size. DeepGEMM checks nothing: by one of other lengths
-            it reads and writes where it must not. Whatever else runs goes by none.
+        schedule: DeepGEMM's schedule, [num_sms + 1, 2], int32, from ``paged_mqa_logits_metadata``,
+            to make it once per step; None: the call makes its own. Make it from exactly the lengths
+            of this call: 0 for tokens of no request, and at most num_rows and max_blocks *
+            block_size. DeepGEMM does not check it: with other lengths it reads and writes out of
+            bounds. Other implementations ignore it.
         block_size: Rows per block, 64 for DeepGEMM. At least 1.
-        num_rows: Columns of the result, a capacity. At least 0.
+        num_rows: Capacity of the result in columns. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
-        impl: What runs: "triton" our kernel, "deep_gemm" DeepGEMM, "reference" the definition;
-            "auto" ours, unless DeepGEMM is there and was faster at these sizes on an H200.
+        impl: Implementation: "triton" (our kernel), "deep_gemm", or "reference" (the definition);
+            "auto" runs ours, unless DeepGEMM is installed and was faster at these sizes on an H200.
 
     Returns:
         float32 [num_tokens, num_rows], dense: sum over heads of weights * relu(q . k), times the
-        scale of the key if it has one. -inf for rows past ``lens`` and for rows whose block does
-        not exist. Sums are float32; the FP8 matrix unit of Hopper keeps some 14 bits of a product
-        over 128 values.
+        scale of the key if it has one. -inf for rows past ``lens`` and for rows on absent blocks.
+        Sums are float32; Hopper's FP8 tensor cores keep about 14 bits of a product over 128 values.
 
     Mutates: nothing.
 
@@ -399,15 +397,15 @@ def indexer_logits(
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, or
             several devices.
         TypeError: a dtype other than the ones above.
-        NotImplementedError: an ``impl`` that does not take the call: DeepGEMM has 32 or 64 heads
-            and blocks of 64 rows of the layout "v4_indexer_fp8".
-        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
+        NotImplementedError: ``impl`` does not support the call: DeepGEMM takes 32 or 64 heads and
+            blocks of 64 rows of the layout "v4_indexer_fp8".
+        ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
     Compile: on CUDA one Triton kernel of ours; on CPU, and everywhere for the layout "plain", the
         reference: masked loads and a matrix product, over a gathered key per score. DeepGEMM is a
-        call in the graph, and in no AOTInductor package. It adds the
-        products of the heads in another order, in float32 as well. Dynamic in all tensor sizes and
-        num_rows, which have "auto" take ours; CUDA graphs and export: yes.
+        call in the graph, and not available in AOTInductor packages. It sums the heads in another
+        order, also in float32. Dynamic in all tensor sizes and num_rows, for which "auto" runs our
+        kernels; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits.
 
@@ -431,17 +429,17 @@ def indexer_logits(
     checks.by_token("lens", lens, torch.int32)
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
-    taken: dict[str, Any] = {"layout": layout, "block_size": block_size}
+    arguments: dict[str, Any] = {"layout": layout, "block_size": block_size}
     _check_schedule(checks, schedule, "lens", lens)
-    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **arguments})
     rows = (q, weights, k_cache, lens, req_indices, block_table)
-    return _indexer_logits(*rows, schedule, num_rows=num_rows, impl=impl, **taken)
+    return _indexer_logits(*rows, schedule, num_rows=num_rows, impl=impl, **arguments)
 
 
 def indexer_logits_ragged(
     q: Tensor, weights: Tensor, k: Tensor, scales: Tensor, row_start: Tensor, row_stop: Tensor
 ) -> Tensor:
-    """Scores of gathered keys, of which every token sees a span.
+    """Score gathered keys; every token sees a span of them.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
@@ -488,7 +486,7 @@ def indexer_logits_ragged(
 
 
 def _check_schedule(checks: Checks, schedule: Tensor | None, name: str, rows: Tensor) -> None:
-    """Check DeepGEMM's schedule, and that tokens are given as DeepGEMM scores them, one by one."""
+    """Check DeepGEMM's schedule, and that there is one row per token, as DeepGEMM scores them."""
     checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
     if schedule is not None and rows.dim() == 2:
         raise checks.error(
@@ -547,14 +545,14 @@ def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
 
     Args:
         logits: Scores, [num_tokens, num_rows], float32, any strides; ``indexer_logits`` gives them.
-        lens: Columns of every row that are candidates, [num_tokens], int32; what is behind them may
-            be anything.
+        lens: Number of leading columns that are candidates, [num_tokens], int32; later columns may
+            have any value.
         topk: Columns of the result. At least 0.
 
     Returns:
         int32 [num_tokens, topk], dense: the ``topk`` candidates with the highest score, in
-        ascending order, then -1. Of equal scores the lower column is chosen first. -0 equals 0, NaN
-        is below every number, and a score of -inf is no candidate.
+        ascending order, then -1. Ties go to the lower column. -0 equals 0, NaN is below every
+        number, and a score of -inf is no candidate.
 
     Mutates: nothing.
 
@@ -565,7 +563,7 @@ def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
     Compile: on CUDA our Triton kernels (for topk up to 4096), on CPU the topk and sort of torch
         over loops of Inductor; dynamic in all tensor sizes; CUDA graphs and export: yes.
 
-    Source: DeepSeek-V4's lightning indexer. Other libraries leave both orders open.
+    Source: DeepSeek-V4's lightning indexer. Other libraries specify neither order nor ties.
 
     Example:
         >>> import torch, dsv4_ops
@@ -599,55 +597,56 @@ def indexer_select(
 ) -> Tensor:
     """Select the compressed rows that every token attends to.
 
-    Scores and selection in one, for decodes and prefills alike.
+    Scores and selects in one call, for decodes and prefills.
 
-    Our kernels do not store scores: memory and launches do not grow with the context. The
-    reference, which the layout "plain" takes everywhere, gathers keys and stores their scores. A
-    token's rows depend on no other token.
+    Our kernels do not store scores, so memory and launches do not grow with the context. The
+    reference, which runs for the layout "plain" on every device, gathers keys and stores their
+    scores. A token's rows do not depend on other tokens.
 
-    Positions [num_reqs, next_n] run as one row a token, without a copy if they are contiguous.
-    Kernels that read a request's keys once for its tokens took longer where batches or contexts are
-    large: the L2 serves the other tokens, and the products and reductions over the heads are the
-    same for each.
+    Positions [num_reqs, next_n] run as one row per token, without a copy if they are contiguous.
+    Kernels that read a request's keys once for all its tokens were slower for large batches or
+    contexts: the L2 cache serves the other tokens anyway, and each token needs its own products and
+    reductions over the heads.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
             ``indexer_quantize_q``, as are the weights. For the layout "plain" bfloat16 or float32,
             rotated by ``apply_rope``.
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
-            strides. Those of plain queries are the weights of the heads, times a softmax_scale if
-            the caller likes: a factor above 0 of all of them selects the same rows.
+            strides. For plain queries, the head weights, with or without a softmax_scale: a common
+            positive factor selects the same rows.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Blocks may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size,
-            128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
-        positions: Absolute position of every token, [num_tokens], int64; below 0: no row. Or
-            [num_reqs, next_n], token j of row b being token b * next_n + j, with the request that
-            ``req_indices`` says. Lengths of ``mtp_seq_lens``, less 1, are such positions; of
-            compressed rows with ``compress_ratio`` 1.
+            Blocks may have gaps between them, and start at multiples of 16 bytes. For "plain"
+            [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
+            ``compress_and_insert`` writes them.
+        positions: Absolute position of every token, [num_tokens], int64; negative selects no row.
+            Or [num_reqs, next_n], where token j of row b is token b * next_n + j, and
+            ``req_indices`` says its request. ``mtp_seq_lens`` minus 1 gives such positions; if it
+            counts compressed rows, pass ``compress_ratio`` 1.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
-        schedule: For DeepGEMM, as ``indexer_logits`` takes it: of the complete rows of every token,
-            no more than max_blocks * block_size. None to have it made in the call, or with
-            positions [num_reqs, next_n], whose tokens DeepGEMM scores one by one.
+        schedule: DeepGEMM's schedule, as for ``indexer_logits``, made from the number of complete
+            rows of every token, at most max_blocks * block_size. None: the call makes its own. Must
+            be None with positions [num_reqs, next_n], whose tokens DeepGEMM scores one by one.
         block_size: Rows per block, 64 for DeepGEMM. At least 1.
-        compress_ratio: Tokens of a compressed row, 4. At least 1.
-        topk: Rows to choose, 512 (Flash) or 1024 (Pro). At least 0.
+        compress_ratio: Positions per compressed row, 4. At least 1.
+        topk: Rows to select, 512 (Flash) or 1024 (Pro). At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
-        slots: Whether the result has cache slots, for ``sparse_mla_decode``, in place of rows of
-            the request. That saves the kernel of a translation behind the selection.
-        impl: What runs: "triton" our kernels, "deep_gemm" DeepGEMM's logits and our selection among
-            them, "reference" the definition; "auto" ours, unless DeepGEMM is there and was faster
-            at these sizes on an H200.
+        slots: Whether to return cache slots, for ``sparse_mla_decode``, instead of rows of the
+            request. This saves the kernel that would translate them.
+        impl: Implementation: "triton" (our kernels), "deep_gemm" (DeepGEMM's logits and our
+            selection), or "reference" (the definition); "auto" runs ours, unless DeepGEMM is
+            installed and was faster at these sizes on an H200.
 
     Returns:
         int32 [num_tokens, topk], dense: rows of the request, ascending, then -1, for
-        ``sparse_mla_prefill``. Candidates are the (position + 1) // compress_ratio rows that are
-        complete, as far as their blocks exist; scores are those of ``indexer_logits``, and ties and
-        NaN as in ``indexer_topk``. If there are no more than ``topk`` candidates, all of them. With
-        ``slots``, what ``global_topk_indices_and_lens`` makes of these rows, at their places: block
-        * block_size + row in the block, -1 where there is no row and for slots beyond int32.
+        ``sparse_mla_prefill``. Candidates are the (position + 1) // compress_ratio complete rows
+        whose blocks exist. Scores are those of ``indexer_logits``; ties and NaN are as in
+        ``indexer_topk``. With up to ``topk`` candidates all are selected. With ``slots``, each row
+        is replaced by its slot, like in ``global_topk_indices_and_lens``: block * block_size + row
+        in the block, -1 for no row and for slots beyond int32.
 
     Mutates: nothing.
 
@@ -659,11 +658,11 @@ def indexer_select(
 
     Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU, and everywhere for the layout
         "plain", the reference: the matrix product, topk and sort of torch over loops of Inductor.
-        With DeepGEMM a call and our kernels behind it, in no AOTInductor package; its scores are
-        rounded otherwise, so that it may choose others among rows that nearly tie. Dynamic in all
-        tensor sizes, which have "auto" take ours; CUDA graphs and export: yes.
+        DeepGEMM is a call, followed by our kernels, and not available in AOTInductor packages; its
+        scores round differently, so it may select other rows among near ties. Dynamic in all tensor
+        sizes, for which "auto" runs our kernels; CUDA graphs and export: yes.
 
-    Source: DeepSeek-V4's lightning indexer. Other libraries leave the order of ties open.
+    Source: DeepSeek-V4's lightning indexer. Other libraries do not specify the order of ties.
 
     Example:
         >>> import torch, dsv4_ops
@@ -687,9 +686,9 @@ def indexer_select(
     checks.by_token("positions", positions, torch.int64)
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
-    taken: dict[str, Any] = {"layout": layout, "block_size": block_size}
+    arguments: dict[str, Any] = {"layout": layout, "block_size": block_size}
     _check_schedule(checks, schedule, "positions", positions)
-    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **arguments})
     rows = (q, weights, k_cache, positions, req_indices, block_table)
     sizes = {"compress_ratio": compress_ratio, "topk": topk, "slots": slots}
-    return _indexer_select(*rows, schedule, impl=impl, **sizes, **taken)
+    return _indexer_select(*rows, schedule, impl=impl, **sizes, **arguments)

@@ -31,7 +31,7 @@ def swa_indices_and_lens(
     block_size: int,
     window_size: int,
 ) -> SwaIndices:
-    """Cache slots of the sliding window of every token, decode and prefill alike.
+    """List the cache slots of every token's sliding window, for decodes and prefills.
 
     The window of a token at position p is max(p - window_size + 1, 0) .. p, oldest first.
 
@@ -76,8 +76,8 @@ def swa_indices_and_lens(
     checks.tokens(positions, req_indices, block_table)
     checks.at_least(1, block_size=block_size, window_size=window_size)
     rows = (positions, req_indices, block_table)
-    found = _swa_indices_and_lens(*rows, block_size=block_size, window_size=window_size)
-    return SwaIndices(*found)
+    result = _swa_indices_and_lens(*rows, block_size=block_size, window_size=window_size)
+    return SwaIndices(*result)
 
 
 _prefill_gather_lens = define_op(
@@ -90,7 +90,7 @@ _prefill_gather_lens = define_op(
 
 
 def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_size: int) -> Tensor:
-    """Trailing positions of every request whose window keys its query tokens need.
+    """Count the trailing positions of every request that its windows cover.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
@@ -141,9 +141,9 @@ _global_topk_indices_and_lens = define_op(
 def global_topk_indices_and_lens(
     topk_indices: Tensor, req_indices: Tensor, block_table: Tensor, *, block_size: int
 ) -> TopkIndices:
-    """Translate selected compressed rows to cache slots.
+    """Translate every token's selected compressed rows to cache slots.
 
-    From the numbers of rows within a request, for every token.
+    The selected rows are row numbers within the request.
 
     Args:
         topk_indices: Selected rows inside the request, [num_tokens, topk], int32; negative means
@@ -158,8 +158,8 @@ def global_topk_indices_and_lens(
         ``TopkIndices(indices, lens)``: int32 [num_tokens, topk] slots at unchanged places, -1 for
         unused entries, rows past the table, negative blocks and slots beyond int32; and int32
         [num_tokens], one past the last valid entry. With holes between valid entries this differs
-        from vLLM, which counts the valid entries and leaves the holes (0.22), so that a reader of
-        the first ``lens`` misses the last ones, or moves the entries together (0.33).
+        from vLLM: 0.22 counts the valid entries but leaves the holes, so a reader of the first
+        ``lens`` entries misses the last ones; 0.33 compacts the entries.
 
     Mutates: nothing.
 
@@ -226,8 +226,8 @@ def dense_compressed_indices(
             max_blocks], int32, any strides.
         block_size: Compressed rows per block. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
-        max_compressed: Width of the result, from the configured longest request; it never depends
-            on the batch.
+        max_compressed: Width of the result, from the configured maximum request length and not from
+            the batch.
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, max_compressed] slots of rows 0, 1, ..,
@@ -297,8 +297,8 @@ def combine_topk_swa_indices(
     Its selected compressed rows come first, then its window.
 
     The workspace is [num_reqs, workspace_rows, 512] seen as one list of rows. Request b has its
-    compressed rows at b * workspace_rows and the window rows that
-    ``dequantize_and_gather_k_cache`` put there at b * workspace_rows + swa_offset.
+    compressed rows at b * workspace_rows and the window rows that ``dequantize_and_gather_k_cache``
+    put there at b * workspace_rows + swa_offset.
 
     Args:
         topk_indices: Selected rows inside the request, [num_tokens, columns], int32, of which the
@@ -317,7 +317,7 @@ def combine_topk_swa_indices(
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, topk + window_size rounded up to 128]
-        with -1 for holes and behind the end; and int32 [num_tokens], the columns that count:
+        with -1 for holes and after the end; and int32 [num_tokens], the number of valid columns:
         min((position + 1) // compress_ratio, topk) + min(position + 1, window_size). A window row
         that was not gathered or lies past the workspace, and an index beyond int32, is a hole.
         Padding tokens have a row of -1 and length 0.
@@ -400,8 +400,8 @@ def mixed_sparse_indices(
             int32; swa_width is a multiple of 4 and at least ``window_size``. Negative: none.
         decode_compressed_indices: Compressed rows of the decode tokens, [num_decode_tokens,
             columns], int32: cache slots, or rows inside the request. None: no compressed rows.
-        decode_compressed_lens: Columns of them that count, [num_decode_tokens], int32. None: all of
-            them, or up to the last one that exists if they are rows inside the request.
+        decode_compressed_lens: Their number of valid columns, [num_decode_tokens], int32. None: all
+            columns, or up to the last valid one if they are rows inside the request.
         prefill_topk_indices: Selected rows inside the request of the prefill tokens,
             [num_prefill_tokens, columns], int32, of which the first ``topk`` columns count.
         positions: Absolute position of every token, [num_tokens], int64, num_tokens =
@@ -485,7 +485,7 @@ def mixed_sparse_indices(
         checks.at_least(compressed_block_size, compressed_block_span=compressed_block_span)
     decode = (decode_swa_indices, decode_compressed_indices, decode_compressed_lens)
     prefill = (prefill_topk_indices, positions, req_indices)
-    found = _mixed_sparse_indices(
+    result = _mixed_sparse_indices(
         *decode,
         *prefill,
         swa_block_table,
@@ -496,4 +496,4 @@ def mixed_sparse_indices(
         swa_block_span=swa_block_span,
         compressed_block_span=compressed_block_span,
     )
-    return TopkIndices(*found)
+    return TopkIndices(*result)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checks import Checks, check_insert
-from dsv4_ops.core.layout import MainLayout, PlainLayout
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.dispatch.define import define_op
 
@@ -36,7 +36,7 @@ def quantize_and_insert_k_cache(
         k: Keys with RoPE applied, [num_rows, 512], bfloat16, any strides; at least num_tokens rows,
             more are ignored. The last 64 values of a row are its RoPE part.
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``. Blocks
-            may lie apart, at multiples of 16 bytes.
+            may have gaps between them, and start at multiples of 16 bytes.
         slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
             below 0 and past the last block are skipped.
         block_size: Rows per block: 64 for the window and C4, 2 for C128. At least 1.
@@ -46,13 +46,13 @@ def quantize_and_insert_k_cache(
         Nothing.
 
     Mutates: ``k_cache``: the 584 bytes of every slot that is written; no other byte. Each block of
-        64 values gets the smallest power-of-two scale, 2^-22 at least, with which its amax
-        is at most 448; its UE8M0 byte is stored, and e4m3 codes (round to nearest even)
-        of the values over the scale (read back, values within 3 % of the largest bfloat16 are
-        infinite). RoPE values are copied bit for bit, the eighth scale byte is
-        0. NaN becomes code 0x7F and does not count for the scale; an infinity counts as the largest
-        finite bfloat16, saturates, and reads back as an infinity. If two tokens have one slot, its
-        bytes are of either of them, not of one alone.
+        64 values gets the smallest power-of-two scale, at least 2^-22, for which amax / scale is at
+        most 448. The row stores the scales as UE8M0 bytes and the values divided by their scales as
+        e4m3 codes (round to nearest even). Values within 3 % of the largest bfloat16 read back as
+        infinities. RoPE values are copied bit for bit; the eighth scale byte is 0. NaN becomes code
+        0x7F and does not count for the scale; an infinity counts as the largest finite bfloat16,
+        saturates, and reads back as an infinity. If two tokens share a slot, its bytes may be a mix
+        of both.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
@@ -61,8 +61,8 @@ def quantize_and_insert_k_cache(
 
     Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
         AOTInductor packages, on CPU scatters of Inductor; dynamic in num_tokens and num_blocks;
-        CUDA graphs and export: yes. For CUDA graphs put the cache into ``KVCacheBuffers``, or
-        mark it with ``dsv4_ops.attention.caches.mark_static``.
+        CUDA graphs and export: yes. For CUDA graphs, keep the cache in ``KVCacheBuffers`` or mark
+            it with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``quantize_and_insert_k_cache``; FlashMLA's 584-byte rows.
 
@@ -80,8 +80,27 @@ def quantize_and_insert_k_cache(
         [120, 105, 105, 105, 105, 105, 105, 0]
     """
     op = "quantize_and_insert_k_cache"
-    check_insert(MainLayout, op, k, k_cache, slot_mapping, block_size, layout)
+    check_quantized_insert(MainLayout, op, k, k_cache, slot_mapping, block_size, layout)
     _quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
+
+
+def check_quantized_insert(
+    kind: type[MainLayout | IndexerLayout],
+    op: str,
+    k: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    block_size: int,
+    layout: str,
+) -> None:
+    """Check the arguments of an op that quantises keys into a cache of layout ``kind``."""
+    checks = Checks(op)
+    checks.at_least(1, block_size=block_size)
+    checks.one_of("layout", layout, kind.tag)
+    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
+    checks.tensor("k", k, torch.bfloat16, "num_rows", kind.head_dim)
+    checks.rows_for_tokens("k", k)
+    checks.pages("k_cache", k_cache, kind(block_size))
 
 
 _dequantize_and_gather_k_cache = define_op(
@@ -107,7 +126,7 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """Gather the last keys of every request as bfloat16.
 
-    They are read from the paged FP8 cache and written to a workspace.
+    Reads the paged FP8 cache and writes to a workspace.
 
     Args:
         out: Workspace, [num_reqs, num_rows, 512], bfloat16, any strides.
@@ -134,7 +153,7 @@ def dequantize_and_gather_k_cache(
         TypeError: a dtype other than the ones above.
 
     Compile: in place; on CUDA our Triton kernel in the graph and in AOTInductor packages, whose
-        work grows with the rows wanted; on CPU it rewrites the workspace; dynamic in all tensor
+        work grows with the gathered rows; on CPU it rewrites the workspace; dynamic in all tensor
         sizes but the 512; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
@@ -205,7 +224,7 @@ def gather_k_cache(
 
     Returns:
         [num_reqs, num_rows, 512] bfloat16 dequantised rows, or [num_reqs, num_rows, width] of a
-        plain cache's dtype, bit for bit. Rows that are not wanted or do not exist are zeros.
+        plain cache's dtype, bit for bit. Rows beyond ``gather_lens`` and absent rows are zeros.
 
     Mutates: nothing.
 
@@ -281,8 +300,8 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     Returns:
         Nothing.
 
-    Mutates: ``k_cache``: the rows of the slots that are written; nothing else. If two tokens have
-        one slot, its values are of either of them, not of one alone.
+    Mutates: ``k_cache``: the rows of the slots that are written; nothing else. If two tokens share
+        a slot, its values may be a mix of both.
 
     Raises:
         ValueError: shapes that disagree, rows that are not dense, or several devices.

@@ -57,21 +57,21 @@ def quantize_rows(
     min_amax: float = 1e-4,
     scale_layout: str = "row",
 ) -> QuantizedRows:
-    """Quantise rows to FP8, with one scale for every ``block`` values of a row.
+    """Quantise rows to FP8, with one scale per ``block`` values of a row.
 
     Args:
         x: Activations, [num_tokens, in_features], bfloat16, any strides.
-        block: Values that share a scale; divides in_features. At least 1.
-        scale: "pow2": the smallest power of two, 2^-126 at least, with which amax is at most 448
-            (DeepSeek's own). "float32": amax / 448 (Hugging Face's).
-        min_amax: Least amax of a block. Above 0.
-        scale_layout: Where the scales go: "row", or "column_padded", which matrix products on
-            SM90 take.
+        block: Values per scale; divides in_features. At least 1.
+        scale: "pow2": the smallest power of two, at least 2^-126, for which amax / scale is at most
+            448 (DeepSeek's own). "float32": amax / 448 (Hugging Face's).
+        min_amax: Minimum amax of a block. Above 0.
+        scale_layout: Layout of the scales: "row", or "column_padded", which matrix products on SM90
+            take.
 
     Returns:
-        ``QuantizedRows(values, scales)``. values: float8_e4m3fn [num_tokens, in_features], dense:
-        x over its scale, rounded to nearest even. NaN becomes code 0x7F and does not count for the
-        scale; an infinity saturates and counts as the largest bfloat16. scales: float32, dense:
+        ``QuantizedRows(values, scales)``. values: float8_e4m3fn [num_tokens, in_features], dense: x
+        divided by its scale, rounded to nearest even. NaN becomes code 0x7F and does not count for
+        the scale; an infinity saturates and counts as the largest bfloat16. scales: float32, dense:
         "row": [num_tokens, in_features / block]; "column_padded": [in_features / block,
         padded_tokens], with padding of 0 up to a multiple of 4.
 
@@ -82,9 +82,9 @@ def quantize_rows(
             unknown word.
         TypeError: a dtype other than bfloat16.
 
-    Compile: one reduction of Inductor, which fuses with the norm in front of it; dynamic in
-        num_tokens; CUDA graphs and export: yes. With scale="float32" a GPU may round the divisions
-        otherwise and change a code by one step.
+    Compile: one reduction of Inductor, which fuses with a preceding norm; dynamic in num_tokens;
+        CUDA graphs and export: yes. With scale="float32" a GPU may round the divisions differently,
+        which changes a code by at most one step.
 
     Source: DeepSeek-V4's act_quant; Hugging Face's recipe has scale="float32", min_amax=1e-12.
 
@@ -126,14 +126,14 @@ def fp8_linear(
         weight: [out_features, in_features], float8_e4m3fn; both sizes are multiples of 128.
         scale: [out_features / 128, in_features / 128], float32, or uint8 with UE8M0 bytes: byte b
             is 2^(b - 127), 255 is NaN. ``view(torch.uint8)`` reads the bytes of a float8_e8m0fnu.
-        x_scale: Scales of ``x``, [num_tokens, in_features / 128], float32, as of
-            ``quantize_rows``; None for bfloat16.
-        activations: What bfloat16 activations are multiplied as: "bf16" (W8A16), or "fp8" (W8A8),
-            after ``quantize_rows`` with its defaults. Without effect with ``x_scale``.
+        x_scale: Scales of ``x``, [num_tokens, in_features / 128], float32, as of ``quantize_rows``;
+            None for bfloat16.
+        activations: Format in which bfloat16 activations are multiplied: "bf16" (W8A16), or "fp8"
+            (W8A8), quantised by ``quantize_rows`` with its defaults. No effect with ``x_scale``.
         out_dtype: dtype of the result, bfloat16 or float32.
         impl: "auto", "triton", "reference", or "scaled_mm": torch's own block-wise product, on
-            Hopper, of activations in FP8, with in_features a multiple of 512 and a bfloat16
-            result. "auto" takes it for 128 tokens and more, if their number is no symbol.
+            Hopper, of activations in FP8, with in_features a multiple of 512 and a bfloat16 result.
+            "auto" takes it from 128 tokens on, unless their number is symbolic.
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of the values (codes times
@@ -145,17 +145,19 @@ def fp8_linear(
         ValueError: shapes that disagree, a transposed or missing scale, several devices, or an
             unknown word.
         TypeError: a dtype other than the ones above.
-        RuntimeError, NotImplementedError: an ``impl`` that does not run here, or not such a call.
+        RuntimeError, NotImplementedError: ``impl`` is not available here, or does not support the
+            call.
 
-    Compile: on a GPU one kernel of ours, which reads the weight once for up to 128 tokens, and the
-        sum of its splits of in_features where out_features are few; it reads a weight's code of
-        NaN (0x7F) as 480, which released files do not have. On Hopper more than 32 tokens in FP8
-        (16 of ``fp8_grouped_linear``) are multiplied as codes, for a result in bfloat16: the sums
-        of 128 columns have some 14 bits, as in torch's product. On a CPU the float32 values of the
-        weight and one product. Dynamic in num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU one kernel of ours, which reads the weight once for up to 128 tokens; for few
+        out_features it splits in_features, and a second step sums the splits. The weight code for
+        NaN (0x7F), which released files do not have, reads as 480. On Hopper, more than 32 FP8
+        tokens (16 for ``fp8_grouped_linear``) with a bfloat16 result are multiplied as codes: sums
+        of 128 columns then have about 14 bits, as in torch's product. On a CPU the weight is
+        dequantised to float32 and multiplied once. Dynamic in num_tokens; CUDA graphs and export:
+        yes.
 
-    Source: DeepSeek-V4's fp8_gemm. Powers of two make the values exact, so that W8A16 equals the
-        product with a dequantised bfloat16 weight but for the order of sums.
+    Source: DeepSeek-V4's fp8_gemm. With power-of-two scales the values are exact, so W8A16 equals
+        the product with a dequantised bfloat16 weight up to the order of sums.
 
     Example:
         >>> import torch, dsv4_ops
@@ -188,8 +190,8 @@ def fp8_grouped_linear(
 ) -> Tensor:
     """Multiply every group of a row by its own rows of a block-scaled FP8 weight.
 
-    The output projection ``o_a_proj``: it takes what ``inverse_rope_group`` returns, or what
-    ``inverse_rope_group_quantize`` returns with scale_layout="row".
+    This is the output projection ``o_a_proj``: it takes the result of ``inverse_rope_group``, or of
+    ``inverse_rope_group_quantize`` with scale_layout="row".
 
     Args:
         x: [num_tokens, num_groups, in_features], bfloat16, any strides; or with ``x_scale``
@@ -202,7 +204,8 @@ def fp8_grouped_linear(
             bfloat16.
         activations: "bf16" or "fp8", as for ``fp8_linear``.
         out_dtype: dtype of the result, bfloat16 or float32.
-        impl: As for ``fp8_linear``; "scaled_mm" is a call for each group, which "auto" never takes.
+        impl: As for ``fp8_linear``; "scaled_mm" takes a call per group, and "auto" never chooses
+            it.
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of every group side by side,
@@ -255,7 +258,8 @@ def _check_activations(checks: Checks, x: Tensor, x_scale: Tensor | None, *dims:
 
 def _check_weight(checks: Checks, weight: Tensor, scale: Tensor, num_groups: int) -> None:
     checks.tensor("weight", weight, torch.float8_e4m3fn, "out_features", "in_features")
-    rows, columns = (int(size) for size in weight.shape)  # configuration: constants when compiled
+    # configuration: constants in compiled code
+    rows, columns = (int(size) for size in weight.shape)
     checks.divides("the columns of a block", WEIGHT_BLOCK, "in_features", columns)
     what = "the rows of a block" if num_groups == 1 else "the rows of a block in every group"
     checks.divides(what, WEIGHT_BLOCK * num_groups, "out_features", rows)

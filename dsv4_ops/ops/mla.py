@@ -1,6 +1,6 @@
 """Dense multi-head latent attention: cache rows, weight absorption, paged decode.
 
-That of DeepSeek-V2, V3 and R1, and of Kimi-K2.
+Serves DeepSeek-V2, V3 and R1, and Kimi-K2.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.ops.sparse_mla import check_splits
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of models."""
+"""Supported model dtypes."""
 
 PROVIDERS = ("triton", "flash_mla", "reference")
 
 
-def check_scale(checks: Checks, name: str, scale: Tensor | None, taken: bool, what: str) -> None:
-    """Check a scale per tensor, which only what has no other scale takes (``taken``)."""
+def check_scale(checks: Checks, name: str, scale: Tensor | None, is_used: bool, what: str) -> None:
+    """Check a per-tensor scale; it must be None unless the call uses it (``is_used``)."""
     if scale is None:
         return
     checks.tensor(name, scale, torch.float32, 1)
-    if not taken:
+    if not is_used:
         checks.without(name, "a tensor", None, what)
 
 
@@ -87,25 +87,24 @@ def mla_insert_kv(
             dtype of kv_c, from ``PlainLayout.allocate``. "mla_fp8": the same in uint8, from
             ``MlaFp8Layout.allocate``. "mla_ds_fp8": [num_blocks, block_size, 656], uint8, from
             ``MlaDsFp8Layout.allocate``, of latents of 512 and RoPE parts of 64 values. Blocks may
-            lie apart, FP8 ones at multiples of 16 bytes.
+            have gaps between them; FP8 blocks start at multiples of 16 bytes.
         slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Those
             below 0 and past the last block are skipped.
-        scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
+        scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
         block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
-        scale_format: Scales of the layout "mla_ds_fp8": "float32" amax / 448, or "ue8m0" the
-            smallest power of two above 1e-4 that is not below that.
+        scale_format: Scales of the layout "mla_ds_fp8": "float32" for amax / 448, or "ue8m0" for
+            the smallest power of two above 1e-4 that is at least amax / 448.
 
     Returns:
         Nothing.
 
     Mutates: ``kv_cache``: the rows of the slots that are written; no other byte. "plain" rows are
         copied bit for bit. "mla_fp8" rows are e4m3 codes (round to nearest even, saturated) of the
-        values over ``scale``. "mla_ds_fp8" rows are 512 such codes, with a scale for each 128 of
-        them, the 4 scales in float32, of 2^-126 at least, and the RoPE part in bfloat16. NaN
-        becomes code 0x7F and does not count for a scale; an infinity saturates, and counts for a
-        scale as the largest finite number of its dtype. If two tokens have one slot, its bytes are
-        of either of them, not of one alone.
+        values divided by ``scale``. "mla_ds_fp8" rows are 512 such codes, 4 float32 scales, one per
+        128 codes and at least 2^-126, and the RoPE part in bfloat16. NaN becomes code 0x7F and does
+        not count for a scale; an infinity saturates, and counts for a scale as the largest finite
+        number of its dtype. If two tokens share a slot, its bytes may be a mix of both.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of the layout, a scale or a format of
@@ -174,23 +173,24 @@ def mla_gather_kv(
         kv_cache: Paged cache, as for ``mla_insert_kv``.
         slot_mapping: Slot of every row of the result, [num_rows], int64, as
             ``compressed_slot_mapping`` of a ``token_map`` over context lengths gives them.
-        scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
+        scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
         block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
 
     Returns:
-        [num_rows, width]: of a plain cache its dtype, bit for bit; of the others bfloat16, code *
-        scale in float32 and rounded once. Rows of slots below 0 and past the last block are zeros.
+        [num_rows, width]: rows of a plain cache in its dtype, bit for bit; rows of FP8 caches as
+        bfloat16, code * scale in float32, rounded once. Rows of slots below 0 and past the last
+        block are zeros.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, a cache that is not of the layout, a scale that nothing is
-            multiplied by, ``block_size`` below 1, or several devices.
+        ValueError: shapes that disagree, a cache that is not of the layout, a scale that the call
+            does not use, ``block_size`` below 1, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: loads that fuse with what reads the rows; dynamic in num_rows and num_blocks; CUDA
-        graphs and export: yes.
+    Compile: loads that fuse with their consumers; dynamic in num_rows and num_blocks; CUDA graphs
+        and export: yes.
 
     Source: vLLM ``gather_and_maybe_dequant_cache`` and ``cp_gather_cache``.
 
@@ -230,8 +230,8 @@ def mla_gather_codes(
 ) -> Tensor:
     """Read rows of an FP8 cache by slot, as the bytes that are stored.
 
-    Under context parallelism the ranks exchange these, half as many bytes as values, and
-    ``mla_dequantize_rows`` reads them.
+    With context parallelism, ranks exchange these bytes, which are half the size of the values, and
+    decode them with ``mla_dequantize_rows``.
 
     Args:
         kv_cache: Paged cache, uint8, as for ``mla_insert_kv``.
@@ -285,7 +285,7 @@ def mla_dequantize_rows(codes: Tensor, scale: Tensor | None = None, *, layout: s
 
     Args:
         codes: Rows from ``mla_gather_codes``, [num_rows, row_bytes], uint8, any strides.
-        scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
+        scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
         layout: Tag of the rows' layout, "mla_fp8" or "mla_ds_fp8".
 
     Returns:
@@ -295,11 +295,10 @@ def mla_dequantize_rows(codes: Tensor, scale: Tensor | None = None, *, layout: s
     Mutates: nothing.
 
     Raises:
-        ValueError: rows of another layout, a scale that nothing is multiplied by, or several
-            devices.
+        ValueError: rows of another layout, a scale that the call does not use, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: a conversion that fuses with what is around it; dynamic in num_rows; CUDA graphs and
+    Compile: a conversion that fuses with its neighbours; dynamic in num_rows; CUDA graphs and
         export: yes.
 
     Source: vLLM ``cp_gather_and_upconvert_fp8_kv_cache``.
@@ -333,7 +332,7 @@ _mla_absorb_q = define_op(
 def mla_absorb_q(
     q_nope: Tensor, q_pe: Tensor, w_uk_t: Tensor, q_scale: Tensor | None = None
 ) -> Tensor:
-    """Project queries into the latent space, in which they meet cache rows directly.
+    """Project queries into the latent space of the cache rows.
 
     Args:
         q_nope: Parts without RoPE, [num_tokens, num_heads, qk_nope_head_dim], bfloat16, float16 or
@@ -341,12 +340,12 @@ def mla_absorb_q(
         q_pe: RoPE parts, rotated, [num_tokens, num_heads, rope_dim], the dtype of q_nope.
         w_uk_t: Up-projection of the keys, [num_heads, qk_nope_head_dim, kv_lora_rank], the dtype of
             q_nope, from ``split_kv_b_proj``.
-        q_scale: What the e4m3 codes of the result are multiplied by, [1], float32; None for a
-            result in the dtype of q_nope.
+        q_scale: Scale of the e4m3 codes of the result, [1], float32; None for a result in the dtype
+            of q_nope.
 
     Returns:
-        [num_tokens, num_heads, kv_lora_rank + rope_dim]: q_nope @ w_uk_t, and behind it q_pe; with
-        ``q_scale`` float8_e4m3fn codes of that over the scale, saturated.
+        [num_tokens, num_heads, kv_lora_rank + rope_dim]: [q_nope @ w_uk_t | q_pe]; with
+        ``q_scale``, float8_e4m3fn codes of these values divided by the scale, saturated.
 
     Mutates: nothing.
 
@@ -393,7 +392,7 @@ def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
             from ``split_kv_b_proj``.
 
     Returns:
-        [num_tokens, num_heads * v_head_dim], the dtype of x: what the output projection takes.
+        [num_tokens, num_heads * v_head_dim], the dtype of x: the input of the output projection.
 
     Mutates: nothing.
 
@@ -401,7 +400,7 @@ def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: a batched product and a transposed copy, which fuses with what reads it; dynamic in
+    Compile: a batched product and a transposed copy, which fuses with its consumer; dynamic in
         num_tokens; CUDA graphs and export: yes.
 
     Source: vLLM's ``MLACommonImpl._v_up_proj``.
@@ -428,20 +427,19 @@ _mla_expand_kv = define_op(
 
 
 def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
-    """Expand latents into keys and values, for as many rows as there are.
+    """Expand the valid latent rows into keys and values.
 
-    A chunk of contexts has a fixed size: the rows that it does not use cost no product.
+    A chunk of contexts has a fixed size, but its unused rows are not multiplied.
 
     Args:
         kv_c: Normed latents, [num_rows, kv_lora_rank], bfloat16, float16 or float32, any strides.
         w_kv_b: Weight of ``kv_b_proj``, [num_heads, width, kv_lora_rank], the dtype of kv_c; width
             is qk_nope_head_dim + v_head_dim, any strides.
-        num_valid: How many leading rows are used, [1], int32; more than num_rows count as
-            num_rows, fewer than 0 as 0.
+        num_valid: Number of leading rows to expand, [1], int32, clamped to 0..num_rows.
 
     Returns:
-        [num_rows, num_heads, width], the dtype of kv_c: each row times the weight of every head;
-        0 from row num_valid on, whatever kv_c holds there.
+        [num_rows, num_heads, width], the dtype of kv_c: each row times the weight of every head; 0
+        from row num_valid on, even if kv_c has NaN there.
 
     Mutates: nothing.
 
@@ -478,18 +476,19 @@ _quantize_per_tensor = define_op(
 def quantize_per_tensor(x: Tensor) -> PerTensor:
     """Quantise a tensor to e4m3 with one scale, from its amax.
 
-    Every value counts for the scale: a NaN in a padding row makes all NaN, and the codes of a token
-    depend on the other tokens of the batch. A fixed ``q_scale`` of ``mla_absorb_q`` has neither.
+    Every value counts for the scale: a NaN in a padding row makes all results NaN, and the codes of
+    a token depend on the other tokens of the batch. A fixed ``q_scale`` of ``mla_absorb_q`` avoids
+    both.
 
-    Scale and products are float32. vLLM rounds both to the dtype of x: of bfloat16 up to 8 % of its
-    codes are the next ones, up or down, and its scale is up to 2^-7 off; of float32 they are these.
+    Scale and products are float32. vLLM rounds both to the dtype of x: for bfloat16, up to 8 % of
+    its codes differ by one step and its scale by up to 2^-7; for float32 both agree.
 
     Args:
         x: Values, [num_tokens, ...], bfloat16, float16 or float32, any strides.
 
     Returns:
         codes: float8_e4m3fn in the shape of x: x * (448 / amax), where amax is at least 1e-10.
-        scale: What they are multiplied by, [1], float32.
+        scale: Scale of the codes, [1], float32.
 
     Mutates: nothing.
 
@@ -524,19 +523,18 @@ def split_kv_b_proj(
 ) -> AbsorbedWeights:
     """Split ``kv_b_proj`` into the weights of ``mla_absorb_q`` and ``mla_v_up``.
 
-    Make them once, and again when weights are loaded anew.
+    Split once, and again after new weights are loaded.
 
     Args:
-        weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], a row per output; or a
-            linear layer with such ``in_features`` and ``out_features`` that computes it in some
-            other way: it is applied to an identity, which gives what it multiplies with.
-        scale: Of a float8_e4m3fn weight, what blocks of it are multiplied by, [row_blocks,
-            column_blocks], float32; blocks are 128 wide and high, at the ends less. None for a
-            weight without.
+        weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], a row per output. Or a
+            linear layer with these ``in_features`` and ``out_features`` that stores its weight in
+            another form: it is applied to an identity matrix, which yields the weight.
+        scale: Block scales of a float8_e4m3fn weight, [row_blocks, column_blocks], float32; blocks
+            are 128 x 128, smaller at the ends. None for a weight without scales.
         num_heads: Heads of this rank.
         qk_nope_head_dim: Width of the keys' part without RoPE.
         v_head_dim: Width of the values.
-        dtype: Of the results; None for that of the weight, bfloat16 for float8_e4m3fn.
+        dtype: Dtype of the results; None for that of the weight, or bfloat16 for float8_e4m3fn.
 
     Returns:
         w_uk_t: [num_heads, qk_nope_head_dim, kv_lora_rank], dense.
@@ -598,23 +596,23 @@ def _check_no_scale(checks: Checks, scale: Tensor | None, partner: str) -> None:
 
 
 def _multiplied_with(layer: torch.nn.Module, dtype: torch.dtype | None) -> Tensor:
-    """Return the weight that ``layer`` multiplies with, whatever it stores."""
+    """Return the weight by which ``layer`` multiplies, regardless of its storage format."""
     if type(layer) is torch.nn.Linear:
         return layer.weight
     stored = next(itertools.chain(layer.parameters(), layer.buffers()), None)
     device = None if stored is None else stored.device
     is_float = stored is not None and stored.dtype in FLOATS
     kind = dtype or (stored.dtype if stored is not None and is_float else torch.bfloat16)
-    size: Any = layer.in_features  # of any linear layer
+    size: Any = layer.in_features  # any linear layer has it
     identity = torch.eye(int(size), dtype=kind, device=device)
     with torch.no_grad():
-        found: Tensor = layer(identity)
+        product: Tensor = layer(identity)
         bias = getattr(layer, "bias", None)
-        return (found if bias is None else found - bias).t()
+        return (product if bias is None else product - bias).t()
 
 
 _SCALE_BLOCK = 128
-"""Rows and columns of a weight that share a scale in DeepSeek's checkpoints."""
+"""Rows and columns of a weight per scale in DeepSeek's checkpoints."""
 
 
 def _dequantized(checks: Checks, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -663,41 +661,40 @@ def mla_decode(
 ) -> MlaAttention:
     """Attend with absorbed queries to the latent rows of a paged cache.
 
-    Every head shares the one row of a position: all of it is the key, its first ``kv_lora_rank``
-    values are the value. A request may bring any number of tokens: lengths are per token, so that
-    they need no causal mask.
+    All heads share the row of a position: the whole row is the key, its first ``kv_lora_rank``
+    values are the value. A request may have any number of tokens; as lengths are per token, there
+    is no causal mask.
 
     Args:
-        q: Queries from ``mla_absorb_q``, [num_tokens, num_heads, kv_lora_rank +
-            qk_rope_head_dim], bfloat16, float16 or float32, any strides; for the layout "mla_fp8"
-            float8_e4m3fn too.
+        q: Queries from ``mla_absorb_q``, [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim],
+            bfloat16, float16 or float32, any strides; for the layout "mla_fp8" float8_e4m3fn too.
         kv_cache: Paged rows from ``mla_insert_kv``. "plain": [num_blocks, block_size, width] of the
             dtype of q. "mla_fp8": [num_blocks, block_size, width], uint8. "mla_ds_fp8":
-            [num_blocks, block_size, 656], uint8. Blocks may lie apart, FP8 ones at multiples of 16
-            bytes.
-        seq_lens: How many rows of its request a token sees, itself included, [num_tokens], int32,
-            as ``flatten_decode`` with ``compress_ratio=1`` gives them. 0 or less for padding. Rows
-            past the block table and on blocks that do not exist are skipped.
-        req_indices: Request of every token, [num_tokens], int32; a token of one that does not exist
-            sees no row.
+            [num_blocks, block_size, 656], uint8. Blocks may have gaps between them; FP8 blocks
+            start at multiples of 16 bytes.
+        seq_lens: Number of rows of its request that a token sees, its own included, [num_tokens],
+            int32, as ``flatten_decode`` with ``compress_ratio=1`` gives them. 0 or less for
+            padding. Rows past the block table or on absent blocks are skipped.
+        req_indices: Request of every token, [num_tokens], int32; a token of an absent request sees
+            no row.
         block_table: Block of every (request, block), [num_reqs, max_blocks], int32, any strides.
         query_start_loc: First token of every request, [num_reqs + 1], int32: a hint that tokens of
             a request can share the reads of its rows. Results do not depend on it.
-        plan: How to share the rows of all tokens among programs, [num_tiles, 4], int32, from
-            ``sparse_mla_plan(seq_lens, None)`` for as many tokens and heads; None to have the call
-            decide. Which lengths it was made of changes only the speed. What another tensor in its
-            place gives is undefined, but in bounds.
-        q_scale: What e4m3 codes of q are multiplied by, [1], float32; None for 1.
-        kv_scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
-        softmax_scale: What q . row is multiplied by. Above 0.
+        plan: Work tiles, [num_tiles, 4], int32, from ``sparse_mla_plan(seq_lens, None)`` for the
+            same number of tokens and heads; None: the call decides. The lengths that it was made
+            from affect only the speed. Any other tensor gives undefined results, but no access out
+            of bounds.
+        q_scale: Scale of the e4m3 codes of q, [1], float32; None for 1.
+        kv_scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
+        softmax_scale: Scale of q . row. Above 0.
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
-        num_splits: Splits of the rows of a token; 0 has the batch, or the plan, decide. At least 0,
+        num_splits: Splits of the rows of a token; 0 lets the batch or the plan decide. At least 0,
             and 0 with a plan.
         batch_invariant: With num_splits 0, split by the table's width alone: a token's result has
-            the same bits whatever other tokens are in the batch. Not with a plan.
-        impl: What runs: "reference" the definition; "auto" the fastest here.
+            the same bits regardless of the other tokens in the batch. Not with a plan.
+        impl: Implementation: "reference" (the definition), or "auto" (the fastest here).
 
     Returns:
         out: [num_tokens, num_heads, kv_lora_rank], the dtype of q, bfloat16 for e4m3; 0 without any
@@ -708,10 +705,10 @@ def mla_decode(
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, a cache that is not of the layout, a scale that nothing is
-            multiplied by, a number out of range, or several devices.
+        ValueError: shapes that disagree, a cache that is not of the layout, a scale that the call
+            does not use, a number out of range, or several devices.
         TypeError: a dtype other than the ones above.
-        RuntimeError: an ``impl`` that does not run here, and why.
+        RuntimeError: ``impl`` is not available here; the message says why.
 
     Compile: gathers and products; dynamic in num_tokens, num_reqs, max_blocks and the blocks of the
         cache; CUDA graphs and export: yes.
@@ -745,12 +742,12 @@ def mla_decode(
         rank = MlaDsFp8Layout.kv_lora_rank
         checks.equal("kv_lora_rank", kv_lora_rank, rank, f"layout {layout!r}")
     check_splits(checks, num_splits, batch_invariant)
-    taken: dict[str, Any] = {"block_size": block_size, "kv_lora_rank": kv_lora_rank}
-    taken |= {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
+    arguments: dict[str, Any] = {"block_size": block_size, "kv_lora_rank": kv_lora_rank}
+    arguments |= {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
     checks.above(0, softmax_scale=softmax_scale)
     check_cache(checks, kv_cache, block_size, layout, width)
-    given = {"q": q, "kv_cache": kv_cache, "plan": plan}
-    check_impl(checks.op, PROVIDERS, impl, q.device, {**given, **taken})
+    tensors = {"q": q, "kv_cache": kv_cache, "plan": plan}
+    check_impl(checks.op, PROVIDERS, impl, q.device, {**tensors, **arguments})
     if layout == PlainLayout.tag:
         checks.tensor("kv_cache", kv_cache, q.dtype, "num_blocks", "block_size", "width")
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_tokens")
@@ -766,5 +763,5 @@ def mla_decode(
     check_scale(checks, "q_scale", q_scale, is_coded, f"a q of {q.dtype}")
     check_scale(checks, "kv_scale", kv_scale, layout == MlaFp8Layout.tag, f"layout {layout!r}")
     rows = (q, kv_cache, seq_lens, req_indices, block_table, query_start_loc)
-    settings = {"softmax_scale": softmax_scale, "impl": impl, **taken}
+    settings = {"softmax_scale": softmax_scale, "impl": impl, **arguments}
     return MlaAttention(*_mla_decode(*rows, plan, q_scale, kv_scale, **settings))

@@ -1,5 +1,5 @@
-"""Dense MLA over a context that is read in chunks: their plan, attention of a chunk, and the merge
-of partial results."""
+"""Dense MLA over chunked contexts: the chunk plan, attention to a chunk, and the merge of partial
+results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MERGED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLANS = ("packed", "equal")
 LSE_BASES = ("e", "2")
 MIN_WORKSPACE_ROWS = 65536
-"""Rows from which on the rule for the workspace asks for no more than a block per sequence."""
+"""Rows above which the workspace rule asks only for a block per sequence."""
 
 _context_chunks = define_op(
     "mla_context",
@@ -48,40 +48,39 @@ def context_chunks(
 ) -> ContextChunks:
     """Split the contexts of a batch into chunks that fit the workspace, on the device.
 
-    "packed" lays the contexts end to end and splits wherever the workspace is full, so that only
-    the last chunk is not full. "equal" gives every request with a context the same number of
-    rows of each chunk, rounded down to whole blocks; one long context among many short ones
-    then needs many
-    chunks.
+    "packed" lays the contexts end to end and splits wherever the workspace is full, so only the
+    last chunk may have space left. "equal" gives every request with a context the same number of
+    rows of each chunk, rounded down to whole blocks; one long context among many short ones then
+    needs many chunks.
 
-    With ``cp_world_size`` above 1 each rank gathers its own rows, ``workspace_rows`` divided by the
-    ranks at most, and chunks end between turns of ``cp_interleave`` positions. Every rank gathers
-    as many rows of a request; the last of them do not exist on ranks that own fewer.
+    With ``cp_world_size`` above 1 each rank gathers its own rows, at most ``workspace_rows``
+    divided by the ranks, and chunks end between turns of ``cp_interleave`` positions. All ranks
+    gather the same number of rows of a request; the last ones are absent on ranks that own fewer.
 
     Args:
-        context_lens: Tokens of every request that are in the cache before this step, [num_reqs],
-            int32; 0 for decodes and padding, and below 0 counts as 0.
-        workspace_rows: Rows of a chunk on all ranks; ``mla_workspace_rows`` has the rule. At least
-            cp_world_size * cp_interleave.
+        context_lens: Tokens of every request in the cache before this step, [num_reqs], int32; 0
+            for decodes and padding. Negative counts as 0.
+        workspace_rows: Rows per chunk, on all ranks together; ``mla_workspace_rows`` has the rule.
+            At least cp_world_size * cp_interleave.
         max_chunks: Chunks of the result; ``max_context_chunks`` bounds it from sizes. At least 1.
         chunk_plan: "packed" or "equal".
-        block_size: Rows of a block of the cache, which "equal" rounds to. At least 1.
+        block_size: Rows per block of the cache, which "equal" rounds to. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
-        cp_interleave: Consecutive positions on one rank. At least 1; of no account on one rank.
+        cp_interleave: Consecutive positions on one rank. At least 1; irrelevant on one rank.
 
     Returns:
         ``ContextChunks``, int32:
 
         - local_starts [max_chunks, num_reqs]: first row that a rank gathers of each request,
-          counted among its rows of the request; the chunk's first position is cp_world_size times
-          that.
-        - cu_seq_lens [max_chunks, num_reqs + 1]: where the positions of each request begin in the
-          chunk, and how many there are in all. Requests without any are empty.
-        - local_cu_seq_lens [max_chunks, num_reqs + 1]: the same of the rows that a rank gathers;
+          counted among the rank's rows of the request; cp_world_size times this is the chunk's
+          first position.
+        - cu_seq_lens [max_chunks, num_reqs + 1]: start of each request's positions in the chunk,
+          and their total. Requests without positions are empty.
+        - local_cu_seq_lens [max_chunks, num_reqs + 1]: the same for the rows that a rank gathers;
           equal to ``cu_seq_lens`` on one rank.
-        - num_chunks [1]: the chunks that the plan has. If that exceeds max_chunks, the plan does
-          not fit and only its first max_chunks chunks are stored. It is 2**31 - 1 where "equal" has
-          not a block for every request.
+        - num_chunks [1]: number of chunks of the plan. If it exceeds max_chunks, the plan does not
+          fit and only its first max_chunks chunks are stored. It is 2**31 - 1 if "equal" has less
+          than a block per request.
 
         Chunks past num_chunks are empty.
 
@@ -89,13 +88,13 @@ def context_chunks(
 
     Raises:
         ValueError: wrong shapes, numbers out of range, or another plan.
-        TypeError: a dtype other than int32, or a number that is no int.
+        TypeError: a dtype other than int32, or a number that is not an int.
 
     Compile: decomposes to prefix sums and pointwise kernels; dynamic in num_reqs; CUDA graphs and
         export: yes. On the CPU the prefix sums call aten.cumsum.
 
-    Source: vLLM 0.22 ``MLACommonMetadataBuilder`` ("equal"), and what ``plan_mla_context_chunks``
-        of later versions is for.
+    Source: vLLM 0.22 ``MLACommonMetadataBuilder`` ("equal"); serves the purpose of later versions'
+        ``plan_mla_context_chunks``.
 
     Example:
         >>> import torch, dsv4_ops
@@ -130,9 +129,10 @@ def plan_context_chunks(
     Args:
         context_lens: Tokens of every request that are in the cache, non-negative ints or a CPU
             tensor.
-        workspace_rows: Rows of a chunk on all ranks. At least cp_world_size * cp_interleave.
+        workspace_rows: Rows per chunk, on all ranks together. At least cp_world_size *
+            cp_interleave.
         chunk_plan: "packed" or "equal".
-        block_size: Rows of a block of the cache, which "equal" rounds to.
+        block_size: Rows per block of the cache, which "equal" rounds to.
         cp_world_size: Ranks that share a sequence.
         cp_interleave: Consecutive positions on one rank.
 
@@ -141,9 +141,9 @@ def plan_context_chunks(
         out.
 
     Raises:
-        ValueError: a length below 0, numbers out of range, another plan, or an "equal" plan that
-            has not a block for every request.
-        TypeError: a length or a number that is no int.
+        ValueError: a length below 0, numbers out of range, another plan, or an "equal" plan with
+            less than a block per request.
+        TypeError: a length or a number that is not an int.
 
     Example:
         >>> import dsv4_ops
@@ -166,17 +166,17 @@ def plan_context_chunks(
             ]
             for start in range(0, max(lens, default=0), size)
         ]
-    left = 0
+    capacity = 0
     for request, length in enumerate(lens):
         start = 0
         while start < length:
-            if left == 0:
+            if capacity == 0:
                 plan.append([])
-                left = workspace_rows // round_
-            taken = min(left, -(-(length - start) // round_))
-            stop = min(start + taken * round_, length)
+                capacity = workspace_rows // round_
+            num_rounds = min(capacity, -(-(length - start) // round_))
+            stop = min(start + num_rounds * round_, length)
             plan[-1].append((request, start, stop - start))
-            start, left = stop, left - taken
+            start, capacity = stop, capacity - num_rounds
     return plan
 
 
@@ -193,17 +193,18 @@ def max_context_chunks(
 ) -> int:
     """Bound the chunks of a plan, for ``max_chunks``, by sizes only.
 
-    The capacity of the cache is no bound: requests that share a prefix share its blocks, and each
+    The capacity of the cache is no bound: requests with a common prefix share its blocks, but each
     of them counts.
 
     Args:
-        num_reqs: Most requests of a batch. At least 0.
-        max_model_len: Most tokens of one context. At least 1.
-        workspace_rows: Rows of a chunk on all ranks. At least cp_world_size * cp_interleave.
-        max_context_tokens: Most tokens of all contexts of a batch, at least 0; None if nothing else
-            bounds them.
+        num_reqs: Maximum requests of a batch. At least 0.
+        max_model_len: Maximum tokens of one context. At least 1.
+        workspace_rows: Rows per chunk, on all ranks together. At least cp_world_size *
+            cp_interleave.
+        max_context_tokens: Maximum tokens of all contexts of a batch, at least 0; None if nothing
+            else bounds them.
         chunk_plan: "packed" or "equal".
-        block_size: Rows of a block of the cache, which "equal" rounds to.
+        block_size: Rows per block of the cache, which "equal" rounds to.
         cp_world_size: Ranks that share a sequence.
         cp_interleave: Consecutive positions on one rank.
 
@@ -211,9 +212,8 @@ def max_context_chunks(
         An upper bound, at least 1.
 
     Raises:
-        ValueError: an argument out of range, or an "equal" plan that has not a block for every
-            request.
-        TypeError: an argument that is no int.
+        ValueError: an argument out of range, or an "equal" plan with less than a block per request.
+        TypeError: an argument that is not an int.
 
     Example:
         >>> import dsv4_ops
@@ -247,24 +247,24 @@ def mla_workspace_rows(
 ) -> int:
     """Choose the rows of the workspace that a chunk of contexts is gathered into.
 
-    Eight contexts of the longest length or four blocks of every sequence, up to 65536 rows; and a
-    block of every sequence in any case. A row takes 1152 bytes in bfloat16, and its keys and values
-    of 128 heads 80 KiB. With several ranks allocate ``rows + rows // cp_world_size``: what all
-    ranks gathered, and what this one did.
+    The rule is eight contexts of maximum length or four blocks per sequence, up to 65536 rows, but
+    at least one block per sequence. A row takes 1152 bytes in bfloat16; its keys and values of 128
+    heads take 80 KiB. With several ranks allocate ``rows + rows // cp_world_size``: space for the
+    rows of all ranks, and for those of this one.
 
     Args:
-        max_model_len: Most tokens of a sequence. At least 1.
-        max_num_seqs: Most sequences of a batch. At least 1.
-        block_size: Rows of a block of the cache. At least 1.
+        max_model_len: Maximum tokens of a sequence. At least 1.
+        max_num_seqs: Maximum sequences of a batch. At least 1.
+        block_size: Rows per block of the cache. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
 
     Returns:
-        Rows; of several ranks whole blocks, and whole turns of each.
+        The rows; with several ranks, whole blocks and whole turns of each rank.
 
     Raises:
         ValueError: an argument out of range.
-        TypeError: an argument that is no int.
+        TypeError: an argument that is not an int.
 
     Example:
         >>> import dsv4_ops
@@ -275,8 +275,8 @@ def mla_workspace_rows(
     checks.at_least(1, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     checks.at_least(1, block_size=block_size)
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
-    wanted = max(8 * max_model_len, 4 * max_num_seqs * block_size)
-    rows = max(min(wanted, MIN_WORKSPACE_ROWS), max_num_seqs * block_size)
+    preferred = max(8 * max_model_len, 4 * max_num_seqs * block_size)
+    rows = max(min(preferred, MIN_WORKSPACE_ROWS), max_num_seqs * block_size)
     if cp_world_size == 1:
         return rows
     align = math.lcm(block_size, cp_world_size * cp_interleave)
@@ -302,8 +302,8 @@ def merge_attn_states(
 ) -> MergedStates:
     """Merge attention over two parts of the keys.
 
-    A side whose log-sum-exp is -inf, +inf or NaN has no keys, and its output may hold anything.
-    Keep the running result of many merges in float32: in bfloat16 each merge rounds it again.
+    A side whose log-sum-exp is -inf, +inf or NaN has no keys, and its output may have any value.
+    Keep the running result of several merges in float32: in bfloat16 each merge rounds it again.
 
     Args:
         prefix_out: Output over one part, [num_tokens, num_heads, width], bfloat16, float16 or
@@ -378,7 +378,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
     Compile: decomposes to reductions over the parts; dynamic in num_parts and num_tokens; CUDA
         graphs and export: yes.
 
-    Source: FlashInfer ``merge_states``, whose parts are the second dimension and base is 2.
+    Source: FlashInfer ``merge_states``, which has the parts in the second dimension and base 2.
 
     Example:
         >>> import torch, dsv4_ops
@@ -424,9 +424,9 @@ def mla_prefill(
 ) -> MlaAttention:
     """Attend to expanded keys and values of ragged requests.
 
-    Over the new tokens of a step ``causal`` is True and ``cu_seq_lens`` is ``query_start_loc``;
-    over a chunk of the context it is False, and ``cu_seq_lens`` a row of ``context_chunks``. Merge
-    the results with ``merge_attn_states``.
+    For the new tokens of a step pass ``causal=True``, with ``query_start_loc`` as ``cu_seq_lens``.
+    For a chunk of the context pass ``causal=False``, with a row of ``context_chunks``. Merge the
+    results with ``merge_attn_states``.
 
     Args:
         q: Queries, [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], bfloat16, float16
@@ -435,14 +435,14 @@ def mla_prefill(
             view of the same tensor as ``v``.
         k_pe: Keys with RoPE, which all heads share, [num_k, qk_rope_head_dim], the dtype of q.
         v: Values, [num_k, num_heads, v_head_dim], the dtype of q.
-        query_start_loc: First token of every request, and their number, [num_reqs + 1], int32,
-            non-decreasing. Tokens outside of all requests see no key; of starts that decrease the
-            results are undefined, but every row is written.
-        cu_seq_lens: First key of every request, and their number, [num_reqs + 1], int32. Keys
-            outside of all requests may hold anything.
-        softmax_scale: What q . k is multiplied by.
-        causal: Whether the last query of a request sees all of its keys, the one before one key
-            less, and so on; else each sees all of them.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
+            non-decreasing. Tokens outside all requests see no key. If it decreases, results are
+            undefined, but every row is written.
+        cu_seq_lens: First key of every request and one past the last, [num_reqs + 1], int32. Keys
+            outside all requests may have any value.
+        softmax_scale: Scale of q . k.
+        causal: Whether the last query of a request sees all of its keys, the query before it one
+            key fewer, and so on. Otherwise each query sees all keys.
         impl: What runs: "triton" our kernel, for bfloat16 and float16 and up to 128 columns of each
             kind; "reference" the definition. "auto" takes our kernel, and the definition on the CPU
             and for what our kernel does not take.
@@ -452,15 +452,15 @@ def mla_prefill(
         lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf
             without any key.
 
-        A NaN in a row of one request does not reach another one.
+        A NaN in a row of one request does not reach other requests.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, several devices, or more than 16383 requests.
-        TypeError: a dtype other than the ones above, or a flag that is no bool.
-        NotImplementedError: an ``impl`` that does not take the call.
-        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
+        TypeError: a dtype other than the ones above, or a flag that is not a bool.
+        NotImplementedError: ``impl`` does not support the call.
+        ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
     Compile: our Triton kernel in the graph; on the CPU the flash attention of
         ``scaled_dot_product_attention``, with a mask of num_tokens * num_k numbers; dynamic in

@@ -1,4 +1,4 @@
-"""Rows of ragged requests as a rectangle with next_n rows per request, and back."""
+"""Pack the rows of ragged requests into a rectangle of next_n rows per request, and unpack them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ _unpack_seq = define_op(
 def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.0) -> Tensor:
     """Pack the first next_n tokens of every request into a rectangle.
 
-    For kernels that want equal lengths.
-
-    Pack everything that such a kernel reads by token: queries and their weights.
+    Kernels that need equal lengths take such a rectangle. Pack everything that they read per token:
+    queries and their weights.
 
     Args:
         x: A row per token, [num_tokens, ...], any dtype and strides.
         query_start_loc: First token of every request and the end of the last, [num_reqs + 1],
             int32, non-decreasing.
         next_n: Rows per request of the result. At least 1.
-        pad: Value of the rows behind a shorter request; of a dtype of whole numbers one that it
-            has, of float8 0.
+        pad: Value of the rows after the end of a shorter request. An integer dtype must be able to
+            represent it; for float8 it must be 0.
 
     Returns:
         [num_reqs, next_n, ...] of the dtype of ``x``, dense: row t of a request is its token t, or
-        ``pad`` where it has none or ``x`` ends before. Tokens from next_n on are left out.
+        ``pad`` if the request or ``x`` ends before it. Tokens from next_n on are dropped.
 
     Mutates: nothing.
 

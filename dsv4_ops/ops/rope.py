@@ -16,7 +16,7 @@ from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.reference import rope as reference
 
 ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
-"""Values of a key that are rotated."""
+"""Rotated values per key."""
 
 SCALE_LAYOUTS = ("row", "column_padded", "ue8m0_packed")
 
@@ -33,23 +33,22 @@ def rope_cos_sin_cache(
 ) -> Tensor:
     """Compute the cosines and sines of the angles of every position.
 
-    For the ops that take ``cos_sin_cache``.
-
-    A function of the host, called once per model: DeepSeek-V4 has one table for layers with a
-    window only (theta 10000) and one for those with a compressor (theta 160000, YaRN).
+    Ops take the table as ``cos_sin_cache``. Call this host function once per table: DeepSeek-V4 has
+    one for layers with a window only (theta 10000) and one for layers with a compressor (theta
+    160000, YaRN).
 
     Args:
         num_positions: Rows of the table. At least 0.
-        theta: Base of the frequencies: pair i turns by theta^(-2 i / rope_dim) per position. Above
-            1.
-        rope_dim: Rotated values of a row, an even number. At least 2.
-        scaling: ``YarnScaling`` for a longer context than that of the training, or None.
-        device: Where the table goes; None for the CPU.
+        theta: Base of the frequencies: pair i rotates by theta^(-2 i / rope_dim) per position.
+            Above 1.
+        rope_dim: Rotated values per row, an even number. At least 2.
+        scaling: ``YarnScaling`` for contexts longer than in training, or None.
+        device: Device of the table; None for the CPU.
 
     Returns:
         [num_positions, rope_dim] float32: the cosines of all pairs, then their sines. Angles are
-        computed on the CPU in float64, so that the table is the same everywhere and right at a
-        position of a million.
+        computed on the CPU in float64, so that the table is the same on every machine and accurate
+        at position one million.
 
     Mutates: nothing.
 
@@ -57,7 +56,7 @@ def rope_cos_sin_cache(
         ValueError: a size or a number out of range, or no such device.
         TypeError: an argument of another type.
 
-    Compile: call it before; it is no op.
+    Compile: it is not an op; call it before the graph.
 
     Source: DeepSeek-V4's configuration; YaRN (Peng et al., 2023) without its attention scaling.
 
@@ -102,9 +101,9 @@ def apply_rope(
         inverse: Rotate by the negative angles.
 
     Returns:
-        A tensor like ``x``, dense. Of its last rope_dim values, each pair (2 i, 2 i + 1) is
-        rotated by angle i: in float32, every product rounded before the sum, and one cast at the
-        end. Other values are copied.
+        A tensor like ``x``, dense. Each pair (2 i, 2 i + 1) of its last rope_dim values is rotated
+        by angle i, in float32, with every product rounded before the sum and one cast at the end.
+        Other values are copied.
 
     Mutates: nothing.
 
@@ -159,9 +158,10 @@ def inverse_rope_group(
 ) -> Tensor:
     """Undo the rotation of the attention output and lay its heads out in groups.
 
-    Values are keys in this attention, so that the output is rotated by the position of each key;
-    after inverse RoPE by that of the query it depends on distances only. ``sparse_mla_decode`` does
-    the same to its output, where it is given the two tensors.
+    In this attention the values are the keys, so the output is rotated by the position of each key.
+    After inverse RoPE by the position of the query it depends on distances only.
+    ``sparse_mla_decode`` does the same to its own output if it gets ``positions`` and
+    ``cos_sin_cache``.
 
     Args:
         o: Attention output, [num_tokens, num_heads, dim], bfloat16, any strides.
@@ -204,7 +204,7 @@ def inverse_rope_group_quantize(
 ) -> QuantizedGroups:
     """Apply ``inverse_rope_group`` and quantise the result to FP8.
 
-    One scale for every 128 values, as a grouped matrix product takes it.
+    There is one scale per 128 values, as a grouped matrix product takes it.
 
     Args:
         o: Attention output, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -213,20 +213,20 @@ def inverse_rope_group_quantize(
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most 512.
         num_groups: Groups of heads; divides num_heads. At least 1.
-        scale_layout: Where the scales go: "row", "column_padded" (DeepGEMM on SM90) or
+        scale_layout: Layout of the scales: "row", "column_padded" (DeepGEMM on SM90) or
             "ue8m0_packed" (DeepGEMM on SM100).
 
     Returns:
         ``QuantizedGroups(values, scales)``. values: float8_e4m3fn [num_groups, num_tokens, width],
-        dense, with width = num_heads / num_groups * 512: the bfloat16 of ``inverse_rope_group``
-        over its scale, rounded to nearest even. The scale of a block is the smallest power of two,
-        2^-42 at least, with which its amax is at most 448. NaN becomes code 0x7F and
-        does not count for the scale; an infinity saturates and counts as the largest bfloat16.
-        scales, dense, with padding of 0 up to padded_tokens, a multiple of 4: "row": float32
-        [num_groups, num_tokens, width / 128]. "column_padded": float32 [num_groups, width / 128,
-        padded_tokens]. "ue8m0_packed": int32 [num_groups, width / 512, padded_tokens], the four
-        UE8M0 bytes of a head, the first in the lowest byte. ``scales.permute(2, 0, 1)
-        [:num_tokens]`` is the view with a token stride of 1 that DeepGEMM takes of the last two.
+        dense, with width = num_heads / num_groups * 512: the bfloat16 result of
+        ``inverse_rope_group`` divided by its scale, rounded to nearest even. The scale of a block
+        is the smallest power of two, at least 2^-42, for which amax / scale is at most 448. NaN
+        becomes code 0x7F and does not count for the scale; an infinity saturates and counts as the
+        largest bfloat16. scales, dense, with padding of 0 up to padded_tokens, a multiple of 4:
+        "row": float32 [num_groups, num_tokens, width / 128]. "column_padded": float32 [num_groups,
+        width / 128, padded_tokens]. "ue8m0_packed": int32 [num_groups, width / 512, padded_tokens],
+        the four UE8M0 bytes of a head, the first in the lowest byte. ``scales.permute(2, 0, 1)
+        [:num_tokens]`` is the view with a token stride of 1 that DeepGEMM takes of the latter two.
 
     Mutates: nothing.
 
@@ -239,7 +239,8 @@ def inverse_rope_group_quantize(
         scales where they are padded; dynamic in num_tokens and num_positions; CUDA graphs and
         export: yes. On a CPU rounding of the compiled rotation may change a code by one step.
 
-    Source: vLLM 0.33's inverse RoPE and quantisation; rounded to bfloat16 before, as the two ops.
+    Source: vLLM 0.33's inverse RoPE and quantisation; like the two separate ops it rounds to
+        bfloat16 in between.
 
     Example:
         >>> import torch, dsv4_ops
@@ -298,9 +299,9 @@ def qnorm_rope_kv_insert(
     block_size: int,
     layout: str = MainLayout.tag,
 ) -> Tensor:
-    """Normalise and rotate the queries; rotate and insert the keys.
+    """Normalise and rotate the queries; rotate the keys and insert them.
 
-    The keys are written to the window cache.
+    The keys go to the window cache.
 
     Args:
         q: Queries, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -318,15 +319,15 @@ def qnorm_rope_kv_insert(
         layout: Tag of the cache's layout, "v4_fp8" or "plain".
 
     Returns:
-        A tensor like ``q``, dense: each head over the root of its mean square plus ``eps``, without
-        a weight, then its last 64 values as ``apply_rope`` rotates them; float32 throughout and one
-        cast. A head whose sum of squares exceeds float32 becomes 0.
+        A tensor like ``q``, dense: each head after RMSNorm without a weight, with its last 64
+        values rotated like in ``apply_rope``; float32 throughout, with one cast. A head whose sum
+        of squares exceeds float32 becomes 0.
 
     Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. They are those of
         ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``), bit for
-        bit; a NaN among the rotated values is 0x7FC0. If two tokens have one slot, its bytes are
-        of either of them, not of one alone. Alone among the ops, this one and ``insert_c4_step``
-        write to an argument and return a result: what their parts share is the launch.
+        bit; a NaN among the rotated values is 0x7FC0. If two tokens share a slot, its bytes may be
+        a mix of both. Only this op and ``insert_c4_step`` both mutate an argument and return a
+        result, because they fuse independent parts into one launch.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, more slots than

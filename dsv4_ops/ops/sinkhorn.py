@@ -12,7 +12,7 @@ from dsv4_ops.dispatch.define import define_op
 
 MAX_STREAMS = 8
 MAX_ITERATIONS = 64
-"""Compiled code has all iterations over all entries written out."""
+"""Compiled code unrolls all iterations over all entries."""
 
 _sinkhorn = define_op(
     "sinkhorn",
@@ -27,12 +27,10 @@ _sinkhorn = define_op(
 def sinkhorn(
     logits: Tensor, *, num_streams: int = 4, iterations: int = 20, eps: float = 1e-6
 ) -> Tensor:
-    """Make almost doubly stochastic matrices of every token's weights.
+    """Make almost doubly stochastic matrices from every token's logits.
 
-    They mix the residual streams.
-
-    A softmax over rows, plus ``eps``; then columns and rows in turn are divided by their sums, plus
-    ``eps``: columns first and last.
+    They mix the residual streams. A softmax over rows, plus ``eps``, is followed by divisions of
+    columns and rows in turn by their sums plus ``eps``; columns are first and last.
 
     Args:
         logits: [num_tokens, num_streams * num_streams], float32, any strides: rows of the matrices
@@ -42,8 +40,8 @@ def sinkhorn(
         eps: Added to every weight once, and to every sum. Above 0.
 
     Returns:
-        float32 [num_tokens, num_streams, num_streams], dense. Columns sum to 1 but for ``eps``,
-        rows nearly so. Of a NaN or +inf among its logits a matrix is NaN, but no other one is.
+        float32 [num_tokens, num_streams, num_streams], dense. Columns sum to 1 up to ``eps``, rows
+        nearly so. A NaN or +inf in the logits makes its own matrix NaN, but no other one.
 
     Mutates: nothing.
 
@@ -52,8 +50,8 @@ def sinkhorn(
         TypeError: a dtype other than float32.
 
     Compile: Inductor IR, one kernel that computes all iterations in registers (the sums of
-        Inductor's own code take a kernel each on a GPU), or the formula's own ops where its
-        derivative is asked for; dynamic in num_tokens; CUDA graphs and export: yes.
+        Inductor's own code take a kernel each on a GPU), or the formula's own ops if its derivative
+        is needed; dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 
@@ -73,7 +71,7 @@ def sinkhorn(
 
 
 def check_at_most(op: str, name: str, value: int, most: int) -> None:
-    """Raise if compiled code would have more than ``most`` steps written out."""
+    """Raise if compiled code would unroll more than ``most`` steps."""
     if value > most:
         raise argument_error(
             op,

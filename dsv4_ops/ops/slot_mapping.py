@@ -1,4 +1,4 @@
-"""Slots of the compressed rows that a step completes."""
+"""Compute the slots of the compressed rows that a step completes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def compressed_slot_mapping(
 ) -> Tensor:
     """Compute the slot of the compressed row that each token completes.
 
-    -1 for tokens that complete none.
-
-    The token at position p completes row p // compress_ratio when (p + 1) % compress_ratio is 0.
+    The token at position p completes row p // compress_ratio if (p + 1) % compress_ratio is 0;
+    other tokens get -1.
 
     Args:
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means

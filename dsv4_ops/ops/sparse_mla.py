@@ -30,11 +30,11 @@ def check_decode(
     num_splits: int,
     batch_invariant: bool,
 ) -> Checks:
-    """Check layout and queries of ``op``; return the checks and what it runs with."""
+    """Check layout, queries and ``impl`` of a decode; return the checks."""
     checks = check_queries(op, q, layout)
     check_splits(checks, num_splits, batch_invariant)
-    taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
-    check_impl(op, providers, impl, q.device, {"q": q, **taken})
+    arguments = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
+    check_impl(op, providers, impl, q.device, {"q": q, **arguments})
     checks.above(0, softmax_scale=softmax_scale)
     return checks
 
@@ -64,10 +64,9 @@ def check_plans(
     impl: str,
     widths: tuple[int, int],
 ) -> Tensor | None:
-    """Check the plan that our kernels go by and the one that FlashMLA does; return the latter as
-    the op takes it.
+    """Check the plan of our kernels and the one of FlashMLA; return the latter as the op takes it.
 
-    With a plan nothing else decides, and it has to be one that ``impl`` goes by."""
+    A plan excludes other splitting settings, and must be of a kind that ``impl`` uses."""
     if plan is not None:
         if impl == "flash_mla":
             raise checks.error(
@@ -92,9 +91,9 @@ def check_plans(
 def _check_flash_mla_plan(
     checks: Checks, plan: Tensor | FlashMlaPlan | None, impl: str, widths: tuple[int, int]
 ) -> Tensor | None:
-    """Check that a plan was made for such a call; return its numbers.
+    """Check that a plan was made for calls of these sizes; return its tensor.
 
-    FlashMLA would read past the lists of another."""
+    With a plan of other sizes FlashMLA would read past the lists."""
     name = "flash_mla_plan"
     if plan is None:
         return None
@@ -133,7 +132,7 @@ def _check_flash_mla_plan(
 def check_cache(
     checks: Checks, source: str, q: Tensor, cache: Tensor, block_size: int, layout: str
 ) -> None:
-    """One of the two caches."""
+    """Check one of the two caches."""
     size_name, blocks = f"{source}_block_size", f"num_{source}_blocks"
     checks.at_least(1, **{size_name: block_size})
     if layout == MainLayout.tag:
@@ -145,7 +144,7 @@ def check_cache(
 
 
 def check_lists(checks: Checks, source: str, indices: Tensor, lens: Tensor) -> None:
-    """Slots of one of the two caches and how many count."""
+    """Check the slots in one of the two caches, and their lengths."""
     checks.tensor(f"{source}_indices", indices, torch.int32, "num_tokens", f"{source}_width")
     checks.tensor(f"{source}_lens", lens, torch.int32, "num_tokens")
     checks.at_least(1, **{f"{source}_width": indices.shape[1]})
@@ -181,12 +180,13 @@ def sparse_mla_plan(
 ) -> Tensor:
     """Split the keys of a ragged decode batch into work tiles of equal size.
 
-    Without a plan ``sparse_mla_decode`` gives every token the same number of splits, and the whole
-    batch waits for its longest context. ``sparse_mla_decode_paged`` schedules by lengths without a
-    plan, in every layer again, only over FP8 caches on Hopper, from 32 tokens times tiles of 64
-    heads up to 256 tokens, and with lists of at least 4 blocks of 64 keys. One plan serves all
-    layers with the same lengths; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` as
-    ``plan``, or have it made with a step (``dsv4_ops.attention.build_attention_step``).
+    Without a plan ``sparse_mla_decode`` gives every token the same number of splits, so the whole
+    batch waits for its longest context. ``sparse_mla_decode_paged`` can schedule by lengths without
+    a plan, anew in every layer: over FP8 caches on Hopper, from 32 tokens times tiles of 64 heads
+    up to 256 tokens, and with lists of at least 4 blocks of 64 keys. One plan serves all layers
+    with the same lengths. Pass it as ``plan`` to ``sparse_mla_decode`` or
+    ``sparse_mla_decode_paged``, or build it with a step
+    (``dsv4_ops.attention.build_attention_step``).
 
     Args:
         swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
@@ -194,24 +194,24 @@ def sparse_mla_plan(
         extra_lens: Rows of the compressed cache that every token sees, [num_tokens], int32; None
             for layers that have only a window.
         num_heads: Heads of the queries that the plan is for. At least 1.
-        num_programs: Programs that run at a time, the SMs of the device. At least 1.
+        num_programs: Programs that run at once: the SMs of the device. At least 1.
 
     Returns:
         int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
-        heads, at least 1. A row is a work tile: its token, the index of the split, the number of
-        splits of the token, and where in a buffer the partial results of the token begin, 0 for a
-        token of one split. First come the first splits of tokens that have several, then their
-        extra splits, tokens of one split, and rows of -1. Tokens of one split are sorted by how
-        many fourteenths of the longest split they have, the longest first; ties, and tokens of
-        several splits, keep their order. Every token has at least one split, even without keys.
+        heads, at least 1. A row is a work tile: token, split index, number of splits of the token,
+        and the offset of the token's partial results in a buffer, 0 for a token with one split. The
+        order is: first splits of tokens with several, their extra splits, tokens with one split,
+        rows of -1. Tokens with one split are sorted by length, longest first, in classes of 1/14 of
+        the longest split; ties, and tokens with several splits, keep their order. Every token has
+        at least one split, even without keys.
 
-        The size of a split is the one, among some sizes from the mean on, that is expected to take
-        the least time: that of one split, or of all splits and the starts of their programs shared
-        among the programs. There are at most as many extra splits as programs without a first
-        split, or a quarter of the programs: beyond one wave an extra split costs another round.
+        The split size is the one with the least expected time among candidates from the mean on:
+        the time of one split, or of all splits and program starts divided by the programs. Extra
+        splits are limited to the programs without a first split, or to a quarter of the programs:
+        beyond one wave an extra split costs another round.
 
         A split is a share of its token's keys, not a range, so a plan made from other lengths gives
-        the same attention, only less evenly spread.
+        the same attention, only with a worse balance.
 
     Mutates: nothing.
 
@@ -224,7 +224,7 @@ def sparse_mla_plan(
         the CPU prefix sums, which are aten calls, and the search of ``token_map``; dynamic in
         num_tokens; CUDA graphs and export: yes.
 
-    Source: takes the place of FlashMLA's ``get_mla_metadata``.
+    Source: replaces FlashMLA's ``get_mla_metadata``.
 
     Example:
         >>> import torch, dsv4_ops
@@ -261,51 +261,51 @@ def flash_mla_metadata(
 ) -> Tensor:
     """Share the keys of a sparse decode among SMs as FlashMLA does.
 
-    The keys of a token are split into blocks of 64: those of its window, at least one, and behind
-    them those of its selected rows. Tokens are dealt out in their order. A part takes as many
-    blocks as all tokens have divided by the parts, where every token counts 5 blocks more, and
-    splits the token that it does not finish.
+    The keys of a token form blocks of 64: first those of its window, at least one, then those of
+    its selected rows. Parts take the tokens in order. A part takes an equal share of all blocks,
+    where every token counts 5 extra blocks, and splits the token that it does not finish.
 
     One tensor serves all layers of a kind in a step: pass it as ``flash_mla_plan`` to
     ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` with the impl "flash_mla". FlashMLA then
-    plans nothing in the call.
+    makes no plan in the call.
 
     Args:
-        swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
-            0, above ``swa_width`` as that.
-        extra_lens: Rows of the compressed cache that every token sees, [num_tokens], int32, within
-            ``extra_width`` likewise; None for layers with a window only.
+        swa_lens: Rows of the window that every token sees, [num_tokens], int32, clamped to
+            0..swa_width.
+        extra_lens: Rows of the compressed cache that every token sees, [num_tokens], int32, clamped
+            to 0..extra_width; None for layers with a window only.
         swa_width: Columns of ``swa_indices``. At least 1.
         extra_width: Columns of ``extra_indices``, or max_blocks * extra_block_size of a block
             table; 0 without ``extra_lens``. On a CPU memory grows with num_tokens times both widths
             / 64.
-        num_sm_parts: Parts: ``dsv4_ops.dispatch.providers.flash_mla_num_sm_parts``. At least 1.
+        num_sm_parts: Number of parts, from ``dsv4_ops.dispatch.providers.flash_mla_num_sm_parts``.
+            At least 1.
 
     Returns:
-        int32 [num_sm_parts + num_tokens + 1, 8], dense. The first num_sm_parts rows are
-        FlashMLA's tile_scheduler_metadata: first token of a part, its last one, the block of the
-        first one at which it begins, the block of the last one before which it ends, how many
-        parts before it share its first token, whether the first and whether the last token is
-        split, and 0. A part without work begins at num_tokens. The numbers behind them begin with
-        FlashMLA's num_splits: partial results of all tokens before each, and in all, num_tokens + 1
-        of them; the others are 0. FlashMLA so refuses it in a call of another number of tokens.
+        int32 [num_sm_parts + num_tokens + 1, 8], dense. The first num_sm_parts rows are FlashMLA's
+        tile_scheduler_metadata: first token of the part, last token, first block of the first
+        token, end block of the last token (exclusive), number of earlier parts that share the first
+        token, whether the first and whether the last token is split, and 0. A part without work
+        begins at num_tokens. The num_tokens + 1 numbers after these rows are FlashMLA's num_splits,
+        the exclusive prefix sum of splits with its total; the rest is 0. FlashMLA therefore refuses
+        the tensor in a call with another number of tokens.
 
-        With lengths other than those it was made of FlashMLA leaves out keys, or reads behind
-        lists, without a word.
+        If the lengths differ from those of the call, FlashMLA silently skips keys or reads past the
+        lists.
 
     Mutates: nothing.
 
     Raises:
         ValueError: lengths of different shapes or devices, numbers out of range, or an
             ``extra_width`` without ``extra_lens``.
-        TypeError: a dtype other than int32, or a number that is no int.
+        TypeError: a dtype other than int32, or a number that is not an int.
 
     Compile: on CUDA one Triton kernel inside the graph, on the CPU prefix sums and gathers; dynamic
-        in num_tokens; CUDA graphs and export: yes. No host synchronisation: a captured graph makes
-        the metadata of the lengths that it finds.
+        in num_tokens; CUDA graphs and export: yes. No host synchronisation: a captured graph uses
+        the lengths of each replay.
 
-    Source: what FlashMLA's ``flash_mla_with_kvcache``, given ``indices``, ``topk_length`` and
-        ``extra_topk_length``, leaves in its ``FlashMLASchedMeta`` on Hopper; semantics only.
+    Source: the ``FlashMLASchedMeta`` that FlashMLA's ``flash_mla_with_kvcache`` makes on Hopper
+        from ``indices``, ``topk_length`` and ``extra_topk_length``; semantics only.
 
     Example:
         >>> import torch, dsv4_ops
@@ -405,7 +405,7 @@ def sparse_mla_decode(
 ) -> SparseMla:
     """Attend to the window and to selected rows of the compressed cache.
 
-    Keys are values.
+    The values are the keys.
 
     Args:
         q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the
@@ -414,44 +414,43 @@ def sparse_mla_decode(
             ``MainLayout.allocate``; or of ``PlainLayout``.
         swa_indices: Slots of the window's rows, [num_tokens, swa_width], int32, as
             ``swa_indices_and_lens`` gives them. Slots that do not exist are skipped.
-        swa_lens: How many leading entries of ``swa_indices`` count, [num_tokens], int32.
-        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for
-            a layer with only a window, and then neither of the next two.
+        swa_lens: Number of valid leading entries of ``swa_indices``, [num_tokens], int32.
+        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for a
+            layer with only a window, and then neither of the next two.
         extra_indices: Slots of the selected rows, [num_tokens, extra_width], int32, as
             ``indexer_select`` with ``slots`` and ``global_topk_indices_and_lens`` give them.
-        extra_lens: How many leading entries of ``extra_indices`` count, [num_tokens], int32.
-        attn_sink: Logit that is added to the denominator, [num_heads], float32; None for none. inf
+        extra_lens: Number of valid leading entries of ``extra_indices``, [num_tokens], int32.
+        attn_sink: Sink logit, added to the denominator, [num_heads], float32; None for none. inf
             makes the output 0, -inf has no effect.
-        plan: How to share the keys of all tokens among programs, [num_work_tiles, 4], int32, from
-            ``sparse_mla_plan`` for as many tokens and heads; None to have the call decide. Which
-            lengths it was made of changes only the speed. What another tensor in its place gives is
-            undefined, but in bounds. FlashMLA reads no such plan.
-        positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
-            the output undone where it is computed; None to leave it, and then no ``cos_sin_cache``.
-            Rows of a position below 0 or past the table are not rotated.
+        plan: Work tiles, [num_work_tiles, 4], int32, from ``sparse_mla_plan`` for the same number
+            of tokens and heads; None: the call decides. The lengths that it was made from affect
+            only the speed. Any other tensor gives undefined results, but no access out of bounds.
+            FlashMLA does not read it.
+        positions: Absolute position of every query, [num_tokens], int64, to apply inverse RoPE to
+            the output as it is computed; None, like ``cos_sin_cache``, to leave it rotated. Rows of
+            a position below 0 or past the table are not changed.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most the width of q.
-        flash_mla_plan: What FlashMLA alone reads: its own plan for the lengths of this call and no
-            other, from ``flash_mla_metadata`` of them, [num_rows, 8], int32, which it does not
-            check; or a ``FlashMlaPlan`` for the sizes of this call, from
-            ``dsv4_ops.dispatch.providers.flash_mla_plan``. Not with a ``plan``.
-        softmax_scale: What q . k is multiplied by, 512**-0.5 in DeepSeek-V4. Above 0.
+        flash_mla_plan: FlashMLA's plan: ``flash_mla_metadata`` of exactly this call's lengths,
+            [num_rows, 8], int32, which FlashMLA does not check; or a ``FlashMlaPlan`` for the sizes
+            of this call, from ``dsv4_ops.dispatch.providers.flash_mla_plan``. Only FlashMLA reads
+            it, and it excludes ``plan``.
+        softmax_scale: Scale of q . k, 512**-0.5 in DeepSeek-V4. Above 0.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Splits of the keys of every token; 0 has the batch, or the plan, decide. At
-            least 0, and 0 with a plan. Our kernels hold the result of a split as float16 times one
-            scale for 64 heads: values below 2^-14 of their amax lose bits, unless there is one
-            split.
+        num_splits: Splits of the keys of every token; 0 lets the batch or the plan decide. At least
+            0, and 0 with a plan. Our kernels store the partial results of several splits as float16
+            with one scale per 64 heads: values below 2^-14 of their amax lose bits.
         batch_invariant: With num_splits 0, split by the widths alone: a token's result has the same
-            bits whatever other tokens are in the batch. Not with a plan.
-        impl: What runs: "triton" our kernels, "flash_mla" FlashMLA, "reference" the definition;
-            "auto" ours, unless FlashMLA is there and was faster at these sizes on an H200.
+            bits regardless of the other tokens in the batch. Not with a plan.
+        impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition);
+            "auto" runs ours, unless FlashMLA is installed and was faster at these sizes on an H200.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``
-            what an eager ``inverse_rope_group`` in one group makes of the output without, bit for
-            bit: rounded, rotated back in float32, and rounded again.
+            equal, bit for bit, to an eager ``inverse_rope_group`` with one group of the output
+            without: rounded, rotated back in float32, and rounded again.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
             [num_tokens, num_heads], float32; -inf without any key.
 
@@ -461,19 +460,19 @@ def sparse_mla_decode(
         ValueError: shapes that disagree, caches that are not of the layout, a number out of range,
             a ``FlashMlaPlan`` of other sizes, or several devices.
         TypeError: a dtype other than the ones above.
-        NotImplementedError: an ``impl`` that does not take the call: FlashMLA has 64 or 128 heads,
-            up to 8192 tokens and the layout "v4_fp8", and decides itself what it splits.
-        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
+        NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads, up
+            to 8192 tokens and the layout "v4_fp8", and chooses the splits itself.
+        ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
-    Compile: on CUDA our Triton kernels, one for the splits and one that combines them; on Hopper
-        with FP8 caches the first is in Gluon: graphs call an op that launches both, packages hold
-        its binary; float32 queries, rows not of 512 values, angles of another rope_dim than 64 and
-        other devices get the reference: gathers and products, and Inductor may keep the output in
-        float32 until it is rotated. FlashMLA is a call of its own op, in packages too, which then
-        need that library; slots that do not exist become -1 before it, and a rotation is undone
-        behind it. It plans in every call without one of its plans. Dynamic in num_tokens, the
-        blocks of the caches, both widths and num_positions; with dynamic sizes "auto" uses our
-        kernels; CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernels, one for the splits and one that combines them. On Hopper
+        with FP8 caches the first is in Gluon: graphs call an op that launches both, and packages
+        contain its binary. Float32 queries, rows other than 512 values, a rope_dim other than 64
+        and other devices get the reference (gathers and products); Inductor may then keep the
+        output in float32 until it is rotated. FlashMLA is a call of its own op, in packages too,
+        which then need that library; absent slots become -1 before the call, and inverse RoPE runs
+        after it. Without one of its plans it plans in every call. Dynamic in num_tokens, the blocks
+        of the caches, both widths and num_positions; with dynamic sizes "auto" uses our kernels.
+        CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.
         The lse of a token without keys is -inf here, +inf there.
@@ -500,8 +499,10 @@ def sparse_mla_decode(
         tensor([[[ 2.,  2.,  2., -2.]]])
     """
     splitting: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
-    taken: _Settings = {"layout": layout, **splitting}
-    checks = check_decode("sparse_mla_decode", q, softmax_scale, DECODE_PROVIDERS, impl, **taken)
+    arguments: _Settings = {"layout": layout, **splitting}
+    checks = check_decode(
+        "sparse_mla_decode", q, softmax_scale, DECODE_PROVIDERS, impl, **arguments
+    )
     checks.at_least(1, extra_block_size=extra_block_size)
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
     check_lists(checks, "swa", swa_indices, swa_lens)
@@ -518,7 +519,7 @@ def sparse_mla_decode(
     window = (q, swa_cache, swa_indices, swa_lens)
     rest = (attn_sink, plan, positions, cos_sin_cache, schedule)
     sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
-    settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **taken}
+    settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **arguments}
     return SparseMla(*_sparse_mla_decode(*window, *extra.values(), *rest, **settings))
 
 
@@ -547,39 +548,39 @@ def sparse_mla_decode_paged(
 ) -> SparseMla:
     """Attend to the window and to the first compressed rows of a request.
 
-    This is ``sparse_mla_decode`` of a C128 layer, which selects nothing: the kernel walks the block
-    table.
+    This is ``sparse_mla_decode`` for a C128 layer, which selects no rows: the kernel walks the
+    block table. Arguments are as for ``sparse_mla_decode`` unless described here.
 
     Args:
-        q: Queries, as for ``sparse_mla_decode``, as is all that is not described here.
+        q: Queries, as for ``sparse_mla_decode``.
         swa_cache: Cache of the window, [num_swa_blocks, page_bytes], uint8.
         swa_indices: Slots of the window's rows, [num_tokens, swa_width], int32.
-        swa_lens: How many leading entries of ``swa_indices`` count, [num_tokens], int32.
+        swa_lens: Number of valid leading entries of ``swa_indices``, [num_tokens], int32.
         extra_cache: Compressed cache, [num_extra_blocks, page_bytes], uint8.
-        extra_lens: How many rows of its request a token sees, [num_tokens], int32:
-            (position + 1) // 128. Rows past the block table and on blocks that do not exist are
-            skipped.
+        extra_lens: Number of rows of its request that a token sees, [num_tokens], int32: (position
+            + 1) // 128. Rows past the block table or on absent blocks are skipped.
         req_indices: Request of every token, [num_tokens], int32; one that does not exist sees no
             compressed row.
         extra_block_table: Physical block of every (request, logical block), [num_reqs, max_blocks],
             int32.
-        attn_sink: Logit that is added to the denominator, [num_heads], float32; None for none.
+        attn_sink: Sink logit, added to the denominator, [num_heads], float32; None for none.
         plan: As for ``sparse_mla_decode``.
-        positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
-            the output undone; None to leave it.
-        cos_sin_cache: Angles of the positions, [num_positions, rope_dim], float32; or None too.
+        positions: Absolute position of every query, [num_tokens], int64, to apply inverse RoPE to
+            the output; None to leave it rotated.
+        cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; None without
+            ``positions``.
         flash_mla_plan: As for ``sparse_mla_decode``.
-        softmax_scale: What q . k is multiplied by.
+        softmax_scale: Scale of q . k.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``: 2 for C128. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Splits of the keys of every token; 0 has the batch decide.
+        num_splits: Splits of the keys of every token; 0 lets the batch decide.
         batch_invariant: With num_splits 0, split by the widths alone.
         impl: As for ``sparse_mla_decode``.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``
-            rotated back, as that of ``sparse_mla_decode``.
+            rotated back as for ``sparse_mla_decode``.
         lse: As for ``sparse_mla_decode``, [num_tokens, num_heads], float32.
 
     Mutates: nothing.
@@ -609,9 +610,9 @@ def sparse_mla_decode_paged(
         (2.0, 0.0)
     """
     splitting: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
-    taken: _Settings = {"layout": layout, **splitting}
+    arguments: _Settings = {"layout": layout, **splitting}
     checks = check_decode(
-        "sparse_mla_decode_paged", q, softmax_scale, DECODE_PROVIDERS, impl, **taken
+        "sparse_mla_decode_paged", q, softmax_scale, DECODE_PROVIDERS, impl, **arguments
     )
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
     check_lists(checks, "swa", swa_indices, swa_lens)
@@ -627,7 +628,7 @@ def sparse_mla_decode_paged(
     rest = (attn_sink, plan, positions, cos_sin_cache, schedule)
     sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
     extra = (extra_cache, extra_lens, req_indices, extra_block_table)
-    settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **taken}
+    settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **arguments}
     return SparseMla(*_sparse_mla_decode_paged(*window, *extra, *rest, **settings))
 
 
@@ -641,18 +642,18 @@ def sparse_mla_gathered(
     softmax_scale: float,
     impl: str = "auto",
 ) -> SparseMlaGathered:
-    """Attend to rows of an unpaged tensor: the form of FlashMLA's sparse prefill.
+    """Attend to rows of an unpaged tensor, like FlashMLA's sparse prefill.
 
     Args:
         q: Queries, [num_tokens, num_heads, width], bfloat16 or float32.
         kv: Keys, which are the values, [num_rows, width], the dtype of q.
         indices: Rows of ``kv``, [num_tokens, topk], int32; rows that do not exist are skipped.
-        lens: How many leading entries of ``indices`` count, [num_tokens], int32.
-        attn_sink: Logit that is added to the denominator, [num_heads], float32; None for none.
-        softmax_scale: What q . k is multiplied by.
-        impl: What runs: "triton" our kernel, which is for Hopper, bfloat16 and rows of 512 values;
-            "flash_mla" FlashMLA, "reference" the definition. "auto" takes our kernel, and where it
-            does not run the definition.
+        lens: Number of valid leading entries of ``indices``, [num_tokens], int32.
+        attn_sink: Sink logit, added to the denominator, [num_heads], float32; None for none.
+        softmax_scale: Scale of q . k.
+        impl: Implementation: "triton" (our kernel, for Hopper, bfloat16 and rows of 512 values),
+            "flash_mla", or "reference" (the definition). "auto" runs our kernel if it supports the
+            call, else the reference.
 
     Returns:
         out: [num_tokens, num_heads, width], the dtype of q; 0 without any key.
@@ -665,11 +666,11 @@ def sparse_mla_gathered(
     Raises:
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than the ones above.
-        NotImplementedError: an ``impl`` that does not take the call: FlashMLA has 64 or 128 heads
-            and bfloat16 rows of 512 values, our kernel such rows on Hopper.
-        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
+        NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads and
+            bfloat16 rows of 512 values, our kernel such rows on Hopper.
+        ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
-    Compile: a call of our kernel, whose binary AOTInductor packages hold, of FlashMLA's op, or
+    Compile: a call of our kernel (AOTInductor packages contain its binary) or of FlashMLA's op, or
         gathers and products; dynamic in num_tokens, num_rows and topk; CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_sparse_fwd``.
@@ -733,13 +734,13 @@ def sparse_mla_prefill(
 ) -> SparseMla:
     """Attend to the window and to compressed rows of the paged caches.
 
-    Without a gathered copy, an index matrix or chunks, unless a copy is faster or FlashMLA runs.
+    Needs no gathered copy, index matrix or chunks, unless a copy is faster or FlashMLA runs.
 
-    The window of a token is its own position and the ``window_size - 1`` before it. Compressed
-    rows are those that ``topk_indices`` selects (C4), or without it all that the token may see
-    (C128). It takes any batch. A program attends for one token and 64 heads, and on Hopper "auto"
-    splits the keys of few tokens over more of them; elsewhere few tokens are
-    ``sparse_mla_decode``'s, which always does.
+    The window of a token is its own position and the ``window_size - 1`` before it. Compressed rows
+    are those that ``topk_indices`` selects (C4), or without it all that the token may see (C128).
+    It takes any batch. A program attends for one token and 64 heads. On Hopper "auto" splits the
+    keys over more programs if there are few tokens; elsewhere use ``sparse_mla_decode``, which
+    always splits, for few tokens.
 
     Args:
         q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the
@@ -750,34 +751,34 @@ def sparse_mla_prefill(
         req_indices: Request of every token, [num_tokens], int32; -1 for padding.
         swa_block_table: Physical block of every (request, logical block) of the window cache,
             [num_reqs, max_swa_blocks], int32. Blocks before the window may be missing.
-        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for
-            a layer with only a window, and then neither of the next two.
+        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for a
+            layer with only a window, and then neither of the next two.
         extra_block_table: Physical block of every (request, logical block) of it, [num_reqs,
             max_extra_blocks], int32.
         topk_indices: Rows of its request that a token attends to, [num_tokens, topk], int32, as
             ``indexer_select`` gives them. Rows that do not exist, or that the token may not see
             yet, are skipped. None for all rows.
-        attn_sink: Logit that is added to the denominator, [num_heads], float32; None for none.
-        softmax_scale: What q . k is multiplied by. Above 0.
+        attn_sink: Sink logit, added to the denominator, [num_heads], float32; None for none.
+        softmax_scale: Scale of q . k. Above 0.
         window_size: Keys of the window, the token's own included. At least 1.
         compress_ratio: Positions per compressed row; a token sees (position + 1) // compress_ratio
             rows. At least 1.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        impl: What runs: "triton" our kernel that reads the blocks, "flash_mla" a gather of the rows
-            to bfloat16 and FlashMLA over it, "reference" the definition. "auto" takes ours; on
-            Hopper, where it is faster at these sizes, over such a copy too, or with the keys of few
-            tokens in splits. What runs may change bits, and "auto" goes by the number of tokens,
-            and by time on the GPU: a copy's five launches take the host 0.5 to 0.9 ms where nothing
-            captures them. A copy has memory for all rows that the block tables name, of which there
-            may be 2**20, and for the keys of every token, 4 bytes each: without ``topk_indices`` as
-            many as a row of the table names.
+        impl: Implementation: "triton" (our kernel, which reads the blocks), "flash_mla" (gathers
+            the rows to bfloat16 and runs FlashMLA over the copy), or "reference" (the definition).
+            "auto" runs ours. On Hopper it chooses by the number of tokens: where that is faster at
+            these sizes, our kernel runs over such a copy, or splits the keys of few tokens. The
+            choice may change bits. "Faster" means GPU time: the five launches of a copy take the
+            host 0.5 to 0.9 ms outside a CUDA graph. A copy needs memory for all rows that the block
+            tables name, up to 2**20, and 4 bytes for each key of every token; without
+            ``topk_indices`` these are all keys in a row of the table.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.
-            Rotated as the values are: only ``sparse_mla_decode`` can undo that itself, here
-            ``inverse_rope_group`` does it behind.
+            Rotated like the values: only ``sparse_mla_decode`` can apply inverse RoPE itself; here
+            call ``inverse_rope_group`` afterwards.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
             [num_tokens, num_heads], float32; -inf without any key.
 
@@ -787,18 +788,18 @@ def sparse_mla_prefill(
         ValueError: shapes that disagree, caches that are not of the layout, a number out of range,
             or several devices.
         TypeError: a dtype other than the ones above.
-        NotImplementedError: an ``impl`` that does not take the call: FlashMLA has 64 or 128 heads,
-            the layout "v4_fp8", and a workspace of up to 2^20 rows (1 GiB), which are all that the
-            block tables have columns for; our kernel has rows of 512 bfloat16 values.
-        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
+        NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads, the
+            layout "v4_fp8", and block tables with columns for up to 2^20 rows (a workspace of 1
+            GiB); our kernel takes rows of 512 bfloat16 values.
+        ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
     Compile: on CUDA our Triton kernel in the graph and in AOTInductor packages; on Hopper, with FP8
-        caches, graphs call an op that launches those in Gluon, packages hold their binaries, and
-        both decide by the sizes of each call whether rows are copied; float32 queries, rows of
+        caches, graphs call an op that launches our Gluon kernels, packages contain their binaries,
+        and both decide by the sizes of each call whether to copy rows; float32 queries, rows of
         another width than 512 and other devices get the reference: gathers and matrix products.
         FlashMLA is a call of its own op, in AOTInductor packages too, which then need that library;
-        kernels of ours gather the rows that tokens of the batch may see, into a workspace whose
-        size the block tables' shapes decide, and list them. Dynamic in num_tokens, num_reqs, the
+        our kernels gather the rows that the batch's tokens may see into a workspace, whose size
+        depends on the block tables' shapes, and list them. Dynamic in num_tokens, num_reqs, the
         blocks of both tables and the blocks of the caches; CUDA graphs and export: yes.
 
     Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
@@ -837,8 +838,8 @@ def sparse_mla_prefill(
         checks.at_least(1, topk=topk_indices.shape[1])
     checks.optional("attn_sink", attn_sink, torch.float32, "num_heads")
     tables = {"swa_block_table": swa_block_table, "extra_block_table": extra_block_table}
-    taken = {"q": q, "layout": layout, **tables, **blocks}
-    check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, impl, q.device, taken)
+    arguments = {"q": q, "layout": layout, **tables, **blocks}
+    check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, impl, q.device, arguments)
     window = (q, swa_cache, positions, req_indices, swa_block_table)
     extra = (extra_cache, extra_block_table, topk_indices)
     settings = {"softmax_scale": softmax_scale, "layout": layout, "impl": impl, **sizes}

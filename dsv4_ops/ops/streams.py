@@ -40,8 +40,8 @@ def hyper_connection(
 ) -> HyperConnection:
     """Lead the residual streams from one block into the next.
 
-    The output of the last block, if given, is added to the mixed streams; the weights of every
-    token come from its streams; these are collapsed and normalised for the next block.
+    Mixes the streams and adds the output of the last block, if there is one. Computes every token's
+    weights from its streams, then collapses and normalises the streams for the next block.
 
     Args:
         streams: [num_tokens, num_streams, hidden_size], bfloat16, any strides. At most 8 streams.
@@ -52,7 +52,7 @@ def hyper_connection(
         norm_weight: Weight of the next block's norm, [hidden_size], float32.
         block_out: Output of the last block, [num_tokens, hidden_size], bfloat16; with ``post``
             [num_tokens, num_streams] and ``mix`` [num_tokens, num_streams, num_streams], float32,
-            of the call in front of it.
+            of the previous call.
         iterations: As for ``sinkhorn``.
         eps: As for ``sinkhorn``; added to pre, too.
         norm_eps: Added to the mean square in both norms. Above 0.
@@ -71,9 +71,9 @@ def hyper_connection(
             ``block_out``, ``post`` and ``mix`` without the others.
         TypeError: another dtype.
 
-    Compile: on a GPU two kernels, products of a part of hidden_size each and two programs for
-        every token, which are kernels of their own for 449 tokens of Flash and more, if a graph is
-        of one number of them; on a CPU, and for derivatives, the formula's own ops. Dynamic in
+    Compile: on a GPU two kernels: products over parts of hidden_size, then two programs per token.
+        The latter become separate kernels from 449 tokens of Flash on, if the graph is for a fixed
+        number of tokens. On a CPU, and for derivatives, the formula's own ops. Dynamic in
         num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.

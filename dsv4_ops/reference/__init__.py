@@ -1,2 +1,2 @@
-"""Eager PyTorch on any device: the definition of every op's result. No host synchronisation, no
-in-place writes."""
+"""Eager PyTorch for any device: these functions define every op's result. They neither synchronise
+with the host nor write in place."""

@@ -1,5 +1,4 @@
-"""Splitting a batch into decodes and prefills, and finding the request and position of every
-token."""
+"""Split a batch into decodes and prefills, and find the request and position of every token."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def split_decodes_and_prefills(
 
 
 def _first_true(flags: Tensor) -> Tensor:
-    """Index of the first True, ``len(flags)`` if there is none; shape [1], as ``flags`` may be
+    """Return the index of the first True, or ``len(flags)``; shape [1], so that ``flags`` may be
     empty."""
     size = flags.shape[0]
     index = torch.arange(size + 1, device=flags.device)
@@ -41,12 +40,14 @@ def token_map(
     query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
     token = torch.arange(num_tokens, dtype=torch.int32, device=query_start_loc.device)
-    found = torch.searchsorted(query_start_loc.contiguous(), token, right=True, out_int32=True) - 1
-    valid = (found >= 0) & (found < seq_lens.shape[0])
-    query_stop = gather_rows(query_start_loc, found + 1, valid).long()
-    positions = gather_rows(seq_lens, found, valid).long() - query_stop + token
+    request = (
+        torch.searchsorted(query_start_loc.contiguous(), token, right=True, out_int32=True) - 1
+    )
+    valid = (request >= 0) & (request < seq_lens.shape[0])
+    query_stop = gather_rows(query_start_loc, request + 1, valid).long()
+    positions = gather_rows(seq_lens, request, valid).long() - query_stop + token
     valid = valid & (positions >= 0)
-    return torch.where(valid, found, ABSENT), torch.where(valid, positions, ABSENT)
+    return torch.where(valid, request, ABSENT), torch.where(valid, positions, ABSENT)
 
 
 def flatten_decode(

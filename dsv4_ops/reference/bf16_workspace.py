@@ -1,9 +1,11 @@
-"""The rows and lists that a prefill over bf16 rows is given of paged FP8 caches, in ops of torch:
-for GPUs without triton, and what the kernels in ``kernels/sparse_mla/bf16_workspace.py`` mean.
+"""Gather paged FP8 caches into bf16 rows and index lists for a prefill.
 
-The workspace holds, for every request, first its compressed rows and then those of its window, as
-many of each as its block tables name; of these the rows are written that a token of the call may
-see. Which are written, values decide; where they are, sizes alone.
+GPUs without triton run these functions; they also define the results of the kernels in
+``kernels/sparse_mla/bf16_workspace.py``.
+
+For every request the workspace has space for its compressed rows, then for its window rows, as many
+as its block tables name. Only rows that a token of the call may see are written. Sizes alone
+determine the position of a row; values determine whether it is written.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dsv4_ops.reference.sanitize import finite_sink
 
 
 class Source(NamedTuple):
-    """A paged cache: its blocks, the blocks of every request, and the rows of a block."""
+    """A paged cache: its blocks, the block table, and the rows per block."""
 
     cache: Tensor
     block_table: Tensor
@@ -32,12 +34,12 @@ class Source(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows that a request may have."""
+        """Maximum rows of a request."""
         return self.block_table.shape[1] * self.block_size
 
 
 class Prefill(NamedTuple):
-    """What of a call of ``sparse_mla_prefill`` decides which keys its tokens see."""
+    """The arguments of ``sparse_mla_prefill`` that determine which keys its tokens see."""
 
     positions: Tensor
     req_indices: Tensor
@@ -49,29 +51,29 @@ class Prefill(NamedTuple):
 
     @property
     def extra_rows(self) -> int:
-        """Compressed rows that a request may have."""
+        """Maximum compressed rows of a request."""
         return 0 if self.extra is None else self.extra.rows
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Entries of a token's list: of the window, which holds no more than a request, and of the
-        compressed rows."""
+        """Entries of a token's list: of its window, at most a request's rows, and of its compressed
+        rows."""
         swa = sym_min(self.window_size, self.swa.rows)
         return swa, self.extra_rows if self.topk_indices is None else self.topk_indices.shape[1]
 
     def padded(self, multiple: int) -> int:
-        """Entries of a token's list, a multiple and at least one of it."""
+        """Return the entries of a token's list, rounded up to a multiple of at least one."""
         width = sum(self.widths)
         return sym_max(width + -width % multiple, multiple)
 
 
 class Spans(NamedTuple):
-    """Rows of every request that a token of the call may see, int32 [num_reqs] each.
+    """The rows of every request that a token of the call may see, int32 [num_reqs] each.
 
     Args:
-        ends: Window rows end before this position.
-        counts: Window rows, the last ones before that.
-        compressed: Compressed rows, the first ones.
+        ends: Position after the last window row.
+        counts: Number of window rows before ``ends``.
+        compressed: Number of leading compressed rows.
     """
 
     ends: Tensor
@@ -80,7 +82,7 @@ class Spans(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows in bf16 [num_rows, 512], and the lists [num_tokens, padded] of those that tokens see."""
+    """The bf16 rows [num_rows, 512], and the lists [num_tokens, padded] of rows that tokens see."""
 
     kv: Tensor
     slots: Tensor
@@ -89,12 +91,12 @@ class Rows(NamedTuple):
 
 
 def gather_rows(call: Prefill, sink: Tensor | None, multiple: int) -> Rows:
-    """The rows of the call and its lists, padded to a ``multiple`` of columns."""
+    """Gather the rows of a call and make its lists, padded to a ``multiple`` of columns."""
     spans = find_spans(call)
-    found = [_gathered(call.swa, spans.ends, spans.counts)]
+    segments = [_gathered(call.swa, spans.ends, spans.counts)]
     if call.extra is not None:
-        found = [_gathered(call.extra, spans.compressed, None), *found]
-    kv = torch.cat(found, 1).view(-1, MainLayout.head_dim)
+        segments = [_gathered(call.extra, spans.compressed, None), *segments]
+    kv = torch.cat(segments, 1).view(-1, MainLayout.head_dim)
     return Rows(kv, *list_rows(call, spans, multiple), finite_sink(sink))
 
 
@@ -105,7 +107,7 @@ def _gathered(source: Source, seq_lens: Tensor, gather_lens: Tensor | None) -> T
 
 
 def find_spans(call: Prefill) -> Spans:
-    """By the positions of all tokens of a request."""
+    """Find the spans from the positions of all tokens of a request."""
     num_reqs = call.swa.block_table.shape[0]
     real = valid_tokens(call.positions, call.req_indices, num_reqs)
     request = torch.arange(num_reqs, device=real.device)[:, None]
@@ -120,26 +122,28 @@ def find_spans(call: Prefill) -> Spans:
 
 
 def list_rows(call: Prefill, spans: Spans, multiple: int) -> tuple[Tensor, Tensor]:
-    """Rows of the workspace that every token sees, -1 where there is none, and the places up to
-    the last of them."""
+    """List the workspace rows that every token sees, with -1 for none, and the length of each list
+    up to its last row."""
     positions, num_reqs = call.positions[:, None], call.swa.block_table.shape[0]
     real = valid_tokens(call.positions, call.req_indices, num_reqs)[:, None]
     request = torch.where(real, call.req_indices[:, None], 0)
     width = call.widths[0]
-    held = call.extra_rows + call.swa.rows
+    workspace_rows = call.extra_rows + call.swa.rows
     column = torch.arange(width, device=positions.device)
     place = positions.clamp(max=call.swa.rows - 1) - (width - 1) + column
-    seen = real & (place >= 0) & (place > positions - call.window_size)
+    visible = real & (place >= 0) & (place > positions - call.window_size)
     start = masked_index(spans.ends - spans.counts, real, [request.long()], 0)
-    lists = [_rows(call.swa, request, place, seen, request * held + call.extra_rows - start)]
+    lists = [
+        _rows(call.swa, request, place, visible, request * workspace_rows + call.extra_rows - start)
+    ]
     if call.extra is not None:
         chosen = call.topk_indices
         if chosen is None:
             chosen = torch.arange(call.extra_rows, device=positions.device).expand(len(real), -1)
         chosen = chosen.long()
-        seen = real & (chosen >= 0)
-        seen = seen & (chosen < visible_rows(call.positions, call.compress_ratio)[:, None])
-        lists.append(_rows(call.extra, request, chosen, seen, request * held))
+        visible = real & (chosen >= 0)
+        visible = visible & (chosen < visible_rows(call.positions, call.compress_ratio)[:, None])
+        lists.append(_rows(call.extra, request, chosen, visible, request * workspace_rows))
     slots = torch.cat(lists, 1)
     padded = call.padded(multiple)
     slots = pad(slots, (0, padded - slots.shape[1]), value=ABSENT).to(torch.int32)
@@ -148,8 +152,8 @@ def list_rows(call: Prefill, spans: Spans, multiple: int) -> tuple[Tensor, Tenso
     return slots, lens.to(torch.int32)
 
 
-def _rows(source: Source, request: Tensor, place: Tensor, seen: Tensor, first: Tensor) -> Tensor:
-    """Rows of the workspace of what is seen; -1 of what is on no block."""
-    pages, _ = locate(source.block_table, request, place, seen, source.block_size)
+def _rows(source: Source, request: Tensor, place: Tensor, visible: Tensor, first: Tensor) -> Tensor:
+    """Return the workspace rows of visible rows; -1 for others and for rows on absent blocks."""
+    pages, _ = locate(source.block_table, request, place, visible, source.block_size)
     exists = (pages >= 0) & (pages < source.cache.shape[0])
     return torch.where(exists, first + place, ABSENT)

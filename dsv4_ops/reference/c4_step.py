@@ -1,4 +1,4 @@
-"""Everything that a C4 layer writes before it selects rows, and its queries: four ops as one."""
+"""The fused inserts of a C4 layer and its queries: four ops in one."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Splitting prefill requests into chunks that fit the workspace, and the key rows every query row
-may see.
+"""Split prefill requests into chunks that fit the workspace, and find the key rows that every query
+row may see.
 
-The chunk plan is greedy, which reads like a loop. It needs none: "the first request that no longer
-fits after i" is monotone in i, so a binary search finds it for every i at once; the chunks are the
-orbit of request 0 under that map, found by pointer doubling; and the query ranges of one chunk
-expand by a prefix sum and a search.
+The chunk plan is greedy but needs no loop. "The first request that no longer fits after i" is
+monotone in i, so a binary search finds it for every i at once. The chunks are the orbit of request
+0 under this map, which pointer doubling computes. The query ranges of a chunk expand by a prefix
+sum and a search.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ def split_prefill_chunks(
 
 
 def _prefix_sum(values: Tensor) -> Tensor:
-    """int64 [n + 1]: sums of the first 0, 1, .. n values."""
+    """Return the sums of the first 0, 1, .. n values, int64 [n + 1]."""
     return torch.nn.functional.pad(torch.cumsum(values.long(), 0), (1, 0))
 
 
 def _group_stops(rows: Tensor, queries: Tensor, workspace_size: int, max_logits: int) -> Tensor:
-    """[P + 1]: where the group that starts at each request stops; a request that fits nowhere is a
-    group by itself."""
+    """Return where the group that starts at each request stops, [P + 1]; a request that is too
+    large is a group by itself."""
     num_reqs = rows.shape[0] - 1
     start = torch.arange(num_reqs + 1, dtype=torch.int32, device=rows.device)
 
     def fits(count: Tensor) -> Tensor:
         stop = (start + count).clamp(max=num_reqs)
         num_rows, num_queries = take(rows, stop) - rows, take(queries, stop) - queries
-        # queries * rows <= max_logits, without a product that could overflow
+        # queries * rows <= max_logits without a product, which could overflow
         bounded = (num_rows == 0) | (num_queries <= max_logits // num_rows.clamp(min=1))
         return (start + count <= num_reqs) & (num_rows <= workspace_size) & bounded
 
@@ -76,8 +76,8 @@ def _group_stops(rows: Tensor, queries: Tensor, workspace_size: int, max_logits:
 
 
 def _orbit(successor: Tensor) -> Tensor:
-    """[P + 1]: 0, successor(0), successor(successor(0)), ... by pointer doubling; stays at P once
-    there."""
+    """Return 0, successor(0), successor(successor(0)), ..., [P + 1], by pointer doubling; P is a
+    fixed point."""
     rank = torch.arange(successor.shape[0], dtype=torch.int32, device=successor.device)
     node, jump = torch.zeros_like(rank), successor
     for step in range(search_steps(successor.shape[0])):
@@ -87,15 +87,15 @@ def _orbit(successor: Tensor) -> Tensor:
 
 
 def _queries_per_chunk(num_queries: Tensor, num_rows: Tensor, max_logits: int) -> Tensor:
-    """Query rows per chunk so that the logits stay within ``max_logits`` numbers; at least one."""
+    """Return the query rows per chunk with at most ``max_logits`` logits; at least one."""
     bounded = (max_logits // num_rows.clamp(min=1)).clamp(min=1)
     all_queries = num_queries.clamp(min=1)
     return torch.where(num_rows > 0, torch.minimum(bounded, all_queries), all_queries)
 
 
 def _search(last: Tensor, value: Tensor) -> Tensor:
-    """Index of the first entry of the non-decreasing ``last`` that exceeds ``value``; the last
-    index if none does."""
+    """Return the index of the first entry of the non-decreasing ``last`` that exceeds ``value``, or
+    the last index."""
     final = last.shape[0] - 1
 
     def not_beyond(count: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def prefill_chunk_row_bounds(
     valid = valid_tokens(positions, req_indices, num_reqs)
     valid = valid & (req_indices >= req_start) & (req_indices < req_stop)
     token = torch.arange(positions.shape[0], device=positions.device)
-    # shape [1], not []: indexing with a 0-d tensor reads it on the host
+    # shape [1], not []: indexing with a 0-d tensor synchronises with the host
     first = req_start.clamp(min=0, max=num_reqs).reshape(1)
     query = token - take(query_start_loc, first)
     valid = valid & (query >= query_start) & (query < query_stop)

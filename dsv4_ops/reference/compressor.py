@@ -38,14 +38,16 @@ def save_compressor_states(
 def finishing_tokens(
     positions: Tensor, req_indices: Tensor, slot_mapping: Tensor, num_reqs: int, compress_ratio: int
 ) -> Tensor:
-    """Tokens that are the last of their window and have a slot for its row."""
+    """Flag the tokens that are the last of their window and have a slot for its row."""
     valid = valid_tokens(positions, req_indices, num_reqs) & (slot_mapping >= 0)
     return valid & (torch.where(valid, positions, 0) % compress_ratio == compress_ratio - 1)
 
 
 class _Ends(NamedTuple):
-    """Tokens whose windows are computed: all of a call that is traced, on a CPU those that finish
-    one, a fourth or a 128th of them."""
+    """The tokens whose windows are computed.
+
+    A traced call computes the windows of all tokens. On a CPU only tokens that finish a window
+    count: one in 4, or one in 128."""
 
     token: Tensor
     positions: Tensor
@@ -60,8 +62,8 @@ def _ends(
     finishes = finishing_tokens(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
     if runs_on_cpu(positions):
         token = finishes.nonzero().squeeze(1)
-        given = (positions, req_indices, slot_mapping, finishes)
-        return _Ends(token, *(each[token] for each in given))
+        tensors = (positions, req_indices, slot_mapping, finishes)
+        return _Ends(token, *(each[token] for each in tensors))
     token = torch.arange(positions.shape[0], device=positions.device)
     return _Ends(token, positions, req_indices, slot_mapping, materialized(finishes))
 
@@ -79,25 +81,25 @@ def _window(
     overlap: bool,
     state_block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """kv and biased score [num_ends, rows, head_dim] of the window that each end finishes, and
-    which of its rows exist [num_ends, rows, 1]."""
+    """Return kv and biased score [num_ends, rows, head_dim] of the window that each token finishes,
+    and the mask of its existing rows [num_ends, rows, 1]."""
     width = ape.shape[1]
     num_rows = compress_ratio * (2 if overlap else 1)
     row = torch.arange(num_rows, device=positions.device)
     back = num_rows - 1 - row
     position = ends.positions[:, None] - back
-    wanted = ends.finishes[:, None] & (position >= 0)
-    # the row of a token of this call is in kv_score already, at a known distance
+    in_window = ends.finishes[:, None] & (position >= 0)
+    # kv_score already has the rows of this call's tokens, at a fixed distance
     token = ends.token[:, None] - back
-    near = wanted & (token >= 0)
+    near = in_window & (token >= 0)
     token = torch.where(near, token, 0)
     near = near & (take(req_indices, token) == ends.req_indices[:, None])
     near = near & (take(positions, token) == position)
     pages, state_rows = locate(
-        state_block_table, ends.req_indices[:, None], position, wanted & ~near, state_block_size
+        state_block_table, ends.req_indices[:, None], position, in_window & ~near, state_block_size
     )
     stored = (pages >= 0) & (pages < states.shape[0])
-    # an overlapping window takes its first half from the left columns of the one before
+    # an overlapping window takes its first half from the left columns of the previous window
     column = torch.where(row < compress_ratio, 0, width - head_dim)[:, None]
     column = column + torch.arange(head_dim, device=positions.device)
     token, pages = materialized(token)[..., None], materialized(pages)[..., None]
@@ -116,7 +118,7 @@ def _window(
 
 
 def _weighted_sum(kv: Tensor, score: Tensor, exists: Tensor) -> Tensor:
-    """Sum over the rows of a window, each channel with its own softmax."""
+    """Sum the rows of a window, weighted by a softmax per channel."""
     row_max = torch.where(exists, score, float("-inf")).amax(1, keepdim=True)
     weight = torch.where(exists, torch.exp(score - row_max), 0.0)
     summed: Tensor = (weight * kv).sum(1) / weight.sum(1)
@@ -142,7 +144,7 @@ def compress_and_insert(
     block_size: int,
     layout: str,
 ) -> None:
-    # sizes of a row are configuration: compiled code takes them as constants
+    # row sizes are configuration, so constants in compiled code
     num_reqs, head_dim = state_block_table.shape[0], int(norm_weight.shape[0])
     ends = _ends(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
     sources = (kv_score, ape, states, state_block_table, positions, req_indices)

@@ -1,4 +1,4 @@
-"""What the ranks that share a sequence own of it, and their part of its attention."""
+"""Context parallelism: the rows of a sequence that each rank owns, and its part of attention."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def cp_seq_lens(
         rank = torch.arange(cp_world_size, device=seq_lens.device)
     rounds, rest = lens // (cp_interleave * cp_world_size), lens % (cp_interleave * cp_world_size)
     turn = (rest - rank.long() * cp_interleave).clamp(0, cp_interleave)
-    found = rounds * cp_interleave + turn
-    return torch.where((rank >= 0) & (rank < cp_world_size), found, 0).to(torch.int32)
+    local_lens = rounds * cp_interleave + turn
+    return torch.where((rank >= 0) & (rank < cp_world_size), local_lens, 0).to(torch.int32)
 
 
 def cp_slot_mapping(
@@ -86,14 +86,14 @@ def cp_local_rows(
     num_tokens, topk = rows.shape
     owner, local = _placed(rows, cp_world_size, cp_interleave)
     own = (rows >= 0) & (owner == cp_rank)
-    # those of other ranks all go into a column behind the result
+    # rows of other ranks all go into a spare column after the result
     place = torch.where(own, own.cumsum(1) - 1, topk)
-    found = rows.new_full((num_tokens, topk + 1), ABSENT).scatter(1, place, local)
-    return dense(found[:, :topk]), own.sum(1, dtype=torch.int32)
+    packed = rows.new_full((num_tokens, topk + 1), ABSENT).scatter(1, place, local)
+    return dense(packed[:, :topk]), own.sum(1, dtype=torch.int32)
 
 
 def _placed(position: Tensor, cp_world_size: int, cp_interleave: int) -> tuple[Tensor, Tensor]:
-    """The rank that owns a position, and the row of the request that it has there."""
+    """Return the rank that owns a position, and the position's row on that rank."""
     turns = position // cp_interleave
     row = turns // cp_world_size * cp_interleave + position % cp_interleave
     return turns % cp_world_size, row

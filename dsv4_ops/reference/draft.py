@@ -1,8 +1,8 @@
-"""Which drafted tokens a model keeps, and the token behind them.
+"""Verify drafted tokens: find those that the model accepts, and sample the token after them.
 
-A token is sampled where prefix sums of the weights pass a uniform number. They are sums of
-integers, whose order changes nothing: a token of weight 0 is never sampled, and every device
-samples the same one.
+The sampled token is the one where the prefix sum of weights passes a uniform number. Weights are
+integers, so the order of summation does not matter: a token of weight 0 is never sampled, and every
+device samples the same token.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_MOST = torch.finfo(torch.float32).max  # not of the default dtype
+_MOST = torch.finfo(torch.float32).max  # independent of the default dtype
 _WEIGHT_BITS, _UNIFORM_BITS = 38, 24
-"""A weight of 1, and a uniform number of 1: their product is below 2^63."""
+"""Fixed-point 1 of weights and of uniform numbers: their product is below 2^63."""
 
 
 def verify_draft(
@@ -27,7 +27,7 @@ def verify_draft(
     num_reqs, rows, vocab_size = logits.shape
     scores = logits.float()
     scores = torch.where(scores.isnan(), -torch.inf, scores).clamp(max=_MOST)
-    ids = functional.pad(draft_ids, (0, 1), value=-1)  # nothing is drafted for the last row
+    ids = functional.pad(draft_ids, (0, 1), value=-1)  # the last row has no draft
     drafted = (ids >= 0) & (ids < vocab_size)
     top = scores.amax(2, keepdim=True)
     index = torch.arange(rows, device=logits.device)
@@ -37,9 +37,9 @@ def verify_draft(
         following = best.gather(1, num_accepted[:, None])
     else:
         exact = torch.exp((scores - torch.where(top > -torch.inf, top, 0.0)) / temperature)
-        p = exact / exact.sum(2, keepdim=True).clamp(min=1.0)  # 0 of a row without any token
+        p = exact / exact.sum(2, keepdim=True).clamp(min=1.0)  # 0 for a row without any token
         uniform = uniforms.nan_to_num(0.0).clamp(0.0, 1 - 2.0**-_UNIFORM_BITS)
-        if draft_probs is None:  # all of it on the drafted token
+        if draft_probs is None:  # the draft puts all probability on its token
             q = ids[:, :, None] == torch.arange(vocab_size, device=ids.device)
             q = q.to(p.dtype)
         else:
@@ -57,13 +57,14 @@ def verify_draft(
 
 
 def _first_false(accepted: Tensor, index: Tensor) -> Tensor:
-    """[num_reqs]: the first column that is False; the last column always is."""
+    """Return the first column that is False, [num_reqs]; the last column always is."""
     return torch.where(accepted, index.shape[0] - 1, index).amin(1)
 
 
 def _sample(p: Tensor, q: Tensor, uniform: Tensor) -> Tensor:
-    """[num_reqs, 1]: a token of (p - q)+, or of p where that is nothing but rounding; -1 where p
-    has none."""
+    """Sample a token from (p - q)+, or from p if that is only rounding error, [num_reqs, 1].
+
+    -1 if p has no token."""
     rest = (p - q).clamp(min=0.0)
     total = rest.sum(1, keepdim=True)
     rest = torch.where(total > 0, rest / total, p)

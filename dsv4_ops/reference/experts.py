@@ -1,4 +1,4 @@
-"""References of routed experts: who computes which rows, and the experts themselves."""
+"""References of routed experts: routing, the plan of blocks, and the experts themselves."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import FP4_BLOCK
-from dsv4_ops.core.tiles import plan_blocks
-from dsv4_ops.core.types import ABSENT, ExpertPlan, Routing
+from dsv4_ops.core.types import ABSENT, ExpertPlan, Routing, max_expert_blocks
 from dsv4_ops.reference.common import dense, materialized, take
 from dsv4_ops.reference.linear import activation_values, scale_values, weight_values
 
 ROWS = 16
-"""Rows that the eager reference multiplies by an expert at a time."""
+"""Rows per product with an expert in the eager reference."""
 
 LEAST_SUM = 1e-20
-"""Added to the sum that routing weights are divided by."""
+"""Added to the sum of routing weights before the division by it."""
 
 _DOUBLED = -0x379BCDF0  # 0xC8643210: twice 0 .5 1 1.5 2 3 4 6, four bits each, as an int32
 
@@ -39,13 +38,13 @@ def route(
         order = torch.sort(ranked, dim=1, descending=True, stable=True).indices
         ids = order[:, :top_k].to(torch.int32)
     else:
-        known = (token_ids >= 0) & (token_ids < table.shape[0])
-        wanted = take(table, torch.where(known, token_ids, 0))
-        present = known[:, None] & (wanted >= 0) & (wanted < num_experts)
-        ids = torch.where(present, wanted, ABSENT).to(torch.int32)
-    there = ids >= 0
-    chosen = scores.gather(1, torch.where(there, ids, 0).to(torch.int64))
-    chosen = torch.where(there, chosen, 0.0)
+        in_table = (token_ids >= 0) & (token_ids < table.shape[0])
+        listed = take(table, torch.where(in_table, token_ids, 0))
+        present = in_table[:, None] & (listed >= 0) & (listed < num_experts)
+        ids = torch.where(present, listed, ABSENT).to(torch.int32)
+    exists = ids >= 0
+    chosen = scores.gather(1, torch.where(exists, ids, 0).to(torch.int64))
+    chosen = torch.where(exists, chosen, 0.0)
     return Routing(dense(ids), dense(chosen / (chosen.sum(1, keepdim=True) + LEAST_SUM) * scale))
 
 
@@ -67,8 +66,8 @@ def grouped_topk(
         members = torch.sort(ranked.unflatten(1, (num_groups, size)), dim=2, descending=True).values
         best = _not_nan(members[..., 0] + members[..., 1])
         groups = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :kept_groups]
-        kept = (order[..., None] // size == groups[:, None]).any(2)
-        first = torch.sort((~kept).to(torch.int32), dim=1, stable=True).indices
+        in_group = (order[..., None] // size == groups[:, None]).any(2)
+        first = torch.sort((~in_group).to(torch.int32), dim=1, stable=True).indices
         order = order.gather(1, first)
     ids = order[:, :top_k]
     weights = scores.gather(1, ids)
@@ -87,13 +86,13 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     keys = torch.where(present, ids, num_experts)
     ordered, order = torch.sort(keys, stable=True)
     experts = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
-    # not a search: the rows may be more than its unrolled steps cover
+    # not a search: its unrolled steps may not cover all rows
     start = (ordered[None] < experts[:, None]).sum(1, dtype=torch.int32)
     stop = (ordered[None] <= experts[:, None]).sum(1, dtype=torch.int32)
     blocks = (stop - start + block_size - 1) // block_size
     last_block = torch.where(experts[None] <= experts[:, None], blocks[None], 0)
     last_block = last_block.sum(1, dtype=torch.int32)  # exclusive
-    capacity = plan_blocks(ids.shape[0], num_experts, block_size)
+    capacity = max_expert_blocks(ids.shape[0], num_experts, block_size)
     block = torch.arange(capacity, dtype=torch.int32, device=ids.device)
     owner = (last_block[None] <= block[:, None]).sum(1, dtype=torch.int32)
     used = owner < num_experts
@@ -102,10 +101,10 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     first = take(start, expert) + inside * block_size
     offset = torch.arange(block_size, dtype=torch.int32, device=ids.device)
     row = first[:, None] + offset
-    held = used[:, None] & (row < take(stop, expert)[:, None])
-    rows = take(order.to(torch.int32), torch.where(held, row, 0))
+    is_filled = used[:, None] & (row < take(stop, expert)[:, None])
+    rows = take(order.to(torch.int32), torch.where(is_filled, row, 0))
     return ExpertPlan(
-        torch.where(held, rows, ABSENT).flatten(),
+        torch.where(is_filled, rows, ABSENT).flatten(),
         torch.where(used, owner, ABSENT),
         last_block[-1:].clone(),
     )
@@ -124,12 +123,14 @@ def experts(
     activations: str,
     impl: str = "auto",
 ) -> Tensor:
-    """One block of rows after the other, so that one expert at a time is dequantised."""
+    """Compute one block of rows after the other, so that only one expert is dequantised at a
+    time."""
     num_tokens, topk = topk_ids.shape
     num_rows = num_tokens * topk
     plan = expert_plan(topk_ids, num_experts=gate_up.shape[0], block_size=ROWS)
     rows = activation_values(x, None, activations)
-    out = x.new_zeros((num_rows + 1, x.shape[1]), dtype=torch.float32)  # the last one is no row's
+    # the last row collects padding
+    out = x.new_zeros((num_rows + 1, x.shape[1]), dtype=torch.float32)
     for block in range(plan.expert_of_block.shape[0]):
         expert = plan.expert_of_block[block : block + 1].clamp(min=0)
         members = plan.sorted_rows[block * ROWS : (block + 1) * ROWS]
@@ -157,8 +158,10 @@ def experts_by_row(
     activations: str,
     impl: str = "auto",
 ) -> Tensor:
-    """What compilers trace: gather, dequantisation and product of every row, which they fuse into
-    loops that hold no weight. Run eagerly it would copy an expert for every row."""
+    """Compute row by row; compilers trace this form.
+
+    They fuse gather, dequantisation and product of every row into loops that store no weight. Run
+    eagerly, it would copy an expert for every row."""
     present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
     expert = torch.where(present, topk_ids, 0)
     rows = activation_values(x, None, activations)
@@ -169,33 +172,33 @@ def experts_by_row(
 
 
 def _products(rows: Tensor, weight: Tensor, scale: Tensor | None, expert: Tensor) -> Tensor:
-    """float32 products [num_tokens, topk, n] of rows [num_tokens, topk or 1, k] and their
-    experts."""
+    """Multiply rows [num_tokens, topk or 1, k] by their experts: float32 [num_tokens, topk, n]."""
     values = _values(weight, scale, expert)
     return (rows.unsqueeze(2) * values).sum(-1)
 
 
 def _values(weight: Tensor, scale: Tensor | None, expert: Tensor) -> Tensor:
-    """float32 values [..., n, k] of some experts; bf16 has no scales."""
+    """Return the float32 weights [..., n, k] of some experts; bf16 weights have no scales."""
     if scale is None:
         return take(weight, expert).to(torch.float32)
     return expert_values(take(weight, expert), take(scale, expert))
 
 
 def expert_values(weight: Tensor, scale: Tensor) -> Tensor:
-    """float32 values [..., n, k] of FP4 codes, two in a byte, or of FP8 codes."""
+    """Dequantise FP4 codes, two per byte, or FP8 codes to float32 [..., n, k]."""
     if weight.dtype == torch.float8_e4m3fn:
         return weight_values(weight, scale)
     return fp4_values(weight, scale)
 
 
 def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
-    """float32 values of e2m1 codes [..., n, k / 2], of which the low half of a byte is the first,
-    with UE8M0 bytes [..., n, k / 32]."""
+    """Dequantise e2m1 codes [..., n, k / 2] with UE8M0 scales [..., n, k / 32] to float32.
+
+    The low half of a byte is the first code."""
     codes = weight.view(torch.uint8).to(torch.int32).unsqueeze(-1)
     halves = 4 * torch.arange(2, dtype=torch.int32, device=weight.device)
     pairs = ((codes >> halves) & 0xF).flatten(-2)
-    # doubled, values are integers: no table, and no subnormal that a compiler might flush
+    # twice the values are integers: no table, and no subnormals that a compiler might flush
     doubled = (_DOUBLED >> ((pairs & 7) << 2)) & 0xF
     signed = torch.where(pairs >= 8, -doubled, doubled).to(torch.float32)
     blocks = signed.unflatten(-1, (scale.shape[-1], FP4_BLOCK))
@@ -204,7 +207,8 @@ def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def swiglu(hidden: Tensor, limit: float) -> Tensor:
-    """bf16 activations from gate and up, side by side in float32; each bounded by ``limit``."""
+    """Compute bf16 activations from gate and up, side by side in float32, both clamped by
+    ``limit``."""
     gate, up = hidden.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * torch.sigmoid(gate) * up).to(torch.bfloat16)
@@ -213,8 +217,8 @@ def swiglu(hidden: Tensor, limit: float) -> Tensor:
 def combine(
     out: Tensor, topk_weights: Tensor, topk_ids: Tensor, gate_up: Tensor, x: Tensor
 ) -> Tensor:
-    """Weighted sum over the experts of a token; an expert that is not here adds nothing, whatever
-    its weight is."""
+    """Sum a token's experts by their weights; an absent expert adds nothing, whatever its
+    weight."""
     present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
     terms = torch.where(present[..., None], out * topk_weights[..., None], 0.0)
     return terms.sum(1).to(x.dtype)

@@ -51,13 +51,13 @@ def gather_indexer_k(
 def keys_at(
     k_cache: Tensor, req_indices: Tensor, positions: Tensor, block_table: Tensor, *, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of one cache row per (request, position); zeros where there is none."""
+    """Return codes and scales of one cache row per (request, position); zeros if there is none."""
     pages, rows = locate(block_table, req_indices, positions, req_indices >= 0, block_size)
     return _stored(k_cache, pages, rows, block_size)
 
 
 def _stored(k_cache: Tensor, pages: Tensor, rows: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Codes [..., head_dim] and scales [...] of FP8 blocks at (block, row)."""
+    """Return codes [..., head_dim] and scales [...] of an FP8 cache at (block, row)."""
     indexer = IndexerLayout(block_size)
 
     def stored(byte: int, width: int) -> Tensor:
@@ -75,7 +75,7 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
     sm = torch.arange(num_sms + 1, device=seq_lens.device)
     share, rest = splits.sum() // num_sms, splits.sum() % num_sms
     start = (sm * share + torch.minimum(sm, rest))[:, None]
-    # all comparisons at once: a search would wait for one load after the other
+    # all comparisons at once: a search would wait for its loads one by one
     reached = before <= start
     request = reached.sum(1) - 1
     split = start[:, 0] - torch.where(reached, before, 0).amax(1)
@@ -92,8 +92,8 @@ def indexer_quantize_q(
 
 
 def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """float32 [num_tokens, num_keys] scores of float32 queries [num_tokens, heads, dim] over keys
-    [num_keys, dim] or [num_tokens, num_keys, dim]."""
+    """Compute scores [num_tokens, num_keys], float32, of float32 queries [num_tokens, heads, dim]
+    over keys [num_keys, dim] or [num_tokens, num_keys, dim]."""
     products = torch.matmul(q, keys.transpose(-1, -2)).relu()
     summed: Tensor = (products * weights.unsqueeze(-1)).sum(1)
     return summed
@@ -110,11 +110,11 @@ def paged_scores(
     num_rows: int,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Scores [num_tokens, num_rows] of the first rows of every token's request, and which of these
-    are among the first ``lens`` and exist."""
+    """Compute scores [num_tokens, num_rows] of the first rows of every token's request, and the
+    mask of the rows that exist among the first ``lens``."""
     row = torch.arange(num_rows, device=q.device).unsqueeze(0)
-    wanted = row < lens.unsqueeze(1)
-    pages, rows = locate(block_table, req_indices.unsqueeze(1), row, wanted, block_size)
+    in_length = row < lens.unsqueeze(1)
+    pages, rows = locate(block_table, req_indices.unsqueeze(1), row, in_length, block_size)
     exists = (pages >= 0) & (pages < k_cache.shape[0])
     if layout == PlainLayout.tag:
         values = gathered_bits(k_cache, pages, rows).view(k_cache.dtype)
@@ -138,8 +138,8 @@ def indexer_logits(
     impl: str = "auto",
 ) -> Tensor:
     tensors = (q, weights, k_cache, lens.reshape(-1), req_indices, block_table)
-    found, exists = paged_scores(*tensors, block_size, num_rows, layout)
-    return torch.where(exists, found, -torch.inf)
+    logits, exists = paged_scores(*tensors, block_size, num_rows, layout)
+    return torch.where(exists, logits, -torch.inf)
 
 
 def indexer_logits_ragged(
@@ -147,19 +147,19 @@ def indexer_logits_ragged(
 ) -> Tensor:
     row = torch.arange(k.shape[0], device=q.device)
     inside = (row >= row_start.unsqueeze(1)) & (row < row_stop.unsqueeze(1))
-    found = scores(q.to(torch.float32), weights, e4m3_values(k)) * scales
-    return torch.where(inside, found, -torch.inf)
+    logits = scores(q.to(torch.float32), weights, e4m3_values(k)) * scales
+    return torch.where(inside, logits, -torch.inf)
 
 
 ABSENT_KEY = -(2**31)
-"""Key of what is no candidate, below that of any score."""
+"""Sort key of a row that is no candidate, below the key of any score."""
 
 _NAN_KEY = ABSENT_KEY + 1
 _INFINITY = 0x7F800000
 
 
 def sortable(scores: Tensor) -> Tensor:
-    """int32 keys in the order of float32 scores: -0 is 0, and NaN is below every number."""
+    """Map float32 scores to int32 sort keys: -0 equals 0, and NaN is below every number."""
     bits = scores.view(torch.int32)
     absolute = bits & INT32_MAX
     keys = torch.where(bits < 0, -absolute - 1, bits)
@@ -168,11 +168,13 @@ def sortable(scores: Tensor) -> Tensor:
 
 
 def best(keys: Tensor, topk: int, column: Tensor | None = None) -> Tensor:
-    """Ascending columns of the ``topk`` largest keys of every row, of equal ones the first, then
-    -1. Columns that are not 0, 1, .. come as int64 below 2**31 - 1 in any order."""
+    """Return the columns of the ``topk`` largest keys of every row in ascending order, then -1.
+
+    Ties go to the first column. Columns other than 0, 1, .. are passed as int64 below 2**31 - 1, in
+    any order."""
     if column is None:
         column = torch.arange(keys.shape[1], device=keys.device)
-    # key and column in one integer, whose order leaves no tie
+    # key and column in one integer, so that there are no ties
     order = (keys.to(torch.int64) << 32) | (INT32_MAX - column)
     order = pad(order, (0, topk), value=torch.iinfo(torch.int64).min)
     chosen = order.topk(topk, dim=1, sorted=False).values

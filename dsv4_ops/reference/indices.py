@@ -50,7 +50,7 @@ def global_topk_indices_and_lens(
     pages = table_entries(block_table, req_indices[:, None], columns, topk_indices >= 0)
     indices = int32_slots(pages, topk_indices % block_size, block_size)
     num_tokens, topk = topk_indices.shape
-    if topk == 0:  # a maximum over nothing does not exist
+    if topk == 0:  # an empty tensor has no maximum
         return indices, indices.new_zeros((num_tokens,))
     one_past = torch.arange(1, topk + 1, dtype=torch.int32, device=indices.device)
     return indices, torch.where(indices >= 0, one_past, 0).amax(1)
@@ -91,8 +91,8 @@ def combine_topk_swa_indices(
     window = torch.where(valid, length.clamp(max=window_size), 0).to(torch.int32)
     gathered = masked_index(gather_lens, valid, [req_indices], 0).to(torch.int64)
     first = masked_index(seq_lens, valid, [req_indices], 0) - gathered
-    # Rows of the workspace are numbered from base; column c of a window is row c + shift of it.
-    # All bounds are made per token, in 64 bits, so that the entries are few 32-bit operations.
+    # Rows of the workspace count from base; column c of a window is its row c + shift.
+    # Bounds are computed per token in 64 bits, so that an entry takes few 32-bit operations.
     base = torch.where(valid, req_indices, 0).to(torch.int64) * workspace_rows
     fitting = INT32_MAX + 1 - base
     shift = swa_offset + length - window - first - selected
@@ -119,8 +119,8 @@ def combine_topk_swa_indices(
 
 
 def spanned(slots: Tensor, block_size: int, span: int | None) -> Tensor:
-    """Slots of blocks that are ``span`` rows apart instead of ``block_size``; -1 for negative ones
-    and beyond int32."""
+    """Convert slots to those of blocks that are ``span`` rows apart instead of ``block_size``; -1
+    for negative slots and results beyond int32."""
     if span is None:
         return torch.where(slots >= 0, slots, ABSENT)
     places = (slots // block_size).to(torch.int64) * span + slots % block_size
@@ -159,8 +159,10 @@ def mixed_sparse_indices(
         window_size=window_size,
     )
     window = torch.nn.functional.pad(window, (0, swa_width - window_size), value=ABSENT)
-    given = _entries(decode_swa_indices, token, decode)
-    swa = spanned(torch.where(decode[:, None], given, window), swa_block_size, swa_block_span)
+    decode_slots = _entries(decode_swa_indices, token, decode)
+    swa = spanned(
+        torch.where(decode[:, None], decode_slots, window), swa_block_size, swa_block_span
+    )
 
     if decode_compressed_indices is None:
         decode_compressed_indices = decode_swa_indices[:, :0]
@@ -179,7 +181,7 @@ def mixed_sparse_indices(
     if decode_compressed_lens is not None:
         most = decode_compressed_indices.shape[1]
         decoded_lens = masked_index(decode_compressed_lens, decode, [token], 0).clamp(0, most)
-    elif decode_compressed_indices_are_local and width > 0:  # no maximum over nothing
+    elif decode_compressed_indices_are_local and width > 0:  # an empty tensor has no maximum
         decoded_lens = torch.where(compressed >= 0, column + 1, 0).amax(1)
     else:
         decoded_lens = torch.full_like(req_indices, decode_compressed_indices.shape[1])
@@ -189,18 +191,18 @@ def mixed_sparse_indices(
     return torch.cat([swa, compressed], 1), torch.where(valid, swa_width + lens, 0)
 
 
-def _entries(values: Tensor, row: Tensor, wanted: Tensor, width: int | None = None) -> Tensor:
-    """``values[row]`` for wanted rows, else -1; of ``width`` columns, -1 behind the last one."""
+def _entries(values: Tensor, row: Tensor, mask: Tensor, width: int | None = None) -> Tensor:
+    """Return ``values[row]`` where ``mask``, else -1; pad with -1 to ``width`` columns."""
     columns = values.shape[1]
     column = torch.arange(columns if width is None else width, device=values.device)
-    inside = wanted[:, None] & (column < columns)
+    inside = mask[:, None] & (column < columns)
     return masked_index(values, inside, [row[:, None], column], ABSENT)
 
 
 def _local_slots(
-    rows: Tensor, req_indices: Tensor, wanted: Tensor, block_table: Tensor, block_size: int
+    rows: Tensor, req_indices: Tensor, mask: Tensor, block_table: Tensor, block_size: int
 ) -> Tensor:
-    """Slots of request-local rows; -1 where unwanted, negative, or not in the table."""
-    inside = wanted[:, None] & (rows >= 0)
+    """Return the slots of request-local rows; -1 if masked, negative, or not in the table."""
+    inside = mask[:, None] & (rows >= 0)
     pages = table_entries(block_table, req_indices[:, None], rows // block_size, inside)
     return int32_slots(pages, rows % block_size, block_size)

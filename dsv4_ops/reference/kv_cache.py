@@ -22,7 +22,7 @@ from dsv4_ops.reference.quantization import bf16_bits, dequantize, from_bytes, q
 
 
 def insert_bits(bits: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
-    """Insert the keys whose bf16 patterns are ``bits``, int32 [num_tokens, 512]."""
+    """Insert keys from their bf16 patterns ``bits``, int32 [num_tokens, 512]."""
     main = MainLayout(block_size)
     codes, scales = quantize(bits[:, : main.code_dim], main.quant_block)
     parts = {
@@ -50,21 +50,20 @@ def _gathered(
     offset: int,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Bit patterns [num_reqs, num_rows, width] of gathered rows, and which of them are wanted."""
+    """Gather the bit patterns [num_reqs, num_rows, width] of rows, and the mask of valid rows."""
     wanted_lens = seq_lens if gather_lens is None else gather_lens
     row = torch.arange(num_rows, device=k_cache.device) - offset
-    wanted = (row >= 0) & (row < wanted_lens[:, None])
+    mask = (row >= 0) & (row < wanted_lens[:, None])
     request = torch.arange(seq_lens.shape[0], device=k_cache.device)[:, None]
     first = seq_lens.to(torch.int64) - wanted_lens
-    pages, rows = locate(block_table, request, first[:, None] + row, wanted, block_size)
-    return row_bits(k_cache, pages, rows, block_size=block_size, layout=layout), wanted
+    pages, rows = locate(block_table, request, first[:, None] + row, mask, block_size)
+    return row_bits(k_cache, pages, rows, block_size=block_size, layout=layout), mask
 
 
 def row_bits(
     k_cache: Tensor, pages: Tensor, rows: Tensor, *, block_size: int, layout: str
 ) -> Tensor:
-    """Bit patterns [..., width] of the values at (block, row); zeros where the block does not
-    exist."""
+    """Return the bit patterns [..., width] of the row at (block, row); zeros for absent blocks."""
     if layout == "plain":
         return gathered_bits(k_cache, pages, rows)
     main = MainLayout(block_size)
@@ -91,11 +90,11 @@ def dequantize_and_gather_k_cache(
     layout: str,
 ) -> None:
     rows = (k_cache, seq_lens, gather_lens, block_table)
-    bits, wanted = _gathered(
+    bits, mask = _gathered(
         *rows, block_size=block_size, num_rows=out.shape[1], offset=offset, layout=layout
     )
-    kept = out.view(torch.int16)
-    out.copy_(torch.where(wanted[..., None], bits, kept).view(torch.bfloat16))
+    existing = out.view(torch.int16)
+    out.copy_(torch.where(mask[..., None], bits, existing).view(torch.bfloat16))
 
 
 def gather_k_cache(
@@ -117,7 +116,7 @@ def gather_k_cache(
 
 
 def page_columns(k_cache: Tensor) -> Columns:
-    """Where in its block the values of every row are."""
+    """Return the position of a row's values in its block."""
     _, block_size, width = k_cache.shape
     return Columns(block_size, 0, width, width)
 
@@ -127,11 +126,11 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     if runs_on_cpu(k_cache):
         write_rows(k_cache, rows, slot_mapping)
         return
-    # the written tensor is no view of another dtype: Inductor would convert values into it
+    # do not write through a view of another dtype: Inductor would convert the values
     written = scatter_rows(k_cache.flatten(1), rows, slot_mapping, page_columns(k_cache))
     k_cache.copy_(written.view(k_cache.shape))
 
 
 def gathered_bits(k_cache: Tensor, pages: Tensor, rows: Tensor) -> Tensor:
-    """Words [..., width] at (block, row); zeros where the block does not exist."""
+    """Return the words [..., width] at (block, row); zeros for absent blocks."""
     return gather_rows(words(k_cache).flatten(1), pages, rows, page_columns(k_cache))

@@ -12,7 +12,7 @@ from dsv4_ops.reference.common import dense
 from dsv4_ops.reference.quantization import bf16_bits, quantize_blocks, ue8m0_values
 
 ACTIVATION_AMAX = 1e-4
-"""Least amax of a block of activations in the official code."""
+"""Minimum amax of an activation block, as in the official code."""
 
 
 def quantize_rows(
@@ -59,7 +59,7 @@ def fp8_grouped_linear(
 
 
 def activation_values(x: Tensor, x_scale: Tensor | None, activations: str) -> Tensor:
-    """float32 values of activations: as they are, or after quantisation in blocks of 128."""
+    """Return activations as float32, plain or after quantisation in blocks of 128."""
     if x_scale is not None:
         codes, scales = x, x_scale
     elif activations == "fp8":
@@ -72,13 +72,13 @@ def activation_values(x: Tensor, x_scale: Tensor | None, activations: str) -> Te
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 codes and float32 scales, powers of two, as the official code makes them."""
+    """Quantise to e4m3 codes and float32 power-of-two scales, like the official code."""
     codes, scales = quantize_blocks(bf16_bits(x), ACTIVATION_BLOCK, True, ACTIVATION_AMAX)
     return codes.view(torch.float8_e4m3fn), scales
 
 
 def weight_values(weight: Tensor, scale: Tensor) -> Tensor:
-    """float32 values of e4m3 codes [..., n, k], a scale for each 128 x 128 of them."""
+    """Dequantise e4m3 codes [..., n, k], with a scale per 128 x 128 block, to float32."""
     rows, columns = scale.shape[-2:]
     blocks = weight.to(torch.float32).unflatten(-1, (columns, WEIGHT_BLOCK))
     blocks = blocks.unflatten(-3, (rows, WEIGHT_BLOCK))
@@ -87,5 +87,5 @@ def weight_values(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """float32 of scales that are float32, or UE8M0 bytes."""
+    """Return scales, float32 or UE8M0 bytes, as float32."""
     return ue8m0_values(scale) if scale.dtype == torch.uint8 else scale

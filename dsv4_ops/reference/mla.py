@@ -19,56 +19,56 @@ from dsv4_ops.reference.quantization import bf16_bits, from_bytes, to_bytes
 _NAN_CODE, _NAN_BITS = 0x7F, 0x7FC0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _UE8M0_AMAX = 1e-4
-"""Least amax over 448 that FlashMLA makes a power-of-two scale for."""
+"""Minimum of amax / 448 for FlashMLA's power-of-two scales."""
 _MANTISSA = 0x7FFFFF
 _LEAST_AMAX = 1e-10
-"""Least amax of a tensor that is quantised with one scale."""
+"""Minimum amax of a tensor that is quantised with one scale."""
 
 
 def quotient(x: Tensor, divisor: Tensor | float) -> Tensor:
-    """``x / divisor`` rounded as float32: Triton's own division is an approximation, and one in
-    float64 rounds to the same."""
+    """Return ``x / divisor`` rounded to float32. Triton's own division is approximate; a float64
+    division rounds to the same result."""
     if isinstance(divisor, Tensor):
         divisor = divisor.to(torch.float64)
     return (x.to(torch.float64) / divisor).to(torch.float32)
 
 
 def rounded_values(x: Tensor) -> Tensor:
-    """float32 values of ``x``, which a compiler may hold with more precision than its dtype has."""
+    """Return ``x`` as float32, rounded to its dtype: a compiler may hold it with more precision."""
     if x.dtype == torch.bfloat16:
         return (bf16_bits(x) << 16).view(torch.float32)
     return (materialized(x) if x.dtype == torch.float16 else x).to(torch.float32)
 
 
 def codes_of(scaled: Tensor) -> Tensor:
-    """uint8 e4m3 codes, saturated; every NaN becomes 0x7F."""
+    """Return saturated e4m3 codes as uint8; every NaN becomes 0x7F."""
     codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(scaled.isnan(), _NAN_CODE, codes)
 
 
 def per_tensor_codes(x: Tensor, scale: Tensor | None) -> Tensor:
-    """uint8 codes of ``x`` over the scale of its tensor."""
+    """Return the uint8 codes of ``x`` divided by the scale of its tensor."""
     values = rounded_values(x)
     return codes_of(values if scale is None else quotient(values, scale))
 
 
 def per_tile_codes(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
-    """uint8 codes of [num_rows, 512], and the bits of a float32 scale for every 128 of them."""
+    """Return the uint8 codes of [num_rows, 512], and the bits of a float32 scale per 128 values."""
     tiles = rounded_values(x).unflatten(-1, (-1, MlaDsFp8Layout.quant_block))
     finite = torch.where(tiles.isnan(), 0.0, tiles.abs()).clamp(max=torch.finfo(x.dtype).max)
-    wanted = quotient(finite.amax(-1, keepdim=True), FP8_MAX)
+    scale = quotient(finite.amax(-1, keepdim=True), FP8_MAX)
     if scale_format == "ue8m0":
-        bits = wanted.clamp(min=_UE8M0_AMAX).view(torch.int32)
+        bits = scale.clamp(min=_UE8M0_AMAX).view(torch.int32)
         scales = (((bits + _MANTISSA) >> 23) << 23).view(torch.float32)
     else:
-        scales = wanted.clamp(min=_SMALLEST_NORMAL)
+        scales = scale.clamp(min=_SMALLEST_NORMAL)
     return codes_of(quotient(tiles, scales)).flatten(-2), scales.squeeze(-1).view(torch.int32)
 
 
 def encoded_rows(
     kv_c: Tensor, k_pe: Tensor, scale: Tensor | None, *, layout: str, scale_format: str
 ) -> Tensor:
-    """Rows as the cache stores them, floats as integers of their bits."""
+    """Encode rows as the cache stores them, with floats as integers of their bits."""
     if layout == PlainLayout.tag:
         return torch.cat([words(kv_c), words(k_pe)], -1)
     if layout == MlaFp8Layout.tag:
@@ -108,7 +108,7 @@ def mla_gather_codes(
 
 
 def _bf16_of(stored: Tensor, scale: Tensor | None, layout: str) -> Tensor:
-    """bf16 patterns of FP8 rows, rounded once."""
+    """Return the bf16 patterns of FP8 rows, rounded once."""
     values = values_of(stored, torch.uint8, layout)
     if scale is not None:
         values = values * scale
@@ -130,9 +130,9 @@ def mla_gather_kv(
     stored, exists = _stored_at(kv_cache, slot_mapping, block_size)
     if layout == PlainLayout.tag:
         return stored.view(kv_cache.dtype)
-    # of a scale that is not finite, 0 is no 0
-    found = torch.where(exists[:, None], _bf16_of(stored, scale, layout), 0)
-    return found.view(torch.bfloat16)
+    # code 0 times a scale that is not finite is NaN
+    rows = torch.where(exists[:, None], _bf16_of(stored, scale, layout), 0)
+    return rows.view(torch.bfloat16)
 
 
 def mla_absorb_q(
@@ -146,10 +146,10 @@ def mla_absorb_q(
 
 
 def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
-    there = torch.arange(kv_c.shape[0], device=kv_c.device) < num_valid
+    is_valid = torch.arange(kv_c.shape[0], device=kv_c.device) < num_valid
     expanded = torch.nn.functional.linear(kv_c, w_kv_b.flatten(0, 1))
-    kept: Tensor = dense(torch.where(there[:, None], expanded, 0.0))
-    return kept.view(kv_c.shape[0], *w_kv_b.shape[:2])
+    result: Tensor = dense(torch.where(is_valid[:, None], expanded, 0.0))
+    return result.view(kv_c.shape[0], *w_kv_b.shape[:2])
 
 
 def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
@@ -165,23 +165,23 @@ def quantize_per_tensor(x: Tensor) -> PerTensor:
 
 
 KEYS_AT_A_TIME = 128
-"""Keys of every token that a decode holds at a time."""
+"""Keys per token and iteration of a decode."""
 
 
 class Decode(NamedTuple):
-    """What of a call of ``mla_decode`` every part of its keys is computed with.
+    """The arguments of a call of ``mla_decode`` that every chunk of its keys needs.
 
     Args:
-        q: float32 queries.
-        seq_lens: Keys of every token.
-        req_indices: Its request.
+        q: Queries, float32.
+        seq_lens: Number of keys of every token.
+        req_indices: Request of every token.
         block_table: Blocks of every request.
-        kv_cache: The blocks.
-        scale: What q . row is multiplied by.
-        kv_lora_rank: Leading values of a row that are the value.
+        kv_cache: The cache.
+        scale: Scale of q . row.
+        kv_lora_rank: Leading values of a row that form the value.
         block_size: Rows per block.
         layout: Tag of the cache's layout.
-        rounded: Dtype that P is rounded to.
+        rounded: Dtype to which P is rounded.
     """
 
     q: Tensor
@@ -197,7 +197,7 @@ class Decode(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Attention to the keys so far: row_max and row_sum of P, and P V."""
+    """State of the online softmax: row_max, row_sum and the accumulated P V."""
 
     row_max: Tensor
     row_sum: Tensor
@@ -205,21 +205,22 @@ class Running(NamedTuple):
 
 
 def stored_rows(kv_cache: Tensor, pages: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What is stored at (block, row), floats as integers, and which blocks exist; 0 for others."""
+    """Return the stored rows at (block, row), floats as integers, 0 for absent blocks; and the mask
+    of existing blocks."""
     exists = (pages >= 0) & (pages < kv_cache.shape[0])
     stored = words(kv_cache)
     if isinstance(kv_cache.shape[0], int) and kv_cache.shape[0] == 0:
         return stored.new_zeros((*pages.shape, kv_cache.shape[2])), exists
     page = materialized(torch.where(exists, pages, 0).to(torch.int64))  # offsets pass 2**31
     rows = materialized(rows)
-    # whole rows are copied, and what does not exist selected away: vectors, not single values
-    found = torch.ops.aten._unsafe_index.Tensor(stored, [page, rows])
-    return torch.where(exists[..., None], found, 0), exists
+    # copy whole rows and mask absent ones afterwards, so that copies are vectorised
+    result = torch.ops.aten._unsafe_index.Tensor(stored, [page, rows])
+    return torch.where(exists[..., None], result, 0), exists
 
 
 def values_of(stored: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
-    """float32 values of rows from ``stored_rows`` of a cache of ``dtype``; codes of "mla_fp8"
-    without their scale."""
+    """Decode rows of ``stored_rows`` of a cache of ``dtype`` to float32; for "mla_fp8" without the
+    scale."""
     if layout == PlainLayout.tag:
         return stored.view(dtype).to(torch.float32)
     if layout == MlaFp8Layout.tag:
@@ -228,18 +229,18 @@ def values_of(stored: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
     codes = stored[..., :rank].view(torch.float8_e4m3fn).to(torch.float32)
     scales = from_bytes(stored[..., rank:rope], 4).view(torch.float32)
     scaled = codes.unflatten(-1, (-1, MlaDsFp8Layout.quant_block)) * scales[..., None]
-    # a compiler rounds to bf16 only where the bits are asked for
+    # a compiler rounds to bf16 only where code uses the bits
     latent = scaled.flatten(-2).to(torch.bfloat16).view(torch.int16).to(torch.int32)
     bits = torch.cat([latent, from_bytes(stored[..., rope:], 2)], -1)
     return (bits << 16).view(torch.float32)
 
 
 def attend_to(call: Decode, running: Running, start: Tensor | int, num_keys: int) -> Running:
-    """``running``, and the keys at positions ``start`` .. ``start + num_keys - 1``."""
+    """Update ``running`` with the keys at positions ``start`` .. ``start + num_keys - 1``."""
     position = start + torch.arange(num_keys, device=call.q.device)
-    wanted = position < call.seq_lens[:, None]
+    in_length = position < call.seq_lens[:, None]
     pages, rows = locate(
-        call.block_table, call.req_indices[:, None], position, wanted, call.block_size
+        call.block_table, call.req_indices[:, None], position, in_length, call.block_size
     )
     stored, exists = stored_rows(call.kv_cache, pages, rows)
     keys = values_of(stored, call.kv_cache.dtype, call.layout)
@@ -271,7 +272,7 @@ def start_decode(
     kv_lora_rank: int,
     layout: str,
 ) -> tuple[Decode, Running]:
-    """The call, and its state before any key."""
+    """Return the call, and its state before the first key."""
     scale = torch.full((1,), softmax_scale, dtype=torch.float32, device=q.device)
     for each in scales:
         scale = scale if each is None else scale * each
@@ -284,7 +285,7 @@ def start_decode(
 
 
 def finish_decode(call: Decode, running: Running, kv_scale: Tensor | None) -> MlaAttention:
-    """Output and log-sum-exp behind the last key."""
+    """Compute output and log-sum-exp after the last key."""
     row_max, row_sum, total = running
     none = row_sum == 0.0
     out = total / row_sum[..., None]
@@ -314,8 +315,8 @@ def mla_decode(
     batch_invariant: bool,
     impl: str = "auto",
 ) -> MlaAttention:
-    """Sums in float32; of a half-precision query P is rounded to its dtype before it meets the
-    values, as the tensor cores have it."""
+    """Sum in float32. For half-precision queries P is rounded to their dtype before the product
+    with the values, as on tensor cores."""
     tensors = (q, kv_cache, seq_lens, req_indices, block_table)
     call, running = start_decode(
         *tensors,

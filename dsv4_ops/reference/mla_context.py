@@ -1,5 +1,5 @@
-"""Attention over a context that is read in chunks: their plan, one of them, and the merge of log-
-sum-exps."""
+"""Attention over chunked contexts: the chunk plan, attention to one chunk, and the merge of
+log-sum-exps."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def context_chunks(
         size = global_size // cp_world_size
         first = (chunk * size).expand(-1, lens.shape[0])
         longest = pad(lens, (0, 1)).amax()
-        wanted = (longest + global_size - 1) // global_size.clamp(min=1)
-        num_chunks = torch.where((global_size == 0) & (longest > 0), INT32_MAX, wanted)
+        num_needed = (longest + global_size - 1) // global_size.clamp(min=1)
+        num_chunks = torch.where((global_size == 0) & (longest > 0), INT32_MAX, num_needed)
     start = torch.minimum(first.clamp(min=0), padded)
     stop = torch.minimum((first + size).clamp(min=0), padded)
     local = stop - start
@@ -58,7 +58,7 @@ def context_chunks(
 
 
 def local_turn(cp_world_size: int, cp_interleave: int) -> int:
-    """Rows that a rank takes in turn; how positions are dealt out is of no account on one rank."""
+    """Return the rows per turn of a rank; with one rank the interleave does not matter."""
     return cp_interleave if cp_world_size > 1 else 1
 
 
@@ -96,17 +96,17 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str) -> tuple[Tensor, 
 
 
 def functions(lse_base: str) -> tuple[Any, Any]:
-    """exp and log to the base of log-sum-exps."""
+    """Return exp and log in the base of the log-sum-exps."""
     return (torch.exp, torch.log) if lse_base == NATURAL else (torch.exp2, torch.log2)
 
 
 def existing(lse: Tensor) -> Tensor:
-    """``lse``, -inf for NaN and +inf too, which libraries write without keys."""
+    """Return ``lse`` with NaN and +inf, which libraries write for no key, replaced by -inf."""
     return torch.where(lse < torch.inf, lse, -torch.inf)
 
 
 def weighted(out: Tensor, weight: Tensor) -> Tensor:
-    """``out * weight`` in float32; what has no weight may hold NaN."""
+    """Return ``out * weight`` in float32; where the weight is 0, ``out`` may be NaN."""
     weight = weight[..., None]
     return torch.where(weight > 0, weight * out.to(torch.float32), 0.0)
 
@@ -134,7 +134,8 @@ def mla_prefill(
     nope = k_nope.shape[2]
     shared = k_pe.to(torch.float32).T
     outs, lses = [], []
-    for head in range(q.shape[1]):  # one at a time: a mask and logits for all are too much memory
+    # one head at a time: masks and logits of all heads take too much memory
+    for head in range(q.shape[1]):
         query, value = q[:, head].to(torch.float32), v[:, head].to(torch.float32)
         logits = query[:, :nope] @ k_nope[:, head].to(torch.float32).T + query[:, nope:] @ shared
         logits = torch.where(mask, logits * softmax_scale, -torch.inf)
@@ -142,7 +143,7 @@ def mla_prefill(
         origin = torch.where(row_max == -torch.inf, 0.0, row_max)
         weights = torch.exp(logits - origin[:, None])
         total = weights.sum(-1)
-        # a product with 0 would spread what other requests' values are not
+        # a product with 0 would spread NaN from the values of other requests
         number = value.isfinite()
         summed = weights.to(q.dtype).to(torch.float32) @ torch.where(number, value, 0.0)
         poisoned = (mask & ~number.all(-1)).any(-1)
@@ -160,8 +161,9 @@ def visible_keys(
     num_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rows [start, stop) of the keys that every token sees, given which query of its request it is;
-    none, 0 and 0, for a token of no request."""
+    """Return the key rows [start, stop) that every token sees, from its index within its request.
+
+    Both are 0 for a token of no request."""
     exists = req_indices >= 0
     start, stop = (
         gather_rows(cu_seq_lens, req_indices + end, exists).clamp(0, num_k).long() for end in (0, 1)
@@ -173,13 +175,14 @@ def visible_keys(
 
 
 def visible(start: Tensor, stop: Tensor, num_k: int) -> Tensor:
-    """[num_tokens, num_k]: which keys each token sees."""
+    """Return the mask [num_tokens, num_k] of the keys that each token sees."""
     key = torch.arange(num_k, device=start.device)
     return (key >= start[:, None]) & (key < stop[:, None])
 
 
 def sees_any(flags: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """Whether a row of [num_k, num_heads] is flagged among those, [start, stop), that a token
-    sees: [num_tokens, num_heads]."""
+    """Whether any row in [start, stop), the rows that a token sees, is flagged.
+
+    Flags are [num_k, num_heads], the result is [num_tokens, num_heads]."""
     counts = pad(flags.cumsum(0), (0, 0, 1, 0))
     return take(counts, stop) > take(counts, start)

@@ -1,4 +1,4 @@
-"""Rows of ragged requests as a rectangle, and back."""
+"""Pack the rows of ragged requests into a rectangle, and unpack them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dsv4_ops.reference.common import dense, masked_index, query_lens
 
 
 def _words(rows: Tensor) -> Tensor:
-    """float8 as bytes, which compilers can select among; everything else as it is."""
+    """View float8 as bytes, because compilers have no select for it; return other dtypes
+    unchanged."""
     return rows.view(torch.uint8) if rows.is_floating_point() and rows.itemsize == 1 else rows
 
 
-def _rows(rows: Tensor, wanted: Tensor, places: list[Tensor], fill: float) -> Tensor:
-    """``rows[places]`` where ``wanted``, else ``fill``; whatever dimensions follow."""
+def _rows(rows: Tensor, mask: Tensor, places: list[Tensor], fill: float) -> Tensor:
+    """Return ``rows[places]`` where ``mask``, else ``fill``; any number of dimensions may
+    follow."""
     trailing = rows.shape[len(places) :]
     flat = rows.flatten(len(places)) if trailing else rows.unsqueeze(-1)
     column = torch.arange(flat.shape[-1], device=rows.device)
-    index = torch.broadcast_tensors(
-        wanted.unsqueeze(-1), *(p.unsqueeze(-1) for p in places), column
-    )
-    found = masked_index(_words(flat), index[0], list(index[1:]), _filler(rows.dtype, fill))
-    return dense(found.reshape(*wanted.shape, *trailing)).view(rows.dtype)
+    index = torch.broadcast_tensors(mask.unsqueeze(-1), *(p.unsqueeze(-1) for p in places), column)
+    words = masked_index(_words(flat), index[0], list(index[1:]), _filler(rows.dtype, fill))
+    return dense(words.reshape(*mask.shape, *trailing)).view(rows.dtype)
 
 
 def _filler(dtype: torch.dtype, fill: float) -> float | int | bool:
@@ -35,8 +35,8 @@ def _filler(dtype: torch.dtype, fill: float) -> float | int | bool:
 def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float) -> Tensor:
     place = torch.arange(next_n, device=x.device)
     token = query_start_loc[:-1, None].to(torch.int64) + place
-    wanted = (place < query_lens(query_start_loc)[:, None]) & (token >= 0) & (token < x.shape[0])
-    return _rows(x, wanted, [token], pad)
+    mask = (place < query_lens(query_start_loc)[:, None]) & (token >= 0) & (token < x.shape[0])
+    return _rows(x, mask, [token], pad)
 
 
 def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> Tensor:
@@ -46,6 +46,6 @@ def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> T
 
 
 def unpacked(packed: Tensor, req_indices: Tensor, places: Tensor) -> Tensor:
-    """Row ``places`` of request ``req_indices`` for every token; zeros where there is none."""
-    wanted = (req_indices >= 0) & (places >= 0) & (places < packed.shape[1])
-    return _rows(packed, wanted, [req_indices, places], 0)
+    """Return row ``places`` of request ``req_indices`` for every token; zeros if there is none."""
+    mask = (req_indices >= 0) & (places >= 0) & (places < packed.shape[1])
+    return _rows(packed, mask, [req_indices, places], 0)

@@ -1,5 +1,4 @@
-"""Rows of paged caches, by slot and by block table: bounded reads and writes without a host
-sync."""
+"""Bounded reads and writes of paged cache rows, by slot or by block table, without host syncs."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from dsv4_ops.reference.common import masked_index, materialized, runs_on_cpu, t
 
 
 class Columns(NamedTuple):
-    """Where in its block the values of every row are: ``width`` of them, those of row r from
-    ``first + r * stride`` on."""
+    """The position of a row's values in its block: ``width`` values from ``first + r * stride`` on
+    for row r."""
 
     block_size: int
     first: int
@@ -27,29 +26,29 @@ class Columns(NamedTuple):
         return row * self.stride + torch.arange(self.first, self.first + self.width, device=device)
 
     def view(self, cache: Tensor) -> Tensor:
-        """[num_blocks, block_size, width] of ``cache`` [num_blocks, page]."""
+        """Return ``cache`` [num_blocks, page] as [num_blocks, block_size, width]."""
         stop = self.first + (self.block_size - 1) * self.stride + self.width
         return cache[:, self.first : stop].unfold(1, self.width, self.stride)
 
 
 def words(values: Tensor) -> Tensor:
-    """Integers with the bits of floats: compilers keep the payload of a NaN only in integers."""
+    """View floats as integers of the same size: compilers keep NaN payloads only in integers."""
     if not values.is_floating_point():
         return values
     return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
 def scatter_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: Columns) -> Tensor:
-    """``cache`` with row t of ``values`` at slot ``slot_mapping[t]``, as a new tensor.
+    """Return a copy of ``cache`` with row t of ``values`` at slot ``slot_mapping[t]``.
 
     Args:
         cache: [num_blocks, page].
         values: [num_tokens, width].
-        slot_mapping: int64 [num_tokens]; slots that do not exist are skipped.
-        columns: Where in its block the values of each row go.
+        slot_mapping: int64 [num_tokens]; rows whose slot does not exist are skipped.
+        columns: Position of each row's values in its block.
 
-    A write cannot be skipped in every compiler, so a token without a slot repeats the write of the
-    first token that has one; if none has, all rewrite row 0 with what it holds.
+    Not every compiler can skip a write, so a token without a slot repeats the write of the first
+    token that has one. If none has, all tokens rewrite row 0 with its current values.
     """
     num_tokens, num_blocks, block_size = values.shape[0], cache.shape[0], columns.block_size
     if num_tokens == 0 or num_blocks == 0:
@@ -58,20 +57,20 @@ def scatter_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: C
     exists = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
     first = torch.where(exists, token, num_tokens - 1).amin(0, keepdim=True)
     source = torch.where(exists, token, first)
-    found = materialized(take(exists, source))
-    slot = materialized(torch.where(found, take(slot_mapping, source), 0))
+    values_of_rows = materialized(take(exists, source))
+    slot = materialized(torch.where(values_of_rows, take(slot_mapping, source), 0))
     source = materialized(source)
     page = (slot // block_size)[:, None]
     column = take(columns.places(cache.device), slot % block_size)
     old = words(torch.ops.aten._unsafe_index.Tensor(cache, [page, column]))
-    rows = torch.where(found[:, None], take(words(values), source), old).view(cache.dtype)
+    rows = torch.where(values_of_rows[:, None], take(words(values), source), old).view(cache.dtype)
     written: Tensor = torch.ops.aten._unsafe_index_put.default(cache, [page, column], rows)
     return written
 
 
 def write_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-    """Row t of ``values`` at slot ``slot_mapping[t]`` of ``cache`` [num_blocks, block_size, width],
-    in place and nothing else copied; for calls that are not traced."""
+    """Write row t of ``values`` to slot ``slot_mapping[t]`` of ``cache`` [num_blocks, block_size,
+    width], in place and without a copy of the cache. Only for calls that are not traced."""
     num_blocks, block_size, _ = cache.shape
     exists = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
     slot = slot_mapping[exists]
@@ -79,7 +78,7 @@ def write_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
 
 
 def insert_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: Columns) -> None:
-    """``scatter_rows`` in place."""
+    """Run ``scatter_rows`` in place."""
     if runs_on_cpu(cache):
         write_rows(columns.view(cache), values, slot_mapping)
         return
@@ -89,8 +88,8 @@ def insert_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: Co
 def insert_parts(
     layout: QuantizedLayout, parts: dict[int, Tensor], cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Insert rows given in parts: by its first byte, as ``row_columns`` counts, each part's
-    bytes."""
+    """Insert rows in parts; ``parts`` maps the first byte of a part, as ``row_columns`` counts, to
+    the part's bytes."""
     written = cache
     for byte, values in parts.items():
         columns = row_columns(layout, byte, values.shape[1])
@@ -103,8 +102,8 @@ def insert_parts(
 
 
 def row_columns(layout: QuantizedLayout, byte: int, width: int) -> Columns:
-    """Where in its block the bytes ``byte``.. of every row are, counting the data of a row first
-    and then its scales."""
+    """Return the position in a block of a row's bytes from ``byte`` on; a row's data come first,
+    then its scales."""
     if byte < layout.data_bytes:
         return Columns(layout.block_size, byte, layout.data_bytes, width)
     scales = layout.block_size * layout.data_bytes + byte - layout.data_bytes
@@ -112,11 +111,11 @@ def row_columns(layout: QuantizedLayout, byte: int, width: int) -> Columns:
 
 
 def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Columns) -> Tensor:
-    """[..., width] of ``cache`` [num_blocks, page] at (block, row); zeros where the block does not
-    exist. ``columns`` as for ``scatter_rows``."""
+    """Read rows [..., width] of ``cache`` [num_blocks, page] at (block, row); zeros if the block
+    does not exist. ``columns`` as for ``scatter_rows``."""
     exists = ((pages >= 0) & (pages < cache.shape[0])).unsqueeze(-1)
     if runs_on_cpu(cache) and cache.shape[0] > 0:
-        # whole rows: an index per value takes twenty times as long
+        # copy whole rows: an index per value takes twenty times as long
         page, row = (torch.where(exists.squeeze(-1), each, 0) for each in (pages, rows))
         return torch.where(exists, columns.view(cache)[page, row], 0)
     column = take(columns.places(cache.device), torch.where(exists.squeeze(-1), rows, 0))
@@ -125,10 +124,10 @@ def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Columns) ->
 
 
 def locate(
-    block_table: Tensor, req_indices: Tensor, positions: Tensor, wanted: Tensor, block_size: int
+    block_table: Tensor, req_indices: Tensor, positions: Tensor, mask: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Block and row in it of int64 ``positions`` of requests; block -1 where unwanted, before
-    position 0, or not in the table."""
-    wanted = wanted & (positions >= 0)
-    pages = table_entries(block_table, req_indices, positions // block_size, wanted)
-    return pages, torch.where(wanted, positions % block_size, 0)
+    """Locate the block, and the row in it, of int64 ``positions`` of requests. The block is -1 if
+    masked, for negative positions, and if not in the table."""
+    mask = mask & (positions >= 0)
+    pages = table_entries(block_table, req_indices, positions // block_size, mask)
+    return pages, torch.where(mask, positions % block_size, 0)

@@ -1,7 +1,7 @@
-"""e4m3 codes with power-of-two block scales, on bit patterns.
+"""Quantise to e4m3 codes with power-of-two block scales, on bit patterns.
 
-Everything is derived from the bits of the bf16 input, never from a float of it: a compiler may keep
-more than bf16 precision in a fused intermediate, and rounds it only where its bits are asked for.
+All results derive from the bits of the bf16 input and not from its float value: a compiler may keep
+more than bf16 precision in a fused intermediate, and rounds it only where code uses its bits.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ _INFINITY = 0x7F80
 _LARGEST_FINITE = 0x7F7F
 _NAN_CODE = 0x7F
 _UP_TO_SEVEN_QUARTERS = 0x1F
-"""Added to a bf16 pattern, carries into its exponent if the significand is above 1.75: 448 is
-1.75 * 2^8, so the exponent becomes that of the next power of two of amax / 448."""
+"""Added to a bf16 pattern, this carries into the exponent if the significand is above 1.75. As 448
+is 1.75 * 2^8, the exponent becomes that of amax / 448 rounded up to a power of two."""
 
 
 def bf16_bits(values: Tensor) -> Tensor:
-    """Bit patterns of bf16 values, int32."""
+    """Return the bit patterns of bf16 values, int32."""
     return values.view(torch.int16).to(torch.int32)
 
 
 def quantize(
     bits: Tensor, quant_block: int, scale_floor: int = SCALE_FLOOR
 ) -> tuple[Tensor, Tensor]:
-    """e4m3 codes of bf16 patterns, and the UE8M0 byte of every ``quant_block`` of them.
+    """Quantise bf16 patterns to e4m3 codes with one UE8M0 byte per ``quant_block`` values.
 
     Args:
         bits: int32 [..., dim], from ``bf16_bits``.
-        quant_block: Values that share a scale; divides dim.
+        quant_block: Values per scale; divides dim.
         scale_floor: Smallest scale byte.
 
     Returns:
@@ -50,7 +50,7 @@ def quantize(
 
 
 def _amax_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Pattern of the largest finite value of every block, and which values are NaN."""
+    """Return the pattern of the largest finite value of every block, and the mask of NaN values."""
     absolute = blocks & _ABSOLUTE
     is_nan = absolute > _INFINITY
     return torch.where(is_nan, 0, absolute).amax(-1, keepdim=True).clamp(
@@ -66,19 +66,19 @@ def _codes_of(scaled: Tensor, is_nan: Tensor) -> Tensor:
 _EXPONENT = 23
 _NAN_PATTERN = 0x7FC00000
 _ABOVE_SEVEN_QUARTERS = 0x1FFFFF
-"""``_UP_TO_SEVEN_QUARTERS`` of a float32 pattern."""
+"""``_UP_TO_SEVEN_QUARTERS`` for float32 patterns."""
 
 
 def quantize_blocks(
     bits: Tensor, quant_block: int, pow2: bool, min_amax: float
 ) -> tuple[Tensor, Tensor]:
-    """e4m3 codes of bf16 patterns, and the float32 scale of every ``quant_block`` of them.
+    """Quantise bf16 patterns to e4m3 codes with one float32 scale per ``quant_block`` values.
 
     Args:
         bits: int32 [..., dim], from ``bf16_bits``.
-        quant_block: Values that share a scale; divides dim.
-        pow2: Whether scales are rounded up to powers of two, 2^-126 at least.
-        min_amax: Least amax of a block.
+        quant_block: Values per scale; divides dim.
+        pow2: Whether scales are rounded up to powers of two, at least 2^-126.
+        min_amax: Minimum amax of a block.
 
     Returns:
         uint8 [..., dim] codes and float32 [..., dim // quant_block] scales. NaN becomes code 0x7F
@@ -100,41 +100,42 @@ def quantize_blocks(
 
 
 def ue8m0_values(scale: Tensor) -> Tensor:
-    """2^(byte - 127) as float32: a subnormal for byte 0, and NaN for byte 255."""
+    """Return 2^(byte - 127) as float32: a subnormal for byte 0, and NaN for byte 255."""
     pattern = scale.to(torch.int32) << _EXPONENT
     pattern = torch.where(scale == 0, 1 << (_EXPONENT - 1), pattern)
     return torch.where(scale == 255, _NAN_PATTERN, pattern).view(torch.float32)
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """2^(byte - 127) as float32: byte 0 reads as 0 and byte 255 as infinity."""
+    """Return 2^(byte - 127) as float32, but 0 for byte 0 and infinity for byte 255."""
     return (scale.to(torch.int32) << 23).view(torch.float32)
 
 
 def e4m3_values(codes: Tensor) -> Tensor:
-    """float32 values of uint8 codes."""
+    """Return the float32 values of uint8 e4m3 codes."""
     if runs_on_cpu(codes):
-        # PyTorch converts FP8 value by value, six times as slow as it looks them up
+        # PyTorch's FP8 conversion takes six times as long as a table look-up
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
         return every.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
     return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def dequantize(codes: Tensor, scale: Tensor, quant_block: int) -> Tensor:
-    """float32 values of uint8 codes [..., dim] with scale bytes [..., dim // quant_block]."""
+    """Dequantise uint8 codes [..., dim] with scale bytes [..., dim // quant_block] to float32."""
     blocks = e4m3_values(codes).unflatten(-1, (-1, quant_block))
     values: Tensor = blocks * scale_values(scale).unsqueeze(-1)
     return values.flatten(-2)
 
 
 def to_bytes(words: Tensor, size: int) -> Tensor:
-    """Little-endian bytes of the low ``size`` bytes of int32 words: [..., n] to [..., n * size]."""
+    """Split int32 words into their low ``size`` bytes, little-endian: [..., n] to [..., n *
+    size]."""
     shifts = 8 * torch.arange(size, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> shifts) & 0xFF).to(torch.uint8).flatten(-2)
 
 
 def from_bytes(stored: Tensor, size: int) -> Tensor:
-    """int32 words from little-endian bytes: [..., n * size] to [..., n]."""
+    """Assemble int32 words from little-endian bytes: [..., n * size] to [..., n]."""
     parts = stored.unflatten(-1, (-1, size)).to(torch.int32)
     words: Tensor = parts[..., 0]
     for byte in range(1, size):

@@ -49,7 +49,7 @@ def inverse_rope_group(
 ) -> Tensor:
     num_tokens, num_heads, dim = o.shape
     rotated = rotate_tail(o.to(torch.float32), positions, cos_sin_cache, inverse=True).to(o.dtype)
-    # not dense: its copy would be a kernel of its own in front of the view
+    # not dense, whose copy would be a separate kernel before the view
     return rotated.contiguous().view(num_tokens, num_groups, num_heads // num_groups * dim)
 
 
@@ -68,7 +68,7 @@ def inverse_rope_group_quantize(
 
 
 NAN_BITS = 0x7FC0
-"""What the cache holds for a NaN that comes out of the rotation: its payload is left to none."""
+"""The NaN that the cache stores for any NaN from the rotation, so that its payload is defined."""
 
 
 def _normed(q: Tensor, eps: float) -> Tensor:
@@ -77,7 +77,7 @@ def _normed(q: Tensor, eps: float) -> Tensor:
 
 
 def _rotated_bits(kv: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    """bf16 patterns, int32, of rotated keys; those of values that are not rotated untouched."""
+    """Return the bf16 patterns, int32, of rotated keys; unrotated values keep their bits."""
     first = kv.shape[1] - cos_sin_cache.shape[1]
     rope = rotate_tail(kv[:, first:].to(torch.float32), positions, cos_sin_cache)
     rope_bits = torch.where(rope.isnan(), NAN_BITS, bf16_bits(rope.to(torch.bfloat16)))

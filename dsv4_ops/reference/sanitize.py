@@ -1,5 +1,7 @@
-"""What FlashMLA and DeepGEMM do not check, in ops of torch: for GPUs without triton, and what the
-kernels in ``kernels/external/sanitize.py`` mean."""
+"""Sanitize the index lists that FlashMLA and DeepGEMM do not check.
+
+GPUs without triton run these functions; they also define the results of the kernels in
+``kernels/external/sanitize.py``."""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ from dsv4_ops.reference.common import int32_slots
 from dsv4_ops.reference.pages import locate
 
 _LARGEST_SINK = 1e30
-"""Instead of inf, which FlashMLA subtracts from the inf that is its lse of no key."""
+"""Replaces an infinite sink: for no key FlashMLA's lse is inf, and inf - inf is NaN."""
 
 
 class Listed(NamedTuple):
-    """Rows of a cache that tokens attend to: their slots, or the block table of their requests.
+    """The rows of a cache that tokens attend to, as slots or as block tables of their requests.
 
     Args:
-        indices: Slots [num_tokens, width]; or blocks [num_reqs, max_blocks].
-        lens: Rows that count, [num_tokens].
+        indices: Slots [num_tokens, width], or blocks [num_reqs, max_blocks].
+        lens: Valid rows per token, [num_tokens].
         num_blocks: Blocks of the cache.
-        block_size: Rows of a block.
+        block_size: Rows per block.
         req_indices: Request of every token, if ``indices`` are blocks.
     """
 
@@ -36,12 +38,12 @@ class Listed(NamedTuple):
     req_indices: Tensor | None = None
 
     def width(self) -> int:
-        """Rows that a token may have."""
+        """Maximum rows per token."""
         return self.indices.shape[1] * (1 if self.req_indices is None else self.block_size)
 
 
 class Prepared(NamedTuple):
-    """Lists as FlashMLA takes them: padded, and -1 where no row counts."""
+    """Lists as FlashMLA takes them: padded, with -1 for absent rows."""
 
     slots: Tensor
     lens: Tensor
@@ -53,8 +55,8 @@ class Prepared(NamedTuple):
 def list_slots(
     window: Listed, extra: Listed | None, sink: Tensor | None, multiple: int
 ) -> Prepared:
-    """Both lists, padded to a ``multiple`` of columns, lengths within their width, and a sink that
-    is finite or -inf."""
+    """Pad both lists to a ``multiple`` of columns, clamp the lengths to the widths, and make the
+    sink finite or -inf."""
     finite = finite_sink(sink)
     slots, lens = _listed(window, multiple)
     if extra is None:
@@ -63,34 +65,33 @@ def list_slots(
 
 
 def finite_sink(sink: Tensor | None) -> Tensor | None:
-    """A sink that is finite or -inf."""
+    """Return the sink with inf replaced, so that it is finite or -inf."""
     return None if sink is None else sink.clamp(max=_LARGEST_SINK).contiguous()
 
 
 def _listed(rows: Listed, multiple: int) -> tuple[Tensor, Tensor]:
     width, slots = rows.width(), rows.indices
     column = torch.arange(width, device=slots.device)
-    kept = column < rows.lens[:, None]
+    mask = column < rows.lens[:, None]
     if rows.req_indices is not None:
-        found = locate(slots, rows.req_indices[:, None], column, kept, rows.block_size)
-        slots = int32_slots(*found, rows.block_size)
+        located = locate(slots, rows.req_indices[:, None], column, mask, rows.block_size)
+        slots = int32_slots(*located, rows.block_size)
     count = sym_min(rows.num_blocks * rows.block_size, INT32_MAX)
-    kept = kept & (slots >= 0) & (slots < count)
+    mask = mask & (slots >= 0) & (slots < count)
     padded = sym_max(width + -width % multiple, multiple)
-    slots = pad(torch.where(kept, slots, ABSENT), (0, padded - width), value=ABSENT)
+    slots = pad(torch.where(mask, slots, ABSENT), (0, padded - width), value=ABSENT)
     return slots, rows.lens.clamp(0, width).contiguous()
 
 
 def no_key(lse: Tensor) -> Tensor:
-    """An lse of no key, which is inf, as -inf."""
+    """Replace the lse inf, FlashMLA's value for no key, by -inf."""
     return torch.nan_to_num(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 
 
 def list_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Blocks of every token, block 0 for those that do not exist, and how many of its rows
-    count."""
+    """Return the blocks of every token, 0 for absent ones, and its number of valid rows."""
     real = (req_indices >= 0) & (req_indices < block_table.shape[0])
     pages = block_table[torch.where(real, req_indices, 0)]
     pages = torch.where((pages >= 0) & (pages < num_blocks) & real[:, None], pages, 0)
@@ -100,9 +101,11 @@ def list_pages(
 def compact_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Blocks of every token that exist, one behind the other, and how many rows are on them: for
-    what cannot skip a block. Behind them, and without any, block 0; one column at least. The last
-    block stays last, the only one that may not be full."""
+    """Compact the existing blocks of every token, for libraries that cannot skip a block; also
+    return the rows on these blocks.
+
+    The result is padded with block 0 and has at least one column. The last block, the only one that
+    may be partly full, stays last."""
     width, columns = block_table.shape[1], sym_max(block_table.shape[1], 1)
     column = torch.arange(width, device=lens.device)
     real = (req_indices >= 0) & (req_indices < block_table.shape[0])
@@ -111,9 +114,9 @@ def compact_pages(
     rows = (lens[:, None] - column * block_size).clamp(0, block_size)
     exists = (rows > 0) & (entries >= 0) & (entries < num_blocks)
     place = torch.where(exists, exists.cumsum(1) - 1, columns)
-    found = entries.new_zeros((entries.shape[0], columns + 1))
-    found = found.scatter(1, place, torch.where(exists, entries, 0))[:, :-1]
-    return found.contiguous(), torch.where(exists, rows, 0).sum(1).to(torch.int32)
+    compact = entries.new_zeros((entries.shape[0], columns + 1))
+    compact = compact.scatter(1, place, torch.where(exists, entries, 0))[:, :-1]
+    return compact.contiguous(), torch.where(exists, rows, 0).sum(1).to(torch.int32)
 
 
 def fill_absent(
@@ -124,8 +127,8 @@ def fill_absent(
     num_blocks: int,
     block_size: int,
 ) -> Tensor:
-    """-inf for rows that do not count, and on blocks that do not exist."""
+    """Set the logits of invalid rows, and of rows on absent blocks, to -inf."""
     row = torch.arange(logits.shape[1], device=logits.device)
-    wanted = row < counted[:, None]
-    pages, _ = locate(block_table, req_indices[:, None], row, wanted, block_size)
+    in_count = row < counted[:, None]
+    pages, _ = locate(block_table, req_indices[:, None], row, in_count, block_size)
     return torch.where((pages >= 0) & (pages < num_blocks), logits, -torch.inf)

@@ -1,4 +1,4 @@
-"""Slots of the compressed rows that a step completes."""
+"""Compute the slots of the compressed rows that a step completes."""
 
 from __future__ import annotations
 

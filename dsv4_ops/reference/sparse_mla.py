@@ -42,11 +42,11 @@ def sparse_mla_plan(
 def splits(
     swa_lens: Tensor, extra_lens: Tensor | None, programs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Order the tokens, those of several splits before all others, then longer ones first.
+    """Order the tokens: those with several splits first, then by decreasing length.
 
     Returns:
-        The tokens in that order, their numbers of splits, and the exclusive sums of their extra
-        splits, the total last; int32."""
+        The tokens in that order, their numbers of splits, and the exclusive prefix sums of their
+        extra splits, with the total at the end; int32."""
     tiles = _tiles(swa_lens)
     if extra_lens is not None:
         tiles = tiles + _tiles(extra_lens)
@@ -63,11 +63,12 @@ def _tiles(lens: Tensor) -> Tensor:
 
 
 def _split_size(tiles: Tensor, programs: int) -> Tensor:
-    """Choose the size, in tiles of keys, that is expected to take the least time.
+    """Choose the split size, in key tiles, with the least expected time.
 
-    The sizes are some from the mean on that leave no more extra splits than free programs, or than
-    a share of all. Their time is that of one split, or of a program's share of all splits with
-    their starts, and of combining them. Of equals the smallest."""
+    Candidates start at the mean size. Each must need no more extra splits than there are free
+    programs, or than a fixed share of all programs. The expected time is that of one split, or of a
+    program's share of all splits with their start-up costs, plus the time to combine them. Ties go
+    to the smallest size."""
     total, num_tokens = tiles.sum(), tiles.shape[0]
     mean = ((total + programs - 1) // programs).clamp(min=1)
     longest = pad(tiles, (0, 1)).amax().clamp(min=1)
@@ -84,9 +85,11 @@ def _split_size(tiles: Tensor, programs: int) -> Tensor:
 
 
 def rows(order: Tensor, counts: Tensor, places: Tensor, index: Tensor) -> Tensor:
-    """Lay out the plan: first splits of tokens that have several, their extra splits, the other
-    tokens, -1 for none. Of an extra split ``places`` is the token's place in ``order`` and
-    ``index`` the number of extra splits of the token before it."""
+    """Lay out the plan: the first splits of tokens with several, their extra splits, the other
+    tokens, then rows of -1.
+
+    For an extra split, ``places`` is its token's place in ``order``, and ``index`` counts the
+    token's extra splits before it."""
     num_tokens = counts.shape[0]
     place = torch.arange(num_tokens, dtype=torch.int32, device=counts.device)
     places = torch.cat([place, places])
@@ -97,13 +100,13 @@ def rows(order: Tensor, counts: Tensor, places: Tensor, index: Tensor) -> Tensor
     before = torch.where(counts > 1, shared.cumsum(0).to(torch.int32) - shared, 0)
     exists, place = places >= 0, places.clamp(min=0)
     columns = (take(order, place), split, take(counts, place), take(before, place))
-    found = torch.stack([torch.where(exists, column, -1) for column in columns], 1)
+    plan = torch.stack([torch.where(exists, column, -1) for column in columns], 1)
     several, extra = (counts > 1).sum(), (counts - 1).sum()
-    row = torch.arange(found.shape[0], device=counts.device)
+    row = torch.arange(plan.shape[0], device=counts.device)
     whole = (row >= several + extra) & (row < num_tokens + extra)
     behind = (row >= several) & (row < several + extra)
     row = torch.where(behind, row + num_tokens - several, torch.where(whole, row - extra, row))
-    return found.index_select(0, row)
+    return plan.index_select(0, row)
 
 
 def flash_mla_metadata(
@@ -114,9 +117,11 @@ def flash_mla_metadata(
     extra_width: int,
     num_sm_parts: int,
 ) -> Tensor:
-    """A token takes a place for each of its blocks and for its overhead, one token behind the
-    other, so that a place says both token and block. From where a part begins follows where it
-    ends, and with that where the next one begins."""
+    """Number the work of all tokens consecutively: a token takes one place per block, and places
+    for its overhead.
+
+    A place therefore determines token and block. The start of a part determines its end, and so the
+    start of the next part."""
     num_tokens = swa_lens.shape[0]
     blocks = _blocks(swa_lens, swa_width).clamp(min=1)
     most = _blocks_of(swa_width)
@@ -127,7 +132,7 @@ def flash_mla_metadata(
     last = first[-1]
     payload = (last + num_sm_parts - 1) // num_sm_parts + PART_OVERHEAD
     place = torch.arange(num_tokens * (most + PART_OVERHEAD) + 1, device=first.device)
-    # the largest first place of a token up to each place
+    # the largest token start up to each place
     floor = torch.zeros_like(place).index_copy(0, first, first).cummax(0).values
     reached = (place + payload).clamp(max=last)
     after = torch.maximum(reached - PART_OVERHEAD, floor.index_select(0, reached))
@@ -142,7 +147,7 @@ def flash_mla_metadata(
     whole = first.index_select(0, (stop + 1).clamp(max=num_tokens)) - first.index_select(0, stop)
     whole = (whole - PART_OVERHEAD).clamp(min=0)
     end_block = torch.where(block[1:] > 0, block[1:], whole)
-    # parts that begin inside of the token, up to this one
+    # parts that begin inside the token, up to this one
     inside = (begin > first.index_select(0, begin_token)[:, None]) & (begin <= begin[:, None])
     splits = torch.where(begin_block > 0, inside.sum(1), 0)
     cut_before, cut_behind = begin_block > 0, end_block != whole
@@ -170,13 +175,12 @@ def _blocks(lens: Tensor, width: int) -> Tensor:
 
 
 def _blocks_of(width: int) -> int:
-    """Most blocks of a list of ``width`` columns, at least one."""
+    """Return the maximum blocks of a list of ``width`` columns, at least one."""
     return sym_max((width + KEY_TILE - 1) // KEY_TILE, 1)
 
 
 def _iterate(after: Tensor, count: int) -> Tensor:
-    """0, after[0], after[after[0]] and so on, ``count`` times: by powers of two of the function, as
-    places for all at once."""
+    """Compute 0, after[0], after[after[0]] and so on, ``count`` values, by pointer doubling."""
     index = torch.arange(count + 1, device=after.device)
     place = torch.zeros_like(index)
     for bit in range(count.bit_length()):
@@ -186,48 +190,49 @@ def _iterate(after: Tensor, count: int) -> Tensor:
 
 
 def listed(indices: Tensor, lens: Tensor) -> Tensor:
-    """Which entries of ``indices`` are among the first ``lens`` of their row and name a row."""
+    """Flag the entries of ``indices`` that are among the first ``lens`` of their row and not -1."""
     column = torch.arange(indices.shape[1], device=indices.device)
     return (column < lens[:, None]) & (indices >= 0)
 
 
 class KeyCache(NamedTuple):
-    """A paged cache of keys: its blocks, the rows of a block, and its layout."""
+    """A paged cache of keys: its blocks, the rows per block, and its layout."""
 
     blocks: Tensor
     block_size: int
     layout: str
 
     def at(self, pages: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [..., head_dim] at (block, row) and which of them exist; zeros for the others."""
+        """Return the keys [..., head_dim] at (block, row), zeros for absent ones, and their
+        mask."""
         exists = (pages >= 0) & (pages < self.blocks.shape[0])
         bits = row_bits(self.blocks, pages, rows, block_size=self.block_size, layout=self.layout)
         dtype = self.blocks.dtype if self.layout == "plain" else torch.bfloat16
         return bits.view(dtype), exists
 
     def listed(self, indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [num_tokens, width, head_dim] of the listed slots, and which of them exist."""
-        wanted = listed(indices, lens)
-        slots = torch.where(wanted, indices, 0)
-        return self.at(torch.where(wanted, slots // self.block_size, -1), slots % self.block_size)
+        """Return the keys [num_tokens, width, head_dim] of the listed slots, and their mask."""
+        mask = listed(indices, lens)
+        slots = torch.where(mask, indices, 0)
+        return self.at(torch.where(mask, slots // self.block_size, -1), slots % self.block_size)
 
     def of_requests(
-        self, req_indices: Tensor, block_table: Tensor, positions: Tensor, wanted: Tensor
+        self, req_indices: Tensor, block_table: Tensor, positions: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keys of the wanted positions of every token's request, and which of them exist."""
+        """Return the keys at unmasked positions of every token's request, and their mask."""
         request = req_indices[:, None]
-        pages, rows = locate(block_table, request, positions, wanted, self.block_size)
+        pages, rows = locate(block_table, request, positions, mask, self.block_size)
         return self.at(pages, rows.expand(pages.shape))
 
     def num_rows(self, block_table: Tensor) -> int:
-        """Rows that a request may have."""
+        """Return the maximum rows of a request."""
         return block_table.shape[1] * self.block_size
 
 
 def paged_keys(
     cache: KeyCache, lens: Tensor, req_indices: Tensor, block_table: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Keys of the first ``lens`` rows of every token's request, and which of them exist."""
+    """Return the keys of the first ``lens`` rows of every token's request, and their mask."""
     row = torch.arange(cache.num_rows(block_table), device=lens.device)
     return cache.of_requests(req_indices, block_table, row, row < lens[:, None])
 
@@ -235,11 +240,11 @@ def paged_keys(
 def attend(
     q: Tensor, keys: Tensor, exists: Tensor, attn_sink: Tensor | None, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, largest logit and log-sum-exp of [num_tokens, num_heads, head_dim] queries over
-    [num_tokens, num_keys, head_dim] keys.
+    """Compute output, largest logit and log-sum-exp of queries [num_tokens, num_heads, head_dim]
+    over keys [num_tokens, num_keys, head_dim].
 
-    Sums in float32; of a bf16 query the weights are rounded to bf16 before they meet the values, as
-    the tensor cores have them.
+    Sums are in float32. For bf16 queries P is rounded to bf16 before the product with the values,
+    as on tensor cores.
     """
     values = keys.to(torch.float32)
     logits = torch.matmul(q.to(torch.float32), values.mT) * softmax_scale
@@ -272,7 +277,7 @@ def over_both(
 def apply_inverse_rope(
     attended: SparseMla, positions: Tensor | None, cos_sin_cache: Tensor | None
 ) -> SparseMla:
-    """The output with the end of every head rotated back, as ``inverse_rope_group`` does."""
+    """Apply inverse RoPE to the end of every head, like ``inverse_rope_group``."""
     if positions is None or cos_sin_cache is None:
         return attended
     out, lse = attended
@@ -359,11 +364,12 @@ def sparse_mla_gathered(
 def window_keys(
     cache: KeyCache, positions: Tensor, req_indices: Tensor, block_table: Tensor, window_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys [num_tokens, window_size, head_dim] up to every token's own, and which exist."""
+    """Return the keys [num_tokens, window_size, head_dim] up to every token's own, and their
+    mask."""
     back = torch.arange(1 - window_size, 1, device=positions.device)
-    wanted = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
-    place = torch.where(wanted, positions[:, None] + back, -1)
-    return cache.of_requests(req_indices, block_table, place, wanted)
+    mask = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
+    place = torch.where(mask, positions[:, None] + back, -1)
+    return cache.of_requests(req_indices, block_table, place, mask)
 
 
 def compressed_keys(
@@ -374,14 +380,15 @@ def compressed_keys(
     block_table: Tensor,
     compress_ratio: int,
 ) -> tuple[Tensor, Tensor]:
-    """Keys of the selected rows, or of all of the block table, and which of them a token sees."""
+    """Return the keys of the selected rows, or of the whole block table, and the mask of those that
+    a token sees."""
     if topk_indices is None:
         row = torch.arange(cache.num_rows(block_table), device=positions.device)[None, :]
     else:
         row = topk_indices.long()
     visible = visible_rows(positions, compress_ratio)[:, None]
-    wanted = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
-    return cache.of_requests(req_indices, block_table, row, wanted & (row >= 0) & (row < visible))
+    mask = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
+    return cache.of_requests(req_indices, block_table, row, mask & (row >= 0) & (row < visible))
 
 
 def sparse_mla_prefill(

@@ -1,4 +1,4 @@
-"""Residual streams between blocks (hyper-connections): mixed, weighed, collapsed and normalised."""
+"""Hyper-connections: mix, weight, collapse and normalise the residual streams between blocks."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def hyper_connection(
     collapsed = ((pre.sigmoid() + eps)[..., None] * values).sum(1).to(streams.dtype)
     x = _normed(collapsed.to(torch.float32), norm_eps) * norm_weight
     next_mix = sinkhorn(logits, num_streams=count, iterations=iterations, eps=eps)
-    found = (written, 2 * after.sigmoid(), next_mix, x.to(streams.dtype))
-    return HyperConnection(*(dense(each) for each in found))
+    results = (written, 2 * after.sigmoid(), next_mix, x.to(streams.dtype))
+    return HyperConnection(*(dense(each) for each in results))
 
 
 def mixed(post: Tensor, mix: Tensor, out: Tensor, streams: Tensor) -> Tensor:
-    """``post`` times the block's output, plus the streams through the transposed ``mix``."""
+    """Return ``post`` times the block's output, plus the streams times the transposed ``mix``."""
     added = post.float()[..., None] * out.float()[..., None, :]
-    # few streams: pointwise ops fuse with their neighbours, a matmul would not
-    kept = (mix.float()[..., None] * streams.float()[..., None, :]).sum(-3)
-    return (added + kept).to(streams.dtype)
+    # there are few streams, and pointwise ops fuse with their neighbours, unlike a matmul
+    residual = (mix.float()[..., None] * streams.float()[..., None, :]).sum(-3)
+    return (added + residual).to(streams.dtype)
 
 
 def _normed(values: Tensor, eps: float) -> Tensor:

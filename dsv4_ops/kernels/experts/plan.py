@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_ops.core.tiles import plan_blocks
-from dsv4_ops.core.types import ExpertPlan
+from dsv4_ops.core.types import ExpertPlan, max_expert_blocks
 from dsv4_ops.kernels.launcher import Launcher
 
 PAIR = tl.constexpr(2**24)
@@ -102,7 +101,7 @@ def expert_plan(
     is the expert plus PAIR, and that of the second is -1."""
     num_tokens, topk = topk_ids.shape
     num_rows = num_tokens * topk
-    capacity = plan_blocks(num_rows, num_experts, block_size)
+    capacity = max_expert_blocks(num_rows, num_experts, block_size)
     sorted_rows = topk_ids.new_empty((capacity * block_size,))
     expert_of_block = topk_ids.new_empty((capacity,))
     num_blocks = topk_ids.new_empty((1,))
