@@ -14,8 +14,7 @@ def write(path: str, family: str, seed: int, shards: int) -> None:
     """Write ``dsv4_ops.testing.checkpoint.TINY`` with random weights.
 
     Raises:
-        ValueError: the folder has a checkpoint, which somebody may want to keep, or a number of
-            shards below 1.
+        ValueError: the folder already has a checkpoint, or the number of shards is below 1.
     """
     if any((Path(path) / name).exists() for name in (CONFIG, INDEX, WHOLE)):
         raise argument_error(
@@ -29,11 +28,11 @@ def write(path: str, family: str, seed: int, shards: int) -> None:
 
 
 def describe(path: str) -> str:
-    """Check all of a checkpoint, and say what it is.
+    """Check all of a checkpoint, and describe it.
 
     Raises:
-        ValueError: what is not as released, by name.
-        NotImplementedError: another architecture.
+        ValueError: a tensor or setting is not as released; the message names it.
+        NotImplementedError: the checkpoint is of another architecture.
     """
     info = check_checkpoint(path, codes=True)
     lines = [

@@ -1,4 +1,4 @@
-"""What this machine and installation can do: ``collect``, ``render`` and ``healthy``.
+"""Report the capabilities of this machine and installation: ``collect``, ``render``, ``healthy``.
 
 A probe that fails becomes a line with its error and a problem, never an exception.
 """
@@ -25,7 +25,7 @@ Problems = list[str]
 _CHILD_SECONDS = 300
 _LIBSTDCXX = "libstdc++.so"
 FAMILIES = ("DeepSeek-V4", "DeepSeek-V3")
-"""Families whose step ``dsv4_ops.cli.steps`` compiles."""
+"""Model families whose decode step ``dsv4_ops.cli.steps`` compiles."""
 _PROBE_SOURCE = """#include <stdexcept>
 extern "C" void dsv4_ops_probe(int fail) { if (fail) throw std::runtime_error("probe"); }
 """
@@ -41,8 +41,8 @@ def collect(*, steps: bool = True, selftest: bool = False) -> dict[str, Any]:
             Takes seconds.
 
     Returns:
-        One entry per section; ``warnings``, what was not tested; and ``problems``: what is wrong
-        and what to do about it.
+        One entry per section; ``warnings`` about untested releases; and ``problems``, with their
+        remedies.
     """
     problems: Problems = []
     warnings: list[str] = []
@@ -84,7 +84,7 @@ def healthy(report: dict[str, Any]) -> bool:
 
 
 def render(report: dict[str, Any]) -> str:
-    """``report`` as text."""
+    """Render ``report`` as text."""
     lines = []
     for name, section in report.items():
         if name in ("problems", "warnings"):
@@ -132,7 +132,8 @@ def _torch(problems: Problems) -> Section:
 
 
 def _versions(problems: Problems, warnings: list[str]) -> Section:
-    """Whether these releases of torch and transformers were tested together, and which were."""
+    """Report whether these releases of torch and transformers were tested together, and which
+    were."""
     import torch
 
     from dsv4_ops.core import versions
@@ -218,7 +219,7 @@ def _providers(problems: Problems, load: bool) -> Section:
 
 
 def _tensorrt(problems: Problems) -> Section:
-    """Which torch-tensorrt and TensorRT are there, and what of this package works with them."""
+    """Report the installed torch-tensorrt and TensorRT, and which features work with them."""
     from dsv4_ops.dispatch import tensorrt
     from dsv4_ops.dispatch.probes import distribution_version, probe
 
@@ -310,14 +311,14 @@ def selftest() -> None:
 
 
 def _selftest_outcome() -> str:
-    """``selftest`` in a fresh process without caches: its first compile must be lowered."""
+    """Run ``selftest`` in a fresh process without caches, whose first compile must be lowered."""
     code = "import dsv4_ops.cli.doctor as d; d.selftest()"
     status, _, message = _child(["-c", code], TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     return f"exit status {status}: {message}" if status else "passed"
 
 
 def _child(arguments: list[str], **environment: str) -> tuple[int, str, str]:
-    """Exit status of a fresh Python, what it printed, and the error that it ended with."""
+    """Run a fresh Python; return its exit status, its output and its final error."""
     try:
         child = subprocess.run(
             [sys.executable, *arguments],
@@ -402,7 +403,7 @@ def _aot_inductor(problems: Problems) -> Section:
 
 
 def linked_libraries(compiler: str) -> list[str]:
-    """Libraries that a C++ shared library built with ``compiler`` needs at load.
+    """List the libraries that a C++ shared library built with ``compiler`` loads.
 
     Args:
         compiler: The compiler's command, options allowed.

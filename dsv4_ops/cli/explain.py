@@ -33,10 +33,10 @@ def explain(op: str | None = None) -> str:
 
 
 def records(op: str | None = None) -> list[dict[str, Any]]:
-    """``explain`` as JSON-compatible values.
+    """Return the content of ``explain`` as JSON-compatible values.
 
-    Per op: what runs it on CUDA and elsewhere, and its libraries, each with the sizes from which it
-    is chosen and whether it is usable here.
+    Each op has its implementation on CUDA and elsewhere, and its libraries with the sizes from
+    which "auto" chooses them and whether they are usable here.
 
     Raises:
         ValueError: as ``explain``.

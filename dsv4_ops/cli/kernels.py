@@ -1,8 +1,8 @@
-"""Registers, spills and shared memory of every kernel, from its cubin; needs no GPU.
+"""Report registers, spills and shared memory of every kernel from its cubin; needs no GPU.
 
-Each launcher is called with meta tensors of typical sizes and a ``launch`` that takes the arguments
-down instead of launching; what Triton would specialise on is then compiled for the architecture
-asked for, and read with the ptxas that Triton brings.
+Each launcher is called with meta tensors of typical sizes and a ``launch`` that records the
+arguments. The kernel is then compiled with Triton's specialisation of these arguments for the
+requested architecture, and read with Triton's own ptxas.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SPILLS_OF = {
     },
     (3, 9): {"select_logits_kernel": 16, "hopper_mla_decode_kernel": 584},
 }
-"""Allowed spill bytes instead, by the first release of Triton that spills so, up to the next here;
-of dense MLA over scaled FP8 rows."""
+"""Allowed spill bytes of dense MLA over scaled FP8 rows instead, by the first release of Triton
+that spills so, up to the next one listed."""
 
 _SPILLED = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
 _USAGE = re.compile(_SPILLED + r".*?Used (\d+) registers", re.S)
@@ -56,7 +56,7 @@ _USAGE = re.compile(_SPILLED + r".*?Used (\d+) registers", re.S)
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What one kernel needs.
+    """The resources that a kernel needs.
 
     Args:
         op: Op whose launcher launches it.
@@ -83,10 +83,10 @@ class _Launch:
 
 
 _C4_LAYOUTS = (MainLayout, MainLayout, IndexerLayout)
-"""Of the window, of compressed rows and of the indexer's keys."""
+"""Block sizes of the window, of compressed rows and of the indexer's keys."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of an op, and those that it takes by keyword."""
+"""Positional and keyword arguments of an op."""
 
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -250,7 +250,7 @@ def _indexer(*between: Tensor, **settings: Any) -> Call:
 def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> Call:
     """Arguments of ``fp8_linear``, or of ``fp8_grouped_linear``: 4096 x 4096."""
     lead = (count, num_groups) if num_groups else (count,)
-    lead = lead[::-1] if quantized else lead  # groups come first then
+    lead = lead[::-1] if quantized else lead  # groups come first for quantised x
     x = _codes(*lead, 4096) if quantized else _halves(*lead, 4096)
     x_scale = _floats(*lead, 32) if quantized else None
     tensors = (x, _codes(4096, 4096), _floats(32, 32), x_scale)
@@ -454,12 +454,12 @@ def recorded(
 
 def compiled(launch: _Launch, capability: int) -> Any:
     """Compile the kernel as Triton would for these arguments."""
-    arguments = [_known(value) for value in launch.args]
+    arguments = [_specialised(value) for value in launch.args]
     return compile.compiled(launch.kernel, arguments, launch.kwargs, capability)
 
 
-def _known(value: Any) -> Argument | int:
-    """Triton specialises an argument of value 1 to a constant."""
+def _specialised(value: Any) -> Argument | int:
+    """Describe an argument as Triton does, which specialises 1 to a constant."""
     if isinstance(value, Tensor):
         return Argument.tensor(value.dtype)
     return 1 if value == 1 else Argument.number(value)
@@ -468,7 +468,7 @@ def _known(value: Any) -> Argument | int:
 def report(capability: int = 90, progress: Callable[[str], object] = str) -> list[KernelReport]:
     """Compile every kernel for a compute capability and read its resource usage.
 
-    90 is H100 and H200; ``progress`` is told which kernel is next.
+    90 is H100 and H200. ``progress`` is called with the next kernel's name.
     """
     reports, cases = [], examples()
     where = divmod(capability, 10)
@@ -493,8 +493,8 @@ def report(capability: int = 90, progress: Callable[[str], object] = str) -> lis
 def launches(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
 ) -> list[_Launch]:
-    """Return the launches of any GPU, then those of capability ``where`` alone: of other kernels,
-    or with other constants."""
+    """Return the launches common to all GPUs, then those of capability ``where`` alone, with other
+    kernels or constants."""
     anywhere = recorded(op, args, settings)
     all_launches = [(each.kernel, each.kwargs) for each in anywhere]
     device_launches = recorded(op, args, settings, where)
@@ -504,7 +504,7 @@ def launches(
 
 
 def _usage(kernel: Any, capability: int) -> tuple[int, int]:
-    """Spilled bytes and registers per thread."""
+    """Read spilled bytes and registers per thread."""
     architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
@@ -524,7 +524,7 @@ def _usage(kernel: Any, capability: int) -> tuple[int, int]:
 
 
 def spilling(reports: list[KernelReport]) -> list[KernelReport]:
-    """Kernels that spill more than ``SPILLS`` and ``SPILLS_OF`` allow."""
+    """Return the kernels that spill more than ``SPILLS`` and ``SPILLS_OF`` allow."""
     granted = SPILLS | SPILLS_OF[max(since for since in SPILLS_OF if since <= version())]
     return [item for item in reports if item.spills > granted.get(item.kernel, 0)]
 

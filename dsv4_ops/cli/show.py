@@ -21,7 +21,8 @@ _ROOT = Path(dsv4_ops.__file__).resolve().parent.parent
 
 
 def rows() -> list[tuple[str, ...]]:
-    """One row per op: name, kind of lowering on CPU and CUDA, providers, dynamic dimensions."""
+    """Return one row per op: name, kind of lowering on CPU and CUDA, providers, dynamic
+    dimensions."""
     return [
         (
             name,
@@ -35,7 +36,7 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def records() -> list[dict[str, Any]]:
-    """``rows`` as JSON-compatible values."""
+    """Return ``rows`` as JSON-compatible values."""
     return [
         {
             "op": name,
@@ -48,12 +49,12 @@ def records() -> list[dict[str, Any]]:
 
 
 def table() -> str:
-    """``rows`` in columns."""
+    """Format ``rows`` in columns."""
     return columns([_HEADER, *rows()])
 
 
 def columns(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells, padded to the same widths."""
+    """Format lines of cells, padded to the same widths."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -62,7 +63,7 @@ def columns(lines: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table() -> str:
-    """``rows`` as a Markdown table."""
+    """Format ``rows`` as a Markdown table."""
     lines = [_HEADER, ("---",) * len(_HEADER)]
     lines += [(f"`{name}`", *cells) for name, *cells in rows()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -100,7 +101,7 @@ def facts(name: str) -> dict[str, str]:
 
 
 def describe(name: str) -> str:
-    """``facts`` for people.
+    """Format ``facts`` as text.
 
     Raises:
         ValueError: as ``facts``.
@@ -113,13 +114,13 @@ def describe(name: str) -> str:
 
 
 def _signature(function: Any) -> str:
-    """As in the source: postponed annotations are strings, and would print with quotes."""
+    """Return the signature as in the source; postponed annotations would print with quotes."""
     name: str = function.__name__
     return name + re.sub(r"'([^']*)'", r"\1", str(inspect.signature(function)))
 
 
 def _place(spec: OpSpec, layer: str) -> str:
-    """file:line of what ``layer`` holds for the op, and of the functions inside it."""
+    """Return file:line of the op's implementation in ``layer``, and of the functions inside it."""
     try:
         entry = spec.implementation(layer)
     except (ImportError, AttributeError) as error:
@@ -136,7 +137,7 @@ def _place(spec: OpSpec, layer: str) -> str:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     for part in ("function", "cases", "make", "strategy"):
         function = getattr(value, part, None)
-        if inspect.isfunction(function):  # no method: all ops share it
+        if inspect.isfunction(function):  # methods do not count: all ops share them
             yield part, function
 
 
@@ -146,7 +147,7 @@ def _line(function: Any) -> str:
 
 
 def _assignment(module: str, name: str) -> str:
-    """file:line of ``name = ...`` in a loaded module."""
+    """Return file:line of ``name = ...`` in a loaded module."""
     file = inspect.getsourcefile(sys.modules[module])
     assignment = re.compile(rf"{name}\s*(:.*)?=")
     for number, line in enumerate(Path(file or "").read_text().splitlines(), 1):

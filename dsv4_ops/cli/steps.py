@@ -1,5 +1,7 @@
-"""A decode step of a tiny model of each family, eager and under ``torch.compile``: what ``doctor``
-runs in a process of its own, as ``python -m dsv4_ops.cli.steps FAMILY`` shows its traceback."""
+"""Run a decode step of a tiny model of each family, eager and compiled.
+
+``doctor`` runs it in a separate process; ``python -m dsv4_ops.cli.steps FAMILY`` shows a
+traceback."""
 
 from __future__ import annotations
 
@@ -23,18 +25,18 @@ _WITHIN = 1e-4
 
 @torch.no_grad()
 def check(family: str) -> float:
-    """Seconds that it takes to compile a step of ``family``, without Inductor's code.
+    """Return the seconds to compile a step of ``family``, without Inductor's code.
 
     Raises:
         RuntimeError: the compiled step has other logits than the eager one.
-        Exception: what building, patching and compiling raise.
+        Exception: an error of building, patching or compiling.
     """
     model = v4.patch(_MAKE[family](), kv="fp32", precision="reference")
     start = time.perf_counter()
     compiled = torch.compile(v4.decode_step, fullgraph=True, backend="eager")
     actual, expected = _logits(model, compiled), _logits(model, v4.decode_step)
     difference = (actual - expected).abs().max().item()
-    if not difference <= _WITHIN:  # NaN is not
+    if not difference <= _WITHIN:  # also true for NaN
         raise RuntimeError(f"logits of the compiled step differ from the eager one by {difference}")
     return time.perf_counter() - start
 
