@@ -41,7 +41,7 @@ def differences(
     tokens = finishing.nonzero()[:, 0]
     case = _case(settings, args, expected[0], tokens)
     ours, baseline = (results[1].cpu() for results in (actual, expected))
-    *values, rest = zip(*(cases.readable(case, [c]) for c in (ours, baseline)), strict=True)
+    *values, rest = zip(*(cases.decode(case, [c]) for c in (ours, baseline)), strict=True)
     wrong = differing_bytes(rest[:1], rest[1:])
     if wrong:
         return f"{wrong} bytes around the compressed rows differ from the reference"

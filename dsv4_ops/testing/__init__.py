@@ -25,7 +25,7 @@ __all__ = ["Case", "OpTesting", "assert_contract", "batches", "cases_of", "op_te
 
 
 def op_testing(op: str) -> OpTesting:
-    """Cases, configurations and strategy of the op called ``op``."""
+    """Return the cases, configurations and strategy of an op."""
     from dsv4_ops.core.registry import OPS
 
     if op not in OPS:
@@ -33,17 +33,17 @@ def op_testing(op: str) -> OpTesting:
             f"op_testing: op must be a name in the registry, got {op!r}. See `python -m dsv4_ops "
             "list`."
         )
-    found: OpTesting = OPS[op].implementation("testing")
-    return found
+    cases: OpTesting = OPS[op].implementation("testing")
+    return cases
 
 
 def cases_of(op: str) -> list[Case]:
-    """Named cases of ``op``, those with hand-computed results first."""
+    """Return the named cases of an op, those with hand-computed results first."""
     return op_testing(op).cases()
 
 
 def strategy(op: str) -> SearchStrategy[Case]:
-    """Hypothesis strategy of calls of ``op`` over batch structure and configuration."""
+    """Return a Hypothesis strategy of calls over batch structure and settings."""
     return op_testing(op).strategy()
 
 
@@ -51,5 +51,5 @@ def assert_contract(op: str, **settings: Any) -> None:
     """Run the contract of ``op``.
 
     See ``dsv4_ops.testing.contract.checks.assert_contract``."""
-    # by name: the contract is the top layer, this package near the bottom
+    # imported by name, because the contract is in a higher layer than this package
     importlib.import_module("dsv4_ops.testing.contract.checks").assert_contract(op, **settings)

@@ -1,4 +1,4 @@
-"""Test cases of an op, and how its results are compared."""
+"""Test cases of an op, and the comparison of its results."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ class Case:
         return Case(self.name, copies, self.settings, self.expected)
 
     def run(self, op: Callable[..., Any], mutated: Sequence[int] = ()) -> tuple[Tensor, ...]:
-        """Call ``op`` with clones of the tensors; results, then the arguments that it writes to."""
+        """Call ``op`` with clones of the tensors; return its results, then the mutated
+        arguments."""
         tensors = self.copy().tensors
         result = op(*tensors, **self.settings)
         return results(result, *(tensors[index] for index in mutated))
 
 
 Make = Callable[[Draw, dict[str, Any], int], Case]
-"""How a call is sampled: ``OpTesting.make``."""
+"""The function that samples a call: ``OpTesting.make``."""
 
 
 def tensor_names(reference: Callable[..., Any]) -> tuple[str, ...]:
-    """Tensor arguments of an op, in order: those in front of its settings."""
+    """Return the names of an op's tensor arguments, in order: those before its settings."""
     parameters = inspect.signature(reference).parameters.values()
     return tuple(each.name for each in parameters if each.kind is not each.KEYWORD_ONLY)
 
@@ -73,7 +74,7 @@ class Exact(NamedTuple):
 
 @dataclass(frozen=True)
 class OpTesting:
-    """How an op is tested.
+    """The cases, configurations and sampler of an op's tests.
 
     Args:
         cases: Named cases; at least one with a hand-computed result.
@@ -81,26 +82,26 @@ class OpTesting:
         make: (draw, settings, min_size) -> Case: one sampled call for a configuration. ``draw`` is
             that of hypothesis, with methods for most of what calls need. ``min_size`` 2 avoids
             sizes that torch.compile specialises on.
-        precise: (*tensors, **settings) -> for each result, then each written argument, its float64
-            value, or None where every implementation must match the reference bit for bit. Errors
+        precise: (*tensors, **settings) -> for each result, then each mutated argument, its float64
+            value, or None if every implementation must match the reference bit for bit. Errors
             may be 1.5 times those of the reference or of one rounding. None: all results are exact.
-        readable: (case, outcome) -> the outcome as tensors that ``precise`` describes, for bytes
+        decode: (case, outcome) -> the outcome as tensors that ``precise`` describes, for bytes
             that encode floats, such as the codes of a quantised row.
-        determined: Whether a call has a unique outcome, for ops that do not define what they read
-            where they also write; by default every call has. Sampled calls must have.
+        determined: Whether a call has a unique outcome, for ops whose reads and writes may overlap;
+            by default every call has one. Sampled calls must have one.
     """
 
     cases: Callable[[], list[Case]]
     settings: tuple[dict[str, Any], ...]
     make: Make
     precise: Callable[..., tuple[Exact | None, ...]] | None = None
-    readable: Callable[[Case, Sequence[Tensor]], Sequence[Tensor]] = lambda case, outcome: outcome
+    decode: Callable[[Case, Sequence[Tensor]], Sequence[Tensor]] = lambda case, outcome: outcome
     determined: Callable[[Case], bool] = lambda case: True
 
     def strategy(
         self, *, settings: dict[str, Any] | None = None, min_size: int = 0
     ) -> SearchStrategy[Case]:
-        """Strategy of calls over batch structure, for one configuration or all of them."""
+        """Return a strategy of calls over batch structure, for one configuration or all of them."""
 
         def call(draw: Draw) -> Case:
             chosen = settings if settings is not None else draw.one_of(*self.settings)
@@ -110,7 +111,7 @@ class OpTesting:
 
 
 def results(result: Any, *written: Tensor | None) -> tuple[Tensor, ...]:
-    """Results of a call as a tuple, followed by the arguments that it wrote to."""
+    """Return the results of a call as a tuple, followed by its mutated arguments."""
     returned = () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
     return (*returned, *(tensor for tensor in written if tensor is not None))
 

@@ -4,9 +4,9 @@
 
     write_checkpoint("tiny-v4")  # 427 tensors, 13.7 MiB; or: python -m dsv4_ops checkpoint tiny-v4
 
-Weights are random, and sampled so that errors show: scales of neighbouring blocks differ by up to
-2^7, a block holds nothing but zeros, blocks reach the largest code, and no two experts, norms or
-sinks are alike.
+Weights are random and sampled so that errors show: scales of neighbouring blocks differ by up to
+2^7, a block is all zeros, blocks reach the largest code, and no two experts, norms or sinks are
+alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAMILIES = ("instruct", "base")
 FP4_MAX = 6.0
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between neighbouring e2m1 values."""
+"""Midpoints between neighbouring e2m1 values."""
 
 TINY: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -88,7 +88,8 @@ TINY: dict[str, Any] = {
         "weight_block_size": [128, 128],
     },
 }
-"""A config of every kind of layer, and a draft layer: sliding, CSA, HCA, CSA; two with a hash."""
+"""A config with every kind of layer and a draft layer: sliding, CSA, HCA, CSA; two route by
+hash."""
 
 FLASH: dict[str, Any] = {
     **TINY,
@@ -121,7 +122,7 @@ PRO: dict[str, Any] = {
 }
 """Sizes of DeepSeek-V4-Pro."""
 
-# Centre and half width of what is no matrix, by a part of its name.
+# Centre and half width of the distribution of non-matrix weights, by a part of their name.
 _RANGES = {
     "attn_sink": (5.0, 3.0),
     "ape": (0.0, 1.7),
@@ -143,25 +144,26 @@ def write_checkpoint(
     family: str = "instruct",
     weights: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint in the released format, with random weights or those given.
+    """Write a checkpoint in the released format, with random or trained weights.
 
     Args:
-        path: Folder, which is made; files of that name are replaced.
-        config: Content of ``config.json``; ``TINY`` if None. Without "expert_dtype" the file says
-            nothing of experts, like that of Pro, and they are FP4.
+        path: Folder to create; existing files of the same names are replaced.
+        config: Content of ``config.json``; ``TINY`` if None. Without "expert_dtype" the file does
+            not mention the experts, like that of Pro, and they are FP4.
         seed: Seed of the weights. Each depends on it and on its name only.
         shards: Files that the tensors, sorted by name, are split over. At least 1.
         family: "instruct": FP4 experts, E8M0 scales. "base": FP8 experts, float32 scales, all
             powers of two.
-        weights: Weights by their names in the files, of any floating dtype, such as those of a
-            trained model: quantised, or rounded to the dtype in the files. What it lacks is random.
+        weights: Weights by their names in the files, of any floating dtype, for example of a
+            trained model; they are quantised, or rounded to the dtype in the files. Other weights
+            are random.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: a size that is no multiple of a block, an unknown family, or weights that the
-            files do not have, or in another shape.
+        ValueError: a size that is not a multiple of a block, an unknown family, or weights whose
+            name or shape the files do not have.
         ImportError: safetensors is missing.
     """
     from safetensors.torch import save_file
@@ -185,8 +187,8 @@ def write_checkpoint(
     expected = released_tensors(
         written, expert_dtype="fp8" if base else "fp4", scale_dtype="F32" if base else E8M0
     )
-    given = {} if weights is None else weights
-    for name, weight in given.items():
+    named_weights = {} if weights is None else weights
+    for name, weight in named_weights.items():
         stored = expected.get(name)
         do = "Rename it, or pass its config"
         if stored is None:
@@ -209,11 +211,13 @@ def write_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     names, total = sorted(expected), 0
     weight_map: dict[str, str] = {}
-    made: dict[str, tuple[Tensor, Tensor]] = {}
+    quantized: dict[str, tuple[Tensor, Tensor]] = {}
     for shard in range(shards):
         part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        tensors = {name: _stored(name, expected, written, seed, made, given) for name in part}
+        tensors = {
+            name: _stored(name, expected, written, seed, quantized, named_weights) for name in part
+        }
         save_file(tensors, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -230,28 +234,30 @@ def _stored(
     expected: Mapping[str, TensorInfo],
     config: Mapping[str, Any],
     seed: int,
-    made: dict[str, tuple[Tensor, Tensor]],
-    given: Mapping[str, Tensor],
+    quantized: dict[str, tuple[Tensor, Tensor]],
+    named_weights: Mapping[str, Tensor],
 ) -> Tensor:
-    """Return the tensor ``name`` of the files; ``made`` has matrices, one of two written."""
+    """Return the tensor ``name`` of the files.
+
+    ``quantized`` has matrices of whose two tensors one has been written."""
     layer, _, part = name.rpartition(".")
     if f"{layer}.scale" in expected:
         weight = f"{layer}.weight"
-        if weight not in made:
+        if weight not in quantized:
             info = expected[weight]
-            if weight in given:
-                made[weight] = _quantized(info, given[weight])
+            if weight in named_weights:
+                quantized[weight] = _quantized(info, named_weights[weight])
             else:
-                made[weight] = quantized_weight(weight, info, seed)
-            codes, scale = made[weight]
+                quantized[weight] = quantized_weight(weight, info, seed)
+            codes, scale = quantized[weight]
         else:
-            codes, scale = made.pop(weight)
+            codes, scale = quantized.pop(weight)
         if part == "weight":
             return codes
         return scale.to(torch.float32) if expected[name].dtype == "F32" else scale
     dtype, shape = expected[name]
-    if name in given:
-        return given[name].detach().to("cpu", _DTYPES[dtype]).contiguous()
+    if name in named_weights:
+        return named_weights[name].detach().to("cpu", _DTYPES[dtype]).contiguous()
     sampled = random_weight(name, shape, seed, _RANGES, config["n_routed_experts"])
     return sampled.to(_DTYPES[dtype]).contiguous()
 
@@ -265,31 +271,31 @@ def random_weight(
 ) -> Tensor:
     """Sample a weight, from uniform distributions only: these are bit-identical everywhere.
 
-    ``ranges`` has center and half width of what is no matrix, by a part of its name."""
+    ``ranges`` has centre and half width for non-matrix weights, by a part of their name."""
     seeded = _generator(name, seed)
     if name.endswith("tid2eid"):
         keys = torch.rand(shape[0], num_experts, generator=seeded)
         return keys.argsort(dim=1, stable=True)[:, : shape[1]]
     is_embedding = "embed_tokens" in name or name == "embed.weight"
     deviation = 1.0 if is_embedding else 1.0 / math.sqrt(shape[-1])
-    found = next((found for part, found in ranges.items() if part in name), None)
-    centre, half = found or (0.0, math.sqrt(3.0) * deviation)
+    bounds = next((bounds for part, bounds in ranges.items() if part in name), None)
+    centre, half = bounds or (0.0, math.sqrt(3.0) * deviation)
     return centre + half * _uniform(shape, seeded)
 
 
 def quantized_weight(name: str, info: TensorInfo, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes and E8M0 scales of a random matrix, as the files hold them."""
+    """Sample the codes and E8M0 scales of a matrix, as in the files."""
     generator = _generator(name, seed)
     rows, columns = info.shape
     fp4 = info.dtype == FP4_PAIRS
     columns *= 2 if fp4 else 1
     height, width = (1, FP4_BLOCK) if fp4 else (WEIGHT_BLOCK, WEIGHT_BLOCK)
     blocks = rows // height, columns // width
-    # loud blocks are rare, so that the rows of all sizes add up to a deviation near one
+    # large blocks are rare, so that rows of all sizes sum to a deviation near one
     exponents = torch.randint(0, 8, blocks, generator=generator)
     size = torch.exp2(-exponents.to(torch.float32)) * math.sqrt(3.0 * 6.0 / columns)
-    size = size * (0.75 + 0.5 * torch.rand((), generator=generator))  # of each expert its own
-    size = size * (0.75 + 0.5 * torch.rand(blocks, generator=generator))  # to meet every code
+    size = size * (0.75 + 0.5 * torch.rand((), generator=generator))  # differs between experts
+    size = size * (0.75 + 0.5 * torch.rand(blocks, generator=generator))  # so every code occurs
     values = _blocks(_uniform((rows, columns), generator), height, width)
     values = values * size[:, None, :, None]
     values[0, :, 0] = 0.0
@@ -301,7 +307,7 @@ def quantized_weight(name: str, info: TensorInfo, seed: int) -> tuple[Tensor, Te
 
 
 def _shape(info: TensorInfo) -> tuple[int, ...]:
-    """Shape of a weight before quantisation."""
+    """Return the shape of a weight before quantisation."""
     columns = info.shape[-1] * (2 if info.dtype == FP4_PAIRS else 1)
     return (*info.shape[:-1], columns)
 
@@ -320,8 +326,10 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise [n, k] to e2m1, int8 [n, k / 2] with the first of two codes in the low half, and an
-    E8M0 scale for every 32 of a row; ties go to the even code."""
+    """Quantise [n, k] to e2m1 with an E8M0 scale per 32 values of a row.
+
+    Codes are int8 [n, k / 2] with the first of two codes in the low half; ties go to the even
+    code."""
     blocks = weight.to(torch.float32).unflatten(1, (-1, FP4_BLOCK))
     exponent = _exponents(blocks.abs().amax(-1), FP4_MAX)
     scaled = torch.ldexp(blocks, -exponent[..., None]).flatten(1)
@@ -334,18 +342,18 @@ def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(matrix: Tensor, height: int, width: int) -> Tensor:
-    """[n, k] as [n / height, height, k / width, width]."""
+    """View [n, k] as [n / height, height, k / width, width]."""
     rows: Tensor = matrix.unflatten(0, (-1, height))
     blocks: Tensor = rows.unflatten(2, (-1, width))
     return blocks
 
 
 def _exponents(amax: Tensor, limit: float) -> Tensor:
-    """Of the smallest powers of two with which nothing saturates; -127 for a block of zeros."""
+    """Return the exponents of the smallest scales without saturation; -127 for a block of zeros."""
     significand, exponent = torch.frexp(amax)
     most, of_limit = math.frexp(limit)
-    found = exponent - of_limit + (significand > most).to(torch.int32)
-    return torch.where(amax == 0, -127, found).clamp(-127, 127)
+    exponents = exponent - of_limit + (significand > most).to(torch.int32)
+    return torch.where(amax == 0, -127, exponents).clamp(-127, 127)
 
 
 def _bytes(exponent: Tensor) -> Tensor:
@@ -361,7 +369,7 @@ def _uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, shard by shard."""
+    """Load every tensor of a checkpoint, shard by shard."""
     from safetensors.torch import load_file
 
     for file in sorted(Path(path).glob("*.safetensors")):

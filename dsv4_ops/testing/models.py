@@ -50,7 +50,7 @@ _SHARED: dict[str, Any] = {
     "moe_intermediate_size": 64,
     "tie_word_embeddings": False,
     "attn_implementation": "eager",
-    # the default, compiled in float32, is a Python op, which a package cannot call
+    # the default compiles to a Python op in float32, which packages cannot call
     "experts_implementation": "batched_mm",
 }
 """Fields of every small model."""
@@ -64,7 +64,7 @@ _RANGES = {
     "e_score_correction_bias": (0.0, 0.4),
     "compressor.kv_norm": (4.0, 1.0),
     "self_attn.kv_norm": (2.5, 1.0),
-    "norm.weight": (1.0, 0.5),  # of all other norms
+    "norm.weight": (1.0, 0.5),  # all other norms
     "_hc.base": (0.0, 2.0),
     "_hc.scale": (1.0, 0.5),
     "hc_head.hc_base": (0.0, 2.0),
@@ -85,8 +85,8 @@ _HEAD_STYLES = {
 
 
 def head_plan(family: str, without: str = "") -> dict[str, str]:
-    """Hugging Face's ``tp_plan`` of the attention heads of a "v3" or "v4" model, by parameter,
-    except that of ``without``."""
+    """Return Hugging Face's ``tp_plan`` of the attention heads of a "v3" or "v4" model, except for
+    the parameters in ``without``."""
     styles = _HEAD_STYLES[family].items()
     return {f"model.layers.*.self_attn.{name}": style for name, style in styles if name != without}
 
@@ -94,7 +94,7 @@ def head_plan(family: str, without: str = "") -> dict[str, str]:
 def small_config(**changed: Any) -> DeepseekV4Config:
     """Configure three layers, one per type.
 
-    With the released compression rates, window, head_dim and RoPE size.
+    Compression rates, window, head_dim and RoPE size are the released ones.
 
     Args:
         changed: Fields of ``DeepseekV4Config`` to override. More layers repeat the three types
@@ -131,7 +131,7 @@ def small_model(
 ) -> DeepseekV4ForCausalLM:
     """Build Hugging Face's model of ``small_config(**changed)``.
 
-    In evaluation mode, not patched.
+    The model is in evaluation mode and not patched.
 
     Every weight depends on ``seed`` and its name only, so models of different sizes share the
     weights that they have in common, on any machine. All weights, norms and sinks included, are
@@ -154,7 +154,7 @@ def small_model(
 
 
 def small_mla_config(version: int = 3, **changed: Any) -> Any:
-    """Three layers, one dense and two of experts, with the released YaRN scaling.
+    """Configure three layers, one dense and two with experts, with the released YaRN scaling.
 
     Args:
         version: 3 for ``DeepseekV3Config``, which Kimi-K2 has too, or 2 for ``DeepseekV2Config``.
@@ -192,7 +192,8 @@ def small_mla_model(
     device: torch.device | str = "cpu",
     **changed: Any,
 ) -> Any:
-    """Hugging Face's model of ``small_mla_config(version, **changed)``, as ``small_model``."""
+    """Build Hugging Face's model of ``small_mla_config(version, **changed)``, like
+    ``small_model``."""
     import transformers
 
     kind = getattr(transformers, f"DeepseekV{version}ForCausalLM")
@@ -202,13 +203,17 @@ def small_mla_model(
 def _filled(model: Any, seed: int, dtype: torch.dtype, device: torch.device | str) -> Any:
     """Sample the weights of a model."""
     model = model.eval().requires_grad_(False)
-    kept = set(model._keep_in_fp32_modules_strict)
-    state = model.state_dict()  # parameters and persistent buffers, as a checkpoint has them
+    float32_parts = set(model._keep_in_fp32_modules_strict)
+    state = model.state_dict()  # parameters and persistent buffers, as in a checkpoint
     num_experts = model.config.n_routed_experts
     for name, weight in state.items():
         weight.copy_(random_weight(name, weight.shape, seed, _RANGES, num_experts))
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-        if name in state and weight.is_floating_point() and kept.isdisjoint(name.split(".")):
+        if (
+            name in state
+            and weight.is_floating_point()
+            and float32_parts.isdisjoint(name.split("."))
+        ):
             weight.data = weight.data.to(dtype)
     model.config.dtype = dtype
     return model.to(device)

@@ -45,8 +45,8 @@ def released_model(
         if "rotary_emb" in prefix.rpartition(".")[2]:
             continue  # its buffers are computed
         for name, weight in list(module.named_parameters(recurse=False)):
-            made = _sampled(f"{prefix}.{name}", weight, num_experts, device, seed)
-            module._parameters[name] = nn.Parameter(made, requires_grad=False)
+            sampled = _sampled(f"{prefix}.{name}", weight, num_experts, device, seed)
+            module._parameters[name] = nn.Parameter(sampled, requires_grad=False)
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = _sampled(f"{prefix}.{name}", buffer, num_experts, device, seed)
     for prefix, module in list(model.named_modules()):
@@ -99,26 +99,28 @@ def _sampled(
 ) -> Tensor:
     """Sample a tensor of the shape and dtype of ``like``."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    weight = torch.empty(like.shape, dtype=like.dtype, device=device)
     if name.endswith("tid2eid"):
-        keys = torch.rand(len(made), num_experts, generator=generator, device=device)
-        return made.copy_(keys.argsort(1)[:, : made.shape[1]])
+        keys = torch.rand(len(weight), num_experts, generator=generator, device=device)
+        return weight.copy_(keys.argsort(1)[:, : weight.shape[1]])
     if like.element_size() == 1:
-        return _sampled_bytes(name, made, generator)
+        return _sampled_bytes(name, weight, generator)
     if not like.is_floating_point():
-        return made.zero_()
+        return weight.zero_()
     if name.endswith("norm.weight"):
-        return made.normal_(1.0, 0.1, generator=generator)
-    return made.normal_(0.0, made.shape[-1] ** -0.5 if made.dim() > 1 else 0.5, generator=generator)
+        return weight.normal_(1.0, 0.1, generator=generator)
+    return weight.normal_(
+        0.0, weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5, generator=generator
+    )
 
 
-def _sampled_bytes(name: str, made: Tensor, generator: torch.Generator) -> Tensor:
-    data = made.view(torch.uint8)
+def _sampled_bytes(name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
+    data = weight.view(torch.uint8)
     if "scale" in name:
-        low, high = _EXPERT_SCALES if made.dim() == 3 else _SCALES
+        low, high = _EXPERT_SCALES if weight.dim() == 3 else _SCALES
         data.random_(low, high, generator=generator)
     else:
         data.random_(*_CODES, generator=generator)
-        if made.dtype == torch.float8_e4m3fn:
+        if weight.dtype == torch.float8_e4m3fn:
             data &= _BELOW_TWO
-    return made
+    return weight

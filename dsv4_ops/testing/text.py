@@ -31,23 +31,23 @@ class ByteTokenizer:
     bos_token_id, eos_token_id, pad_token_id = BOS, EOS, PAD
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """Tokens of ``text``, with BOS in front if ``bos``."""
+        """Return the tokens of ``text``, with BOS first if ``bos``."""
         return [BOS] * bos + list(text.encode())
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of ``tokens`` without special tokens; invalid UTF-8 becomes U+FFFD.
+        """Return the text of ``tokens`` without special tokens; invalid UTF-8 becomes U+FFFD.
 
         Raises:
             ValueError: A token is outside the vocabulary.
         """
-        found = list(tokens)
-        invalid = next((token for token in found if not 0 <= token < VOCAB_SIZE), None)
+        ids = list(tokens)
+        invalid = next((token for token in ids if not 0 <= token < VOCAB_SIZE), None)
         if invalid is not None:
             raise ValueError(
                 f"ByteTokenizer.decode: tokens must be 0 to {VOCAB_SIZE - 1}, got {invalid}. "
                 "Pass ids of a model with vocab_size=260."
             )
-        return bytes(token for token in found if token < BOS).decode(errors="replace")
+        return bytes(token for token in ids if token < BOS).decode(errors="replace")
 
 
 def real_text(num_bytes: int) -> str:
@@ -81,7 +81,7 @@ def _sources() -> Iterator[str]:
         contextlib.suppress(ImportError, AttributeError),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        this = importlib.import_module("this")  # it prints itself
+        this = importlib.import_module("this")  # this module prints itself
         yield _ascii(codecs.decode(this.s, "rot13"))
     with contextlib.suppress(ImportError, AttributeError):
         yield _ascii(importlib.import_module("heapq").__about__)  # a text about heaps

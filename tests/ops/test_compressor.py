@@ -14,7 +14,7 @@ from dsv4_ops import testing
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
-from dsv4_ops.testing.cases.compressor import precise, readable, written_slots
+from dsv4_ops.testing.cases.compressor import decode, precise, written_slots
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.helpers import i32, i64, strided
 from tests.oracles import compressor as oracles
@@ -300,8 +300,8 @@ def test_only_written_rows_change() -> None:
     @given(testing.strategy("compress_and_insert"))
     def compare(case: Case) -> None:
         written = case.run(ops.compress_and_insert, (8,))
-        before = readable(case, [case.tensors[8]])[-1]
-        after = readable(case, written)[-1]
+        before = decode(case, [case.tensors[8]])[-1]
+        after = decode(case, written)[-1]
         if case.settings["layout"] == "v4_fp8":  # the eighth scale byte becomes 0
             layout = MainLayout(case.settings["block_size"])
             for _, slot in written_slots(case):

@@ -1,4 +1,4 @@
-"""Cases and strategies of everything that a C4 layer writes before it selects rows."""
+"""Cases and strategies of the fused inserts of a C4 layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parts(case: Case) -> dict[str, Case]:
 
     "queries", "compressor", "indexer_compressor" and "indexer_queries"; they share its tensors.
     """
-    held, settings = dict(zip(NAMES, case.tensors, strict=True)), case.settings
+    tensors, settings = dict(zip(NAMES, case.tensors, strict=True)), case.settings
     shared = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
     shared |= {"overlap": True, "block_size": settings["block_size"]}
     window = {"eps": settings["eps"], "block_size": settings["swa_block_size"], "layout": MAIN}
@@ -47,13 +47,13 @@ def parts(case: Case) -> dict[str, Case]:
         "indexer_queries": (_INDEXER_QUERIES, scale),
     }
     return {
-        part: Case(part, tuple(held[name] for name in names), chosen)
+        part: Case(part, tuple(tensors[name] for name in names), chosen)
         for part, (names, chosen) in calls.items()
     }
 
 
 def _precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
-    """float64 results of what ``readable`` reads: queries and compressed rows."""
+    """Compute the float64 values of the results of ``decode``: queries and compressed rows."""
     calls = parts(Case("precise", tensors, settings))
     queries, *compressors = (
         calls[part] for part in ("queries", "compressor", "indexer_compressor")
@@ -66,27 +66,27 @@ def _precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ..
     return q, None, None, None, *main, *indexer
 
 
-def _readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results and the window cache as they are, then what is readable of the compressors'."""
+def _decode(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the results and the window cache unchanged, then the decoded compressor caches."""
     *exact, states, k_cache, indexer_states, indexer_cache = outcome
     calls = parts(case)
-    main = compressor.readable_step(calls["compressor"], (states, k_cache))
+    main = compressor.decode_step_outcome(calls["compressor"], (states, k_cache))
     indexer = (indexer_states, indexer_cache)
-    return *exact, *main, *compressor.readable_step(calls["indexer_compressor"], indexer)
+    return *exact, *main, *compressor.decode_step_outcome(calls["indexer_compressor"], indexer)
 
 
 def _determined(case: Case) -> bool:
-    """Whether neither compressor saves a state where a window reads another."""
+    """Whether neither compressor saves a state to a slot from which a window reads another."""
     calls = parts(case)
     return all(compressor.determined(calls[part]) for part in ("compressor", "indexer_compressor"))
 
 
 _CODE, _SCALE = 0x78, 119
-"""1 is 256 times the smallest scale under which it has a code, 2^-8."""
+"""1 is 256 times 2^-8, the smallest scale at which it has a code."""
 
 
 def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
-    """A block whose rows hold 1 or -1 throughout, or nothing for 0."""
+    """Return a block whose rows contain only 1 or only -1, or are empty for 0."""
     page = torch.zeros(layout.page_bytes, dtype=torch.uint8)
     for row, sign in enumerate(signs):
         if sign == 0:
@@ -104,7 +104,8 @@ def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
 
 
 def _state_page(head_dim: int, *kv: float | None) -> list[float]:
-    """A block of two rows of states, of one value of kv and biased scores of 0.5; None is empty."""
+    """Return a block of two state rows with one value of kv and biased scores of 0.5; None is
+    empty."""
     layout = StateLayout(2, 4 * head_dim)
     page = torch.zeros(1, layout.page_bytes // 4)
     for row, value in enumerate(kv):
@@ -115,7 +116,7 @@ def _state_page(head_dim: int, *kv: float | None) -> list[float]:
 
 
 def _left(states: Sequence[Sequence[float | None]], *rows: int) -> tuple[Any, ...]:
-    """State and cache blocks that both compressors leave."""
+    """Return the state and cache blocks after both compressors have run."""
     left: tuple[Any, ...] = ()
     for layout in (MainLayout(2), IndexerLayout(2)):
         pages = [_state_page(layout.head_dim, *page) for page in states]
@@ -185,15 +186,15 @@ def _worked(name: str, expected: Any = None, **changed: Tensor) -> Case:
 
 
 def _cases() -> list[Case]:
-    # a row of one value over the root of its mean square is its sign
+    # RMSNorm of a single value is its sign
     normed, tensors = [[[1.0] * 512, [-1.0] * 512]] * 4, _tensors()
-    # 3 is 384 times its scale of 2^-7, which goes into the weight
+    # 3 is 384 times its scale of 2^-7, which the weight absorbs
     codes, scaled = [[[384.0] * 128]] * 4, [[0.00390625], [-0.0078125]] * 2
     queries = (normed, codes, scaled)
     window = [_page(MainLayout(2), -1), _page(MainLayout(2), 0, 1)]
     without = [_page(MainLayout(2))] * 2
     saved: tuple[tuple[float, ...], ...] = ((-8.0, 1.0), (-6.0,))
-    whole, kept = (*queries, window, *_left(saved, -1, 1)), (*queries, window, *_left(saved))
+    whole, unchanged = (*queries, window, *_left(saved, -1, 1)), (*queries, window, *_left(saved))
     nothing = (without, *_left([[], []]))
     adversarial = i64([2**40, -(2**63), 2**63 - 1, 4])
     slots = ("swa_slot_mapping", "state_slot_mapping", "slot_mapping")
@@ -209,9 +210,9 @@ def _cases() -> list[Case]:
     }
     return [
         _worked("two windows", whole),
-        _worked("no slot for a row", kept, slot_mapping=i64([-1, 2, 0, -2])),
-        _worked("no request", kept, req_indices=i32([-1, 1, 0, 2])),
-        _worked("no table", kept, state_block_table=tensors["state_block_table"][:0]),
+        _worked("no slot for a row", unchanged, slot_mapping=i64([-1, 2, 0, -2])),
+        _worked("no request", unchanged, req_indices=i32([-1, 1, 0, 2])),
+        _worked("no table", unchanged, state_block_table=tensors["state_block_table"][:0]),
         _worked("adversarial slots", (*queries, *nothing), **dict.fromkeys(slots, adversarial)),
         _worked(
             "padding has no row, and a late token a state",
@@ -307,6 +308,6 @@ insert_c4_step = OpTesting(
     ),
     make=_call,
     precise=_precise,
-    readable=_readable,
+    decode=_decode,
     determined=_determined,
 )

@@ -66,10 +66,10 @@ _case = partial(Case, settings={"compress_ratio": 4})
 def _bounds_cases() -> list[Case]:
     start, stop = [0, 0, 0, 2, 2, 2, 2, 2], [1, 2, 2, 4, 4, 4, 5, 5]
     adversarial = (i64([12, -1, 3, 2**31 - 1]), i32([0, 0, 5, 0]), i32([9, -4]))
-    found = ([0, 2, 2], [0] * 4, [2, 0, 0, 0])
+    bounds = ([0, 2, 2], [0] * 4, [2, 0, 0, 0])
     return [
         _case("worked example", _TOKENS, expected=([0, 2, 5], start, stop)),
-        _case("never past the request", adversarial, expected=found),
+        _case("never past the request", adversarial, expected=bounds),
     ]
 
 
@@ -89,7 +89,8 @@ def _chunk_cases() -> list[Case]:
     )
     starts = i32([0, 3, 8])
     return [
-        _case(name, (*_TOKENS, starts, i32(chunk)), expected=found) for name, chunk, found in calls
+        _case(name, (*_TOKENS, starts, i32(chunk)), expected=expected)
+        for name, chunk, expected in calls
     ]
 
 

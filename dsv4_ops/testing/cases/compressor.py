@@ -26,10 +26,10 @@ def _cases() -> list[Case]:
     kv_score = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
     ape = torch.tensor([[0.5, -1.0], [10.0, 20.0]])
     states = torch.full((3, _PAGE), 7.0)
-    kept, sevens = (kv_score, ape, states), _page(7, 7, 7, 7)
+    inputs, sevens = (kv_score, ape, states), _page(7, 7, 7, 7)
 
     def case(name: str, slots: list[int], positions: list[int], *rows: list[float]) -> Case:
-        return Case(name, (*kept, i64(slots), i64(positions)), _TINY, (list(rows),))
+        return Case(name, (*inputs, i64(slots), i64(positions)), _TINY, (list(rows),))
 
     even, odd = _page(1, 2, 3.5, 3), _page(5, 6, 17, 28)
     return [
@@ -72,8 +72,8 @@ save_compressor_states = OpTesting(
 
 FP32_UNIT, FP8_UNIT = 2.0**-24, 2.0**-4
 ROUNDINGS = 8
-"""Roundings of float32 between the states and a row, each of about the size of the row: exponential
-(of a rounded difference; two), product, sums, quotient, root, two products of the norm, rotation.
+"""Float32 roundings between the states and a row, each relative to the row: exponential (two, with
+the rounded difference), product, sums, quotient, root, two products of the norm, rotation.
 """
 
 
@@ -93,7 +93,7 @@ _SMALL = {**_settings(2, False, "plain", 2, 2), "eps": 1e-30}
 
 
 class Windows(NamedTuple):
-    """Tensors of a call of ``compress_and_insert``."""
+    """The tensors of a call of ``compress_and_insert``."""
 
     kv_score: Tensor
     ape: Tensor
@@ -108,20 +108,20 @@ class Windows(NamedTuple):
 
 
 def written_slots(case: Case) -> list[tuple[int, int]]:
-    """(token, slot) of every row that the op writes."""
+    """Return (token, slot) of every row that the op writes."""
     call = Windows._make(case.tensors)
     num_slots = call.k_cache.shape[0] * case.settings["block_size"]
-    ratio, found = case.settings["compress_ratio"], []
+    ratio, slots_of_tokens = case.settings["compress_ratio"], []
     columns = (each.tolist() for each in (call.positions, call.req_indices, call.slot_mapping))
     for token, (position, request, slot) in enumerate(zip(*columns, strict=True)):
-        known = 0 <= position < 2**31 - 1 and 0 <= request < call.table.shape[0]
-        if known and position % ratio == ratio - 1 and 0 <= slot < num_slots:
-            found.append((token, slot))
-    return found
+        exists = 0 <= position < 2**31 - 1 and 0 <= request < call.table.shape[0]
+        if exists and position % ratio == ratio - 1 and 0 <= slot < num_slots:
+            slots_of_tokens.append((token, slot))
+    return slots_of_tokens
 
 
 def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
-    """kv and biased score of the existing rows of a complete window, [rows, head_dim]."""
+    """Return kv and biased score of the existing rows of a complete window, [rows, head_dim]."""
     kv_score, ape, states, table, *tokens, norm_weight, _, _, _ = Windows._make(case.tensors)
     ratio, size = case.settings["compress_ratio"], case.settings["state_block_size"]
     width, dim = ape.shape[1], norm_weight.shape[0]
@@ -131,25 +131,25 @@ def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
     num_rows = ratio * (2 if case.settings["overlap"] else 1)
     for row in range(num_rows):
         back = num_rows - 1 - row
-        place, other, left = position - back, token - back, 0 if row < ratio else width - dim
+        place, other, first = position - back, token - back, 0 if row < ratio else width - dim
         if place < 0:
             continue
         if other >= 0 and (positions[other], requests[other]) == (place, request):
             values = kv_score[other].clone()
-            values[width:] += ape[place % ratio]  # as stored: rounded to float32
+            values[width:] += ape[place % ratio]  # rounded to float32, as stored
         else:
             column = place // size
             page = int(table[request, column]) if column < table.shape[1] else -1
             if not 0 <= page < states.shape[0]:
                 continue
             values = StateLayout(size, 2 * width).rows(states)[page, place % size]
-        kv.append(values[left : left + dim])
-        score.append(values[width + left : width + left + dim])
+        kv.append(values[first : first + dim])
+        score.append(values[width + first : width + first + dim])
     return torch.stack(kv).double(), torch.stack(score).double()
 
 
 def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
-    """A compressed key in float64, and the scale of its rounding errors."""
+    """Compute a compressed key in float64, and the scale of its rounding errors."""
     call = Windows._make(case.tensors)
     kv, score = _state_rows(case, token)
     weight = (score - score.amax(0)).exp()
@@ -169,12 +169,12 @@ def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
 
 
 def _exact(value: Tensor, size: Tensor, unit: float) -> Exact:
-    """One rounding of the result, and those of float32 before it, in units of the result."""
+    """Combine one rounding of the result with the float32 roundings before it, in its units."""
     return Exact(value, value.abs() + ROUNDINGS * (FP32_UNIT / unit) * size)
 
 
 def precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
-    """float64 results of what ``readable`` reads."""
+    """Compute the float64 values of the results of ``decode``."""
     case, call = Case("precise", tensors, settings), Windows._make(tensors)
     pairs = [_exact_row(case, token) for token, _ in written_slots(case)]
     empty = call.norm_weight.new_empty((0, call.norm_weight.shape[0]), dtype=torch.float64)
@@ -192,8 +192,8 @@ def precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...
     return coded, _exact(rope, rope_size, 2.0**-8), None
 
 
-def readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The values of written rows, then the cache without the bytes that depend on floats.
+def decode(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the values of written rows, then the cache without the bytes that encode floats.
 
     Rows of a quantised cache are unscaled codes and RoPE values, separately.
     """
@@ -218,7 +218,7 @@ def readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def row_values(layout: QuantizedLayout, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes times their scales, float32, and bfloat16 values behind them, of the bytes of rows."""
+    """Decode the bytes of rows: codes times their scales, float32, then the bfloat16 values."""
     factor = scales.view(torch.float32)
     if isinstance(layout, MainLayout):
         factor = torch.exp2(scales[:, : layout.num_scales].float() - 127)
@@ -257,26 +257,26 @@ def worked(name: str, expected: Any = None, **changed: Any) -> Case:
 
 
 def _last_token(*kv_score: float) -> dict[str, Tensor]:
-    """The last token of the second window, alone."""
+    """Return the tensors of only the last token of the second window."""
     places = {"positions": i64([3]), "req_indices": i32([0]), "slot_mapping": i64([1])}
     return {"kv_score": torch.tensor([kv_score]), **places}
 
 
 def _compressor_cases() -> list[Case]:
-    # a row over the root of its mean square: with one value that is its sign, times the weight
+    # RMSNorm of a single value is its sign, times the weight
     states = StateLayout(2, 4).allocate(2)
     StateLayout(2, 4).rows(states)[1, 0] = torch.tensor([-4.0, 5.0, 0.0, 100.0])
     one = {"norm_weight": torch.tensor([0.5]), "ape": torch.zeros(2, 1)}
     one |= {"cos_sin_cache": torch.zeros(0, 0), "k_cache": torch.full((1, 2, 1), 7.0)}
     one |= {"kv_score": torch.tensor([[1.0, 0], [3, 0], [0, 0], [-6, 0]])}
     one |= {"states": StateLayout(2, 2).allocate(2)}
-    rotated = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # window 1 by a quarter
+    rotated = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # a quarter turn for window 1
     level = torch.tensor([[1.0, 1, 0, 0], [1, 1, 0, 0], [3, 4, 0, 0], [3, 2, 0, 0]])
-    last, kept = _last_token(2.0, 1.0, 0.0, 100.0), ([[[7.0] * 2] * 2],)
+    last, unchanged = _last_token(2.0, 1.0, 0.0, 100.0), ([[[7.0] * 2] * 2],)
     return [
         worked("one channel", ([[[0.5], [-0.5]]],), **one),
-        worked("no slot", kept, slot_mapping=i64([-1, 2, 0, -2])),
-        worked("no request", kept, req_indices=i32([-1, 1, 0, 2])),
+        worked("no slot", unchanged, slot_mapping=i64([-1, 2, 0, -2])),
+        worked("no request", unchanged, req_indices=i32([-1, 1, 0, 2])),
         worked(
             "a quarter turn at the first position of the window",
             ([[[1.0, 1.0], [-1.0, 1.0]]],),
@@ -286,14 +286,14 @@ def _compressor_cases() -> list[Case]:
         ),
         worked("two channels"),
         worked("the last token of a window from the states", states=states, **last),
-        worked("no token", kept, **{name: each[:0] for name, each in last.items()}),
+        worked("no token", unchanged, **{name: each[:0] for name, each in last.items()}),
         worked("no page", ([],), k_cache=torch.zeros(0, 2, 2)),
         worked("bfloat16", k_cache=torch.full((1, 2, 2), 7.0, dtype=torch.bfloat16)),
     ]
 
 
 def _tokens(draw: Draw, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
-    """Requests, most of which end at or next to a window's end, and their tokens.
+    """Sample requests, most of which end at or next to a window's end, and their tokens.
 
     Some requests are empty, some tokens are padding or adversarial.
     """
@@ -354,7 +354,7 @@ def _compressor_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Cas
 def filled_states(
     block_size: int, table: Tensor, num_pages: int, width: int, seed: torch.Generator
 ) -> Tensor:
-    """State blocks; padding and blocks that ``table`` does not name are NaN."""
+    """Sample state blocks; padding and blocks outside ``table`` are NaN."""
     layout = StateLayout(block_size, width)
     states = torch.full(layout.shape(num_pages), float("nan"))
     layout.rows(states).copy_(torch.randn(num_pages, block_size, width, generator=seed))
@@ -378,38 +378,38 @@ compress_and_insert = OpTesting(
     ),
     make=_compressor_call,
     precise=precise,
-    readable=readable,
+    decode=decode,
 )
 
 
 _SLOTS = 4
-"""Argument index of the slots of the states."""
+"""Index of the argument with the slots of the states."""
 
 
 def _windows_of(case: Case) -> Case:
-    """The call of ``compress_and_insert`` that is part of a step."""
+    """Return the call of ``compress_and_insert`` that is part of a step."""
     tensors = (*case.tensors[:_SLOTS], *case.tensors[_SLOTS + 1 :])
     return Case(case.name, tensors, case.settings)
 
 
 def precise_step(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
-    """float64 results of what ``readable_step`` reads: states are exact."""
+    """Compute the float64 values of the results of ``decode_step_outcome``; states are exact."""
     windows = _windows_of(Case("precise", tensors, settings))
     return None, *precise(*windows.tensors, **settings)
 
 
-def readable_step(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The states, then what is readable of the cache."""
+def decode_step_outcome(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the states, then the decoded cache."""
     states, cache = outcome
-    return states, *readable(_windows_of(case), [cache])
+    return states, *decode(_windows_of(case), [cache])
 
 
 def read_slots(case: Case) -> set[int]:
-    """Slots of the states that a ``compress_and_insert`` call reads."""
+    """Return the state slots that a ``compress_and_insert`` call reads."""
     _, _, states, table, positions, req_indices, *_ = Windows._make(case.tensors)
     ratio, size = case.settings["compress_ratio"], case.settings["state_block_size"]
     tokens = list(zip(req_indices.tolist(), positions.tolist(), strict=True))
-    found = set()
+    slots_read = set()
     for token, _ in written_slots(case):
         request, position = tokens[token]
         for back in range(ratio * (2 if case.settings["overlap"] else 1)):
@@ -418,18 +418,18 @@ def read_slots(case: Case) -> set[int]:
             if place < 0 or column >= table.shape[1]:
                 continue
             if other < 0 or tokens[other] != (request, place):
-                found.add(int(table[request, column]) * size + place % size)
-    return {slot for slot in found if 0 <= slot < states.shape[0] * size}
+                slots_read.add(int(table[request, column]) * size + place % size)
+    return {slot for slot in slots_read if 0 <= slot < states.shape[0] * size}
 
 
 def determined(case: Case) -> bool:
-    """Whether no state is saved where a window reads another one."""
+    """Whether no token saves a state to a slot from which a window reads another state."""
     slots: Any = case.tensors[_SLOTS]
     return not read_slots(_windows_of(case)) & {int(slot) for slot in slots}
 
 
 def _compressor_step_page(*rows: Sequence[float]) -> list[float]:
-    """A block of rows of two values, and its padding."""
+    """Return a block of rows of two values, and its padding."""
     values = [value for row in rows for value in row]
     return values + [0.0] * (StateLayout(2, 2).page_bytes // 4 - len(values))
 
@@ -453,8 +453,8 @@ def _worked(name: str, slots: Sequence[int], expected: Any = None, **changed: An
 
 
 def _compressor_step_cases() -> list[Case]:
-    # a row of one value over the root of its mean square is its sign, times the weight
-    rows, kept, zero = [[[0.5], [-0.5]]], [[[7.0], [7.0]]], _compressor_step_page()
+    # RMSNorm of a single value is its sign, times the weight
+    rows, unchanged, zero = [[[0.5], [-0.5]]], [[[7.0], [7.0]]], _compressor_step_page()
     old = StateLayout(2, 2).allocate(2)
     StateLayout(2, 2).rows(old)[1, 0] = torch.tensor([-9.0, 0.5])
     last = _last_token(3.0, 0.0)
@@ -464,13 +464,13 @@ def _compressor_step_cases() -> list[Case]:
         _worked("two windows", [1, -1, 2, 0], (saved, rows)),
         _worked("no slot for a state", [-1, 4, 2**40, -(2**63)], ([zero, zero], rows)),
         _worked(
-            "no slot for a row", [1, -1, 2, 0], (saved, kept), slot_mapping=i64([-1, 2, 0, -2])
+            "no slot for a row", [1, -1, 2, 0], (saved, unchanged), slot_mapping=i64([-1, 2, 0, -2])
         ),
-        _worked("no request", [1, -1, 2, 0], (saved, kept), req_indices=i32([-1, 1, 0, 2])),
+        _worked("no request", [1, -1, 2, 0], (saved, unchanged), req_indices=i32([-1, 1, 0, 2])),
         _worked(
             "padding has neither, and a late token a state",
             [0, 1, 2, 3],
-            ([zero, _compressor_step_page([0.0, 0.5], [-6.0, 0.5])], kept),
+            ([zero, _compressor_step_page([0.0, 0.5], [-6.0, 0.5])], unchanged),
             positions=i64([-1, -(2**63), 2**31 - 1, 2**63 - 1]),
         ),
         _worked(
@@ -480,10 +480,10 @@ def _compressor_step_cases() -> list[Case]:
             states=old,
             **last,
         ),
-        _worked("no token", [], ([zero, zero], kept), **none),
+        _worked("no token", [], ([zero, zero], unchanged), **none),
         _worked("no page", [1, -1, 2, 0], (saved, []), k_cache=torch.zeros(0, 2, 1)),
         _worked("no page of states", [1, -1, 2, 0], ([], rows), states=old[:0]),
-        _worked("no table", [1, -1, 2, 0], (saved, kept), state_block_table=i32([[0, 1]])[:0]),
+        _worked("no table", [1, -1, 2, 0], (saved, unchanged), state_block_table=i32([[0, 1]])[:0]),
         _worked("bfloat16", [1, -1, 2, 0], k_cache=torch.full((1, 2, 1), 7.0).bfloat16()),
     ]
 
@@ -496,11 +496,11 @@ def _compressor_step_call(draw: Draw, settings: dict[str, Any], min_size: int) -
     num_slots = call.states.shape[0] * settings["state_block_size"]
     read = read_slots(windows)
     free = sorted(set(range(num_slots)) - read)
-    if draw.flag():  # next to what is read
+    if draw.flag():  # next to the slots that windows read
         free = sorted(free, key=lambda slot: _distance(slot, read))[: num_tokens + 2]
     places = slots(draw, num_tokens=num_tokens, num_slots=len(free))
-    there = (places >= 0) & (places < len(free))
-    chosen = torch.where(there, i64([*free, -1])[torch.where(there, places, -1)], places)
+    in_range = (places >= 0) & (places < len(free))
+    chosen = torch.where(in_range, i64([*free, -1])[torch.where(in_range, places, -1)], places)
     outside = (places >= len(free)) & (places < num_slots)
     tensors = (*windows.tensors[:_SLOTS], torch.where(outside, -1, chosen))
     return Case("sampled", (*tensors, *windows.tensors[_SLOTS:]), settings)
@@ -515,6 +515,6 @@ save_and_compress = OpTesting(
     settings=compress_and_insert.settings,
     make=_compressor_step_call,
     precise=precise_step,
-    readable=readable_step,
+    decode=decode_step_outcome,
     determined=determined,
 )

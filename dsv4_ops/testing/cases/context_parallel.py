@@ -1,4 +1,4 @@
-"""Cases and strategies of sequences on several ranks."""
+"""Cases and strategies of context parallelism."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _topk_cases() -> list[Case]:
 
 
 _CANDIDATES = {5: (2, 40), 1: (3, 5), 64: (4, 300), 0: (2, 2), 512: (2, 300)}
-"""By topk the ranks and the candidates of each, which are no dynamic sizes."""
+"""Number of ranks and of candidates per rank, by topk; these sizes are static."""
 
 
 def _topk_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:

@@ -1,4 +1,4 @@
-"""Cases and strategies of the verification of drafts."""
+"""Cases and strategies of draft verification."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_ops.testing.strategies.draw import Draw
 GREEDY, SAMPLED, SHARP = ({"temperature": value} for value in (0.0, 1.0, 0.5))
 
 _P = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
-"""What the model says in place of one draft, and behind it."""
+"""The model's distribution for one draft, and after it."""
 
 
 def _cases() -> list[Case]:
@@ -81,7 +81,7 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     if not settings["temperature"]:
         return Case("sampled", (logits, ids, None, None), settings)
     probs = None
-    if min_size or draw.flag():  # shares that no softmax of quarters comes close to
+    if min_size or draw.flag():  # shares far from any softmax of quarters
         shares = torch.tensor([0.0, 0.113, 0.237, 0.371, 0.613, 1.0])
         shape = (num_reqs, num_drafts, vocab_size)
         probs = shares[torch.randint(0, len(shares), shape, generator=generator)]
@@ -96,15 +96,15 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _clear(
     logits: Tensor, ids: Tensor, probs: Tensor | None, uniforms: Tensor, settings: dict[str, Any]
 ) -> Tensor:
-    """``uniforms``, of each request moved until nothing that they decide is close: the rounding of
-    an exponential decides nothing."""
+    """Move each request's ``uniforms`` until no decision is close, so that rounding decides
+    nothing."""
     for _ in range(64):
         clean = uniforms.nan_to_num(0.0).clamp(0, 1)
-        found = [
+        clear = [
             reference.verify_draft(logits, ids, probs, clean + change, **settings)[0]
             for change in (-1e-4, 0.0, 1e-4)
         ]
-        close = ((found[0] != found[1]) | (found[1] != found[2])).any(1, keepdim=True)
+        close = ((clear[0] != clear[1]) | (clear[1] != clear[2])).any(1, keepdim=True)
         if not close.any():
             break
         uniforms = torch.where(close, (clean + 0.0173) % 1.0, uniforms)

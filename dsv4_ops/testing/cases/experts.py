@@ -66,7 +66,7 @@ W4A8 = {**W4A16, "activations": "fp8"}
 
 
 def _fp4_case() -> tuple[Tensor, ...]:
-    """Two experts of 32 values for 64, of whose codes the low halves meet ones of x.
+    """Make two experts of 32 values for 64 inputs; x has ones at the low halves of the codes.
 
     Gate 16 / 16 + 16 / 8 = 3 and up -2 of the first, 32 and -32 of the second.
     """
@@ -86,7 +86,7 @@ def _fp4_case() -> tuple[Tensor, ...]:
 
 
 def _tiny_case() -> tuple[Tensor, ...]:
-    """Up and the results are near the smallest float32, where sums in another unit are lost."""
+    """Make up and results near the smallest float32, where sums in another unit underflow."""
     x, weights, ids, gate_up, *rest = _fp4_case()
     x[:, 32:] *= 2.0**-122
     gate_up[:, 32:, :16] = 0
@@ -94,7 +94,7 @@ def _tiny_case() -> tuple[Tensor, ...]:
 
 
 def _fp8_case() -> tuple[Tensor, ...]:
-    """One expert: gate 128 / 64 = 2 and up 64 / 32 = 2; silu(2) * 2 is 3.515625 in bf16."""
+    """Make one expert: gate 128 / 64 = 2 and up 64 / 32 = 2; silu(2) * 2 is 3.515625 in bf16."""
     x = torch.ones(1, 128, dtype=torch.bfloat16)
     gate_up = torch.ones(1, 256, 128)
     gate_up[:, 128:] = 0.5
@@ -147,7 +147,7 @@ def _experts_cases() -> list[Case]:
 def expert_weights(
     seed: torch.Generator, num_experts: int, width: int, size: int, bits: int, ue8m0: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """gate_up, its scale, down, its scale: of weights of so many bits."""
+    """Sample gate_up, its scale, down and its scale, for weights of ``bits`` bits."""
     if bits == 16:
         shapes = (num_experts, 2 * size, width), (num_experts, width, size)
         gate_up, down = (torch.randn(shape, generator=seed).to(torch.bfloat16) for shape in shapes)
@@ -206,10 +206,10 @@ def _experts_precise(
             gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
             act = (gate * torch.sigmoid(gate) * up)[None].to(torch.bfloat16)
             act = activation_values(act, None, activations)
-            found = exact_terms(act, expert_values(down[expert], scales[1]), fp8)
+            product = exact_terms(act, expert_values(down[expert], scales[1]), fp8)
             weight = topk_weights[token, place].to(torch.float64)
-            value[token] += weight * found.value[0]
-            error[token] += weight.abs() * found.magnitude[0]
+            value[token] += weight * product.value[0]
+            error[token] += weight.abs() * product.magnitude[0]
     return (Exact(value, error + value.abs()),)
 
 
@@ -230,7 +230,7 @@ def _route_cases() -> list[Case]:
     named = {"top_k": 2, "scale": 2.0}
     ids, none = torch.tensor([1, 0]), torch.tensor([-1, 2])
     return [
-        # logits 0 2 1 1 and 0 0 1 1: of equal ones the first
+        # logits 0 2 1 1 and 0 0 1 1: ties go to the first
         Case("best", (hidden, weight), best, ([[1], [2]], [[1.5], [1.5]])),
         Case("order", (hidden, weight), {"top_k": 4, "scale": 1.0}),
         # scores of at most 1.46, and 10 more
@@ -257,7 +257,7 @@ def _route_cases() -> list[Case]:
 
 
 def _route_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    """Products of small integers, which are exact: equal scores are equal everywhere."""
+    """Sample products of small integers, which are exact, so that ties are ties everywhere."""
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 20), min_size)
     width = 130 if min_size else draw.one_of(130, 1, 16, 300)
     num_experts = 40 if min_size else draw.one_of(40, 8, 11)
@@ -291,14 +291,14 @@ def _route_precise(
             listed = table[word].tolist() if 0 <= word < len(table) else [-1] * top_k
             ids.append([expert if 0 <= expert < len(row) else -1 for expert in listed])
             continue
-        scores = (torch.tensor(row).exp().log1p()).sqrt()  # as float32: as they are compared
+        scores = (torch.tensor(row).exp().log1p()).sqrt()  # float32, as in the comparison
         ranked = scores if bias is None else scores + bias.cpu()
         values = [-math.inf if math.isnan(value) else value for value in ranked.tolist()]
         ids.append(sorted(range(len(row)), key=lambda expert: (-values[expert], expert))[:top_k])
     chosen = torch.tensor(ids, dtype=torch.int64, device=hidden.device).view(-1, top_k)
-    there = chosen >= 0
-    of_chosen = torch.where(there, logits.gather(1, chosen.clamp(min=0)), 0.0)
-    scores = torch.where(there, torch.nn.functional.softplus(of_chosen).sqrt(), 0.0)
+    exists = chosen >= 0
+    of_chosen = torch.where(exists, logits.gather(1, chosen.clamp(min=0)), 0.0)
+    scores = torch.where(exists, torch.nn.functional.softplus(of_chosen).sqrt(), 0.0)
     value = scores / (scores.sum(1, keepdim=True) + 1e-20) * scale
     # of an exponential as large as its argument, in a score and in the sum; sums are of integers
     reach = 8 + of_chosen.abs().nan_to_num(0.0).amax(1, keepdim=True)
@@ -350,18 +350,18 @@ def _grouped_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _grouped_precise(
     logits: Tensor, bias: Tensor | None = None, **settings: Any
 ) -> tuple[Exact | None, ...]:
-    groups, kept = settings["num_groups"], settings["kept_groups"]
+    groups, num_kept = settings["num_groups"], settings["kept_groups"]
     size, ids = logits.shape[1] // groups, []
     for row in logits.tolist():
-        scores = torch.tensor(row).sigmoid()  # as float32: as they are compared
-        found = scores if bias is None else scores + bias.cpu()
-        values = [-INF if math.isnan(value) else value for value in found.tolist()]
+        scores = torch.tensor(row).sigmoid()  # float32, as in the comparison
+        biased = scores if bias is None else scores + bias.cpu()
+        values = [-INF if math.isnan(value) else value for value in biased.tolist()]
         sums = [
             sum(sorted(values[first : first + size])[-2:]) for first in range(0, len(row), size)
         ]
-        best = sorted(range(groups), key=lambda group: (-sums[group], group))[:kept]
-        there = [expert for expert in range(len(row)) if groups == 1 or expert // size in best]
-        ordered = sorted(there, key=lambda expert: (-values[expert], expert))
+        best = sorted(range(groups), key=lambda group: (-sums[group], group))[:num_kept]
+        candidates = [expert for expert in range(len(row)) if groups == 1 or expert // size in best]
+        ordered = sorted(candidates, key=lambda expert: (-values[expert], expert))
         ids.append(ordered[: settings["top_k"]])
     chosen = torch.tensor(ids, dtype=torch.int64, device=logits.device)
     scores = logits.double().gather(1, chosen.view(-1, settings["top_k"])).sigmoid()

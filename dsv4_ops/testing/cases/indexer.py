@@ -50,10 +50,10 @@ def _gather_cases() -> list[Case]:
     codes, nothing = worked_page()[:128], [0] * 128
     six, one = ({**_PAGES_OF_1, "num_rows": count} for count in (6, 1))
     two = (cache, i32([0, 1, 4]), i32([[1, 0, 0], [-1, 1, 2]]))
-    found = [codes, nothing, codes, *[nothing] * 3], [2.0**-7, 0.0, 2.0**-7, *[0.0] * 3]
+    gathered = [codes, nothing, codes, *[nothing] * 3], [2.0**-7, 0.0, 2.0**-7, *[0.0] * 3]
     none = (cache, i32([0]), i32([]).reshape(0, 3))
     return [
-        Case("two requests, spare capacity", two, six, found),
+        Case("two requests, spare capacity", two, six, gathered),
         Case("no request", none, one, ([nothing], [0.0])),
         *(
             _many_requests(f"{count} requests of a key", cache, [1] * count)
@@ -65,16 +65,16 @@ def _gather_cases() -> list[Case]:
 
 
 def _many_requests(name: str, cache: Tensor, lens: list[int]) -> Case:
-    """Blocks of one row; those of odd requests exist."""
+    """Make blocks of one row; only those of odd requests exist."""
     starts = [sum(lens[:place]) for place in range(len(lens) + 1)]
     table = [[place % 2 or -1] for place in range(len(lens))]
-    found = [place % 2 for place, length in enumerate(lens) if length] + [0, 0]
-    codes = [worked_page()[:128] if there else [0] * 128 for there in found]
+    flags = [place % 2 for place, length in enumerate(lens) if length] + [0, 0]
+    codes = [worked_page()[:128] if flag else [0] * 128 for flag in flags]
     return Case(
         name,
         (cache, i32(starts), i32(table)),
-        {**_PAGES_OF_1, "num_rows": len(found)},
-        (codes, [0.0078125 * there for there in found]),
+        {**_PAGES_OF_1, "num_rows": len(flags)},
+        (codes, [0.0078125 * flag for flag in flags]),
     )
 
 
@@ -146,7 +146,7 @@ TAG, PLAIN = IndexerLayout.tag, PlainLayout.tag
 def _quantize_cases() -> list[Case]:
     q = torch.full((2, 1, 128), 3.0, dtype=torch.bfloat16)
     q[:, :, 126], q[:, :, 127] = 1.0, 2.0
-    quarter = torch.tensor([[0.0, 1.0]])  # by which the last pair turns
+    quarter = torch.tensor([[0.0, 1.0]])  # rotation of the last pair
     weights = torch.tensor([[1.0], [-2.0]])
     # 2^-7 is the scale of 3: 384, 128, 256, and rotated -256 and 128
     rows = [[[384.0] * 126 + pair] for pair in ([-256.0, 128.0], [128.0, 256.0])]
@@ -235,8 +235,10 @@ def beyond_int32() -> tuple[Tensor, ...]:
 
 
 def with_layouts(cases: list[Case]) -> list[Case]:
-    """Cases over the tiny cache, then over plain caches of the same keys."""
-    found = [Case(c.name, c.tensors, {**c.settings, "layout": TAG}, c.expected) for c in cases]
+    """Return cases over the tiny cache, then over plain caches of the same keys."""
+    plain_cases = [
+        Case(c.name, c.tensors, {**c.settings, "layout": TAG}, c.expected) for c in cases
+    ]
     for dtype in (torch.float32, torch.bfloat16):
         keys = torch.tensor([[1.0, -2.0], [torch.nan, 4.0]], dtype=dtype)
         cache = keys[:, :, None].repeat(1, 1, 128)
@@ -245,8 +247,10 @@ def with_layouts(cases: list[Case]) -> list[Case]:
             assert q is not None
             tensors = (q.to(dtype), weights, cache, *rest)
             settings = {**case.settings, "layout": PLAIN}
-            found.append(Case(f"plain {dtype}: {case.name}", tensors, settings, case.expected))
-    return found
+            plain_cases.append(
+                Case(f"plain {dtype}: {case.name}", tensors, settings, case.expected)
+            )
+    return plain_cases
 
 
 def _logits_cases() -> list[Case]:
@@ -432,63 +436,63 @@ def _scores(
 
 
 def _ranked(scores: Tensor) -> Tensor:
-    """NaN below every number."""
+    """Rank NaN below every number."""
     return torch.where(scores.isnan(), -torch.inf, scores)
 
 
 def _rows_of(
     slots: Tensor, candidate: Tensor, req_indices: Tensor, block_table: Tensor, block_size: int
 ) -> Tensor:
-    """Rows of these slots, each after the previous one; num_rows for a slot without a row."""
+    """Find the rows of slots, each after the previous one; num_rows for a slot without a row."""
     num_rows, rows = candidate.shape[1], []
     row = torch.arange(num_rows, device=slots.device)
     pages = block_table[req_indices.clamp(0, len(block_table) - 1)][:, row // block_size].long()
-    there = torch.where(candidate, pages * block_size + row % block_size, -1)
-    for wanted, held in zip(slots.tolist(), there.tolist(), strict=True):
-        left = iter(enumerate(held))
+    slot_of_row = torch.where(candidate, pages * block_size + row % block_size, -1)
+    for chosen, slots_of_token in zip(slots.tolist(), slot_of_row.tolist(), strict=True):
+        remaining = iter(enumerate(slots_of_token))
         rows.append(
             [
-                slot if slot < 0 else next((row for row, has in left if has == slot), num_rows)
-                for slot in wanted
+                slot if slot < 0 else next((row for row, has in remaining if has == slot), num_rows)
+                for slot in chosen
             ]
         )
     return slots.new_tensor(rows).view(slots.shape)
 
 
-def _readable_selection(case: Case, outcome: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The indices if scores are exact, else the selected scores in descending order.
+def _decode_selection(case: Case, outcome: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the indices if scores are exact, else the selected scores in descending order.
 
-    Also whether the result is a valid selection: rounding may swap two close scores.
+    Also return whether the selection is valid: rounding may swap two close scores.
     """
     tensors = [tensor for tensor in case.tensors if tensor is not None]
-    found, indices = _scores(*tensors, **case.settings), outcome[0].long()
-    if found.is_exact:
+    oracle, indices = _scores(*tensors, **case.settings), outcome[0].long()
+    if oracle.is_exact:
         return tuple(outcome)
-    if case.settings.get("slots") and bool(found.candidate.any()):
+    if case.settings.get("slots") and bool(oracle.candidate.any()):
         requests, table = tensors[4:]
-        indices = _rows_of(indices, found.candidate, requests, table, case.settings["block_size"])
-    there = indices >= 0
-    if found.value.shape[1] == 0:
+        indices = _rows_of(indices, oracle.candidate, requests, table, case.settings["block_size"])
+    exists = indices >= 0
+    if oracle.value.shape[1] == 0:
         return torch.zeros(indices.shape, dtype=torch.float64, device=indices.device), outcome[0]
-    place = indices.clamp(0, found.value.shape[1] - 1)
-    chosen = torch.where(there, _ranked(found.value).gather(1, place), -torch.inf)
-    behind = torch.cat([there.new_zeros(len(there), 1), indices[:, 1:] <= indices[:, :-1]], 1)
-    wrong = (behind | ~found.candidate.gather(1, place) | (place != indices)) & there
-    return chosen.sort(1, descending=True).values, there.int() + 2 * wrong
+    place = indices.clamp(0, oracle.value.shape[1] - 1)
+    chosen = torch.where(exists, _ranked(oracle.value).gather(1, place), -torch.inf)
+    behind = torch.cat([exists.new_zeros(len(exists), 1), indices[:, 1:] <= indices[:, :-1]], 1)
+    wrong = (behind | ~oracle.candidate.gather(1, place) | (place != indices)) & exists
+    return chosen.sort(1, descending=True).values, exists.int() + 2 * wrong
 
 
 def _precise_selection(*tensors: Tensor, **settings: Any) -> tuple[Exact | None, ...]:
-    found = _scores(*tensors, **settings)
-    if found.is_exact:
+    oracle = _scores(*tensors, **settings)
+    if oracle.is_exact:
         return (None,)
-    num_tokens, num_rows = found.value.shape
+    num_tokens, num_rows = oracle.value.shape
     topk = settings["topk"]
     if num_rows == 0:
-        nothing = found.value.new_zeros((num_tokens, topk))
+        nothing = oracle.value.new_zeros((num_tokens, topk))
         return Exact(nothing, nothing), None
-    padding = found.value.new_full((num_tokens, topk), -torch.inf)
-    value = torch.cat([_ranked(found.value), padding], 1).sort(1, descending=True).values[:, :topk]
-    exact = found.exact()
+    padding = oracle.value.new_full((num_tokens, topk), -torch.inf)
+    value = torch.cat([_ranked(oracle.value), padding], 1).sort(1, descending=True).values[:, :topk]
+    exact = oracle.exact()
     magnitude = exact.magnitude.amax(1, keepdim=True)
     return Exact(value, magnitude, exact.unit), None
 
@@ -516,5 +520,5 @@ indexer_select = OpTesting(
     ),
     make=_select_call,
     precise=_precise_selection,
-    readable=_readable_selection,
+    decode=_decode_selection,
 )

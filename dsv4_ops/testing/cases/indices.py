@@ -22,7 +22,7 @@ def _found(
     rows: list[list[int]],
     lens: list[int],
 ) -> Case:
-    """A call of positions or selected rows, of requests and of a block table."""
+    """Make a call with positions or selected rows, requests and a block table."""
     return Case(name, (places, i32(requests), i32(table)), settings, (rows, lens))
 
 
@@ -30,12 +30,12 @@ def _window_cases() -> list[Case]:
     case, table = partial(_found, {"block_size": 4, "window_size": 4}), [[7, 3], [2, 5]]
     holes = [[7, 3], [-1, 5], [2, 2**31 - 1]]
     rows = [[30, 31, 12, 13], [8, 9, -1, -1], [8, 9, 10, -1]]
-    there = [[14, 15, -1, -1], [-1, -1, 20, 21], [10, 11, -1, -1]]
+    slots = [[14, 15, -1, -1], [-1, -1, 20, 21], [10, 11, -1, -1]]
     name = "holes: past the table, no page, no int32 slot"
     return [
         case("worked example", i64([5, 1, 2]), [0, 1, 1], table, rows, [4, 2, 3]),
         case("padding rows are cleared", i64([-1, 5]), [0, -1], table, [[-1] * 4] * 2, [0, 0]),
-        case(name, i64([9, 5, 5]), [0, 1, 2], holes, there, [4, 4, 4]),
+        case(name, i64([9, 5, 5]), [0, 1, 2], holes, slots, [4, 4, 4]),
     ]
 
 

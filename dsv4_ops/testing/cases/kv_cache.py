@@ -35,7 +35,7 @@ def worked_row() -> Tensor:
 
 
 def worked_bytes() -> list[int]:
-    """The block of one row that ``worked_row`` is quantised to, with zero padding."""
+    """Return the block with the quantised ``worked_row``, with zero padding."""
     page = [0] * 1152
     page[:3] = [0x7C, 0xE2, 0x3A]
     page[64], page[128] = 0x7E, 0xF6  # 448 / 1; -450 / 2 = -225, rounded to 224
@@ -76,7 +76,7 @@ def _worked_values() -> list[float]:
 
 
 def _worked_gather() -> tuple[Tensor, tuple[Tensor, ...], list[float], list[float]]:
-    """A cache, lengths and table, and rows that are found and not found."""
+    """Make a cache, lengths and a table, with existing and absent rows."""
     page = torch.tensor(worked_bytes(), dtype=torch.uint8)
     page[256] = 0  # the NaN
     lens = (i32([3, 2]), i32([2, 3]), i32([[7, 1, -1], [1, 1, 0]]))
@@ -120,8 +120,8 @@ def _gather_tensors(draw: Draw, settings: dict[str, Any], min_size: int) -> tupl
     else:
         cache = plain_cache(seed, num_blocks, block_size, 24)
     seq_lens, gather_lens, table = requests(draw, num_blocks=num_blocks, min_size=min_size)
-    given = gather_lens if min_size or draw.flag() else None
-    return cache, seq_lens, given, table
+    lens = gather_lens if min_size or draw.flag() else None
+    return cache, seq_lens, lens, table
 
 
 def _gather_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:

@@ -17,7 +17,7 @@ from dsv4_ops.testing.strategies.draw import Draw
 
 FP8_UNIT = 2.0**-4
 FLOOR_SCALE = 2.0**-22
-"""Of an amax of 1e-4: 2^-22 * 448 is just above, 2^-23 * 448 is not."""
+"""Scale for an amax of 1e-4: 2^-22 * 448 is just above, 2^-23 * 448 is not."""
 
 _OFFICIAL = {"block": 128, "scale": "pow2", "min_amax": 1e-4, "scale_layout": "row"}
 _HUGGING_FACE = {"block": 32, "scale": "float32", "min_amax": 1e-12, "scale_layout": "row"}
@@ -66,7 +66,7 @@ def _rows_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _rows_precise(
     x: Tensor, *, block: int, scale: str, min_amax: float, scale_layout: str
 ) -> tuple[Exact | None, ...]:
-    """Powers of two leave nothing to round but the codes: bit for bit. Else of values read back."""
+    """Compute decoded values in float64; None for power-of-two scales, which are exact."""
     if scale == "pow2":
         return None, None
     value = x.to(torch.float64)
@@ -83,7 +83,7 @@ def _rows_precise(
     return Exact(value, size, FP8_UNIT), Exact(scales, scales, unit)
 
 
-def _rows_readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+def _decode_rows(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
     values, scales = outcome
     if case.settings["scale"] == "pow2":
         return outcome
@@ -100,7 +100,7 @@ quantize_rows = OpTesting(
     ),
     make=_rows_call,
     precise=_rows_precise,
-    readable=_rows_readable,
+    decode=_decode_rows,
 )
 
 W8A16 = {"activations": "bf16", "out_dtype": torch.bfloat16, "impl": "auto"}
@@ -126,7 +126,7 @@ def _linear_cases() -> list[Case]:
     # 1 / 2^-8 is 256; 0.30078125 / 2^-10 is 308, which rounds to 320 and reads as 0.3125
     rounded = [whole[0], [150.0] * 128 + [40.0] * 128]
     codes = torch.full((2, 256), 320.0).to(torch.float8_e4m3fn)
-    given = torch.tensor([[1.0, 0.25], [2.0**-10, 2.0**-10]])
+    scales = torch.tensor([[1.0, 0.25], [2.0**-10, 2.0**-10]])
     # 320 * 128 * 4 - 80 * 128 / 4, and 320 * 128
     scaled = [[161280.0] * 128 + [40960.0] * 128, rounded[1]]
     nan = torch.where(scale == 0, 255, scale)
@@ -137,10 +137,10 @@ def _linear_cases() -> list[Case]:
         Case("float32 scales", (ones, weight, real), out32, (whole,)),
         Case("bf16", (ones[:1], weight, scale), W8A16, (whole[:1],)),
         Case("quantised", (ones, weight, scale), {**W8A8, "out_dtype": torch.float32}, (rounded,)),
-        Case("codes", (codes, weight, scale, given), {**out32, "activations": "fp8"}, (scaled,)),
+        Case("codes", (codes, weight, scale, scales), {**out32, "activations": "fp8"}, (scaled,)),
         Case(
             "many codes",
-            (codes[:1].expand(33, -1), weight, scale, given[1:].expand(33, -1)),
+            (codes[:1].expand(33, -1), weight, scale, scales[1:].expand(33, -1)),
             W8A16,
             (rounded[1:] * 33,),
         ),
@@ -160,10 +160,10 @@ def _linear_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _sampled(
     draw: Draw, settings: dict[str, Any], min_size: int, rows: int, shape: tuple[int, ...]
 ) -> Case:
-    """Activations of ``shape`` or their codes, those of each group apart, and a weight."""
+    """Sample activations of ``shape`` or their codes, per group, and a weight."""
     ue8m0 = bool(min_size) or draw.flag()
     weight = fp8_weight(draw.generator(), rows, shape[-1], ue8m0=ue8m0)
-    # quantised, an infinity reads as a value above the largest float32
+    # a quantised infinity decodes to a value above the largest float32
     x = activations(draw, *shape, infinite=settings["activations"] == "bf16")
     if settings["activations"] == "fp8" and draw.flag():
         codes, scales = quantized(x.transpose(0, -2))
@@ -198,17 +198,17 @@ def _grouped_cases() -> list[Case]:
     x[0, 1] = 0.3
     whole = [[480.0] * 128 + [38.5] * 128]
     codes = torch.full((2, 1, 256), 320.0).to(torch.float8_e4m3fn)
-    given = torch.tensor([[[1.0, 0.25]], [[2.0**-10, 2.0**-10]]])
+    scales = torch.tensor([[[1.0, 0.25]], [[2.0**-10, 2.0**-10]]])
     scaled = [[161280.0] * 128 + [40.0] * 128]
     settings = {**W8A16, "out_dtype": torch.float32}
     rounded = [[480.0] * 128 + [40.0] * 128]
     return [
         Case("two groups", (x, weight, scale), settings, (whole,)),
         Case("quantised", (x, weight, scale), {**settings, "activations": "fp8"}, (rounded,)),
-        Case("codes", (codes, weight, scale, given), settings, (scaled,)),
+        Case("codes", (codes, weight, scale, scales), settings, (scaled,)),
         Case(
             "many codes",
-            (codes.expand(-1, 17, -1), weight, scale, given[1:].expand(2, 17, -1)),
+            (codes.expand(-1, 17, -1), weight, scale, scales[1:].expand(2, 17, -1)),
             W8A16,
             ([[150.0] * 128 + [40.0] * 128] * 17,),
         ),
@@ -229,8 +229,8 @@ def _grouped_precise(
     rows = activation_values(x, x_scale, settings["activations"])
     groups = rows.transpose(0, 1) if x_scale is None else rows
     values = block_values(weight, scale, 128, 128).unflatten(0, (groups.shape[0], -1))
-    found = exact_product(groups, values, settings["out_dtype"])
-    value, magnitude = (part.transpose(0, 1).flatten(1) for part in found[:2])
+    product = exact_product(groups, values, settings["out_dtype"])
+    value, magnitude = (part.transpose(0, 1).flatten(1) for part in product[:2])
     return (Exact(value, magnitude),)
 
 

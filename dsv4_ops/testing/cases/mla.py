@@ -40,7 +40,7 @@ def _rows(size: int, layout: str, scale_format: str = "float32") -> dict[str, An
 
 
 def scale_of(value: float) -> Tensor:
-    """A scale per tensor."""
+    """Make a per-tensor scale."""
     return torch.tensor([value], dtype=torch.float32)
 
 
@@ -51,7 +51,7 @@ def worked_codes() -> tuple[list[float], list[int]]:
 
 
 def worked_tile(scale_format: str) -> list[int]:
-    """The row of 656 bytes of latents 3, -0.3, 0.01 and zeros, and of RoPE values 1 and -2."""
+    """Return the 656-byte row of latents 3, -0.3, 0.01 and zeros, and of RoPE values 1 and -2."""
     power = scale_format == "ue8m0"
     codes = [0x7C, 0xE2, 0x3A] if power else [0x7E, 0xE3, 0x3C]
     first = [0x00, 0x00, 0x00, 0x3C] if power else [0xB7, 0x6D, 0xDB, 0x3B]  # 2^-7, 3 / 448
@@ -206,11 +206,11 @@ def _gather_cases() -> list[Case]:
 
 
 def _slots(draw: Draw, min_size: int, count: int) -> Tensor:
-    """Slots in any order, also several times, some of which do not exist."""
+    """Sample slots in any order, some repeated and some absent."""
     num_rows = max(draw.one_of(5, 0, 1, 2, 17), min_size)
-    found = torch.randint(0, max(count, 1), (num_rows,), generator=draw.generator())
-    draw.spoil(found, (*ADVERSARIAL_SLOTS, count, count + 7), 4)
-    return found
+    slots = torch.randint(0, max(count, 1), (num_rows,), generator=draw.generator())
+    draw.spoil(slots, (*ADVERSARIAL_SLOTS, count, count + 7), 4)
+    return slots
 
 
 def _gather_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
@@ -296,7 +296,7 @@ def _absorb_cases() -> list[Case]:
 
 
 def _sizes(draw: Draw, min_size: int) -> tuple[torch.Generator, torch.dtype, int, int]:
-    """Seed, dtype, tokens and heads of a product."""
+    """Sample seed, dtype, tokens and heads of a product."""
     num_tokens = max(draw.one_of(3, 0, 1, 2, 7), min_size)
     num_heads = 5 if min_size else draw.one_of(1, 2, 5, 16)
     dtype = _DTYPES[0] if min_size else draw.one_of(*_DTYPES)
@@ -318,7 +318,7 @@ def _absorb_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", (q_nope, q_pe, w_uk_t, scale), settings)
 
 
-def _absorb_readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+def _decode_absorbed(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
     (q,) = outcome
     return [q.to(torch.float64)] if q.dtype == torch.float8_e4m3fn else [q]
 
@@ -328,12 +328,12 @@ mla_absorb_q = OpTesting(
     settings=({},),
     make=_absorb_call,
     precise=exact_absorbed,
-    readable=_absorb_readable,
+    decode=_decode_absorbed,
 )
 
 
 def _expand_cases() -> list[Case]:
-    """Two rows, and one of NaN that is not used."""
+    """Make two rows, and an unused one of NaN."""
     kv_c = torch.tensor([[1.0, 2.0], [4.0, 0.0], [math.nan, math.nan]])
     w_kv_b = torch.tensor([[[2.0, 0.0], [1.0, -1.0]], [[3.0, 1.0], [0.0, 1.0]]])
     rows = [[[2.0, -1.0], [5.0, 2.0]], [[8.0, 4.0], [12.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
@@ -501,14 +501,14 @@ _TABLE_GARBAGE = (2147480000, -1, 2**31 - 1, -(2**31))
 
 
 def _requests(draw: Draw, size: int) -> list[tuple[int, int]]:
-    """Query tokens and length of every request, some of them padding, around ends of blocks."""
-    found = []
+    """Sample query tokens and length of every request, around block ends; some are padding."""
+    requests = []
     for _ in range(draw.integer(0, 3)):
         query = draw.one_of(1, 1, 2, 3, 0)
         context = size * draw.integer(0, 2) + draw.one_of(0, -1, 1)
         is_padding = draw.one_of(False, False, False, True)
-        found.append((0, 0) if is_padding else (query, max(context, 0) + query))
-    return found
+        requests.append((0, 0) if is_padding else (query, max(context, 0) + query))
+    return requests
 
 
 def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
@@ -550,8 +550,8 @@ def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _tokens(
     draw: Draw, reqs: list[tuple[int, int]], min_size: int
 ) -> tuple[list[int], list[int], Tensor]:
-    """Lengths and requests of tokens, and where requests start; some tokens are padding, or of
-    requests and lengths that do not exist."""
+    """Sample lengths and requests of tokens, and the starts of requests; some tokens are padding,
+    or have absent requests or lengths."""
     lens, requests, starts = [], [], [0]
     for request, (query, length) in enumerate(reqs):
         lens += [length - query + token + 1 for token in range(query)]
@@ -581,7 +581,7 @@ def _filled(rows: Tensor, slots: list[int], num_blocks: int, settings: dict[str,
 
 
 def _is_determined(case: Case) -> bool:
-    """Whether no token sees NaN: what comes of it, which of two it stays in, is left open."""
+    """Whether no token sees NaN, whose results are undefined."""
     _, cache, *table = (each for each in case.tensors[:5] if each is not None)
     settings = {name: case.settings[name] for name in ("block_size", "layout")}
     keys, exists = decode_keys(cache, *table, **settings)

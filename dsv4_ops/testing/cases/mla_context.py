@@ -1,4 +1,4 @@
-"""Cases and strategies of attention over a context that is read in chunks."""
+"""Cases and strategies of attention over chunked contexts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _chunk_cases() -> list[Case]:
         ),
         Case("equal", (lens,), _plan(12, 2, "equal", 2), _one_rank(*equal, 2)),
         Case(
-            # 6 rows each are no round of 4 positions: 4 each
+            # 6 rows each round down to turns of 4 positions: 4 each
             "equal, whole rounds",
             (i32([12, 1]),),
             _plan(12, 3, "equal", 2, 2, 2),
@@ -108,7 +108,7 @@ INF = float("inf")
 
 
 def _state(out: list[float], lse: list[float]) -> tuple[Tensor, Tensor]:
-    """One head per value of ``lse``, of one output each."""
+    """Return one head per value of ``lse``, with one output each."""
     return torch.tensor(out).view(1, -1, 1), torch.tensor(lse).view(1, -1)
 
 
@@ -140,7 +140,7 @@ def _merge_cases() -> list[Case]:
 
 
 def merged_lses(draw: Draw, seed: torch.Generator, *shape: int) -> Tensor:
-    """Log-sum-exps from -60 to 60, some of them of no key."""
+    """Sample log-sum-exps from -60 to 60, some of them for no key."""
     spread: int = draw.one_of(4, 120)
     lse = (torch.rand(shape, generator=seed) - 0.5) * spread
     for value in (-INF, INF, NAN):
@@ -149,7 +149,7 @@ def merged_lses(draw: Draw, seed: torch.Generator, *shape: int) -> Tensor:
 
 
 def merged_out(lse: Tensor, seed: torch.Generator, width: int, dtype: torch.dtype) -> Tensor:
-    """Outputs, NaN where there are no keys, in a view of wider rows."""
+    """Sample outputs, NaN for no keys, in a view of wider rows."""
     out = torch.randn((*lse.shape, width), generator=seed)
     return torch.where(lse.isfinite()[..., None], out, NAN).to(dtype)
 
@@ -184,9 +184,9 @@ merge_attn_states = OpTesting(
 def _states_cases() -> list[Case]:
     outs = torch.tensor([[8.0, 1.0, NAN], [NAN, 3.0, NAN], [NAN, 2.0, NAN]]).view(3, 1, 3, 1)
     lses = torch.tensor([[2.0, 0.0, -INF], [-INF, 0.0, NAN], [INF, 1.0, INF]]).view(3, 1, 3)
-    found = [[[8.0], [2.0], [0.0]]], [[2.0, 2.0, -INF]]
+    merged = [[[8.0], [2.0], [0.0]]], [[2.0, 2.0, -INF]]
     return [
-        Case("base 2", (outs, lses), {"lse_base": "2"}, found),
+        Case("base 2", (outs, lses), {"lse_base": "2"}, merged),
         Case(
             "one part",
             (outs[:1], lses[:1]),
@@ -232,14 +232,14 @@ def _prefill_cases() -> list[Case]:
     several = ragged_prefill(seed, [(3, 7), (270, 300), (0, 5), (130, 129)], sizes=(1, 16, 16, 16))
     return [
         Case(
-            # token 0 has key 0, token 1 none, token 2 is padding; key 1 is nobody's
+            # token 0 has key 0, token 1 has none, token 2 is padding; nobody has key 1
             "one key, none, padding",
             (*tensors, i32([0, 1, 2]), i32([0, 1, 1])),
             whole,
             ([[[2.0]], nothing[0], nothing[0]], [[0.0], nothing[1], nothing[1]]),
         ),
         Case(
-            # of three queries and one key only the last sees it
+            # only the last of three queries sees the key
             "fewer keys than queries",
             (*tensors, i32([0, 3]), i32([2, 3])),
             causal,
@@ -273,8 +273,8 @@ def _prefill_cases() -> list[Case]:
 
 
 def unlike_values(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Three queries of equal logits and three keys, whose values are 2, 4 and NaN: the results are
-    2, 3 and NaN."""
+    """Make three queries with equal logits over three keys with values 2, 4 and NaN: results are 2,
+    3 and NaN."""
     q, k_nope, k_pe = torch.zeros(3, 1, 2), torch.ones(3, 1, 1), torch.ones(3, 1)
     v = torch.tensor([2.0, 4.0, NAN]).view(3, 1, 1)
     return *(each.to(dtype) for each in (q, k_nope, k_pe, v)), i32([0, 3]), i32([0, 3])
@@ -288,7 +288,7 @@ def ragged_prefill(
     dtype: torch.dtype = torch.bfloat16,
     sizes: tuple[int, int, int, int] = (HEADS, NOPE, ROPE, VALUE),
 ) -> tuple[Tensor, ...]:
-    """Tensors of a call for requests of (queries, keys), NaN in padding behind them."""
+    """Make the tensors of a call for requests of (queries, keys), followed by padding of NaN."""
     heads, nope, rope, value = sizes
     start_loc, cu_seq_lens = [0], [0]
     for queries, keys in lens:

@@ -53,7 +53,7 @@ def _unpack_cases() -> list[Case]:
 
 
 def _filled(draw: Draw, leading: tuple[int, ...], rank: int, dtype: torch.dtype) -> Tensor:
-    """Values of any size, no NaN, in ``rank`` trailing dimensions of sizes that all differ."""
+    """Sample values of any size, but no NaN, in ``rank`` trailing dimensions of distinct sizes."""
     seed, shape = draw.generator(), (*leading, *range(3, 3 + rank))
     if dtype == _FP8:
         codes = torch.randint(0, 0x7F, shape, generator=seed, dtype=torch.uint8)
@@ -64,7 +64,7 @@ def _filled(draw: Draw, leading: tuple[int, ...], rank: int, dtype: torch.dtype)
 
 
 _ROWS = {0.0: (torch.bfloat16, 2), 0.5: (torch.float32, 1), 7.0: (torch.uint8, 0)}
-"""Dtype and number of trailing dimensions of the rows, by the pad that they are sampled with."""
+"""Dtype and number of trailing dimensions of the sampled rows, by pad value."""
 
 
 def _pack_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:

@@ -37,29 +37,31 @@ def bf16(values: Any) -> Tensor:
 
 def _rope_cases() -> list[Case]:
     rows = torch.tensor([[5.0, 1.0, 2.0], [5.0, 1.0, 2.0]])
-    there, back = {"inverse": False}, {"inverse": True}
+    forward, back = {"inverse": False}, {"inverse": True}
     heads, table = bf16([[worked_row()] * 3] * 2), worked_table()
     rotated, back_again = ([[rotated_row(inverse=flag)] * 3] for flag in (False, True))
-    kept = [[worked_row()] * 3]
+    unchanged = [[worked_row()] * 3]
     absent = i64([-1, 2, 2**40, 2**63 - 1])
     infinite = torch.tensor([[1.0, float("inf"), -0.0]] * 4)
     pairs = (rows[:, 1:], i64([0, 1]), QUARTERS)
     return [
-        Case("a quarter turn", (rows, i64([0, 1]), QUARTERS), there, ([[5, 1, 2], [5, -2, 1]],)),
+        Case("a quarter turn", (rows, i64([0, 1]), QUARTERS), forward, ([[5, 1, 2], [5, -2, 1]],)),
         Case("back", (rows, i64([1, 0]), QUARTERS), back, ([[5, 2, -1], [5, 1, 2]],)),
-        Case("heads", (heads, i64([0, 1]), table), there, (kept + rotated,)),
-        Case("heads back", (heads, i64([1, 0]), table), back, (back_again + kept,)),
-        Case("no such position", (rows.repeat(2, 1), absent, QUARTERS), there, ([[5, 1, 2]] * 4,)),
-        Case("infinite, no position", (infinite, absent, QUARTERS), there, (infinite.tolist(),)),
-        Case("no table", (rows, i64([0, 1]), QUARTERS[:0]), there, (rows.tolist(),)),
-        Case("no pair", (rows, i64([0, 1]), QUARTERS[:, :0]), there, (rows.tolist(),)),
-        Case("nothing but pairs", pairs, there, ([[1, 2], [-2, 1]],)),
-        Case("no token", (rows[:0], i64([]), QUARTERS), there, ([],)),
+        Case("heads", (heads, i64([0, 1]), table), forward, (unchanged + rotated,)),
+        Case("heads back", (heads, i64([1, 0]), table), back, (back_again + unchanged,)),
+        Case(
+            "no such position", (rows.repeat(2, 1), absent, QUARTERS), forward, ([[5, 1, 2]] * 4,)
+        ),
+        Case("infinite, no position", (infinite, absent, QUARTERS), forward, (infinite.tolist(),)),
+        Case("no table", (rows, i64([0, 1]), QUARTERS[:0]), forward, (rows.tolist(),)),
+        Case("no pair", (rows, i64([0, 1]), QUARTERS[:, :0]), forward, (rows.tolist(),)),
+        Case("nothing but pairs", pairs, forward, ([[1, 2], [-2, 1]],)),
+        Case("no token", (rows[:0], i64([]), QUARTERS), forward, ([],)),
     ]
 
 
 def _rope_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    free = settings["inverse"]  # else what is compiled: one rank, dtype and width
+    free = settings["inverse"]  # otherwise the compiled form: one rank, dtype and width
     sizes = ((512, 64), (128, 64), (12, 4), (7, 6), (64, 64), (2, 2), (3, 0))
     dim, rope_dim = draw.one_of(*sizes) if free else (512, 64)
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 9, 17), min_size)
@@ -95,10 +97,10 @@ def _group_cases() -> list[Case]:
     plain, table = [0.5] * 512, worked_table()
     o, where = bf16([[row, plain, plain, row]] * 2), i64([1, 0])
     half = [*[0.5] * 448, 0.5, -0.5, 0.5, -1.5, *[0.5] * 60]  # (1/2, 1/2), twice, inverse RoPE
-    rotated, kept = [back + half, half + back], [row + plain, plain + row]
-    one = [[rotated[0] + rotated[1]], [kept[0] + kept[1]]]
+    rotated, unchanged = [back + half, half + back], [row + plain, plain + row]
+    one = [[rotated[0] + rotated[1]], [unchanged[0] + unchanged[1]]]
     return [
-        Case("two groups", (o, where, table), {"num_groups": 2}, ([rotated, kept],)),
+        Case("two groups", (o, where, table), {"num_groups": 2}, ([rotated, unchanged],)),
         Case("one group", (o, where, table), {"num_groups": 1}, (one,)),
         Case("no token", (o[:0], i64([]), table), {"num_groups": 2}, ([],)),
         Case("no head", (o[:, :0], where, table), {"num_groups": 2}, ([[[], []]] * 2,)),
@@ -169,7 +171,8 @@ def _quantize_cases() -> list[Case]:
 def _quantize_precise(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int, scale_layout: str
 ) -> tuple[Exact | None, ...]:
-    """Of the values read back; an infinity is 448 times the scale of the largest bf16."""
+    """Compute the decoded values in float64; an infinity is 448 times the scale of the largest
+    bf16."""
     (rows,) = _group_precise(o, positions, cos_sin_cache, num_groups=num_groups)
     assert rows is not None
     infinite = rows.value.to(torch.bfloat16).isinf()
@@ -178,13 +181,13 @@ def _quantize_precise(
     finite = value.abs().nan_to_num(0.0).clamp(max=torch.finfo(torch.bfloat16).max)
     blocks = finite.unflatten(-1, (value.shape[-1] // 128, 128))
     amax = blocks.amax(-1, keepdim=True) if value.numel() else blocks
-    # of e4m3, a value below 2^-6 has an error of 2^-10, which its block's scale multiplies
+    # an e4m3 value below 2^-6 has an error of 2^-10, times the scale of its block
     subnormal = (2 / FP8_MAX * amax).clamp(min=2.0**-42) * (2.0**-10 / FP8_UNIT)
     size = 1.1 * finite + subnormal.expand_as(blocks).flatten(-2)
     return Exact(value, size, FP8_UNIT), None
 
 
-def _quantize_readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+def _decode_quantized(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
     """Unscaled values, float64, and the padding of the scales."""
     values, scales = outcome
     num_tokens, padding = values.shape[1], scales.new_empty(0)
@@ -204,14 +207,14 @@ inverse_rope_group_quantize = OpTesting(
     ),
     make=partial(_grouped, ((512, 64), (512, 4), (512, 32))),
     precise=_quantize_precise,
-    readable=_quantize_readable,
+    decode=_decode_quantized,
 )
 
 
 _FP8 = {"eps": 1e-6, "block_size": 1, "layout": MainLayout.tag}
 _PLAIN = {**_FP8, "layout": PlainLayout.tag}
 ROUNDINGS = 8
-"""Roundings of float32 that count before the last one: sum, mean and root of the norm, its product,
+"""Float32 roundings that count before the last one: sum, mean and root of the norm, its product,
 two of the rotation."""
 
 
@@ -282,7 +285,8 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 
 
 def _precise(*tensors: Tensor, eps: float, **settings: Any) -> tuple[Exact | None, ...]:
-    """The cache is exact. A mean square beyond float32 is infinite, as there."""
+    """Compute float64 results; the cache is exact. A mean square beyond float32 becomes
+    infinite."""
     q, _, _, _, positions, cos_sin_cache = tensors
     values = q.to(torch.float64)
     squares = values.square().sum(-1, keepdim=True).to(torch.float32).to(torch.float64)

@@ -49,7 +49,7 @@ def _sinkhorn_precise(
 def sinkhorn_error(
     logits: Tensor, num_streams: int, iterations: int, eps: float, errors: Tensor | float = 0.0
 ) -> Exact:
-    """The matrix of float64 ``logits``, which have absolute ``errors`` of their own."""
+    """Compute the matrix of float64 ``logits`` that have absolute ``errors``."""
     value = reference.sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
     # relative errors: of an exponential as large as its argument, of each division its own; an
     # error of a logit in its row and its column, and in what these are divided by

@@ -31,9 +31,9 @@ def _cases() -> list[Case]:
         settings = {"num_heads": heads, "num_programs": programs}
         return Case(name, lens, settings, ([*rows],) if rows else None)
 
-    # 11 tiles on 4 programs: one is left for an extra split, of 5 tiles or more
+    # 11 tiles on 4 programs: one program is free for an extra split of 5 tiles or more
     one = ([2, 0, 2, 0], [2, 1, 2, 0], *whole, *[absent] * 3)
-    # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: splits of up to 5 leave one
+    # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: splits of up to 5 leave one free
     two = ([1, 0, 2, 0], [2, 0, 2, 2], [1, 1, 2, 0], [2, 1, 2, 2], [0, 0, 1, 0], *[absent] * 4)
     shared = ([0, 0, 2, 0], [0, 1, 2, 0], absent)
     return [
@@ -86,7 +86,7 @@ def _mla_metadata_cases() -> list[Case]:
         [0, 2, 3, 0, 0, 0, 0, 0],
         *[unused] * 2,
     )
-    # a token has a block without any key too: 6 and 7 are 13, 13 on 4 parts are 4, and 5
+    # a token without keys has a block too: 6 and 7 are 13, 13 on 4 parts are 4, and 5
     idle = (
         [0, 0, 0, 1, 0, 0, 0, 0],
         [1, 1, 0, 2, 0, 0, 0, 0],
@@ -145,7 +145,7 @@ def _settings(
 
 
 def one_key_page(value: float) -> Tensor:
-    """uint8 [1, 1152]: a cache of one row, all of whose values are ``value``."""
+    """Return a cache of one row whose values are all ``value``, uint8 [1, 1152]."""
     page = MainLayout(1).allocate(1)
     row = torch.full((1, 512), value, dtype=torch.bfloat16)
     slot = torch.zeros(1, dtype=torch.int64)
@@ -160,7 +160,8 @@ def _lists(*tensors: Any) -> tuple[Tensor, ...]:
 def _decode_cases() -> list[Case]:
     q, twos, fours = torch.zeros(1, 2, 512, dtype=torch.bfloat16), one_key_page(2), one_key_page(4)
     half, sixes = [[1.0] * 512, [0.0] * 512], [[[2.0] * 512, [0.0] * 512]]
-    back = [1.0, -1.0, 1.0, -3.0]  # two pairs (1, 1), by a quarter turn and by (cos, sin) = (-1, 2)
+    # two pairs (1, 1), rotated by a quarter turn and by (cos, sin) = (-1, 2)
+    back = [1.0, -1.0, 1.0, -3.0]
     rotated = [[1.0] * 448 + back + [1.0] * 60, [0.0] * 512]
     plan = i32([[0, 0, 2, 0], [1, 0, 1, 2], [0, 1, 2, 0]])
     adversarial = i64([1, -1, 2, 2**63 - 1])
@@ -236,7 +237,7 @@ def _gathered_cases() -> list[Case]:
 def full_cache(
     seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
 ) -> Tensor:
-    """A cache with a key in every slot, its block size the setting ``size``."""
+    """Sample a cache with a key in every slot; ``size`` names the setting with its block size."""
     block_size = settings[size]
     keys = torch.randn(num_blocks * block_size, q.shape[2], generator=seed).to(q.dtype)
     if settings["layout"] != TAG:
@@ -250,9 +251,10 @@ def full_cache(
 def _cache(
     seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
 ) -> tuple[Tensor, list[int]]:
-    """A cache with keys in some slots, and these slots.
+    """Sample a cache with keys in some slots, and return these slots.
 
-    Of an FP8 cache two of three and random bytes in the others, of a plain one every other and NaN.
+    An FP8 cache has keys in two of three slots and random bytes elsewhere, a plain one has keys in
+    every other slot and NaN elsewhere.
     """
     block_size, width = settings[size], q.shape[2]
     count = num_blocks * block_size
@@ -271,7 +273,7 @@ def _cache(
 def _listed(
     draw: Draw, seed: torch.Generator, num_tokens: int, slots: list[int], least: int
 ) -> Any:
-    """Index lists with adversarial entries, and their lengths."""
+    """Sample index lists with adversarial entries, and their lengths."""
     width = max(draw.one_of(3, 1, 64, 65, 130), least)
     picked = torch.randint(0, max(len(slots), 1), (num_tokens, width), generator=seed)
     indices = torch.tensor(slots or [-1], dtype=torch.int32)[picked]
@@ -294,7 +296,7 @@ def sink_of(seed: torch.Generator) -> Tensor:
 
 
 def _plan(draw: Draw, settings: dict[str, Any], num_tokens: int, least: int) -> Tensor | None:
-    """A plan for other lengths than the call's, or none."""
+    """Sample a plan for other lengths than the call's, or None."""
     free = settings["num_splits"] == 0 and not settings["batch_invariant"]
     if not free or not (least or draw.flag()):
         return None
@@ -304,12 +306,12 @@ def _plan(draw: Draw, settings: dict[str, Any], num_tokens: int, least: int) -> 
 
 
 def _rotation(draw: Draw, q: Tensor, least: int) -> tuple[Tensor | None, Tensor | None]:
-    """Adversarial positions and a table for inverse RoPE, or neither."""
+    """Sample adversarial positions and a table for inverse RoPE, or neither."""
     if not (least or draw.flag()):
         return None, None
     sizes = [4, q.shape[2], 0]
     if q.shape[2] == MainLayout.head_dim:
-        sizes = [64] if least else [64, 64, 64, 4]  # 4 goes to the reference
+        sizes = [64] if least else [64, 64, 64, 4]  # 4 makes the reference run
     table = tables(draw, rope_dim=draw.one_of(*sizes), min_size=least)
     return positions(draw, num_tokens=q.shape[0], num_positions=table.shape[0]), table
 
@@ -425,8 +427,8 @@ sparse_mla_gathered = OpTesting(
 def _mla_prefill_settings(
     window: int, ratio: int, swa: int, extra: int, *, layout: str = TAG
 ) -> dict[str, Any]:
-    seen = {"window_size": window, "compress_ratio": ratio}
-    return {**_sizes(swa, extra, layout), **seen}
+    visibility = {"window_size": window, "compress_ratio": ratio}
+    return {**_sizes(swa, extra, layout), **visibility}
 
 
 def _mla_prefill_cases() -> list[Case]:
@@ -522,8 +524,8 @@ def _precise(q: Tensor, swa_cache: Tensor, *tensors: Any, **settings: Any) -> An
     token = (position, request)
     swa = reference.window_keys(window, *token, swa_table, settings["window_size"])
     if extra_cache is not None:
-        given = (_key_cache(extra_cache, settings, "extra"), topk_indices, *token, extra_table)
-        extra = reference.compressed_keys(*given, settings["compress_ratio"])
+        compressed = (_key_cache(extra_cache, settings, "extra"), topk_indices, *token, extra_table)
+        extra = reference.compressed_keys(*compressed, settings["compress_ratio"])
     return exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
 
 

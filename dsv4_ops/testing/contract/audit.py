@@ -22,22 +22,22 @@ def audit(spec: OpSpec) -> list[str]:
     ]
     if not spec.source:
         problems.append("no source of the semantics")
-    found = {}
+    layers = {}
     for layer in ("ops", "lowering", "testing"):
         try:
-            found[layer] = spec.implementation(layer)
+            layers[layer] = spec.implementation(layer)
         except (ImportError, AttributeError) as error:  # noqa: PERF203 # the others still count
             problems.append(f"no {layer} implementation: {error}")
     schema = _schema_parameters(spec)
     functions: dict[str, Callable[..., Any]] = {"meta": spec.meta, "reference": spec.reference}
-    if "ops" in found:
-        functions["ops"] = found["ops"]
-        problems += _docstring_problems(found["ops"])
-    if "lowering" in found:
-        functions["lowering"] = found["lowering"].function
-        if found["lowering"].kind not in spec.lowering.values():
+    if "ops" in layers:
+        functions["ops"] = layers["ops"]
+        problems += _docstring_problems(layers["ops"])
+    if "lowering" in layers:
+        functions["lowering"] = layers["lowering"].function
+        if layers["lowering"].kind not in spec.lowering.values():
             problems.append(
-                f"the lowering is {found['lowering'].kind}, the spec says {spec.lowering}"
+                f"the lowering is {layers['lowering'].kind}, the spec says {spec.lowering}"
             )
     fake = list(inspect.signature(functions.pop("meta")).parameters)
     if not set(fake) <= set(schema):
@@ -48,8 +48,8 @@ def audit(spec: OpSpec) -> list[str]:
                 f"parameters of {layer} are {list(inspect.signature(function).parameters)}, "
                 f"not {schema}"
             )
-    if "testing" in found:
-        problems += _testing_problems(found["testing"])
+    if "testing" in layers:
+        problems += _testing_problems(layers["testing"])
     return problems
 
 

@@ -45,13 +45,13 @@ from dsv4_ops.testing.strategies.calls import (
 def assert_contract(
     op: str, *, device: str = "cpu", examples: int = 50, package: bool = True
 ) -> None:
-    """Check everything that ``op`` promises.
+    """Check all promises of ``op``.
 
     Args:
         op: Name in the registry.
         device: Where the compiled code runs; "cuda" adds CUDA graph capture.
-        examples: Sampled batches that the compiled op must agree with the reference on.
-        package: Also build and run an AOTInductor package (some ten seconds).
+        examples: Number of sampled batches for which the compiled op must agree with the reference.
+        package: Also build and run an AOTInductor package (about ten seconds).
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -78,7 +78,7 @@ def assert_contract(
 
 
 def check_cases(spec: OpSpec, device: str = "cpu") -> None:
-    """The reference gives the hand-computed numbers."""
+    """Check that the reference gives the hand-computed numbers."""
     computed = [case for case in op_testing(spec).cases() if case.expected is not None]
     assert computed, f"{spec.name}: no case with a hand-computed result"
     for case in computed:
@@ -96,7 +96,7 @@ def check_cases(spec: OpSpec, device: str = "cpu") -> None:
 def check_opcheck(
     spec: OpSpec, device: str = "cpu", *, traces: int | None = None, compiled: bool = False
 ) -> None:
-    """``torch.library.opcheck`` passes: schema, fake and AOT dispatch agree with the op.
+    """Check with ``torch.library.opcheck`` that schema, fake and AOT dispatch agree with the op.
 
     Args:
         traces: Bound of the calls checked under AOT dispatch, which takes nearly all of the time.
@@ -110,9 +110,11 @@ def check_opcheck(
         checks = _opchecks(moved.tensors)
         # CompiledOps compares the results of every case
         call = _traced_as(case)
-        known = compiled and all(first[key] == case.settings.get(key) for key in first)
-        wanted = not known and call not in traced and (traces is None or len(traced) < traces)
-        if wanted and not _has_nan(case.on(device).run(spec.op, spec.mutated)):
+        is_covered = compiled and all(first[key] == case.settings.get(key) for key in first)
+        is_traced = (
+            not is_covered and call not in traced and (traces is None or len(traced) < traces)
+        )
+        if is_traced and not _has_nan(case.on(device).run(spec.op, spec.mutated)):
             checks += ("test_aot_dispatch_dynamic",)
             traced.add(call)
         torch.library.opcheck(spec.op, moved.tensors, moved.settings, test_utils=checks)
@@ -126,12 +128,13 @@ def _opchecks(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
 
 
 def _has_nan(outcome: Results) -> bool:
-    """Whether AOT dispatch cannot be checked: opcheck compares results, NaN with itself too."""
+    """Whether opcheck cannot check AOT dispatch, because it takes NaN as unequal to itself."""
     return any(bool(each.isnan().any()) for each in outcome if each.is_floating_point())
 
 
 def _traced_as(case: Case) -> tuple[Any, ...]:
-    """What a dynamic trace of ``case`` depends on; it specialises sizes 0 and 1."""
+    """Return the properties of ``case`` that a dynamic trace depends on; sizes 0 and 1
+    specialise."""
     inputs = (
         None
         if tensor is None
@@ -147,7 +150,8 @@ def _traced_as(case: Case) -> tuple[Any, ...]:
 
 
 def check_fake(spec: OpSpec, device: str = "cpu") -> None:
-    """Fake results have the metadata of real ones, for dense and strided inputs of any size."""
+    """Check that fake results have the metadata of real ones, for dense and strided inputs of any
+    size."""
     traced: set[tuple[Any, ...]] = set()
     for case in op_testing(spec).cases():
         moved = case.on(device)
@@ -175,7 +179,7 @@ class CompiledOps:
         fused: Sequence[OpSpec] = (),
         layout: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        layout = layout or torch.clone  # a view would be guarded on its base
+        layout = layout or torch.clone  # Dynamo would guard a view on its base
         self.parts = [_Part(spec, device, layout) for spec in specs]
         self.parts += [_Fused(spec, device, layout) for spec in fused]
         torch._dynamo.reset()
@@ -202,37 +206,37 @@ class CompiledOps:
     def _graph(self) -> Callable[[Sequence[Results]], Results]:
         calls = [part.call for part in self.parts]
 
-        def call(given: Sequence[Results]) -> Results:
-            found: Results = ()
-            for part, tensors in zip(calls, given, strict=True):
-                found += results(part(*tensors))
-            return found
+        def call(inputs: Sequence[Results]) -> Results:
+            outputs: Results = ()
+            for part, tensors in zip(calls, inputs, strict=True):
+                outputs += results(part(*tensors))
+            return outputs
 
         return call
 
     def check(self, cases: Sequence[Case | None]) -> None:
-        """Every op agrees with its reference in one call, which recompiles nothing.
+        """Check that every op agrees with its reference in one call, without a recompile.
 
         Args:
             cases: Of each part; None: a call that the compilation has compared.
         """
-        given = [
+        inputs = [
             part.inputs(case or part.first) for part, case in zip(self.parts, cases, strict=True)
         ]
-        before = _copies(given)
-        addresses = [tensor.data_ptr() for tensors in given for tensor in tensors]
+        before = _copies(inputs)
+        addresses = [tensor.data_ptr() for tensors in inputs for tensor in tensors]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            actual = self.compiled(given)
-        after = [tensor.data_ptr() for tensors in given for tensor in tensors]
+            actual = self.compiled(inputs)
+        after = [tensor.data_ptr() for tensors in inputs for tensor in tensors]
         assert addresses == after, f"{self.name}: an argument has moved"
         compared = [index for index, case in enumerate(cases) if case is not None]
-        self._compare(compared, actual, given, before)
+        self._compare(compared, actual, inputs, before)
 
     def _compare(
         self,
         compared: Iterable[int],
         actual: Any,
-        given: Sequence[Results],
+        inputs: Sequence[Results],
         before: Sequence[Results],
     ) -> None:
         actual = results(actual)
@@ -240,7 +244,7 @@ class CompiledOps:
             count = part.num_results
             mine, actual = actual[:count], actual[count:]
             if index in compared:
-                part.compare(mine, given[index], before[index])
+                part.compare(mine, inputs[index], before[index])
 
     def check_cases(self) -> None:
         """Check named cases of these configurations whose sizes torch.compile keeps dynamic."""
@@ -248,7 +252,7 @@ class CompiledOps:
             self.check(cases)
 
     def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
-        """``examples`` sampled batches of every op, at random with ``derandomize=False``."""
+        """Check ``examples`` sampled batches of every op, at random with ``derandomize=False``."""
         sampled = (
             samples(part.testing, part.settings, examples, derandomize=derandomize)
             for part in self.parts
@@ -258,7 +262,7 @@ class CompiledOps:
 
 
 class _Part:
-    """What a compiled graph has of one op."""
+    """One op's part of a compiled graph."""
 
     form = "compiled"
 
@@ -279,29 +283,31 @@ class _Part:
         return tuple(self.layout(tensor) for tensor in sized_tensors(case.on(self.device)))
 
     def _configured(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """What a compiled function is specialised on: dtypes, block shapes and float widths."""
+        """Return the properties that specialise a compiled function: dtypes, block shapes, float
+        widths."""
         caches = [tensors[index] for index in self.spec.places("k_cache")]
         floats = [tensor for tensor in tensors if tensor.is_floating_point()]
         sizes = [tensor.shape[1:] for tensor in (*caches, *floats)]
         return [*(tensor.dtype for tensor in tensors), *sizes]
 
     def cases(self) -> list[Case]:
-        found = []
+        sampled = []
         for case in self.testing.cases():
             same = all(self.settings[key] == case.settings.get(key) for key in self.settings)
             smallest = [0 if tensor is None else min(tensor.shape) for tensor in case.tensors]
             alike = self.configured == self._configured(sized_tensors(case))
             if same and alike and min(smallest) > 1:
-                found.append(case)
-        return found
+                sampled.append(case)
+        return sampled
 
-    def compare(self, actual: Results, given: Results, before: Results) -> None:
-        """Results, and the inputs that the call left, against the reference on those before it."""
-        for index, (tensor, copy) in enumerate(zip(given, before, strict=True)):
+    def compare(self, actual: Results, inputs: Results, before: Results) -> None:
+        """Compare the results and the inputs after the call with the reference on the inputs
+        before."""
+        for index, (tensor, copy) in enumerate(zip(inputs, before, strict=True)):
             if index not in self.spec.mutated:
                 assert equal(tensor, copy), f"{self.what}: an input was modified"
         case = as_case(self.spec, self.settings, before)
-        written = tuple(given[index] for index in self.spec.mutated)
+        written = tuple(inputs[index] for index in self.spec.mutated)
         self._assert_agrees(case, actual, written, reference(self.spec, case))
 
     def _assert_agrees(
@@ -354,12 +360,12 @@ def _consumed(tensor: Tensor) -> Tensor:
     return tensor * -1 if tensor.is_floating_point() else tensor * 3 + 1
 
 
-def _copies(given: Sequence[Results]) -> list[Results]:
-    return [tuple(tensor.clone() for tensor in tensors) for tensors in given]
+def _copies(inputs: Sequence[Results]) -> list[Results]:
+    return [tuple(tensor.clone() for tensor in tensors) for tensors in inputs]
 
 
 def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
-    """The op is right when compiled with a producer of its inputs and a consumer of its results."""
+    """Check the op compiled with a producer of its inputs and a consumer of its results."""
     CompiledOps([], device, fused=[spec])
 
 
@@ -370,7 +376,7 @@ def bound_call(
     skip: int = 0,
     keep: Callable[[Case], bool] | None = None,
 ) -> tuple[Callable[..., Any], Results]:
-    """The public function with its settings bound, and tensors to call it with."""
+    """Bind the settings to the public function; return it and the tensors for a call."""
     testing = op_testing(spec)
     settings = dict(testing.settings[0])
     case = primer(testing, settings, skip=skip, keep=keep).on(device)
@@ -378,7 +384,8 @@ def bound_call(
 
 
 def check_package(spec: OpSpec, device: str = "cpu") -> None:
-    """A package with dynamic sizes agrees with the reference and writes to its arguments."""
+    """Check that a package with dynamic sizes agrees with the reference and mutates its
+    arguments."""
     call, inputs = bound_call(spec, device)
     program = export_dynamic(call, inputs)
     named = [node.target for node in program.graph.nodes if node.target is spec.op]
@@ -393,7 +400,8 @@ def check_package(spec: OpSpec, device: str = "cpu") -> None:
 
 
 def check_cuda_graph(spec: OpSpec) -> None:
-    """A CUDA graph replay is right after its inputs change in place, without a host sync."""
+    """Check that a CUDA graph replay is right after its inputs change in place, without a host
+    sync."""
     call, inputs = bound_call(spec, "cuda", keep=partial(stays_determined, spec))
     for tensor in inputs:
         torch._dynamo.mark_static_address(tensor)
@@ -433,7 +441,7 @@ def export_dynamic(
 
 
 def strided_copy(tensor: Tensor) -> Tensor:
-    """The same values as a column slice of a wider tensor, as schedulers pass their tables.
+    """Return the same values as a column slice of a wider tensor, as schedulers pass their tables.
 
     Rows of bytes and floats stay aligned to 16 bytes.
     """
@@ -452,7 +460,7 @@ def _assert_outcome(what: str, spec: OpSpec, case: Case, actual: Results) -> Non
 
 
 def _outcome(spec: OpSpec, result: Any, arguments: Sequence[Tensor]) -> Results:
-    """Results of a call, and the arguments that it wrote to."""
+    """Return the results of a call and its mutated arguments."""
     return results(result, *(arguments[index] for index in spec.mutated))
 
 

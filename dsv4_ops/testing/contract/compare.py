@@ -20,7 +20,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_same(what: str, actual: Any, expected: Any) -> None:
-    """Equal in number, shape, dtype, device and every value."""
+    """Assert that results are equal in number, shape, dtype, device and every value."""
     pairs = zip(results(actual), results(expected), strict=True)
     for index, (left, right) in enumerate(pairs):
         _assert_alike(what, index, left, right)
@@ -34,7 +34,7 @@ def assert_agrees(
     actual: Sequence[Tensor],
     expected: Sequence[Tensor],
 ) -> None:
-    """``actual`` equals the reference's ``expected``, or is within budget of float64.
+    """Assert that ``actual`` equals the reference's ``expected``, or is within budget of float64.
 
     ``op_testing.precise`` says which results have a budget.
     """
@@ -44,7 +44,7 @@ def assert_agrees(
     for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
         _assert_alike(what, index, left, right)
     case = case.copy()
-    read = (op_testing.readable(case, outcome) for outcome in (actual, expected))
+    read = (op_testing.decode(case, outcome) for outcome in (actual, expected))
     pairs = zip(*read, exact_results(op_testing, case), strict=True)
     for index, (left, right, exact) in enumerate(pairs):
         if exact is None:
@@ -54,8 +54,8 @@ def assert_agrees(
 
 
 def assert_precise(what: str, op_testing: OpTesting, case: Case, outcome: Sequence[Tensor]) -> None:
-    """The reference's own ``outcome`` is within ROUNDINGS of float64."""
-    read = op_testing.readable(case, outcome)
+    """Assert that the reference's own ``outcome`` is within ROUNDINGS of float64."""
+    read = op_testing.decode(case, outcome)
     pairs = zip(read, exact_results(op_testing, case), strict=True)
     for index, (result, exact) in enumerate(pairs):
         if exact is not None:
@@ -64,7 +64,7 @@ def assert_precise(what: str, op_testing: OpTesting, case: Case, outcome: Sequen
 
 
 def exact_results(op_testing: OpTesting, case: Case) -> tuple[Exact | None, ...]:
-    """float64 results of ``case``, on the device of its tensors."""
+    """Return the float64 results of ``case``, on the device of its tensors."""
     assert op_testing.precise is not None
     return op_testing.precise(*case.copy().tensors, **case.settings)
 

@@ -18,9 +18,10 @@ Call = Callable[..., Results]
 
 
 def check_gradient(spec: OpSpec, device: str = "cpu") -> None:
-    """An op without a derivative runs on inputs that require gradients; backward raises.
+    """Check that an op without a derivative runs on inputs that require gradients, and that its
+    backward raises.
 
-    It raises at once if it would write to a tensor that requires a gradient.
+    It must raise at once if it would mutate a tensor that requires a gradient.
     """
     cases = [case for case in op_testing(spec).cases() if any(map(_is_float, case.tensors))]
     assert bool(cases) == (spec.gradient != INTEGERS), (
@@ -33,18 +34,18 @@ def check_gradient(spec: OpSpec, device: str = "cpu") -> None:
     written = [arg for arg in args if arg in spec.mutated]
     read = [arg for arg in args if arg not in written]
     if spec.op._schema.returns and read:
-        given = _recorded(case, read)
-        outcome = results(spec.op(*given, **case.settings), *(given[arg] for arg in spec.mutated))
-        assert not any(given[arg].requires_grad for arg in written), f"{spec.name}: history"
+        inputs = _recorded(case, read)
+        outcome = results(spec.op(*inputs, **case.settings), *(inputs[arg] for arg in spec.mutated))
+        assert not any(inputs[arg].requires_grad for arg in written), f"{spec.name}: history"
         detached = tuple(result.detach() for result in outcome)
         assert_agrees(
             f"{spec.name}, recorded", op_testing(spec), case, detached, reference(spec, case)
         )
         if not any(map(_is_float, outcome)):
-            return  # integer results, as of an argmax
-    for asked in ([read] if read else []) + [[arg] for arg in written]:
+            return  # integer results, like those of an argmax
+    for differentiable in ([read] if read else []) + [[arg] for arg in written]:
         for form in (_backward, _vjp, _jvp):
-            _assert_refused(spec, case, asked, form)
+            _assert_refused(spec, case, differentiable, form)
 
 
 def _assert_refused(
@@ -67,13 +68,13 @@ def _assert_refused(
 
 
 def _backward(call: Call, values: Results) -> Any:
-    found = call(*(value.requires_grad_() for value in values))
-    torch.autograd.backward(found, tuple(map(torch.ones_like, found)))
+    outputs = call(*(value.requires_grad_() for value in values))
+    torch.autograd.backward(outputs, tuple(map(torch.ones_like, outputs)))
 
 
 def _vjp(call: Call, values: Results) -> Any:
-    found, pull = torch.func.vjp(call, *values)[:2]
-    return pull(tuple(map(torch.ones_like, found)))
+    outputs, pull = torch.func.vjp(call, *values)[:2]
+    return pull(tuple(map(torch.ones_like, outputs)))
 
 
 def _jvp(call: Call, values: Results) -> Any:

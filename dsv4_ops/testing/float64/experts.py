@@ -16,7 +16,7 @@ ADVERSARIAL_IDS = (-1, -(2**31), 2**31 - 1, 2**20)
 
 
 def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
-    """float64 of packed e2m1 codes, looked up one by one."""
+    """Decode packed e2m1 codes to float64 by table look-up."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float64)
     codes = weight.view(torch.uint8).to(torch.int64)
     low, high = table.to(weight.device)[codes % 16], table.to(weight.device)[codes // 16]
@@ -25,7 +25,7 @@ def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def expert_values(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """float64 of weights in bf16, which have no scales, FP4 or FP8."""
+    """Decode weights in FP4, FP8 or bf16, which has no scales, to float64."""
     if scale is None:
         return weight.to(torch.float64)
     if weight.dtype == torch.float8_e4m3fn:
@@ -34,19 +34,19 @@ def expert_values(weight: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def exact_terms(act: Tensor, weight: Tensor, quantised: bool) -> Exact:
-    """``act @ weight.T`` with the error of a rounding of ``act`` to bf16, and of one that comes out
-    otherwise where it is quantised after it."""
+    """Compute ``act @ weight.T`` with the error of rounding ``act`` to bf16, and of a code that may
+    differ if ``act`` is quantised afterwards."""
     value, terms = act @ weight.t(), act.abs() @ weight.abs().t()
     roundings = 3 * ((act**2) @ (weight**2).t()).sqrt()
-    if quantised:  # a step of e4m3, of one value
+    if quantised:  # one e4m3 step of one value
         amax = (act.abs()[:, None] * weight.abs()[None]).amax(-1)
         roundings = roundings + 2.0**-3 / BF16_UNIT * amax
-    found = exact(value, terms, torch.bfloat16, SUM_ROUNDINGS)
-    return Exact(value, found.magnitude + roundings)
+    product = exact(value, terms, torch.bfloat16, SUM_ROUNDINGS)
+    return Exact(value, product.magnitude + roundings)
 
 
 def routing(draw: Draw, num_tokens: int, topk: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Weights and ids; some ids are of no expert here, and those have any weight."""
+    """Sample routing weights and ids; some ids are of absent experts, with any weight."""
     seed = draw.generator()
     ids = torch.randint(0, num_experts, (num_tokens, topk), generator=seed, dtype=torch.int32)
     weights = torch.rand(num_tokens, topk, generator=seed) * 2
@@ -57,10 +57,10 @@ def routing(draw: Draw, num_tokens: int, topk: int, num_experts: int) -> tuple[T
 
 
 def fp4_weight(seed: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
-    """Codes in pairs [..., n, k / 2] as the released files have them, and their scales, which
-    differ by up to 2^6."""
+    """Sample pairs of codes [..., n, k / 2] in the released format, and scales that differ by up to
+    2^6."""
     bits = torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
     blocks = (*shape[:-1], shape[-1] // 16)
     scale = torch.randint(118, 125, blocks, generator=seed, dtype=torch.uint8)
-    bits[..., 0, :16], scale[..., 0, 0] = 0x80, 0  # of nothing but zeros, of either sign
+    bits[..., 0, :16], scale[..., 0, 0] = 0x80, 0  # a block of zeros of either sign
     return bits.view(torch.int8), scale

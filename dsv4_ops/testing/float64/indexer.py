@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer in float64, and where float32 has them exactly."""
+"""Scores of the lightning indexer in float64, and whether float32 represents them exactly."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Scores:
 
     @staticmethod
     def of(q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor, candidate: Tensor) -> Scores:
-        """From float64 keys [num_tokens, num_keys, 128] and what scales them."""
+        """Compute scores from float64 keys [num_tokens, num_keys, 128] and their factors."""
         queries, factors = q.to(torch.float64), weights.to(torch.float64)[:, :, None]
         scales = scales.to(torch.float64)
         products = (queries @ keys.transpose(1, 2)).relu() * factors
         terms = (queries.abs() @ keys.abs().transpose(1, 2)) * factors.abs()
-        seen = keys[candidate]
-        whole = _is_whole(queries) and _is_whole(seen) and _is_whole(8 * weights, 8)
+        visible = keys[candidate]
+        whole = _is_whole(queries) and _is_whole(visible) and _is_whole(8 * weights, 8)
         powers = torch.frexp(scales[candidate].nan_to_num(1.0, 1.0, 1.0)).mantissa.abs()
         is_exact = whole and bool((powers == 0.5).all())
         value = torch.where(candidate, products.sum(1) * scales, -torch.inf)
@@ -54,12 +54,12 @@ class Scores:
         return Scores(value, terms.sum(1) * scales.abs(), candidate, unit, is_exact)
 
     def exact(self) -> Exact:
-        """What executions are compared with."""
+        """Return the yardstick for implementations."""
         return Exact(self.value, torch.where(self.candidate, self.magnitude, 0.0), self.unit)
 
 
 def _is_whole(values: Tensor, factor: int = 1) -> bool:
-    values = values.nan_to_num(0.0, 0.0, 0.0)  # sums with these are the same everywhere
+    values = values.nan_to_num(0.0, 0.0, 0.0)  # sums with special values are the same everywhere
     small = values.abs() <= factor * LARGEST_INTEGER
     return bool(((values == values.round()) & small).all())
 
@@ -75,7 +75,7 @@ def paged_scores(
     num_rows: int,
     layout: str,
 ) -> Scores:
-    """Scores of the first rows of every token's request, token by token."""
+    """Compute the scores of the first rows of every token's request, token by token."""
     num_reqs, max_blocks = block_table.shape
     shape = (q.shape[0], num_rows)
     keys = torch.zeros((*shape, 128), dtype=torch.float64, device=q.device)
@@ -101,7 +101,7 @@ def paged_scores(
 def _stored(
     k_cache: Tensor, block: Tensor, offset: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Unscaled float64 keys [num_keys, 128] of FP8 blocks, and their scales."""
+    """Decode FP8 blocks to unscaled float64 keys [num_keys, 128], and their scales."""
     lane = torch.arange(IndexerLayout.data_bytes, device=block.device)
     at = offset[:, None] * IndexerLayout.data_bytes + lane
     keys = k_cache[block[:, None], at].view(torch.float8_e4m3fn).to(torch.float64)

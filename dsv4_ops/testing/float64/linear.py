@@ -10,7 +10,7 @@ from dsv4_ops.testing.float64.rope import exact
 from dsv4_ops.testing.strategies.draw import Draw
 
 SUM_ROUNDINGS = 16
-"""Roundings of float32 that a sum of products may differ by, in units of its absolute terms."""
+"""Float32 roundings by which a sum of products may differ, in units of its absolute terms."""
 
 
 INFINITE_BITS = (0x7F80, 0xFF80)
@@ -19,7 +19,7 @@ SPECIAL_BITS = (0x7FC0, 0xFF81, 0x0001, 0x807F, 0x8000, 0x43E0, 0x43E1, 0x38D1)
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """float64 of float32 scales or UE8M0 bytes; byte 255 is NaN."""
+    """Decode float32 scales or UE8M0 bytes to float64; byte 255 is NaN."""
     if scale.dtype != torch.uint8:
         return scale.to(torch.float64)
     values = torch.exp2(scale.to(torch.float64) - 127)
@@ -27,7 +27,7 @@ def scale_values(scale: Tensor) -> Tensor:
 
 
 def block_values(codes: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
-    """float64 of codes [..., n, k] whose blocks of ``rows`` x ``columns`` share a scale."""
+    """Decode codes [..., n, k] with a scale per ``rows`` x ``columns`` block to float64."""
     spread = scale_values(scale).repeat_interleave(rows, -2).repeat_interleave(columns, -1)
     return codes.to(torch.float64) * spread
 
@@ -40,9 +40,9 @@ def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Exact:
 
 
 def fp8_weight(seed: torch.Generator, *shape: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """Codes of either sign, and scales that differ between blocks by up to 2^12; a block of 0."""
+    """Sample codes of either sign and scales that differ by up to 2^12; one block is 0."""
     bits = torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
-    bits = torch.where(bits & 0x7F == 0x7F, 0x38, bits)  # no NaN: the released weights have none
+    bits = torch.where(bits & 0x7F == 0x7F, 0x38, bits)  # released weights have no NaN
     blocks = (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
     scale = torch.randint(116, 129, blocks, generator=seed, dtype=torch.uint8)
     bits[..., :128, :128] = 0
@@ -55,7 +55,7 @@ def fp8_weight(seed: torch.Generator, *shape: int, ue8m0: bool) -> tuple[Tensor,
 
 
 def activations(draw: Draw, *shape: int, infinite: bool) -> Tensor:
-    """bf16 activations, each row of its own size, with some special values."""
+    """Sample bf16 activations with a different size per row and some special values."""
     seed = draw.generator()
     size = torch.exp2(torch.randint(-8, 5, (*shape[:-1], 1), generator=seed).float())
     x = (torch.randn(shape, generator=seed) * size).to(torch.bfloat16)

@@ -26,11 +26,11 @@ def decode_keys(
     block_size: int,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Rows [num_tokens, num_rows, width] that tokens see, without the scale of their tensor, and
-    which of them exist."""
+    """Return the rows [num_tokens, num_rows, width] that tokens see, without their per-tensor
+    scale, and the mask of existing rows."""
     row = torch.arange(block_table.shape[1] * block_size, device=kv_cache.device)
-    wanted = row < seq_lens[:, None]
-    pages, rows = locate(block_table, req_indices[:, None], row, wanted, block_size)
+    in_length = row < seq_lens[:, None]
+    pages, rows = locate(block_table, req_indices[:, None], row, in_length, block_size)
     stored, exists = reference.stored_rows(kv_cache, pages, rows)
     return reference.values_of(stored, kv_cache.dtype, layout), exists
 
@@ -49,7 +49,7 @@ def exact_mla_decode(
 ) -> tuple[Exact, Exact]:
     of_cache = {name: settings[name] for name in ("block_size", "layout")}
     keys, exists = decode_keys(kv_cache, seq_lens, req_indices, block_table, **of_cache)
-    keys, exists = pad(keys, (0, 0, 0, 1)), pad(exists, (0, 1))  # a table may have no column
+    keys, exists = pad(keys, (0, 0, 0, 1)), pad(exists, (0, 1))  # a table may have no columns
     if kv_scale is not None:
         keys = keys.to(torch.float64) * kv_scale
     query = q
@@ -61,8 +61,8 @@ def exact_mla_decode(
 
 
 def _product(left: Tensor, right: Tensor, equation: str) -> tuple[Tensor, Tensor]:
-    """A product in float64, and the scale of its errors: a float32 sum accumulates like a random
-    walk, and what is rounded to half precision hides that."""
+    """Compute a product in float64, and the scale of its errors: a float32 sum accumulates like a
+    random walk, which the rounding to half precision hides."""
     size = torch.einsum(equation, left.double().abs(), right.double().abs())
     if left.dtype == torch.float32:
         size = size * (1 + left.shape[-1] ** 0.5 / 2)
@@ -72,7 +72,7 @@ def _product(left: Tensor, right: Tensor, equation: str) -> tuple[Tensor, Tensor
 def exact_absorbed(
     q_nope: Tensor, q_pe: Tensor, w_uk_t: Tensor, q_scale: Tensor | None = None
 ) -> tuple[Exact]:
-    """An e4m3 result as the values of its codes, which saturate."""
+    """Compute an e4m3 result as the values of its codes, which saturate."""
     latent, products = _product(q_nope, w_uk_t, "tnp,npl->tnl")
     rope = q_pe.to(torch.float64)
     value = torch.cat([latent, rope], -1)
@@ -87,8 +87,8 @@ def exact_absorbed(
 
 
 def exact_expanded(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> tuple[Exact]:
-    there = (torch.arange(kv_c.shape[0], device=kv_c.device) < num_valid)[:, None]
-    value, size = _product(torch.where(there, kv_c, 0.0), w_kv_b, "tl,nwl->tnw")
+    is_valid = (torch.arange(kv_c.shape[0], device=kv_c.device) < num_valid)[:, None]
+    value, size = _product(torch.where(is_valid, kv_c, 0.0), w_kv_b, "tl,nwl->tnw")
     return (Exact(value, size),)
 
 

@@ -1,4 +1,4 @@
-"""Attention over a context in chunks, and the merge of its parts, in float64 from the formulas."""
+"""Attention over chunked contexts, and the merge of its parts, in float64 from the formulas."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LN_2 = 0.6931471805599453
 
 
 def exact_merge(outs: list[Tensor], lses: list[Tensor], lse_base: str) -> tuple[Exact, Exact]:
-    """Merged output and log-sum-exp.
+    """Compute the merged output and log-sum-exp.
 
-    Error scale: a log-sum-exp rounds when the largest is subtracted and in exp, which become
-    relative errors of a weight; the sums, the quotient and the products round as often as there are
-    parts, and a few times more.
+    Error scale: a log-sum-exp rounds at the subtraction of the maximum and in exp, which become
+    relative errors of a weight; the sums, the quotient and the products round once per part, and a
+    few times more.
     """
     unit = 1.0 if lse_base == "e" else _LN_2
     every = torch.stack([lse.to(torch.float64) * unit for lse in lses])
@@ -40,7 +40,8 @@ def exact_merge(outs: list[Tensor], lses: list[Tensor], lse_base: str) -> tuple[
 
 
 def exact_share(out: Tensor, lse: Tensor, lses: Tensor, lse_base: str) -> tuple[Exact, Exact]:
-    """One rank's part of a merge, and the log-sum-exp of all; errors as of ``exact_merge``."""
+    """Compute one rank's part of a merge, and the log-sum-exp of all; errors as in
+    ``exact_merge``."""
     others = [torch.zeros_like(out)] * lses.shape[0]
     _, total = exact_merge(others, list(lses), lse_base)
     unit = 1.0 if lse_base == "e" else _LN_2
@@ -65,7 +66,7 @@ def exact_prefill(
     causal: bool,
     **unused: Any,
 ) -> tuple[Exact, Exact]:
-    """Output and log-sum-exp, request by request; error scales as ``exact_attention`` has them."""
+    """Compute output and log-sum-exp by request; error scales as in ``exact_attention``."""
     num_tokens, num_heads, _ = q.shape
     shape = (num_tokens, num_heads, v.shape[2])
     value, magnitude = (q.new_zeros(shape, dtype=torch.float64) for _ in range(2))
@@ -78,10 +79,10 @@ def exact_prefill(
             stop = key_end - (end - 1 - token) * causal
             if stop <= key_start:
                 continue
-            seen = slice(key_start, stop)
-            shared = k_pe[seen, None].expand(-1, num_heads, -1)
-            k = torch.cat([k_nope[seen], shared], 2).to(torch.float64)
-            query, values = q[token].to(torch.float64), v[seen].to(torch.float64)
+            visible = slice(key_start, stop)
+            shared = k_pe[visible, None].expand(-1, num_heads, -1)
+            k = torch.cat([k_nope[visible], shared], 2).to(torch.float64)
+            query, values = q[token].to(torch.float64), v[visible].to(torch.float64)
             logits = torch.einsum("hd,khd->hk", query, k) * softmax_scale
             lse = torch.logsumexp(logits, 1)
             weights = torch.exp(logits - lse[:, None])

@@ -14,14 +14,14 @@ from dsv4_ops.testing.float64.rope import exact, exact_rotation
 def exact_attention(
     q: Tensor, keys: Tensor, exists: Tensor, attn_sink: Tensor | None, softmax_scale: float
 ) -> tuple[Exact, Exact, Exact]:
-    """Output, row_max and log-sum-exp in float64.
+    """Compute output, row_max and log-sum-exp in float64.
 
-    Error scale: a logit rounds as a dot product, when scaled, and when row_max is subtracted, which
-    become relative errors of P. A float32 output rounds five more times (exp, product, sum,
+    Error scale: a logit rounds as a dot product, by its scale, and by the subtraction of row_max;
+    these become relative errors of P. A float32 output rounds five more times (exp, product, sum,
     row_sum, quotient), and its sums over keys accumulate like a random walk, with the square root
-    of their number. In bf16 the rounding of P and of the output dominates. A log-sum-exp rounds as
-    its logits do, by its sum, and three times more: as a logarithm to base 2, when row_max is
-    added, and on the way to base e.
+    of their number. In bf16 the rounding of P and of the output dominates. A log-sum-exp rounds
+    like its logits, like its sum, and three more times: in the base-2 logarithm, in the addition
+    of row_max, and in the conversion to base e.
     """
     query, value = q.to(torch.float64), keys.to(torch.float64)
     value = torch.where(exists[..., None], value, 0.0)
@@ -50,7 +50,7 @@ def exact_over_both(q: Tensor, swa: Any, extra: Any, sink: Any, scale: float) ->
 
 
 def exact_inverse_rope(out: Exact, positions: Tensor | None, cos_sin_cache: Tensor | None) -> Exact:
-    """``out``, whose dtype is that of ``unit``, rotated back.
+    """Rotate ``out``, whose dtype is that of ``unit``, back.
 
     The error scale of a pair is rotated with it, and the result is rounded once more.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 BOUNDARIES = (1, 2, 4, 64, 127, 128, 256)
-"""Positions where something changes: ratios 4 and 128, the window, blocks of 2, 64 and 256 rows."""
+"""Boundary positions: ratios 4 and 128, the window, blocks of 2, 64 and 256 rows."""
 
 ADVERSARIAL_BLOCKS = (-1, -(2**31), 2**31 - 1, 2**30, 33_554_431, 33_554_432)
 ADVERSARIAL_REQUESTS = (-1, -5, 2**31 - 1, 10**9)
@@ -104,12 +104,12 @@ def batches(
 ) -> SearchStrategy[Batch]:
     """Return a Hypothesis strategy of ragged batches.
 
-    Of decodes, short prefills and padding, with adversarial tables.
+    They contain decodes, short prefills and padding, with adversarial tables.
 
     Args:
-        min_size: Least number of requests, tokens and table columns.
-        max_query: Most query tokens of a request.
-        adversarial: Also draw table entries, requests and positions that do not exist.
+        min_size: Minimum number of requests, tokens and table columns.
+        max_query: Maximum query tokens of a request.
+        adversarial: Also draw absent table entries, requests and positions.
     """
     return strategy_of(
         ragged_batch, min_size=min_size, max_query=max_query, adversarial=adversarial
@@ -117,7 +117,7 @@ def batches(
 
 
 def calls_of(*names: str) -> Make:
-    """How to sample calls whose tensors are the fields ``names`` of a ragged batch."""
+    """Return a sampler of calls whose tensors are the fields ``names`` of a ragged batch."""
 
     def call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
         batch = ragged_batch(draw, min_size=min_size)
@@ -127,7 +127,7 @@ def calls_of(*names: str) -> Make:
 
 
 def _token_map(lens: list[tuple[int, int]], num_tokens: int) -> tuple[list[int], list[int]]:
-    """Request and position of every token, by walking the requests."""
+    """Compute request and position of every token by a walk over the requests."""
     req_indices, positions = [], []
     for request, (query, length) in enumerate(lens):
         for token in range(query):

@@ -25,13 +25,13 @@ SPECIAL_BITS = (
 
 
 def random_keys(seed: torch.Generator, num_rows: int, width: int) -> Tensor:
-    """bf16 rows over many orders of magnitude."""
+    """Sample bf16 rows over many orders of magnitude."""
     scale = torch.exp2(torch.randint(-40, 40, (num_rows, 1), generator=seed).float())
     return (torch.randn(num_rows, width, generator=seed) * scale).to(torch.bfloat16)
 
 
 def keys(draw: Draw, *, num_rows: int, width: int, special: int) -> Tensor:
-    """bf16 keys with special values in some of the first ``special`` columns."""
+    """Sample bf16 keys with special values in some of the first ``special`` columns."""
     values = random_keys(draw.generator(), num_rows, width)
     if special:
         bits = values.view(torch.int16)
@@ -48,18 +48,19 @@ def heads(draw: Draw, num_tokens: int, num_heads: int, width: int) -> Tensor:
 
 
 def plain_cache(seed: torch.Generator, num_blocks: int, block_size: int, width: int) -> Tensor:
-    """A plain cache of rows over many orders of magnitude."""
+    """Sample a plain cache of rows over many orders of magnitude."""
     rows = random_keys(seed, num_blocks * block_size, width)
     return rows.view(num_blocks, block_size, width)
 
 
 def random_bytes(seed: torch.Generator, *shape: int) -> Tensor:
-    """A cache full of garbage."""
+    """Sample a cache full of random bytes."""
     return torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
 
 
 def insertions(kind: type[QuantizedLayout], special: int) -> Make:
-    """How to sample a quantised insertion: more rows than slots at times, into garbage."""
+    """Return a sampler of quantised inserts into random bytes; at times with more rows than
+    slots."""
 
     def call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
         num_tokens = max(draw.one_of(0, 1, 2, 3, 5, 9, 17), min_size)
@@ -75,14 +76,14 @@ def insertions(kind: type[QuantizedLayout], special: int) -> Make:
 
 
 def slots(draw: Draw, *, num_tokens: int, num_slots: int) -> Tensor:
-    """Distinct slots, some of which do not exist."""
+    """Sample distinct slots, some of them absent."""
     order = torch.randperm(max(num_slots, num_tokens), generator=draw.generator())[:num_tokens]
     draw.spoil(order, (*ADVERSARIAL_SLOTS, num_slots, num_slots + 7), 4)
     return order
 
 
 def requests(draw: Draw, *, num_blocks: int, min_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """seq_lens, gather_lens and block_table over a cache of ``num_blocks`` blocks."""
+    """Sample seq_lens, gather_lens and block_table over a cache of ``num_blocks`` blocks."""
     batch = ragged_batch(draw, min_size=min_size, adversarial=False)
     table = batch.block_table % max(num_blocks, 1)
     seq_lens = batch.seq_lens.clone()

@@ -1,4 +1,4 @@
-"""Calls of an op in the contract: the public function with bound settings, and its tensors."""
+"""Sample the contract's calls: the public function with bound settings, and its tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Results = tuple[Tensor, ...]
 SAMPLES = 40
 """Sampled calls that the checks of one configuration share; sampling takes longer than a call."""
 CHUNK = 200
-"""Random calls that are kept at a time."""
+"""Random calls per batch."""
 
 
 def op_testing(spec: OpSpec) -> OpTesting:
@@ -30,7 +30,7 @@ def op_testing(spec: OpSpec) -> OpTesting:
 
 
 def changed(spec: OpSpec, tensor: Tensor) -> Tensor:
-    """Different values for ``tensor`` that are valid for the op."""
+    """Return different values for ``tensor`` that are valid for the op."""
     if tensor.dtype == torch.float8_e4m3fn:
         return tensor.view(torch.uint8).flip(0).view(tensor.dtype)
     if "plan" in spec.parameters and tensor.shape[1:] == (PLAN_COLUMNS,):
@@ -51,8 +51,8 @@ def stays_determined(spec: OpSpec, case: Case) -> bool:
 def as_case(spec: OpSpec, settings: dict[str, Any], tensors: Sequence[Tensor]) -> Case:
     """Copy ``tensors`` into the case that the bound public function calls the op with."""
     capacities = dict.fromkeys(sizes(spec.schema), tensors[-1].shape[0])
-    given = tensors[: len(tensors) - len(capacities)]
-    return Case("called", tuple(given), {**settings, **capacities}).copy()
+    inputs = tensors[: len(tensors) - len(capacities)]
+    return Case("called", tuple(inputs), {**settings, **capacities}).copy()
 
 
 def reference(spec: OpSpec, case: Case) -> Results:
@@ -61,14 +61,14 @@ def reference(spec: OpSpec, case: Case) -> Results:
 
 
 def sizes(schema: str) -> list[str]:
-    """Keyword arguments that are capacities: result sizes that vary from call to call."""
+    """Return the keyword arguments that are capacities: result sizes that vary between calls."""
     return [name for name in ("num_tokens", "num_rows") if f"SymInt {name}" in schema]
 
 
 def with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
-    """The public function with ``settings`` bound.
+    """Bind ``settings`` to the public function.
 
-    A capacity is passed as the length of one more tensor.
+    It takes a capacity as the length of an extra tensor.
     """
     public, capacities = spec.implementation("ops"), sizes(spec.schema)
     if not capacities:
@@ -78,7 +78,7 @@ def with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
 
 
 def sized_tensors(case: Case) -> tuple[Tensor, ...]:
-    """The tensors of a case, and one for its capacity if it has one."""
+    """Return the tensors of a case, and one for its capacity if it has one."""
     tensors = tuple(tensor for tensor in case.tensors if tensor is not None)
     capacities = [
         case.settings[name] for name in ("num_tokens", "num_rows") if name in case.settings
@@ -90,7 +90,7 @@ def sized_tensors(case: Case) -> tuple[Tensor, ...]:
 def samples(
     op_testing: OpTesting, settings: dict[str, Any], count: int, *, derandomize: bool = True
 ) -> Iterator[Case]:
-    """``count`` sampled calls of one configuration, the same in every process or random ones.
+    """Sample ``count`` calls of one configuration, the same in every process or random ones.
 
     Callers copy the tensors that they write to.
     """
@@ -134,7 +134,7 @@ def _sample(
         sampled.append(case)
 
     collect()
-    # Hypothesis ends early where there are few different calls
+    # Hypothesis ends early if there are few different calls
     return tuple(islice(cycle(sampled), count))
 
 
@@ -145,7 +145,7 @@ def primer(
     skip: int = 0,
     keep: Callable[[Case], bool] | None = None,
 ) -> Case:
-    """A sampled call that ``keep`` accepts, with as many distinct sizes as possible.
+    """Sample a call that ``keep`` accepts, with as many distinct sizes as possible.
 
     Export gives equal sizes one symbol.
     """
@@ -155,5 +155,5 @@ def primer(
 
     sampled = samples(op_testing, settings, SAMPLES)
     best_first = sorted(sampled, key=differing, reverse=True)
-    kept = (case for case in best_first if keep is None or keep(case))
-    return next(islice(kept, skip, None))
+    accepted = (case for case in best_first if keep is None or keep(case))
+    return next(islice(accepted, skip, None))

@@ -1,4 +1,4 @@
-"""What sampled calls are made of; hypothesis is imported with the first of them."""
+"""Building blocks of sampled calls; the first one used imports hypothesis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Draw:
-    """Hypothesis' ``draw``, its strategies as ``st``, and names for what most calls ask of them."""
+    """Hypothesis' ``draw``, its strategies as ``st``, and short forms of common draws."""
 
     def __init__(self, draw: Callable[[Any], Any]) -> None:
         from hypothesis import strategies
@@ -23,31 +23,31 @@ class Draw:
         self._draw, self.st = draw, strategies
 
     def __call__(self, strategy: Any) -> Any:
-        """A value of a strategy."""
+        """Draw a value of a strategy."""
         return self._draw(strategy)
 
     def one_of(self, *values: T) -> T:
-        """One of ``values``, the first if hypothesis shrinks it."""
-        found: T = self._draw(self.st.sampled_from(values))
-        return found
+        """Draw one of ``values``; hypothesis shrinks to the first."""
+        value: T = self._draw(self.st.sampled_from(values))
+        return value
 
     def integer(self, least: int, most: int) -> int:
-        """An integer, both bounds included."""
-        found: int = self._draw(self.st.integers(least, most))
-        return found
+        """Draw an integer, both bounds included."""
+        value: int = self._draw(self.st.integers(least, most))
+        return value
 
     def flag(self) -> bool:
-        """True or False."""
-        found: bool = self._draw(self.st.booleans())
-        return found
+        """Draw True or False."""
+        value: bool = self._draw(self.st.booleans())
+        return value
 
     def places(self, count: int, most: int) -> list[int]:
-        """Up to ``most`` indices into ``count`` values."""
+        """Draw up to ``most`` indices into ``count`` values."""
         if not count:
             return []
         each = self.st.integers(0, count - 1)
-        found: list[int] = self._draw(self.st.lists(each, max_size=most))
-        return found
+        values: list[int] = self._draw(self.st.lists(each, max_size=most))
+        return values
 
     def spoil(self, values: Tensor | list[Any], bad: Sequence[Any], most: int) -> None:
         """Put some of ``bad`` into up to ``most`` places of ``values``."""
@@ -56,12 +56,13 @@ class Draw:
             flat[place] = self.one_of(*bad)
 
     def generator(self) -> torch.Generator:
-        """Generator of bulk contents, with a sampled seed."""
+        """Return a generator of bulk contents, with a sampled seed."""
         return torch.Generator().manual_seed(self.integer(0, 2**16))
 
 
 def strategy_of(sampled: Callable[..., T], **settings: Any) -> SearchStrategy[T]:
-    """Hypothesis strategy of what ``sampled`` makes of a ``Draw`` and ``settings``."""
+    """Return a Hypothesis strategy of the results of ``sampled``, which takes a ``Draw`` and
+    ``settings``."""
     from hypothesis.strategies import composite
 
     def make(draw: Any) -> T:

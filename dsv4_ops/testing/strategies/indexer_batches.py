@@ -19,7 +19,7 @@ _SPECIAL = (torch.nan, torch.inf, -torch.inf)
 
 
 def values(seed: torch.Generator, shape: tuple[int, ...], exact: bool) -> Tensor:
-    """Small integers of which many rows are alike, or normal numbers."""
+    """Sample small integers with many equal rows, or normal numbers."""
     if not exact:
         return torch.randn(shape, generator=seed)
     few = torch.randint(-2, 3, (3, *shape[1:]), generator=seed)
@@ -29,7 +29,7 @@ def values(seed: torch.Generator, shape: tuple[int, ...], exact: bool) -> Tensor
 
 
 def codes(seed: torch.Generator, shape: tuple[int, ...], exact: bool) -> Tensor:
-    """uint8 e4m3 codes of such values."""
+    """Sample the uint8 e4m3 codes of ``values``."""
     return values(seed, shape, exact).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -59,26 +59,26 @@ class Paged(NamedTuple):
 
 
 def in_rows(case: Case, next_n: int, mixed: bool) -> Case:
-    """The call with positions, or lengths, [num_reqs, next_n]: the first tokens of every request,
-    and padding; or if ``mixed`` all tokens, whosever they are, again and again."""
+    """Return the call with positions or lengths [num_reqs, next_n]: the first tokens of every
+    request and padding; with ``mixed``, all tokens repeatedly, in any request's row."""
     q, weights, cache, places, req_indices, table = (
         each for each in case.tensors if each is not None
     )
     num_tokens, num_reqs = q.shape[0], table.shape[0] if q.shape[0] else 0
     order = torch.arange(num_reqs * next_n).view(num_reqs, next_n) % max(num_tokens, 1)
-    there = torch.full(order.shape, mixed)
+    mask = torch.full(order.shape, mixed)
     for request in range(0 if mixed else num_reqs):
         own = (req_indices == request).nonzero()[:next_n, 0]
-        order[request, : len(own)], there[request, : len(own)] = own, True
+        order[request, : len(own)], mask[request, : len(own)] = own, True
     each = order.flatten()
-    rows = (torch.where(there, places[order], -1).to(places.dtype), req_indices[each], table)
+    rows = (torch.where(mask, places[order], -1).to(places.dtype), req_indices[each], table)
     if not num_tokens:
         rows = (places.view(0, next_n), req_indices, table[:0])
     return Case(f"{case.name}, in rows", (q[each], weights[each], cache, *rows), case.settings)
 
 
 def paged_calls(draw: Draw, *, settings: dict[str, Any], min_size: int) -> Paged:
-    """Queries of a ragged batch, and a cache with keys in all rows.
+    """Sample queries of a ragged batch, and a cache with keys in all rows.
 
     Some keys that sum exactly are NaN or infinite.
     """
@@ -99,11 +99,11 @@ def paged_calls(draw: Draw, *, settings: dict[str, Any], min_size: int) -> Paged
 
 
 def _some_rows(draw: Draw, num_blocks: int, block_size: int) -> list[int]:
-    """Rows of a cache, most of them where short requests have their rows."""
+    """Sample rows of a cache, most of them among the rows of short requests."""
     pages = draw.st.integers(0, num_blocks - 1)
     rows = draw.st.tuples(pages, draw.st.sampled_from((0, 1, 2, 3, block_size - 1)))
-    found = draw(draw.st.lists(rows, max_size=4))
-    return [page * block_size + row % block_size for page, row in found]
+    sampled = draw(draw.st.lists(rows, max_size=4))
+    return [page * block_size + row % block_size for page, row in sampled]
 
 
 def _coded_cache(
