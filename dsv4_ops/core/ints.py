@@ -96,6 +96,3 @@ def fits_dtype(op: str, name: str, value: float, owner: str, dtype: torch.dtype)
             got=float(value),
             do=f"Pass one that {owner} can hold",
         )
-
-
-known = plain_int  # former name, until its last callers have moved

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
 from dsv4_ops.dispatch import libraries, limits
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES, SCALED_MM
@@ -86,11 +86,18 @@ def check_impl(
     there is asked when the op runs or is compiled."""
     allowed = (AUTO, *providers)
     if not isinstance(impl, str):
-        found, advice = type(impl).__name__, f"Pass {_either(allowed)}"
-        raise refusal(TypeError, op, "impl", "be a str", found, advice)
+        raise argument_error(
+            op,
+            "impl",
+            must="be a str",
+            got=type(impl).__name__,
+            do=f"Pass {_either(allowed)}",
+            kind=TypeError,
+        )
     if impl not in allowed:
-        rule, advice = f"be {_either(allowed)}", "Pass one of these"
-        raise refusal(ValueError, op, "impl", rule, repr(impl), advice)
+        raise argument_error(
+            op, "impl", must=f"be {_either(allowed)}", got=repr(impl), do="Pass one of these"
+        )
     check_device(op, impl, device)
     check_limit(op, providers, impl, values)
 
@@ -104,9 +111,14 @@ def check_limit(
     found = limit(op, impl, values, asking=True)
     if found is not None:
         others = [each for each in (AUTO, *providers) if each != impl]
-        rule = f"be {_either(others)} {found.what}"
-        caller = asked_by or op
-        raise refusal(NotImplementedError, caller, "impl", rule, repr(impl), found.advice)
+        raise argument_error(
+            asked_by or op,
+            "impl",
+            must=f"be {_either(others)} {found.what}",
+            got=repr(impl),
+            do=found.advice,
+            kind=NotImplementedError,
+        )
 
 
 def impl_for(providers: Sequence[str], impl: str) -> str:
@@ -118,9 +130,14 @@ def impl_for(providers: Sequence[str], impl: str) -> str:
 def check_device(op: str, impl: str, device: torch.device) -> None:
     """What was asked for runs on such devices."""
     if impl not in (AUTO, REFERENCE) and device.type not in DEVICES:
-        rule = f"be {_either((AUTO, REFERENCE))} on {device.type}"
-        advice = "Move the tensors to a CUDA device"
-        raise refusal(RuntimeError, op, "impl", rule, repr(impl), advice)
+        raise argument_error(
+            op,
+            "impl",
+            must=f"be {_either((AUTO, REFERENCE))} on {device.type}",
+            got=repr(impl),
+            do="Move the tensors to a CUDA device",
+            kind=RuntimeError,
+        )
 
 
 def check_codes(op: str, device: torch.device) -> None:
@@ -129,9 +146,14 @@ def check_codes(op: str, device: torch.device) -> None:
         found = torch.cuda.get_device_capability(device)
         if found < CODES_CAPABILITY:
             least, has = (".".join(map(str, each)) for each in (CODES_CAPABILITY, found))
-            rule = f"have compute capability {least} or later for caches of FP8 keys"
-            advice = "Pass kv='bf16' to patch"
-            raise refusal(RuntimeError, op, "device", rule, has, advice)
+            raise argument_error(
+                op,
+                "device",
+                must=f"have compute capability {least} or later for caches of FP8 keys",
+                got=has,
+                do="Pass kv='bf16' to patch",
+                kind=RuntimeError,
+            )
 
 
 @functools.cache
@@ -159,9 +181,23 @@ def choose(spec: OpSpec, values: Values) -> Choice:
         if impl in LIBRARIES:
             require(spec.name, impl)
         elif impl == TRITON and limits.no_triton():
-            raise refusal(ImportError, spec.name, "impl", _RUNS_HERE, repr(impl), "Install triton")
+            raise argument_error(
+                spec.name,
+                "impl",
+                must=_RUNS_HERE,
+                got=repr(impl),
+                do="Install triton",
+                kind=ImportError,
+            )
         elif impl == SCALED_MM and (obstacle_here := scaled_mm_obstacle()):
-            raise refusal(RuntimeError, spec.name, "impl", _RUNS_HERE, repr(impl), obstacle_here)
+            raise argument_error(
+                spec.name,
+                "impl",
+                must=_RUNS_HERE,
+                got=repr(impl),
+                do=obstacle_here,
+                kind=RuntimeError,
+            )
         return Choice(impl, "asked for")
     if spec.providers == (REFERENCE,):
         return Choice(REFERENCE, "the op has no kernel")
@@ -248,9 +284,14 @@ def require(op: str, library: str) -> None:
     if not reason:
         return
     found = libraries.find(library)
-    kind = ImportError if isinstance(found, str) or "import failed" in reason else RuntimeError
-    advice = f"{_NAMES[library]}: {reason.rstrip('.')}"
-    raise refusal(kind, op, "impl", _RUNS_HERE, repr(library), advice)
+    raise argument_error(
+        op,
+        "impl",
+        must=_RUNS_HERE,
+        got=repr(library),
+        do=f"{_NAMES[library]}: {reason.rstrip('.')}",
+        kind=ImportError if isinstance(found, str) or "import failed" in reason else RuntimeError,
+    )
 
 
 def prepare(spec: OpSpec, values: Values) -> list[str]:

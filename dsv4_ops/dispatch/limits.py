@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4_ops.core.ints import known
+from dsv4_ops.core.errors import plain_int
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.registry import TRITON
 from dsv4_ops.core.tiles import LARGEST_TOPK
@@ -126,12 +126,14 @@ def _flash_mla_limit(op: str, values: Values, asking: bool) -> Limit | None:
     elif op == "sparse_mla_prefill":
         rows = workspace_rows(values)
         if _above(rows, MOST_GATHERED, asking):
-            what = f"with block tables of {known(rows)} rows"
+            what = f"with block tables of {plain_int(rows)} rows"
             return Limit(what, f"FlashMLA takes up to {MOST_GATHERED} rows of all requests")
     elif values["num_splits"] != 0 or values["batch_invariant"]:
         return Limit("with num_splits or batch_invariant", "FlashMLA decides itself what it splits")
     elif _above(tokens, FLASH_MLA_TOKENS, asking):
-        return Limit(f"with {known(tokens)} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}")
+        return Limit(
+            f"with {plain_int(tokens)} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}"
+        )
     if heads not in FLASH_MLA_HEADS:
         return Limit(f"with {heads} heads", "FlashMLA takes 64 or 128")
     return None
@@ -156,7 +158,9 @@ def _flash_mla_dense_limit(values: Values, asking: bool) -> Limit | None:
     if heads > FLASH_MLA_HEADS[-1]:
         return Limit(f"with {heads} heads", f"FlashMLA takes up to {FLASH_MLA_HEADS[-1]}")
     if _above(tokens, FLASH_MLA_TOKENS, asking):
-        return Limit(f"with {known(tokens)} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}")
+        return Limit(
+            f"with {plain_int(tokens)} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}"
+        )
     return None
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.ints import at_least
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.types import FlashMlaPlan
 from dsv4_ops.dispatch import layers
@@ -77,8 +77,13 @@ def flash_mla_plan(
     at_least(_OP, 1, num_tokens=num_tokens, swa_width=swa_width)
     at_least(_OP, 0, extra_width=extra_width)
     if num_tokens > FLASH_MLA_TOKENS:
-        rule = f"be at most {FLASH_MLA_TOKENS}"
-        raise refusal(ValueError, _OP, "num_tokens", rule, num_tokens, "Split the batch")
+        raise argument_error(
+            _OP,
+            "num_tokens",
+            must=f"be at most {FLASH_MLA_TOKENS}",
+            got=num_tokens,
+            do="Split the batch",
+        )
     _check_heads(_OP, num_heads)
     require(_OP, FLASH_MLA)
     adapter = layers.adapter(FLASH_MLA)
@@ -113,8 +118,9 @@ def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") 
 
 def _check_heads(op: str, num_heads: int) -> None:
     if num_heads not in FLASH_MLA_HEADS:
-        advice = "FlashMLA takes no other"
-        raise refusal(ValueError, op, "num_heads", "be 64 or 128", num_heads, advice)
+        raise argument_error(
+            op, "num_heads", must="be 64 or 128", got=num_heads, do="FlashMLA takes no other"
+        )
 
 
 def deep_gemm_num_sms() -> int:
@@ -159,8 +165,13 @@ def choice_of(op: str, *args: Any, **kwargs: Any) -> Choice:
         Choice(impl='reference', reason='no kernel runs on cpu')
     """
     if op not in OPS:
-        advice = "See `python -m dsv4_ops list`"
-        raise refusal(ValueError, "choice_of", "op", "be the name of an op", repr(op), advice)
+        raise argument_error(
+            "choice_of",
+            "op",
+            must="be the name of an op",
+            got=repr(op),
+            do="See `python -m dsv4_ops list`",
+        )
     spec = OPS[op]
     bound = inspect.signature(spec.implementation("ops")).bind(*args, **kwargs)
     bound.apply_defaults()

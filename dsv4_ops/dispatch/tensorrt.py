@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.dispatch.guards import GUARDS
 
@@ -97,13 +97,17 @@ def _refuse_lost_write(spec: OpSpec, function: str, *, traced: bool) -> None:
     if not lost or not spec.mutated:
         return
     name = spec.parameters[spec.mutated[0]]
-    rule = "be written by compiled code"
-    found = f"torch-tensorrt, which would drop the write ({function})"
-    advice = "Call dsv4_ops.integrations.tensorrt.enable() before compiling"
+    do = "Call dsv4_ops.integrations.tensorrt.enable() before compiling"
     if _ENABLED[0]:
-        advice = (
+        do = (
             'Compile with torch.compile(backend="torch_tensorrt"), or an exported program with '
             "torch_tensorrt.dynamo.compile"
         )
     # not a RuntimeError: torch-tensorrt catches those and runs the graph without an engine
-    raise refusal(ValueError, spec.name, name, rule, found, advice)
+    raise argument_error(
+        spec.name,
+        name,
+        must="be written by compiled code",
+        got=f"torch-tensorrt, which would drop the write ({function})",
+        do=do,
+    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.dispatch.layers import adapter
 from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
@@ -41,13 +41,13 @@ def fits(op: str, library: str, impl: str) -> bool:
         return True
     if impl == AUTO:
         return False
-    raise refusal(
-        NotImplementedError,
+    raise argument_error(
         op,
         "impl",
-        "be another in an AOTInductor package",
-        repr(library),
-        "Its functions are no ops of torch, and a package calls nothing else",
+        must="be another in an AOTInductor package",
+        got=repr(library),
+        do="Its functions are no ops of torch, and a package calls nothing else",
+        kind=NotImplementedError,
     )
 
 

@@ -10,7 +10,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.dispatch.tensorrt import SUPPORTED
 
 _PASSES = "torch_tensorrt.dynamo.lowering.passes._aten_lowering_pass"
@@ -32,13 +32,17 @@ def load(op: str) -> Mapping[str, Any]:
     Raises:
         ImportError: it is missing or broken, or lacks one of them.
     """
-    rule = "be installed with TensorRT's libraries"
     try:
         importlib.import_module("torch_tensorrt")
     except Exception as error:  # a plain Exception, where libnvinfer is missing
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        advice = "Run `pip install 'dsv4_ops[tensorrt]'`, and see `python -m dsv4_ops doctor`"
-        raise refusal(ImportError, op, "torch_tensorrt", rule, said, advice) from error
+        raise argument_error(
+            op,
+            "torch_tensorrt",
+            must="be installed with TensorRT's libraries",
+            got=f"{type(error).__name__}: {error}".splitlines()[0],
+            do="Run `pip install 'dsv4_ops[tensorrt]'`, and see `python -m dsv4_ops doctor`",
+            kind=ImportError,
+        ) from error
     found = {}
     for name, place in _NAMES.items():
         module, _, attribute = place.partition(":")
@@ -47,9 +51,14 @@ def load(op: str) -> Mapping[str, Any]:
             found[name] = getattr(loaded, attribute) if attribute else loaded
         except (ImportError, AttributeError) as error:
             first, last = (".".join(map(str, pair)) for pair in SUPPORTED)
-            rule = f"be {first} up to, not including, {last}, which have {place}"
-            actual, advice = version(), "Install one of these"
-            raise refusal(ImportError, op, "torch_tensorrt", rule, actual, advice) from error
+            raise argument_error(
+                op,
+                "torch_tensorrt",
+                must=f"be {first} up to, not including, {last}, which have {place}",
+                got=version(),
+                do="Install one of these",
+                kind=ImportError,
+            ) from error
     return found
 
 

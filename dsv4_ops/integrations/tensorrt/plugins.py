@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import PlainLayout, combined_width
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, NAMESPACE, OPS
 from dsv4_ops.integrations.tensorrt import _compat
 from dsv4_ops.integrations.tensorrt.ptx import Kernel, kernel_of
@@ -75,8 +75,14 @@ def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str,
         conversion = importlib.import_module("torch_tensorrt.dynamo.conversion")
         importlib.import_module("triton")
     except ImportError as error:
-        rule, advice = "have plugins and Triton beside it", "Install torch-tensorrt 2.13 or later"
-        raise refusal(ImportError, op, "torch_tensorrt", rule, str(error), advice) from error
+        raise argument_error(
+            op,
+            "torch_tensorrt",
+            must="have plugins and Triton beside it",
+            got=str(error),
+            do="Install torch-tensorrt 2.13 or later",
+            kind=ImportError,
+        ) from error
     major, minor = capability or torch.cuda.get_device_capability()
     for name in _PLUGINS.keys() - _registered:
         _register(plugin, name, 10 * major + minor)

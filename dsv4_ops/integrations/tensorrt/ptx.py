@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.errors import argument_error
 
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")
 """Metadata of the buffers whose addresses Triton takes as the last two parameters."""
@@ -36,9 +36,14 @@ def kernel_of(op: str, compiled: Any) -> Kernel:
     metadata, ptx = compiled.metadata, compiled.asm["ptx"]
     for size in _SCRATCH:
         if getattr(metadata, size, 0):
-            found = f"{getattr(metadata, size)} bytes of {size.removesuffix('_size')}"
-            advice = "Leave the op in a PyTorch segment"
-            raise refusal(NotImplementedError, op, "kernel", "need no scratch", found, advice)
+            raise argument_error(
+                op,
+                "kernel",
+                must="need no scratch",
+                got=f"{getattr(metadata, size)} bytes of {size.removesuffix('_size')}",
+                do="Leave the op in a PyTorch segment",
+                kind=NotImplementedError,
+            )
     return Kernel(metadata.name, strip_scratch(op, ptx), metadata.num_warps * 32, metadata.shared)
 
 
@@ -52,7 +57,12 @@ def strip_scratch(op: str, ptx: str) -> str:
     parameters = entry[2].split(",\n") if entry else []
     names = [parameter.split()[-1] for parameter in parameters]
     if entry is None or any(len(re.findall(rf"\b{name}\b", ptx)) > 1 for name in names[-2:]):
-        rule, found = "leave its last two parameters unread", "PTX that reads them"
-        advice = "Leave the op in a PyTorch segment"
-        raise refusal(NotImplementedError, op, "kernel", rule, found, advice)
+        raise argument_error(
+            op,
+            "kernel",
+            must="leave its last two parameters unread",
+            got="PTX that reads them",
+            do="Leave the op in a PyTorch segment",
+            kind=NotImplementedError,
+        )
     return ptx[: entry.start(2)] + ",\n".join(parameters[:-2]) + ptx[entry.end(2) :]

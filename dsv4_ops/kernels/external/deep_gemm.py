@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import IndexerLayout
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.reference.common import valid_tokens, visible_rows
@@ -44,9 +44,13 @@ def check_sms(op: str, name: str, schedule: Tensor) -> None:
     """A schedule for as many SMs as the library uses."""
     wanted = num_sms() + 1
     if schedule.shape[0] != wanted:
-        rule = f"have {wanted} rows, for the SMs that DeepGEMM uses here"
-        advice = "Make it for providers.deep_gemm_num_sms()"
-        raise refusal(ValueError, op, name, rule, schedule.shape[0], advice)
+        raise argument_error(
+            op,
+            name,
+            must=f"have {wanted} rows, for the SMs that DeepGEMM uses here",
+            got=schedule.shape[0],
+            do="Make it for providers.deep_gemm_num_sms()",
+        )
 
 
 def _logits(
