@@ -15,16 +15,16 @@ from dsv4_ops.reference.common import visible_rows
 def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple[Any, Any]:
     """A branch-free search per token, unrolled, so that it fuses with its consumers everywhere.
 
-    Three buffers of one iteration space: Inductor makes one kernel of them and keeps the first in
-    registers. They are realized because every entry of a later [num_tokens, width] stage reads
-    them; inlined, each would search again.
+    It makes three buffers with the same iteration space: Inductor fuses them into one kernel and
+    keeps the first in registers. They are realized because every entry of a later [num_tokens,
+    width] stage reads them; inlined, each entry would search again.
     """
     from sympy import sympify
 
     from dsv4_ops.lowering._compat import ops
     from dsv4_ops.lowering.slot_rows import int32, realized
 
-    # of a tensor that the graph makes, as arange does, Inductor has ints
+    # Inductor has plain ints for a tensor that the graph makes, such as arange
     (boundaries,) = map(sympify, query_start_loc.get_size())
     (num_reqs,) = map(sympify, seq_lens.get_size())
     load_start, load_len = query_start_loc.make_loader(), seq_lens.make_loader()
@@ -42,7 +42,7 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
                 boundary = start_of(ops.sub(ops.minimum(candidate, limit), int32(1)))
                 take = ops.logical_and(ops.le(candidate, limit), ops.le(boundary, token))
                 count = ops.where(take, ops.add(count, int32(stride)), count)
-        # count boundaries lie at or before the token: 0 is before the first request, limit behind
+        # count boundaries lie at or before the token: 0 is before the first request, limit after
         # the last one
         inside = ops.logical_and(ops.gt(count, int32(0)), ops.lt(count, limit))
         return ops.where(inside, ops.sub(count, int32(1)), int32(ABSENT))
@@ -75,8 +75,7 @@ _FAN_OUT = 4
 
 
 def _strides(boundaries: Any) -> list[int]:
-    """Strides of the rounds, largest first, covering every number of boundaries that is
-    possible."""
+    """Return the strides of the rounds, largest first, for any number of boundaries."""
     steps = search_steps(int(boundaries) if boundaries.is_number else boundaries)
     return [_FAN_OUT**level for level in reversed(range((steps + 1) // 2))]
 

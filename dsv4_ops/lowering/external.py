@@ -1,5 +1,5 @@
-"""Calls of libraries in compiled code: of the library's own op where it registers one, so that a
-package needs nothing but the library."""
+"""Call libraries from compiled code: through the library's own op if it registers one, so that a
+package needs only the library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
 
 
 def packaging() -> bool:
-    """Whether AOTInductor makes a package of what is traced."""
+    """Whether the trace is for an AOTInductor package."""
     if "torch._inductor.virtualized" not in sys.modules:
         return False
     from dsv4_ops.lowering import _compat
@@ -22,8 +22,8 @@ def packaging() -> bool:
 
 
 def launch() -> Any:
-    """How the launchers of our kernels are traced: in a package each launch of a kernel that
-    Inductor does not compile is an op."""
+    """Return the launcher for a trace: in a package, each launch of a kernel that Inductor does not
+    compile becomes an op."""
     if not packaging():
         from dsv4_ops.kernels.launcher import TRACED
 
@@ -36,7 +36,7 @@ def launch() -> Any:
 
 
 def fits(op: str, library: str, impl: str) -> bool:
-    """Whether what is compiled can call ``library``; raises if it was asked for and cannot."""
+    """Whether compiled code can call ``library``; raises if ``impl`` names it and it cannot."""
     if not packaging() or adapter(library).packaged():
         return True
     if impl == AUTO:
@@ -52,7 +52,7 @@ def fits(op: str, library: str, impl: str) -> bool:
 
 
 def prepare(library: str) -> None:
-    """Have Inductor call the library's ops where a graph holds ours."""
+    """Make Inductor call the library's ops instead of ours in a graph."""
     if inductor_is_loaded():
         for ours, library_op in adapter(library).lowered().items():
             lower_with(ours, _call_of(library_op))

@@ -1,5 +1,5 @@
-"""Launches of kernels in Gluon in an AOTInductor package: each kernel's binary, and C++ that calls
-it. Inductor compiles and packs kernels in Triton alone."""
+"""Put launches of Gluon kernels into AOTInductor packages: each kernel's binary and C++ that calls
+it. Inductor itself compiles and packages only Triton kernels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from dsv4_ops.lowering.register import lower_with
 _ALIGNMENT = 16
 
 _written: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Kernels that the C++ of a graph holds."""
+"""Kernels that a graph's C++ already contains."""
 
 _binaries: dict[Any, Binary] = {}
-"""Kernels that were compiled, by what is known of their arguments."""
+"""Compiled kernels, by the static properties of their arguments."""
 
 
 def register() -> None:
@@ -49,7 +49,7 @@ def _lower(
 
 
 def _with_alignment(tensor: Any) -> Any:
-    """A tensor, or a copy that has its strides."""
+    """Return a tensor, or an aligned copy with the same strides."""
     kernel = _compat.ExternKernel
     tensor = kernel.realize_input(tensor)
     if _aligned(kernel.unwrap_storage_for_input(tensor)):
@@ -58,14 +58,14 @@ def _with_alignment(tensor: Any) -> Any:
 
 
 class Binary(NamedTuple):
-    """What a launch needs of a compiled kernel.
+    """The parts of a compiled kernel that a launch needs.
 
     Args:
-        code: For the GPU.
-        function: Its name in that.
-        warps: Of a program, all partitions counted.
-        shared: Bytes of shared memory of a program.
-        types: Of every argument, ``"constexpr"`` of those that are none of the binary's.
+        code: Binary for the GPU.
+        function: Name of the function in the binary.
+        warps: Warps per program, all partitions counted.
+        shared: Bytes of shared memory per program.
+        types: Type of every argument; ``"constexpr"`` for those that the binary does not have.
     """
 
     code: bytes
@@ -76,12 +76,12 @@ class Binary(NamedTuple):
 
     @property
     def symbol(self) -> str:
-        """A name that no other binary has."""
+        """Unique name of the binary."""
         return f"dsv4_ops_{self.function}_{hashlib.sha256(self.code).hexdigest()[:16]}"
 
 
 def binary_of(kernel: Any, arguments: Sequence[Argument | int], options: dict[str, Any]) -> Binary:
-    """A kernel compiled for Hopper."""
+    """Compile a kernel for Hopper."""
     key = (kernel.__name__, *arguments, *sorted(options.items()))
     if key not in _binaries:
         major, minor = support.CAPABILITY
@@ -100,7 +100,7 @@ def binary_of(kernel: Any, arguments: Sequence[Argument | int], options: dict[st
 
 
 class GluonCall(_compat.ExternKernel):
-    """One launch."""
+    """A launch in the graph."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class GluonCall(_compat.ExternKernel):
 
     @property
     def tensors(self) -> list[Any]:
-        """Those that it writes, then those that it reads."""
+        """Return the tensors that it writes, then those that it reads."""
         return list(self.inputs)
 
     def get_outputs(self) -> list[Any]:
@@ -145,7 +145,7 @@ class GluonCall(_compat.ExternKernel):
             wrapper.writeline(self._python(wrapper))
 
     def _python(self, wrapper: Any) -> str:
-        """Inductor may run a graph in Python before it packs it."""
+        """Launch from Python: Inductor may run a graph before it packages it."""
         tensors = [each.codegen_reference() for each in self.tensors]
         sizes = [wrapper.codegen_sizevar(each) for each in self.constant_args]
         lists = [
@@ -157,14 +157,14 @@ class GluonCall(_compat.ExternKernel):
         return f"{op}({self.name_of_kernel!r}, {given}, {self.text!r})"
 
     def _ordered(self, of_tensors: list[Any], of_numbers: Sequence[Any]) -> list[Any]:
-        """In the order of the kernel's arguments."""
+        """Put values into the order of the kernel's arguments."""
         split = self.num_written
         return Rest.of(self.text).arguments(of_tensors[:split], of_tensors[split:], of_numbers)
 
     def _codegen_cpp(self, wrapper: Any) -> None:
         numbers = self.constant_args[: self.num_numbers]
         known = [Argument.tensor(each.get_dtype(), _aligned(each)) for each in self.tensors]
-        arguments = self._ordered(known, [_known(each) for each in numbers])
+        arguments = self._ordered(known, [_described(each) for each in numbers])
         options = Rest.of(self.text).options
         made = binary_of(kernel_of(self.name_of_kernel), arguments, options)
         held = _written.setdefault(wrapper, set())
@@ -180,27 +180,29 @@ class GluonCall(_compat.ExternKernel):
 
 
 def _aligned(tensor: Any) -> bool:
-    """Whether its address is known to be: inputs that are not are copied by the package."""
+    """Whether a tensor's address is aligned at compile time; the package copies other inputs."""
     if tensor.get_name() in V.graph.unaligned_buffers:
         return False
     start = tensor.get_layout().offset * tensor.get_dtype().itemsize
     return bool(V.graph.sizevars.statically_known_multiple_of(start, _ALIGNMENT))
 
 
-def _known(number: Any) -> Argument | int:
-    """Symbols are sizes and strides, which are below 2**31, as Inductor takes them to be."""
+def _described(number: Any) -> Argument | int:
+    """Describe an argument; symbols are sizes and strides, which Inductor takes to be below
+    2**31."""
     if not getattr(number, "free_symbols", ()):
         return 1 if int(number) == 1 else Argument.number(int(number))
     return Argument("i32", bool(V.graph.sizevars.statically_known_multiple_of(number, _ALIGNMENT)))
 
 
 def definition(made: Binary) -> list[str]:
-    """C++ that holds the binary and loads it, once for each GPU. It stays loaded when the package
-    is not any more."""
-    code = "".join(f"\\{byte:03o}" for byte in made.code)  # no digit behind it is part of it
+    """Return C++ that contains the binary and loads it, once per GPU. It stays loaded after the
+    package is unloaded."""
+    # always three digits, so that a digit that follows is not part of the escape
+    code = "".join(f"\\{byte:03o}" for byte in made.code)
     name = made.symbol
     return [
-        f"#ifndef {name.upper()}",  # two graphs may be one file
+        f"#ifndef {name.upper()}",  # two graphs may share a file
         f"#define {name.upper()}",
         "#include <mutex>",
         "#include <unordered_map>",
@@ -226,12 +228,12 @@ _NUMBERS = {"i32": "int32_t", "i64": "int64_t"}
 def call(
     made: Binary, tensors: Sequence[str], arguments: Sequence[str | int], grid: Sequence[str]
 ) -> list[str]:
-    """C++ that launches it, where there is something to launch.
+    """Return C++ that launches the kernel unless the grid is empty.
 
     Args:
         made: The kernel.
-        tensors: What they are called in C++, which may own them: each is said once.
-        arguments: In the kernel's order: places of tensors, and numbers in C++.
+        tensors: C++ expressions of the tensors, each evaluated once, because it may own its tensor.
+        arguments: Indices of tensors, and numbers in C++, in the kernel's order.
         grid: Numbers of programs.
     """
     lines, places = ["{"], []
@@ -255,7 +257,7 @@ def call(
     names = [f"dsv4_ops_{axis}" for axis in axes]
     return [
         *lines,
-        # behind its arguments a kernel of Triton has two addresses of memory for itself
+        # after its arguments a Triton kernel takes two scratch addresses
         "    void* dsv4_ops_scratch[] = {nullptr, nullptr};",
         "    void* dsv4_ops_all[] = {",
         *(f"        {place}," for place in places),

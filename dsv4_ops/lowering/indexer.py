@@ -18,7 +18,7 @@ def _gather_indexer_k(
     num_rows: int,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    # as an op of its own, the search stays out of the loop over the bytes of a row
+    # a separate op keeps the search out of the loop over the bytes of a row
     req_indices, positions = torch.ops.dsv4_ops.token_map.default(
         cu_seq_lens, cu_seq_lens[1:] - cu_seq_lens[:-1], num_tokens=num_rows
     )

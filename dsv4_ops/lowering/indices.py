@@ -58,7 +58,7 @@ def _dense_compressed_indices(
 
     def visible(index: Any) -> Any:
         position = ops.to_dtype(load_position(index), torch.int32)
-        # truncation is floor division where it counts: a valid position is not negative
+        # truncation equals floor division for valid positions, which are not negative
         rows = ops.truncdiv(ops.add(position, int32(1)), int32(compress_ratio))
         width = ops.index_expr(max_compressed, torch.int32)
         return ops.where(valid(index), ops.minimum(rows, width), int32(0))

@@ -1,5 +1,4 @@
-"""Looking at and packaging what Inductor generates; thin covers over its testing and packaging
-entry points."""
+"""Inspect and package Inductor's code; thin wrappers of its testing and packaging entry points."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ _OURS, _LAUNCHES = "torch.ops.dsv4_ops.", "torch.ops.dsv4_ops._hopper_"
 
 
 def opaque_calls(code: str) -> list[str]:
-    """Lines of generated code that call an op of ours as a whole, other than to launch a kernel
-    that Inductor does not know; comments name the ops that a kernel came from."""
+    """Return the lines of generated code that call one of our ops as a whole, except launches of
+    kernels that Inductor does not compile. Comments name the ops that a kernel came from."""
     lines = (line.strip() for line in code.replace(_LAUNCHES, "").splitlines())
     return [line for line in lines if _OURS in line and not line.startswith("#")]
 
 
 def compile_and_get_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-    """Call a ``torch.compile``d function for the first time; its result and the code that Inductor
-    generated."""
+    """Call a ``torch.compile``d function for the first time; return its result and Inductor's
+    code."""
     from dsv4_ops.lowering._compat import run_and_get_code
 
     result, codes = run_and_get_code(function, *args)

@@ -1,7 +1,6 @@
-"""The kinds of lowering, as what happens when AOTAutograd traces an op (see
-``dispatch/define.py``), and which one an op has.
+"""The kinds of lowering: the action when AOTAutograd traces an op (see ``dispatch/define.py``).
 
-An op has the default of its kind over its reference, unless ``lowering/<stem>.py`` has its name.
+An op has the default of its kind over its reference, unless ``lowering/<stem>.py`` defines its own.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from dsv4_ops.reference.common import buffers_by
 
 @dataclass(frozen=True)
 class Decompose:
-    """Trace ``function`` into the graph instead of the op; Inductor lowers and fuses the aten ops
-    it makes."""
+    """Trace ``function`` into the graph instead of the op; Inductor lowers and fuses its aten
+    ops."""
 
     function: Callable[..., Any]
     kind = "decompose"
@@ -37,18 +36,17 @@ def _traced(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> 
     from dsv4_ops.lowering.materialize import materialize
 
     if inductor_is_loaded():
-        from dsv4_ops.lowering.mend import mend_scheduler, mend_while_loop
+        from dsv4_ops.lowering.inductor_fixes import fix_scheduler, fix_while_loop
 
-        mend_scheduler()
-        mend_while_loop()
+        fix_scheduler()
+        fix_while_loop()
     with mode, buffers_by(materialize):
         return function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class PointwiseIR:
-    """Keep the op in the graph and have Inductor lower it with ``function``, which returns Inductor
-    IR."""
+    """Keep the op in the graph; Inductor lowers it with ``function``, which returns Inductor IR."""
 
     function: Callable[..., Any]
     kind = "pointwise"
@@ -59,12 +57,12 @@ class PointwiseIR:
 
 
 def _launches_when_it_runs(values: Mapping[str, Any]) -> bool:
-    """Whether the op stays in the graph as a call of itself, because a size is a symbol.
+    """Whether the op stays in the graph as a call of itself, because a size is symbolic.
 
-    A launcher chooses tiles, splits and the number of programs by sizes. From a symbol it can only
-    choose what works for every size. A call chooses by the real size, as an eager call does; each
-    kernel is compiled once a process instead of once a graph; and a CUDA graph hides its host time.
-    A package has no Python to call.
+    A launcher chooses tiles, splits and the number of programs by sizes. For a symbolic size it can
+    only choose settings that work for every size. A call chooses by the real size, like an eager
+    call; each kernel is compiled once per process instead of once per graph; and a CUDA graph hides
+    its host time. Packages cannot do so, because they have no Python to call.
     """
     from dsv4_ops.lowering import external
 
@@ -151,7 +149,7 @@ def lowering_of(spec: OpSpec) -> Lowering:
 
 
 def own_lowering(spec: OpSpec) -> Lowering | None:
-    """What ``lowering/<stem>.py`` holds for the op, if anything."""
+    """Return the op's lowering in ``lowering/<stem>.py``, or None."""
     name = module_of("lowering", spec.stem)
     if importlib.util.find_spec(name) is None:
         return None
@@ -160,8 +158,8 @@ def own_lowering(spec: OpSpec) -> Lowering | None:
 
 
 def _refuse_misplaced(spec: OpSpec, name: str, written: Any) -> None:
-    """A view made in the graph, at an offset that is a symbol: torch would rebuild it at offset 0
-    and have the kernel write to another layer (tests/compile/test_upstream.py)."""
+    """Raise for a view that the graph makes at a symbolic offset: torch would rebuild it at offset
+    0, and the kernel would write to another layer (tests/compile/test_upstream.py)."""
     offset = written.storage_offset()
     if not written.is_base_tensor() and isinstance(offset, torch.SymInt):
         raise ValueError(

@@ -1,8 +1,7 @@
-"""A buffer where a traced reference asks for one (``reference.common.materialized``).
+"""Make a buffer where a traced reference calls ``reference.common.materialized``.
 
-Inductor inlines what is computed per row into the code of every element of the row, several times
-where several kernels read it. That is slow to run on a CPU, and the sum of such expressions takes
-minutes to compile in a graph of a whole model.
+Inductor inlines per-row values into the code of every element of the row, once per kernel that
+reads them. This is slow on a CPU, and in the graph of a whole model it takes minutes to compile.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _op = torch.ops.dsv4_ops._materialize.default
 
 
 def materialize(values: Tensor) -> Tensor:
-    """``values``; code of Inductor computes it once."""
+    """Return ``values``, which Inductor's code computes once."""
     lower_with(_op, _realized)
     result: Tensor = _op(values)
     return result

@@ -44,7 +44,7 @@ def _mla_decode(
     num_rows = block_table.shape[1] * block_size
     if q.device.type == "cpu":
         running = _attend_in_loop(call, running, num_rows)
-    else:  # a loop would wait for its condition, and break CUDA graphs
+    else:  # a loop would synchronise on its condition and break CUDA graphs
         running = reference.attend_to(call, running, 0, num_rows)
     return reference.finish_decode(call, running, kv_scale)
 
@@ -52,8 +52,9 @@ def _mla_decode(
 def _attend_in_loop(
     call: reference.Decode, running: reference.Running, num_rows: int
 ) -> reference.Running:
-    """As many keys at a time as the reference, up to the longest of these tokens: memory does not
-    grow with the block table, nor time beyond the keys there are."""
+    """Attend to the same number of keys per iteration as the reference, up to the longest token.
+
+    Memory does not grow with the block table, and time only with the existing keys."""
     from dsv4_ops.lowering._compat import while_loop_op
 
     stop = pad(call.seq_lens, (0, 1)).amax().clamp(max=num_rows)

@@ -1,4 +1,4 @@
-"""Lowerings of attention over a context that is read in chunks."""
+"""Lowerings of attention over chunked contexts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def _mla_prefill(
     causal: bool,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """On the CPU the flash attention of torch, which keeps no logits; the mask of which keys a
-    token sees is the only memory that grows with tokens times keys. In float32: of bfloat16 it
+    """Run torch's flash attention on the CPU, which stores no logits.
+
+    Only the mask of visible keys grows with tokens times keys. It runs in float32: for bfloat16 it
     approximates exp, and the log-sum-exp is wrong in the fifth digit."""
     if q.device.type != "cpu":
         tensors = q, k_nope, k_pe, v, query_start_loc, cu_seq_lens
@@ -42,7 +43,7 @@ def _mla_prefill(
         torch.where(number[..., None], each, 0.0)
         for each, number in zip((k, v), numbers, strict=True)
     )
-    mask = torch.where(reference.visible(*found, num_k), 0.0, -torch.inf)  # of the default dtype
+    mask = torch.where(reference.visible(*found, num_k), 0.0, -torch.inf)  # in the default dtype
     width = max(int(q.shape[2]), int(v.shape[2]))
     heads_first = [
         pad(each.to(torch.float32), (0, width - each.shape[2])).transpose(0, 1)[None]

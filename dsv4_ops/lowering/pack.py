@@ -1,5 +1,4 @@
-"""Lowerings of packing: gathers, and the search of ``token_map`` where a token asks for its
-request."""
+"""Lowerings of packing: gathers, and the search of ``token_map`` for a token's request."""
 
 from __future__ import annotations
 

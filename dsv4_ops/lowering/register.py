@@ -1,5 +1,5 @@
-"""What Inductor is told of ops: once, and where it is loaded. A trace without it
-(backend="aot_eager", opcheck) needs no lowering, nor the second its import takes."""
+"""Register lowerings with Inductor, once, if it is loaded. A trace without Inductor
+(backend="aot_eager", opcheck) needs neither a lowering nor the second that its import takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 registered: set[Any] = set()
-"""Overloads whose lowering Inductor has."""
+"""Overloads with a registered lowering."""
 
 
 def inductor_is_loaded() -> bool:
@@ -17,12 +17,12 @@ def inductor_is_loaded() -> bool:
 
 
 def lower_with(op: Any, function: Callable[..., Any]) -> None:
-    """Have Inductor lower ``op`` with ``function``, the same in every call."""
-    # Not "op in lowerings": Inductor puts a fallback there for an op that it met opaque.
+    """Make Inductor lower ``op`` with ``function``; all calls must pass the same one."""
+    # Not "op in lowerings": Inductor adds a fallback there for an op that it found opaque.
     if op in registered or not inductor_is_loaded():
         return
     from dsv4_ops.lowering import _compat
 
     registered.add(op)
-    # None: integers stay what they are, no type promotion among the arguments
+    # None: no type promotion among the arguments, so integers stay integers
     _compat.register_lowering(op, type_promotion_kind=None)(function)

@@ -1,4 +1,4 @@
-"""Lowering of the mixing matrices: every entry's thread computes the whole matrix in registers."""
+"""Lowering of the mixing matrices: each entry's thread computes the whole matrix in registers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _transposed(mix: Matrix) -> Matrix:
 
 
 def _chosen(values: list[Any], place: Any) -> Any:
-    """The value at an index that differs between elements."""
+    """Select the value at an index that differs between elements."""
     from dsv4_ops.lowering._compat import ops
 
     found, index = values[-1], ops.index_expr(place, torch.int32)

@@ -1,9 +1,9 @@
 """Inductor IR for [num_tokens, width] matrices of cache slots, shared by the window and the dense
 compressed stages.
 
-The matrix is the bulk of a step's metadata, so its kernel is kept to one masked table read per
-entry: everything that depends on the token alone is realized as a [num_tokens] buffer, which
-Inductor fuses into the kernel that made the token map.
+The matrix is the bulk of a step's metadata, so its kernel does only one masked table read per
+entry. Values that depend only on the token are realized as [num_tokens] buffers, which Inductor
+fuses into the kernel of the token map.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ IndexFn = Callable[[Any], Value]
 
 
 def realized(like: Any, dtype: torch.dtype, ranges: list[Any], value: IndexFn) -> Any:
-    """A buffer of its own, never inlined into the consumers of ``value``."""
+    """Realize ``value`` as a buffer, never inlined into its consumers."""
     buffer = Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=value, ranges=ranges)
     buffer.realize()
     return buffer
 
 
 def int32(value: int) -> Value:
-    """An int32 constant."""
+    """Make an int32 constant."""
     return ops.constant(value, torch.int32)
 
 
 def token_is_valid(positions: Any, req_indices: Any, num_reqs: Any) -> IndexFn:
-    """``reference.common.valid_tokens`` as IR."""
+    """Build ``reference.common.valid_tokens`` as IR."""
     load_position, load_request = positions.make_loader(), req_indices.make_loader()
 
     def valid(index: Any) -> Value:
@@ -59,7 +59,8 @@ def slot_rows(
     width: int,
     block_size: int,
 ) -> Any:
-    """int32 [num_tokens, width]: slot of cache row ``first[t] + o`` for o < ``lens[t]``, else -1.
+    """Build the slots of cache rows ``first[t] + o`` for o < ``lens[t]``, else -1; int32
+    [num_tokens, width].
 
     ``first`` None means 0. ``lens`` must be 0 for tokens whose request is out of range. Rows past
     the table are -1.
@@ -72,15 +73,15 @@ def slot_rows(
     load_first = first.make_loader() if first is not None else None
 
     def block_and_row(token: Any, entry: Any) -> tuple[Any, Value]:
-        """Table column, ready to index with, and row in its block."""
+        """Return the table column as an index, and the row in its block."""
         if load_first is None:
             row = ops.index_expr(ModularIndexing(entry, 1, block_size), torch.int32)
             return FloorDiv(entry, block_size), row
         key = ops.add(load_first([token]), ops.index_expr(entry, torch.int32))
-        # truncation is floor division here: a key is never negative
+        # truncation equals floor division: a key is never negative
         block = ops.truncdiv(key, int32(block_size))
         row = ops.sub(key, ops.mul(block, int32(block_size)))
-        # a masked lane reads nothing, but its address must not be far off either (pitfalls A4)
+        # a masked lane reads nothing, but its address must still be near the table
         column = ops.minimum(block, ops.index_expr(max_blocks - 1, torch.int32))
         return ops.indirect_indexing(column, max_blocks, check=False, wrap_neg=False), row
 
@@ -92,7 +93,7 @@ def slot_rows(
 
     def slot(token: Any, entry: Any) -> Value:
         inside = ops.lt(ops.index_expr(entry, torch.int32), load_readable([token]))
-        if on_cpu:  # the C++ backend cannot use a value made outside in a masked body
+        if on_cpu:  # in a masked body the C++ backend cannot use a value from outside
             page = ops.masked(inside, lambda: load_page(table_index(token, entry)), ABSENT)
         else:  # Triton reads the values of a row once per thread, but only outside the mask
             index = table_index(token, entry)
@@ -100,7 +101,7 @@ def slot_rows(
         usable = ops.logical_and(
             ops.ge(page, int32(0)), ops.le(page, int32(2**31 // block_size - 1))
         )
-        if on_cpu:  # an int32 overflow is undefined in C++, even where its value is not used
+        if on_cpu:  # int32 overflow is undefined in C++, even for an unused value
             page = ops.where(usable, page, int32(0))
         _, row = block_and_row(token, entry)
         return ops.where(usable, ops.add(ops.mul(page, int32(block_size)), row), int32(ABSENT))
@@ -117,7 +118,8 @@ def slot_rows(
 def _row_buffers(
     block_table: Any, req_indices: Any, first: Any | None, lens: Any, block_size: int
 ) -> tuple[Callable[..., Any], ...]:
-    """Loaders of two [num_tokens] buffers: entries whose block the table has, and the table row."""
+    """Return loaders of two [num_tokens] buffers: the number of entries in the table, and the
+    row."""
     (num_tokens,) = lens.get_size()
     max_blocks = block_table.get_size()[1]
     load_len, load_request = lens.make_loader(), req_indices.make_loader()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._ordered_set import OrderedSet
 
-from dsv4_ops.lowering import _compat, mend
+from dsv4_ops.lowering import _compat, inductor_fixes
 
 
 class Node:
@@ -39,9 +39,9 @@ def names(node):
 
 
 @pytest.fixture(autouse=True)
-def _mended():
-    mend.mend_scheduler()
-    mend.mend_scheduler()  # once is enough
+def _fixed():
+    inductor_fixes.fix_scheduler()
+    inductor_fixes.fix_scheduler()  # once is enough
 
 
 def test_a_read_after_a_write_stays_after_it():
@@ -65,7 +65,7 @@ def test_other_nodes_are_as_they_were():
     assert node.read_writes is node.found
 
 
-def test_a_compile_on_a_cpu_is_mended():
+def test_a_compile_on_a_cpu_is_fixed():
     """Any op of ours in the graph is enough."""
     import dsv4_ops
 
@@ -80,7 +80,7 @@ class Loop:
     """As much of a loop as its code takes: inputs by what C++ calls them."""
 
     def __init__(self, *inputs):
-        self.additional_inputs = [mend._Held(each) for each in inputs]
+        self.additional_inputs = [inductor_fixes._NamedInput(each) for each in inputs]
 
     def get_name(self):
         return "loop"
@@ -103,13 +103,13 @@ class Wrapper:
 
 @pytest.fixture
 def wrapper(monkeypatch):
-    """A wrapper of a class of its own, mended."""
+    """A wrapper of a class of its own, fixed."""
     kind = type("Wrapped", (Wrapper,), {"codegen_while_loop": Wrapper.codegen_while_loop})
-    again = functools.cache(mend.mend_while_loop.__wrapped__)
-    monkeypatch.setattr(mend, "mend_while_loop", again)
+    again = functools.cache(inductor_fixes.fix_while_loop.__wrapped__)
+    monkeypatch.setattr(inductor_fixes, "fix_while_loop", again)
     monkeypatch.setattr(_compat, "CppWrapperCpu", kind)
-    mend.mend_while_loop()
-    mend.mend_while_loop()  # once is enough
+    inductor_fixes.fix_while_loop()
+    inductor_fixes.fix_while_loop()  # once is enough
     return kind()
 
 
