@@ -150,7 +150,7 @@ def check_lists(checks: Checks, source: str, indices: Tensor, lens: Tensor) -> N
     checks.at_least(1, **{f"{source}_width": indices.shape[1]})
 
 
-def check_turn(
+def check_inverse_rope(
     checks: Checks, q: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
 ) -> None:
     """Check the positions and angles of inverse RoPE, if there are any."""
@@ -515,7 +515,7 @@ def sparse_mla_decode(
     extra_width = 0 if extra_indices is None else extra_indices.shape[1]
     widths = (swa_indices.shape[1], extra_width)
     schedule = check_plans(checks, plan, flash_mla_plan, num_splits, batch_invariant, impl, widths)
-    check_turn(checks, q, positions, cos_sin_cache)
+    check_inverse_rope(checks, q, positions, cos_sin_cache)
     window = (q, swa_cache, swa_indices, swa_lens)
     rest = (attn_sink, plan, positions, cos_sin_cache, schedule)
     sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
@@ -623,7 +623,7 @@ def sparse_mla_decode_paged(
     checks.optional("attn_sink", attn_sink, torch.float32, "num_heads")
     widths = (swa_indices.shape[1], extra_block_table.shape[1] * extra_block_size)
     schedule = check_plans(checks, plan, flash_mla_plan, num_splits, batch_invariant, impl, widths)
-    check_turn(checks, q, positions, cos_sin_cache)
+    check_inverse_rope(checks, q, positions, cos_sin_cache)
     window = (q, swa_cache, swa_indices, swa_lens)
     rest = (attn_sink, plan, positions, cos_sin_cache, schedule)
     sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
