@@ -113,7 +113,7 @@ class BlockPool:
 
 def out_of_blocks(
     op: str, argument: str, free: int, blocks: int, missing: int, advice: str
-) -> OutOfBlocks:
+) -> Exception:
     """The error for tokens that need more blocks than are free."""
     return argument_error(
         op,

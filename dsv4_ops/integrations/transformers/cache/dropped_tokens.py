@@ -83,7 +83,7 @@ def check_batch(
             raise unknown_id(op, "batch.tokens", ids, vocab_size)
 
 
-def unknown_id(op: str, name: str, ids: Tensor, vocab_size: int) -> ValueError:
+def unknown_id(op: str, name: str, ids: Tensor, vocab_size: int) -> Exception:
     """The error for ``ids``, one of which is outside the vocabulary."""
     return argument_error(
         op,

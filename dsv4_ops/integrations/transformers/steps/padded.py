@@ -100,6 +100,7 @@ def padded_step(
         columns = _padding_last(valid)
     column = torch.arange(length, device=device)
     is_kept, first = column < valid.sum(1, keepdim=True), before[:, None].to(torch.int64)
+    moved_positions: Tensor | None = None
     if position_ids is not None:
         moved_positions = _to_columns(position_ids, columns)
         first = moved_positions[:, :1]
@@ -115,7 +116,6 @@ def padded_step(
         exists = in_vocabulary(ids, vocab_size) | ~valid
         is_stored = is_stored & _to_columns(exists, columns).flatten()
     if may_wait(before) and bool(is_token.sum() > is_stored.sum()):
-        moved_positions = None if position_ids is None else _to_columns(position_ids, columns)
         num_lost = valid.sum(1) - positions.ge(0).sum(1)
         wrong = None if ids is None else ids[valid & ~in_vocabulary(ids, vocab_size)]
         if wrong is not None and wrong.numel():
@@ -181,7 +181,7 @@ def _refused(
     positions: Tensor | None,
     first: Tensor,
     cache: PagedCache,
-) -> ValueError:
+) -> Exception:
     """The error for a row that the cache cannot store completely."""
     count, ends = int(valid[row].sum()), int(cache.seq_lens[row])
     if positions is not None:
