@@ -1,4 +1,4 @@
-"""Launchers of the fused query norm, RoPE and insert, and of inverse RoPE of the output."""
+"""Launchers of query norm, RoPE and insert in one kernel, and of inverse RoPE of the output."""
 
 from dsv4_ops.kernels.rope.inverse_rope_group import (
     inverse_rope_group as inverse_rope_group,

@@ -1,5 +1,5 @@
-"""Undo the rotation of the attention output, and quantise it, in one kernel: what is written is
-read once."""
+"""Apply inverse RoPE to the attention output and quantise it, in one kernel that reads the output
+once."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from dsv4_ops.kernels.common.rope import rotate_pairs_back
 from dsv4_ops.kernels.launcher import Launcher
 
 HEADS = 8
-"""Heads of a token of a program: 32 values per thread."""
+"""Heads per program, all of one token: 32 values per thread."""
 
 WARPS = 4
 
 PLAIN, ROW, COLUMN_PADDED, PACKED = 0, 1, 2, 3
 _SCALES = {"row": ROW, "column_padded": COLUMN_PADDED, "ue8m0_packed": PACKED}
-"""Where the scales go; none of a result in bf16."""
+"""Layouts of the scales; PLAIN is a bf16 result without scales."""
 
 _PLAIN, _ROW, _COLUMN = tl.constexpr(PLAIN), tl.constexpr(ROW), tl.constexpr(COLUMN_PADDED)
 _BLOCK, _FLOOR = tl.constexpr(ACTIVATION_BLOCK), tl.constexpr(ACTIVATION_FLOOR)
 
 
 @triton.jit
-def _rotated_back(
-    source, dim_stride, given, position, cos_sin_cache, table_stride, column_stride, num_positions,
+def _load_rotated(
+    src, dim_stride, mask, position, cos_sin_cache, table_stride, column_stride, num_positions,
     DIM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """bf16 [heads, DIM]: the rows at ``source`` that are ``given``, their last ROPE values rotated
-    back."""
-    HEADS: tl.constexpr = source.shape[0]
+    """Load bf16 [heads, DIM] from the rows at ``src``, with inverse RoPE of the last ROPE
+    values."""
+    HEADS: tl.constexpr = src.shape[0]
     dim = tl.arange(0, DIM)[None, :].to(tl.int64) * dim_stride
-    values = widen(tl.load(source[:, None] + dim, mask=given[:, None], other=0.0))
-    exists = (position >= 0) & (position < num_positions)
+    values = widen(tl.load(src[:, None] + dim, mask=mask[:, None], other=0.0))
+    position_valid = (position >= 0) & (position < num_positions)
     pair = tl.arange(0, DIM // 2) - (DIM - ROPE) // 2
-    known = (pair >= 0) & exists
-    angle = cos_sin_cache + tl.where(exists, position, 0) * table_stride
-    cos = tl.load(angle + pair.to(tl.int64) * column_stride, mask=known, other=1.0)
+    is_rotated = (pair >= 0) & position_valid
+    angle = cos_sin_cache + tl.where(position_valid, position, 0) * table_stride
+    cos = tl.load(angle + pair.to(tl.int64) * column_stride, mask=is_rotated, other=1.0)
     pair += ROPE // 2
-    sin = tl.load(angle + pair.to(tl.int64) * column_stride, mask=known, other=0.0)
+    sin = tl.load(angle + pair.to(tl.int64) * column_stride, mask=is_rotated, other=0.0)
     even, odd = tl.split(tl.reshape(values, (HEADS, DIM // 2, 2)))
     left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :])
-    known = known[None, :]
-    pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
+    is_rotated = is_rotated[None, :]
+    pairs = tl.join(tl.where(is_rotated, left, even), tl.where(is_rotated, right, odd))
     return round_to_bf16(tl.reshape(pairs, (HEADS, DIM)))
 
 
@@ -69,44 +69,52 @@ def inverse_rope_group_kernel(
     values, scales, num_tokens, num_heads, group_heads, scale_tokens,
     DIM: tl.constexpr, ROPE: tl.constexpr, SCALES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Of tokens from ``num_tokens`` up to ``scale_tokens`` scales of 0 are written."""
-    parts = (num_heads + HEADS - 1) // HEADS
-    token = (tl.program_id(0) // parts).to(tl.int64)
-    head = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)
-    inside, is_token = head < num_heads, token < num_tokens
-    given = inside & is_token
-    source = o + token * token_stride + head.to(tl.int64) * head_stride
-    position = tl.load(positions + token * position_stride, mask=is_token, other=-1)
-    rotated = _rotated_back(
-        source, dim_stride, given, position, cos_sin_cache, table_stride, column_stride,
+    """Rotate back and store HEADS heads of a token. The padding tokens from ``num_tokens`` up to
+    ``scale_tokens`` have scale 0."""
+    head_tiles = (num_heads + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // head_tiles).to(tl.int64)
+    head = tl.program_id(0) % head_tiles * HEADS + tl.arange(0, HEADS)
+    head_valid, token_valid = head < num_heads, token < num_tokens
+    mask = head_valid & token_valid
+    src = o + token * token_stride + head.to(tl.int64) * head_stride
+    position = tl.load(positions + token * position_stride, mask=token_valid, other=-1)
+    rotated = _load_rotated(
+        src, dim_stride, mask, position, cos_sin_cache, table_stride, column_stride,
         num_positions, DIM, ROPE,
     )  # fmt: skip
     dim = tl.arange(0, DIM)[None, :]
     if SCALES == _PLAIN:
-        target = values + (token * num_heads + head) * DIM
-        tl.store(target[:, None] + dim, rotated, mask=given[:, None])
+        dst = values + (token * num_heads + head) * DIM
+        tl.store(dst[:, None] + dim, rotated, mask=mask[:, None])
     else:
         group, member = (head // group_heads).to(tl.int64), head % group_heads
         BLOCKS: tl.constexpr = DIM // _BLOCK
         codes, scale = quantize(widen(tl.reshape(rotated, (HEADS, BLOCKS, _BLOCK))), _FLOOR)
-        target = values + ((group * num_tokens + token) * group_heads + member) * DIM
-        tl.store(target[:, None] + dim, tl.reshape(codes, (HEADS, DIM)), mask=given[:, None])
-        scale = tl.where(is_token, scale, 0)
+        dst = values + ((group * num_tokens + token) * group_heads + member) * DIM
+        tl.store(dst[:, None] + dim, tl.reshape(codes, (HEADS, DIM)), mask=mask[:, None])
+        scale = tl.where(token_valid, scale, 0)
         block = tl.arange(0, BLOCKS)[None, :]
         if SCALES == _ROW:
-            at = ((group * num_tokens + token) * group_heads + member)[:, None] * BLOCKS + block
-            tl.store(scales + at, (scale << 23).to(tl.float32, bitcast=True), mask=given[:, None])
+            row = (group * num_tokens + token) * group_heads + member
+            offset = row[:, None] * BLOCKS + block
+            tl.store(
+                scales + offset, (scale << 23).to(tl.float32, bitcast=True), mask=mask[:, None]
+            )
         elif SCALES == _COLUMN:
-            at = ((group * group_heads + member)[:, None] * BLOCKS + block) * scale_tokens + token
-            tl.store(scales + at, (scale << 23).to(tl.float32, bitcast=True), mask=inside[:, None])
+            offset = (group * group_heads + member)[:, None] * BLOCKS + block
+            offset = offset * scale_tokens + token
+            tl.store(
+                scales + offset,
+                (scale << 23).to(tl.float32, bitcast=True),
+                mask=head_valid[:, None],
+            )
         else:
             packed = tl.sum(scale << (8 * block), 1)
-            tl.store(
-                scales + (group * group_heads + member) * scale_tokens + token, packed, mask=inside
-            )
+            dst = scales + (group * group_heads + member) * scale_tokens + token
+            tl.store(dst, packed, mask=head_valid)
 
 
-def _rotate_back(
+def _launch_kernel(
     launch: Launcher,
     o: Tensor,
     positions: Tensor,
@@ -114,16 +122,16 @@ def _rotate_back(
     values: Tensor,
     scales: Tensor,
     num_groups: int,
-    where: int,
+    scale_layout: int,
 ) -> None:
     num_tokens, num_heads, dim = o.shape
-    padded = where in (COLUMN_PADDED, PACKED)
+    padded = scale_layout in (COLUMN_PADDED, PACKED)
     tokens = round_up(num_tokens, TOKEN_ALIGNMENT) if padded else num_tokens
     programs = tokens * ((num_heads + HEADS - 1) // HEADS)
     launch(inverse_rope_group_kernel)[programs,](
         *strided(o), *strided(positions), *angles(cos_sin_cache),
         values, scales, num_tokens, num_heads, num_heads // num_groups, tokens,
-        DIM=int(dim), ROPE=int(cos_sin_cache.shape[1]), SCALES=where, HEADS=HEADS,
+        DIM=int(dim), ROPE=int(cos_sin_cache.shape[1]), SCALES=scale_layout, HEADS=HEADS,
         num_warps=WARPS,
     )  # fmt: skip
 
@@ -135,8 +143,8 @@ def inverse_rope_group(
     out = o.new_empty((num_tokens, num_groups, num_heads // num_groups * dim))
     if num_tokens == 0 or num_heads == 0:
         return out
-    # the table stands in for scales
-    _rotate_back(launch, o, positions, cos_sin_cache, out, cos_sin_cache, num_groups, PLAIN)
+    # the table stands in for the scales, which are not written
+    _launch_kernel(launch, o, positions, cos_sin_cache, out, cos_sin_cache, num_groups, PLAIN)
     return out
 
 
@@ -161,6 +169,6 @@ def inverse_rope_group_quantize(
         sizes, dtype = (num_groups, width // (4 * ACTIVATION_BLOCK), padded), torch.int32
     scales = o.new_empty(sizes, dtype=dtype)
     if num_tokens != 0 and num_heads != 0:
-        where = _SCALES[scale_layout]
-        _rotate_back(launch, o, positions, cos_sin_cache, values, scales, num_groups, where)
+        kind = _SCALES[scale_layout]
+        _launch_kernel(launch, o, positions, cos_sin_cache, values, scales, num_groups, kind)
     return QuantizedGroups(values.view(torch.float8_e4m3fn), scales)

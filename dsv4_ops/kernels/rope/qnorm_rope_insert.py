@@ -1,4 +1,4 @@
-"""Normalise and rotate queries, rotate and insert keys, in one kernel."""
+"""Normalise and rotate queries, and rotate and insert keys, in one kernel."""
 
 import torch
 import triton
@@ -17,27 +17,28 @@ _NAN_BITS = tl.constexpr(0x7FC0)
 
 
 @triton.jit
-def _rotated_tail(
-    source, dim_stride, given, factor, token, positions, angles,
+def _load_rotated_tail(
+    src, dim_stride, mask, factor, token, positions, angles,
     CODE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """float32 [rows, ROPE_DIM]: the end of the rows at ``source`` that are ``given``, times
-    ``factor``, rotated by the positions of ``token``, of which there may be one for all rows."""
-    ROWS: tl.constexpr = source.shape[0]
+    """Load float32 [rows, ROPE_DIM], the end of the rows at ``src``, multiplied by ``factor`` and
+    rotated by the position of each ``token``, or of one token for all rows."""
+    ROWS: tl.constexpr = src.shape[0]
     cos_sin_cache, table_stride, column_stride, num_positions = angles
+    position_rows, position_stride = positions[0], positions[1]
     lane = tl.arange(0, ROPE_DIM)[None, :]
-    tail = source[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
-    values = widen(tl.load(tail, mask=given[:, None], other=0.0)) * factor[:, None]
-    position = tl.load(positions[0] + token.to(tl.int64) * positions[1])
-    known = (position >= 0) & (position < num_positions)
-    angle = cos_sin_cache + tl.where(known, position, 0) * table_stride
+    tail = src[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
+    values = widen(tl.load(tail, mask=mask[:, None], other=0.0)) * factor[:, None]
+    position = tl.load(position_rows + token.to(tl.int64) * position_stride)
+    in_table = (position >= 0) & (position < num_positions)
+    angle = cos_sin_cache + tl.where(in_table, position, 0) * table_stride
     column = tl.arange(0, ROPE_DIM // 2)[None, :].to(tl.int64) * column_stride
-    known = known[:, None]
-    cos = tl.load(angle[:, None] + column, mask=known, other=1.0)
-    sin = tl.load(angle[:, None] + column + ROPE_DIM // 2 * column_stride, mask=known, other=0.0)
+    in_table = in_table[:, None]
+    cos = tl.load(angle[:, None] + column, mask=in_table, other=1.0)
+    sin = tl.load(angle[:, None] + column + ROPE_DIM // 2 * column_stride, mask=in_table, other=0.0)
     even, odd = tl.split(tl.reshape(values, (ROWS, ROPE_DIM // 2, 2)))
     first, second = rotate_pairs(even, odd, cos, sin)
-    pairs = tl.join(tl.where(known, first, even), tl.where(known, second, odd))
+    pairs = tl.join(tl.where(in_table, first, even), tl.where(in_table, second, odd))
     return tl.reshape(pairs, (ROWS, ROPE_DIM))
 
 
@@ -46,28 +47,29 @@ def _normalise_heads(
     q, positions, angles, token, first_head,
     EPS: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    """Normalise and rotate HEADS heads of a token."""
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
     ROPE_DIM: tl.constexpr = HEAD_DIM - CODE_DIM
     q, token_stride, head_stride, dim_stride, out, num_heads = q
     head = first_head + tl.arange(0, HEADS)
-    given = head < num_heads
-    source = q + token.to(tl.int64) * token_stride + head.to(tl.int64) * head_stride
-    target = out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM
+    mask = head < num_heads
+    src = q + token.to(tl.int64) * token_stride + head.to(tl.int64) * head_stride
+    dst = out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM
     dim = tl.arange(0, HEAD_DIM)[None, :]
-    address = source[:, None] + dim.to(tl.int64) * dim_stride
-    values = widen(tl.load(address, mask=given[:, None], other=0.0))
-    factor = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + EPS)
-    every = token + tl.zeros((1,), tl.int32)
-    # loaded again, from the first cache: few values, in their own layout
-    rotated = _rotated_tail(
-        source, dim_stride, given, factor, every, positions, angles, CODE_DIM, ROPE_DIM
+    address = src[:, None] + dim.to(tl.int64) * dim_stride
+    values = widen(tl.load(address, mask=mask[:, None], other=0.0))
+    inverse_rms = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + EPS)
+    tokens = token + tl.zeros((1,), tl.int32)
+    # loaded again, from the L1: few values, in a layout of their own
+    rotated = _load_rotated_tail(
+        src, dim_stride, mask, inverse_rms, tokens, positions, angles, CODE_DIM, ROPE_DIM
     )
-    normed = round_to_bf16(values * factor[:, None])
-    tl.store(target[:, None] + dim, normed, mask=given[:, None] & (dim < CODE_DIM))
+    normed = round_to_bf16(values * inverse_rms[:, None])
+    tl.store(dst[:, None] + dim, normed, mask=mask[:, None] & (dim < CODE_DIM))
     lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
-    tail = target[:, None] + CODE_DIM + lane
-    tl.store(tail, round_to_bf16(rotated), mask=given[:, None])
+    tail = dst[:, None] + CODE_DIM + lane
+    tl.store(tail, round_to_bf16(rotated), mask=mask[:, None])
 
 
 @triton.jit
@@ -75,39 +77,44 @@ def _insert_keys(
     kv, cache, slots, positions, angles, token,
     FORMAT: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Rotate the keys of KEYS tokens and insert them at their slots."""
+    BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
     DATA_BYTES: tl.constexpr = FORMAT[4]
+    SCALE_BYTES: tl.constexpr = FORMAT[5]
     kv, row_stride, dim_stride = kv
     k_cache, page_stride, num_blocks, cache_row_stride = cache
     slot_mapping, slot_stride, num_slots = slots
-    given = token < num_slots
-    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
-    page, row, exists = place_slots(slot, num_blocks, FORMAT[0])
-    source = kv + token.to(tl.int64) * row_stride
-    start = k_cache + page * page_stride
-    if FORMAT[5] == 0:  # plain: words, which keep the payload of a NaN
+    mask = token < num_slots
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=mask, other=-1)
+    page, row, slot_valid = place_slots(slot, num_blocks, BLOCK_SIZE)
+    src = kv + token.to(tl.int64) * row_stride
+    block = k_cache + page * page_stride
+    if SCALE_BYTES == 0:  # a plain cache: copy words, which keep the payload of a NaN
         lane = tl.arange(0, HEAD_DIM)[None, :]
-        stored = start.to(tl.pointer_type(tl.int16), bitcast=True) + row * cache_row_stride
-        nope = source.to(tl.pointer_type(tl.int16), bitcast=True)[:, None]
-        coded = lane < CODE_DIM
-        words = tl.load(nope + lane.to(tl.int64) * dim_stride, mask=given[:, None] & coded, other=0)
-        tl.store(stored[:, None] + lane, words, mask=exists[:, None] & coded)
-        target = stored + CODE_DIM
+        dst = block.to(tl.pointer_type(tl.int16), bitcast=True) + row * cache_row_stride
+        src_words = src.to(tl.pointer_type(tl.int16), bitcast=True)[:, None]
+        is_code = lane < CODE_DIM
+        words = tl.load(
+            src_words + lane.to(tl.int64) * dim_stride, mask=mask[:, None] & is_code, other=0
+        )
+        tl.store(dst[:, None] + lane, words, mask=slot_valid[:, None] & is_code)
+        dst += CODE_DIM
     else:
-        insert_codes(source, dim_stride, given, start, row, exists, FORMAT)
-        rope_bytes = start + row * DATA_BYTES + CODE_DIM
-        target = rope_bytes.to(tl.pointer_type(tl.int16), bitcast=True)
+        insert_codes(src, dim_stride, mask, block, row, slot_valid, FORMAT)
+        rope_bytes = block + row * DATA_BYTES + CODE_DIM
+        dst = rope_bytes.to(tl.pointer_type(tl.int16), bitcast=True)
     lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
-    factor = tl.full((KEYS,), 1.0, tl.float32)
-    known = tl.where(given, token, 0)
+    ones = tl.full((KEYS,), 1.0, tl.float32)
+    src_token = tl.where(mask, token, 0)
     ROPE_DIM: tl.constexpr = HEAD_DIM - CODE_DIM
-    rotated = _rotated_tail(
-        source, dim_stride, given, factor, known, positions, angles, CODE_DIM, ROPE_DIM
+    rotated = _load_rotated_tail(
+        src, dim_stride, mask, ones, src_token, positions, angles, CODE_DIM, ROPE_DIM
     )
     bits = round_to_bf16(rotated).to(tl.int16, bitcast=True)
     bits = tl.where(rotated != rotated, _NAN_BITS, bits).to(tl.int16)
-    tl.store(target[:, None] + lane, bits, mask=exists[:, None])
+    tl.store(dst[:, None] + lane, bits, mask=slot_valid[:, None])
 
 
 @triton.jit
@@ -115,16 +122,17 @@ def normalise_and_insert(
     program, q, kv, cache, slots, positions, angles,
     EPS: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The keys come first: their loads depend on each other.
+    """Normalise and rotate queries, or rotate and insert keys. The keys come first, because their
+    loads depend on each other.
 
     Args:
-        program: Which tile of keys, or of the heads of a token.
+        program: Index of a tile: of keys, or of heads of a token.
         q: Queries, the strides of tokens, heads and values, the result, and the number of heads.
         kv: Keys and the strides of rows and values.
         cache, slots, angles, FORMAT: See ``kernels.common``.
-        positions: Positions and their stride.
-        EPS: Of the norm.
-        HEADS, KEYS: Of a tile.
+        positions: Positions, their stride, and any other entries, which are not read.
+        EPS: Epsilon of the norm.
+        HEADS, KEYS: Heads and keys per tile.
     """
     num_slots, num_heads = slots[2], q[5]
     key_programs = (num_slots + KEYS - 1) // KEYS
@@ -132,14 +140,14 @@ def normalise_and_insert(
         tokens = program * KEYS + tl.arange(0, KEYS)
         _insert_keys(kv, cache, slots, positions, angles, tokens, FORMAT, KEYS)
     else:
-        parts = (num_heads + HEADS - 1) // HEADS
-        part = program - key_programs
-        token, first = part // parts, part % parts * HEADS
-        _normalise_heads(q, positions, angles, token, first, EPS, FORMAT, HEADS)
+        head_tiles = (num_heads + HEADS - 1) // HEADS
+        tile = program - key_programs
+        token, first_head = tile // head_tiles, tile % head_tiles * HEADS
+        _normalise_heads(q, positions, angles, token, first_head, EPS, FORMAT, HEADS)
 
 
 HEADS = 4
-"""Heads of a token that a program normalises: 16 values per thread."""
+"""Heads per program, all of one token: 16 values per thread."""
 
 KEYS = 4
 """Keys per program, as in the insert."""
