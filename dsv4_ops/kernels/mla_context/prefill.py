@@ -1,4 +1,4 @@
-"""Launch of attention over expanded keys and values of ragged requests."""
+"""Launcher of attention over the expanded keys and values of ragged requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla_context.prefill_kernel import mla_prefill_kernel
 
 _LARGE_TILE, _SMALL_TILE = (128, 64, 2, 8), (64, 32, 2, 4)
-"""Queries and keys of a tile, stages and warps: 128 and 64 KiB of shared memory at V3's sizes."""
+"""Queries, keys, stages and warps of a tile: 128 and 64 KiB of shared memory with V3's sizes."""
 
 _LARGE_SHARED = ((8, 0), (9, 0), (10, 0), (10, 3))
 """GPUs with 160 KiB of shared memory or more."""
@@ -35,21 +35,22 @@ def mla_prefill(
     out = q.new_empty((num_tokens, num_heads, value_dim))
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
     capability = launch.capability(q.device)
-    large = capability is None or capability in _LARGE_SHARED
-    queries, keys, stages, warps = _LARGE_TILE if large else _SMALL_TILE
-    # tokens before the first request and behind the last one are two more
+    is_large = capability is None or capability in _LARGE_SHARED
+    queries, keys, stages, warps = _LARGE_TILE if is_large else _SMALL_TILE
+    # two more spans: the tokens before the first request and after the last one
     tiles = num_tokens // queries + num_reqs + 2
     launch(mla_prefill_kernel)[tiles, num_heads](
         *strided(q, k_nope, k_pe, v, query_start_loc, cu_seq_lens),
         out, lse, num_tokens, v.shape[0], num_reqs,
         SOFTMAX_SCALE=softmax_scale, CAUSAL=causal, NOPE_DIM=nope_dim, ROPE_DIM=rope_dim,
-        VALUE_DIM=value_dim, NOPE=_width(nope_dim), ROPE=_width(rope_dim), VALUE=_width(value_dim),
+        VALUE_DIM=value_dim,
+        NOPE=_tile_width(nope_dim), ROPE=_tile_width(rope_dim), VALUE=_tile_width(value_dim),
         QUERIES=queries, KEYS=keys, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return out, lse
 
 
-def _width(size: int) -> int:
-    """Columns of a tile that holds ``size``: what a matrix product takes."""
-    found: int = max(16, triton.next_power_of_2(size))
-    return found
+def _tile_width(size: int) -> int:
+    """Return the columns of a tile for ``size`` values: a power of two, at least 16 for tl.dot."""
+    width: int = max(16, triton.next_power_of_2(size))
+    return width
