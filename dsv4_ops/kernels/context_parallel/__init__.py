@@ -1,4 +1,4 @@
-"""The best candidates of ranks; merges and gathers that ranks of one host do in each other's
-memory."""
+"""Selection among the candidates of all ranks; merges and gathers of ranks of one host, which write
+to each other's memory."""
 
 from dsv4_ops.kernels.context_parallel.topk import cp_topk as cp_topk

@@ -1,8 +1,8 @@
-"""Merges attention over the keys of ranks that map each other's memory, in one kernel.
+"""Merge attention over the keys of ranks that map each other's memory, in one kernel.
 
-A tile is some rows (token, head) of each rank's heads. A program writes its part of the tile to the
-memory of the rank whose heads it is of, for all other ranks, and merges what came. ``exchange``
-says why no rank reads too early or overwrites what another has yet to read.
+A tile is some rows (token, head) of each rank's heads. A program writes its results for the heads
+of every other rank to that rank's memory, and merges the results that it receives. ``exchange``
+says why no rank reads too early or overwrites unread data.
 """
 
 import triton
@@ -11,14 +11,14 @@ import triton.language as tl
 from dsv4_ops.kernels.context_parallel.exchange import (
     TILE,
     await_flags,
-    buffer_of,
-    count_of,
+    buffer_address,
+    count_address,
+    load_workspace,
     raise_flags,
-    workspace_of,
 )
 
-LSES = TILE
-"""Where log-sum-exps begin in a buffer."""
+LSE_OFFSET = TILE
+"""Offset of the log-sum-exps in a buffer."""
 
 
 @triton.jit
@@ -29,72 +29,75 @@ def merge_ranks(
     RANK: tl.constexpr, WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
+    """Exchange and merge tiles. NATURAL: log-sum-exps are natural, and not of base 2."""
     program = tl.program_id(0)
     element = out.dtype.element_ty
     lane = tl.arange(0, TILE_ROWS)
     column = tl.arange(0, BLOCK)[None, :]
-    in_part = lane[:, None] * BLOCK + column
-    count_at = count_of(workspace, program)
-    count = tl.load(count_at)
-    bases = ()  # loads behind stores wait for them
-    for ahead in tl.static_range(1, WORLD):
-        bases += (workspace_of(workspace, (RANK + ahead) % WORLD),)
+    offset = lane[:, None] * BLOCK + column
+    count_ptr = count_address(workspace, program)
+    count = tl.load(count_ptr)
+    bases = ()  # loaded before any store, which they would wait for
+    for distance in tl.static_range(1, WORLD):
+        bases += (load_workspace(workspace, (RANK + distance) % WORLD),)
     for tile in range(program, tl.cdiv(num_rows, TILE_ROWS), tl.num_programs(0)):
         count += 1
         row = tile * TILE_ROWS + lane
         token, head = (row // own_heads).to(tl.int64), row % own_heads
-        live = row < num_rows
-        inside = live[:, None] & (column < WIDTH)
-        out_at = out + (token * out_token_stride)[:, None] + column
-        lse_at = lse + token * lse_token_stride
-        for ahead in tl.static_range(1, WORLD):
-            heads = (RANK + ahead) % WORLD * own_heads + head
-            part = tl.load(out_at + (heads.to(tl.int64) * out_head_stride)[:, None], mask=inside)
-            its_lse = tl.load(lse_at + heads * lse_head_stride, mask=live)
-            buffer = buffer_of(bases[ahead - 1], program, count, ahead - 1, WORLD)
-            at = buffer.to(tl.pointer_type(element))
-            tl.store(at + in_part, part, mask=inside)
-            tl.store((buffer + LSES).to(tl.pointer_type(tl.float32)) + lane, its_lse, mask=live)
+        row_valid = row < num_rows
+        mask = row_valid[:, None] & (column < WIDTH)
+        src = out + (token * out_token_stride)[:, None] + column
+        src_lse = lse + token * lse_token_stride
+        for distance in tl.static_range(1, WORLD):
+            heads = (RANK + distance) % WORLD * own_heads + head
+            part = tl.load(src + (heads.to(tl.int64) * out_head_stride)[:, None], mask=mask)
+            part_lse = tl.load(src_lse + heads * lse_head_stride, mask=row_valid)
+            buffer = buffer_address(bases[distance - 1], program, count, distance - 1, WORLD)
+            dst = buffer.to(tl.pointer_type(element))
+            tl.store(dst + offset, part, mask=mask)
+            dst_lse = (buffer + LSE_OFFSET).to(tl.pointer_type(tl.float32))
+            tl.store(dst_lse + lane, part_lse, mask=row_valid)
         raise_flags(workspace, program, count, RANK, WORLD)
 
         heads = RANK * own_heads + head
-        mine = tl.load(out_at + (heads.to(tl.int64) * out_head_stride)[:, None], mask=inside)
-        my_lse = _existing(tl.load(lse_at + heads * lse_head_stride, mask=live))
+        own_part = tl.load(src + (heads.to(tl.int64) * out_head_stride)[:, None], mask=mask)
+        own_lse = _finite_lse(tl.load(src_lse + heads * lse_head_stride, mask=row_valid))
         await_flags(workspace, program, count, timeout_ns, WORLD)
-        row_max = my_lse
-        for ahead in tl.static_range(1, WORLD):
-            buffer = buffer_of(workspace, program, count, ahead - 1, WORLD)
-            row_max = tl.maximum(row_max, _arrived_lse(buffer, lane, live))
-        origin = tl.where(row_max == float("-inf"), 0.0, row_max)
-        summed = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
-        total = tl.zeros((TILE_ROWS,), tl.float32)
+        row_max = own_lse
+        for distance in tl.static_range(1, WORLD):
+            buffer = buffer_address(workspace, program, count, distance - 1, WORLD)
+            row_max = tl.maximum(row_max, _load_received_lse(buffer, lane, row_valid))
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        acc = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
+        row_sum = tl.zeros((TILE_ROWS,), tl.float32)
         for sender in tl.static_range(WORLD):  # the same order on all ranks
             if sender == RANK:
-                part, part_lse = mine, my_lse
+                part, part_lse = own_part, own_lse
             else:
-                sent_ahead = (RANK - sender + WORLD) % WORLD
-                buffer = buffer_of(workspace, program, count, sent_ahead - 1, WORLD)
-                at = buffer.to(tl.pointer_type(element))
-                part = tl.load(at + in_part, mask=inside, cache_modifier=".cg")
-                part_lse = _arrived_lse(buffer, lane, live)
-            difference = part_lse - origin
-            weight = tl.exp(difference) if NATURAL else tl.exp2(difference)
-            total += weight
-            summed += tl.where(weight[:, None] > 0, weight[:, None] * part.to(tl.float32), 0.0)
-        result = tl.where(total[:, None] > 0, summed / total[:, None], 0.0)
-        merged_at = merged + row.to(tl.int64)[:, None] * WIDTH + column
-        tl.store(merged_at, result.to(element), mask=inside)
-        log = tl.log(total) if NATURAL else tl.log2(total)
-        tl.store(merged_lse + row, origin + log, mask=live)
-        tl.store(count_at, count)  # after the loop, its address would spill on Triton 3.9
+                sender_distance = (RANK - sender + WORLD) % WORLD
+                buffer = buffer_address(workspace, program, count, sender_distance - 1, WORLD)
+                received = buffer.to(tl.pointer_type(element))
+                part = tl.load(received + offset, mask=mask, cache_modifier=".cg")
+                part_lse = _load_received_lse(buffer, lane, row_valid)
+            difference = part_lse - shift
+            p = tl.exp(difference) if NATURAL else tl.exp2(difference)
+            row_sum += p
+            acc += tl.where(p[:, None] > 0, p[:, None] * part.to(tl.float32), 0.0)
+        result = tl.where(row_sum[:, None] > 0, acc / row_sum[:, None], 0.0)
+        dst = merged + row.to(tl.int64)[:, None] * WIDTH + column
+        tl.store(dst, result.to(element), mask=mask)
+        log_sum = tl.log(row_sum) if NATURAL else tl.log2(row_sum)
+        tl.store(merged_lse + row, shift + log_sum, mask=row_valid)
+        tl.store(count_ptr, count)  # after the loop, its address would spill on Triton 3.9
 
 
 @triton.jit
-def _existing(lse):
+def _finite_lse(lse):
+    """Return -inf in place of inf and NaN, the lse of rows without keys."""
     return tl.where(lse < float("inf"), lse, float("-inf"))
 
 
 @triton.jit
-def _arrived_lse(buffer, lane, live):
-    at = (buffer + LSES).to(tl.pointer_type(tl.float32)) + lane
-    return _existing(tl.load(at, mask=live, cache_modifier=".cg"))
+def _load_received_lse(buffer, lane, mask):
+    src = (buffer + LSE_OFFSET).to(tl.pointer_type(tl.float32)) + lane
+    return _finite_lse(tl.load(src, mask=mask, cache_modifier=".cg"))

@@ -1,30 +1,29 @@
-"""How programs of ranks that map each other's memory write to each other, whatever they send.
+"""Exchange of tiles between programs of ranks that map each other's memory.
 
 A kernel divides its work into tiles, the same on all ranks. Program p takes each tile
-p + i * programs and, for each: writes its part of the tile to the memory of all other ranks; raises
-its flags there; waits for their flags here; reads what came. Every rank must make the same calls in
-the same order on one stream, as for any collective.
+p + i * programs. For each tile it writes its part to the memory of all other ranks, raises its
+flags there, waits for their flags here, and reads what they wrote. Every rank must make the same
+calls in the same order on one stream, as for any collective.
 
-Why no rank reads too early: a flag holds the number of the tile that it is for, counted by each
-program over all tiles and calls in its own memory, so a replayed graph goes on counting. It is
-raised by a release for the system after the barrier that all writes of the program lie before, and
-awaited by an acquire. A flag only grows, and who waits for t is content with t + 1.
+Why no rank reads too early: a flag holds the number of its tile, which each program counts over all
+tiles and calls in its own memory, so that a replayed graph continues the count. A release at system
+scope raises the flag, after a barrier that follows all writes of the program; an acquire awaits it.
+A flag only grows, and a program that waits for t accepts t + 1.
 
-Why no rank overwrites what another has yet to read: each program has two buffers a sender, which
-tiles take in turns, and no program shares its own with another, whatever the shapes of calls. A
-sender writes tile t + 2 after its tile t + 1 got this rank's flag of t + 1, which this rank's
-program raises behind its last read of tile t. So kernels and layers of all shapes may share a
-workspace.
+Why no rank overwrites unread data: each program has two buffers per sender, which tiles alternate,
+and shares them with no other program, whatever the shapes of calls. A sender writes tile t + 2
+after its tile t + 1 received this rank's flag of t + 1, and this rank's program raises that flag
+after its last read of tile t. So kernels and layers of all shapes may share a workspace.
 
-Why ranks that wait do not stop each other: programs send before they wait, and GPUs start programs
-in the order of their numbers. Of the programs that have not ended on any rank take the lowest tile
-of the lowest; on every other rank that program runs too, or will as all lower ones have ended, and
-it sends without waiting for anyone. Besides, the GPUs that have NVLink hold all programs at once,
-two on an SM.
+Why waiting ranks do not block each other: programs send before they wait, and GPUs start programs
+in the order of their numbers. Consider the lowest unfinished program of any rank and its lowest
+unfinished tile. On every other rank that program runs too, or will run because all lower ones have
+ended, and it sends without waiting. Besides, GPUs with NVLink hold all programs at once, two per
+SM.
 
-Why a rank that dies stops the others: they trap after the group's timeout. A NaN would be sampled
-from; a trap is an error of the next call of the process, as NCCL's watchdog makes it, and nothing
-was given on.
+Why the failure of a rank stops the others: they trap after the group's timeout. A result of NaN
+would be sampled from; after a trap the next call of the process fails, as with NCCL's watchdog, and
+no result is passed on.
 """
 
 import struct
@@ -36,86 +35,89 @@ from triton.language.extra.cuda import globaltimer
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 PROGRAMS = tl.constexpr(256)
-"""At most; an SM holds two."""
+"""Maximum programs; an SM holds two."""
 COUNTS = tl.constexpr(1024)
-"""Where, behind the addresses of 128 ranks, programs count their tiles."""
+"""Offset of the tile counts of the programs, after the addresses of 128 ranks."""
 DATA = tl.constexpr(2048)
-"""Where buffers begin, behind the counts; flags lie behind all buffers."""
+"""Offset of the buffers, after the counts; the flags follow the buffers."""
 TILE = tl.constexpr(16384)
-"""Bytes of a tile at most."""
+"""Maximum bytes of a tile."""
 PART = tl.constexpr(16384 + 128)
-"""Bytes of a buffer: a tile, and what belongs to its rows."""
+"""Bytes of a buffer: a tile, and the values per row that go with it."""
 FLAG = tl.constexpr(32)
-"""Bytes from flag to flag: a sector, as each is polled."""
+"""Bytes between flags: a sector, because each flag is polled."""
 
 
 def workspace_bytes(world: int) -> int:
-    """Bytes of each rank's workspace: the same for all kernels and shapes."""
+    """Return the bytes of each rank's workspace, the same for all kernels and shapes."""
     return int(DATA + PROGRAMS * (world - 1) * (FLAG + 2 * PART))
 
 
 def workspace_header(addresses: list[int]) -> bytes:
-    """What a rank's workspace begins with: where those of all ranks are. The rest is zeros."""
+    """Return the start of a rank's workspace: the addresses of all workspaces. The rest is
+    zeros."""
     return struct.pack(f"<{len(addresses)}q", *addresses)
 
 
 @triton.jit
-def count_of(workspace, program):
-    """Where a program counts its tiles."""
+def count_address(workspace, program):
+    """Return the address of a program's tile count."""
     return (workspace + COUNTS).to(tl.pointer_type(tl.int32)) + program
 
 
 @triton.jit
-def workspace_of(workspace, rank):
-    """The workspace of another rank."""
+def load_workspace(workspace, rank):
+    """Load the address of another rank's workspace."""
     addresses = workspace.to(tl.pointer_type(tl.int64))
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.uint8)), 16)
 
 
 @triton.jit
-def buffer_of(base, program, count, sender, WORLD: tl.constexpr):
-    """Buffer of a program in a rank's workspace for what ``sender`` + 1 ranks behind it sends."""
-    index = (program * (WORLD - 1) + sender) * 2 + (count & 1)
+def buffer_address(base, program, count, distance, WORLD: tl.constexpr):
+    """Return the address of a program's buffer in a rank's workspace for the tiles of the sender
+    whose rank is ``distance`` + 1 lower, modulo the ranks."""
+    index = (program * (WORLD - 1) + distance) * 2 + (count & 1)
     return base + DATA + index.to(tl.int64) * PART
 
 
 @triton.jit
 def raise_flags(workspace, program, count, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Tell all other ranks that this program has written its tile to them: all at once, as each
-    waits until what was written has arrived."""
+    """Tell all other ranks that this program has written its tile to them. One instruction raises
+    all flags, because each release waits until earlier writes have arrived."""
     tl.debug_barrier()  # every write before any flag
-    ahead = tl.arange(1, 1 + triton.next_power_of_2(WORLD - 1))
-    other = (RANK + ahead) % WORLD
-    base = tl.load(workspace.to(tl.pointer_type(tl.int64)) + other).to(tl.pointer_type(tl.uint8))
-    flags = _flags(base, program, ahead - 1, WORLD)
-    counts = tl.zeros_like(ahead) + count
-    tl.atomic_xchg(flags, counts, mask=ahead < WORLD, sem="release", scope="sys")
+    distance = tl.arange(1, 1 + triton.next_power_of_2(WORLD - 1))
+    receiver = (RANK + distance) % WORLD
+    addresses = workspace.to(tl.pointer_type(tl.int64))
+    base = tl.load(addresses + receiver).to(tl.pointer_type(tl.uint8))
+    flags = _flag_addresses(base, program, distance - 1, WORLD)
+    counts = tl.zeros_like(distance) + count
+    tl.atomic_xchg(flags, counts, mask=distance < WORLD, sem="release", scope="sys")
 
 
 @triton.jit
 def await_flags(workspace, program, count, timeout_ns, WORLD: tl.constexpr):
     """Wait until all other ranks have written this program's tile here."""
-    sender = tl.arange(0, triton.next_power_of_2(WORLD - 1))
-    flags = _flags(workspace, program, sender, WORLD)
+    distance = tl.arange(0, triton.next_power_of_2(WORLD - 1))
+    flags = _flag_addresses(workspace, program, distance, WORLD)
     start = _now()
-    while _behind(flags, count, sender < WORLD - 1):
+    while _is_pending(flags, count, distance < WORLD - 1):
         if _now() - start > timeout_ns:
             _trap()
     tl.debug_barrier()
 
 
 @triton.jit
-def _flags(base, program, sender, WORLD: tl.constexpr):
-    index = program * (WORLD - 1) + sender
-    at = base + (DATA + PROGRAMS * (WORLD - 1) * 2 * PART + index * FLAG)
-    return at.to(tl.pointer_type(tl.int32))
+def _flag_addresses(base, program, distance, WORLD: tl.constexpr):
+    index = program * (WORLD - 1) + distance
+    address = base + (DATA + PROGRAMS * (WORLD - 1) * 2 * PART + index * FLAG)
+    return address.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _behind(flags, count, live):
-    """Whether a flag is yet to come: by a difference, as counts wrap."""
-    found = tl.atomic_add(flags, 0, mask=live, sem="acquire", scope="sys")
-    return tl.min(tl.where(live, found - count, 0), 0) < 0
+def _is_pending(flags, count, mask):
+    """Return whether a flag is below ``count``. Differences are compared, because counts wrap."""
+    value = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
+    return tl.min(tl.where(mask, value - count, 0), 0) < 0
 
 
 @triton.jit

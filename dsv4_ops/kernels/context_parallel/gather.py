@@ -1,4 +1,4 @@
-"""Launches the gather of ranks that map each other's memory."""
+"""Launcher of the gather of ranks that map each other's memory."""
 
 from __future__ import annotations
 
@@ -16,24 +16,31 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.meta.context_parallel import gathered
 
 TILE_BYTES = (2048, 4096, 8192, int(TILE))
-"""Of a tile: few where there are few bytes, so that many programs send them."""
+"""Bytes per tile: small tiles for few bytes, so that many programs send them."""
 
 FEW_PROGRAMS = 128
-"""Who has tiles of fewer bytes for them takes these."""
+"""Prefer smaller tiles up to this many programs."""
 
 
-class _Part(NamedTuple):
-    """Bytes of a tensor as [rows, inner] integers."""
+class _Source(NamedTuple):
+    """A tensor as [rows, inner] integers.
 
-    held: Tensor
-    bytes: int
+    Args:
+        tensor: Its bytes.
+        itemsize: Bytes of an integer.
+        rows, inner: Its size in integers.
+        stride: Integers between rows.
+    """
+
+    tensor: Tensor
+    itemsize: int
     rows: int
     inner: int
     stride: int
 
     @property
     def nbytes(self) -> int:
-        return self.rows * self.inner * self.bytes
+        return self.rows * self.inner * self.itemsize
 
 
 def gather(
@@ -45,33 +52,36 @@ def gather(
     dim: int,
     timeout_ns: int,
 ) -> list[Tensor]:
-    """Gather one or two tensors of all ranks along ``dim``; all ranks make the same calls in order.
+    """Gather one or two tensors of all ranks along ``dim``. All ranks make the same calls in the
+    same order.
 
-    ``workspace`` as for ``combine_ranks``, which may be called with the same one.
+    ``workspace`` is as for ``combine_ranks``; both may use the same one.
     """
     results = [gathered(part, world, dim) for part in parts]
-    given = [_part(part, dim) for part in parts]
-    first, second = given[0], given[-1]
+    sources = [_as_integers(part, dim) for part in parts]
+    first, second = sources[0], sources[-1]
 
-    def tiles(size: int) -> int:
-        return sum(triton.cdiv(part.nbytes, size) for part in given)
+    def num_tiles(size: int) -> int:
+        return sum(triton.cdiv(source.nbytes, size) for source in sources)
 
-    size = next((size for size in TILE_BYTES if tiles(size) <= FEW_PROGRAMS), TILE_BYTES[-1])
-    if tiles(size) == 0:
+    max_size = TILE_BYTES[-1]
+    size = next((size for size in TILE_BYTES if num_tiles(size) <= FEW_PROGRAMS), max_size)
+    if num_tiles(size) == 0:
         return results
-    launch(gather_ranks)[(min(tiles(size), int(PROGRAMS)),)](
-        first.held, second.held, results[0].view(torch.uint8), results[-1].view(torch.uint8),
+    launch(gather_ranks)[(min(num_tiles(size), int(PROGRAMS)),)](
+        first.tensor, second.tensor, results[0].view(torch.uint8), results[-1].view(torch.uint8),
         workspace,
         first.rows * first.inner, second.rows * second.inner, first.inner, second.inner,
         first.stride, second.stride, timeout_ns,
         RANK=rank, WORLD=world, PAIR=len(parts) == 2, ONE_ROW=first.rows == 1,
-        FIRST_BYTES=first.bytes, SECOND_BYTES=second.bytes, TILE_BYTES=size,
-        num_warps=8 if size == TILE_BYTES[-1] else 4,
+        FIRST_BYTES=first.itemsize, SECOND_BYTES=second.itemsize, TILE_BYTES=size,
+        num_warps=8 if size == max_size else 4,
     )  # fmt: skip
     return results
 
 
-def _part(part: Tensor, dim: int) -> _Part:
+def _as_integers(part: Tensor, dim: int) -> _Source:
+    """Return ``part`` as the widest integers that divide its rows, stride and address."""
     rows, inner = prod(part.shape[:dim]), prod(part.shape[dim:])
     flat = part.reshape(rows, inner)
     if flat.stride(1) != 1:
@@ -81,4 +91,4 @@ def _part(part: Tensor, dim: int) -> _Part:
     size = next(
         size for size in (8, 4, 2, 1) if not (nbytes | stride | flat.data_ptr()) & (size - 1)
     )
-    return _Part(flat.view(torch.uint8), size, rows, nbytes // size, stride // size)
+    return _Source(flat.view(torch.uint8), size, rows, nbytes // size, stride // size)

@@ -1,10 +1,10 @@
-"""Gathers tensors of ranks that map each other's memory, in one kernel.
+"""Gather tensors of ranks that map each other's memory, in one kernel.
 
 A tile is some bytes of a rank's part of one of two tensors. A program writes it to all other ranks
-and to its own result, then copies there what they sent. ``exchange`` says why no rank reads too
-early or overwrites what another has yet to read.
+and to its own result, then copies the tiles that it receives to the result. ``exchange`` says why
+no rank reads too early or overwrites unread data.
 
-A part is [rows, inner] in integers of a size that divides it, and a result [rows, WORLD, inner].
+A part is [rows, inner] integers, and a result [rows, WORLD, inner].
 """
 
 import triton
@@ -12,10 +12,10 @@ import triton.language as tl
 
 from dsv4_ops.kernels.context_parallel.exchange import (
     await_flags,
-    buffer_of,
-    count_of,
+    buffer_address,
+    count_address,
+    load_workspace,
     raise_flags,
-    workspace_of,
 )
 
 
@@ -26,28 +26,33 @@ def gather_ranks(
     RANK: tl.constexpr, WORLD: tl.constexpr, PAIR: tl.constexpr, ONE_ROW: tl.constexpr,
     FIRST_BYTES: tl.constexpr, SECOND_BYTES: tl.constexpr, TILE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    FIRST: tl.constexpr = (ONE_ROW, FIRST_BYTES, TILE_BYTES // FIRST_BYTES)
-    SECOND: tl.constexpr = (ONE_ROW, SECOND_BYTES, TILE_BYTES // SECOND_BYTES)
-    of_first = (first, first_stride, first_gathered, first_size, first_inner)
-    of_second = (second, second_stride, second_gathered, second_size, second_inner)
+    """Exchange tiles of ``first``, then of ``second`` if PAIR. FIRST_BYTES and SECOND_BYTES are the
+    bytes of their integers; ONE_ROW: both have one row."""
+    FIRST_LENGTH: tl.constexpr = TILE_BYTES // FIRST_BYTES
+    SECOND_LENGTH: tl.constexpr = TILE_BYTES // SECOND_BYTES
+    FIRST: tl.constexpr = (ONE_ROW, FIRST_BYTES, FIRST_LENGTH)
+    SECOND: tl.constexpr = (ONE_ROW, SECOND_BYTES, SECOND_LENGTH)
+    first_part = (first, first_stride, first_gathered, first_size, first_inner)
+    second_part = (second, second_stride, second_gathered, second_size, second_inner)
     program = tl.program_id(0)
-    first_tiles = tl.cdiv(first_size, FIRST[2])
-    tiles = first_tiles + tl.cdiv(second_size, SECOND[2]) if PAIR else first_tiles
-    count_at = count_of(workspace, program)
-    count = tl.load(count_at)
+    first_tiles = tl.cdiv(first_size, FIRST_LENGTH)
+    tiles = first_tiles + tl.cdiv(second_size, SECOND_LENGTH) if PAIR else first_tiles
+    count_ptr = count_address(workspace, program)
+    count = tl.load(count_ptr)
     for tile in range(program, tiles, tl.num_programs(0)):
         count += 1
         if PAIR and tile >= first_tiles:
-            _send(of_second, workspace, program, count, tile - first_tiles, RANK, WORLD, SECOND)
+            _send(second_part, workspace, program, count, tile - first_tiles, RANK, WORLD, SECOND)
         else:
-            _send(of_first, workspace, program, count, tile, RANK, WORLD, FIRST)
+            _send(first_part, workspace, program, count, tile, RANK, WORLD, FIRST)
         raise_flags(workspace, program, count, RANK, WORLD)
         await_flags(workspace, program, count, timeout_ns, WORLD)
         if PAIR and tile >= first_tiles:
-            _receive(of_second, workspace, program, count, tile - first_tiles, RANK, WORLD, SECOND)
+            second_tile = tile - first_tiles
+            _receive(second_part, workspace, program, count, second_tile, RANK, WORLD, SECOND)
         else:
-            _receive(of_first, workspace, program, count, tile, RANK, WORLD, FIRST)
-    tl.store(count_at, count)
+            _receive(first_part, workspace, program, count, tile, RANK, WORLD, FIRST)
+    tl.store(count_ptr, count)
 
 
 @triton.jit
@@ -55,18 +60,22 @@ def _send(
     part, workspace, program, count, tile,
     RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``part``: what a rank sends, the stride of its rows, the result, and the integers of both in
-    all and in a row. TILE: ONE_ROW, the bytes of an integer, and integers of a tile."""
+    """Write a tile to all other ranks, and to the result.
+
+    Args:
+        part: A rank's part, the stride of its rows, the result, and integers in all and per row.
+        TILE: ONE_ROW, the bytes of an integer, and integers per tile.
+    """
     BYTES: tl.constexpr = TILE[1]
     source, stride, gathered, _size, inner = part
-    row, column, lane, live = _elements(tile, part, TILE)
-    values = tl.load(_integers(source, BYTES) + row * stride + column, mask=live)
-    for ahead in tl.static_range(1, WORLD):
-        base = workspace_of(workspace, (RANK + ahead) % WORLD)
-        buffer = buffer_of(base, program, count, ahead - 1, WORLD)
-        tl.store(_integers(buffer, BYTES) + lane, values, mask=live)
-    own_at = _integers(gathered, BYTES) + (row * WORLD + RANK) * inner + column
-    tl.store(own_at, values, mask=live)
+    row, column, lane, mask = _elements(tile, part, TILE)
+    values = tl.load(_as_integers(source, BYTES) + row * stride + column, mask=mask)
+    for distance in tl.static_range(1, WORLD):
+        base = load_workspace(workspace, (RANK + distance) % WORLD)
+        buffer = buffer_address(base, program, count, distance - 1, WORLD)
+        tl.store(_as_integers(buffer, BYTES) + lane, values, mask=mask)
+    dst = _as_integers(gathered, BYTES) + (row * WORLD + RANK) * inner + column
+    tl.store(dst, values, mask=mask)
 
 
 @triton.jit
@@ -74,38 +83,41 @@ def _receive(
     part, workspace, program, count, tile,
     RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Copy the tiles of all other ranks to the result."""
     BYTES: tl.constexpr = TILE[1]
     _source, _stride, gathered, _size, inner = part
-    row, column, lane, live = _elements(tile, part, TILE)
-    for behind in tl.static_range(1, WORLD):
-        buffer = buffer_of(workspace, program, count, behind - 1, WORLD)
-        at = _integers(buffer, BYTES) + lane
-        values = tl.load(at, mask=live, cache_modifier=".cg")
-        sender = (RANK - behind + WORLD) % WORLD
-        sent_at = _integers(gathered, BYTES) + (row * WORLD + sender) * inner + column
-        tl.store(sent_at, values, mask=live)
+    row, column, lane, mask = _elements(tile, part, TILE)
+    for distance in tl.static_range(1, WORLD):
+        buffer = buffer_address(workspace, program, count, distance - 1, WORLD)
+        src = _as_integers(buffer, BYTES) + lane
+        values = tl.load(src, mask=mask, cache_modifier=".cg")
+        sender = (RANK - distance + WORLD) % WORLD
+        dst = _as_integers(gathered, BYTES) + (row * WORLD + sender) * inner + column
+        tl.store(dst, values, mask=mask)
 
 
 @triton.jit
 def _elements(tile, part, TILE: tl.constexpr):
-    """Rows and columns of a tile's integers, where they lie in a buffer, and which exist."""
+    """Return the rows and columns of a tile's integers, their offsets in a buffer, and which
+    exist."""
     ONE_ROW: tl.constexpr = TILE[0]
     LENGTH: tl.constexpr = TILE[2]
     _source, _stride, _gathered, size, inner = part
     lane = tl.arange(0, LENGTH)
     start = tl.cast(tile, tl.int64) * LENGTH
-    live = lane < size - start
+    mask = lane < size - start
     if ONE_ROW:
         row, column = tl.zeros((), tl.int64), start + lane
     else:
-        first = start // inner
-        in_row = (start - first * inner).to(tl.int32) + lane  # not a remainder: loads stay vectors
-        row, column = first + in_row // inner, in_row % inner
-    return row, column, lane, live
+        first_row = start // inner
+        # a difference instead of a remainder keeps the loads vectorised
+        offset = (start - first_row * inner).to(tl.int32) + lane
+        row, column = first_row + offset // inner, offset % inner
+    return row, column, lane, mask
 
 
 @triton.jit
-def _integers(address, BYTES: tl.constexpr):
+def _as_integers(address, BYTES: tl.constexpr):
     if BYTES == 8:
         return address.to(tl.pointer_type(tl.int64))
     elif BYTES == 4:

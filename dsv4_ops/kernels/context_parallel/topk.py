@@ -1,4 +1,4 @@
-"""The best of the candidates of all ranks: a program for each token."""
+"""Select the top k among the candidates of all ranks, one program per token."""
 
 import torch
 import triton
@@ -14,15 +14,15 @@ NO_ROW = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _bound(row, wanted, needed):
-    """The lowest row that ``needed`` of the ``wanted`` ones do not lie behind."""
-    first, last = tl.full((), 0, tl.int32), tl.full((), NO_ROW - 1, tl.int32)
-    while first < last:
-        middle = first + (last - first) // 2
-        enough = tl.sum((wanted & (row <= middle)).to(tl.int32), axis=0) >= needed
-        first = tl.where(enough, first, middle + 1)
-        last = tl.where(enough, middle, last)
-    return first
+def _find_bound(row, mask, count):
+    """Return the lowest row such that ``count`` rows with ``mask`` are not above it."""
+    low, high = tl.full((), 0, tl.int32), tl.full((), NO_ROW - 1, tl.int32)
+    while low < high:
+        middle = low + (high - low) // 2
+        enough = tl.sum((mask & (row <= middle)).to(tl.int32), axis=0) >= count
+        low = tl.where(enough, low, middle + 1)
+        high = tl.where(enough, middle, high)
+    return low
 
 
 @triton.jit
@@ -32,45 +32,47 @@ def cp_topk_kernel(
     out, topk, interleave,
     RANKS: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Select the rows of one token, in increasing order. WIDTH is the candidates per rank;
+    CANDIDATES and BLOCK are those of all ranks and topk, rounded up to powers of two."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, CANDIDATES)
-    rank, place = slot // WIDTH, slot % WIDTH
-    inside = slot < RANKS * WIDTH
-    at = rank.to(tl.int64) * row_rank_stride + place.to(tl.int64) * row_stride
-    own = tl.load(rows + token * row_token_stride + at, mask=inside, other=-1)
-    at = rank.to(tl.int64) * score_rank_stride + place.to(tl.int64) * score_stride
-    score = tl.load(scores + token * score_token_stride + at, mask=inside, other=0.0)
-    turn = (own // interleave).to(tl.int64) * RANKS + rank
-    whole = turn * interleave + own % interleave
-    exists = (own >= 0) & (whole < NO_ROW)
-    row = tl.where(exists, whole, NO_ROW).to(tl.int32)
-    key = tl.where(exists, sortable(score), ABSENT_KEY)
-    low = tl.full((), ABSENT_KEY + 1, tl.int32)
-    total = tl.sum(exists.to(tl.int32), axis=0)
-    kept = tl.minimum(total, topk)
-    value, above_it = low - 1, total
-    if total > topk:
-        value, above_it = find_threshold(key, low, total, topk, topk)
-    equal = key == value
-    needed = kept - above_it
-    taken = key > value
-    if needed > 0:
-        bound = _bound(row, equal, needed)
-        before = equal & (row < bound)
-        # a rank may bring a row twice
-        last = equal & (row == bound)
-        seen = tl.cumsum(last.to(tl.int32), axis=0)
-        missing = needed - tl.sum(before.to(tl.int32), axis=0)
-        taken = taken | before | (last & (seen <= missing))
+    candidate = tl.arange(0, CANDIDATES)
+    rank, column = candidate // WIDTH, candidate % WIDTH
+    mask = candidate < RANKS * WIDTH
+    offset = rank.to(tl.int64) * row_rank_stride + column.to(tl.int64) * row_stride
+    rank_row = tl.load(rows + token * row_token_stride + offset, mask=mask, other=-1)
+    offset = rank.to(tl.int64) * score_rank_stride + column.to(tl.int64) * score_stride
+    score = tl.load(scores + token * score_token_stride + offset, mask=mask, other=0.0)
+    chunk = (rank_row // interleave).to(tl.int64) * RANKS + rank
+    global_row = chunk * interleave + rank_row % interleave
+    valid = (rank_row >= 0) & (global_row < NO_ROW)
+    row = tl.where(valid, global_row, NO_ROW).to(tl.int32)
+    key = tl.where(valid, sortable(score), ABSENT_KEY)
+    min_key = tl.full((), ABSENT_KEY + 1, tl.int32)
+    num_valid = tl.sum(valid.to(tl.int32), axis=0)
+    num_selected = tl.minimum(num_valid, topk)
+    threshold, num_above = min_key - 1, num_valid
+    if num_valid > topk:
+        threshold, num_above = find_threshold(key, min_key, num_valid, topk, topk)
+    is_tie = key == threshold
+    num_ties = num_selected - num_above
+    selected = key > threshold
+    if num_ties > 0:
+        bound = _find_bound(row, is_tie, num_ties)
+        below = is_tie & (row < bound)
+        # a rank may list a row twice
+        at_bound = is_tie & (row == bound)
+        ordinal = tl.cumsum(at_bound.to(tl.int32), axis=0)
+        missing = num_ties - tl.sum(below.to(tl.int32), axis=0)
+        selected = selected | below | (at_bound & (ordinal <= missing))
     out += token * topk
-    count = tl.cumsum(taken.to(tl.int32), axis=0)
-    tl.store(out + count - 1, row, mask=taken)
-    tl.debug_barrier()  # all was written
+    count = tl.cumsum(selected.to(tl.int32), axis=0)
+    tl.store(out + count - 1, row, mask=selected)
+    tl.debug_barrier()  # all stores before the load
     slot = tl.arange(0, BLOCK)
-    chosen = tl.load(out + slot, mask=slot < kept, other=NO_ROW)
-    chosen = tl.sort(chosen)
-    tl.debug_barrier()  # all was read
-    tl.store(out + slot, tl.where(chosen == NO_ROW, -1, chosen), mask=slot < topk)
+    result = tl.load(out + slot, mask=slot < num_selected, other=NO_ROW)
+    result = tl.sort(result)
+    tl.debug_barrier()  # all loads before the store
+    tl.store(out + slot, tl.where(result == NO_ROW, -1, result), mask=slot < topk)
 
 
 def cp_topk(
