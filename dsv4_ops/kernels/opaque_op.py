@@ -1,5 +1,4 @@
-"""Ops of other libraries as torch sees them: whole calls in a graph, with the shapes of their
-results."""
+"""Ops that a graph keeps whole, with fakes: ours, and those of other libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _AUTOGRAD = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA)
 def define(
     name: str, schema: str, call: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
 ) -> Any:
-    """An op of ours that stays whole in a graph and makes one call of a library."""
+    """Define an op of ours that makes one call, and that a graph keeps whole."""
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_ops::{name}", fake, lib=_library)
@@ -33,23 +32,23 @@ def define(
 
 
 def fields(call: Any) -> str:
-    """Arguments of a schema, from the fields of a NamedTuple."""
+    """Return the arguments of a schema, from the fields of a NamedTuple."""
     kinds = {Tensor: "Tensor", Tensor | None: "Tensor?"}
     hints = get_type_hints(call).items()
     return ", ".join(f"{kinds.get(kind) or kind.__name__} {name}" for name, kind in hints)
 
 
-def trailing(op: Any, given: int) -> tuple[None, ...]:
-    """None for every optional argument that a build has behind those that are given."""
-    return (None,) * (len(op._schema.arguments) - given)
+def trailing(op: Any, count: int) -> tuple[None, ...]:
+    """Return None for each optional argument that a build has after the first ``count``."""
+    return (None,) * (len(op._schema.arguments) - count)
 
 
 def describe(op: Any, fake: Callable[..., Any]) -> None:
-    """Tell torch what a library's op returns, so that Inductor can call it.
+    """Register a fake for a library's op, so that Inductor can call it.
 
-    vLLM's build registers functions without a device: torch takes them for compositions of ops that
-    it may trace into, and they read addresses. Keeping autograd from them, and answering that there
-    is no decomposition, leaves them whole.
+    vLLM's build registers functions without a device. Torch takes them for compositions that it may
+    trace into, which fails because they read addresses. Without autograd and a decomposition they
+    stay whole.
     """
     if op in _described:
         return
@@ -83,8 +82,9 @@ def _has_fake(name: str) -> bool:
     return torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
 
 
-def kernels(device: torch.device, module: str = "external.sanitize") -> Any:
-    """The ``module`` of kernels that prepare and finish calls; None where none runs."""
+def kernel_module(device: torch.device, module: str = "external.sanitize") -> Any:
+    """Return the ``module`` of kernels before and after a library's call; None if none runs on
+    ``device``."""
     if device.type not in ("cuda", "meta") and not _interpreted():
         return None
     try:
@@ -95,17 +95,18 @@ def kernels(device: torch.device, module: str = "external.sanitize") -> Any:
         return None
 
 
-def launching(
+def kernel_or_reference(
     function: Callable[..., _T],
     launch: Any,
     device: torch.device,
     module: str = "external.sanitize",
 ) -> Callable[..., _T]:
-    """``function`` as the kernel of its name in ``module``, where there is one."""
-    found = kernels(device, module)
-    if found is None:
+    """Return the launcher in ``module`` with the name of ``function``; ``function`` itself if no
+    kernel runs on ``device``."""
+    launchers = kernel_module(device, module)
+    if launchers is None:
         return function
-    return functools.partial(getattr(found, function.__name__), launch)
+    return functools.partial(getattr(launchers, function.__name__), launch)
 
 
 def _interpreted() -> bool:

@@ -1,8 +1,9 @@
-"""DeepGEMM behind the lightning indexer: its logits of paged keys, and our selection among them.
+"""DeepGEMM for the lightning indexer: its logits of paged keys, and our selection among them.
 
-DeepGEMM checks no value: pages that do not exist are replaced by page 0 before, and what they gave
-by -inf after. Its schedule is made in every call, unless the call has one of the step. It compiles
-its kernels when they first run, and its functions are no ops of torch: no package can call them.
+DeepGEMM checks no values: absent pages are replaced by page 0 before the call, and their logits by
+-inf after it. Every call makes a schedule, unless it gets the schedule of the step. DeepGEMM
+compiles its kernels when they first run, and its functions are no torch ops, so that no package can
+call them.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ _LOGITS = (
 
 
 def packaged() -> bool:
-    """Whether an AOTInductor package can call the library."""
+    """Return whether an AOTInductor package can call the library."""
     return False
 
 
 def lowered() -> dict[Any, Any]:
-    """The library's own op for each of ours: it has none."""
+    """Return the library's op for each of ours; it has none."""
     return {}
 
 
 def num_sms() -> int:
-    """SMs that the library's kernels run on."""
+    """Return the number of SMs that the library's kernels run on."""
     return int(libraries.load(libraries.DEEP_GEMM).get_num_sms())
 
 
 def check_sms(op: str, name: str, schedule: Tensor) -> None:
-    """A schedule for as many SMs as the library uses."""
-    wanted = num_sms() + 1
-    if schedule.shape[0] != wanted:
+    """Check that a schedule is for as many SMs as the library uses."""
+    num_rows = num_sms() + 1
+    if schedule.shape[0] != num_rows:
         raise argument_error(
             op,
             name,
-            must=f"have {wanted} rows, for the SMs that DeepGEMM uses here",
+            must=f"have {num_rows} rows, for the SMs that DeepGEMM uses here",
             got=schedule.shape[0],
             do="Make it for providers.deep_gemm_num_sms()",
         )
@@ -63,7 +64,7 @@ def _logits(
     block_size: int,
     num_rows: int,
 ) -> Tensor:
-    """Logits; those past the lengths may be anything."""
+    """Compute logits; those past the lengths are undefined."""
     num_tokens, columns = q.shape[0], min(pages.shape[1] * block_size, num_rows)
     if num_tokens == 0 or columns == 0 or k_cache.shape[0] == 0:
         return weights.new_empty((num_tokens, num_rows))
@@ -75,25 +76,25 @@ def _logits(
         check_sms("indexer_logits", "schedule", schedule)
         schedule = schedule.contiguous()
     view = IndexerLayout(block_size).kernel_view(k_cache)
-    last = (weights, lens, pages, schedule, columns)
+    rest = (weights, lens, pages, schedule, columns)
     if hasattr(library, "fp8_fp4_paged_mqa_logits"):
-        found = library.fp8_fp4_paged_mqa_logits(
-            (q[:, None], None), view, *last, clean_logits=False
+        logits = library.fp8_fp4_paged_mqa_logits(
+            (q[:, None], None), view, *rest, clean_logits=False
         )
     else:
-        found = library.fp8_paged_mqa_logits(q[:, None], view, *last, clean_logits=False)
+        logits = library.fp8_paged_mqa_logits(q[:, None], view, *rest, clean_logits=False)
     if columns == num_rows:
-        return found[:, :num_rows].contiguous()
-    wide: Tensor = weights.new_empty((num_tokens, num_rows))
-    wide[:, :columns] = found[:, :columns]
-    return wide
+        return logits[:, :num_rows].contiguous()
+    padded: Tensor = weights.new_empty((num_tokens, num_rows))
+    padded[:, :columns] = logits[:, :columns]
+    return padded
 
 
 def _logits_fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((q.shape[0], rest[-1]), dtype=torch.float32)
 
 
-logits = opaque_op.define("_deep_gemm_logits", _LOGITS, _logits, _logits_fake)
+paged_logits = opaque_op.define("_deep_gemm_logits", _LOGITS, _logits, _logits_fake)
 
 
 def indexer_logits(
@@ -113,14 +114,14 @@ def indexer_logits(
     num_tokens, num_blocks = q.shape[0], k_cache.shape[0]
     if num_tokens == 0 or num_rows == 0:
         return weights.new_empty((num_tokens, num_rows))
-    table, most = (block_table, req_indices), block_table.shape[1] * block_size
-    lens = lens.reshape(-1)  # a row of tokens may be of several requests: scored one by one
-    listed = (*table, lens, num_blocks, torch.sym_min(most, num_rows))
-    pages, counted = opaque_op.launching(list_pages, launch, q.device)(*listed)
-    rows = (weights.contiguous(), counted, pages, schedule)
-    found = logits(q.contiguous(), k_cache, *rows, block_size, num_rows)
-    filled = opaque_op.launching(fill_absent, launch, q.device)
-    return filled(found, *table, counted, num_blocks, block_size)
+    table, table_rows = (block_table, req_indices), block_table.shape[1] * block_size
+    lens = lens.reshape(-1)  # a row of tokens may span requests: each token is scored alone
+    arguments = (*table, lens, num_blocks, torch.sym_min(table_rows, num_rows))
+    pages, page_lens = opaque_op.kernel_or_reference(list_pages, launch, q.device)(*arguments)
+    rows = (weights.contiguous(), page_lens, pages, schedule)
+    logits = paged_logits(q.contiguous(), k_cache, *rows, block_size, num_rows)
+    fill = opaque_op.kernel_or_reference(fill_absent, launch, q.device)
+    return fill(logits, *table, page_lens, num_blocks, block_size)
 
 
 def indexer_select(
@@ -144,9 +145,9 @@ def indexer_select(
     lens = torch.where(valid, visible_rows(positions, compress_ratio), 0)
     tensors = (q, weights, k_cache, lens, req_indices, block_table, schedule)
     sizes = {"block_size": block_size, "num_rows": max_blocks * block_size}
-    found = indexer_logits(launch, *tensors, **sizes)
-    chosen: Tensor = torch.ops.dsv4_ops.indexer_topk(found, lens, topk=topk)
+    logits = indexer_logits(launch, *tensors, **sizes)
+    topk_rows: Tensor = torch.ops.dsv4_ops.indexer_topk(logits, lens, topk=topk)
     if slots:
         translate = torch.ops.dsv4_ops.global_topk_indices_and_lens
-        chosen, _ = translate(chosen, req_indices, block_table, block_size=block_size)
-    return chosen
+        topk_rows, _ = translate(topk_rows, req_indices, block_table, block_size=block_size)
+    return topk_rows

@@ -1,10 +1,9 @@
-"""FlashMLA behind sparse and dense MLA: our arguments as it takes them, its results as ours.
+"""FlashMLA for sparse and dense MLA: converts our arguments to its own, and its results to ours.
 
-FlashMLA checks no value: a slot that does not exist is made -1 before, which it skips. Its
-planner reads the lengths, so that a plan is right for one set of lengths only. Here it plans in
-every call, or is given a plan: one of ``flash_mla_metadata`` is of the call's lengths, one of
-``flash_mla_plan`` for its sizes, and it is told nothing of lengths then, and entries past them are
--1 as well.
+FlashMLA checks no values: absent slots become -1, which it skips, before the call. Its planner
+reads the lengths, so a plan is right for one set of lengths only. It plans in every call, unless
+the call brings a plan. A plan of ``flash_mla_metadata`` has the lengths of the call. A plan of
+``flash_mla_plan`` has its sizes: FlashMLA then gets no lengths, and entries past them are -1, too.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from dsv4_ops.reference.sparse_mla import apply_inverse_rope
 
 WIDTH = MainLayout.head_dim
 KEYS = 64
-"""Keys that FlashMLA takes at a time: lists are padded to a multiple."""
+"""Keys per step of FlashMLA: lists are padded to a multiple."""
 
 _SCHEDULE = 5
-"""Place of the schedule among the arguments of the decode."""
+"""Index of the schedule among the arguments of the decode."""
 
 _DECODE = (
     "(Tensor q, Tensor kv, Tensor indices, Tensor? lens, Tensor? attn_sink, Tensor? schedule, "
@@ -64,31 +63,32 @@ def _library() -> Any:
 
 
 def packaged() -> bool:
-    """Whether an AOTInductor package can call the library: a build that registers ops."""
+    """Return whether an AOTInductor package can call the library: whether the build registers
+    ops."""
     return isinstance(_library(), torch._ops._OpNamespace)
 
 
-def _decoded(name: str, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the library's op ``name`` returns, or DeepSeek's own module."""
+def _run(name: str, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Call the library's op ``name``, or the function of DeepSeek's own module."""
     library = _library()
     if packaged():
         op = getattr(library, name).default
-        found = op(*arguments, *opaque_op.trailing(op, len(arguments)))
+        results = op(*arguments, *opaque_op.trailing(op, len(arguments)))
     else:
-        found = getattr(library.flash_mla_interface.flash_mla_cuda, name)(*arguments)
-    out, lse, schedule, num_splits = found
+        results = getattr(library.flash_mla_interface.flash_mla_cuda, name)(*arguments)
+    out, lse, schedule, num_splits = results
     return out, lse, schedule, num_splits
 
 
 def _decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out, lse, schedule, num_splits = _decoded("sparse_decode_fwd", arguments)
-    if arguments[_SCHEDULE] is not None:  # an op returns none of its arguments
+    out, lse, schedule, num_splits = _run("sparse_decode_fwd", arguments)
+    if arguments[_SCHEDULE] is not None:  # an op must not return an argument
         schedule, num_splits = schedule.new_empty(0), num_splits.new_empty(0)
     return out, lse, schedule, num_splits
 
 
 def _dense_decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _decoded("dense_decode_fwd", arguments)
+    return _run("dense_decode_fwd", arguments)
 
 
 def _prefill(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,8 +98,8 @@ def _prefill(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         out, max_logits, lse = op(*arguments, *opaque_op.trailing(op, len(arguments)))[:3]
     else:
         q, kv, indices, scale, d_v, sink, lens = arguments
-        found = library.flash_mla_sparse_fwd(q, kv, indices, scale, d_v, sink, lens)
-        out, max_logits, lse = found[:3]
+        results = library.flash_mla_sparse_fwd(q, kv, indices, scale, d_v, sink, lens)
+        out, max_logits, lse = results[:3]
     return out, max_logits, lse
 
 
@@ -120,7 +120,7 @@ def _prefill_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def num_sm_parts(device: torch.device, heads: int) -> int:
-    """Parts that the work is split into: one per 64 heads on every SM."""
+    """Return the number of parts of the work: one per SM and 64 heads."""
     if device.type != "cuda":
         return 1
     return max(torch.cuda.get_device_properties(device).multi_processor_count * 64 // heads, 1)
@@ -132,7 +132,7 @@ prefill = opaque_op.define("_flash_mla_prefill", _PREFILL, _prefill, _prefill_fa
 
 
 def lowered() -> dict[Any, Any]:
-    """The library's own op for each of ours, for compiled code to call."""
+    """Return the library's op for each of ours; compiled code calls it."""
     if not packaged():
         return {}
     library = _library()
@@ -163,7 +163,7 @@ def sparse_mla_decode_paged(
     impl: str = "",
     **named: Any,
 ) -> SparseMla:
-    """Over lists of the rows that our kernel finds by walking the block table."""
+    """Attend to lists of rows, which our kernel makes from the block table."""
     return _attend(launch, DecodeCall.of_pages(*args, **named), flash_mla_plan)
 
 
@@ -174,17 +174,17 @@ def sparse_mla_gathered(launch: Any, *args: Any, impl: str = "", **named: Any) -
         out, lse = empty_results(q)
         return SparseMlaGathered(out, torch.empty_like(lse), lse)
     lists = Listed(call.indices, call.lens, kv.shape[0], 1)
-    prepare = opaque_op.launching(list_slots, launch, q.device)
-    given = prepare(lists, None, call.attn_sink, KEY_BLOCK)
-    rows, slots = _some(kv)[:, None], given.slots[:, None]
-    of_heads = (call.softmax_scale, WIDTH, given.sink, given.lens)
-    out, max_logits, lse = prefill(_dense(q), rows, slots, *of_heads)
+    make_lists = opaque_op.kernel_or_reference(list_slots, launch, q.device)
+    prepared = make_lists(lists, None, call.attn_sink, KEY_BLOCK)
+    rows, slots = _at_least_one_row(kv)[:, None], prepared.slots[:, None]
+    rest = (call.softmax_scale, WIDTH, prepared.sink, prepared.lens)
+    out, max_logits, lse = prefill(_dense(q), rows, slots, *rest)
     lse = no_key(lse)
     return SparseMlaGathered(out, torch.where(lse == -torch.inf, -torch.inf, max_logits), lse)
 
 
 def sparse_mla_prefill(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMla:
-    """Over a copy in bf16 of the rows that the call may see, gathered in the call."""
+    """Attend to a bf16 copy of the rows that the call may see, gathered in the call."""
     call = PrefillCall(*args, **named)
     q, seen = call.q, call.seen
     if q.shape[0] == 0:
@@ -192,11 +192,13 @@ def sparse_mla_prefill(launch: Any, *args: Any, impl: str = "", **named: Any) ->
     for name, source in (("swa_cache", seen.swa), ("extra_cache", seen.extra or seen.swa)):
         layout = MainLayout(source.block_size)
         Checks("sparse_mla_prefill").page_start(name, source.cache, layout)
-    gather = opaque_op.launching(gather_rows, launch, q.device, "sparse_mla.bf16_workspace")
-    given = gather(seen, call.attn_sink, KEY_BLOCK)
-    rows, slots = _some(given.kv)[:, None], given.slots[:, None]
-    out, _, lse = prefill(_dense(q), rows, slots, call.softmax_scale, WIDTH, given.sink, given.lens)
-    return _finished(launch, out, lse)
+    workspace = "sparse_mla.bf16_workspace"
+    gather = opaque_op.kernel_or_reference(gather_rows, launch, q.device, workspace)
+    gathered = gather(seen, call.attn_sink, KEY_BLOCK)
+    rows, slots = _at_least_one_row(gathered.kv)[:, None], gathered.slots[:, None]
+    rest = (call.softmax_scale, WIDTH, gathered.sink, gathered.lens)
+    out, _, lse = prefill(_dense(q), rows, slots, *rest)
+    return _finish(launch, out, lse)
 
 
 def mla_decode(
@@ -215,20 +217,20 @@ def mla_decode(
     block_size: int,
     **settings: Any,
 ) -> MlaAttention:
-    """Every token is a request of its own, planned in the call."""
+    """Attend with each token as a request of its own, planned in the call."""
     if q.shape[0] == 0:
         out = q.new_empty((*q.shape[:2], WIDTH))
         return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
     num_blocks = kv_cache.shape[0]
-    if num_blocks == 0:  # what is masked is read nevertheless
+    if num_blocks == 0:  # masked keys are read nevertheless
         kv_cache = kv_cache.new_zeros((1, *kv_cache.shape[1:]))
-    compact = opaque_op.launching(compact_pages, launch, q.device)
+    compact = opaque_op.kernel_or_reference(compact_pages, launch, q.device)
     pages, lens = compact(block_table, req_indices, seq_lens, num_blocks, block_size)
     rows = kv_cache[:, :, None]
     out, lse, _, _ = dense_decode(
         _dense(q)[:, None], rows, WIDTH, lens, pages, softmax_scale, False, None, None
     )
-    out, lse, kernels = out.squeeze(1), lse.squeeze(2), opaque_op.kernels(out.device)
+    out, lse, kernels = out.squeeze(1), lse.squeeze(2), opaque_op.kernel_module(out.device)
     if kernels is None:
         lse = no_key(lse)
         return MlaAttention(torch.where((lse == -torch.inf)[..., None], 0.0, out), lse)
@@ -237,20 +239,20 @@ def mla_decode(
 
 
 def _dense(q: Tensor) -> Tensor:
-    """Queries without gaps that start where FlashMLA's copies can: at a multiple of 16 bytes."""
+    """Return contiguous queries that start at a multiple of 16 bytes, as FlashMLA's copies must."""
     q = q.contiguous()
     return q if q.storage_offset() * q.itemsize % CACHE_ALIGNMENT == 0 else q.clone()
 
 
-def _some(kv: Tensor) -> Tensor:
-    """At least a row: what is skipped is read nevertheless."""
+def _at_least_one_row(kv: Tensor) -> Tensor:
+    """Return contiguous rows, at least one: skipped rows are read nevertheless."""
     return kv.new_zeros((1, WIDTH)) if kv.shape[0] == 0 else kv.contiguous()
 
 
 def plan_for(
     num_tokens: int, num_heads: int, swa_width: int, extra_width: int, device: torch.device
 ) -> FlashMlaPlan:
-    """The plan that FlashMLA makes of full lists, by a call over lists without any key."""
+    """Make FlashMLA's plan for full lists, by a call over lists of absent keys."""
     q = torch.zeros(num_tokens, num_heads, WIDTH, dtype=torch.bfloat16, device=device)
     page = MainLayout(KEYS).allocate(1, device)
 
@@ -262,53 +264,53 @@ def plan_for(
     extra = absent(extra_width) if extra_width else (None, None, None)
     settings = (None, None, None, None, *extra, WIDTH, WIDTH**-0.5)
     _, _, schedule, num_splits = decode(q[:, None], *absent(swa_width)[:2], *settings)
-    made = torch.cat([schedule.reshape(-1), num_splits.reshape(-1)])
-    return FlashMlaPlan(made, num_tokens, num_heads, swa_width, extra_width)
+    plan = torch.cat([schedule.reshape(-1), num_splits.reshape(-1)])
+    return FlashMlaPlan(plan, num_tokens, num_heads, swa_width, extra_width)
 
 
 def kernel_view(cache: Tensor, block_size: int) -> Tensor:
-    """The view [num_blocks, block_size, 1, 584] of a cache, made of views that compilers know."""
+    """Return a cache as [num_blocks, block_size, 1, 584], through views that compilers support."""
     layout = MainLayout(block_size)
-    if cache.shape[0] == 0:  # what is skipped is read nevertheless
+    if cache.shape[0] == 0:  # skipped rows are read nevertheless
         cache = layout.allocate(1, cache.device)
-    used = cache.narrow(1, 0, block_size * layout.row_bytes)
-    return used.view(cache.shape[0], block_size, 1, layout.row_bytes)
+    rows = cache.narrow(1, 0, block_size * layout.row_bytes)
+    return rows.view(cache.shape[0], block_size, 1, layout.row_bytes)
 
 
 def _attend(launch: Any, call: DecodeCall, plan: Tensor | None) -> SparseMla:
     q, num_tokens = call.q, call.q.shape[0]
     if num_tokens == 0:
         return SparseMla(*empty_results(q))
-    prepare = opaque_op.launching(list_slots, launch, q.device)
-    given = prepare(call.window, call.extra, call.attn_sink, KEYS)
-    lens, extra_lens = given.lens, given.extra_lens
-    schedule = num_splits = more = more_slots = None
-    if call.extra_cache is not None and given.extra_slots is not None:
-        more = kernel_view(call.extra_cache, call.extra_block_size)
-        more_slots = given.extra_slots[:, None]
+    make_lists = opaque_op.kernel_or_reference(list_slots, launch, q.device)
+    prepared = make_lists(call.window, call.extra, call.attn_sink, KEYS)
+    lens, extra_lens = prepared.lens, prepared.extra_lens
+    schedule = num_splits = extra = extra_slots = None
+    if call.extra_cache is not None and prepared.extra_slots is not None:
+        extra = kernel_view(call.extra_cache, call.extra_block_size)
+        extra_slots = prepared.extra_slots[:, None]
     if plan is not None:
         if plan.dim() == 1:
             lens = extra_lens = None
             size = plan.shape[0] - num_tokens - 1
         else:
             size = (plan.shape[0] - num_tokens - 1) * METADATA_COLUMNS
-        numbers = plan.reshape(-1)
-        if numbers.storage_offset() % METADATA_COLUMNS:  # rows are read whole
-            numbers = numbers.clone()
-        schedule = numbers.narrow(0, 0, size).view(-1, METADATA_COLUMNS)
-        num_splits = numbers.narrow(0, size, num_tokens + 1)
+        flat = plan.reshape(-1)
+        if flat.storage_offset() % METADATA_COLUMNS:  # FlashMLA loads whole rows
+            flat = flat.clone()
+        schedule = flat.narrow(0, 0, size).view(-1, METADATA_COLUMNS)
+        num_splits = flat.narrow(0, size, num_tokens + 1)
     out, lse, _, _ = decode(
         _dense(q)[:, None], kernel_view(call.swa_cache, call.swa_block_size),
-        given.slots[:, None], lens, given.sink, schedule, num_splits,
-        more, more_slots, extra_lens, WIDTH, call.softmax_scale,
+        prepared.slots[:, None], lens, prepared.sink, schedule, num_splits,
+        extra, extra_slots, extra_lens, WIDTH, call.softmax_scale,
     )  # fmt: skip
-    return _finished(launch, out.squeeze(1), lse.squeeze(2), call.positions, call.cos_sin_cache)
+    return _finish(launch, out.squeeze(1), lse.squeeze(2), call.positions, call.cos_sin_cache)
 
 
-def _finished(launch: Any, out: Tensor, lse: Tensor, *rotation: Tensor | None) -> SparseMla:
-    """Results as ours, after inverse RoPE by positions and angles, if there are."""
+def _finish(launch: Any, out: Tensor, lse: Tensor, *rotation: Tensor | None) -> SparseMla:
+    """Convert results to ours, with inverse RoPE by positions and angles, if any."""
     positions, cos_sin_cache = rotation or (None, None)
-    kernels = opaque_op.kernels(out.device)
+    kernels = opaque_op.kernel_module(out.device)
     rotates = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim
     if kernels is None or not rotates:
         return apply_inverse_rope(SparseMla(out, no_key(lse)), positions, cos_sin_cache)

@@ -1,5 +1,5 @@
-"""What FlashMLA and DeepGEMM do not check, checked before they run, and their results as ours
-after: one small kernel each."""
+"""Small kernels around the calls of FlashMLA and DeepGEMM: before a call they replace invalid
+values, which the libraries do not check, and after it they convert the results to ours."""
 
 import torch
 import triton
@@ -16,28 +16,28 @@ ROPE = MainLayout.head_dim - MainLayout.code_dim
 """Values of a head that inverse RoPE rotates."""
 
 COLUMNS, WARPS = 256, 2
-"""Entries of a list per program."""
+"""List entries per program, and warps."""
 
 FINISHED_HEADS = 16
-"""Heads of a token per program that finishes them."""
+"""Heads per program of ``finish_heads_kernel``, all of one token."""
 
-COMPACTED, COMPACTING_WARPS = 1024, 8
-"""Entries of a block table that a program takes at a time, and its warps."""
+COMPACT_COLUMNS, COMPACT_WARPS = 1024, 8
+"""Block-table entries per step of ``compact_pages_kernel``, and its warps."""
 
-FILLED = 1024
-"""Logits of a token per program."""
+FILL_COLUMNS = 1024
+"""Logits per program of ``fill_absent_kernel``, all of one token."""
 
-_LARGEST_SINK = tl.constexpr(1e30)
-"""Instead of inf, which FlashMLA subtracts from the inf that is its lse of no key."""
+_MAX_SINK = tl.constexpr(1e30)
+"""Replaces inf, which FlashMLA would subtract from inf, its lse of a row without keys."""
 
 
 @triton.jit
-def store_finite(sink, sink_out, num_heads, lane):
-    """A finite sink for every head, by one program."""
-    given = lane < num_heads
-    value = tl.load(sink + lane, mask=given, other=0.0)
-    value = tl.where(value > _LARGEST_SINK, _LARGEST_SINK, value)
-    tl.store(sink_out + lane, value, mask=given)
+def store_finite_sink(sink, sink_out, num_heads, lane):
+    """Store a finite sink for every head."""
+    mask = lane < num_heads
+    value = tl.load(sink + lane, mask=mask, other=0.0)
+    value = tl.where(value > _MAX_SINK, _MAX_SINK, value)
+    tl.store(sink_out + lane, value, mask=mask)
 
 
 @triton.jit
@@ -53,8 +53,8 @@ def list_slots_kernel(
     SWA_BLOCK_SIZE: tl.constexpr, EXTRA_BLOCK_SIZE: tl.constexpr, HAS_EXTRA: tl.constexpr,
     PAGED: tl.constexpr, HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Both lists of a token with -1 for what does not count, and how many entries may; unsigned, a
-    slot below 0 is past every block."""
+    """Copy both lists of a token with -1 for absent slots, and their lengths clamped to the width.
+    As unsigned numbers, negative slots lie past every block."""
     token = tl.program_id(0).to(tl.int64)
     swa_tiles = (swa_padded + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(1)
@@ -63,35 +63,36 @@ def list_slots_kernel(
         column = tile * COLUMNS + lane
         length = tl.load(swa_lens + token * swa_len_stride)
         length = tl.minimum(tl.maximum(length, 0), swa_width)
-        wanted = column < length
+        mask = column < length
         entry = swa_indices + token * swa_stride + column.to(tl.int64) * swa_column_stride
-        slot = tl.load(entry, mask=wanted, other=-1)
-        exists = wanted & (slot.to(tl.uint32) // SWA_BLOCK_SIZE < swa_blocks)
-        slot = tl.where(exists, slot, -1)
+        slot = tl.load(entry, mask=mask, other=-1)
+        valid = mask & (slot.to(tl.uint32) // SWA_BLOCK_SIZE < swa_blocks)
+        slot = tl.where(valid, slot, -1)
         tl.store(swa_out + token * swa_padded + column, slot, mask=column < swa_padded)
         tl.store(swa_lens_out + token, length, mask=tile == 0)
         if HAS_SINK:
             if (tile == 0) & (token == 0):
-                store_finite(sink, sink_out, num_heads, lane)
+                store_finite_sink(sink, sink_out, num_heads, lane)
     elif HAS_EXTRA:
         column = (tile - swa_tiles) * COLUMNS + lane
         length = tl.load(extra_lens + token * extra_len_stride)
         length = tl.minimum(tl.maximum(length, 0), extra_width)
-        wanted = column < length
+        mask = column < length
         row, offset = token, column
         if PAGED:
             row = tl.load(req_indices + token * req_stride).to(tl.int64)
-            real = (row >= 0) & (row < num_reqs)
-            row, wanted, offset = tl.where(real, row, 0), wanted & real, column // EXTRA_BLOCK_SIZE
+            is_request = (row >= 0) & (row < num_reqs)
+            row = tl.where(is_request, row, 0)
+            mask, offset = mask & is_request, column // EXTRA_BLOCK_SIZE
         entry = extra_indices + row * extra_stride + offset.to(tl.int64) * extra_column_stride
-        slot = tl.load(entry, mask=wanted, other=-1)
+        slot = tl.load(entry, mask=mask, other=-1)
         if PAGED:
-            fits = slot.to(tl.uint32) < 2147483648 // EXTRA_BLOCK_SIZE
-            exists = wanted & fits & (slot.to(tl.uint32) < extra_blocks)
-            slot = tl.where(exists, slot, 0) * EXTRA_BLOCK_SIZE + column % EXTRA_BLOCK_SIZE
+            fits_int32 = slot.to(tl.uint32) < 2147483648 // EXTRA_BLOCK_SIZE
+            valid = mask & fits_int32 & (slot.to(tl.uint32) < extra_blocks)
+            slot = tl.where(valid, slot, 0) * EXTRA_BLOCK_SIZE + column % EXTRA_BLOCK_SIZE
         else:
-            exists = wanted & (slot.to(tl.uint32) // EXTRA_BLOCK_SIZE < extra_blocks)
-        slot = tl.where(exists, slot, -1)
+            valid = mask & (slot.to(tl.uint32) // EXTRA_BLOCK_SIZE < extra_blocks)
+        slot = tl.where(valid, slot, -1)
         tl.store(extra_out + token * extra_padded + column, slot, mask=column < extra_padded)
         tl.store(extra_lens_out + token, length, mask=tile == swa_tiles)
 
@@ -105,30 +106,30 @@ def finish_heads_kernel(
     INVERSE_ROPE: tl.constexpr, CLEARS: tl.constexpr,
     ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """An lse of no key is -inf, and with ``CLEARS`` its values are zeros; inverse RoPE of the last
-    ROPE values of every head."""
+    """Store -inf as the lse of heads without keys, with CLEARS also zeros as their values; apply
+    inverse RoPE to the last ROPE values of every head."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    given = head < num_heads
+    mask = head < num_heads
     index = token * num_heads + head
-    logs = tl.load(lse + index, mask=given, other=0.0)
-    absent = given & ((logs == float("inf")) | (logs == float("-inf")))
-    tl.store(lse + index, float("-inf"), mask=absent)
+    row_lse = tl.load(lse + index, mask=mask, other=0.0)
+    no_key = mask & ((row_lse == float("inf")) | (row_lse == float("-inf")))
+    tl.store(lse + index, float("-inf"), mask=no_key)
     if CLEARS:
-        if tl.sum(absent.to(tl.int32)) > 0:
-            values = out + index[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-            tl.store(values, 0.0, mask=absent[:, None])
+        if tl.sum(no_key.to(tl.int32)) > 0:
+            dst = out + index[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            tl.store(dst, 0.0, mask=no_key[:, None])
     if INVERSE_ROPE:
         position = tl.load(positions + token * position_stride)
-        known, cos, sin = load_angles(cos_sin_cache, position, num_positions, ROPE)
-        if known:
+        in_table, cos, sin = load_angles(cos_sin_cache, position, num_positions, ROPE)
+        if in_table:
             tail = (HEAD_DIM - ROPE) + tl.arange(0, ROPE)
             dst = out + index[:, None] * HEAD_DIM + tail[None, :]
-            values = tl.load(dst, mask=given[:, None], other=0.0).to(tl.float32)
+            values = tl.load(dst, mask=mask[:, None], other=0.0).to(tl.float32)
             even, odd = tl.split(tl.reshape(values, (HEADS, ROPE // 2, 2)))
             left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :])
             values = tl.reshape(tl.join(left, right), (HEADS, ROPE))
-            tl.store(dst, round_to_bf16(values), mask=given[:, None])
+            tl.store(dst, round_to_bf16(values), mask=mask[:, None])
 
 
 @triton.jit
@@ -136,19 +137,20 @@ def list_pages_kernel(
     block_table, table_stride, column_stride, max_blocks, num_reqs, num_blocks,
     req_indices, request_stride,
     lens, lens_stride,
-    most, out, lens_out,
+    max_len, out, lens_out,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of a token's request, block 0 for those that do not exist, and its rows."""
+    """Copy the block-table row of a token's request, with block 0 for absent blocks, and clamp its
+    length."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     request = tl.load(req_indices + token * request_stride).to(tl.int64)
-    real = (request >= 0) & (request < num_reqs)
-    length = tl.where(real, tl.load(lens + token * lens_stride), 0)
-    length = tl.minimum(tl.maximum(length, 0), most)
-    inside = real & (column < max_blocks)
-    entry = tl.where(real, request, 0) * table_stride + column.to(tl.int64) * column_stride
-    page = tl.load(block_table + entry, mask=inside, other=0)
+    is_request = (request >= 0) & (request < num_reqs)
+    length = tl.where(is_request, tl.load(lens + token * lens_stride), 0)
+    length = tl.minimum(tl.maximum(length, 0), max_len)
+    mask = is_request & (column < max_blocks)
+    entry = tl.where(is_request, request, 0) * table_stride + column.to(tl.int64) * column_stride
+    page = tl.load(block_table + entry, mask=mask, other=0)
     page = tl.where((page >= 0) & (page < num_blocks), page, 0)
     tl.store(out + token * max_blocks + column, page, mask=column < max_blocks)
     tl.store(lens_out + token, length, mask=tl.program_id(1) == 0)
@@ -162,30 +164,31 @@ def compact_pages_kernel(
     out, out_columns, lens_out,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of a token's request that exist, one behind the other, with zeros behind them, and how
-    many of its rows are on them."""
+    """Store the blocks of a token's request that exist, without gaps and padded with zeros, and
+    count its rows in them."""
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(req_indices + token * request_stride).to(tl.int64)
-    real = (request >= 0) & (request < num_reqs)
-    row = block_table + tl.where(real, request, 0) * table_stride
-    length = tl.where(real, tl.load(lens + token * lens_stride), 0).to(tl.int64)
+    is_request = (request >= 0) & (request < num_reqs)
+    entries = block_table + tl.where(is_request, request, 0) * table_stride
+    length = tl.where(is_request, tl.load(lens + token * lens_stride), 0).to(tl.int64)
     length = tl.minimum(tl.maximum(length, 0), tl.cast(max_blocks, tl.int64) * BLOCK_SIZE)
-    target = out + token * out_columns
+    dst = out + token * out_columns
     lane = tl.arange(0, COLUMNS)
     blocks, rows = (token * 0).to(tl.int32), token * 0
     for first in range(0, ((length + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.int32), COLUMNS):
         column = first + lane
-        held = length - column.to(tl.int64) * BLOCK_SIZE
-        held = tl.minimum(tl.maximum(held, 0), BLOCK_SIZE).to(tl.int32)
-        page = tl.load(row + column.to(tl.int64) * column_stride, mask=held > 0, other=-1)
-        exists = (page >= 0) & (page < num_blocks)
-        counts = exists.to(tl.int32)
-        tl.store(target + blocks + tl.cumsum(counts, 0) - 1, page, mask=exists)
-        rows += tl.sum(tl.where(exists, held, 0), 0)
-        blocks += tl.sum(counts, 0)
+        block_rows = length - column.to(tl.int64) * BLOCK_SIZE
+        block_rows = tl.minimum(tl.maximum(block_rows, 0), BLOCK_SIZE).to(tl.int32)
+        entry = entries + column.to(tl.int64) * column_stride
+        page = tl.load(entry, mask=block_rows > 0, other=-1)
+        valid = (page >= 0) & (page < num_blocks)
+        ones = valid.to(tl.int32)
+        tl.store(dst + blocks + tl.cumsum(ones, 0) - 1, page, mask=valid)
+        rows += tl.sum(tl.where(valid, block_rows, 0), 0)
+        blocks += tl.sum(ones, 0)
     for first in range(blocks, out_columns, COLUMNS):
         column = first + lane
-        tl.store(target + column, 0, mask=column < out_columns)
+        tl.store(dst + column, 0, mask=column < out_columns)
     tl.store(lens_out + token, rows.to(tl.int32))
 
 
@@ -195,19 +198,19 @@ def fill_absent_kernel(
     req_indices, request_stride,
     lens,
     logits, logits_stride, num_columns,
-    BLOCK_SIZE: tl.constexpr, FILLED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """-inf for rows past the lengths that the library had, and in blocks that do not exist. Logits
-    are not read."""
+    """Store -inf for rows past the length that the library got, and in absent blocks. No logit is
+    read."""
     token = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * FILLED + tl.arange(0, FILLED)
+    row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     request = tl.load(req_indices + token * request_stride).to(tl.int64)
-    real = (request >= 0) & (request < num_reqs)
-    count = tl.load(lens + token)
-    seen = real & (row < count)
-    entry = tl.where(real, request, 0) * table_stride
+    is_request = (request >= 0) & (request < num_reqs)
+    length = tl.load(lens + token)
+    mask = is_request & (row < length)
+    entry = tl.where(is_request, request, 0) * table_stride
     entry += (row // BLOCK_SIZE).to(tl.int64) * column_stride
-    page = tl.load(block_table + entry, mask=seen, other=-1)
+    page = tl.load(block_table + entry, mask=mask, other=-1)
     absent = (page < 0) | (page >= num_blocks)
     dst = logits + token * logits_stride + row
     tl.store(dst, float("-inf"), mask=absent & (row < num_columns))
@@ -216,44 +219,46 @@ def fill_absent_kernel(
 def list_slots(
     launch: Launcher, window: Listed, extra: Listed | None, sink: torch.Tensor | None, multiple: int
 ) -> Prepared:
-    """``reference.sanitize.list_slots`` as one kernel."""
+    """Launch ``reference.sanitize.list_slots`` as one kernel."""
     indices, lens = window.indices, window.lens
     num_tokens, width = indices.shape
     slots = indices.new_empty((num_tokens, width + -width % multiple))
     swa_lens = lens.new_empty(num_tokens)
-    more, more_width, requests = window, 0, lens
+    rows, extra_width, requests = window, 0, lens
     extra_slots, extra_lens, padded = slots, swa_lens, 0
     if extra is not None:
-        more, more_width = extra, extra.width()
-        # at least a block: of a list of no columns nobody would store the length
-        padded = torch.sym_max(more_width + -more_width % multiple, multiple)
+        rows, extra_width = extra, extra.width()
+        # never empty, because the first program of a list stores its length
+        padded = torch.sym_max(extra_width + -extra_width % multiple, multiple)
         extra_slots = indices.new_empty((num_tokens, padded))
         extra_lens = lens.new_empty(num_tokens)
         requests = lens if extra.req_indices is None else extra.req_indices
-    sinks = sinks_of(sink, lens, swa_lens)
+    sinks = sink_arguments(sink, lens, swa_lens)
     tiles = (slots.shape[1] + COLUMNS - 1) // COLUMNS + (padded + COLUMNS - 1) // COLUMNS
     swa_out, extra_out = (slots, slots.shape[1], swa_lens), (extra_slots, padded, extra_lens)
     launch(list_slots_kernel)[(num_tokens, tiles)](
         *strided(indices, lens), width, window.num_blocks, *swa_out,
-        *strided(more.indices, more.lens), more_width, more.num_blocks, *extra_out,
-        *strided(requests), more.indices.shape[0],
+        *strided(rows.indices, rows.lens), extra_width, rows.num_blocks, *extra_out,
+        *strided(requests), rows.indices.shape[0],
         *sinks,
-        SWA_BLOCK_SIZE=window.block_size, EXTRA_BLOCK_SIZE=more.block_size,
+        SWA_BLOCK_SIZE=window.block_size, EXTRA_BLOCK_SIZE=rows.block_size,
         HAS_EXTRA=extra is not None, PAGED=extra is not None and extra.req_indices is not None,
         HAS_SINK=sink is not None, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
-    finite = None if sink is None else sinks[1]
+    _, finite_sink, _ = sinks
+    finite = None if sink is None else finite_sink
     if extra is None:
         return Prepared(slots, swa_lens, None, None, finite)
     return Prepared(slots, swa_lens, extra_slots, extra_lens, finite)
 
 
-def sinks_of(
-    sink: torch.Tensor | None, read: torch.Tensor, written: torch.Tensor
+def sink_arguments(
+    sink: torch.Tensor | None, read_stand_in: torch.Tensor, written_stand_in: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Sinks, where their finite values go, and how many there are; stand-ins for none."""
+    """Return sinks, the tensor for their finite values, and their number; stand-ins and 0 without
+    sinks."""
     if sink is None:
-        return read, written, 0
+        return read_stand_in, written_stand_in, 0
     finite = torch.empty_like(sink, memory_format=torch.contiguous_format)
     return sink.contiguous(), finite, sink.shape[0]
 
@@ -267,8 +272,8 @@ def finish_heads(
     *,
     clears: bool = False,
 ) -> None:
-    """``no_key``, with ``clears`` zeros where there is none, and inverse RoPE as one kernel that
-    writes to ``out`` and ``lse``, both dense; of angles of ``ROPE`` columns."""
+    """Launch ``no_key``, with ``clears`` also zeros for heads without keys, and inverse RoPE as one
+    kernel. It writes to ``out`` and ``lse``, both dense; the angles have ``ROPE`` columns."""
     num_tokens, num_heads = lse.shape
     rotates = positions is not None and cos_sin_cache is not None
     launch(finish_heads_kernel)[(num_tokens, triton.cdiv(int(num_heads), FINISHED_HEADS))](
@@ -284,19 +289,19 @@ def list_pages(
     req_indices: torch.Tensor,
     lens: torch.Tensor,
     num_blocks: int,
-    most: int,
+    max_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``reference.sanitize.list_pages`` as one kernel."""
+    """Launch ``reference.sanitize.list_pages`` as one kernel."""
     num_tokens, (num_reqs, max_blocks) = lens.shape[0], block_table.shape
     pages = block_table.new_empty((num_tokens, max_blocks))
-    counted = lens.new_empty(num_tokens)
-    tiles = torch.sym_max((max_blocks + COLUMNS - 1) // COLUMNS, 1)  # one stores the lengths
+    page_lens = lens.new_empty(num_tokens)
+    tiles = torch.sym_max((max_blocks + COLUMNS - 1) // COLUMNS, 1)  # the first stores the length
     launch(list_pages_kernel)[(num_tokens, tiles)](
         *listed(block_table), num_reqs, num_blocks, *strided(req_indices, lens),
-        most, pages, counted,
+        max_len, pages, page_lens,
         COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
-    return pages, counted
+    return pages, page_lens
 
 
 def compact_pages(
@@ -307,17 +312,17 @@ def compact_pages(
     num_blocks: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``reference.sanitize.compact_pages`` as one kernel."""
+    """Launch ``reference.sanitize.compact_pages`` as one kernel."""
     num_tokens, (num_reqs, max_blocks) = lens.shape[0], block_table.shape
-    columns = torch.sym_max(max_blocks, 1)  # the first is read without any row
+    columns = torch.sym_max(max_blocks, 1)  # FlashMLA reads the first even without rows
     pages = block_table.new_empty((num_tokens, columns))
-    counted = lens.new_empty(num_tokens)
+    page_lens = lens.new_empty(num_tokens)
     launch(compact_pages_kernel)[(num_tokens,)](
         *listed(block_table), num_reqs, num_blocks, *strided(req_indices, lens),
-        pages, columns, counted,
-        BLOCK_SIZE=block_size, COLUMNS=COMPACTED, num_warps=COMPACTING_WARPS,
+        pages, columns, page_lens,
+        BLOCK_SIZE=block_size, COLUMNS=COMPACT_COLUMNS, num_warps=COMPACT_WARPS,
     )  # fmt: skip
-    return pages, counted
+    return pages, page_lens
 
 
 def fill_absent(
@@ -325,15 +330,15 @@ def fill_absent(
     logits: torch.Tensor,
     block_table: torch.Tensor,
     req_indices: torch.Tensor,
-    counted: torch.Tensor,
+    page_lens: torch.Tensor,
     num_blocks: int,
     block_size: int,
 ) -> torch.Tensor:
-    """``reference.sanitize.fill_absent`` as one kernel that writes to ``logits``."""
+    """Launch ``reference.sanitize.fill_absent`` as one kernel that writes to ``logits``."""
     num_tokens, num_columns = logits.shape
-    launch(fill_absent_kernel)[(num_tokens, (num_columns + FILLED - 1) // FILLED)](
-        *strided(block_table), block_table.shape[0], num_blocks, *strided(req_indices), counted,
+    launch(fill_absent_kernel)[(num_tokens, (num_columns + FILL_COLUMNS - 1) // FILL_COLUMNS)](
+        *strided(block_table), block_table.shape[0], num_blocks, *strided(req_indices), page_lens,
         logits, logits.stride(0), num_columns,
-        BLOCK_SIZE=block_size, FILLED=FILLED, num_warps=WARPS,
+        BLOCK_SIZE=block_size, COLUMNS=FILL_COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     return logits

@@ -1,4 +1,4 @@
-"""torch's block-wise ``_scaled_mm_v2`` as ``impl="scaled_mm"`` of FP8 linear layers."""
+"""Torch's ``_scaled_mm_v2`` with block scales, as ``impl="scaled_mm"`` of FP8 linear layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from dsv4_ops.core.layout import round_up
 from dsv4_ops.reference.linear import quantized, scale_values
 
-# of torch.nn.functional.ScalingType and SwizzleType, which Dynamo of 2.11 cannot trace
+# values of torch.nn.functional.ScalingType and SwizzleType, which Dynamo of 2.11 cannot trace
 BLOCKS_1X128, BLOCKS_128X128, NO_SWIZZLE = 4, 5, 0
 
 ROWS = 8
@@ -28,7 +28,7 @@ def fp8_linear(
     out_dtype: torch.dtype,
     **_: Any,
 ) -> Tensor:
-    """One call of torch; quantisation in front of it is left to the compiler."""
+    """Make one call of torch; quantisation before it is left to the compiler."""
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
     codes, scales = quantized(x) if x_scale is None else (x, x_scale)
@@ -45,7 +45,7 @@ def fp8_grouped_linear(
     out_dtype: torch.dtype,
     **_: Any,
 ) -> Tensor:
-    """A call for each group: torch's grouped products take no scales of blocks."""
+    """Make one call per group, because torch's grouped products take no block scales."""
     num_groups, num_tokens = (x.shape[1], x.shape[0]) if x_scale is None else x.shape[:2]
     if num_tokens == 0:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
@@ -63,18 +63,18 @@ def _product(
     codes: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     num_tokens = codes.shape[0]
-    more = round_up(num_tokens, ROWS) - num_tokens
-    codes = pad(codes.contiguous().view(torch.uint8), (0, 0, 0, more)).view(torch.float8_e4m3fn)
-    by_token = pad(scales.t(), (0, more)).contiguous().t()
-    by_block = scale.contiguous().t()
-    product = block_product(codes, weight.contiguous().t(), by_token, by_block, out_dtype)
+    padding = round_up(num_tokens, ROWS) - num_tokens
+    codes = pad(codes.contiguous().view(torch.uint8), (0, 0, 0, padding)).view(torch.float8_e4m3fn)
+    token_scales = pad(scales.t(), (0, padding)).contiguous().t()
+    block_scales = scale.contiguous().t()
+    product = block_product(codes, weight.contiguous().t(), token_scales, block_scales, out_dtype)
     return product[:num_tokens].contiguous()
 
 
 def block_product(
     x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """``x @ weight`` with scales of 1 x 128 and 128 x 128 values."""
+    """Return ``x @ weight``, with a scale per 1 x 128 and per 128 x 128 values."""
     first = [x_scale], [BLOCKS_1X128], [NO_SWIZZLE]
     second = [scale], [BLOCKS_128X128], [NO_SWIZZLE]
     return torch.ops.aten._scaled_mm_v2(x, weight, *first, *second, None, out_dtype)

@@ -8,7 +8,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS, locate_positions, valid_tokens
-from dsv4_ops.kernels.external.sanitize import sinks_of, store_finite
+from dsv4_ops.kernels.external.sanitize import sink_arguments, store_finite_sink
 from dsv4_ops.kernels.kv_cache.launch import gather_ragged
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source, Spans
@@ -113,7 +113,7 @@ def list_rows_kernel(
     tl.store(lens_out + token, length)
     if HAS_SINK:
         if token == 0:
-            store_finite(sink, sink_out, num_heads, lane)
+            store_finite_sink(sink, sink_out, num_heads, lane)
 
 
 def gather_rows(
@@ -185,7 +185,7 @@ def list_rows(
     num_tokens, padded = call.positions.shape[0], call.padded(multiple)
     slots = call.req_indices.new_empty((num_tokens * enabled, padded))
     lens = call.req_indices.new_empty(num_tokens)
-    sinks = sinks_of(sink, spans.ends, lens)
+    sinks = sink_arguments(sink, spans.ends, lens)
     swa, (swa_width, extra_width) = call.swa, call.widths
     extra = swa if call.extra is None else call.extra
     topk_indices = extra.block_table if call.topk_indices is None else call.topk_indices

@@ -101,7 +101,7 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
 def row_format(call: DecodeCall | PrefillCall) -> tuple[int, ...]:
     """Return ``FORMAT`` of ``load_keys``."""
     main, width = MainLayout(call.swa_block_size), int(call.q.shape[2])
-    if not call.coded:
+    if not call.is_fp8:
         return width, 2 * width, width, main.quant_block, 0
     return main.data_bytes, main.data_bytes, main.code_dim, main.quant_block, main.scale_bytes
 
@@ -162,9 +162,9 @@ def _decode(
     call = make(*args, **named)
     if call.q.shape[0] == 0 or int(call.q.shape[1]) == 0:
         return SparseMla(*empty_results(call.q))
-    if call.coded:
+    if call.is_fp8:
         check_pages(op, call)
-    if launch.opaque_gluon and support.runs(launch, call.q, call.coded):
+    if launch.opaque_gluon and support.runs(launch, call.q, call.is_fp8):
         return SparseMla(*hopper_split_keys(*call))
     return SparseMla(*split_and_combine(launch, call))
 
@@ -177,7 +177,7 @@ def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tenso
     """Launch all kernels of a call."""
     if call.positions is None or call.cos_sin_cache is None:
         call = call._replace(positions=None, cos_sin_cache=None)
-    work = _split(call, support.runs(launch, call.q, call.coded))
+    work = _split(call, support.runs(launch, call.q, call.is_fp8))
     results = launch_split_keys(launch, call, work)
     angles = (call.positions, call.cos_sin_cache)
     combine_splits(launch, results, work, call.plan, call.attn_sink, *angles)

@@ -35,7 +35,7 @@ def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: 
     q = call.q
     if q.shape[0] == 0 or int(q.shape[1]) == 0:
         return SparseMla(*empty_results(q))
-    if call.coded:
+    if call.is_fp8:
         check_pages("sparse_mla_prefill", call)
     return SparseMla(*_attend(launch, impl == AUTO, call))
 
@@ -43,7 +43,7 @@ def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: 
 def _attend(launch: Launcher, by_size: bool, call: PrefillCall) -> tuple[Tensor, Tensor]:
     """Attend with the kernel for this device. If ``by_size``, Hopper's may read a copy of the rows;
     bits then depend on the number of tokens."""
-    on_hopper = support.runs(launch, call.q, call.coded)
+    on_hopper = support.runs(launch, call.q, call.is_fp8)
     if on_hopper and launch.opaque_gluon:
         results: tuple[Tensor, Tensor] = hopper_prefill_keys(by_size, *call)
         return results

@@ -153,16 +153,16 @@ def pages(count: int) -> int:
     time."""
     table = i32([[7, -1, 3, 9], [2, 8, INT32_MAX, 0]])  # of 8 blocks of 10 rows
     asked = i32([0, 0, 1, 1, -1, 2, 0]), i32([40, 25, 40, 31, 9, 9, -3])
-    usual = sanitize.COMPACTED
+    usual = sanitize.COMPACT_COLUMNS
     for at_a_time in (2, usual):
-        sanitize.COMPACTED = at_a_time
+        sanitize.COMPACT_COLUMNS = at_a_time
         found, lens = sanitize.compact_pages(EAGER, table, *asked, 8, 10)
         expected = [[7, 3, 0, 0], [7, 3, 0, 0], [2, 0, 0, 0], [2, 0, 0, 0], *[[0] * 4] * 3]
         assert found.tolist() == expected
         assert lens.tolist() == [20, 15, 20, 11, 0, 0, 0]
     for seed in range(count):
         made, size = generator(seed), (1, 7, 64)[seed % 3]
-        sanitize.COMPACTED = (4, usual)[seed // 3 % 2]
+        sanitize.COMPACT_COLUMNS = (4, usual)[seed // 3 % 2]
         reqs, columns, blocks = (int(integers(made, least, 12, 1)) for least in (1, 0, 0))
         table = sampled(made, integers(made, 0, max(blocks, 1), reqs, columns), blocks)
         requests = sampled(made, integers(made, 0, reqs, 9), reqs)
@@ -172,14 +172,14 @@ def pages(count: int) -> int:
         expected = compact_pages(table, requests, wanted, blocks, size)
         actual = sanitize.compact_pages(EAGER, table, requests, wanted, blocks, size)
         assert all(map(torch.equal, actual, expected)), seed
-    sanitize.COMPACTED = usual
+    sanitize.COMPACT_COLUMNS = usual
     return count
 
 
 def main() -> None:
     print("lists", lists(12))
     print("pages", pages(24))
-    assert opaque_op.kernels(torch.device("cpu")) is not None
+    assert opaque_op.kernel_module(torch.device("cpu")) is not None
     with fake_flash_mla.registered():
         for name, case in (*attention(), *dense(), *prefills()):
             actual = launched(name, "flash_mla", *case.tensors, **case.settings)

@@ -1,5 +1,4 @@
-"""Arguments and results of sparse MLA's ops as our kernels and FlashMLA's have them; needs no
-triton."""
+"""Arguments and results of sparse MLA's ops, for our kernels and FlashMLA's; needs no triton."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from dsv4_ops.reference.sanitize import Listed
 
 
 def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse``, which nobody has written to."""
+    """Return uninitialised ``out`` and ``lse``."""
     rows = (q.shape[0], int(q.shape[1]))
     return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
 
@@ -30,13 +29,14 @@ class GatheredCall(NamedTuple):
     softmax_scale: float
 
 
-def _coded(call: DecodeCall | PrefillCall) -> bool:
-    """Whether the caches hold FP8 rows."""
+def _is_fp8(call: DecodeCall | PrefillCall) -> bool:
+    """Return whether the caches hold FP8 rows."""
     return call.layout == MainLayout.tag
 
 
 def _caches(call: DecodeCall | PrefillCall) -> tuple[Tensor, Tensor]:
-    """Of the window and of compressed rows; of the window twice if there are none."""
+    """Return the caches of the window and of compressed rows; that of the window twice if there are
+    no compressed rows."""
     return call.swa_cache, call.swa_cache if call.extra_cache is None else call.extra_cache
 
 
@@ -77,24 +77,24 @@ class DecodeCall(NamedTuple):
         *rest: Tensor | None,
         **named: Any,
     ) -> DecodeCall:
-        """Of the arguments of ``sparse_mla_decode_paged``."""
+        """Make a call from the arguments of ``sparse_mla_decode_paged``."""
         swa, extra = (
             (swa_cache, swa_indices, swa_lens),
             (extra_cache, extra_block_table, extra_lens),
         )
         return cls(q, *swa, *extra, *rest, req_indices=req_indices, **named)
 
-    coded, caches = property(_coded), property(_caches)
+    is_fp8, caches = property(_is_fp8), property(_caches)
 
     @property
     def window(self) -> Listed:
-        """Rows of the window."""
+        """Return the rows of the window."""
         lists = (self.swa_indices, self.swa_lens)
         return Listed(*lists, self.swa_cache.shape[0], self.swa_block_size)
 
     @property
     def extra(self) -> Listed | None:
-        """Compressed rows, if there are."""
+        """Return the compressed rows, if any."""
         if self.extra_cache is None or self.extra_indices is None or self.extra_lens is None:
             return None
         sizes = (self.extra_cache.shape[0], self.extra_block_size)
@@ -120,11 +120,11 @@ class PrefillCall(NamedTuple):
     extra_block_size: int
     layout: str
 
-    coded, caches = property(_coded), property(_caches)
+    is_fp8, caches = property(_is_fp8), property(_caches)
 
     @property
     def seen(self) -> Prefill:
-        """What decides which keys tokens see."""
+        """Return the arguments that decide which keys tokens see."""
         swa, extra = Source(self.swa_cache, self.swa_block_table, self.swa_block_size), None
         if self.extra_cache is not None and self.extra_block_table is not None:
             extra = Source(self.extra_cache, self.extra_block_table, self.extra_block_size)
