@@ -1,4 +1,4 @@
-"""Triton kernels and their launchers; importing one of the modules imports triton.
+"""Kernels and their launchers; importing most of the modules imports triton.
 
-The launch of an op has the parameters of the op after ``launch``, a ``launcher.Launcher``.
+A launcher takes ``launch``, a ``launcher.Launcher``, and then the parameters of its op.
 """

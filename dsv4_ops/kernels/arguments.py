@@ -1,4 +1,4 @@
-"""Tensors as kernels take them: flat, each with the strides and sizes that belong to it."""
+"""Flat arguments of kernels: tensors, each with its strides and sizes."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _STRIDE_MULTIPLE = 16
 
 
 def strided(*tensors: Tensor) -> tuple[Any, ...]:
-    """Each tensor and its strides."""
+    """Return each tensor and its strides."""
     return tuple(each for tensor in tensors for each in (tensor, *tensor.stride()))
 
 
 def paged(cache: Tensor) -> tuple[Any, ...]:
-    """A cache, the stride of its blocks, and how many blocks it has."""
+    """Return a cache, the stride of its blocks, and its number of blocks."""
     return (cache, cache.stride(0), cache.shape[0])
 
 
 def listed(block_table: Tensor) -> tuple[Any, ...]:
-    """A block table, its strides, and its columns."""
+    """Return a block table, its strides, and its number of columns."""
     return (block_table, *block_table.stride(), block_table.shape[1])
 
 
 def angles(cos_sin_cache: Tensor) -> tuple[Any, ...]:
-    """A table of cosines and sines, its strides, and its rows."""
+    """Return a table of cosines and sines, its strides, and its number of rows."""
     return (cos_sin_cache, *cos_sin_cache.stride(), cos_sin_cache.shape[0])
 
 
 def rotation(
     stand_in: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
 ) -> tuple[Any, ...]:
-    """Positions, their stride, a dense table of cosines and sines, and its rows; anything for
-    none."""
+    """Return positions, their stride, a dense table of cosines and sines, and its number of rows;
+    ``stand_in`` for tensors that are None."""
     if positions is None or cos_sin_cache is None:
         return (stand_in, 0, stand_in, 0)
     table = cos_sin_cache.contiguous()

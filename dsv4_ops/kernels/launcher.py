@@ -1,4 +1,4 @@
-"""How launches meet their kernels: eagerly, traced into a graph, or packed into a package."""
+"""How kernels are launched: eagerly, traced into a graph, or packed into a package."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dsv4_ops.kernels.common.triton_compat import FUSION, takes_options_in_graph
 
 
 class Launcher:
-    """What a launch knows of where it happens; ``launcher(kernel)[grid](...)`` launches.
+    """Properties of the device and context of a launch; ``launcher(kernel)[grid](...)`` launches.
 
     Args:
-        wrap: Makes of a kernel what takes a grid.
-        opaque_gluon: Whether kernels in Gluon, which Inductor does not compile, have to be called
-            by ops that a graph keeps whole.
-        aligns_inputs: Whether tensors that a kernel wants aligned are copied elsewhere if they are
-            not: addresses are not known here.
-        capability: Compute capability of a GPU that is not here.
-        num_sms: Its SMs.
+        wrap: Wraps a kernel in an object that takes a grid.
+        opaque_gluon: Whether Gluon kernels, which Inductor does not compile, must be called through
+            ops that a graph keeps whole.
+        aligns_inputs: Whether misaligned inputs are copied later, because their addresses are
+            unknown here.
+        capability: Compute capability reported for tensors that are not on a GPU.
+        num_sms: SMs reported for them.
     """
 
     def __init__(
@@ -44,29 +44,30 @@ class Launcher:
         return self.wrap(kernel)
 
     def capability(self, device: torch.device) -> tuple[int, int] | None:
-        """Compute capability, None off NVIDIA: AMD's numbers look alike."""
+        """Return the compute capability; None on AMD, whose numbers look alike."""
         if device.type != "cuda":
             return self._capability
         return None if torch.version.hip else torch.cuda.get_device_capability(device)
 
     def num_sms(self, device: torch.device) -> int:
-        """How many SMs there are."""
+        """Return the number of SMs."""
         if device.type != "cuda":
             return self._num_sms
         return torch.cuda.get_device_properties(device).multi_processor_count
 
     def is_aligned(self, values: Tensor) -> bool:
-        """Whether copies of 16 bytes can begin at the address of ``values``."""
+        """Return whether copies of 16 bytes can start at the address of ``values``."""
         return self.aligns_inputs or values.data_ptr() % CACHE_ALIGNMENT == 0
 
     def predicated(self, flag: Any) -> Launcher:
-        """Launch if ``flag``, which may be a symbol, is 1; with an empty grid if it is 0."""
+        """Return a launcher with empty grids if ``flag`` is 0; it is 0 or 1, and may be
+        symbolic."""
         predicated = copy.copy(self)
-        predicated.wrap = lambda kernel: _Scaled(self.wrap(kernel), flag)
+        predicated.wrap = lambda kernel: _Predicated(self.wrap(kernel), flag)
         return predicated
 
 
-class _Scaled:
+class _Predicated:
     """A kernel whose grid is multiplied by 0 or 1."""
 
     def __init__(self, kernel: Any, flag: Any) -> None:
@@ -77,7 +78,7 @@ class _Scaled:
 
 
 class _Fused:
-    """A kernel that is compiled with ``FUSION`` whatever Triton's default is."""
+    """A kernel that is compiled with ``FUSION``, whatever Triton's default is."""
 
     __slots__ = ("kernel",)
 
@@ -97,4 +98,4 @@ EAGER = Launcher(_Fused)
 """Launch now."""
 
 TRACED = Launcher(_wrap_triton, opaque_gluon=True)
-"""Keep launches in a graph whose kernels Inductor compiles."""
+"""Trace launches into a graph; Inductor compiles the kernels."""

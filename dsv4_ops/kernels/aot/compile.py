@@ -1,5 +1,4 @@
-"""A kernel as a binary for one architecture, compiled for what is known of its arguments; needs no
-GPU."""
+"""Compile a kernel for one architecture, specialised for its arguments; needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from triton.compiler import ASTSource
 from dsv4_ops.kernels.common.triton_compat import FUSION, GluonASTSource, GPUTarget
 
 _MULTIPLE = 16
-"""Bytes of an address, or a number, that what Triton is told of them is a multiple of."""
+"""Divisor of aligned addresses and of numbers that Triton specialises for."""
 
 _TYPES = {
     torch.uint8: "*u8",
@@ -26,11 +25,11 @@ _TYPES = {
 
 
 class Argument(NamedTuple):
-    """What the compiler is told of an argument.
+    """Properties of an argument for which a kernel is compiled.
 
     Args:
         type: Its type in a signature.
-        multiple: Whether it is a multiple of 16, an address of 16 bytes.
+        multiple: Whether the number, or the address in bytes, is a multiple of 16.
     """
 
     type: str
@@ -38,13 +37,13 @@ class Argument(NamedTuple):
 
     @classmethod
     def tensor(cls, dtype: torch.dtype, aligned: bool = True) -> Argument:
-        """An address."""
+        """Return the properties of an address."""
         return cls(_TYPES[dtype], aligned)
 
     @classmethod
     def number(cls, value: float) -> Argument:
-        """A number that stays what it is, but is no constant: Triton's own launches tell the
-        compiler as much of one. Inductor passes what is no integer as a float64."""
+        """Return the properties of a number whose value is known, but which is no constant: its
+        type and divisibility, as in Triton's own launches. Inductor passes floats as float64."""
         if isinstance(value, float):
             return cls("fp64")
         return cls("i64" if value >= 2**31 else "i32", value % _MULTIPLE == 0)
@@ -53,13 +52,13 @@ class Argument(NamedTuple):
 def compiled(
     kernel: Any, arguments: Sequence[Argument | int], options: dict[str, Any], capability: int
 ) -> Any:
-    """The kernel as Triton compiles it.
+    """Compile a kernel.
 
     Args:
-        kernel: In Triton or Gluon.
-        arguments: In its order; of a constant the value.
-        options: The constants that have names, and options such as ``num_warps``.
-        capability: Such as 90.
+        kernel: A Triton or Gluon kernel.
+        arguments: Its positional arguments; a constant is given by value.
+        options: Constants by name, and options such as ``num_warps``.
+        capability: Compute capability, such as 90.
 
     Returns:
         Triton's ``CompiledKernel``. Constants are not among its parameters.

@@ -1,5 +1,5 @@
-"""Launches in AOTInductor packages: kernels in Triton are traced, and Inductor compiles them; a
-launch of one in Gluon is an op, which ``lowering/gluon.py`` makes a call of the kernel's binary."""
+"""Launches in AOTInductor packages. Inductor compiles Triton kernels from the trace; the launch of
+a Gluon kernel is an op, which ``lowering/gluon.py`` lowers to a call of the kernel's binary."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _SCHEMA = (
 WRITTEN = frozenset(
     {"out", "lse", "max_logits", "partial", "partial_lse", "partial_scale", "combine_list"}
 )
-"""Parameters of the kernels in Gluon that they write to."""
+"""Parameters that the Gluon kernels write to."""
 
 ALIGNED = {"gathered": ("q", "kv"), "mla": ("q", "kv_cache")}
-"""Parameters that have to be at multiples of 16 bytes, by kernel: in a package the lowering copies
-those that are not, as Inductor drops a ``clone`` that changes nothing but the address."""
+"""Parameters whose addresses must be multiples of 16, by kernel. In a package the lowering copies
+misaligned ones, because Inductor drops a ``clone`` that changes only the address."""
 
 
 class Rest(NamedTuple):
-    """What of a launch is no tensor and no number that may be a symbol.
+    """Arguments of a launch that are neither tensors nor numbers that may be symbolic.
 
     Args:
-        order: For every argument the list that it is in and its index there.
+        order: The list that holds each argument, and its index there.
         options: Keyword arguments: constants of the kernel, and warps.
     """
 
@@ -42,14 +42,14 @@ class Rest(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Rest:
-        """What ``json.dumps`` made of one."""
+        """Parse the result of ``json.dumps``."""
         order, options = json.loads(text)
         return cls([(kind, index) for kind, index in order], options)
 
     def arguments(
         self, written: Sequence[Any], read: Sequence[Any], numbers: Sequence[Any]
     ) -> list[Any]:
-        """The arguments in the kernel's order."""
+        """Return the arguments in the kernel's order."""
         lists = {"written": written, "read": read, "numbers": numbers}
         return [lists[kind][index] for kind, index in self.order]
 
@@ -59,32 +59,32 @@ def _wrap(kernel: Any) -> Any:
 
 
 PACKAGED = Launcher(_wrap, aligns_inputs=True)
-"""Keep launches in the graph of a package, those of Gluon kernels as ops; ``lowering/gluon.py``
-copies inputs that are not aligned."""
+"""Trace launches into the graph of a package, those of Gluon kernels as ops; ``lowering/gluon.py``
+copies misaligned inputs."""
 
 
 class _Launch:
-    """A kernel that is called as Triton's are."""
+    """A Gluon kernel with the call syntax of a Triton kernel."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: Sequence[Any]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
-            found: dict[str, list[Any]] = {"written": [], "read": [], "numbers": []}
+            lists: dict[str, list[Any]] = {"written": [], "read": [], "numbers": []}
             order = [
-                _held(found, name, value)
+                _list_and_index(lists, name, value)
                 for name, value in zip(self.kernel.arg_names, args, strict=False)
             ]
             name = next(name for name, each in _kernels().items() if each is self.kernel)
-            launch_hopper(name, *found.values(), list(grid), json.dumps(Rest(order, options)))
+            launch_hopper(name, *lists.values(), list(grid), json.dumps(Rest(order, options)))
 
         return launch
 
 
-def _held(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]:
-    """The list that holds an argument, and its index there. What is written is not read too: those
-    are tensors that nobody reads, in lieu of ones that were not given."""
+def _list_and_index(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]:
+    """Add an argument to its list unless it is there, and return the list and the index. A written
+    tensor that is also passed to a read parameter stands in for None, and is not read."""
     if not isinstance(value, Tensor):
         lists["numbers"].append(value)
         return "numbers", len(lists["numbers"]) - 1
@@ -98,16 +98,16 @@ def _held(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]
 
 
 def _kernels() -> dict[str, Any]:
-    found = support.kernels()
-    return {} if found is None else found._asdict()
+    kernels = support.kernels()
+    return {} if kernels is None else kernels._asdict()
 
 
 def kernel_of(name: str) -> Any:
-    """The kernel of a launch."""
+    """Return the kernel of a launch."""
     return _kernels()[name]
 
 
-def _call(
+def _launch(
     name: str,
     written: Sequence[Tensor],
     read: Sequence[Tensor],
@@ -121,6 +121,6 @@ def _call(
 
 
 launch_hopper = opaque_op.define(
-    "_launch_hopper", _SCHEMA, _call, lambda *_: None, torch.Tag.needs_exact_strides
+    "_launch_hopper", _SCHEMA, _launch, lambda *_: None, torch.Tag.needs_exact_strides
 )
-"""Strides are among its numbers: Inductor must not choose others."""
+"""Its numbers include strides, so Inductor must not choose others."""

@@ -203,7 +203,7 @@ def load_words(weight, step, half, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _add_fp4(sums, words, scale_word, x, mask, WARPS: tl.constexpr):
+def _add_fp4(acc, words, scale_word, x, mask, WARPS: tl.constexpr):
     """Add the products of 16 words of each row with 128 columns of ``x``. The four scales of the
     words are the bytes of ``scale_word``. More than 16 tokens are multiplied in two parts, which
     needs fewer registers but waits twice."""
@@ -212,12 +212,12 @@ def _add_fp4(sums, words, scale_word, x, mask, WARPS: tl.constexpr):
     left, right = _tile(words, factor, True, 0, WARPS), _tile(words, factor, True, 1, WARPS)
     if x.shape[0] <= 16:
         tile = tl.load(x + tl.arange(0, 128)[None, :], mask=mask, other=0.0)
-        return multiply_add(_concatenate(left, right), tl.trans(tile), sums)
+        return multiply_add(_concatenate(left, right), tl.trans(tile), acc)
     k = tl.arange(0, 64)[None, :]
     tile = tl.load(x + k, mask=mask, other=0.0)
-    sums = multiply_add(left, tl.trans(tile), sums)
+    acc = multiply_add(left, tl.trans(tile), acc)
     tile = tl.load(x + 64 + k, mask=mask, other=0.0)
-    return multiply_add(right, tl.trans(tile), sums)
+    return multiply_add(right, tl.trans(tile), acc)
 
 
 @triton.jit
@@ -239,16 +239,16 @@ def multiply_fp4(
     """
     rows, mask = x
     first, stop = steps
-    sums = tl.zeros((ROWS, rows.shape[0]), tl.float32)
+    acc = tl.zeros((ROWS, rows.shape[0]), tl.float32)
     scales = scale.to(tl.pointer_type(tl.int64), bitcast=True)
     for step in tl.range(first, stop, num_stages=STAGES):
         low_words = load_words(weight, step, 0, MASKED)
         high_words = load_words(weight, step, 1, MASKED)
         step_scales = tl.load(scales + step)[:, None]
         low_scales, high_scales = step_scales.to(tl.int32), (step_scales >> 32).to(tl.int32)
-        sums = _add_fp4(sums, low_words, low_scales, rows + step * 256, mask, WARPS)
-        sums = _add_fp4(sums, high_words, high_scales, rows + step * 256 + 128, mask, WARPS)
-    return sums * FP4_UNIT
+        acc = _add_fp4(acc, low_words, low_scales, rows + step * 256, mask, WARPS)
+        acc = _add_fp4(acc, high_words, high_scales, rows + step * 256 + 128, mask, WARPS)
+    return acc * FP4_UNIT
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def multiply_fp8(
     token_scales, token_stride = x_scale
     TOKENS: tl.constexpr = rows.shape[0]
     k = tl.arange(0, 128)[None, :]
-    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
     low_words = load_words(weight, first, 0, MASKED)
     high_words = load_words(weight, first, 1, MASKED)
     for step in tl.range(first, stop, num_stages=STAGES):
@@ -291,9 +291,9 @@ def multiply_fp8(
         right = _tile(high_words, shift, False, 0, WARPS)
         zeros = tl.zeros((ROWS, TOKENS), tl.float32)
         product = multiply_add(_concatenate(left, right), tl.trans(x_tile), zeros)
-        sums += product * factor
+        acc += product * factor
         low_words, high_words = next_low, next_high
-    return sums
+    return acc
 
 
 @triton.jit

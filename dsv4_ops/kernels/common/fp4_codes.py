@@ -174,7 +174,7 @@ def multiply_fp4_codes_by_blocks(
     row_scales, scale_stride = x_scale
     first, stop = steps
     COLUMNS: tl.constexpr = rows.shape[0]
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     block = tl.arange(0, 16)[None, :] // 4
     low = tl.full((ROWS, 16), _LOW_CODES + _BASE_VALUE * _LOW_STEP, tl.int32)
     high = tl.full((ROWS, 16), _HIGH_CODES + _BASE_VALUE * _HIGH_STEP, tl.int32)
@@ -185,14 +185,14 @@ def multiply_fp4_codes_by_blocks(
         row_scale = tl.load(row_scales + half * scale_stride).to(tl.int32) << 16
         products = _multiply(tile, rows + half * 128, mask)
         products *= row_scale.to(tl.float32, bitcast=True)[None, :]
-        sums += products * scale_values(_in_tile_order(tl.load(scale + part), WARPS))
-    return sums
+        acc += products * scale_values(_in_tile_order(tl.load(scale + part), WARPS))
+    return acc
 
 
 @triton.jit
-def has_nan(sums):
+def has_nan(acc):
     """Return whether any value is NaN."""
-    return tl.max(tl.max((sums != sums).to(tl.int32), axis=1), axis=0) > 0
+    return tl.max(tl.max((acc != acc).to(tl.int32), axis=1), axis=0) > 0
 
 
 @triton.jit
@@ -224,7 +224,7 @@ def multiply_fp4_codes(
     for shift in tl.static_range(8, 64, 8):
         max_scale = tl.maximum(max_scale, ((first_scales >> shift) & 255).to(tl.int32))
     base = tl.minimum(tl.maximum(max_scale - _BASE_MARGIN, 0), _MAX_BASE)
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in tl.range(first, stop, num_stages=STAGES):
         low_words = load_words(weight, step, 0, MASKED)
         high_words = load_words(weight, step, 1, MASKED)
@@ -234,8 +234,8 @@ def multiply_fp4_codes(
         right = _row_scales(scale_address + scale_stride, TOKENS, COLUMNS)
         low, high = _tables(step_scales.to(tl.int32), base[:, None])
         tile = _code_tile(low_words, low, high, WARPS)
-        sums += _multiply(tile, rows + step * 256, mask) * left
+        acc += _multiply(tile, rows + step * 256, mask) * left
         low, high = _tables((step_scales >> 32).to(tl.int32), base[:, None])
         tile = _code_tile(high_words, low, high, WARPS)
-        sums += _multiply(tile, rows + step * 256 + 128, mask) * right
-    return sums * scale_values(_in_tile_order(base + _BASE_VALUE, WARPS))
+        acc += _multiply(tile, rows + step * 256 + 128, mask) * right
+    return acc * scale_values(_in_tile_order(base + _BASE_VALUE, WARPS))

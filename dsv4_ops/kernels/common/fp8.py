@@ -76,11 +76,11 @@ def round_to_bf16(values):
 
 
 @triton.jit
-def multiply_add(left, right, sums):
-    """Return ``sums`` plus a matrix product, in float32."""
+def multiply_add(left, right, acc):
+    """Return ``acc`` plus a matrix product, in float32."""
     if EMULATE:  # Triton's interpreter has no product of bf16
-        return sums + tl.dot(widen(left), widen(right), input_precision="ieee")
-    return tl.dot(left, right, sums, input_precision="ieee")
+        return acc + tl.dot(widen(left), widen(right), input_precision="ieee")
+    return tl.dot(left, right, acc, input_precision="ieee")
 
 
 @triton.jit

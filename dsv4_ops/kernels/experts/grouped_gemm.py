@@ -55,9 +55,10 @@ block. Blocks of 128, 64 and 32 rows need 226, 113 and 82 KB of shared memory wi
 blocks of 64 need 145 KB with bf16."""
 
 PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
-"""Pipeline stages of a program that computes two blocks of an expert, to read its weight once, by
-the bits of a weight and the rows of a block. So few stages need no more shared memory than one
-block does; only FP8 needs 17 KB. With even routing hardly any expert has two blocks."""
+"""Pipeline stages of a program that computes two blocks of an expert and reads its weight once, by
+the bits of a weight and the rows of a block. With so few stages two blocks need no more shared
+memory than one, except for FP8, which needs only 17 KB. With even routing few experts have two
+blocks."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """K per step of bf16 weights, by the rows of a block."""
@@ -80,8 +81,8 @@ MEAN_ROWS = {4: _NARROW_MEAN_ROWS, 8: _NARROW_MEAN_ROWS, 16: {16: 5, 32: 16, 64:
 MAX_ROWS = 128
 
 CODE_ROWS, CODE_TILE, CODE_PAIR_STAGES = 32, (64, 4, 4), 3
-"""Block size, ``TILES`` and ``PAIR_STAGES`` where kernels multiply codes: 59 and 67 KB of
-shared memory and at most 168 registers, so that three programs fit an SM."""
+"""Block size, tile and pair stages where kernels multiply codes. Programs need 59 KB of shared
+memory, or 67 KB for two blocks, and at most 168 registers, so that three fit an SM."""
 
 SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
 """Block size for a symbolic number of rows, by weight bits."""
@@ -110,8 +111,8 @@ def _multiply_bf16(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 [ROWS, COLUMNS]: products of weight rows with activations. ``weight`` holds
-    addresses [ROWS, 1] and which rows exist; ``x`` does so for COLUMNS rows."""
+    """Return float32 [ROWS, COLUMNS]: products of weight rows with activations. ``weight`` and
+    ``x`` hold addresses, [ROWS, 1] and [COLUMNS, 1], and which rows exist."""
     rows, row_mask = weight
     x_rows, x_mask = x
     k = tl.arange(0, STEP)[None, :]
@@ -209,8 +210,8 @@ def _gate_up(
         x: Rows and their scales, each with a stride, and the experts per token.
         weight, scale: With their strides.
         out: Activations and the stride of their rows.
-        work: Rows of the plan, the block, its first row in the tile, its expert, and the first
-            unit.
+        work: ``sorted_rows``, a block, the tile's first row in it, its expert, and the tile's
+            first unit.
         TOKENS, COLUMNS: Rows of a block and of the tile: one block, two, or part of one.
         TILE: Weight rows, warps, stages, whether a tile reaches past the weight, and K per step.
     """
@@ -254,7 +255,7 @@ def gate_up_kernel(
     TILES: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of activations from gates and ups. With CODES, set the program's flag
-    ``out_of_reach`` if a product is NaN: ``gate_up_by_blocks_kernel`` computes the tile again."""
+    ``out_of_reach`` if a product is NaN: ``gate_up_by_blocks_kernel`` then recomputes the tile."""
     ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
     n_start = tl.program_id(0) % TILES * (ROWS // 2)
@@ -299,7 +300,7 @@ def gate_up_by_blocks_kernel(
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, FLAGS: tl.constexpr, PART_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of ``gate_up_kernel`` whose flag is set again, PART_ROWS rows at a time."""
+    """Recompute the tiles of ``gate_up_kernel`` whose flag is set, PART_ROWS rows at a time."""
     ROWS: tl.constexpr = TILE[0]
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
@@ -395,7 +396,7 @@ def down_by_blocks_kernel(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, FLAGS: tl.constexpr, PART_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of ``down_kernel`` whose flag is set again, PART_ROWS rows at a time."""
+    """Recompute the tiles of ``down_kernel`` whose flag is set, PART_ROWS rows at a time."""
     ROWS: tl.constexpr = TILE[0]
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
@@ -482,7 +483,7 @@ def experts(
         codes=activations == "fp8" and _multiplies_codes(launch, gate_up, down, bits, capability),
         max_rows=MAX_ROWS if capability in (None, *_LARGE_SHARED) else SMALL_ROWS,
     )
-    tokens, (tile_rows, _, _) = blocks.rows, blocks.tile
+    tokens, (weight_rows, _, _) = blocks.rows, blocks.tile
     plan = expert_plan(
         launch, topk_ids, num_experts=num_experts, block_size=tokens, pairs=blocks.stages > 0
     )
@@ -490,7 +491,7 @@ def experts(
     step = STEPS[tokens] if bits == 16 else step_size(bits == 4)
     padded = round_up(size, max(step, WEIGHT_BLOCK))
     act = x.new_empty((capacity * tokens, padded))
-    tiles = padded // (tile_rows // 2)
+    tiles = padded // (weight_rows // 2)
     masked = padded != size or width % step != 0
     _launch_gemm(
         launch, (gate_up_kernel, gate_up_by_blocks_kernel), capacity * tiles,
@@ -502,11 +503,11 @@ def experts(
         {"LIMIT": float(swiglu_limit), "SIZE": size, "WIDTH": width},
         bits, blocks, (masked, step), tiles,
     )  # fmt: skip
-    # FP8 rounds activations to 4 bits, so 8 bits do for the products: half the bytes to add up
+    # FP8 activations have 4 significant bits: the 8 of bf16 are enough for products to be added
     dtype = torch.bfloat16 if blocks.codes else torch.float32
     out = x.new_empty((num_rows, width), dtype=dtype)
-    tiles = triton.cdiv(width, tile_rows)
-    masked = width % tile_rows != 0 or size % step != 0
+    tiles = triton.cdiv(width, weight_rows)
+    masked = width % weight_rows != 0 or size % step != 0
     _launch_gemm(
         launch, (down_kernel, down_by_blocks_kernel), capacity * tiles,
         _down_inputs(launch, act, activations, plan.sorted_rows, blocks),

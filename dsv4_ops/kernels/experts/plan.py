@@ -14,8 +14,8 @@ ROWS, MAX_STEP_ROWS = 512, 2048
 """Rows per loop step: for a symbolic number of rows, and at most."""
 
 FUSED_COUNT_ROWS = 512
-"""Largest number of rows whose counts per expert need no launch of their own: every program counts
-all of them."""
+"""Up to this many rows, every program of the plan counts the rows of all experts; above it, a
+launch of its own does."""
 
 
 @triton.jit

@@ -55,8 +55,8 @@ def router_products_kernel(
 
 @triton.jit
 def _sqrt_softplus(logits):
-    """Compute sqrt(softplus), precise for small results: log(1 + y) is scaled by y over the y that
-    is left after 1 + y is rounded."""
+    """Compute sqrt(softplus), accurate for small results, too: log(1 + y) is multiplied by
+    y / ((1 + y) - 1), which corrects the rounding of 1 + y."""
     y = tl.exp(tl.minimum(logits, 20.0))
     one_plus = 1.0 + y
     is_small = one_plus == 1.0

@@ -96,9 +96,9 @@ def multiply(
     x = (x if x.stride(-1) == 1 else x.contiguous()).view(torch.uint8)
     x_scale = x_scale.permute(1, 2, 0).contiguous()  # tokens innermost
     codes, tile = byte_rows(weight), choose_tile(num_tokens, rows, launch.num_sms(x.device))
-    tile_tokens, tile_rows, _ = tile
+    tile_tokens, weight_rows, _ = tile
     out = x.new_empty((num_tokens, rows), dtype=out_dtype)
-    programs = (num_tokens + tile_tokens - 1) // tile_tokens * (rows // tile_rows)
+    programs = (num_tokens + tile_tokens - 1) // tile_tokens * (rows // weight_rows)
     launch(fp8_block_kernel)[programs,](
         x, *x.stride()[:2], x_scale, *x_scale.stride(),
         codes, codes.stride(0), *strided(scale),

@@ -43,8 +43,8 @@ MIN_STEPS, MAX_SPLITS = 2, 16
 """Minimum blocks of K per split, and maximum splits."""
 
 SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
-"""Tokens per program and maximum splits of a symbolic batch: every batch has that many partial
-sums."""
+"""Tokens per program and maximum splits for a symbolic batch: each split stores partial sums of the
+whole batch, which may be large."""
 
 
 @triton.jit
@@ -109,8 +109,8 @@ def choose_tile(num_tokens: int, rows: int, steps: int, num_sms: int) -> tuple[i
     if isinstance(num_tokens, int):
         tokens, max_splits = min(128, max(16, triton.next_power_of_2(num_tokens))), MAX_SPLITS
         token_tiles = triton.cdiv(num_tokens, tokens)
-    tile_rows, _, _ = TILES[tokens]
-    splits = PROGRAMS_PER_SM[tokens] * num_sms * tile_rows // (rows * token_tiles)
+    weight_rows, _, _ = TILES[tokens]
+    splits = PROGRAMS_PER_SM[tokens] * num_sms * weight_rows // (rows * token_tiles)
     return tokens, max(1, min(splits, steps // MIN_STEPS, max_splits))
 
 
@@ -129,12 +129,12 @@ def _multiply_as_bf16(
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes = byte_rows(weight)
     tokens, splits = choose_tile(num_tokens, rows, width // WEIGHT_BLOCK, launch.num_sms(x.device))
-    scaled, (tile_rows, warps, _) = x_scale is not None, TILES[tokens]
+    scaled, (weight_rows, warps, _) = x_scale is not None, TILES[tokens]
     x = x.view(torch.uint8) if scaled else x
     x = reordered(x, False) if tokens > FEW_TOKENS else x
     dtype = out_dtype if splits == 1 else torch.float32
     out = x.new_empty((splits, num_tokens, rows), dtype=dtype)
-    programs = splits * (rows // tile_rows) * ((num_tokens + tokens - 1) // tokens)
+    programs = splits * (rows // weight_rows) * ((num_tokens + tokens - 1) // tokens)
     launch(fp8_linear_kernel)[programs,](
         x, *x.stride()[:2],
         x_scale if scaled else scale, *(x_scale.stride() if scaled else (0, 0, 0)),
