@@ -196,8 +196,8 @@ def _check_ours(layer: LayerCall) -> None:
     """Check that our kernels support the layer's queries and its indexer."""
     spec, kind, inputs, *_ = layer
     if kind == "c4":
-        taken = {"layout": spec.indexer_layout, "topk": spec.attention.index_topk}
-        taken["q"] = inputs.indexer_q
-        check_limit("indexer_select", INDEXER_PROVIDERS, TRITON, taken, _OP)
+        arguments = {"layout": spec.indexer_layout, "topk": spec.attention.index_topk}
+        arguments["q"] = inputs.indexer_q
+        check_limit("indexer_select", INDEXER_PROVIDERS, TRITON, arguments, _OP)
     q = Sizes((inputs.q.shape[0], inputs.q.shape[1], spec.head_dim), spec.dtype)
     check_limit("sparse_mla_decode", DECODE_PROVIDERS, TRITON, {"q": q}, _OP)

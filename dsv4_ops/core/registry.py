@@ -102,8 +102,8 @@ class OpSpec:
 
     def launcher(self, impl: str) -> Callable[..., Any]:
         """What runs the op with our kernel or with a library."""
-        found: Callable[..., Any] = self.launch_with(self, impl)
-        return found
+        function: Callable[..., Any] = self.launch_with(self, impl)
+        return function
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -55,8 +55,8 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
             before_end = ops.sub(ops.index_expr(index[0], torch.int64), end)
             return ops.add(ops.to_dtype(load_len([row]), torch.int64), before_end)
 
-        found = ops.ge(load_found(index), int32(0))
-        value = ops.masked(found, of_request, ABSENT)
+        is_found = ops.ge(load_found(index), int32(0))
+        value = ops.masked(is_found, of_request, ABSENT)
         return ops.maximum(value, ops.constant(ABSENT, torch.int64))
 
     def request(index: Any) -> Any:

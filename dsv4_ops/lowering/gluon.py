@@ -85,16 +85,16 @@ def binary_of(kernel: Any, arguments: Sequence[Argument | int], options: dict[st
     key = (kernel.__name__, *arguments, *sorted(options.items()))
     if key not in _binaries:
         major, minor = support.CAPABILITY
-        made = compile.compiled(kernel, arguments, options, 10 * major + minor)
-        data = made.metadata
+        kernel_binary = compile.compiled(kernel, arguments, options, 10 * major + minor)
+        data = kernel_binary.metadata
         if data.global_scratch_size or data.profile_scratch_size:
             raise RuntimeError(
                 f"{kernel.__name__} was compiled to need memory for itself, which a package does "
                 "not have for it. Unset what of Triton instruments kernels, such as TRITON_* "
                 "variables."
             )
-        types = tuple(made.src.signature.values())[: len(arguments)]
-        code = made.asm["cubin"]
+        types = tuple(kernel_binary.src.signature.values())[: len(arguments)]
+        code = kernel_binary.asm["cubin"]
         _binaries[key] = Binary(code, data.name, data.num_warps, data.shared, types)
     return _binaries[key]
 
@@ -152,9 +152,9 @@ class GluonCall(_compat.ExternKernel):
             *(tensors[: self.num_written], tensors[self.num_written :]),
             *(sizes[: self.num_numbers], sizes[self.num_numbers :]),
         ]
-        given = ", ".join(f"[{', '.join(each)}]" for each in lists)
+        groups = ", ".join(f"[{', '.join(each)}]" for each in lists)
         op = "torch.ops.dsv4_ops._launch_hopper.default"
-        return f"{op}({self.name_of_kernel!r}, {given}, {self.text!r})"
+        return f"{op}({self.name_of_kernel!r}, {groups}, {self.text!r})"
 
     def _ordered(self, of_tensors: list[Any], of_numbers: Sequence[Any]) -> list[Any]:
         """Put values into the order of the kernel's arguments."""
@@ -163,19 +163,19 @@ class GluonCall(_compat.ExternKernel):
 
     def _codegen_cpp(self, wrapper: Any) -> None:
         numbers = self.constant_args[: self.num_numbers]
-        known = [Argument.tensor(each.get_dtype(), _aligned(each)) for each in self.tensors]
-        arguments = self._ordered(known, [_described(each) for each in numbers])
+        described = [Argument.tensor(each.get_dtype(), _aligned(each)) for each in self.tensors]
+        arguments = self._ordered(described, [_described(each) for each in numbers])
         options = Rest.of(self.text).options
-        made = binary_of(kernel_of(self.name_of_kernel), arguments, options)
-        held = _written.setdefault(wrapper, set())
-        if made.symbol not in held:
-            held.add(made.symbol)
-            for line in definition(made):
+        binary = binary_of(kernel_of(self.name_of_kernel), arguments, options)
+        defined = _written.setdefault(wrapper, set())
+        if binary.symbol not in defined:
+            defined.add(binary.symbol)
+            for line in definition(binary):
                 wrapper.header.writeline(line)
         tensors = [each.codegen_reference() for each in self.tensors]
         sizes = [wrapper.codegen_sizevar(each) for each in self.constant_args]
         places = self._ordered([*range(len(tensors))], sizes[: self.num_numbers])
-        for line in call(made, tensors, places, sizes[self.num_numbers :]):
+        for line in call(binary, tensors, places, sizes[self.num_numbers :]):
             wrapper.writeline(line)
 
 
@@ -195,12 +195,12 @@ def _described(number: Any) -> Argument | int:
     return Argument("i32", bool(V.graph.sizevars.statically_known_multiple_of(number, _ALIGNMENT)))
 
 
-def definition(made: Binary) -> list[str]:
+def definition(binary: Binary) -> list[str]:
     """Return C++ that contains the binary and loads it, once per GPU. It stays loaded after the
     package is unloaded."""
     # always three digits, so that a digit that follows is not part of the escape
-    code = "".join(f"\\{byte:03o}" for byte in made.code)
-    name = made.symbol
+    code = "".join(f"\\{byte:03o}" for byte in binary.code)
+    name = binary.symbol
     return [
         f"#ifndef {name.upper()}",  # two graphs may share a file
         f"#define {name.upper()}",
@@ -214,7 +214,7 @@ def definition(made: Binary) -> list[str]:
         "    auto& kernel = loaded[device];",
         "    if (kernel == nullptr) {",
         f"        const void* code = {name}_code;",
-        f'        kernel = loadKernel(code, "{made.function}", {made.shared});',
+        f'        kernel = loadKernel(code, "{binary.function}", {binary.shared});',
         "    }",
         "    return kernel;",
         "}",
@@ -226,12 +226,12 @@ _NUMBERS = {"i32": "int32_t", "i64": "int64_t"}
 
 
 def call(
-    made: Binary, tensors: Sequence[str], arguments: Sequence[str | int], grid: Sequence[str]
+    binary: Binary, tensors: Sequence[str], arguments: Sequence[str | int], grid: Sequence[str]
 ) -> list[str]:
     """Return C++ that launches the kernel unless the grid is empty.
 
     Args:
-        made: The kernel.
+        binary: The kernel.
         tensors: C++ expressions of the tensors, each evaluated once, because it may own its tensor.
         arguments: Indices of tensors, and numbers in C++, in the kernel's order.
         grid: Numbers of programs.
@@ -239,7 +239,7 @@ def call(
     lines, places = ["{"], []
     for number, tensor in enumerate(tensors):
         lines.append(f"    const auto& dsv4_ops_tensor_{number} = {tensor};")
-    for place, (kind, value) in enumerate(zip(made.types, arguments, strict=True)):
+    for place, (kind, value) in enumerate(zip(binary.types, arguments, strict=True)):
         if kind == "constexpr":
             continue
         name = f"dsv4_ops_{place}"
@@ -264,8 +264,8 @@ def call(
         "        &dsv4_ops_scratch[0], &dsv4_ops_scratch[1],",
         "    };",
         f"    if ({' && '.join(names)}) {{",
-        f"        launchKernel({made.symbol}(this->device_idx_), {', '.join(names)}, {made.warps},",
-        f"                     {made.shared}, dsv4_ops_all, stream);",
+        f"        launchKernel({binary.symbol}(this->device_idx_), {', '.join(names)},",
+        f"                     {binary.warps}, {binary.shared}, dsv4_ops_all, stream);",
         "    }",
         "}",
     ]

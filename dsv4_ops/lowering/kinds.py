@@ -153,8 +153,8 @@ def own_lowering(spec: OpSpec) -> Lowering | None:
     name = module_of("lowering", spec.stem)
     if importlib.util.find_spec(name) is None:
         return None
-    found: Lowering | None = getattr(importlib.import_module(name), spec.name, None)
-    return found
+    lowering: Lowering | None = getattr(importlib.import_module(name), spec.name, None)
+    return lowering
 
 
 def _refuse_misplaced(spec: OpSpec, name: str, written: Any) -> None:

@@ -65,15 +65,15 @@ def _attend_in_loop(
         return start < rest[-1]
 
     def attend(start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        given: dict[str, Any] = dict(zip(tensors, rest[len(running) :], strict=False))
-        part = call._replace(**given)
-        found = reference.attend_to(part, reference.Running(*rest[: len(running)]), start, step)
-        return start + step, *found
+        named: dict[str, Any] = dict(zip(tensors, rest[len(running) :], strict=False))
+        part = call._replace(**named)
+        state = reference.attend_to(part, reference.Running(*rest[: len(running)]), start, step)
+        return start + step, *state
 
     first = torch.zeros((), dtype=torch.int64, device=call.q.device)
-    given: Any = (first, *running), (*tensors.values(), stop)
-    found = while_loop_op(is_left, attend, *given)
-    return reference.Running(*found[1:])
+    operands: Any = (first, *running), (*tensors.values(), stop)
+    states = while_loop_op(is_left, attend, *operands)
+    return reference.Running(*states[1:])
 
 
 mla_decode = Choices(_mla_decode)

@@ -34,16 +34,16 @@ def _mla_prefill(
     req_indices, query = torch.ops.dsv4_ops.token_map.default(
         query_start_loc, query_lens(query_start_loc), num_tokens=q.shape[0]
     )
-    found = reference.visible_keys(req_indices, query, query_start_loc, cu_seq_lens, num_k, causal)
+    bounds = reference.visible_keys(req_indices, query, query_start_loc, cu_seq_lens, num_k, causal)
     k = torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], 2)
-    start, stop = found
+    start, stop = bounds
     numbers = [each.isfinite().all(2) for each in (k, v)]
     of_k, of_v = (reference.sees_any(~each, start, stop) for each in numbers)
     k, values = (
         torch.where(number[..., None], each, 0.0)
         for each, number in zip((k, v), numbers, strict=True)
     )
-    mask = torch.where(reference.visible(*found, num_k), 0.0, -torch.inf)  # in the default dtype
+    mask = torch.where(reference.visible(*bounds, num_k), 0.0, -torch.inf)  # in the default dtype
     width = max(int(q.shape[2]), int(v.shape[2]))
     heads_first = [
         pad(each.to(torch.float32), (0, width - each.shape[2])).transpose(0, 1)[None]

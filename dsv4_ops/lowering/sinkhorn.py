@@ -62,10 +62,10 @@ def _chosen(values: list[Any], place: Any) -> Any:
     """Select the value at an index that differs between elements."""
     from dsv4_ops.lowering._compat import ops
 
-    found, index = values[-1], ops.index_expr(place, torch.int32)
+    selected, index = values[-1], ops.index_expr(place, torch.int32)
     for other, value in enumerate(values[:-1]):
-        found = ops.where(ops.eq(index, ops.constant(other, torch.int32)), value, found)
-    return found
+        selected = ops.where(ops.eq(index, ops.constant(other, torch.int32)), value, selected)
+    return selected
 
 
 sinkhorn = PointwiseIR(_sinkhorn)

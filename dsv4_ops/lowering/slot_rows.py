@@ -68,7 +68,7 @@ def slot_rows(
     (num_tokens,) = lens.get_size()
     num_reqs, max_blocks = block_table.get_size()
     on_cpu = lens.get_device().type == "cpu"
-    load_readable, load_request = _row_buffers(block_table, req_indices, first, lens, block_size)
+    load_num_entries, load_request = _row_buffers(block_table, req_indices, first, lens, block_size)
     load_page = block_table.make_loader()
     load_first = first.make_loader() if first is not None else None
 
@@ -92,7 +92,7 @@ def slot_rows(
         return [request, block_and_row(token, entry)[0]]
 
     def slot(token: Any, entry: Any) -> Value:
-        inside = ops.lt(ops.index_expr(entry, torch.int32), load_readable([token]))
+        inside = ops.lt(ops.index_expr(entry, torch.int32), load_num_entries([token]))
         if on_cpu:  # in a masked body the C++ backend cannot use a value from outside
             page = ops.masked(inside, lambda: load_page(table_index(token, entry)), ABSENT)
         else:  # Triton reads the values of a row once per thread, but only outside the mask
@@ -125,7 +125,7 @@ def _row_buffers(
     load_len, load_request = lens.make_loader(), req_indices.make_loader()
     load_first = first.make_loader() if first is not None else None
 
-    def readable(index: Any) -> Value:
+    def num_entries(index: Any) -> Value:
         beyond = ops.index_expr(max_blocks * block_size, torch.int64)
         if load_first is not None:
             beyond = ops.sub(beyond, ops.to_dtype(load_first(index), torch.int64))
@@ -139,5 +139,5 @@ def _row_buffers(
 
     return tuple(
         realized(lens, torch.int32, [num_tokens], value).make_loader()
-        for value in (readable, table_row)
+        for value in (num_entries, table_row)
     )

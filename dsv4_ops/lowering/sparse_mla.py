@@ -15,8 +15,8 @@ def _sparse_mla_plan(
 ) -> Tensor:
     programs = programs_per_tile(num_heads, num_programs)
     order, counts, first_extra = reference.splits(swa_lens, extra_lens, programs)
-    found = torch.ops.dsv4_ops.token_map.default(first_extra, counts - 1, num_tokens=programs)
-    return reference.rows(order, counts, *found)
+    tokens = torch.ops.dsv4_ops.token_map.default(first_extra, counts - 1, num_tokens=programs)
+    return reference.rows(order, counts, *tokens)
 
 
 sparse_mla_plan = TritonKernel(_sparse_mla_plan)

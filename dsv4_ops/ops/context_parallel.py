@@ -34,7 +34,7 @@ GATHERS = ("all_gather", "symmetric_memory")
 """Collectives that ``cp_gather_heads`` and ``cp_gather_rows`` may take."""
 
 SYMMETRIC_ROW_BYTES = 16384
-"""Of a row (token, head) that "symmetric_memory" can send."""
+"""Maximum bytes of a row (token, head) that "symmetric_memory" can send."""
 
 
 _cp_seq_lens = define_op(

@@ -13,7 +13,7 @@ from dsv4_ops.testing.strategies.batches import calls_of, ragged_batch, tables
 from dsv4_ops.testing.strategies.draw import Draw
 
 
-def _found(
+def _case_of_rows(
     settings: dict[str, Any],
     name: str,
     places: Tensor,
@@ -27,7 +27,7 @@ def _found(
 
 
 def _window_cases() -> list[Case]:
-    case, table = partial(_found, {"block_size": 4, "window_size": 4}), [[7, 3], [2, 5]]
+    case, table = partial(_case_of_rows, {"block_size": 4, "window_size": 4}), [[7, 3], [2, 5]]
     holes = [[7, 3], [-1, 5], [2, 2**31 - 1]]
     rows = [[30, 31, 12, 13], [8, 9, -1, -1], [8, 9, 10, -1]]
     slots = [[14, 15, -1, -1], [-1, -1, 20, 21], [10, 11, -1, -1]]
@@ -64,7 +64,7 @@ prefill_gather_lens = OpTesting(
 
 
 def _topk_cases() -> list[Case]:
-    case = partial(_found, {"block_size": 64})
+    case = partial(_case_of_rows, {"block_size": 64})
     first, name = i32([[0, 64, -1, -1]]), "page 0 is a page, holes stay where they are"
     selected, table = i32([[-1, 0, 128, -1], [63, 64, 65, 0]]), [[0, 4], [3, -1]]
     slots = [[-1, 0, -1, -1], [255, -1, -1, 192]]
@@ -90,7 +90,7 @@ global_topk_indices_and_lens = OpTesting(
 
 
 def _dense_cases() -> list[Case]:
-    case = partial(_found, {"block_size": 2, "compress_ratio": 128, "max_compressed": 4})
+    case = partial(_case_of_rows, {"block_size": 2, "compress_ratio": 128, "max_compressed": 4})
     positions, absent = i64([383, 126, -1, 10**6]), [-1] * 4
     rows = [[8, 9, 18, -1], absent, absent, [8, 9, 18, 19]]
     past = ([0, 1], [[4], [-1]], [[8, 9, -1, -1], absent], [4, 4])

@@ -101,12 +101,12 @@ def _gather_cases() -> list[Case]:
 def _gather_all_cases() -> list[Case]:
     cache, lens, row, zeros = _worked_gather()
     settings = {**_PAGES_OF_1, "offset": 1, "num_rows": 4}
-    found = [[zeros, row, zeros, zeros], [zeros, zeros, row, row]]
+    gathered = [[zeros, row, zeros, zeros], [zeros, zeros, row, row]]
     rows = torch.arange(8, dtype=torch.float32).reshape(2, 2, 2)
     plain = {"block_size": 2, "layout": "plain", "offset": 0, "num_rows": 3}
     moved = [[[4.0, 5.0], [6.0, 7.0], [0.0, 1.0]]]
     return [
-        Case("page, no page, before the start", (cache, *lens), settings, (found,)),
+        Case("page, no page, before the start", (cache, *lens), settings, (gathered,)),
         Case("no row", (cache, *lens), {**settings, "num_rows": 1}, ([[zeros]] * 2,)),
         Case("plain rows", (rows, i32([3]), None, i32([[1, 0]])), plain, (moved,)),
     ]

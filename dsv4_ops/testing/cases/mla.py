@@ -177,13 +177,13 @@ def _tile_values() -> list[float]:
 def _gather_cases() -> list[Case]:
     rows = torch.arange(12.0).view(2, 2, 3)
     plain, zeros = _read(2, PLAIN), [0.0] * 3
-    taken = ([[6.0, 7.0, 8.0], zeros, [0.0, 1.0, 2.0], zeros],)
+    gathered = ([[6.0, 7.0, 8.0], zeros, [0.0, 1.0, 2.0], zeros],)
     codes = torch.tensor([[[0x40, 0xCD, 0x7E, 0x0A] * 4]], dtype=torch.uint8)
     slots = i64([2, -1, 0, 4])
     one = _read(1, FP8)
     return [
-        Case("plain fp32", (rows, slots), plain, taken),
-        Case("plain fp16", (rows.half(), slots), plain, taken),
+        Case("plain fp32", (rows, slots), plain, gathered),
+        Case("plain fp16", (rows.half(), slots), plain, gathered),
         Case("plain, no block", (rows[:0], slots), plain, ([zeros] * 4,)),
         Case(
             "codes",
