@@ -154,7 +154,7 @@ def test_code_tiles_take_four_words_of_a_thread_that_are_side_by_side():
         name = launch.kernel.__name__
         if not launch.kwargs.get("CODES") and "by_blocks" not in name:
             continue
-        arguments = [kernels._known(value) for value in launch.args]
+        arguments = [kernels._specialised(value) for value in launch.args]
         codes = launch.kernel.arg_names.index("codes")
         arguments[codes] = Argument.tensor(torch.uint8, aligned=False)
         module = compile.compiled(launch.kernel, arguments, launch.kwargs, 90).asm["ttgir"]
