@@ -174,6 +174,12 @@ BATCHES = {
         "batch.rows must have a row of its own for every request, got row 2 for requests 1 and 2. "
         "Add each of them.",
     ),
+    "a row past the cache": (
+        ([1, 2, 3], [0, 1, 3], [10, 11], [0, 3]),
+        2,
+        "batch.rows must be below max_batch_size of the cache = 3, got row 3 for request 1. "
+        "Pass the row that add returned, or -1 for padding.",
+    ),
     "starts that end behind the tokens": (
         ([1, 2], [0, 1, 5], [10, 11], [0, 1]),
         3,
@@ -328,6 +334,30 @@ def test_a_gap_is_counted_without_a_look_at_values(family, step, monkeypatch):
     step(model, batch_of([7, 8], [0, 2], [4], [1]), gapped)
     assert int(gapped.dropped) == 3
     assert gapped.seq_lens.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("row", [2, 9, 2**31 - 1])
+@pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])
+@pytest.mark.parametrize("family", STEPS)
+def test_a_row_past_the_cache_is_refused_or_counted(family, step, row, monkeypatch):
+    model = STEPS[family]()
+    whole, cache = (new_cache(model, max_batch_size=2) for _ in range(2))
+    want = step(model, batch_of([1, 2], [0, 1, 2], [1, 1], [0, -1]), whole)
+    batch, before = batch_of([1, 2], [0, 1, 2], [1, 1], [0, row]), leaves(cache)
+    with pytest.raises(ValueError, match=f"got row {row} for request 1"):
+        step(model, batch, cache)
+    assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
+    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=False)
+    monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
+    for run in (step, compiled):
+        got = run(model, batch, cache)
+        torch.testing.assert_close(got[0], want[0], rtol=0, atol=CLOSE)
+        assert got.isfinite().all()
+        with pytest.raises(RuntimeError, match=r"got 1 dropped.*a row of its own in the cache"):
+            cache.raise_if_dropped()
+    whole.raise_if_dropped()  # -1 is padding
+    for ours, other in zip(leaves(cache), leaves(whole), strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.usefixtures("unread")

@@ -23,8 +23,8 @@ class StepBatch:
             Tokens after that are padding.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
             padding request.
-        rows: Cache row of every request, [num_reqs], int32; distinct. A row outside the cache, such
-            as -1, marks a padding request.
+        rows: Cache row of every request, [num_reqs], int32; distinct. A negative row marks a
+            padding request.
     """
 
     tokens: Tensor

@@ -66,8 +66,16 @@ def check_batch(
         zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True)
     ):
         first, last = starts[request], starts[request + 1]
-        if last == first or length <= 0 or not 0 <= row < cache.num_rows:
+        if last == first or length <= 0 or row < 0:
             continue
+        if row >= cache.num_rows:
+            raise argument_error(
+                op,
+                "batch.rows",
+                must=f"be below max_batch_size of the cache = {cache.num_rows}",
+                got=f"row {row} for request {request}",
+                do="Pass the row that add returned, or -1 for padding",
+            )
         if row in owners:
             raise argument_error(
                 op,

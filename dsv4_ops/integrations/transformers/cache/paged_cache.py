@@ -292,7 +292,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
                 must="have stored all tokens of its steps",
                 got=f"{dropped} dropped",
                 do="Reserve blocks, keep requests within max_cache_len, give each a row of its "
-                "own, and pass positions and lengths without gaps",
+                "own in the cache, and pass positions and lengths without gaps",
                 kind=RuntimeError,
             )
 

@@ -61,10 +61,11 @@ def decode_step(
 
     Mutates: the caches, at the positions of the step, and ``cache.seq_lens``, which become those of
         ``batch``. Tokens that cannot be stored are treated as padding and counted in
-        ``cache.dropped``: beyond ``max_cache_len``, without a reserved block, in a row that an
-        earlier request of the batch uses, beyond ``max_chunk``, missing between ``query_start_loc``
-        and ``tokens``, or after a gap: their request begins the step beyond the length that its row
-        has. An id outside the vocabulary is counted too, and read as id 0.
+        ``cache.dropped``: beyond ``max_cache_len``, without a reserved block, in a row that the
+        cache does not have or an earlier request of the batch uses, beyond ``max_chunk``, missing
+        between ``query_start_loc`` and ``tokens``, or after a gap: their request begins the step
+        beyond the length that its row has. An id outside the vocabulary is counted too, and read as
+        id 0.
 
     Raises:
         ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a
@@ -297,9 +298,9 @@ def tokens_of(
     starts, request_rows = batch.query_start_loc, batch.rows
     # a decreasing start counts as dropped tokens
     counts = (starts[1:] - starts[:-1]).abs()
-    live = (counts > 0) & (batch.seq_lens > 0) & (request_rows >= 0) & (request_rows < num_rows)
+    live = (counts > 0) & (batch.seq_lens > 0) & (request_rows >= 0)
     index = torch.arange(request_rows.shape[0], dtype=torch.int32, device=starts.device)
-    owner = torch.where(live, request_rows, -1 - index)
+    owner = torch.where(live & (request_rows < num_rows), request_rows, -1 - index)
     is_taken = ((owner[:, None] == owner) & (index[:, None] > index)).any(1)
     owner = torch.where(is_taken, -1, owner)
     if row_lengths is not None:
