@@ -207,9 +207,9 @@ BATCHES = {
     "a gap": (
         ([1, 2, 3], [0, 1, 3], [10, 23], [0, 2]),
         2,
-        "batch.seq_lens must go on at most at the 20 tokens that row 2 has, got 23 of request 1, "
-        "2 of them in the step. Pass all tokens, or set cache.seq_lens where something else filled "
-        "the row.",
+        "batch.seq_lens must let every request begin at most where its row ends, got request 1 "
+        "that begins at position 21 while row 2 holds 20 tokens. Pass all tokens, or set "
+        "cache.seq_lens where something else filled the row.",
     ),
     "an id outside the vocabulary": (
         ([1, 260], [0, 1, 2], [10, 11], [0, 1]),

@@ -160,11 +160,12 @@ def _check_request(
         )
     first, row_length = length - count, int(cache.seq_lens[row])
     if first > row_length:
+        holds = f"{row_length} token{'' if row_length == 1 else 's'}"
         raise argument_error(
             op,
             name,
-            must=f"go on at most at the {row_length} tokens that row {row} has",
-            got=f"{of_request}, {count} of them in the step",
+            must="let every request begin at most where its row ends",
+            got=f"request {request} that begins at position {first} while row {row} holds {holds}",
             do="Pass all tokens, or set cache.seq_lens where something else filled the row",
         )
     blocks = cache.tables.pool[row, (length - count) // block_tokens :]
