@@ -18,6 +18,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if BLOCK.search(page.read_text()))
 GPU, LONG = "# needs a GPU\n", "# takes "
 """First lines of blocks that do not run here, or not in every run."""
+COMPILES = "torch.compile("
+"""What is in blocks that run without a compiler too."""
 
 
 def run(code, folder):
@@ -50,6 +52,16 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page, tmp_path):
 @pytest.mark.nightly("the other blocks run; examples compile and export the same steps")
 def test_the_code_that_compiles_for_long_runs_too(page, tmp_path):
     check("\n".join(block for block in blocks(page) if not block.startswith(GPU)), tmp_path)
+
+
+@pytest.mark.parametrize("page", ["engines.md", "transformers.md"])
+def test_code_to_compile_runs_eagerly_too(page, tmp_path, monkeypatch):
+    """An eager step refuses tokens that a compiled one only counts."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    quick = [block for block in blocks(page) if not block.startswith((GPU, LONG))]
+    compiled = [block for block in blocks(page) if block.startswith(LONG) and COMPILES in block]
+    assert compiled
+    check("\n".join(b for b in blocks(page) if b in quick or b in compiled), tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)
