@@ -584,6 +584,18 @@ def test_experts_of_another_dtype_than_the_config_says_are_refused(small):
     )
 
 
+def test_experts_in_fp4_need_scales_of_bytes(small):
+    config = {
+        **SMALL,
+        "quantization_config": {**SMALL["quantization_config"], "scale_fmt": "float"},
+    }
+    (small / "config.json").write_text(json.dumps(config))
+    assert refused(small) == (
+        "check_checkpoint: quantization_config.scale_fmt must be 'ue8m0' for experts in FP4, got "
+        "'float'. Correct config.json."
+    )
+
+
 def test_a_draft_of_dspark_is_recognised(small):
     changed(small, "mtp.0.main_proj.weight", torch.ones(1))
     assert check_checkpoint(small).draft == "dspark"

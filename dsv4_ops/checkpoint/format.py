@@ -370,7 +370,7 @@ def _check_v4(
             OP,
             "quantization_config.scale_fmt",
             must="be 'ue8m0' for experts in FP4",
-            got="another",
+            got=repr(scale_format(OP, config)),
             do="Correct config.json",
         )
     scale_dtype = _scale_dtype(OP, stored, "layers.0.attn.wq_a.scale")

@@ -21,6 +21,12 @@ def argument_error(
     return kind(f"{op}: {name} must {must}, got {got}. {do}.")
 
 
+def kind_of(value: object) -> str:
+    """Name the class of a value for a message, such as "a PagedCache" or "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def plain_int(value: int) -> int:
     """Return a size for a message. Dynamo cannot format a symbolic int; the guard that this
     conversion adds costs nothing, because the error ends the trace."""

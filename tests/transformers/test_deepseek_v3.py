@@ -721,8 +721,8 @@ REFUSED = {
         lambda: changed(rope_parameters={**MLA_YARN, "rope_theta": 20000.0}),
         {},
         ValueError,
-        "model.rotary_emb must be that of config.rope_parameters, got another. Make the model from "
-        "it.",
+        "model.rotary_emb must be that of config.rope_parameters, got one of other frequencies or "
+        "another scaling. Make the model from it.",
     ),
 }
 

@@ -161,7 +161,7 @@ def test_models_without_a_draft_layer_are_refused(path):
 REFUSED = {
     "num_draft_tokens": (0, "be at least 1, got 0"),
     **{
-        name: (object(), "be None with num_draft_tokens, got another")
+        name: (object(), "be None with num_draft_tokens, got an object")
         for name in (
             "streamer",
             "cache",

@@ -160,7 +160,7 @@ def test_what_is_in_a_models_modules_runs(change, precision):
         if change is replaced and not first and precision == "serve":
             before = [dict(vars(module)) for module in model.modules()]
             rule = "unpatch: forward of DeepseekV4RMSNorm must be the one that patch set"
-            with pytest.raises(ValueError, match=f"^{rule}, got another. Take off first what was"):
+            with pytest.raises(ValueError, match=f"^{rule}, got a .*. Take off first what was"):
                 v4.unpatch(model)
             assert [dict(vars(module)) for module in model.modules()] == before
             continue

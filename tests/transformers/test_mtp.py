@@ -368,7 +368,11 @@ def test_models_that_cannot_have_it_are_refused(path, model, quantized, tmp_path
             "model must be DeepseekV4ForCausalLM for a draft layer, got "
             f"{' or '.join(v3.dsv4_ops_spec.causal_lm)}. Draft by other means",
         ),
-        (torch.nn.Linear(2, 2), path, "model must be patched, got another. Call patch first"),
+        (
+            torch.nn.Linear(2, 2),
+            path,
+            "model must be patched, got an unpatched Linear. Call patch first",
+        ),
     ):
         with pytest.raises((ValueError, NotImplementedError)) as raised:
             v4.load_mtp(held, folder)

@@ -302,12 +302,26 @@ def test_an_unpatched_model_is_refused(no_grad):
     with pytest.raises(ValueError, match="be patched") as raised:
         v4.unpatch(model)
     assert str(raised.value) == (
-        "unpatch: model must be patched, got another. There is nothing to undo."
+        "unpatch: model must be patched, got an unpatched DeepseekV4ForCausalLM. "
+        "There is nothing to undo."
+    )
+    with pytest.raises(ValueError, match="be patched") as raised:
+        v4.unpatch(None)
+    assert str(raised.value) == (
+        "unpatch: model must be patched, got a NoneType. There is nothing to undo."
+    )
+    with pytest.raises(ValueError, match="be patched") as raised:
+        v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=8)
+    assert str(raised.value) == (
+        "PagedCache.for_model: model must be patched, got an unpatched DeepseekV4ForCausalLM. "
+        "Call patch first."
     )
     cache = cache_of()
     with pytest.raises(ValueError, match="be patched") as raised:
         model(ids(), cache=cache)
-    assert str(raised.value) == "PagedCache: model must be patched, got another. Call patch first."
+    assert str(raised.value) == (
+        "PagedCache: model must be patched, got an unpatched one. Call patch first."
+    )
     assert not cache.seq_lens.any()
 
 

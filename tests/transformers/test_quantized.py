@@ -487,14 +487,17 @@ def test_a_scale_that_the_file_lacks_is_refused(tiny, tmp_path, monkeypatch):
 
 def test_other_uses_of_these_classes_are_refused(loaded):
     layer = loaded.model.layers[0].self_attn.q_a_proj
-    layer.activation_scheme = "static"
     name = "model.layers.0.self_attn.q_a_proj"
     advice = "Load it with FineGrainedFP8Config(dequantize=True)."
-    refused(
-        loaded,
-        NotImplementedError,
-        f"{name}.activation_scheme must be 'dynamic', got 'static'. {advice}",
-    )
+    for setting, value, message in (
+        ("activation_scheme", "static", "must be 'dynamic', got 'static'"),
+        ("bias", torch.nn.Parameter(torch.zeros(64)), "must be None, got a Parameter"),
+        ("swiglu_alpha", 1.5, "must be None, got 1.5"),
+    ):
+        before = getattr(layer, setting, None)
+        setattr(layer, setting, value)
+        refused(loaded, NotImplementedError, f"{name}.{setting} {message}. {advice}")
+        setattr(layer, setting, before)
 
 
 def test_a_model_over_several_devices_is_refused(loaded):

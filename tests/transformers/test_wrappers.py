@@ -415,7 +415,8 @@ def removed(model):
 
 def replaced(model):
     model.model.layers[0] = FAMILIES[model.config.model_type[-2:]]().model.layers[0]
-    return f"model.layers.0.self_attn must be one that patch saw, got another. {AGAIN}"
+    new = type(model.model.layers[0].self_attn).__name__
+    return f"model.layers.0.self_attn must be one that patch saw, got a new {new}. {AGAIN}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

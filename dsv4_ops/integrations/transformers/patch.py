@@ -7,7 +7,7 @@ from typing import Any
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, kind_of
 from dsv4_ops.dispatch.choice import IMPLS
 from dsv4_ops.integrations.transformers import forwards
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
@@ -15,6 +15,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     DRAFT,
     ModelSpec,
     require_transformers,
+    unpatched,
 )
 from dsv4_ops.integrations.transformers.generation import hooks
 from dsv4_ops.integrations.transformers.modules import rewrite
@@ -166,9 +167,7 @@ def unpatch(model: Any) -> Any:
     """
     replaced = getattr(model, _REPLACED, None)
     if replaced is None:
-        raise argument_error(
-            "unpatch", "model", must="be patched", got="another", do="There is nothing to undo"
-        )
+        raise unpatched("unpatch", model, "There is nothing to undo")
     replaced.undo()
     model._modules.pop(DRAFT, None)
     rewrite.restore(model, forwards.rewrites(model, getattr(model, _SPEC)))
@@ -220,12 +219,13 @@ class _Replacements:
     def undo(self) -> None:
         """Restore all methods, or raise and restore none."""
         for one in self.made:
-            if vars(one.module).get(one.name) is not one:
+            current = vars(one.module).get(one.name)
+            if current is not one:
                 raise argument_error(
                     "unpatch",
                     f"{one.name} of {type(one.module).__name__}",
                     must="be the one that patch set",
-                    got="another",
+                    got="that of its class" if current is None else kind_of(current),
                     do="Take off first what was put on last",
                 )
         for one in reversed(self.made):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention import ContextParallel
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, kind_of
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.modules.bf16_experts import Bf16Experts
@@ -152,6 +152,13 @@ class Execution(NamedTuple):
     plan: bool = True
     parallel: ContextParallel | None = None
     query: str | None = None
+
+
+def unpatched(op: str, model: Any, advice: str = "Call patch first") -> Exception:
+    """The error for an object that ``patch`` did not change."""
+    is_model = isinstance(model, torch.nn.Module)
+    actual = f"an unpatched {type(model).__name__}" if is_model else kind_of(model)
+    return argument_error(op, "model", must="be patched", got=actual, do=advice)
 
 
 def dtype_of(config: Any, default: torch.dtype) -> torch.dtype:

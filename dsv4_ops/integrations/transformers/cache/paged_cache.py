@@ -17,7 +17,11 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.dispatch.choice import check_codes
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
-from dsv4_ops.integrations.transformers.architectures.base import draft_of, require_transformers
+from dsv4_ops.integrations.transformers.architectures.base import (
+    draft_of,
+    require_transformers,
+    unpatched,
+)
 from dsv4_ops.integrations.transformers.cache.blocks import BlockPool, OutOfBlocks, has
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
@@ -189,9 +193,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         """
         op, spec = "PagedCache.for_model", getattr(model, "dsv4_ops_spec", None)
         if spec is None:
-            raise argument_error(
-                op, "model", must="be patched", got="another", do="Call patch first"
-            )
+            raise unpatched(op, model)
         settings = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
         settings |= {"parallel": spec.parallel, "draft_layer": draft_of(model) is not None}
         return cls(model.config, **{**settings, **sizes})
@@ -402,7 +404,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def update(self, *_: Any, **__: Any) -> Any:
         """Refuse: a patched model writes to the cache itself."""
         raise argument_error(
-            "PagedCache", "model", must="be patched", got="another", do="Call patch first"
+            "PagedCache", "model", must="be patched", got="an unpatched one", do="Call patch first"
         )
 
     get_mask_sizes = update

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, kind_of
 from dsv4_ops.integrations.transformers.architectures.base import draft_of
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
 from dsv4_ops.integrations.transformers.generation.prompts import (
@@ -83,7 +83,7 @@ def check_call(model: Any, num_drafts: Any, arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         is_known = name in _ARGUMENTS or hasattr(model.generation_config, name)
         if not is_known and value is not None and value is not False:
-            _refuse(name, "be None", "another")
+            _refuse(name, "be None", value if value is True else kind_of(value))
     for name, only in _SETTINGS.items():
         value = setting(model, arguments, name)
         if value is not None and value != only and (only or value):

@@ -73,7 +73,13 @@ def check_modules(
         if own_forward(attention) is not None:
             raise _changed(op, name, "a forward of its own")
         if class_of(attention) is None:
-            raise argument_error(op, name, must="be one that patch saw", got="another", do=_AGAIN)
+            raise argument_error(
+                op,
+                name,
+                must="be one that patch saw",
+                got=f"a new {type(attention).__name__}",
+                do=_AGAIN,
+            )
         check_skipped(op, spec, name, attention)
         weight: Tensor | None = next(attention.parameters(), None)
         if weight is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.checkpoint.values import check_values
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, kind_of
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK, round_up
 from dsv4_ops.core.registry import AUTO, REFERENCE
 from dsv4_ops.core.types import QuantizedGroups
@@ -261,11 +261,12 @@ def _check_settings(op: str, name: str, module: Any) -> None:
     )
     for setting, actual, supported in settings:
         if actual is not supported and actual != supported:
+            is_plain = isinstance(actual, (str, bool, int, float))
             raise argument_error(
                 op,
                 f"{name}.{setting}",
                 must=f"be {supported!r}",
-                got=repr(actual) if isinstance(actual, str) else "another",
+                got=repr(actual) if is_plain else kind_of(actual),
                 do=_OTHER,
                 kind=NotImplementedError,
             )

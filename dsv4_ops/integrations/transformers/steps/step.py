@@ -20,6 +20,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     StepRun,
     StepTokens,
     run_part,
+    unpatched,
 )
 from dsv4_ops.integrations.transformers.cache.dropped_tokens import (
     check_batch,
@@ -249,7 +250,7 @@ def spec_of(op: str, model: Any) -> ModelSpec:
     """The spec that ``patch`` stored on the model."""
     spec = getattr(model, "dsv4_ops_spec", None)
     if not isinstance(spec, ModelSpec):
-        raise argument_error(op, "model", must="be patched", got="another", do="Call patch first")
+        raise unpatched(op, model)
     return spec
 
 

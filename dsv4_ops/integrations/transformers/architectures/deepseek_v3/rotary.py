@@ -96,6 +96,6 @@ def check_rotary(op: str, model: Any, rotary: Rotary) -> None:
                 op,
                 name,
                 must="be that of config.rope_parameters",
-                got="another",
+                got="one of other frequencies or another scaling",
                 do="Make the model from it",
             )

@@ -356,7 +356,7 @@ class DeepseekV4Spec(RingSpec):
                 op,
                 "cache",
                 must="be a PagedCache where ranks split the heads",
-                got="another, or none",
+                got="another cache, or none",
                 do="Pass cache=cache",
                 kind=NotImplementedError,
             )
