@@ -13,6 +13,7 @@ from tests.helpers import Called
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
+from dsv4_ops.dispatch import choice
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import DeepseekV4Spec, spec
 from dsv4_ops.testing.models import LAYER_TYPES, small_model
@@ -175,3 +176,16 @@ def test_a_model_is_patched_where_its_library_is_not():
     """It may be moved to where it is."""
     patched = v4.patch(small_model(dtype=torch.bfloat16), impl="deep_gemm")
     assert patched.dsv4_ops_spec.step_layers.schedule_sms == 0
+
+
+@pytest.mark.parametrize("impl", ["flash_mla", "deep_gemm"])
+def test_patch_refuses_a_library_that_its_gpu_lacks(impl, monkeypatch):
+    """A model on a CPU may be moved; one on a GPU stays."""
+    monkeypatch.setattr(choice, "unusable", lambda library: "not installed (extra x)")
+    held = v4.patch(small_model(dtype=torch.bfloat16), impl=impl).dsv4_ops_spec
+    assert held.scheduled(torch.device("cpu")) == held
+    with pytest.raises(ImportError) as raised:
+        held.scheduled(torch.device("cuda"))
+    message = f"patch: impl must be one that runs here, got '{impl}'. "
+    assert str(raised.value).startswith(message)
+    assert str(raised.value).endswith(": not installed (extra x).")

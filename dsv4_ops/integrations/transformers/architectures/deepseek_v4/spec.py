@@ -151,6 +151,8 @@ class DeepseekV4Spec(RingSpec):
     def scheduled(self, device: torch.device) -> DeepseekV4Spec:
         """Add SM counts of a library's schedules, so that layers share one schedule per step."""
         layers = self.step_layers
+        if layers.impl in LIBRARIES and device.type in choice.DEVICES:
+            choice.require("patch", layers.impl)
         # FlashMLA schedules by lengths that a rank knows only inside the layer
         if layers.impl == FLASH_MLA and layers.ranks is not None:
             return self
