@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.testing.checkpoint import random_weight
 from dsv4_ops.testing.text import BOS, EOS, PAD, VOCAB_SIZE
 
@@ -159,9 +160,13 @@ def small_mla_config(version: int = 3, **changed: Any) -> Any:
     Args:
         version: 3 for ``DeepseekV3Config``, which Kimi-K2 has too, or 2 for ``DeepseekV2Config``.
         changed: Fields of the configuration to override.
+
+    Raises:
+        ValueError: another version.
     """
     import transformers
 
+    _check_version("small_mla_config", version)
     settings: dict[str, Any] = {
         **_SHARED,
         "intermediate_size": 256,
@@ -196,8 +201,15 @@ def small_mla_model(
     ``small_model``."""
     import transformers
 
+    _check_version("small_mla_model", version)
     kind = getattr(transformers, f"DeepseekV{version}ForCausalLM")
     return _filled(kind(small_mla_config(version, **changed)), seed, dtype, device)
+
+
+def _check_version(op: str, version: int) -> None:
+    if version not in (2, 3):
+        advice = "Call small_model or small_config for DeepSeek-V4"
+        raise argument_error(op, "version", must="be 2 or 3", got=repr(version), do=advice)
 
 
 def _filled(model: Any, seed: int, dtype: torch.dtype, device: torch.device | str) -> Any:
