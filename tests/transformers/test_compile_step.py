@@ -368,3 +368,35 @@ def test_a_second_process_compiles_nothing(tmp_path):
         parts, graphs, error = ended.stdout.split()[-3:]
         assert float(error) < 0.05
         assert int(graphs) == (int(parts) if process == 0 else 0)
+
+
+@pytest.mark.parametrize("family", ["v4", "v3"])
+def test_one_compile_serves_every_number_of_tokens_and_requests(family):
+    """The first prefill and the first decode compile each part, later ones none, among them calls
+    of one token and of one request; logits are those of eager steps."""
+    model = small_model() if family == "v4" else small_mla_model()
+    model = v4.patch(model, kv="fp32", precision="reference")
+    counters_of, steps = {}, {}
+    for step in (v4.prefill_step, v4.decode_step):
+        counters_of[step] = CompileCounterWithBackend("eager")
+        steps[step] = v4.compile_step(
+            model, step, mode="regional", dynamic=True, backend=counters_of[step]
+        )
+    engines = [Engine(model, new_cache(model), text()) for _ in range(2)]
+
+    def both(name, counts, step):
+        compiled_, counter = steps[step], counters_of[step]
+        getattr(engines[0], name)(counts, step=lambda _, batch, cache: compiled_(batch, cache))
+        getattr(engines[1], name)(counts)
+        return counter.frame_count, len(compiled_.parts)
+
+    for counts in ({0: 9, 1: 3}, {2: 1}, {2: 130}, {0: 1, 1: 5, 2: 2}, {0: 2}):
+        graphs, parts = both("prefill", counts, v4.prefill_step)
+        assert graphs == parts
+    for counts in ({0: 1, 1: 1}, {2: 1}, {0: 1, 1: 1, 2: 1}, {1: 2}, {0: 1}):
+        graphs, parts = both("decode", counts, v4.decode_step)
+        assert graphs == parts
+    for ours, eager in zip(*(engine.logits for engine in engines), strict=True):
+        assert ours.keys() == eager.keys()
+        for place in ours:
+            torch.testing.assert_close(ours[place], eager[place], rtol=1e-5, atol=1e-5)

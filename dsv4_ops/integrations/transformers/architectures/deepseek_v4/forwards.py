@@ -21,6 +21,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     Maker,
     class_of,
     has_global_hooks,
+    has_plain_weight,
     in_place_of,
     linear_float32,
     own_forward,
@@ -42,7 +43,10 @@ class FamilyForwards(Rewrite):
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.makers: dict[str | None, Maker] = {"DeepseekV4HyperConnection": in_place_of(_connect)}
+        self.makers: dict[str | None, Maker] = {
+            "DeepseekV4HyperConnection": in_place_of(_connect),
+            "DeepseekV4GroupedLinear": _grouped_forward,
+        }
         self.gates_float32 = recipe.swiglu_float32
         if recipe.streams_float32:
             layer = _layer_of_float32_norms if recipe.norms_float32 else _layer
@@ -73,6 +77,21 @@ def _fits_sinkhorn(connection: Any) -> bool:
     """Whether the Sinkhorn kernel runs a hyper-connection of these sizes."""
     fits = connection.hc_mult <= MAX_STREAMS and connection.hc_sinkhorn_iters <= MAX_ITERATIONS
     return bool(fits)
+
+
+def _grouped_forward(before: Forward) -> Forward:
+    """The grouped projection without a reshape of a transposed result, whose trace would hold for
+    several tokens only."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.dim() != 3 or not has_plain_weight(self):
+            return before(self, x)
+        groups: int = self.n_groups
+        weight = self.weight.view(groups, -1, x.shape[-1]).transpose(1, 2)
+        products = torch.bmm(x.transpose(0, 1), weight)
+        return torch.cat(products.unbind(), -1).unflatten(-1, (groups, -1))
+
+    return forward
 
 
 def _connect(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
