@@ -18,7 +18,9 @@ def test_programs_that_scan_many_tokens() -> None:
 
 @pytest.mark.parametrize("ratio", [4, 128])
 @pytest.mark.parametrize("num_tokens", [1, 7, 133, 1057, 8192, 16411, 100_000])
-def test_tokens_that_complete_a_window_are_of_different_programs(num_tokens: int, ratio: int) -> None:
+def test_tokens_that_complete_a_window_are_of_different_programs(
+    num_tokens: int, ratio: int
+) -> None:
     """In a prefill they are a ratio apart; each program has at most its share of them."""
     from dsv4_ops.kernels.compressor import launch as kernels
 
