@@ -15,27 +15,8 @@ NAMED = re.compile(r"(?<![\w/<*{-])(?:\.\./)*((?:\.?[\w-]+/)*[\w-]+\.(?:py|md))\
 BEGINS = re.compile(r"(Of|By|Likewise|The same)\b")
 
 MAY_BEGIN = {
-    "By the positions of all tokens",
-    "By topk the ranks and the",
-    "Of V3's router, whose choice takes",
-    "Of a linear layer [.., k]",
-    "Of a program that ends a",
-    "Of a row (token, head) that",
-    "Of a tile: few where there",
-    "Of a token one program collapses",
-    "Of an amax of 1e-4: 2^-22",
     "Of sparse MLA: rows of 512",
-    "Of the arguments of ``sparse_mla_decode_paged``.",
-    "Of the smallest powers of two",
-    "Of the source file of a",
-    "Of the values read back; an",
-    "Of the window and of compressed",
-    "Of the window, of compressed rows",
-    "Of tokens from ``num_tokens`` up to",
-    "The same criteria, of a call",
-    "The same for activations and 1e-10:",
     "The same in words.",
-    "The same values as a column",
 }
 """The first six words of docstrings of old that do: rewrite them, and add none."""
 
