@@ -266,9 +266,9 @@ def test_a_compiled_step_counts_too():
     """In one graph, and two requests that change their rows."""
     step = torch.compile(v4.decode_step, backend="eager", fullgraph=True, dynamic=False)
     cache = pooled()
-    for rows in ([0, 1, 2], [0, 2, 2], [0, 0, 0]):
+    for rows in ([0, 1, 2], [0, 2, 2], [0, 0, 0], [0, 9, -1]):
         step(reference(), batch_of([1, 2, 3], [0, 1, 2, 3], [10, 11, 12], rows), cache)
-    assert int(cache.tensors.dropped) == 3
+    assert int(cache.tensors.dropped) == 4
 
 
 def test_calls_that_do_not_fit_are_refused():
@@ -347,14 +347,12 @@ def test_a_row_past_the_cache_is_refused_or_counted(family, step, row, monkeypat
     with pytest.raises(ValueError, match=f"got row {row} for request 1"):
         step(model, batch, cache)
     assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
-    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=False)
     monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
-    for run in (step, compiled):
-        got = run(model, batch, cache)
-        torch.testing.assert_close(got[0], want[0], rtol=0, atol=CLOSE)
-        assert got.isfinite().all()
-        with pytest.raises(RuntimeError, match=r"got 1 dropped.*a row of its own in the cache"):
-            cache.raise_if_dropped()
+    got = step(model, batch, cache)
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=CLOSE)
+    assert got.isfinite().all()
+    with pytest.raises(RuntimeError, match=r"got 1 dropped.*a row of its own in the cache"):
+        cache.raise_if_dropped()
     whole.raise_if_dropped()  # -1 is padding
     for ours, other in zip(leaves(cache), leaves(whole), strict=True):
         torch.testing.assert_close(ours, other, rtol=0, atol=CLOSE)
