@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsv4_ops.core.registry import OPS, REFERENCE, TRITON, Lowering, OpSpec
-from dsv4_ops.dispatch import choice, libraries
+from dsv4_ops.dispatch import choice, libraries, run_time_launches
 from dsv4_ops.dispatch.layers import module_of
 from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
 from dsv4_ops.reference.common import buffers_by
@@ -57,25 +57,23 @@ class PointwiseIR:
 
 
 def _launches_when_it_runs(values: Mapping[str, Any]) -> bool:
-    """Whether the op stays in the graph as a call of itself, because a size is symbolic.
-
-    A launcher chooses tiles, splits and the number of programs by sizes. For a symbolic size it can
-    only choose settings that work for every size. A call chooses by the real size, like an eager
-    call; each kernel is compiled once per process instead of once per graph; and a CUDA graph hides
-    its host time. Packages cannot do so, because they have no Python to call.
-    """
+    """Whether the op stays in the graph as a call of itself: where that is asked for, a size is a
+    symbol, and no package is made."""
     from dsv4_ops.lowering import external
 
     tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
-    symbolic = any(isinstance(size, torch.SymInt) for each in tensors for size in each.shape)
-    return symbolic and not external.packaging()
+    return (
+        run_time_launches.are_on()
+        and any(isinstance(size, torch.SymInt) for each in tensors for size in each.shape)
+        and not external.packaging()
+    )
 
 
 @dataclass(frozen=True)
 class TritonKernel:
     """On CUDA trace the launcher in ``kernels/<stem>``, whose kernel Inductor compiles into the
-    graph, or keep the op where sizes are symbols; elsewhere, and for calls that the kernel does not
-    take, trace ``function``."""
+    graph, or keep the op (see ``run_time_launches``); elsewhere, and for calls that the kernel does
+    not take, trace ``function``."""
 
     function: Callable[..., Any]
     kind = "triton"
@@ -98,8 +96,8 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class Choices:
-    """Trace what ``impl`` asks for, or what ``auto`` takes at these sizes: our kernel, which is a
-    call of the op where sizes are symbols, the call of a library's op, or ``function``."""
+    """Trace what ``impl`` asks for, or what ``auto`` takes at these sizes: our kernel or a call of
+    the op (see ``run_time_launches``), the call of a library's op, or ``function``."""
 
     function: Callable[..., Any]
     kind = "choices"

@@ -1,5 +1,5 @@
-"""What graphs of CUDA hold of an op with a kernel: its launches where sizes are known, a call of
-the op where they are symbols. Traced over fake tensors, which need no GPU."""
+"""What graphs of CUDA hold of an op with a kernel: its launches, or under ``run_time_launches`` a
+call of the op where sizes are symbols. Traced over fake tensors, which need no GPU."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import dsv4_ops as ops
+from dsv4_ops.dispatch.run_time_launches import run_time_launches
 from dsv4_ops.lowering import external
 
 LAUNCH = "triton_kernel_wrapper"
@@ -64,14 +65,16 @@ def targets(name, *, symbolic):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_known_sizes_have_their_launches_in_the_graph(name):
-    called = targets(name, symbolic=False)
+    with run_time_launches():
+        called = targets(name, symbolic=False)
     assert any(LAUNCH in target for target in called)
     assert not any(name in target for target in called)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_symbols_leave_the_launch_to_the_call(name):
-    called = targets(name, symbolic=True)
+    with run_time_launches():
+        called = targets(name, symbolic=True)
     assert not any(LAUNCH in target for target in called)
     assert any(name in target or "auto_functionalized" in target for target in called)
 
@@ -79,4 +82,10 @@ def test_symbols_leave_the_launch_to_the_call(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_packages_keep_launches_for_every_size(name, monkeypatch):
     monkeypatch.setattr(external, "packaging", lambda: True)
+    with run_time_launches():
+        assert any(LAUNCH in target for target in targets(name, symbolic=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_graphs_hold_launches_for_every_size(name):
     assert any(LAUNCH in target for target in targets(name, symbolic=True))

@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -21,6 +20,7 @@ from dsv4_ops.core.torch_compat import (
     has_function_modes,
     one_graph_for_all_sizes,
 )
+from dsv4_ops.dispatch.run_time_launches import run_time_launches
 from dsv4_ops.integrations.transformers.architectures.base import Runner
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
@@ -177,9 +177,11 @@ class CompiledStep:
 
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         """Run the step; the first call compiles."""
-        dynamic = self.settings["dynamic"]
-        with torch.no_grad(), one_graph_for_all_sizes() if dynamic else nullcontext():
-            return self._stepped(batch, cache, **rest)
+        with torch.no_grad():
+            if not self.settings["dynamic"]:
+                return self._stepped(batch, cache, **rest)
+            with one_graph_for_all_sizes(), run_time_launches():
+                return self._stepped(batch, cache, **rest)
 
     def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         op = self.step.__name__
