@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ TOKEN_COSINE = 1e-4
 """The cosine difference of any one token: a few other selected rows make it a hundred times as
 large."""
 
-INPUTS, WEIGHTS, CACHES, GROUP = 6, 6, 5, 7
+INPUTS, WEIGHTS, CACHES, GROUP = map(
+    len, map(fields, (LayerInputs, LayerWeights, LayerCaches, CompressedStep))
+)
 """Tensors of LayerInputs, LayerWeights, LayerCaches and CompressedStep. The arguments of a call are
 the first three, then the tensors of AttentionStep, its C4 group before its C128 group."""
 

@@ -12,6 +12,7 @@ import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch.layers import module_of
 from dsv4_ops.reference.indexer import scores, sortable
 from dsv4_ops.testing.case import i32, i64
 from dsv4_ops.testing.cases.indexer import beyond_int32, tiny_cache, tiny_query
@@ -351,7 +352,7 @@ def rows_only(name, monkeypatch):
     def make(draw, settings, min_size):
         return in_rows(op_testing.make(draw, settings, min_size), 2, draw.flag())
 
-    module = importlib.import_module(spec.module("testing"))
+    module = importlib.import_module(module_of("testing", spec.stem))
     changed = replace(op_testing, cases=list, make=make, settings=op_testing.settings[:1])
     monkeypatch.setattr(module, name, changed)
     return spec
@@ -442,7 +443,7 @@ def plain_only(name, monkeypatch):
     """The op, under a contract of its plain layout alone."""
     spec, op_testing = OPS[name], testing.op_testing(name)
     plain = tuple(chosen for chosen in op_testing.settings if chosen["layout"] == "plain")
-    module = importlib.import_module(spec.module("testing"))
+    module = importlib.import_module(module_of("testing", spec.stem))
     monkeypatch.setattr(module, name, replace(op_testing, settings=plain))
     return spec
 

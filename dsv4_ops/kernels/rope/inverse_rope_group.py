@@ -114,7 +114,7 @@ def inverse_rope_group_kernel(
             tl.store(dst, packed, mask=head_valid)
 
 
-def _launch_kernel(
+def _launch_by_kind(
     launch: Launcher,
     o: Tensor,
     positions: Tensor,
@@ -144,7 +144,7 @@ def inverse_rope_group(
     if num_tokens == 0 or num_heads == 0:
         return out
     # the table stands in for the scales, which are not written
-    _launch_kernel(launch, o, positions, cos_sin_cache, out, cos_sin_cache, num_groups, PLAIN)
+    _launch_by_kind(launch, o, positions, cos_sin_cache, out, cos_sin_cache, num_groups, PLAIN)
     return out
 
 
@@ -170,5 +170,5 @@ def inverse_rope_group_quantize(
     scales = o.new_empty(sizes, dtype=dtype)
     if num_tokens != 0 and num_heads != 0:
         kind = _SCALES[scale_layout]
-        _launch_kernel(launch, o, positions, cos_sin_cache, values, scales, num_groups, kind)
+        _launch_by_kind(launch, o, positions, cos_sin_cache, values, scales, num_groups, kind)
     return QuantizedGroups(values.view(torch.float8_e4m3fn), scales)
