@@ -29,9 +29,10 @@ def partition(
     exact. More lists are first merged in GROUPS groups, GROUP_CAPACITY keys at a time.
     """
     # if parts stay short, use no more than one merge takes: that costs less than a merge of groups
-    merged_part = (count + MAX_LISTS - 1) // MAX_LISTS
-    is_short = merged_part <= SHORT_PART * num_tokens
-    max_parts = tl.where(is_short, tl.minimum(max_parts, MAX_LISTS), max_parts)
+    if SHORT_PART > 0:
+        merged_part = (count + MAX_LISTS - 1) // MAX_LISTS
+        is_short = merged_part <= SHORT_PART * num_tokens
+        max_parts = tl.where(is_short, tl.minimum(max_parts, MAX_LISTS), max_parts)
     part_keys = (count + max_parts - 1) // max_parts
     part_keys = tl.maximum((part_keys + STEP - 1) // STEP * STEP, MIN_PART)
     complete = part_keys <= topk
