@@ -15,15 +15,15 @@ DRY = {"dryrun": True, "min_block_size": 1}
 insert = torch.ops.dsv4_ops.insert_k_cache.default
 
 
-@torch.library.custom_op("dsv4_ops_tests::written_copy", mutates_args=())
-def written_copy(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("dsv4_ops_tests::inserted", mutates_args=())
+def inserted(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """A whole read of the cache, in no engine."""
     copied = cache.clone()
     insert(k, copied, slots)
     return copied
 
 
-@written_copy.register_fake
+@inserted.register_fake
 def _(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(cache)
 
@@ -52,9 +52,9 @@ class ReadsBefore(nn.Module):
     order."""
 
     def forward(self, k, slots, cache):
-        first = written_copy(k, cache, slots)
+        first = inserted(k, cache, slots)
         made = (k * 2 + first.sum()).relu()
-        before = written_copy(made[:1], cache, slots[:1])
+        before = inserted(made[:1], cache, slots[:1])
         insert(k, cache, slots)
         return before.sum() + made
 
@@ -161,7 +161,7 @@ def test_a_write_that_would_be_lost_raises(plain, compiled):
 
 def test_without_the_guard_the_write_would_be_lost(plain, monkeypatch):
     """The test above can fail: this is what it protects from."""
-    monkeypatch.setattr(guard, "tracing_function", lambda: "")
+    monkeypatch.setattr(guard, "_tracing_function", lambda: "")
     k, slots = rows()
     for compiled in (by_export, by_compile):
         cache = torch.zeros(4, 2, 8)
