@@ -136,10 +136,14 @@ def at_zero(case: Case) -> Case:
 
 
 def gaps(name: str) -> None:
-    """Compressed rows that are apart are beyond the kernel's limit: it knows dense rows alone."""
+    """The kernel takes dense rows; compressed rows that are apart are beyond its limit."""
     spec = OPS[name]
-    for case in plain_case(name):
-        assert limits.limit(name, TRITON, spec.arguments(case.tensors, case.settings)) is not None
+    dense, apart = plain_case(name)
+    for case, text in ((dense, None), (apart, "with rows that lie apart")):
+        found = limits.limit(name, TRITON, spec.arguments(case.tensors, case.settings))
+        assert (found and found.what) == text
+    expected = dense.run(spec.reference)
+    assert_agrees(name, spec.implementation("testing"), dense, kernel(name, dense), expected)
 
 
 def main(thorough: bool) -> None:
