@@ -16,7 +16,7 @@ from dsv4_ops.kernels.common.attention import splits as splitting
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import decode
 from dsv4_ops.testing.case import Case
-from dsv4_ops.testing.contract.compare import equal
+from dsv4_ops.testing.contract.compare import assert_agrees, equal
 from tests.kernels.interpreter.interpret_kernels import check
 from tests.support.attention_batches import (
     DECODE,
