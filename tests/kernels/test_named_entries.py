@@ -9,13 +9,6 @@ import dsv4_ops
 PACKAGE = Path(dsv4_ops.__file__).parent
 DECORATORS = {"triton.jit", "gluon.jit"}
 
-ALLOWED = {
-    "kernels/context_parallel/gather_kernel.py",
-    "kernels/mla_context/prefill_kernel.py",
-    "kernels/rope/qnorm_rope_insert.py",
-}
-"""Files that still index tuples in place. The set only shrinks."""
-
 
 def is_jit(function: ast.FunctionDef) -> bool:
     """Whether Triton or Gluon compiles a function."""
@@ -76,12 +69,7 @@ def offenders() -> dict[str, list[str]]:
 
 def test_entries_of_tuples_have_names():
     """A function unpacks its tuples in its first lines, or names entries: ``WIDTH = SIZES[0]``."""
-    assert {name: lines for name, lines in offenders().items() if name not in ALLOWED} == {}
-
-
-def test_the_files_that_may_index_tuples_still_do():
-    """A file that no longer needs its entry in ``ALLOWED`` has to leave it."""
-    assert sorted(ALLOWED - set(offenders())) == []
+    assert offenders() == {}
 
 
 CODE = """
