@@ -159,14 +159,6 @@ def test_queries_and_rows_of_any_strides():
     assert gathered.copied(EAGER, q) is q
 
 
-def test_other_rows_have_the_reference():
-    for case in testing.cases_of(GATHERED):
-        if case.tensors[0].shape[-1] != MainLayout.head_dim:
-            results, launched = run(GATHERED, case)
-            assert launched == []
-            assert all(map(equal, results, case.run(OPS[GATHERED].reference)))
-
-
 @pytest.fixture
 def copies(monkeypatch):
     """Prefills of any size copy their rows: by the gather that the kernels' means."""

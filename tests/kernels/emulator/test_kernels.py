@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 
 from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.registry import OPS, TRITON
+from dsv4_ops.dispatch.limits import limit
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.checks import strided_copy
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
@@ -53,8 +54,7 @@ def kernel(name, case, seed=0):
         results = OPS[name].implementation("kernels")(emulator, *case.tensors, **case.settings)
     finally:
         torch.use_deterministic_algorithms(False)
-    table = case.tensors[-1]
-    if case.tensors[0].numel() and (name == PREFILL or table is None or table.shape[1] == 64):
+    if case.tensors[0].numel():
         assert emulator.launched[0] == KERNELS[name]
     return tuple(results)
 
@@ -104,7 +104,9 @@ def test_sampled_calls(name, chosen):
     )
     @given(OPS[name].implementation("testing").strategy(settings=chosen))
     def sampled(case):
-        check(name, case)
+        spec = OPS[name]
+        if limit(name, TRITON, spec.arguments(case.tensors, case.settings)) is None:
+            check(name, case)
 
     sampled()
 
