@@ -16,18 +16,19 @@ from dsv4_ops.dispatch.layers import module_of
 from dsv4_ops.lowering.kinds import own_lowering
 
 LAYERS = ("ops", "meta", "reference", "lowering", "testing")
-_HEADER = ("op", "lowering on CPU", "lowering on CUDA", "providers", "dynamic dims")
+_HEADER = ("op", "lowering on CPU", "lowering on CUDA", "opaque", "providers", "dynamic dims")
 _ROOT = Path(dsv4_ops.__file__).resolve().parent.parent
 
 
 def rows() -> list[tuple[str, ...]]:
-    """Return one row per op: name, kind of lowering on CPU and CUDA, providers, dynamic
-    dimensions."""
+    """Return one row per op: name, kind of lowering on CPU and CUDA, the opaque call of a graph,
+    providers, dynamic dimensions."""
     return [
         (
             name,
             spec.lowering.get("cpu", "-"),
             spec.lowering.get("cuda", "-"),
+            _opaque(spec) or "-",
             ", ".join(spec.providers),
             ", ".join(spec.dynamic),
         )
@@ -41,6 +42,7 @@ def records() -> list[dict[str, Any]]:
         {
             "op": name,
             "lowering": spec.lowering,
+            "hopper_call": spec.hopper_call,
             "providers": list(spec.providers),
             "dynamic": list(spec.dynamic),
         }
@@ -90,7 +92,7 @@ def facts(name: str) -> dict[str, str]:
         "signature": _signature(function),
         "schema": f"dsv4_ops::{spec.schema}",
         "lowering": ", ".join(f"{device}: {kind}" for device, kind in spec.lowering.items()),
-        "opaque": spec.opaque_because or "no",
+        "opaque": _opaque(spec) or "no",
         "gradient": spec.gradient,
         "providers": ", ".join(spec.providers),
         "dynamic": ", ".join(spec.dynamic),
@@ -111,6 +113,11 @@ def describe(name: str) -> str:
     width = max(map(len, record))
     lines = [f"{fact:<{width}}  {value}" for fact, value in record.items()]
     return "\n".join([signature, "", *lines, "", doc])
+
+
+def _opaque(spec: OpSpec) -> str:
+    """Return what a graph calls whole; empty if it holds the op's launches on every GPU."""
+    return f"{spec.hopper_call} on Hopper" if spec.hopper_call else ""
 
 
 def _signature(function: Any) -> str:

@@ -53,7 +53,8 @@ class OpSpec:
         source: Where the semantics come from.
         providers: Implementations that ``impl=`` can name. An op without ``impl`` has those of its
             lowering.
-        opaque_because: Why the op stays an opaque call on some device; empty if it never does.
+        hopper_call: The op that a graph calls whole on Hopper, because Inductor compiles no Gluon;
+            empty if the graph holds the op's launches there too.
         gradient: How autograd treats the op, one of ``gradient.KINDS``.
     """
 
@@ -67,7 +68,7 @@ class OpSpec:
     dynamic: tuple[str, ...]
     source: str
     providers: tuple[str, ...] = ()
-    opaque_because: str = ""
+    hopper_call: str = ""
     gradient: str = gradient.REFUSED
     name: str = field(init=False)
 

@@ -12,7 +12,7 @@ import torch
 
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
-from dsv4_ops.kernels.aot.launch_op import ALIGNED, Rest, kernel_of, launch_hopper
+from dsv4_ops.kernels.aot.launch_op import ALIGNED, KERNELS, Rest, launch_hopper
 from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.lowering import _compat
 from dsv4_ops.lowering._compat import V
@@ -41,7 +41,7 @@ def _lower(
     text: str,
 ) -> None:
     lists = {"written": list(written), "read": list(read)}
-    rest, names = Rest.of(text), kernel_of(name).arg_names
+    rest, names = Rest.of(text), KERNELS[name].arg_names
     for parameter in ALIGNED.get(name, ()):
         kind, place = rest.order[names.index(parameter)]
         lists[kind][place] = _with_alignment(lists[kind][place])
@@ -166,7 +166,7 @@ class GluonCall(_compat.ExternKernel):
         described = [Argument.tensor(each.get_dtype(), _aligned(each)) for each in self.tensors]
         arguments = self._ordered(described, [_described(each) for each in numbers])
         options = Rest.of(self.text).options
-        binary = binary_of(kernel_of(self.name_of_kernel), arguments, options)
+        binary = binary_of(KERNELS[self.name_of_kernel], arguments, options)
         defined = _written.setdefault(wrapper, set())
         if binary.symbol not in defined:
             defined.add(binary.symbol)

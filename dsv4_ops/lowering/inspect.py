@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,19 @@ from typing import Any
 import torch
 
 _OURS, _LAUNCHES = "torch.ops.dsv4_ops.", "torch.ops.dsv4_ops._hopper_"
+_HOPPER_CALL = re.compile(r"= torch\.ops\.dsv4_ops\.(_hopper_\w+)\.default\(")
 
 
 def opaque_calls(code: str) -> list[str]:
     """Return the lines of generated code that call one of our ops as a whole, except launches of
-    kernels that Inductor does not compile. Comments name the ops that a kernel came from."""
+    Gluon kernels, which ``hopper_calls`` counts. Comments name the ops that a kernel came from."""
     lines = (line.strip() for line in code.replace(_LAUNCHES, "").splitlines())
     return [line for line in lines if _OURS in line and not line.startswith("#")]
+
+
+def hopper_calls(code: str) -> Counter[str]:
+    """Count the calls of generated code that launch a Gluon kernel, by ``OpSpec.hopper_call``."""
+    return Counter(_HOPPER_CALL.findall(code))
 
 
 def compile_and_get_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:

@@ -637,6 +637,7 @@ _mla_decode = define_op(
     dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
     source="decode of vLLM's MLA common layer, with bounds and the tokens of requests ragged",
     providers=PROVIDERS,
+    hopper_call="_hopper_mla_decode",
 )
 
 

@@ -357,6 +357,7 @@ _sparse_mla_decode = define_op(
     dynamic=("num_tokens", "num_blocks", "swa_width", "extra_width", "num_positions"),
     source=_SOURCE,
     providers=DECODE_PROVIDERS,
+    hopper_call="_hopper_split_keys",
 )
 _sparse_mla_decode_paged = define_op(
     "sparse_mla",
@@ -368,6 +369,7 @@ _sparse_mla_decode_paged = define_op(
     dynamic=("num_tokens", "num_blocks", "swa_width", "num_reqs", "max_blocks", "num_positions"),
     source=_SOURCE,
     providers=DECODE_PROVIDERS,
+    hopper_call="_hopper_split_keys",
 )
 _sparse_mla_gathered = define_op(
     "sparse_mla",
@@ -378,6 +380,7 @@ _sparse_mla_gathered = define_op(
     dynamic=("num_tokens", "num_rows", "topk"),
     source="FlashMLA flash_mla_sparse_fwd; lse in natural logarithms",
     providers=DECODE_PROVIDERS,
+    hopper_call="_hopper_gathered_keys",
 )
 
 
@@ -710,6 +713,7 @@ _sparse_mla_prefill = define_op(
     dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
     source="vLLM 0.33's prefill: gather, combine and flash_mla_sparse_fwd, as one op",
     providers=PREFILL_PROVIDERS,
+    hopper_call="_hopper_prefill_keys",
 )
 
 

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import TRACED, Launcher
+from dsv4_ops.kernels.mla.hopper.decode_kernel import hopper_mla_decode_kernel
+from dsv4_ops.kernels.sparse_mla.hopper.decode_kernel import hopper_split_keys_kernel
+from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import hopper_gathered_keys_kernel
+from dsv4_ops.kernels.sparse_mla.hopper.prefill_kernel import hopper_prefill_keys_kernel
 
 _SCHEMA = (
     "(str kernel, Tensor(a!)[] written, Tensor[] read, SymInt[] numbers, SymInt[] grid, str rest) "
@@ -24,7 +27,21 @@ WRITTEN = frozenset(
 )
 """Parameters that the Gluon kernels write to."""
 
-ALIGNED = {"gathered": ("q", "kv"), "mla": ("q", "kv_cache")}
+KERNELS = {
+    kernel.__name__: kernel
+    for kernel in (
+        hopper_gathered_keys_kernel,
+        hopper_mla_decode_kernel,
+        hopper_prefill_keys_kernel,
+        hopper_split_keys_kernel,
+    )
+}
+"""The Gluon kernels, by the name that a launch has in a graph."""
+
+ALIGNED = {
+    "hopper_gathered_keys_kernel": ("q", "kv"),
+    "hopper_mla_decode_kernel": ("q", "kv_cache"),
+}
 """Parameters whose addresses must be multiples of 16, by kernel. In a package the lowering copies
 misaligned ones, because Inductor drops a ``clone`` that changes only the address."""
 
@@ -55,7 +72,7 @@ class Rest(NamedTuple):
 
 
 def _wrap(kernel: Any) -> Any:
-    return _Launch(kernel) if kernel in _kernels().values() else TRACED(kernel)
+    return _Launch(kernel) if kernel in KERNELS.values() else TRACED(kernel)
 
 
 PACKAGED = Launcher(_wrap, aligns_inputs=True)
@@ -76,8 +93,9 @@ class _Launch:
                 _list_and_index(lists, name, value)
                 for name, value in zip(self.kernel.arg_names, args, strict=False)
             ]
-            name = next(name for name, each in _kernels().items() if each is self.kernel)
-            launch_hopper(name, *lists.values(), list(grid), json.dumps(Rest(order, options)))
+            launch_hopper(
+                self.kernel.__name__, *lists.values(), list(grid), json.dumps(Rest(order, options))
+            )
 
         return launch
 
@@ -97,16 +115,6 @@ def _list_and_index(lists: dict[str, list[Any]], name: str, value: Any) -> tuple
     return kind, len(lists[kind]) - 1
 
 
-def _kernels() -> dict[str, Any]:
-    kernels = support.kernels()
-    return {} if kernels is None else kernels._asdict()
-
-
-def kernel_of(name: str) -> Any:
-    """Return the kernel of a launch."""
-    return _kernels()[name]
-
-
 def _launch(
     name: str,
     written: Sequence[Tensor],
@@ -117,7 +125,7 @@ def _launch(
 ) -> None:
     rest = Rest.of(text)
     with torch.cuda.device_of(written[0]):
-        kernel_of(name)[tuple(grid)](*rest.arguments(written, read, numbers), **rest.options)
+        KERNELS[name][tuple(grid)](*rest.arguments(written, read, numbers), **rest.options)
 
 
 launch_hopper = opaque_op.define(

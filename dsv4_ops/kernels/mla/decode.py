@@ -27,6 +27,7 @@ from dsv4_ops.kernels.common.attention.splits import (
 )
 from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER, Launcher
+from dsv4_ops.kernels.mla.hopper.decode_kernel import hopper_mla_decode_kernel
 from dsv4_ops.kernels.mla.triton.decode_kernel import mla_decode_kernel
 
 OP = "mla_decode"
@@ -248,7 +249,7 @@ def _attend_on_hopper(
     schedule_arguments, schedule_constants = schedule_arguments_of(work, lse, num_tokens)
     row_arguments, plan_arguments = _row_arguments(call)
     tiles = head_tiles(group * num_heads)
-    launch(support.kernel("mla"))[(work.programs * tiles,)](
+    launch(hopper_mla_decode_kernel)[(work.programs * tiles,)](
         call.q, *row_strides(call.q), *results, *row_arguments, *plan_arguments,
         work.capacity, num_tokens, num_heads, work.splits, *schedule_arguments,
         **_constants(call, settings), **schedule_constants,

@@ -39,6 +39,7 @@ from dsv4_ops.kernels.common.attention.splits import (
 from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla.gathered import hopper_gathered_keys, launch_gathered_keys
+from dsv4_ops.kernels.sparse_mla.hopper.decode_kernel import hopper_split_keys_kernel
 from dsv4_ops.kernels.sparse_mla.triton.decode_kernel import split_keys_kernel
 
 WARPS = 8
@@ -86,7 +87,7 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
     grid, row = (work.programs, head_tiles(num_heads)), row_format(call)
     if work.on_hopper:
         schedule_arguments, schedule_constants = schedule_arguments_of(work, lens, num_tokens)
-        launch(support.kernel("split"))[grid](
+        launch(hopper_split_keys_kernel)[grid](
             *tensors, *schedule_arguments, **constants, **schedule_constants,
             ROW=row[0], SCALE_BYTES=row[4], num_warps=support.WARPS,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from dsv4_ops.kernels.arguments import copied, row_strides, strided
 from dsv4_ops.kernels.common.attention.calls import GatheredCall, empty_results
 from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER, Launcher
+from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import hopper_gathered_keys_kernel
 
 Results = tuple[Tensor, Tensor, Tensor]
 """``out``, ``max_logits`` and ``lse``."""
@@ -32,7 +33,7 @@ def launch_gathered_keys(launch: Launcher, *args: Any, results: Results | None =
     if items == 0:
         return results
     q, kv = copied(launch, call.q), copied(launch, call.kv)
-    launch(support.kernel("gathered"))[(torch.sym_min(items, launch.num_sms(q.device)),)](
+    launch(hopper_gathered_keys_kernel)[(torch.sym_min(items, launch.num_sms(q.device)),)](
         q, *row_strides(q),
         out, lse, max_logits, lse if attn_sink is None else attn_sink.contiguous(),
         kv, *row_strides(kv), kv.shape[0],

@@ -21,6 +21,7 @@ from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla.bf16_workspace import gather_rows
 from dsv4_ops.kernels.sparse_mla.decode import check_pages, row_format
 from dsv4_ops.kernels.sparse_mla.gathered import Results, launch_gathered_keys
+from dsv4_ops.kernels.sparse_mla.hopper.prefill_kernel import hopper_prefill_keys_kernel
 from dsv4_ops.kernels.sparse_mla.triton.prefill_kernel import prefill_keys_kernel
 
 WARPS = 8
@@ -129,7 +130,7 @@ def launch_prefill(
         several = not (isinstance(splits, int) and splits == 1)
         capacity = programs_per_tile(num_heads, PROGRAMS)
         parts = empty_partials(q, capacity, int(q.shape[2])) if several else (results[1],) * 3
-        launch(support.kernel("prefill"))[grid](
+        launch(hopper_prefill_keys_kernel)[grid](
             *tensors, *parts, splits, **constants, ROW=row[0], SCALE_BYTES=row[4],
             num_warps=support.WARPS,
         )  # fmt: skip

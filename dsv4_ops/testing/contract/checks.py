@@ -7,6 +7,7 @@ Each ``check_*`` raises AssertionError with the name of the op and the differenc
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -22,6 +23,7 @@ from dsv4_ops.core.registry import OPS, OpSpec
 from dsv4_ops.lowering.inspect import (
     build_package,
     compile_and_get_code,
+    hopper_calls,
     load_package,
     opaque_calls,
 )
@@ -193,10 +195,10 @@ class CompiledOps:
             torch._dynamo.config.patch(specialize_float=True),
         ):
             outcome, self.code = compile_and_get_code(self.compiled, first)
-        opaque = opaque_calls(self.code)
-        excused = [f"dsv4_ops.{part.spec.name}." for part in self.parts if part.spec.opaque_because]
-        unexcused = [line for line in opaque if not any(name in line for name in excused)]
-        assert not unexcused, f"{self.name}: opaque in the compiled code: {unexcused}"
+        opaque, launches = opaque_calls(self.code), hopper_calls(self.code)
+        assert not opaque, f"{self.name}: opaque in the compiled code: {opaque}"
+        declared = Counter(part.spec.hopper_call for part in self.parts)
+        assert launches <= declared, f"{self.name}: opaque launches {launches}, of {declared}"
         self._compare(range(len(self.parts)), outcome, first, before)
 
     @property

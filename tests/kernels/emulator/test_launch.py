@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.lowering.inspect import opaque_calls
+from dsv4_ops.lowering.inspect import hopper_calls, opaque_calls
 
 pytest.importorskip("triton")
 
@@ -229,8 +229,17 @@ def test_launches_are_no_opaque_calls():
     launch = "buf1 = torch.ops.dsv4_ops._hopper_split_keys.default(arg0)"
     check = "assert_size_stride(buf2, (1,), (1,), 'torch.ops.dsv4_ops._hopper_split_keys.default')"
     assert opaque_calls(f"{launch}\n    {check}\n") == []
+    assert hopper_calls(f"{launch}\n    {check}\n{launch}\n") == {"_hopper_split_keys": 2}
     call = "buf1 = torch.ops.dsv4_ops.sparse_mla_decode.default(arg0)"
     assert opaque_calls(f"    {call}\n# {call}\n") == [call]
+
+
+def test_every_op_names_the_call_of_its_gluon_kernel():
+    declared = {spec.hopper_call for spec in OPS.values()} - {""}
+    for spec in OPS.values():
+        if spec.hopper_call:
+            spec.launcher("triton")
+    assert {name for name in dir(torch.ops.dsv4_ops) if name.startswith("_hopper_")} == declared
 
 
 CACHED = """

@@ -17,6 +17,7 @@ from dsv4_ops.kernels.common.attention.calls import PrefillCall
 from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla import gathered, prefill as prefill_launch
+from dsv4_ops.kernels.sparse_mla.decode import hopper_split_keys_kernel
 from dsv4_ops.lowering import gluon
 from dsv4_ops.lowering.inspect import build_package, load_package
 from dsv4_ops.testing.contract.compare import equal
@@ -228,14 +229,14 @@ def test_a_kernel_that_needs_memory_is_refused(monkeypatch):
     monkeypatch.setattr(gluon.compile, "compiled", lambda *_: Made)
     monkeypatch.setattr(gluon, "_binaries", {})
     with pytest.raises(RuntimeError, match="was compiled to need memory for itself"):
-        gluon.binary_of(support.kernels().split, [Argument("i32")], {})
+        gluon.binary_of(hopper_split_keys_kernel, [Argument("i32")], {})
 
 
 class Taken:
     """A kernel that takes down what it is called with, and doubles queries."""
 
-    def __init__(self, names):
-        self.arg_names, self.calls = names, []
+    def __init__(self, name, names):
+        self.__name__, self.arg_names, self.calls = name, names, []
 
     def __getitem__(self, grid):
         return functools.partial(self.call, grid)
@@ -249,10 +250,10 @@ class Taken:
 @pytest.fixture
 def taken(monkeypatch):
     """In the place of the kernel over listed rows."""
-    kernels = support.kernels()
-    kernel = Taken(kernels.gathered.arg_names)
-    made = kernels._replace(gathered=kernel)
-    monkeypatch.setattr(support, "kernels", lambda: made)
+    name = "hopper_gathered_keys_kernel"
+    kernel = Taken(name, launch_op.KERNELS[name].arg_names)
+    monkeypatch.setattr(gathered, name, kernel)
+    monkeypatch.setitem(launch_op.KERNELS, name, kernel)
     return kernel
 
 
@@ -316,7 +317,7 @@ class WatchedKernel:
         tensors = {name: each for name, each in names if isinstance(each, torch.Tensor)}
         before = {name: each.clone() for name, each in tensors.items()}
         self.launch.emulator(self.kernel)[grid](*args, **options)
-        if self.kernel in support.kernels():
+        if self.kernel in launch_op.KERNELS.values():
             changed = {name for name in tensors if not equal(tensors[name], before[name])}
             self.launch.changed.setdefault(self.kernel.__name__, set()).update(changed)
 

@@ -71,7 +71,7 @@ def test_a_prefill_of_any_size_has_both_ways():
         launches_of(program, dict(zip(symbols, sizes, strict=True)))
         for sizes in ((256, 300), (2048, 300), (2048, 17000))
     )
-    names = ["prefill", "triton", "triton", "triton", "triton", "triton", "gathered"]
+    names = ["hopper_prefill_keys_kernel", *["triton"] * 5, "hopper_gathered_keys_kernel"]
     for found, programs in (
         (few, 256),
         (far, 2048),
@@ -82,7 +82,7 @@ def test_a_prefill_of_any_size_has_both_ways():
     for count, splits in ((2, 10), (13, 10), (14, 5), (40, 3), (66, 2), (67, 1)):
         found, _ = launches_of(program, dict(zip(symbols, (count, 300), strict=True)))
         joins = heads * (count if splits > 1 else 1)
-        assert found[:3] == [("prefill", count * splits), ("triton", joins), ("triton", 0)], count
+        assert found[:3] == [(names[0], count * splits), ("triton", joins), ("triton", 0)], count
     rows = 300 * 64 + 80 * 64
     assert many[1] - few[1] > rows * 1024 + 2048 * 640 * 4
     parts = 132 * heads * (1024 + 8)
@@ -144,7 +144,7 @@ def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
         count = programs // tiles
         found, _ = launches_of(program, {symbol: count})
         joins = min(count, 1024 // heads) * heads
-        assert found == [("split", wanted), ("triton", joins)], programs
+        assert found == [("hopper_split_keys_kernel", wanted), ("triton", joins)], programs
     kept, _ = launches_of(program, {symbol: 122 // tiles})
     assert kept[0][1] == 122 + beyond * tiles
 
@@ -183,7 +183,7 @@ def test_a_dense_decode_of_any_size():
     program, symbols = dense_program(128)
     for count, wanted in ((2, 2 * 2 * 32), (16, 132), (64, 2 * (64 + 16)), (257, 2 * 257)):
         found, _ = launches_of(program, dict(zip(symbols, (count, 512), strict=True)))
-        assert found[0] == ("mla", wanted), count
+        assert found[0] == ("hopper_mla_decode_kernel", wanted), count
 
 
 def compiled(program):
@@ -203,7 +203,7 @@ def compiled(program):
             name, *lists, _, text = node.args
             rest = launch_op.Rest.of(text)
             arguments = rest.arguments(*([known(each) for each in values] for values in lists))
-            yield gluon.binary_of(launch_op.kernel_of(name), arguments, rest.options)
+            yield gluon.binary_of(launch_op.KERNELS[name], arguments, rest.options)
 
 
 @pytest.mark.slow
