@@ -17,7 +17,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     require_transformers,
     unpatched,
 )
-from dsv4_ops.integrations.transformers.generation import hooks
+from dsv4_ops.integrations.transformers.generation import decoding, hooks
 from dsv4_ops.integrations.transformers.modules import rewrite
 from dsv4_ops.integrations.transformers.modules.checks import check_layers, check_placement
 from dsv4_ops.integrations.transformers.modules.replacement import Maker, Replacement
@@ -142,6 +142,7 @@ def patch(
         replaced.method(model, name, hook)
     setattr(model, _SPEC, spec)
     setattr(model, _REPLACED, replaced)
+    setattr(model, decoding.STEPS, decoding.CompiledSteps())
     add_replacements(model, replacements)
     return model
 
@@ -171,8 +172,8 @@ def unpatch(model: Any) -> Any:
     replaced.undo()
     model._modules.pop(DRAFT, None)
     rewrite.restore(model, forwards.rewrites(model, getattr(model, _SPEC)))
-    delattr(model, _SPEC)
-    delattr(model, _REPLACED)
+    for name in (_SPEC, _REPLACED, decoding.STEPS):
+        delattr(model, name)
     return model
 
 

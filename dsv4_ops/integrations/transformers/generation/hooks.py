@@ -20,6 +20,7 @@ from dsv4_ops.integrations.transformers.cache.paged_cache import (
     PagedCache,
     cache_argument,
 )
+from dsv4_ops.integrations.transformers.generation import decoding
 from dsv4_ops.integrations.transformers.generation.draft_generation import DraftDecoding, check_call
 from dsv4_ops.integrations.transformers.generation.prompts import (
     CACHES,
@@ -51,7 +52,11 @@ class _Call:
     def step(self, ended: Tensor) -> None:
         """Record which rows have ended, the token just chosen included."""
         before = torch.zeros_like(ended) if self.ended is None else self.ended
-        self.padded, self.ended = before, before | ended
+        self.end(before | ended, before)
+
+    def end(self, ended: Tensor, padded: Tensor) -> None:
+        """Record which rows have ended, and which of them before the token just chosen."""
+        self.ended, self.padded = ended, padded
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)
@@ -86,6 +91,10 @@ def generate(before: Method) -> Method:
             check_call(self, num_drafts, arguments)
             call.num_drafts = num_drafts
             arguments["custom_generate"] = DraftDecoding(num_drafts)
+        elif decoding.may_take(self, arguments):
+            arguments["custom_generate"] = decoding.DeviceDecoding(
+                call.end, arguments.get("streamer")
+            )
         if "cache" in arguments:
             arguments[cache_argument()] = arguments.pop("cache")
         token = _CALL.set(call)

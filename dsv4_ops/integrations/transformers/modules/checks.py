@@ -203,17 +203,25 @@ def check_body(op: str, model: Any) -> None:
             do="Pass model.get_base_model()",
             kind=TypeError,
         )
+    name = uncalled(model)
+    if name is not None:
+        raise argument_error(
+            op,
+            name,
+            must="have no hooks, nor a forward of its own, as they are not called",
+            got="one",
+            do="Call the model itself with cache=cache, or remove them",
+            kind=NotImplementedError,
+        )
+
+
+def uncalled(model: Any) -> str | None:
+    """Name the module around the layers whose hooks or own forward a step would not call."""
     for name, module in (("model", model), ("model.model", model.model)):
         hooks = module._forward_hooks or module._forward_pre_hooks
         if hooks or own_forward(module) is not None:
-            raise argument_error(
-                op,
-                name,
-                must="have no hooks, nor a forward of its own, as they are not called",
-                got="one",
-                do="Call the model itself with cache=cache, or remove them",
-                kind=NotImplementedError,
-            )
+            return name
+    return None
 
 
 def is_unchanged(module: Any) -> bool:

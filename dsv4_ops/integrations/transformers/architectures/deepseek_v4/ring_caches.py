@@ -60,7 +60,7 @@ class RingSpec(ModelSpec):
             if layer.states is not None:
                 table = getattr(cache.tables, f"{kind}_states")
                 block, count = self.layers.state_block_size(kind), self._kept_states(kind, next_n)
-                if _is_ring(layer.states, table) and _ring(layer.states, table, block) < count:
+                if _is_ring(layer.states, table) and _positions(layer.states, table, block) < count:
                     return False
         return True
 
@@ -78,9 +78,8 @@ class RingSpec(ModelSpec):
         for, or 0.
         """
         tables, tokens, ends = cache.tables, step.tokens, step.ends
-        if _is_ring(cache.layers[0].swa, tables.swa):
-            late = tokens.positions >= ends - self.most_tokens(cache)
-            tokens = TokenMap(*(torch.where(late, values, -1) for values in tokens))
+        late = tokens.positions >= ends - self.most_tokens(cache)
+        tokens = TokenMap(*(torch.where(late, values, -1) for values in tokens))
         built = attention_step_of_tokens(
             spec,
             tokens,
@@ -101,9 +100,8 @@ class RingSpec(ModelSpec):
     def most_tokens(self, cache: CacheTensors) -> int:
         """``max_chunk``, rounded up to the ring's blocks."""
         attention, window, table = self.layers.attention, cache.layers[0].swa, cache.tables.swa
-        if not _is_ring(window, table):
-            return table.shape[1] * attention.swa_block_size
-        return _ring(window, table, attention.swa_block_size) - attention.window_size + 1
+        positions = _positions(window, table, attention.swa_block_size)
+        return positions - (attention.window_size - 1) * _is_ring(window, table)
 
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
         batch, layers, attention = first.shape[0], self.layers, self.layers.attention
@@ -128,17 +126,17 @@ def _last_states(
     group: CompressedStep, tokens: TokenMap, ends: Tensor, states: Tensor, block: int
 ) -> CompressedStep:
     """Keep only a chunk's last states, so that no two tokens share a slot of the ring."""
-    table = group.state_block_table
-    if not _is_ring(states, table):
-        return group
-    is_last = tokens.positions >= ends - _ring(states, table, block)
+    is_last = tokens.positions >= ends - _positions(states, group.state_block_table, block)
     return replace(group, state_slot_mapping=torch.where(is_last, group.state_slot_mapping, -1))
 
 
-def _is_ring(blocks: Tensor, table: Tensor) -> bool:
-    return blocks.shape[0] // table.shape[0] < table.shape[1]
+def _is_ring(blocks: Tensor, table: Tensor) -> Any:
+    """1 if a row has fewer blocks than its table has columns, else 0, which a graph does not
+    guard."""
+    return torch.sym_min(table.shape[1] - blocks.shape[0] // table.shape[0], 1)
 
 
-def _ring(blocks: Tensor, table: Tensor, block: int) -> int:
-    """Positions that a ring holds at any alignment."""
-    return (blocks.shape[0] // table.shape[0] - 1) * block
+def _positions(blocks: Tensor, table: Tensor, block: int) -> int:
+    """Positions that the blocks of a row hold; those of a ring, at any alignment."""
+    full_blocks: int = blocks.shape[0] // table.shape[0] - _is_ring(blocks, table)
+    return full_blocks * block

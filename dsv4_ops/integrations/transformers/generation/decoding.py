@@ -1,0 +1,314 @@
+"""``generate``'s decoding loop on the device, which reads no token on the host.
+
+Hugging Face prepares the inputs, runs the prefill and makes the processors. Its own loop then
+builds new inputs for every token and waits for the device to learn whether a text has ended. This
+one runs the same step on tensors that stay where they are, and asks every ``CHECK_EVERY`` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
+from dsv4_ops.integrations.transformers.generation.prompts import setting
+from dsv4_ops.integrations.transformers.modules.checks import uncalled
+from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks
+from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep, compile_step
+from dsv4_ops.integrations.transformers.steps.step import decode_step
+from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
+
+Step = Callable[[StepBatch, CacheTensors], Tensor]
+"""A decode step: logits of every token of a batch."""
+
+CHECK_EVERY = 8
+"""Steps after which the host asks whether all texts have ended; the steps beyond store nothing."""
+
+WARM_CALLS = 2
+"""Steps that run before a CUDA graph captures one."""
+
+PROCESSORS = (
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "MinPLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
+"""Processors of Hugging Face that read logits and the set of tokens of a text, on the device."""
+
+CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria")
+"""Criteria of Hugging Face that the loop decides on the device, or that the host knows before."""
+
+DEVICES = ("cpu",)
+"""Devices whose calls the loop takes. No GPU has run its compiled and captured step yet."""
+
+STEPS = "dsv4_ops_decode_steps"
+"""Attribute of a model with its compiled steps, which ``patch`` adds and ``unpatch`` removes."""
+
+_ARGUMENTS = ("custom_generate", "assistant_model", "tokenizer", "assistant_tokenizer")
+"""Arguments that choose another decoding method, or that ``generate`` passes to its own only."""
+
+_SETTINGS = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "assistant_early_exit": None,
+    "constraints": None,
+    "dola_layers": None,
+    "force_words_ids": None,
+    "penalty_alpha": None,
+    "prompt_lookup_num_tokens": None,
+    "stop_strings": None,
+}
+"""Settings that choose another decoding method, with the value that does not."""
+
+_OUTPUTS = ("return_dict_in_generate", "is_assistant")
+_OWN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+@dataclass(frozen=True)
+class DeviceDecoding:
+    """Decoding method of a call of ``generate``: the loop here if it takes the call, or Hugging
+    Face's.
+
+    Args:
+        on_end: Called with the texts that have ended, and those that had before their last token.
+        streamer: As passed to ``generate``, which passes it to its own methods only.
+    """
+
+    on_end: Callable[[Tensor, Tensor], None]
+    streamer: Any
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **inputs: Any,
+    ) -> Any:
+        """Return what Hugging Face's ``_sample`` does."""
+        call = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if not takes(model, *call, inputs):
+            return type(model)._sample(model, *call, streamer=self.streamer, **inputs)
+        texts = decoded(model, *call, inputs, self.streamer)
+        self.on_end(texts.ended, texts.padded)
+        return texts.ids[:, : int(texts.length)].contiguous()
+
+
+def may_take(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether ``DeviceDecoding`` can stand for the decoding method that ``generate`` would choose
+    for these arguments."""
+    if any(arguments.get(name) is not None for name in _ARGUMENTS):
+        return False
+    if arguments.get("synced_gpus") or _has_other_ranks():
+        return False
+    values = {name: setting(model, arguments, name) for name in _SETTINGS}
+    return all(value is None or value == _SETTINGS[name] for name, value in values.items())
+
+
+def decoded(
+    model: Any,
+    prompts: Tensor,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    inputs: dict[str, Any],
+    streamer: Any,
+) -> Texts:
+    """Run the prefill and all steps of a call for which ``takes`` is true."""
+    logits = model._prefill(prompts, config, inputs).logits
+    compiles = model._valid_auto_compile_criteria(inputs, config)
+    step = _compiled(model, config) if compiles else _eager(model)
+    texts = Texts(prompts, inputs[cache_argument()], processors, criteria, config)
+    with _decoding(model):
+        texts.extend(step, logits[:, -1].float(), streamer, captures=compiles)
+    return texts
+
+
+def _has_other_ranks() -> bool:
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
+def takes(
+    model: Any,
+    prompts: Tensor,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    inputs: dict[str, Any],
+) -> bool:
+    """Whether the loop decodes a call, or leaves it to Hugging Face's.
+
+    It takes calls of ``PROCESSORS`` and ``CRITERIA`` that return sequences alone, of a model whose
+    forward and input methods nothing replaced, and whose cache no other rank shares.
+    """
+    cache = inputs.get(cache_argument())
+    if not isinstance(cache, PagedCache) or model.dsv4_ops_spec.parallel is not None:
+        return False
+    if any(getattr(config, name, False) for name in _OUTPUTS):
+        return False
+    if uncalled(model) is not None or has_global_hooks() or vars(model).keys() & set(_OWN_METHODS):
+        return False
+    ignores = any(getattr(each, "prompt_ignore_length", None) is not None for each in processors)
+    return (
+        prompts.shape[1] > 0
+        and prompts.device == cache.device
+        and cache.device.type in DEVICES
+        and criteria.max_length is not None
+        and _are(criteria, CRITERIA, "stopping_criteria")
+        and _are(processors, PROCESSORS, "logits_process")
+        and not ignores
+    )
+
+
+def _are(instances: Any, names: tuple[str, ...], module: str) -> bool:
+    """Whether all instances are of Hugging Face's classes of these names, not of subclasses."""
+    return all(
+        type(each).__name__ in names
+        and type(each).__module__ == f"transformers.generation.{module}"
+        for each in instances
+    )
+
+
+class Texts:
+    """The texts of a call: prompts and what follows, on the device.
+
+    Attributes:
+        ids: [batch, max_length], int64. A column that no step has written holds the first token of
+            its text, so that processors read no token that the text lacks.
+        length: Columns that are written, [], int64. It stops where all texts have ended.
+        ended: Texts that have ended, [batch], bool.
+        padded: Texts that had ended before their last token, [batch], bool.
+        seq_lens: Tokens of each text that the cache stores, [batch], int32.
+    """
+
+    def __init__(
+        self, prompts: Tensor, cache: PagedCache, processors: Any, criteria: Any, config: Any
+    ) -> None:
+        batch, columns = prompts.shape
+        self.cache, self.processors, self.is_sampled = cache, processors, bool(config.do_sample)
+        self.max_new = criteria.max_length - columns
+        ends = [each.eos_token_id for each in criteria if hasattr(each, "eos_token_id")]
+        device = prompts.device
+        self.eos = torch.cat([each.flatten().to(device) for each in ends]) if ends else None
+        pad = config._pad_token_tensor
+        self.pad = None if pad is None else pad.to(device)
+        self.ids = prompts[:, :1].repeat(1, columns + max(self.max_new, 1))
+        self.ids[:, :columns] = prompts
+        self.length = torch.tensor(columns, device=device)
+        self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.padded = self.ended.clone()
+        self.seq_lens = cache.seq_lens[:batch].clone()
+        self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        self._rows = self._starts[:-1].contiguous()
+
+    def extend(
+        self, step: Step, logits: Tensor, streamer: Any = None, *, captures: bool = False
+    ) -> None:
+        """Choose the tokens after ``logits``, then run ``step`` until all texts have ended."""
+
+        def decode() -> None:
+            self._append(step(self._batch(), self.cache.tensors).float())
+
+        self._append(logits)
+        _stream(streamer, self)
+        for count in range(1, self.max_new):
+            if (streamer or count % CHECK_EVERY == 0) and self.eos is not None and self._is_over():
+                break
+            if captures and self.ids.is_cuda and count == WARM_CALLS + 1:
+                decode = _captured(decode)
+            decode()
+            _stream(streamer, self)
+        if streamer is not None:
+            streamer.end()
+
+    def _is_over(self) -> bool:
+        return bool(self.ended.all())
+
+    def _batch(self) -> StepBatch:
+        """Return the step of every text's last token, in which texts that ended before it, and all
+        texts once all have ended, are padding."""
+        stored = ~self.padded & ~self.ended.all()
+        self.seq_lens += stored.to(torch.int32)
+        tokens = self.ids.index_select(1, (self.length - 1)[None]).flatten()
+        lens = torch.where(stored, self.seq_lens, 0)
+        return StepBatch(tokens.to(torch.int64), self._starts, lens, self._rows)
+
+    def _append(self, logits: Tensor) -> None:
+        """Choose a token of each text, unless all texts have ended."""
+        goes_on = ~self.ended.all()
+        scores = self.processors(self.ids, logits)
+        if self.is_sampled:
+            probs = torch.softmax(scores, -1)
+            # what torch.multinomial computes; it asks the host whether probabilities are valid
+            tokens = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+        else:
+            tokens = scores.argmax(-1)
+        if self.eos is not None:
+            assert self.pad is not None
+            tokens = torch.where(self.ended, self.pad, tokens)
+        at = self.length.clamp(max=self.ids.shape[1] - 1)[None]
+        kept = self.ids.index_select(1, at)
+        new = torch.where(goes_on, tokens[:, None].to(self.ids.dtype), kept)
+        self.ids.index_copy_(1, at, new)
+        self.length += goes_on
+        self.padded.copy_(torch.where(goes_on, self.ended, self.padded))
+        if self.eos is not None:
+            self.ended |= torch.isin(tokens, self.eos)
+
+
+def _stream(streamer: Any, texts: Texts) -> None:
+    if streamer is not None:
+        streamer.put(texts.ids[:, int(texts.length) - 1].cpu())
+
+
+def _captured(decode: Callable[[], None]) -> Callable[[], None]:
+    """Capture a step in a CUDA graph, which reads and writes the same tensors at each replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    return graph.replay
+
+
+class CompiledSteps(dict[Any, CompiledStep]):
+    """The compiled steps of a model by their settings. A copy of the model compiles its own."""
+
+    def __deepcopy__(self, memo: Any) -> CompiledSteps:
+        return CompiledSteps()
+
+    def __reduce__(self) -> Any:
+        return CompiledSteps, ()
+
+
+def _compiled(model: Any, config: Any) -> Step:
+    """Return the model's step for any number of texts, compiled as Hugging Face's call would be."""
+    compile_config = config.compile_config
+    settings = {} if compile_config is None else compile_config.to_dict()
+    settings = {name: settings[name] for name in ("backend", "options") if settings.get(name)}
+    steps, key = getattr(model, STEPS), repr(sorted(settings.items()))
+    if key not in steps:
+        steps[key] = compile_step(model, decode_step, mode="regional", dynamic=True, **settings)
+    step = steps[key]
+    return lambda batch, cache: step(batch, cache, state_rings=False)
+
+
+def _eager(model: Any) -> Step:
+    return lambda batch, cache: decode_step(model, batch, cache, state_rings=False)
+
+
+def _decoding(model: Any) -> AbstractContextManager[None]:
+    """Hugging Face's preparation of a model for decoding: the kernels of its experts."""
+    prepare = getattr(model, "_optimize_model_for_decode", None)
+    prepared: AbstractContextManager[None] = nullcontext() if prepare is None else prepare()
+    return prepared

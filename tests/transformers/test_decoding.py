@@ -1,0 +1,229 @@
+"""``generate``'s loop on the device returns Hugging Face's tokens, and leaves the same cache."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.generation import decoding
+from dsv4_ops.testing.models import small_mla_model, small_model
+
+PROMPT = torch.tensor([[3, 5, 7, 11, 13, 17, 19], [2, 4, 6, 8, 10, 12, 14]])
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
+
+
+@pytest.fixture(scope="module", params=["v4", "v3"])
+def model(request):
+    made = small_model() if request.param == "v4" else small_mla_model()
+    made = v4.patch(made, kv="fp32", precision="reference")
+    made.generation_config.eos_token_id = None
+    return made
+
+
+class Same(LogitsProcessor):
+    """A processor of a user's own, which the loop does not know: Hugging Face's loop runs."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class Calls:
+    """The calls that the loop decodes."""
+
+    def __init__(self, monkeypatch):
+        self.texts, before = [], decoding.decoded
+        monkeypatch.setattr(
+            decoding, "decoded", lambda *args: self.texts.append(before(*args)) or self.texts[-1]
+        )
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    monkeypatch.setattr(decoding, "CHECK_EVERY", 3)
+    return Calls(monkeypatch)
+
+
+def both(model, calls, ids=PROMPT, *, paged=None, **settings):
+    """Tokens of the loop and of Hugging Face's, from the same random state; and their caches."""
+    results = []
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0} | settings
+    for processors in ([], [Same()]):
+        cache = None if paged is None else v4.PagedCache.for_model(model, **paged)
+        own = {} if cache is None else {"cache": cache}
+        torch.manual_seed(7)
+        before = len(calls.texts)
+        out = model.generate(
+            ids, logits_processor=LogitsProcessorList(processors), **own, **settings
+        )
+        assert len(calls.texts) - before == (not processors)
+        results.append((out, cache))
+    (ours, cache), (theirs, other) = results
+    assert torch.equal(ours, theirs)
+    assert ours.dtype == theirs.dtype
+    return ours, cache, other
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_new_tokens": 1},
+        {"repetition_penalty": 1.3},
+        SAMPLED,
+        {**SAMPLED, "repetition_penalty": 1.2, "min_p": 0.01},
+        {"do_sample": True, "top_k": 0, "typical_p": 0.9, "epsilon_cutoff": 1e-4},
+    ],
+)
+def test_tokens_are_hugging_faces(model, calls, settings):
+    both(model, calls, **settings)
+
+
+@pytest.mark.parametrize(("row", "at"), [(0, 7), (1, 9), (0, 10), (1, 11), (0, 16)])
+def test_texts_end_at_their_tokens(model, calls, row, at):
+    """One text ends first; before, with and after a look of the host, which is after three."""
+    plain, _, _ = both(model, calls)
+    ids, cache, other = both(
+        model,
+        calls,
+        eos_token_id=int(plain[row, at]),
+        paged={"max_batch_size": 2, "max_cache_len": 64},
+    )
+    assert ids.shape[1] <= plain.shape[1]
+    assert cache.seq_lens.tolist() == other.seq_lens.tolist()
+    assert (cache.text is None) == (other.text is None)
+    if cache.text is not None:
+        assert torch.equal(cache.text.mask, other.text.mask)
+
+
+def test_all_texts_end_between_two_looks(model, calls):
+    """One text of one request; its end is the second new token."""
+    plain, _, _ = both(model, calls, PROMPT[:1])
+    eos = int(plain[0, 8])
+    first = plain[0, 7:].tolist().index(eos)
+    ids, cache, other = both(
+        model,
+        calls,
+        PROMPT[:1],
+        eos_token_id=[eos, 1],
+        paged={"max_batch_size": 1, "max_cache_len": 64},
+    )
+    assert ids.shape[1] == 7 + first + 1
+    assert cache.seq_lens.tolist() == other.seq_lens.tolist() == [7 + first]
+
+
+def test_prompts_of_different_lengths(model, calls):
+    mask = torch.ones_like(PROMPT)
+    mask[1, :3] = 0
+    both(model, calls, attention_mask=mask)
+
+
+def test_a_conversation_goes_on(model, calls):
+    """The second turn computes what the cache lacks."""
+    outs = []
+    for processors in ([], [Same()]):
+        cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
+        ids = PROMPT
+        for _ in range(2):
+            ids = model.generate(
+                ids,
+                cache=cache,
+                max_new_tokens=6,
+                do_sample=False,
+                pad_token_id=0,
+                logits_processor=LogitsProcessorList(processors),
+            )
+            ids = torch.cat([ids, PROMPT[:, :2]], 1)
+        outs.append((ids, cache.seq_lens.tolist()))
+    assert torch.equal(outs[0][0], outs[1][0])
+    assert outs[0][1] == outs[1][1]
+    assert len(calls.texts) == 2
+
+
+class Stream(BaseStreamer):
+    def __init__(self):
+        self.puts, self.ended = [], False
+
+    def put(self, value):
+        self.puts.append(value.tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamers_get_every_token(model, calls):
+    plain, _, _ = both(model, calls, PROMPT[:1])
+    eos = int(plain[0, 11])
+    streams = []
+    for processors in ([], [Same()]):
+        streams.append(Stream())
+        model.generate(
+            PROMPT[:1],
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=eos,
+            pad_token_id=0,
+            streamer=streams[-1],
+            logits_processor=LogitsProcessorList(processors),
+        )
+    assert streams[0].puts == streams[1].puts
+    assert streams[0].ended
+    assert streams[1].ended
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"return_dict_in_generate": True},
+        {"bad_words_ids": [[5]]},
+        {"max_time": 100.0},
+        {"num_beams": 2, "cache_implementation": "dynamic"},
+    ],
+)
+def test_other_calls_are_hugging_faces(model, calls, settings):
+    model.generate(PROMPT, max_new_tokens=3, do_sample=False, pad_token_id=0, **settings)
+    assert calls.texts == []
+
+
+def test_hooks_of_the_model_are_called(model, calls):
+    seen = []
+    hook = model.register_forward_hook(lambda *args: seen.append(1))
+    try:
+        model.generate(PROMPT, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    finally:
+        hook.remove()
+    assert len(seen) == 3
+    assert calls.texts == []
+
+
+def test_one_compile_serves_batches_and_lengths(model, calls):
+    """Compiled with the eager backend: another batch, prompt or length compiles nothing."""
+    from transformers import CompileConfig
+
+    counted = []
+
+    def backend(graph, inputs):
+        counted.append(graph)
+        return graph.forward
+
+    config = CompileConfig(backend=backend)
+    config._compile_all_devices = True
+    rows = torch.cat([PROMPT, PROMPT.flip(0), PROMPT + 1])
+    first = None
+    for ids, count in ((rows[:3], 6), (rows[:1], 4), (rows, 3), (rows[:2, :4], 9)):
+        settings = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        ours = model.generate(ids, compile_config=config, **settings)
+        assert torch.equal(ours, model.generate(ids, **settings))
+        first = len(counted) if first is None else first
+    assert len(counted) == first > 0
+    steps = getattr(model, decoding.STEPS)
+    assert len(steps) == 1
+
+
+def test_copies_compile_their_own(model):
+    steps = getattr(model, decoding.STEPS)
+    assert isinstance(copy.deepcopy(steps), decoding.CompiledSteps)
+    assert len(pickle.loads(pickle.dumps(steps))) == 0
