@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import training
+from benchmarks.cases import trained_model as training
 from benchmarks.harness import report
 from benchmarks.harness.options import chosen_device
 from benchmarks.harness.report import Report, one_line, stamp
@@ -56,7 +56,6 @@ class PrecisionRow:
     train_steps: int | None = None
     train_loss: float | None = None
     train_seconds: float | None = None
-    unigram_loss: float
     bigram_loss: float
     text: str
     error: str | None = None
@@ -124,7 +123,6 @@ def run(options: argparse.Namespace) -> None:
     sizes = _SMOKE_SIZES if options.smoke else _Sizes()
     text = training.manual()
     losses = {
-        "unigram_loss": training.unigram_loss(text),
         "bigram_loss": training.bigram_loss(text),
     }
     windows = text.windows(sizes.requests, sizes.prefill + sizes.decode + 1)
@@ -273,8 +271,8 @@ def _trained_note(rows: list[PrecisionRow]) -> list[str]:
         return []
     return [
         f"trained: {row.train_steps} steps in {row.train_seconds:.0f} s, last {row.train_loss:.2f} "
-        f"nats per byte; held-out text {row.float32_loss:.2f}, by frequencies of bytes "
-        f"{row.unigram_loss:.2f}, of pairs {row.bigram_loss:.2f}"
+        f"nats per byte; held-out text {row.float32_loss:.2f}, by frequencies of pairs "
+        f"of bytes {row.bigram_loss:.2f}"
     ]
 
 

@@ -25,7 +25,6 @@ BENCHES = {
     "start": "from a model on the device to its first tokens: cold, warm, and at other sizes",
     "memory": "what weights, caches, steps and graphs take: computed, and by the allocator",
     "layer": "an attention layer, decode: against its roofline and baselines",
-    "quality": "what a trained model finds in its context: in every precision and selection",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
 """Name of a benchmark, a module with ``add_options`` and ``run``, and what it measures."""

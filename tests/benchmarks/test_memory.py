@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 
-from benchmarks import cache_sizes, memory
+from benchmarks import memory
 from benchmarks.harness.live_bytes import peak_bytes
 from benchmarks.memory import MemoryRow
 from benchmarks.run import WrongResult, main
@@ -80,7 +80,7 @@ def test_gpus_have_what_hugging_faces_plans_leave_them(num_gpus):
 
 def test_a_cache_takes_on_meta_what_it_takes_on_a_cpu():
     sizes = {"max_batch_size": 2, "max_cache_len": 700}
-    config = cache_sizes.config_of("Flash")
+    config = small_model().config
     made, paper = (PagedCache(config, **sizes, device=device) for device in ("cpu", "meta"))
     assert made.memory() == paper.memory()
     leaves = tree_leaves(made.tensors)

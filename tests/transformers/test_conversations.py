@@ -1,7 +1,6 @@
 """Conversations through ``generate`` on one cache, batches of any padding against each request
 alone, and what of them is refused."""
 
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,7 +11,6 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 import transformers
 
-from benchmarks import cache_sizes
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.testing.text import PAD
@@ -310,17 +308,6 @@ def test_what_generate_refuses():
     mask = torch.ones(2, turns.ids.shape[1] + 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="must count tokens before input_ids that the cache has"):
         model.generate(torch.tensor([[1], [3]]), attention_mask=mask, **given)
-
-
-def test_the_page_of_figures_is_that_of_the_code():
-    """Fails after a change: python -m benchmarks.cache_sizes docs/memory.md"""
-    text = (Path(__file__).parents[2] / "docs/memory.md").read_text()
-    lines = list(cache_sizes.rows())
-    assert cache_sizes.page(text, lines) == text
-    assert cache_sizes.page(text, cache_sizes.weight_rows(), "weights") == text
-    long = [line for line in lines if not line[1].endswith("x 4k")]
-    assert len(long) == 8
-    assert all(float(line[3]) < float(line[-1]) for line in long)
 
 
 def test_a_turn_of_new_tokens_only_gets_pages_for_all():

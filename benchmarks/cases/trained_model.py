@@ -1,4 +1,4 @@
-"""Train a small DeepSeek-V4 for minutes on text from the standard library."""
+"""A small DeepSeek-V4 that is trained for minutes on Python's manual, byte by byte."""
 
 from __future__ import annotations
 
@@ -28,47 +28,24 @@ class Text:
     hash: str
 
     def windows(self, count: int, length: int) -> Tensor:
-        """Evenly spaced windows of the held-out text, [count, length].
-
-        Raises:
-            ValueError: The text is too short.
-        """
-        if count * length > len(self.held_out):
-            raise ValueError(
-                f"Text.windows: count * length must be at most {len(self.held_out)}, got "
-                f"{count} * {length}. Ask for fewer or shorter windows."
-            )
+        """Evenly spaced windows of the held-out text, [count, length]."""
         starts = [len(self.held_out) * index // count for index in range(count)]
         return torch.stack([self.held_out[start : start + length] for start in starts])
 
 
 def manual() -> Text:
-    """Python's own manual (``pydoc_data.topics``) as bytes, all ASCII.
-
-    Raises:
-        ImportError: This Python installation lacks it.
-    """
+    """Python's own manual (``pydoc_data.topics``) as bytes, all ASCII."""
     from pydoc_data.topics import topics
 
-    names = sorted(topics)
-    held_out = dict.fromkeys(_paragraphs(topics, names[_HELD_OUT::_HELD_OUT_EVERY]))
-    train = dict.fromkeys(part for part in _paragraphs(topics, names) if part not in held_out)
-    parts = ["\n\n".join(found) for found in (train, held_out)]
+    names = sorted(topics)  # topics share some paragraphs verbatim
+    paragraphs = {name: topics[name].split("\n\n") for name in names}
+    chosen = names[_HELD_OUT::_HELD_OUT_EVERY]
+    held_out = dict.fromkeys(part for name in chosen for part in paragraphs[name])
+    every = dict.fromkeys(part for name in names for part in paragraphs[name])
+    parts = ["\n\n".join(part for part in every if part not in held_out), "\n\n".join(held_out)]
     encoded = [part.encode("ascii", "ignore").decode() for part in parts]
     tokens = [torch.tensor(ByteTokenizer().encode(part)) for part in encoded]
     return Text(tokens[0], tokens[1], hashlib.sha256("\0".join(encoded).encode()).hexdigest()[:16])
-
-
-def _paragraphs(topics: dict[str, str], names: Sequence[str]) -> Iterator[str]:
-    """Yield paragraphs; topics share some of them verbatim."""
-    for name in names:
-        yield from topics[name].split("\n\n")
-
-
-def unigram_loss(text: Text) -> float:
-    """Nats per byte of the held-out text under the byte frequencies of the training text."""
-    counts = torch.bincount(text.train, minlength=VOCAB_SIZE).double() + 1.0
-    return float(-(counts / counts.sum()).log()[text.held_out].mean())
 
 
 def bigram_loss(text: Text) -> float:
@@ -99,47 +76,39 @@ SIZES: dict[str, Any] = {
     "index_topk": 64,  # below the number of rows at the benchmark's contexts
     "experts_implementation": "eager",
 }
-"""Overrides of ``small_config`` for the trained model."""
+"""Overrides of ``small_config``."""
 
 
 def trained_model(
     text: Text,
     stages: Sequence[Stage] = STAGES,
     *,
-    seed: int = 0,
     report: Callable[[int, float], object] = lambda step, loss: None,
 ) -> tuple[Any, float]:
     """Train Hugging Face's float32 model on next-byte prediction with its own forward.
 
-    AdamW with warm-up and cosine decay, on the CPU in one thread, deterministic in ``seed``. The
+    AdamW with warm-up and cosine decay, on the CPU in one thread, the same at every run. The
     indexer keeps its initial weights: its scores only select rows and get no gradient.
-
-    Args:
-        text: The text; only ``text.train`` is used.
-        stages: Training stages, in order.
-        seed: Seed of weights and batches.
-        report: Called with each step and its loss.
 
     Returns:
         The model in evaluation mode, and the mean loss of the last tenth of the steps.
-
-    Raises:
-        ImportError: transformers is missing or has no DeepSeek-V4.
     """
     _, model_class = require_transformers()
     with _one_thread(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = model_class(small_config(**SIZES)).train()
-        _route_evenly(model)
-        losses = train(model, text.train, stages, report)
+        for name, table in model.named_buffers():  # of hash routers: they start as zeros
+            if name.endswith("tid2eid"):
+                picks = torch.rand(len(table), model.config.n_routed_experts).argsort(1)
+                table.copy_(picks[:, : table.shape[1]])
+        losses = _train(model, text.train, stages, report)
     last = losses[-max(1, len(losses) // 10) :]
     return model.eval().requires_grad_(False), sum(last) / len(last)
 
 
-def train(
+def _train(
     model: Any, tokens: Tensor, stages: Sequence[Stage], report: Callable[[int, float], object]
 ) -> list[float]:
-    """Train a model on its device; returns the loss of every step."""
     total, losses = sum(stage.steps for stage in stages), list[float]()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01, foreach=True
@@ -147,10 +116,9 @@ def train(
     for stage in stages:
         for _ in range(stage.steps):
             for group in optimizer.param_groups:
-                group["lr"] = 3e-3 * learning_rate(len(losses), total)
+                group["lr"] = 3e-3 * _learning_rate(len(losses), total)
             starts = torch.randint(len(tokens) - stage.length - 1, (stage.batch,)).tolist()
             batch = torch.stack([tokens[start : start + stage.length + 1] for start in starts])
-            batch = batch.to(model.device)
             loss = next_byte_loss(model(batch[:, :-1], use_cache=False).logits, batch[:, 1:])
             optimizer.zero_grad()
             loss.backward()
@@ -166,19 +134,11 @@ def next_byte_loss(logits: Tensor, following: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), following.flatten())
 
 
-def learning_rate(step: int, total: int, warm: int = 20) -> float:
-    """Learning rate factor: linear warm-up, then cosine decay to a tenth."""
+def _learning_rate(step: int, total: int, warm: int = 20) -> float:
+    """Factor: linear warm-up, then cosine decay to a tenth."""
     if step < warm:
         return (step + 1) / warm
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, total - warm))
-
-
-def _route_evenly(model: Any) -> None:
-    """Assign random experts to tokens in hash-routed layers, whose tables start as zeros."""
-    for name, table in model.named_buffers():
-        if name.endswith("tid2eid"):
-            picks = torch.rand(len(table), model.config.n_routed_experts).argsort(1)
-            table.copy_(picks[:, : table.shape[1]])
 
 
 @contextmanager
