@@ -1,4 +1,4 @@
-"""Replacement forwards of Hugging Face's modules, each made from the original one."""
+"""Replacement forwards of Hugging Face's modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dsv4_ops.integrations.transformers.steps.step import run_layers
 
 
 def model_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """Make the model's forward that runs our layers with a ``PagedCache``."""
+    """Make a model's forward that runs our layers if the cache is a ``PagedCache``."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     name = cache_argument()
@@ -96,8 +96,7 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
 
 
 def _keeping(spec: ModelSpec, states: list[Tensor]) -> Runner:
-    """Make a runner that adds the input of every layer to ``states``, as Hugging Face's hooks
-    do."""
+    """Make a runner that appends the input of every layer to ``states``, as Hugging Face does."""
 
     def run(_: str, function: Callable[..., Any], hidden: Any, *args: Any, **rest: Any) -> Any:
         if isinstance(function, nn.Module):
@@ -108,7 +107,7 @@ def _keeping(spec: ModelSpec, states: list[Tensor]) -> Runner:
 
 
 def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """Make the attention forward that runs ours when ``run_layers`` calls it."""
+    """Make an attention's forward that runs ours when ``run_layers`` calls it."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
         context = rest.pop("dsv4_ops", None)
@@ -120,7 +119,7 @@ def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
 
 
 class ModelForward(Rewrite):
-    """The model runs our layers with a ``PagedCache``."""
+    """Let the model run our layers when the cache is a ``PagedCache``."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -135,7 +134,7 @@ class ModelForward(Rewrite):
 
 
 class AttentionForward(Rewrite):
-    """Attention runs ours when ``run_layers`` calls it."""
+    """Let attention run ours when ``run_layers`` calls it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -150,13 +149,13 @@ class AttentionForward(Rewrite):
 
 
 class Float32Norms(Rewrite):
-    """Norms multiply by their weight in float32, where the recipe says so."""
+    """Let norms multiply by their weight in float32, if the recipe says so."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.runs = recipe.norms_float32
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is Hugging Face's norm, without a forward of its own."""
+        """Whether a module is Hugging Face's norm and has no forward of its own."""
         return self.runs and is_part(module, "RMSNorm")
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
@@ -166,10 +165,10 @@ class Float32Norms(Rewrite):
 
 
 class Float32Logits(Rewrite):
-    """The head returns float32, where the recipe says so.
+    """Let the head return float32, if the recipe says so.
 
     Args:
-        recipe: As passed to ``patch``.
+        recipe: The recipe that ``patch`` got.
         head: The head of the model.
     """
 
@@ -177,7 +176,7 @@ class Float32Logits(Rewrite):
         self.runs, self.head = recipe.logits_float32, unwrapped(head)
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is the head, inside adapters."""
+        """Whether a module is the head, which adapters may wrap."""
         return self.runs and module is self.head and type(module) is nn.Linear
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
@@ -187,10 +186,10 @@ class Float32Logits(Rewrite):
 
 
 def rewrites(model: Any, spec: ModelSpec) -> tuple[Rewrite, ...]:
-    """All changes that ``patch`` makes to the modules of a model.
+    """Return all changes that ``patch`` makes to the modules of a model.
 
-    Modules are recognised by their class's forward, wherever an adapter put them; modules with a
-    forward of their own keep it.
+    The class that defines a module's forward decides what the module is, even inside an adapter.
+    A module with a forward of its own keeps it.
     """
     return (
         ModelForward(spec),

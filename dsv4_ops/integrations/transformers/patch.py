@@ -1,4 +1,4 @@
-"""``patch`` and ``unpatch``: replace the forwards of a model's modules on the instances."""
+"""``patch`` and ``unpatch``: replace and restore methods of a model's modules."""
 
 from __future__ import annotations
 
@@ -39,69 +39,67 @@ def patch(
 ) -> Any:
     """Let a DeepSeek model of Hugging Face run from a ``PagedCache``.
 
-    ``DeepseekV4ForCausalLM``, ``DeepseekV3ForCausalLM`` (V3, R1, Kimi-K2) or
-    ``DeepseekV2ForCausalLM``.
+    ``patch`` replaces methods on the instances of ``DeepseekV4ForCausalLM``,
+    ``DeepseekV3ForCausalLM`` (V3, R1, Kimi-K2) or ``DeepseekV2ForCausalLM``. Parameters, state dict
+    and classes stay as they are, and the model can still be copied, saved and pickled. A call
+    without a ``PagedCache`` runs Hugging Face's attention. ``generate`` makes a ``PagedCache``
+    instead of a ``DynamicCache`` or ``StaticCache``, unless ``cache_implementation="dynamic"``.
 
-    Forwards are replaced on the instances; parameters, state dict and classes stay as they are. A
-    call with another cache, or with none, still runs Hugging Face's attention. ``generate`` makes a
-    ``PagedCache`` where it would make a ``DynamicCache`` or a ``StaticCache``; ask for Hugging
-    Face's own with ``cache_implementation="dynamic"``. A patched model is copied, saved and pickled
-    as any other is.
+    Hooks, PEFT adapters, parametrizations and replaced modules keep working, except on modules that
+    our ops replace: steps refuse changes to ``q_b_norm``, to ``kv_b_proj`` (V3, V2), and to
+    ``compressor`` outside of its projections. Layers other than a plain ``nn.Linear`` keep their
+    precision. Hugging Face's tensor parallelism works (``tp_plan="auto"``). A model that accelerate
+    split or offloaded is refused.
 
-    Hooks, PEFT adapters, parametrizations and replaced modules keep working, whether added before
-    or after. Layers other than a plain ``nn.Linear`` keep their own precision. Two exceptions: our
-    ops replace ``q_b_norm`` and ``compressor`` except for its projections, and ``kv_b_proj`` of V3
-    and V2, so steps refuse changes there; and a model that accelerate split or offloaded is
-    refused. Hugging Face's tensor parallel works (``tp_plan="auto"``).
-
-    A model loaded in the released precision (``FineGrainedFP8Config``, without dequantisation)
-    multiplies its FP8 and FP4 codes with ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``,
-    and needs no kernels from Hugging Face's hub. Scales that are missing, transposed or negative
-    are refused, and so are scales and codes that are NaN or infinite: two reductions read the
-    codes, on their device and without a copy. Experts in bfloat16 on a GPU run ``experts`` too,
+    A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs
+    ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``, without kernels from Hugging Face's hub.
+    ``patch`` reads all codes and scales once on their device. It refuses NaN and infinities, and
+    scales that are missing, transposed or negative. Experts in bfloat16 on a GPU run ``experts``
+    too, unless a gradient is needed, ``set_experts_implementation`` chose another implementation,
+    or the mean number of rows per expert exceeds 256.
     where no gradient is wanted, ``set_experts_implementation`` chose no other, and an expert has at
     most 256 rows on average.
 
     Args:
-        model: The model. It is changed, and returned.
-        kv: Storage of the keys: "fp8" (584 bytes per row, FlashMLA's layout), "bf16" or "fp32". Of
-            V3 and V2 "fp8" is 576 bytes per row with one scale per layer, and "ds_fp8" 656 bytes
-            with four scales.
-        precision: "serve" follows the official code where Hugging Face differs from it,
+        model: The model, which ``patch`` changes.
+        kv: How the cache stores keys: "fp8", "bf16" or "fp32". "fp8" takes 584 bytes per row for
+            V4 (FlashMLA's layout), and 576 bytes per row with one scale per layer for V3 and V2.
+            V3 and V2 have "ds_fp8" too: 656 bytes per row with four scales.
+        precision: "serve" follows DeepSeek's official code where Hugging Face differs from it,
             "reference" follows Hugging Face; or a ``Recipe``.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),
-            "flash_mla" or "deep_gemm" (for the ops that the library has), "reference", or "auto"
-            (the fastest one here). A library's schedule is built once per step, for the SMs that it
-            uses at the time of patching.
-        batch_invariant: Whether a request's attention is bit-identical whatever else is in the
-            batch.
-        plan: Whether decode steps build a split-KV schedule for their C128 layers, for requests of
-            different lengths (``build_attention_step``). For nearly equal lengths it gains nothing
-            and costs 5 us a step and up to 9 us a C128 layer (256 tokens of 128 heads; 2 us up to
-            64 tokens of 64 heads). Not used with ``batch_invariant``, impl "flash_mla" or
-            "reference", or more than 16383 tokens; export with that limit on the token dimension,
-            or without a plan. V3 and V2 have none.
-        parallel: Ranks that share the cache of every request: each stores the rows of its turns.
-            All of them run the same steps. Where Hugging Face's tensor parallelism split the heads
-            over the same ranks, they gather queries and keep their own heads: ``q_b_proj`` and
-            ``kv_b_proj`` ("colwise") and ``o_proj`` ("rowwise") of V3 and V2, ``q_b_proj``,
-            ``sinks`` and ``o_a_proj`` ("colwise") and ``o_b_proj`` ("rowwise") of V4, and of its
-            indexer ``q_b_proj`` and ``weights_proj`` ("colwise"). Such a V4 runs from a
+            "flash_mla" or "deep_gemm" (where the library has the op), "reference", or "auto" (the
+            fastest on this device). A library's schedule is built once per step, for the number of
+            SMs at the time of patching.
+        batch_invariant: Whether a request's attention is bit-identical in every batch.
+        plan: Whether decode steps of V4 build a split-KV schedule for their C128 layers
+            (``build_attention_step``). It saves time if the lengths of the requests differ. If they
+            are nearly equal, it costs 5 us per step and up to 9 us per C128 layer (256 tokens of
+            128 heads; 2 us up to 64 tokens of 64 heads). It is not used with ``batch_invariant``,
+            with impl "flash_mla" or "reference", or with more than 16383 tokens. For export, limit
+            the token dimension to that number, or pass False.
+        parallel: Ranks that share the cache of every request (context parallelism). Each rank
+            stores a part of the rows, and all ranks run the same steps. If Hugging Face's tensor
+            parallelism split the heads over the same ranks, they gather queries and keep their own
+            heads. V3 and V2 then need ``q_b_proj`` and ``kv_b_proj`` "colwise" and ``o_proj``
+            "rowwise". V4 needs ``q_b_proj``, ``sinks``, ``o_a_proj`` and the indexer's ``q_b_proj``
+            and ``weights_proj`` "colwise" and ``o_b_proj`` "rowwise", and runs from a
             ``PagedCache`` only.
-        query: "fp8", of V3 and V2 with the kv "fp8": absorbed queries as e4m3 codes over one scale
-            a layer, the buffer ``dsv4_ops_q_scale`` of its attention, 1 until you fill it. It makes
-            results less exact and no step faster, but ranks gather half the bytes. None for queries
+        query: "fp8" quantises the absorbed queries of V3 and V2 (with kv "fp8") to e4m3 with one
+            scale per layer, the buffer ``dsv4_ops_q_scale`` of its attention, which is 1 until you
+            fill it. Ranks gather half the bytes, but results are less exact and steps not faster.
+            None keeps queries in bfloat16.
             in bfloat16.
 
     Returns:
         ``model``.
 
     Raises:
-        NotImplementedError: an unsupported architecture, layer type, rotary embedding or size, or a
-            split or offloaded model; heads that are split over other ranks than those of
-            ``parallel``, or some of whose parameters are.
-        ValueError, TypeError: an invalid argument, a model that is patched already, or ranks of
-            ``parallel`` that patch different models.
+        NotImplementedError: an architecture, layer type, rotary embedding or size is not supported;
+            accelerate split or offloaded the model; or the heads are split over other ranks than
+            those of ``parallel``, or only some parameters are.
+        ValueError, TypeError: an argument is invalid, the model is patched already, or the ranks of
+            ``parallel`` patch different models.
 
     Example:
         >>> from dsv4_ops.testing.models import small_model
@@ -148,23 +146,23 @@ def patch(
 
 
 def add_replacements(model: Any, replacements: Iterable[tuple[Any, str, Maker]]) -> None:
-    """Replace methods of a patched model's modules, (module, name, maker), until ``unpatch``."""
+    """Replace methods of a patched model until ``unpatch``: module, name and maker of each."""
     replaced: _Replacements = getattr(model, _REPLACED)
     for module, name, make in replacements:
         replaced.method(module, name, make)
 
 
 def unpatch(model: Any) -> Any:
-    """Restore a model's own forwards, and remove its draft layer.
+    """Restore the methods that ``patch`` replaced, and remove the draft layer.
 
     Args:
-        model: A patched model. It is changed, and returned.
+        model: A patched model, which ``unpatch`` changes.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: it is not patched, or something replaced a forward of ours since.
+        ValueError: the model is not patched, or something else replaced one of our methods.
     """
     replaced = getattr(model, _REPLACED, None)
     if replaced is None:
@@ -213,12 +211,12 @@ class _Replacements:
         self.made: list[Replacement] = []
 
     def method(self, module: Any, name: str, make: Maker) -> None:
-        """Replace a method by what ``make`` makes of the old one."""
+        """Replace a method by the one that ``make`` returns for the old one."""
         self.made.append(Replacement(module, name, make, vars(module).get(name)))
         setattr(module, name, self.made[-1])
 
     def undo(self) -> None:
-        """Restore all methods, or raise and restore none."""
+        """Restore all methods; if one cannot be restored, raise and restore none."""
         for one in self.made:
             current = vars(one.module).get(one.name)
             if current is not one:

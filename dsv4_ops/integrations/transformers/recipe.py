@@ -1,4 +1,4 @@
-"""Numerical differences between the official DeepSeek-V4 and Hugging Face's."""
+"""Where DeepSeek-V4's official code and Hugging Face's compute with other precision."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from dsv4_ops.core.checks import Checks
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Which computations follow the official code instead of Hugging Face.
+    """Which computations follow DeepSeek's official code, and which follow Hugging Face.
 
-    ``Recipe.serve()`` follows the official code, ``Recipe.reference()`` Hugging Face. For a float32
-    model only ``shared_expert_clamp`` makes a difference. Not covered: the official code applies an
-    expert's weight before its last projection (Hugging Face after it) and simulates FP4 in the
-    indexer (ours uses FP8 with ``kv="fp8"``, else no quantisation); Hugging Face quantises the
-    activations of FP4 experts in blocks of 32 (ours stay bf16, or in the official blocks of 128).
-    Of DeepSeek-V3 and V2, ``norms_float32``, ``rope_float32``, ``logits_float32`` and, of experts
-    in bf16 on a GPU, ``swiglu_float32`` count; the rest has no counterpart. ``activations`` and
-    what follows it are for models loaded in the released precision, FP8 with FP4 or FP8 experts,
-    whose SwiGLU is always in float32.
+    ``Recipe.serve()`` follows the official code, ``Recipe.reference()`` follows Hugging Face. In a
+    float32 model, only ``shared_expert_clamp`` makes a difference. V3 and V2 read only
+    ``norms_float32``, ``rope_float32``, ``logits_float32`` and, for experts in bf16 on a GPU,
+    ``swiglu_float32``.
+
+    ``activations``, ``activation_scale`` and ``expert_activations`` are for models with FP8 and FP4
+    weights, whose SwiGLU is always in float32.
+
+    Three differences stay. The official code multiplies by an expert's weight before the last
+    projection, Hugging Face after it. The official code simulates FP4 in the indexer; ours uses FP8
+    with ``kv="fp8"`` and no quantisation otherwise. Hugging Face quantises the activations of FP4
+    experts in blocks of 32; ours stay in bf16, or use the official blocks of 128.
 
     Args:
-        norms_float32: Norms multiply by their weight in float32 and round once, as Hugging Face
-            does since 5.18.
-        rope_float32: Keep cosines and sines in float32 instead of the model's dtype.
-        compressor_float32: Compressor projections have float32 results.
+        norms_float32: Multiply by a norm's weight in float32 and round once, as Hugging Face does
+            since 5.18.
+        rope_float32: Keep cosines and sines in float32, not in the model's dtype.
+        compressor_float32: Return float32 from the compressor's projections.
         router_float32: Compute router logits and scores in float32.
-        swiglu_float32: Compute expert and shared-expert activations in float32, rounded once.
-        streams_float32: Mix the residual streams in float32, rounded once.
+        swiglu_float32: Compute SwiGLU of all experts in float32, and round once.
+        streams_float32: Mix the residual streams in float32, and round once.
         logits_float32: Compute logits in float32.
         shared_expert_clamp: Clamp shared experts like routed ones, as do Hugging Face and one of
             the two public copies of the official code.
@@ -59,20 +62,23 @@ class Recipe:
 
     @classmethod
     def serve(cls, *, activations: str = "bf16") -> Recipe:
-        """The official recipe; of a quantised model with bf16 activations, unless ``activations``
-        is "fp8", which is the official one and less precise."""
+        """Follow the official code.
+
+        ``activations`` is for models with quantised weights: "fp8" is the official choice, and less
+        precise than "bf16".
+        """
         precisions: dict[str, Any] = dict.fromkeys(_PRECISIONS, True)
         return cls(**precisions, activations=activations, expert_activations=activations)
 
     @classmethod
     def reference(cls) -> Recipe:
-        """Hugging Face's."""
+        """Follow Hugging Face."""
         precisions: dict[str, Any] = dict.fromkeys(_PRECISIONS, False)
         return cls(**precisions, activations="fp8", activation_scale="float32")
 
     @classmethod
     def named(cls, op: str, precision: str | Recipe) -> Recipe:
-        """Resolve ``precision``: "serve", "reference" or a ``Recipe``."""
+        """Return the recipe for "serve", "reference" or a ``Recipe``."""
         if isinstance(precision, Recipe):
             return precision
         asked = "the model shall have, or a Recipe"

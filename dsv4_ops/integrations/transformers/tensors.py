@@ -19,8 +19,8 @@ class StepBatch:
 
     Attributes:
         tokens: Token ids, request after request, [num_tokens], int64.
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
-            Tokens after that are padding.
+        query_start_loc: Start of every request in ``tokens``, then the end of the last, [num_reqs +
+            1], int32. Tokens after the end are padding.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
             padding request.
         rows: Cache row of every request, [num_reqs], int32; distinct. A negative row marks a
@@ -50,7 +50,7 @@ class CacheTables:
 
     @property
     def pool(self) -> Tensor:
-        """The table whose blocks come from the pool."""
+        """The table of the shared pool."""
         return self.compressed
 
 
@@ -59,7 +59,7 @@ class ShardedTables(CacheTables):
     """Tables of a cache whose compressed rows several ranks share.
 
     Attributes:
-        cp_rank: The rank, [1], int32: a tensor, so that one package serves all ranks.
+        cp_rank: The rank, [1], int32. It is a tensor, so that one package serves all ranks.
     """
 
     cp_rank: Tensor
@@ -73,12 +73,12 @@ class RopeTables:
     compressed: Tensor
 
     def of(self, kind: str) -> Tensor:
-        """The table of a kind of layer."""
+        """The table for a kind of layer."""
         return self.window if kind == "window" else self.compressed
 
     @property
     def num_positions(self) -> int:
-        """Rows of a table."""
+        """Number of rows of a table."""
         return self.window.shape[0]
 
 
@@ -87,15 +87,15 @@ class CacheTensors:
     """All tensors of a ``PagedCache`` that a step reads or writes.
 
     Attributes:
-        tables: Block tables, of a class of the model's family: ``CacheTables`` for DeepSeek-V4.
+        tables: Block tables, of the model family's class: ``CacheTables`` for DeepSeek-V4.
         rope: RoPE tables, such as ``RopeTables``.
-        layers: Caches of every layer, such as ``LayerCaches``, written by steps.
+        layers: Caches of every layer, such as ``LayerCaches``. Steps write them.
         dropped: Number of tokens that steps could not store, [1], int64.
-        seq_lens: Length of the request in every row after its last step, [max_batch_size], int32;
-            0 before the first. A request goes on there or before.
-        written: Furthest end of each row since it began at 0, [max_batch_size], int32: positions
-            that rings may have overwritten what earlier ones read.
-        made_for: ``fingerprint`` of the model; steps refuse the cache of another model.
+        seq_lens: Length of the request in every row after its last step, [max_batch_size], int32; 0
+            before the first. The request continues at this length, or at a smaller one.
+        written: Largest length of each row since it was 0, [max_batch_size], int32. Rings may have
+            overwritten earlier positions up to there.
+        made_for: ``fingerprint`` of the model. Steps refuse the cache of another model.
             Part of the pytree's structure, so a constant in graphs.
         draft: Caches of the draft layer, such as ``LayerCaches``; empty without one.
     """
@@ -111,22 +111,23 @@ class CacheTensors:
 
     @property
     def num_rows(self) -> int:
-        """``max_batch_size`` of the cache."""
+        """Number of rows of the cache."""
         return self.tables.pool.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors."""
+        """Device of all tensors."""
         return self.dropped.device
 
 
 def in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Which ids exist."""
+    """Whether each id is in the vocabulary."""
     return (tokens >= 0) & (tokens < vocab_size)
 
 
 def store_lengths(seq_lens: Tensor, written: Tensor, ends: Tensor, first: Tensor) -> None:
-    """Move rows to ``ends`` after a step from positions ``first``; ends of 0 are no step."""
+    """Set the lengths of rows to ``ends`` after a step from positions ``first``. An end of 0 is a
+    row without a step."""
     furthest = torch.where(first > 0, torch.maximum(written, ends), ends)
     written.copy_(torch.where(ends > 0, furthest, written))
     seq_lens.copy_(torch.where(ends > 0, ends, seq_lens))

@@ -32,7 +32,7 @@ def spec_of_config(
 ) -> ModelSpec:
     """Build the spec of ``config``; raise an error of ``op`` if it is not supported.
 
-    The other arguments are those of ``patch``; ``settings`` are those of ``Execution``.
+    The other arguments are those of ``patch``; ``settings`` are the fields of ``Execution``.
     """
     require_transformers(op)
     model_type = getattr(config, "model_type", type(config).__name__)

@@ -51,7 +51,7 @@ def require_transformers(op: str) -> Any:
 
 
 DRAFT = "mtp"
-"""Name of the draft layer among the modules of a model."""
+"""Name of the draft layer's module in a model."""
 
 
 def draft_of(model: Any) -> Any:
@@ -60,25 +60,27 @@ def draft_of(model: Any) -> Any:
 
 
 Runner = Callable[..., Any]
-"""Runs a part of a step: called with the part's name, its function, and the function's arguments.
-Parts of one name have the same code, such as layers of one kind."""
+"""Runs a part of a step; its arguments are the part's name, its function and the function's
+arguments.
+Parts with the same name have the same code, such as the layers of one kind."""
 
 
 def run_part(_: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
-    """The ``Runner`` that calls the function."""
+    """Call the function: the ``Runner`` of eager steps."""
     return function(*args, **rest)
 
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of a step, in the order of their tokens.
+    """The requests of a step, in the order of ``tokens``.
 
     Attributes:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        query_start_loc: Start of every request among the tokens, then the end of the last,
+            [num_reqs + 1], int32.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32; 0 for
             padding.
         rows: Cache row of every request, [num_reqs], int32; -1 for padding.
-        indices: Request of every token, [num_tokens], int32; of no meaning for padding.
+        indices: Request of every token, [num_tokens], int32; undefined for padding.
     """
 
     query_start_loc: Tensor
@@ -89,13 +91,13 @@ class Requests:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens of a step in the cache.
+    """Where the cache stores the tokens of a step.
 
     Attributes:
-        tokens: Cache row and position of every token; -1 for tokens that are not stored.
+        tokens: Cache row and position of every token; -1 for tokens that it does not store.
         ends: Length of every token's request after the step, [num_tokens], int32.
-        num_reqs: Requests of the step, padding included.
-        requests: Returns the requests of the step, for families whose layers need them.
+        num_reqs: Number of requests of the step, with padding.
+        requests: A function that returns the requests of the step, for families that need them.
     """
 
     tokens: TokenMap
@@ -116,7 +118,7 @@ class LayerContext:
 
 
 WITHOUT_MASKS = dict.fromkeys(("position_embeddings", "position_ids", "attention_mask"))
-"""Arguments of layers that only Hugging Face's attention reads; steps do not run it."""
+"""Arguments of layers that only Hugging Face's attention reads."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,11 @@ class StepRun:
     """Arguments of all layers of a step.
 
     Attributes:
-        step: From ``ModelSpec.build_step``.
+        step: Result of ``ModelSpec.build_step``.
         cache: The caches.
         schedule: "decode" or "prefill".
         state_rings: As for ``attention_layer``.
-        run: Runs the parts.
+        run: The ``Runner`` of the parts.
         output_tokens: Tokens whose final states are returned, int [n]; None for all.
     """
 
@@ -140,12 +142,12 @@ class StepRun:
     output_tokens: Tensor | None = None
 
     def context(self, caches: Any, rope: Tensor) -> LayerContext:
-        """Return the context of the layer with these caches."""
+        """Return the same context with the caches of one layer."""
         return LayerContext(self.step, caches, rope, self.schedule, self.state_rings)
 
 
 class Execution(NamedTuple):
-    """How the steps of a model run, as passed to ``patch``."""
+    """Settings of ``patch`` for the steps of a model."""
 
     batch_invariant: bool = False
     impl: str = AUTO
@@ -155,14 +157,14 @@ class Execution(NamedTuple):
 
 
 def unpatched(op: str, model: Any, advice: str = "Call patch first") -> Exception:
-    """The error for an object that ``patch`` did not change."""
+    """Return the error for an object that ``patch`` did not change."""
     is_model = isinstance(model, torch.nn.Module)
     actual = f"an unpatched {type(model).__name__}" if is_model else kind_of(model)
     return argument_error(op, "model", must="be patched", got=actual, do=advice)
 
 
 def dtype_of(config: Any, default: torch.dtype) -> torch.dtype:
-    """Dtype of a model; ``default`` if none was made from this configuration."""
+    """Return a model's dtype, or ``default`` if its configuration names none."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else default
 
@@ -173,9 +175,9 @@ class ModelSpec(ABC):
 
     Attributes:
         kinds: Kind of every layer.
-        recipe, kv: As passed to ``patch``.
-        dtype: Dtype of the model.
-        fingerprint: Everything that a cache depends on, as "name=value" joined by "; ".
+        recipe, kv: The settings of ``patch``.
+        dtype: The model's dtype.
+        fingerprint: All settings that a cache depends on, as "name=value" separated by "; ".
     """
 
     kinds: tuple[str, ...]
@@ -185,11 +187,11 @@ class ModelSpec(ABC):
     fingerprint: str
 
     causal_lm: ClassVar[tuple[str, ...]]
-    """Classes of transformers that ``patch`` takes."""
+    """Hugging Face classes that ``patch`` supports."""
     memory_groups: ClassVar[dict[str, str]]
-    """Group of ``PagedCache.memory`` of every cache of a layer, by its name."""
+    """Group in ``PagedCache.memory`` for each cache of a layer, by the cache's name."""
     shared_groups: ClassVar[tuple[str, ...]]
-    """Groups of which each rank of ``parallel`` has a part."""
+    """Groups that the ranks of ``parallel`` share; each rank stores a part."""
 
     @classmethod
     @abstractmethod
@@ -197,7 +199,7 @@ class ModelSpec(ABC):
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
 
     def scheduled(self, device: torch.device) -> ModelSpec:
-        """Add what a library's schedules depend on, for a model on ``device``."""
+        """Return the spec with what a library's schedules depend on, for a model on ``device``."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
@@ -206,16 +208,16 @@ class ModelSpec(ABC):
     @property
     @abstractmethod
     def impl(self) -> str:
-        """As passed to ``patch``."""
+        """The setting of ``patch``."""
 
     @property
     def parallel(self) -> ContextParallel | None:
-        """Ranks that share the cache; None where there is one."""
+        """Ranks that share the cache; None for one rank."""
         return None
 
     @property
     def shards_heads(self) -> bool:
-        """Whether each of these ranks has a part of the query heads."""
+        """Whether the query heads are split over the ranks."""
         return self.parallel is not None and self.parallel.shards_heads
 
     @property
@@ -227,11 +229,12 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
-        """Blocks per row of every table whose blocks are a ring, by the name of the table."""
+        """Blocks per row of the tables whose blocks form a ring, by the table's name."""
 
     @abstractmethod
     def tables(self, pool: Tensor, rings: dict[str, int], max_cache_len: int) -> Any:
-        """Make the block tables; ``pool`` is that of the shared blocks, on the cache's device."""
+        """Make the block tables; ``pool`` is the table of the shared blocks, on the cache's
+        device."""
 
     @abstractmethod
     def rope_tables(self, num_positions: int, device: torch.device) -> Any:
@@ -245,14 +248,16 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def kind_of(self, caches: Any) -> str:
-        """Kind of the layer that caches are for."""
+        """Kind of the layer that these caches belong to."""
 
     # A step
 
     @abstractmethod
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> Any:
-        """Build what the layers of a step share; it has ``positions``, -1 for padding.
-        ``schedule`` is "decode" or "prefill"."""
+        """Build the data that the layers of a step share.
+
+        It has ``positions``, -1 for padding. ``schedule`` is "decode" or "prefill".
+        """
 
     @abstractmethod
     def most_tokens(self, cache: CacheTensors) -> int:
@@ -260,8 +265,10 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
-        """Whether rows of a ``PagedCache`` can go back to positions ``first`` [batch, 1]: nothing
-        that tokens from there on read was overwritten."""
+        """Whether rows of a ``PagedCache`` can continue at positions ``first`` [batch, 1].
+
+        False if a ring has overwritten something that tokens at or after ``first`` read.
+        """
 
     # The model
 
@@ -269,43 +276,46 @@ class ModelSpec(ABC):
     def run_layers(
         self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
     ) -> Tensor:
-        """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states of
-        the tokens in ``step_run.output_tokens``."""
+        """Run all layers on ``hidden`` [1, num_tokens, hidden_size].
+
+        Return the final, normed states of the tokens in ``step_run.output_tokens``.
+        """
 
     def states_of(self, hidden: Any) -> Tensor:
-        """Return a layer's input in Hugging Face's form, [1, num_tokens, ...]."""
+        """Return a layer's input as Hugging Face's hooks see it, [1, num_tokens, ...]."""
         states: Tensor = hidden
         return states
 
     def run_streams(
         self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
     ) -> Tensor:
-        """Run all layers; return the residual streams, which a draft layer reads."""
+        """Run all layers; return the residual streams, which the draft layer reads."""
         raise NotImplementedError
 
     def normed(self, body: Any, streams: Tensor) -> Tensor:
-        """Return the normed states of the streams that ``run_streams`` returns."""
+        """Return the final, normed states for the streams that ``run_streams`` returned."""
         raise NotImplementedError
 
     @abstractmethod
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Attention output of a Hugging Face layer, for [1, num_tokens, hidden_size]."""
+        """Attention output of a Hugging Face layer for input [1, num_tokens, hidden_size]."""
 
     @property
     @abstractmethod
     def family_rewrites(self) -> tuple[Rewrite, ...]:
-        """Changes of the family's modules besides the forwards of model and attention."""
+        """Changes of the family's modules, except for the forwards of model and attention."""
 
     @property
     def rewrites(self) -> tuple[Rewrite, ...]:
-        """``family_rewrites``, and changes of modules that all families have."""
+        """All rewrites: ``family_rewrites`` and the changes that all families have."""
         settings = (self.recipe, self.impl)
         return (*self.family_rewrites, Bf16Experts(*settings), QuantizedWeights(*settings))
 
     def refresh(self, op: str, body: Any, *, copies_only: bool = False) -> None:
-        """Bring the modules of ``body`` up to date with their weights, before an eager step.
+        """Update the modules of ``body`` from their weights, before an eager step.
 
-        With ``copies_only``, do so for copies of weights: other layouts share the weights' memory.
+        With ``copies_only``, update copies of weights only; other layouts share the weights'
+        memory.
         """
         if torch.compiler.is_compiling():
             return
@@ -317,7 +327,8 @@ class ModelSpec(ABC):
         """Modules of an attention layer that steps do not call."""
 
     def draft_kinds(self, op: str) -> tuple[str, ...]:
-        """Kinds of the layers that draft; raise an error of ``op`` if the family has none here."""
+        """Kinds of the draft layers; raise an error of ``op`` if the family does not support
+        them."""
         raise argument_error(
             op,
             "model",
@@ -328,11 +339,11 @@ class ModelSpec(ABC):
         )
 
     def draft_layer(self, op: str, model: Any) -> Any:
-        """Make the draft layer of a model, whose weights are not set."""
+        """Make the draft layer of a model; its weights are not loaded yet."""
         self.draft_kinds(op)
 
     def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> Any:
-        """``build_step`` of a decode step that only the draft layer runs."""
+        """Build the data of a decode step that only the draft layer runs."""
         raise NotImplementedError
 
     def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
@@ -340,32 +351,33 @@ class ModelSpec(ABC):
 
         Args:
             model: The model.
-            tokens: Token after each of the step's tokens, [num_tokens], int64; -1 if unknown.
-            streams: Residual streams of the step's tokens, after the last layer or a draft.
-            step_run: The step; its ``run`` and ``state_rings`` are not read.
+            tokens: Next token after each token of the step, [num_tokens], int64; -1 if unknown.
+            streams: Residual streams of the step's tokens, after the last layer or the draft
+            before.
+            step_run: The step; the layer does not read ``run`` and ``state_rings``.
 
         Returns:
-            Streams of the drafts, as ``streams``.
+            Streams of the drafts, in the shape of ``streams``.
         """
         raise NotImplementedError
 
     def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
-        """Normed states of draft streams, for the head, [1, num_tokens, hidden_size]."""
+        """Return the normed states of draft streams for the head, [1, num_tokens, hidden_size]."""
         raise NotImplementedError
 
     def holds_states(self, cache: CacheTensors, next_n: int) -> bool:
-        """Whether the caches keep the states that steps of ``next_n`` tokens may go back to."""
+        """Whether the caches keep enough states for steps of ``next_n`` tokens to be rolled
+        back."""
         return True
 
     def of_model(self, model: Any) -> ModelSpec:
-        """Return the spec of a model of this configuration, parts of which may be on other
-        ranks."""
+        """Return the spec for a model with this configuration whose parts may be on other ranks."""
         return self
 
     def check_model(self, op: str, model: Any) -> None:
-        """Raise if a model of the right class differs from its configuration."""
+        """Raise if a model of a supported class differs from its configuration."""
         return None
 
     def check_other_cache(self, op: str) -> None:
-        """Raise if Hugging Face's attention cannot run the model with a cache of its own."""
+        """Raise if Hugging Face's attention cannot run the model with its own cache."""
         return None

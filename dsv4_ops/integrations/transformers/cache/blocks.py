@@ -1,4 +1,4 @@
-"""Host-side allocation of cache rows and blocks to requests."""
+"""Allocate cache rows and blocks to requests, on the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class OutOfBlocks(RuntimeError):
 
 
 def has(requests: Container[Hashable], op: str, request: Hashable) -> bool:
-    """Whether ``request`` is one of ``requests``; raise if it cannot be a key."""
+    """Whether ``request`` is in ``requests``; raise if it is not hashable."""
     try:
         return request in requests
-    except TypeError as error:  # a tuple with a list is not hashable either
+    except TypeError as error:  # hash() says so for a tuple with a list too
         raise argument_error(
             op,
             "request",
@@ -31,7 +31,7 @@ class BlockPool:
 
     Args:
         num_rows: Maximum number of concurrent requests.
-        num_blocks: Blocks in the pool that they share.
+        num_blocks: Number of blocks in the shared pool.
         max_blocks: Maximum blocks per request.
     """
 
@@ -84,7 +84,7 @@ class BlockPool:
         return row
 
     def require(self, op: str, request: Hashable) -> Hashable:
-        """Return ``request``, or raise if it has no row."""
+        """Return ``request``; raise if it has no row."""
         if not has(self.rows, op, request):
             raise argument_error(
                 op,
@@ -114,7 +114,7 @@ class BlockPool:
 def out_of_blocks(
     op: str, argument: str, free: int, blocks: int, missing: int, advice: str
 ) -> Exception:
-    """The error for tokens that need more blocks than are free."""
+    """Return the error for tokens that need more blocks than are free."""
     return argument_error(
         op,
         argument,

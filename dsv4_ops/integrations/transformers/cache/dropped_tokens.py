@@ -1,4 +1,4 @@
-"""Tokens that a step cannot store: an error in eager CPU calls, counted elsewhere."""
+"""Tokens that a step cannot store: eager CPU calls raise, other calls count them."""
 
 from __future__ import annotations
 
@@ -15,36 +15,40 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch, 
 
 
 def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenMap:
-    """Turn tokens beyond ``max_cache_len`` or without a reserved block into padding; blocks of the
-    pool have ``block_tokens`` positions."""
+    """Turn tokens beyond ``max_cache_len`` or without a block into padding.
+
+    ``block_tokens`` is the number of positions per block of the pool.
+    """
     slots = token_slots(tokens, cache.tables.pool, block_tokens)
     fits = (slots >= 0) & (tokens.positions < longest_request(cache))
     return TokenMap(*(torch.where(fits, values, -1) for values in tokens))
 
 
 def longest_request(cache: CacheTensors) -> int:
-    """``max_cache_len`` of the cache."""
+    """Return ``max_cache_len`` of the cache."""
     return cache.rope.num_positions
 
 
 def count_dropped(cache: CacheTensors, counts: Tensor, is_stored: Tensor) -> None:
-    """Add the tokens that a step did not store to the cache's counter. ``counts`` sum to the step's
-    tokens; ``is_stored`` says for each token whether it was stored."""
+    """Add the tokens that a step did not store to the cache's counter.
+
+    The sum of ``counts`` is the number of the step's tokens; ``is_stored`` has one value per token.
+    """
     # one reduction kernel instead of two
     parts = torch.cat([counts.to(torch.int32), -is_stored.to(torch.int32)])
     cache.dropped.add_(parts.sum())
 
 
 def values_are_free(*tensors: Tensor) -> bool:
-    """Whether reading values costs no synchronisation: an eager call with CPU tensors."""
+    """Whether reading values needs no synchronisation: an eager call with CPU tensors."""
     if torch.compiler.is_compiling():
         return False
-    # exact type: fake tensors have no values
+    # the exact type, as fake tensors have no values
     return all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def may_wait(tensor: Tensor) -> bool:
-    """Whether the host can read values, possibly by synchronising with the device."""
+    """Whether the host can read values, if need be by synchronising with the device."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return False
     return tensor.device.type != "meta" and not (
@@ -55,9 +59,10 @@ def may_wait(tensor: Tensor) -> bool:
 def check_batch(
     op: str, batch: StepBatch, cache: CacheTensors, vocab_size: int, sizes: tuple[int, int]
 ) -> None:
-    """Raise if the cache cannot store a token of the step, by the values of its tensors.
+    """Raise if the cache cannot store a token of the step. Reads the values of the tensors.
 
-    ``sizes`` are the positions per block of the pool and the most tokens of a request in a step.
+    ``sizes`` has the positions per block of the pool, and the maximum tokens of a request in a
+    step.
     """
     starts = batch.query_start_loc.tolist()
     _check_starts(op, starts, batch.tokens.shape[0])
@@ -92,7 +97,7 @@ def check_batch(
 
 
 def unknown_id(op: str, name: str, ids: Tensor, vocab_size: int) -> Exception:
-    """The error for ``ids``, one of which is outside the vocabulary."""
+    """Return the error for ``ids`` outside of the vocabulary."""
     return argument_error(
         op,
         name,

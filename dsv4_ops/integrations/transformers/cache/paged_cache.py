@@ -31,12 +31,12 @@ Cache: Any = require_transformers("dsv4_ops.integrations.transformers").Cache
 __all__ = ["OutOfBlocks", "PagedCache"]
 
 DEFAULT_CHUNK = 2048
-"""Default ``max_chunk``: the rings of window keys grow with it."""
+"""Default of ``max_chunk``; the rings of window keys grow with it."""
 
 
 @functools.cache
 def cache_argument() -> str:
-    """Name of the argument of ``forward`` and ``generate``, and of the output's field.
+    """Name of the cache argument of ``forward`` and ``generate``, and of the output's field.
 
     ``"cache"`` since transformers 5.24, ``"past_key_values"`` before. A patched model takes
     ``cache`` in every version.
@@ -49,12 +49,12 @@ def cache_argument() -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """The text of the last call of ``generate``, prompts and answers.
+    """The prompts and answers of the last ``generate`` call.
 
     Attributes:
         ids: Tokens and padding, [batch, columns].
         mask: 0 for padding, [batch, columns].
-        seq_lens: Lengths of the cache's rows after it, [batch].
+        seq_lens: Lengths of the cache's rows after the call, [batch].
     """
 
     ids: Tensor
@@ -68,13 +68,13 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     Every request owns a row. DeepSeek-V4 keeps window keys and compressor states in fixed-size
     rings, one per row, and compressed rows and indexer keys in blocks of 256 tokens, from a shared
     pool or, by default, a fixed set per row. DeepSeek-V3 and V2 keep latents in blocks of 64
-    tokens. Sizes and addresses never change after construction, so compiled steps do not recompile
-    and CUDA graphs write in place.
+    tokens. Sizes and addresses are fixed at construction, so compiled steps do not recompile and
+    CUDA graphs write in place.
 
-    As ``cache`` of a patched model, row r belongs to row r of ``input_ids``; with
-    ``StepBatch``, rows are those that ``add`` returns. The model returns ``hidden_states`` with it
-    (``output_hidden_states=True``); it refuses ``output_attentions`` and ``output_router_logits``,
-    which no op writes. ``seq_lens`` has the length of every row.
+    With ``input_ids``, row r of the batch uses row r of the cache; with ``StepBatch``, requests use
+    the rows that ``add`` returned. A patched model returns ``hidden_states``
+    (``output_hidden_states=True``), and refuses ``output_attentions`` and
+    ``output_router_logits``, which no op computes.
 
     Args:
         config: ``DeepseekV4Config``, ``DeepseekV3Config`` or ``DeepseekV2Config``.
@@ -83,20 +83,20 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         num_blocks: Blocks in the shared pool. None gives every row its own blocks for
             ``max_cache_len`` tokens.
         max_chunk: Maximum tokens of a request in one step; min(``max_cache_len``, 2048) by default.
-            The memory of the window keys grows with it (``docs/memory.md``).
-        next_n: 1 + the maximum number of a step's tokens that may be rolled back (speculative
-            decoding); of no account without rings.
-        kv: Storage of the keys; as passed to ``patch``.
-        precision: As passed to ``patch``.
-        parallel: As passed to ``patch``. Each rank has its part of the rows of every block, which
-            then holds as many times the positions.
-        draft_layer: Whether it has the window keys of a draft layer (``load_mtp``) too.
+            The window keys' memory grows with it (``docs/memory.md``).
+        next_n: 1 + the maximum number of a step's tokens that speculative decoding may roll back. A
+            cache without rings ignores it.
+        kv: How the cache stores keys; see ``patch``.
+        precision: See ``patch``.
+        parallel: See ``patch``. Each rank stores its part of the rows of every block, and a block
+            has as many times more positions.
+        draft_layer: Whether to add the window keys of a draft layer (``load_mtp``).
         device: Device of the tensors.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: a size out of range, an unsupported model, or
-            ranks of ``parallel`` that pass different sizes.
-        RuntimeError: FP8 keys on a GPU of compute capability below 8.9.
+        ValueError, TypeError, NotImplementedError: a size is out of range, the model is not
+            supported, or the ranks of ``parallel`` pass different sizes.
+        RuntimeError: FP8 keys on a GPU with compute capability below 8.9.
 
     Example:
         >>> from dsv4_ops.testing.models import small_config
@@ -143,7 +143,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         checks.device_name("device", device)
         checks.flag("draft_layer", draft_layer)
         self.spec = spec_of_config("PagedCache", config, kv, precision, parallel=parallel)
-        # transformers' Cache has properties of the public names
+        # transformers' Cache has properties with the public names
         self._max_batch_size, self._max_cache_len = max_batch_size, max_cache_len
         self.max_chunk = chunk
         self.device = torch.device("cpu" if device is None else device)
@@ -189,7 +189,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def for_model(cls, model: Any, **sizes: Any) -> PagedCache:
         """Make a cache with the ``kv``, ``precision`` and ``device`` of a patched model.
 
-        It has keys of a draft layer if the model has one.
+        It has the window keys of a draft layer if the model has one.
         """
         op, spec = "PagedCache.for_model", getattr(model, "dsv4_ops_spec", None)
         if spec is None:
@@ -199,7 +199,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return cls(model.config, **{**settings, **sizes})
 
     def _pool_table(self) -> Tensor:
-        """Blocks of every row from the pool; -1 if not reserved."""
+        """Block table of the shared pool; -1 for blocks that are not reserved."""
         row = torch.arange(self.max_batch_size, dtype=torch.int32)[:, None]
         owned = row * self.blocks_per_row + torch.arange(self.blocks_per_row, dtype=torch.int32)
         return (owned if self.owns_blocks else torch.full_like(owned, -1)).to(self.device)
@@ -210,28 +210,28 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def seq_lens(self) -> Tensor:
         """Length of the request in every row, [max_batch_size], int32, on the device.
 
-        Calls and steps read and write it. Write it where something else filled the rows.
+        Calls and steps read and write it. Set it yourself only if other code filled the rows.
         """
         return self.tensors.seq_lens
 
     @property
     def written(self) -> Tensor:
-        """Furthest end of every row since it began at 0, [max_batch_size], int32."""
+        """Largest length of every row since it was 0, [max_batch_size], int32."""
         return self.tensors.written
 
     @property
     def requests(self) -> dict[Hashable, int]:
-        """The row of every request."""
+        """Row of every request."""
         return dict(self._pool.rows)
 
     @property
     def num_blocks(self) -> int:
-        """Total blocks."""
+        """Number of blocks in the pool."""
         return self._pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds."""
+        """Number of blocks that no request holds."""
         return len(self._pool.free_blocks)
 
     def add(self, request: Hashable, num_tokens: int = 0) -> int:
@@ -262,7 +262,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             self._store_table(request)
 
     def lacking_blocks(self, request: Hashable, num_tokens: int) -> int:
-        """Blocks that ``reserve`` (or ``add``, for a new request) would take."""
+        """Number of blocks that ``reserve`` would take, or ``add`` for a new request."""
         new = not has(self._pool.blocks, "lacking_blocks", request)
         owned = 0 if new else len(self._pool.blocks[request])
         return max(self._blocks("lacking_blocks", num_tokens) - owned, 0)
@@ -277,8 +277,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def raise_if_dropped(self) -> None:
         """Raise if steps dropped tokens since the last call, and reset the counter.
 
-        Steps count dropped tokens on the device without synchronising, also in graphs; this call
-        synchronises. Call it where results are used: every step, every hundred steps, or at the
+        Steps count dropped tokens on the device, also in graphs, without synchronising; this call
+        synchronises. Call it before results are used: every step, every hundred steps, or at the
         end.
 
         Raises:
@@ -325,7 +325,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for every layer: ``generate`` makes no masks for caches of linear attention."""
+        """False for every layer: no cache is for linear attention, so ``generate`` makes no
+        masks."""
         return [False] * len(self)
 
     @property
@@ -368,9 +369,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         Returns:
             "window": window keys; grows with ``max_batch_size`` and ``max_chunk``. "compressed" and
             "indexer": compressed keys and indexer keys; grow with ``num_blocks``. "states":
-            compressor states; grows with ``max_batch_size``. "latents", in place of these, of
-            DeepSeek-V3 and V2. "draft", if there is one: window keys of the draft layer. "tables":
-            RoPE tables, block tables, lengths.
+            compressor
+            states; grows with ``max_batch_size``. DeepSeek-V3 and V2 have "latents" in place of
+            these.
+            "draft": window keys of the draft layer, if there is one. "tables": RoPE tables, block
+            tables, lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config
@@ -392,7 +395,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return parts
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Tokens of the longest row, as a 0-d tensor."""
+        """Length of the longest row, as a 0-d tensor."""
         return self.seq_lens.amax()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -402,7 +405,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     get_max_cache_shape = get_max_length
 
     def update(self, *_: Any, **__: Any) -> Any:
-        """Refuse: a patched model writes to the cache itself."""
+        """Raise: a patched model writes to the cache itself."""
         raise argument_error(
             "PagedCache", "model", must="be patched", got="an unpatched one", do="Call patch first"
         )
@@ -416,7 +419,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.written.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refuse: rows share no blocks, so beams would have to be copied."""
+        """Raise: rows do not share blocks, so beams would have to be copied."""
         raise argument_error(
             "PagedCache",
             "beams",
@@ -432,14 +435,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return not self.rings
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Move the lengths of all rows back: assisted decoding drops the drafts it rejects.
+        """Shorten all rows, as assisted decoding does when it rejects drafts.
 
         Args:
-            tokens_to_remove: Minus the number of tokens to remove from every row. Above 0: the
-                length that longer rows get, as Hugging Face had it before 5.24.
+            tokens_to_remove: Minus the number of tokens to remove from every row. A positive number
+                is the maximum length to keep instead, as in Hugging Face before 5.24.
 
         Raises:
-            NotImplementedError: the cache has rings, as that of DeepSeek-V4.
+            NotImplementedError: the cache keeps recent keys in rings, as that of DeepSeek-V4 does.
         """
         if self.rings:
             raise argument_error(
@@ -456,11 +459,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         lens.copy_(lens.clamp(max=count) if count > 0 else (lens + count).clamp(min=0))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refuse: the number of rows is fixed."""
+        """Raise: the number of rows is fixed."""
         self._refuse("batch_repeat_interleave", "Make a cache with as many rows")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Refuse: rows do not move."""
+        """Raise: rows do not move."""
         self._refuse("batch_select_indices", "Free the requests that have ended")
 
     def _refuse(self, name: str, advice: str) -> None:
@@ -475,6 +478,6 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
 
 def format_bytes(size: int) -> str:
-    """Format bytes in the largest unit that they fill."""
+    """Format a number of bytes in the largest unit that it fills."""
     unit = min(max(size.bit_length() - 1, 0) // 10, 3)
     return f"{size / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"

@@ -1,1 +1,1 @@
-"""Compiled parts of steps in a file, for the next process."""
+"""A file of compiled parts of steps, for the next process."""

@@ -1,12 +1,12 @@
-"""Files of compiled kernels that torch's caches leave out, by their places in other folders.
+"""Compiled kernels that torch's cache artifacts leave out.
 
-Without them a process that loads parts of a step would compile or time their kernels again:
+Without these files, a process that loads parts of a step compiles or times their kernels again:
 
-- C++ kernels that were loaded, and what told which vectors the processor has;
-- the forms of Triton's kernels that were the fastest. Inductor's workers name them without the tag
-  of caches, which the process that reads them has (torch 2.11 to 2.13);
-- kernels of ours that Triton's launcher compiled, not Inductor, and the launchers of all, which a C
-  compiler made.
+- shared libraries of C++ kernels, and the results of Inductor's test of vector instructions;
+- the fastest configurations of Triton kernels. Inductor's workers name these files without the
+  cache tag of the process that reads them (torch 2.11 to 2.13);
+- our kernels that Triton compiled without Inductor, and the launchers of all kernels, which a C
+  compiler built.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import torch.compiler.config as compiler_config
 _OURS = "dsv4_ops.kernels."
 _CODE, _TRITON = "code/", "triton/"
 _HERE = b"[FOLDER]"
-"""Stands for the folder of a kernel, which files of Triton name."""
+"""Stands for the folder of a kernel, whose path is in Triton's files."""
 
 _KEPT = (".json", ".cubin", ".hsaco", ".so")
-"""What Triton loads: the rest tells how a kernel came about."""
+"""Suffixes of the files that Triton loads; the others are stages of compilation."""
 
 
 def collect() -> dict[str, bytes]:
-    """Contents by place, of this process."""
+    """Return the files of this process: their contents by name."""
     folder = code_folder()
     loaded = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
     found = {
@@ -47,7 +47,7 @@ def collect() -> dict[str, bytes]:
 
 
 def put(files: Mapping[str, bytes]) -> None:
-    """Write files of ``collect`` where this process looks for them."""
+    """Write the files of ``collect`` to the folders where this process looks for them."""
     folders = {_CODE: code_folder(), _TRITON: triton_folder()}
     for place, content in files.items():
         for prefix, folder in folders.items():
@@ -59,10 +59,10 @@ def put(files: Mapping[str, bytes]) -> None:
 
 
 def agree_with_workers() -> None:
-    """Have this process compile and name its kernels as Inductor's workers do.
+    """Let this process compile and name its kernels as Inductor's workers do.
 
-    They have torch's ptxas, of another version than Triton's own. Triton asks for the version once:
-    if a kernel ran before, no file of a worker would be found.
+    Workers use torch's ptxas, and Triton has another version. Triton reads the version once: if a
+    kernel ran before, no file of a worker would match.
     """
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return
@@ -77,7 +77,7 @@ def agree_with_workers() -> None:
 
 @functools.cache
 def processor() -> str:
-    """A digest of the processor and the C library, for which code on CPUs is compiled."""
+    """Return a digest of the processor and the C library, for which C++ kernels are compiled."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -87,14 +87,14 @@ def processor() -> str:
 
 
 def code_folder() -> Path:
-    """Inductor's."""
+    """Return Inductor's cache folder."""
     from dsv4_ops.lowering._compat import cache_dir
 
     return Path(cache_dir())
 
 
 def triton_folder() -> Path | None:
-    """Triton's: that of the process, or else Inductor's, which is set when Inductor needs it."""
+    """Return Triton's cache folder: the process's own, or else Inductor's, which is then set."""
     if not torch.cuda.is_available():
         return None
     from dsv4_ops.lowering._compat import triton_cache_dir
@@ -104,7 +104,7 @@ def triton_folder() -> Path | None:
 
 
 def _tuned(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """What was the fastest, by the names that workers and that this process give it."""
+    """The fastest configurations, under the names that workers and this process use."""
     from dsv4_ops.lowering._compat import AutotuneCache
 
     found = list(folder.glob("*/*.best_config"))
@@ -140,7 +140,7 @@ def _of_triton() -> Iterator[tuple[str, bytes]]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that another process may write or read meanwhile."""
+    """Write a file that other processes may write or read at the same time."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

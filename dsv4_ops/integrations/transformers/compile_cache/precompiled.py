@@ -1,7 +1,8 @@
-"""Parts of a step that another process compiled, found by all that a trace of them can read.
+"""Parts of a step that another process compiled.
 
-Dynamo traces a part in seconds, only to find in Inductor's cache what it stands for. A file of
-parts has what Dynamo made too. It has no guards: ``described`` stands for them.
+Inductor's cache saves compilation, but Dynamo still traces a part for seconds to find the entry. A
+file of parts has Dynamo's results too. It has no guards: a part is looked up by ``described``, a
+digest of all that a trace can read.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _log = logging.getLogger(__name__)
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _WITH_OPS = ("dsv4_ops.kernels.", "dsv4_ops.lowering.")
-"""Modules that register ops when they are imported, some of them by a trace."""
+"""Modules that register ops at import; a trace imports some of them."""
 
 _UNREAD = ("layer_idx", SOURCE)
-"""Attributes of modules that tell layers of a kind apart; ``_Reads`` sees if a trace reads one."""
+"""Attributes that differ between layers of a kind; ``_Reads`` checks that no trace reads them."""
 
 
 class Watch:
-    """Dictionaries, lists and parameters that a description went through, and what they held."""
+    """The dictionaries, lists and parameters that a description read, with their contents."""
 
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}
@@ -56,16 +57,16 @@ class Watch:
         self._parameters: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
 
     def add(self, held: dict[str, Any] | list[Any]) -> None:
-        """Remember what a dictionary or a list holds."""
+        """Record the contents of a dictionary or a list."""
         if id(held) not in self._held:
             values = held.values() if isinstance(held, dict) else held
-            # of a view, as one for every call would cost more than what it is compared for
+            # one view per call would cost more than the comparison
             self._held[id(held)] = (held, values)
             self._sizes.append(len(values))
             self._items += values
 
     def add_parameter(self, parameter: Tensor, form: tuple[Any, ...]) -> None:
-        """Remember the form of a parameter, whose data may be replaced."""
+        """Record dtype, device, shape and strides of a parameter, whose data may be replaced."""
         self._parameters[id(parameter)] = (parameter, form)
 
     def unchanged(self) -> bool:
@@ -79,17 +80,17 @@ class Watch:
 
 
 class Undescribed(Exception):
-    """Something that no other process can compare with its own."""
+    """A value that two processes cannot compare."""
 
 
 def described(values: Sequence[Any], watch: Watch | None = None) -> str:
-    """A digest of all that a trace can read of ``values`` but the numbers in tensors.
+    """Return a digest of all that a trace can read of ``values``, except for numbers in tensors.
 
-    Equal in two processes where types, sizes, constants, code, and which tensors are the same or
-    share memory are equal. Module attributes that only number the layers are left out.
+    Two processes get the same digest if types, sizes, constants and code are equal, and the same
+    tensors are shared or share memory. Attributes that only number the layers are left out.
 
     Raises:
-        Undescribed: a process group, a tensor of a subclass, or what else has no attributes.
+        Undescribed: a value is a process group, a tensor subclass, or an object without attributes.
     """
     walk = _Walk(Watch() if watch is None else watch)
     for value in values:
@@ -102,7 +103,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Walk:
-    """One description; ``words`` has what was seen, in order."""
+    """One description; ``words`` has the values in the order of the walk."""
 
     def __init__(self, watch: Watch) -> None:
         self.words: list[str] = []
@@ -128,7 +129,7 @@ class _Walk:
             self.words.append(f"again {self._seen[id(value)]}")
         else:
             self._seen[id(value)] = len(self._seen)
-            self._alive.append(value)  # an id is of one object while it lives
+            self._alive.append(value)  # keep it alive, so that no other object gets its id
             self.words.append(_name(type(value)))
             self._add_parts(value)
 
@@ -228,7 +229,7 @@ def _code(code: CodeType) -> str:
 
 
 def state(device: torch.device) -> tuple[Any, ...]:
-    """Switches of this process that a trace reads, as Dynamo's guard of the global state does."""
+    """Return the process's settings that a trace reads, as Dynamo's global state guard does."""
     matmul = torch.backends.cuda.matmul
     return (
         torch.is_grad_enabled(),
@@ -247,10 +248,10 @@ def state(device: torch.device) -> tuple[Any, ...]:
 
 
 def environment(settings: Mapping[str, Any]) -> str:
-    """A digest of this package, of the versions, of the device and of compilers' settings.
+    """Return a digest of this package, the versions, the device and the compilers' settings.
 
     Raises:
-        Undescribed: Inductor is not asked for by its name and options.
+        Undescribed: the backend is not Inductor, or a setting is not supported.
     """
     options = settings.get("options") or {}
     if settings.get("backend", "inductor") != "inductor" or "mode" in settings:
@@ -266,7 +267,7 @@ def environment(settings: Mapping[str, Any]) -> str:
     found = [repr(sorted(options.items())), torch.__version__, transformers.__version__]
     found += [sys.version, platform.machine(), str(torch.version.cuda), str(torch.version.hip)]
     found += [torch.backends.cpu.get_cpu_capability(), _sources(), *_libraries()]
-    # a trace adds our libraries to the tag
+    # leave out the tags of our own libraries, which a trace adds
     found += [tag for tag in compiler_config.cache_key_tag.split(";") if "dsv4_ops" not in tag]
     if torch.cuda.is_available():
         found += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability())]
@@ -289,7 +290,7 @@ def _sources() -> str:
 
 
 class _Reads:
-    """A filter of guards that drops all, and sees whether a trace read what tells layers apart."""
+    """A guard filter that drops all guards, and notes whether a trace read one of ``_UNREAD``."""
 
     def __init__(self) -> None:
         self.found: str | None = None
@@ -304,10 +305,10 @@ class _Reads:
 def compiled(
     function: Callable[..., Any], args: tuple[Any, ...], settings: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], bytes] | None:
-    """Compile a function for such arguments; return it and what ``loaded`` takes.
+    """Compile a function for these arguments; return it and the bytes that ``loaded`` takes.
 
     Returns:
-        None: this version of torch keeps no compiled functions, or not this one.
+        None: torch cannot save compiled functions, or not this one.
     """
     reads = _Reads()
     options = {**settings.get("options", {}), "guard_filter_fn": reads}
@@ -325,14 +326,14 @@ def compiled(
             kept = json.dumps(found).encode() + b"\n" + path.read_bytes()
         made.disable_guard_check()
     except Exception as error:
-        # what torch raises has no common class; an error of the function is raised by Dynamo again
+        # torch's errors have no common class; Dynamo raises an error of the function again later
         _log.info("%s is not kept: %s", function.__name__, error)
         return None
     return made, kept
 
 
 def loaded(kept: bytes, names: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """What ``compiled`` kept, or None if it is not for the code that is here."""
+    """Load what ``compiled`` returned; None if sources, versions or libraries differ."""
     try:
         sources, _, content = kept.partition(b"\n")
         for name, text_hash in json.loads(sources).items():
@@ -341,7 +342,7 @@ def loaded(kept: bytes, names: Mapping[str, Any]) -> Callable[..., Any] | None:
         file = io.BytesIO(content)
         made: Any = torch.compiler.load_compiled_function(file, f_globals=dict(names))
         made.disable_guard_check()
-    except Exception as error:  # as above: versions, libraries and files that differ
+    except Exception as error:  # of any class: versions, libraries and files differ
         _log.info("a part is not loaded: %s", error)
         return None
     return made
@@ -349,24 +350,24 @@ def loaded(kept: bytes, names: Mapping[str, Any]) -> Callable[..., Any] | None:
 
 @functools.cache
 def _text_hash(name: str) -> str:
-    """Hash of a module's source file."""
+    """Return the hash of a module's source file."""
     file = getattr(importlib.import_module(name), "__file__", None)
-    if file is None:  # of Python itself, whose version is in the environment
+    if file is None:  # part of Python, whose version is in the environment
         return ""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:32]
 
 
 class PartsFile:
-    """A file of compiled parts, and of the entries of torch's caches that others need.
+    """A file of compiled parts, and of the entries of torch's caches that other parts need.
 
     Args:
         path: The file.
-        settings: Of ``torch.compile``.
+        settings: Settings of ``torch.compile``.
 
     Attributes:
-        caches: What ``torch.compiler.load_cache_artifacts`` takes, or None.
-        has_more: Whether a part was kept that is not in the file.
-        takes_parts: Whether parts compiled with such settings can be kept.
+        caches: Bytes for ``torch.compiler.load_cache_artifacts``, or None.
+        has_more: Whether ``keep`` added a part that is not in the file yet.
+        takes_parts: Whether parts compiled with these settings can be saved.
     """
 
     _CACHES, _MODULES, _LIBRARIES = "caches", "modules", "libraries"
@@ -387,7 +388,7 @@ class PartsFile:
             self._read()
 
     def _read(self) -> None:
-        if not zipfile.is_zipfile(self._path):  # of a version that kept nothing else
+        if not zipfile.is_zipfile(self._path):  # written by a version that kept torch's caches only
             self.caches = self._path.read_bytes()
             return
         try:
@@ -406,7 +407,7 @@ class PartsFile:
                 if name.startswith(self._binaries)
             }
         )
-        # they register the ops that the parts call, as a trace does
+        # these modules register the ops that the parts call
         for name in self._words(self._MODULES):
             _tried(importlib.import_module, name)
         for name in self._words(self._LIBRARIES):
@@ -416,16 +417,16 @@ class PartsFile:
         return self._parts.get(self._prefix + name, b"").decode().split()
 
     def find(self, name: str) -> bytes | None:
-        """What was kept by ``name``."""
+        """Return the part that ``keep`` stored under this name, or None."""
         return self._parts.get(self._prefix + name)
 
     def keep(self, name: str, part: bytes) -> None:
-        """Keep a part; ``write`` puts it into the file."""
+        """Store a part; ``write`` puts it into the file."""
         self._parts[self._prefix + name] = part
         self.has_more = True
 
     def write(self, caches: bytes | None) -> None:
-        """Write the file as a whole, whoever reads it meanwhile."""
+        """Replace the file as a whole, so that readers see the old or the new one."""
         if self.takes_parts:
             modules = [name for name in sys.modules if name.startswith(_WITH_OPS)]
             called = _libraries() if libraries.load.cache_info().currsize else []
@@ -446,5 +447,5 @@ class PartsFile:
 def _tried(load: Callable[[str], Any], name: str) -> None:
     try:
         load(name)
-    except Exception as error:  # then a part that calls it is not loaded either, and is compiled
+    except Exception as error:  # parts that call it cannot be loaded either, and are compiled
         _log.info("%s is not loaded: %s", name, error)

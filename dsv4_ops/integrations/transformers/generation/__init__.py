@@ -1,1 +1,1 @@
-"""Hooks into ``generate``, and steps that draft and verify tokens."""
+"""Hooks into ``generate``, and steps that draft tokens and verify them."""

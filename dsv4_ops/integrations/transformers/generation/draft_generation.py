@@ -1,4 +1,4 @@
-"""``generate(num_draft_tokens=)``: a model drafts for itself, and its text stays the same.
+"""``generate(num_draft_tokens=)``: a model drafts for itself and generates the same text.
 
 Hugging Face prepares inputs, lengths and logits processors, and calls this decoding method.
 """
@@ -38,7 +38,7 @@ _WARPERS = (
     "TypicalLogitsWarper",
     "EpsilonLogitsWarper",
 )
-"""Processors whose result depends on a row's logits only, and not on the text before it."""
+"""Processors that read a row's logits only, and not the text before."""
 _CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 _SETTINGS = {
     "num_beams": 1,
@@ -56,7 +56,7 @@ _SETTINGS = {
     "prompt_lookup_num_tokens": None,
     "stop_strings": None,
 }
-"""Settings of generation that drafts do not take, with their only value."""
+"""Settings of generation that drafts support with one value only."""
 _ARGUMENTS = (
     "inputs",
     "input_ids",
@@ -66,11 +66,11 @@ _ARGUMENTS = (
     "stopping_criteria",
     "tokenizer",
 )
-"""Arguments that drafts take besides settings of generation."""
+"""Arguments that drafts support besides settings of generation."""
 
 
 def check_call(model: Any, num_drafts: Any, arguments: dict[str, Any]) -> None:
-    """Raise if a call of ``generate`` with these other arguments cannot draft."""
+    """Raise if a call of ``generate`` with these arguments cannot draft."""
     Checks(_OP).at_least(1, num_draft_tokens=num_drafts)
     if draft_of(model) is None:
         raise argument_error(
@@ -106,7 +106,7 @@ def _refuse(name: str, rule: str, actual: object) -> None:
 
 @dataclass(frozen=True)
 class DraftDecoding:
-    """Decoding method of a call of ``generate``; drafts ``num_drafts`` tokens a step."""
+    """Decoding method for a ``generate`` call that drafts ``num_drafts`` tokens per step."""
 
     num_drafts: int
 
@@ -118,7 +118,7 @@ class DraftDecoding:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        **rest: Any,  # the mask too: Hugging Face passes parameters that it finds here twice
+        **rest: Any,  # with the mask: Hugging Face passes named parameters twice
     ) -> Tensor:
         """Return prompts and new tokens, padded on the right, [batch, length]."""
         cache = rest.get(cache_argument())
@@ -179,7 +179,7 @@ class _Run:
         )
 
     def step(self, previous: SpeculativeStep) -> SpeculativeStep:
-        """Run the step after ``previous``."""
+        """Run the step that follows ``previous``."""
         count = 2 * self.num_drafts + 1
         sampling = self._sampling(len(previous.tokens), count)
         tensors, probs = self.cache.tensors, previous.draft_probs
@@ -199,7 +199,7 @@ class _Run:
 
 
 def _texts(run: _Run, prompts: list[Tensor], most: int, config: Any) -> list[list[int]]:
-    """New tokens of every prompt, at most ``most``, up to one that ends the text."""
+    """Return at most ``most`` new tokens per prompt, up to the token that ends its text."""
     ends = config._eos_token_tensor
     stops = set() if ends is None else set(ends.flatten().tolist())
     step = _prefilled(run, prompts)
@@ -221,13 +221,13 @@ def _texts(run: _Run, prompts: list[Tensor], most: int, config: Any) -> list[lis
 
 
 def _prefilled(run: _Run, prompts: list[Tensor]) -> SpeculativeStep:
-    """Run prompts in chunks, of which the last ends all of them."""
+    """Run the prompts in chunks, so that all prompts end in the last chunk."""
     device, chunk = run.cache.device, run.cache.max_chunk
     sizes = [len(prompt) for prompt in prompts]
     steps = -(-max(sizes) // chunk)
     rows = torch.arange(len(prompts), dtype=torch.int32, device=device)
     for step in range(steps):
-        # counted from the end: short prompts begin late
+        # count from the end: short prompts begin in a later chunk
         stops = [max(size - (steps - 1 - step) * chunk, 0) for size in sizes]
         starts = [max(stop - chunk, 0) for stop in stops]
         parts = [

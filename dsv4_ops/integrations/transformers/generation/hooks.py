@@ -35,22 +35,22 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
 
 Method = Callable[..., Any]
 
-# Tokens of a prefill step over all rows, and the minimum per row: bounds the window rings' memory.
+# Tokens of a prefill step over all rows, and minimum per row; they bound the window rings' memory.
 _STEP_TOKENS, _MIN_CHUNK = 16384, 256
 
 
 @dataclass
 class _Call:
-    """State of a ``generate`` call: the caches that it fills, and the finished rows."""
+    """State of a ``generate`` call: the caches that it fills, and the rows that have ended."""
 
     caches: list[PagedCache] = field(default_factory=list)
     ended: Tensor | None = None
-    padded: Tensor | None = None  # rows whose last token is padding: they had ended before it
-    mask: Tensor | None = None  # of the prompts
+    padded: Tensor | None = None  # rows that had ended before their last token
+    mask: Tensor | None = None  # the prompts' mask
     num_drafts: int = 0
 
     def step(self, ended: Tensor) -> None:
-        """Record which rows have ended, the token just chosen included."""
+        """Record the rows that have ended, including the last token."""
         before = torch.zeros_like(ended) if self.ended is None else self.ended
         self.end(before | ended, before)
 
@@ -63,9 +63,9 @@ _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)
 
 
 def generate(before: Method) -> Method:
-    """``generate``: take ``cache`` under any version's name; raise if the cache dropped tokens.
+    """``generate``: accept ``cache`` in every version; raise if the cache dropped tokens.
 
-    With ``num_draft_tokens`` the model's draft layer proposes that many tokens a step.
+    With ``num_draft_tokens``, the model's draft layer proposes that many tokens per step.
     """
 
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -113,7 +113,7 @@ def generate(before: Method) -> Method:
 
 
 def mask_of_prompts(before: Method) -> Method:
-    """``_prepare_attention_mask_for_generation``: tokens that the cache stores are not padding."""
+    """``_prepare_attention_mask_for_generation``: tokens in the cache are not padding."""
 
     def mask(
         self: Any, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
@@ -128,7 +128,7 @@ def mask_of_prompts(before: Method) -> Method:
 
 
 def prepare_cache(before: Method) -> Method:
-    """``_prepare_cache_for_generation``: make a ``PagedCache`` unless another is asked for."""
+    """``_prepare_cache_for_generation``: make a ``PagedCache`` unless the call asks for another."""
 
     def make_cache(
         self: Any,
@@ -141,7 +141,7 @@ def prepare_cache(before: Method) -> Method:
         rows = batch_size * (generation_config.num_return_sequences or 1)
         cache = model_kwargs.get(cache_argument())
         ours = cache is None and generation_config.cache_implementation in CACHES
-        # every draft of an assistant is a call, and its cache outlives it
+        # an assistant calls generate for every draft, and its cache outlives the call
         ours = ours and not generation_config.is_assistant
         searches = (generation_config.num_beams or 1) > 1
         static = generation_config.cache_implementation is not None
@@ -155,7 +155,7 @@ def prepare_cache(before: Method) -> Method:
                 do="Pass cache_implementation='dynamic' instead",
                 kind=NotImplementedError,
             )
-        # the last step verifies drafts after the longest text
+        # the last step verifies drafts that follow the longest text
         assisted = generation_mode == "assisted_generation"
         looked_up = (assisted and generation_config.prompt_lookup_num_tokens) or 0
         if ours and not searches and generation_config.use_cache is not False:
@@ -166,7 +166,7 @@ def prepare_cache(before: Method) -> Method:
                 self,
                 max_batch_size=rows,
                 max_cache_len=longest,
-                # assisted decoding runs a prompt and its first drafts at once
+                # assisted decoding runs a prompt and its first drafts in one call
                 max_chunk=longest if assisted else max(chunk, 1 + num_drafts),
                 next_n=1 + num_drafts,
             )
@@ -193,9 +193,9 @@ def prepare_cache(before: Method) -> Method:
 def _chunk(
     generation_config: Any, model_kwargs: dict[str, Any], rows: int, max_cache_len: int
 ) -> int:
-    """``max_chunk`` of the cache: what the prompt needs, bounded.
+    """Return ``max_chunk`` of the cache: as long as the prompt needs, within bounds.
 
-    A power of two, to compile few graphs: each cache size is a graph of its own.
+    It is a power of two, to compile few graphs: each cache size needs its own.
     """
     mask = model_kwargs.get(MASK)
     columns = max_cache_len if mask is None else mask.shape[1]
@@ -211,7 +211,8 @@ def chunk_of(rows: int, max_cache_len: int) -> int:
 
 
 def _reserve_rows(cache: PagedCache, rows: int, length: int, drafts: int = 0) -> None:
-    """Add requests and blocks for all tokens of ``generate``; on error nothing changes."""
+    """Add requests and blocks for all tokens of ``generate``; after an error nothing has
+    changed."""
     checks, name = Checks("generate"), "max_length and its drafts" if drafts else "max_length"
     length += drafts
     checks.at_most("batch size", rows, "max_batch_size of the cache", cache.max_batch_size)
@@ -238,11 +239,11 @@ def _reserve_rows(cache: PagedCache, rows: int, length: int, drafts: int = 0) ->
 
 
 def stopping_criteria(before: Method) -> Method:
-    """``_get_stopping_criteria``: record finished rows if padding follows them."""
+    """``_get_stopping_criteria``: record rows that have ended, if padding follows them."""
     from transformers import StoppingCriteriaList
 
     class Noted(StoppingCriteriaList):  # type: ignore[misc]  # transformers is partly untyped
-        """Criteria that record which rows of a call of ``generate`` have finished."""
+        """Stopping criteria that record the rows of a ``generate`` call that have ended."""
 
         def __call__(self, input_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
             ended: Tensor = super().__call__(input_ids, scores, **rest)
@@ -253,7 +254,7 @@ def stopping_criteria(before: Method) -> Method:
 
     def get(self: Any, *args: Any, **arguments: Any) -> Any:
         criteria = before(self, *args, **arguments)
-        # Hugging Face's own test
+        # the condition is Hugging Face's
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         return Noted(criteria) if pads else criteria
 
@@ -307,9 +308,9 @@ def prefill(before: Method) -> Method:
 
 
 def masks(before: Method) -> Method:
-    """``create_masks_for_generate``: with a ``PagedCache``, the padding of the new tokens only.
+    """``create_masks_for_generate``: with a ``PagedCache``, mask the padding of new tokens only.
 
-    Tokens that the cache already stores and tokens after a row's end count as padding. The mask has
+    Tokens that the cache stores and tokens after a row's end count as padding. The mask has the
     the same shape in every step.
     """
 
@@ -324,10 +325,10 @@ def masks(before: Method) -> Method:
         batch, length = arguments["inputs_embeds"].shape[:2]
         new = None
         if mask is not None:
-            # a conversation passes stored tokens again
+            # a later turn of a conversation passes stored tokens again
             lengths = cache.seq_lens[: mask.shape[0], None].to(mask.device)
             new = mask * (mask.to(torch.int64).cumsum(1) > lengths)
-            # contiguous: strides that grow with the mask would recompile
+            # contiguous: strides that grow with the mask would cause recompilations
             new = new[:, mask.shape[1] - length :].contiguous()
         call = _CALL.get()
         if call is not None and call.padded is not None:

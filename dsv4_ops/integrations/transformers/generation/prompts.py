@@ -1,4 +1,4 @@
-"""Arguments of ``generate``: settings, prompts and their mask, for any decoding method."""
+"""Arguments of ``generate``: settings, prompts and their mask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, Tex
 from dsv4_ops.integrations.transformers.steps.padded import matrix, shape_text
 
 CACHES = (None, "static", "hybrid")
-"""``cache_implementation`` for which ``generate`` makes a ``PagedCache``."""
+"""Values of ``cache_implementation`` with which ``generate`` makes a ``PagedCache``."""
 MASK = "attention_mask"
 
 _OP = "generate"
@@ -20,17 +20,17 @@ _PROMPTS = ("inputs_embeds", "inputs", "input_ids")
 
 
 def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
-    """The value of a generation setting: the argument, or a default of Hugging Face's."""
+    """Return a generation setting: the argument, or Hugging Face's default."""
     configs = arguments.get("generation_config"), getattr(model, "generation_config", None)
     values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
     return next((value for value in values if value is not None), None)
 
 
 def check_prompts(arguments: dict[str, Any]) -> None:
-    """Raise if a prompt has no token, or if the mask does not fit the prompts.
+    """Raise if a prompt has no tokens, or if the mask does not fit the prompts.
 
-    Repeat a mask of one row. Hugging Face counts positions by the mask, so its error would be about
-    positions.
+    Expand a mask of one row. Hugging Face counts positions in the mask, so its own error would be
+    about positions.
     """
     name = next((each for each in _PROMPTS if isinstance(arguments.get(each), Tensor)), None)
     if name is None:
@@ -49,7 +49,7 @@ def check_prompts(arguments: dict[str, Any]) -> None:
     batch, length = prompts.shape[:2]
     rows, columns = matrix(mask)
     covers = rows in (1, batch) and columns >= length
-    # masks of more dimensions are for other caches
+    # masks with more dimensions are for other caches
     if not covers and not (isinstance(mask, Tensor) and mask.dim() > 2):
         raise argument_error(
             _OP,
@@ -65,7 +65,7 @@ def check_prompts(arguments: dict[str, Any]) -> None:
 def whole_mask(
     inputs: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Tensor:
-    """The mask of all tokens; rows of different lengths need it even if it is all ones."""
+    """Return the mask of all tokens; it is passed on if rows differ in length, even if all ones."""
     mask: Tensor | None = model_kwargs.get(MASK)
     if mask is None:
         columns = getattr(generation_config, "_mask_length", inputs.shape[1])
@@ -76,26 +76,26 @@ def whole_mask(
 
 
 def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None) -> None:
-    """Keep the text that ``generate`` returned, of prompts with this mask, for its next turn.
+    """Keep the text that ``generate`` returned for the next turn; ``mask`` is the prompts'.
 
-    ``padded`` are the rows whose last token is padding.
+    ``padded`` marks the rows whose last token is padding.
     """
     lengths = cache.seq_lens[: ids.shape[0]].to(mask.device)
     answers, count = lengths - mask.sum(1), ids.shape[1] - mask.shape[1]
     cache.text = None
-    if int(answers.max()) == count - 1:  # else the prompts were a part of the text
+    if int(answers.max()) == count - 1:  # otherwise the prompts were a part of the text
         is_token = torch.arange(count, device=mask.device) < answers[:, None]
-        # the last token of an answer is not stored
+        # the cache does not store the last token of an answer
         is_token[:, -1] = True if padded is None else ~padded.to(mask.device)
         whole = torch.cat([mask, is_token.to(mask.dtype)], 1)
         cache.text = Text(ids, whole.to(ids.device), lengths.to(ids.device))
 
 
 def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
-    """Return the mask of prompts that came without one; raise if padding is ambiguous.
+    """Return a mask for prompts without one; raise if it is ambiguous what is padding.
 
-    Hugging Face infers it from ``pad_token_id``, which a text may hold too: a token that the cache
-    stores is not padding.
+    Hugging Face infers the mask from ``pad_token_id``, but a text may contain that token: a token
+    that the cache stores is not padding.
     """
     batch, length = ids.shape
     lengths, text = cache.seq_lens[:batch].to(ids.device), cache.text
@@ -121,7 +121,8 @@ def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
 
 
 def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
-    """The first column that ``generate`` must compute; raise if a row cannot continue there."""
+    """Return the first column that ``generate`` must compute; raise if a row cannot continue
+    there."""
     lengths = cache.seq_lens[: mask.shape[0], None].to(mask.device)
     is_token = mask != 0
     new = is_token & (is_token.cumsum(1) > lengths)

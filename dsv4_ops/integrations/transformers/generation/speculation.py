@@ -1,8 +1,8 @@
-"""Speculative steps: a model verifies the tokens that its own draft layer proposed, and drafts on.
+"""Speculative steps: a model verifies the drafts of its draft layer, and drafts new tokens.
 
-A step and its drafts are one graph: which drafts were accepted stays on the device, and decides
-there which streams the next drafts start from. Keys of rejected tokens, the draft layer's too, are
-overwritten by the next step before anything reads them.
+A step and its drafts are one graph: which drafts were accepted stays on the device, and selects the
+streams from which the next drafts start. The next step overwrites the keys of rejected tokens, also
+in the draft layer, before anything reads them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SpeculativeStep(NamedTuple):
 
     Attributes:
         tokens: New tokens of every request, [num_reqs, num_drafts + 1], int64: the accepted drafts,
-            the model's own token after them, then -1.
-        num_accepted: Accepted drafts, [num_reqs], int32.
-        batch: The next step: the last of these tokens and new drafts of every request. Lengths have
-            grown by ``num_accepted + 1``; those of padding requests stay 0.
-        draft_probs: What the new drafts were sampled from, [num_reqs, num_drafts, vocab_size],
-            float32; None of greedy ones.
+            then one token of the model, then -1.
+        num_accepted: Number of accepted drafts, [num_reqs], int32.
+        batch: The next step: the last new token and new drafts of every request. Lengths have grown
+            by ``num_accepted + 1``; those of padding requests stay 0.
+        draft_probs: Probabilities that the new drafts were sampled from, [num_reqs, num_drafts,
+            vocab_size], float32; None for greedy drafts.
     """
 
     tokens: Tensor
@@ -59,32 +59,33 @@ def speculative_step(
 ) -> SpeculativeStep:
     """Verify the drafts of every request, and draft as many new tokens.
 
-    Greedy tokens are those of greedy decoding, whatever the drafts are. Sampled tokens are
-    distributed as if each had been sampled from the model.
+    Greedy decoding returns the same tokens as without drafts. Sampled tokens have the same
+    distribution as tokens sampled from the model one by one.
 
     Args:
         model: A patched model with a draft layer (``load_mtp``).
-        batch: The step, such as ``batch`` of the one before: every request has its last token and
+        batch: The step, such as ``batch`` of the step before. Every request has its last token and
             num_drafts drafts, at least one; ``query_start_loc`` is 0, num_drafts + 1, and so on.
         cache: A cache of ``PagedCache.for_model`` with ``next_n`` of at least num_drafts + 1, or
             its ``tensors``.
-        draft_probs: ``draft_probs`` of the step before; None: the drafts were not sampled.
+        draft_probs: ``draft_probs`` of the step before; None if the drafts were not sampled.
         uniforms: Random numbers in [0, 1), [num_reqs, 2 * num_drafts + 1], float32: those of
             ``verify_draft``, then one per new draft.
-        temperature: 0: greedy, without ``draft_probs`` and ``uniforms``. Above 0: sampled.
-        warp: Changes logits [rows, vocab_size] before they are sampled from, such as by keeping the
-            likeliest ones only; of the model and of the drafts.
+        temperature: 0 for greedy decoding, without ``draft_probs`` and ``uniforms``; above 0 for
+            sampling.
+        warp: Changes logits [rows, vocab_size] before sampling, for example keeps the most likely
+            ones; for the model and the drafts.
 
     Returns:
         The new tokens and the next step.
 
-    Mutates: the caches, at the positions of the step and of the drafts. Drafts that cannot be
-        stored are not counted as dropped; tokens of the step are, as of ``decode_step``.
+    Mutates: the caches, at the positions of the step and of the drafts. A draft that cannot be
+        stored does not count as dropped; a token of the step does, as in ``decode_step``.
 
     Raises:
-        ValueError, TypeError: as ``decode_step``; the model has no draft layer, or the cache none
-            or a smaller ``next_n``; requests of different numbers of tokens (in an eager CPU call);
-            ``uniforms`` and ``temperature`` that do not go together. Nothing is written.
+        ValueError, TypeError: as ``decode_step``; the model has no draft layer, or the cache has
+            none or a smaller ``next_n``; requests have different numbers of tokens (in an eager CPU
+            call); or ``uniforms`` and ``temperature`` do not go together. Nothing is written.
 
     Compile: ``torch.compile(speculative_step, fullgraph=True)`` gives one graph; ``torch.export``
         works too.
@@ -151,22 +152,23 @@ def speculative_prefill(
     temperature: float = 0.0,
     warp: Warp | None = None,
 ) -> SpeculativeStep:
-    """Run prompts through a model and its draft layer, choose the next token and draft after it.
+    """Run prompts through a model and its draft layer, choose the next token, and draft after it.
 
     Args:
         model: A patched model with a draft layer (``load_mtp``).
-        batch: The step, as of ``prefill_step``.
+        batch: The step, as for ``prefill_step``.
         cache: As for ``speculative_step``.
-        num_drafts: Drafts of every request. At least 1.
-        following: Token after the last one of every request, [num_reqs], int64, for chunks of
-            prompts; -1, or None for all: the prompt ends, and the model chooses it.
-        uniforms: [num_reqs, num_drafts + 1], float32: for the next token, then one per draft.
+        num_drafts: Number of drafts per request. At least 1.
+        following: The token that follows each request's last token, [num_reqs], int64, for chunks
+            of a prompt. -1 (or None for all requests) if the prompt ends here: the model then
+            chooses it.
+        uniforms: [num_reqs, num_drafts + 1], float32: one for the next token, then one per draft.
         temperature: As for ``speculative_step``.
         warp: As for ``speculative_step``.
 
     Returns:
-        As ``speculative_step``, with one token and none accepted; undefined for requests whose
-        ``following`` is given.
+        As ``speculative_step``, with one new token and no accepted drafts; undefined for requests
+        with a ``following`` token.
 
     Mutates, Raises, Compile: as ``speculative_step``; requests may have any number of tokens.
     """
@@ -203,7 +205,7 @@ def speculative_prefill(
     next_tokens = verified.tokens[:, 0]
     if following is not None:
         next_tokens = torch.where(following >= 0, following, next_tokens)
-    # gather by request: requests without tokens share a last index, so a scatter would collide
+    # gather by request: requests without tokens share an index, where a scatter would collide
     request = torch.searchsorted(
         batch.query_start_loc[1:].contiguous(),
         torch.arange(num_tokens, dtype=torch.int32, device=last.device),
@@ -228,9 +230,9 @@ def speculative_prefill(
 
 
 def _forget_rejected(batch: StepBatch, cache: CacheTensors, rejected: Tensor) -> None:
-    """Take ``rejected`` drafts of every request from the lengths of the cache's rows."""
+    """Subtract the number of ``rejected`` drafts from the lengths of the cache's rows."""
     row = torch.arange(cache.num_rows, dtype=torch.int32, device=rejected.device)[:, None]
-    # a request that the step could not store left its row as it was
+    # a request that the step could not store did not change its row
     is_stored = (row == batch.rows) & (batch.seq_lens == cache.seq_lens[:, None])
     cache.seq_lens.sub_(torch.where(is_stored, rejected, 0).amax(1))
 
@@ -238,7 +240,7 @@ def _forget_rejected(batch: StepBatch, cache: CacheTensors, rejected: Tensor) ->
 def _checked(
     op: str, model: Any, batch: StepBatch, cache: CacheTensors | PagedCache
 ) -> tuple[ModelSpec, CacheTensors, int]:
-    """Raise if a step cannot run; return the spec, the caches, and the tokens of a request."""
+    """Raise if a step cannot run; return the spec, the caches, and the tokens per request."""
     spec, tensors = checked(op, model, batch, cache)
     num_reqs, num_tokens = batch.rows.shape[0], batch.tokens.shape[0]
     width = num_tokens // max(num_reqs, 1)
@@ -294,7 +296,7 @@ def _check_columns(op: str, uniforms: Tensor, columns: int) -> None:
 def _trunk(
     spec: ModelSpec, model: Any, batch: StepBatch, cache: CacheTensors, schedule: str
 ) -> tuple[StepRun, Tensor]:
-    """A step, and the streams of its tokens."""
+    """A step, and the residual streams of its tokens."""
     step = build_step(spec, batch, cache, schedule, model.config.vocab_size)
     ids, hidden = embedded(model.model, batch.tokens, None, step)
     step_run = StepRun(step, cache, schedule, state_rings=schedule == "prefill")
@@ -309,19 +311,18 @@ def _draft(
     num_drafts: int,
     sampling: tuple[Tensor | None, float, Warp | None],
 ) -> tuple[Tensor, Tensor | None]:
-    """Draft tokens after the newest one of every request.
+    """Draft tokens after the last token of every request.
 
     Args:
         spec: Spec of the model.
         model: The model.
-        batch: The step, with the length of every request before its newest token.
-        trunk: The step, streams and following tokens of its tokens, and the index of each request's
-            last token.
-        num_drafts: Drafts of every request.
-        sampling: A uniform number for every draft, or None; the temperature; and ``warp``.
+        batch: The step, with the length of every request before its last token.
+        trunk: The step with streams and next tokens, and the index of each request's last token.
+        num_drafts: Number of drafts per request.
+        sampling: A uniform random number per draft, or None; the temperature; and ``warp``.
 
     Returns:
-        [num_reqs, num_drafts] drafts, and what they were sampled from.
+        Drafts [num_reqs, num_drafts], and the probabilities that they were sampled from.
     """
     step_run, streams, following, last = trunk
     uniforms, temperature, warp = sampling
@@ -342,7 +343,7 @@ def _draft(
             probs.append(torch.softmax(logits.float() / temperature, -1))
         if index + 1 < num_drafts:
             lens = _grown(lens, 1)
-            # the draft layer reads its own streams, one token per request
+            # the draft layer reads its own streams, for one token per request
             starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
             step_tokens, _ = tokens_of(StepBatch(drafts[-1], starts, lens, batch.rows), cache)
             step_tokens = replace(
@@ -354,7 +355,7 @@ def _draft(
 
 
 def _grown(lens: Tensor, by: Tensor | int) -> Tensor:
-    """Lengths of requests; those of padding stay 0."""
+    """Return the lengths of requests; those of padding stay 0."""
     return torch.where(lens > 0, lens + by, torch.zeros_like(lens))
 
 

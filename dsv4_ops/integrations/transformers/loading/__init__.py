@@ -1,1 +1,1 @@
-"""Released checkpoints as models: quantised ones, and their draft layers."""
+"""Load released checkpoints: quantised models, and their draft layers."""

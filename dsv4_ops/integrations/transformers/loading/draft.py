@@ -55,31 +55,30 @@ _OTHERS = {
     },
 }
 _EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-"""Projections of the stacked experts, and the parts of each in the files."""
+"""Names of the stacked experts' projections, and of their parts in the files."""
 
 
 def load_mtp(model: Any, path: Path | str) -> Any:
     """Load the draft layer (MTP) of a released checkpoint into a patched model.
 
     The model then drafts for itself: ``generate(num_draft_tokens=)`` and ``speculative_step``.
-    Weights are quantised where the model's are, and dequantised to its dtype where they are not.
-    The layer is the module ``mtp`` of the model, with parameters in its state dict; ``unpatch``
-    removes it.
+    Weights are quantised if the model's are, and are dequantised to its dtype otherwise. The layer
+    is the model's module ``mtp``, and its parameters are in the state dict; ``unpatch`` removes it.
 
     Args:
-        model: A patched ``DeepseekV4ForCausalLM``, whole on its device. It is changed.
+        model: A patched ``DeepseekV4ForCausalLM``, whole on one device, which ``load_mtp`` changes.
         path: Folder of the checkpoint. Only the draft layer's tensors are read.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: the model is not patched, has a draft layer already, or is of other sizes; the
-            checkpoint has no draft layer; a tensor of it is missing, transposed, unknown or of
-            another dtype, or has NaN, an infinity or a float32 scale that is no power of two, by
-            name.
-        NotImplementedError: a draft of DSpark, several draft layers, another architecture, or a
-            model that is split over ranks. The model is not changed.
+        ValueError: the model is not patched, has a draft layer already, or has other sizes; the
+            checkpoint has no draft layer; or a tensor of it (which the error names) is missing,
+            transposed, unknown, of another dtype, or contains NaN, an infinity or a float32 scale
+            that is not a power of two.
+        NotImplementedError: a DSpark draft, several draft layers, another architecture, or a model
+            that is split over ranks. The model is not changed.
         ImportError: safetensors is missing.
 
     Example:
@@ -120,7 +119,7 @@ def load_mtp(model: Any, path: Path | str) -> Any:
 
 
 def attach(model: Any, draft: Any) -> Any:
-    """Make a draft layer with weights part of a patched model; return the model."""
+    """Add a draft layer with weights to a patched model; return the model."""
     spec = spec_of(OP, model)
     rewrites = forwards.rewrites(model, spec)
     rewrite.check(OP, draft, rewrites)
@@ -130,7 +129,7 @@ def attach(model: Any, draft: Any) -> Any:
 
 
 def _check_sizes(config: Any, headers: Mapping[str, StoredTensor]) -> None:
-    """Raise if the files belong to a model of other sizes."""
+    """Raise if the files belong to a model with other sizes."""
     shapes = {name: tensor.info.shape for name, tensor in headers.items()}
     heads = shapes["attn.attn_sink"][0]
     dim = shapes["attn.kv_norm.weight"][0]
@@ -161,7 +160,7 @@ def _check_sizes(config: Any, headers: Mapping[str, StoredTensor]) -> None:
 
 @torch.no_grad()
 def fill(draft: Any, headers: Mapping[str, StoredTensor], device: torch.device) -> None:
-    """Read the tensors of a draft layer, and set its parameters to them."""
+    """Read the tensors of a draft layer, and set its parameters."""
     opened: dict[Path, Any] = {}
     with ExitStack() as files:
 
@@ -178,7 +177,7 @@ def fill(draft: Any, headers: Mapping[str, StoredTensor], device: torch.device) 
 
 
 def released_weights(draft: Any) -> dict[str, Tensor]:
-    """The weights of a draft layer that is not quantised, by their names in released files."""
+    """Weights of an unquantised draft layer, by their names in released files."""
     linears = {f"{source}.weight": f"{target}.weight" for source, target in _LINEARS.items()}
     state = draft.state_dict()
     weights = {source: state[target] for source, target in (linears | _OTHERS).items()}
@@ -194,7 +193,7 @@ def _num_experts(headers: Mapping[str, StoredTensor]) -> int:
 
 
 def _read(files: ExitStack, opened: dict[Path, Any], header: StoredTensor, name: str) -> Tensor:
-    """Read a tensor; raise for values that are no numbers, or scales that are no bytes."""
+    """Read a tensor; raise for codes that are NaN and for scales that are not bytes."""
     from safetensors import safe_open
 
     if header.file not in opened:
@@ -206,7 +205,7 @@ def _read(files: ExitStack, opened: dict[Path, Any], header: StoredTensor, name:
 
 
 def _set(module: Any, name: str, value: Tensor, device: torch.device) -> None:
-    """Set a parameter, or a buffer, in the dtype that it has."""
+    """Set a parameter or buffer, in its dtype."""
     parameter = getattr(module, name)
     value = value.to(device=device, dtype=parameter.dtype)
     if name in module._parameters:

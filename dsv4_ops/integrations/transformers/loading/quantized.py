@@ -21,34 +21,39 @@ _CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
 }
-"""Class of each type of model."""
+"""Model class for each ``model_type``."""
 _ELSEWHERE = ("gguf_file", "state_dict", "subfolder", "variant")
-"""Settings of ``from_pretrained`` with which it reads other files than those that are checked."""
+"""Settings with which ``from_pretrained`` would read files that were not checked."""
 
 
 def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) -> Any:
-    """Load DeepSeek-V4, V3, R1 or V2 with FP8 and FP4 weights as they are, to be patched.
+    """Load DeepSeek-V4, V3, R1 or V2 with its FP8 and FP4 weights, to be patched.
 
-    On a GPU ``from_pretrained(path)`` of the model's class does the same. This differs where
-    Hugging Face looks after its own kernels: it loads on a CPU too, where Hugging Face dequantises
-    V4 and fails for V3, whose ``kv_a_proj_with_mqa`` ends within a block of 128 rows; without
-    accelerate; and a config that does not name the dtype of its experts (V4-Pro's). All files are
-    checked first, by ``check_checkpoint``; codes and scales again by ``patch``, where they are.
+    On a GPU, ``from_pretrained(path)`` of the model's class gives the same model. This function
+    also loads
+
+    - on a CPU, where Hugging Face dequantises V4 and fails for V3, because ``kv_a_proj_with_mqa``
+    ends
+      within a block of 128 rows;
+    - without accelerate;
+    - from a config without the dtype of the experts (V4-Pro's).
+
+    ``check_checkpoint`` checks all files first; ``patch`` checks codes and scales on their device.
 
     Args:
         path: Folder of the checkpoint.
-        scales: Whether ``check_checkpoint`` reads the scales. Without, float32 scales that Hugging
-            Face rounds to bytes (``scale_fmt="ue8m0"``) are not found.
+        scales: Whether ``check_checkpoint`` reads the scales. If not, nothing finds float32 scales
+            that Hugging Face rounds to bytes (``scale_fmt="ue8m0"``).
         settings: Arguments of ``from_pretrained``, such as ``device_map="cuda"``.
 
     Returns:
         ``DeepseekV4ForCausalLM``, ``DeepseekV3ForCausalLM`` or ``DeepseekV2ForCausalLM`` in
-        evaluation mode, not patched; without the draft layer, which ``load_mtp`` loads into V4.
+        evaluation mode, not patched, without the draft layer (``load_mtp`` loads that of V4).
 
     Raises:
-        ValueError, TypeError: the path is no folder, or the files are not as released: a tensor is
-            missing, transposed or unknown; or not quantised; or settings that read other files.
-        NotImplementedError: another model.
+        ValueError, TypeError: the path is not a folder; the files are not as released: a tensor is
+            missing, transposed, unknown or not quantised; or the settings would read other files.
+        NotImplementedError: another architecture.
         ImportError: transformers is missing or too old.
 
     Example:
@@ -120,7 +125,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
 
 @contextmanager
 def _any_environment() -> Iterator[None]:
-    """Skip Hugging Face's check of the environment of its own kernels."""
+    """Skip Hugging Face's check for its own kernels."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     name = "validate_environment"

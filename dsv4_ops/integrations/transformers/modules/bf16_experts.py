@@ -1,6 +1,6 @@
-"""Run experts in bf16 as our op on GPUs: it reads weights once per block of rows.
+"""Run experts in bf16 with our op on GPUs, which reads weights once per block of rows.
 
-Hugging Face's grouped products stay for training, for hundreds of rows per expert, for another
+Hugging Face's grouped GEMMs run in training, for hundreds of rows per expert, after
 ``set_experts_implementation``, and for weights that are split or of another dtype.
 """
 
@@ -28,36 +28,36 @@ from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import experts
 
 RUN_ON = ("cuda",)
-"""Devices where the op runs; Hugging Face wrote its products for the others."""
+"""Devices where the op runs; Hugging Face's own GEMMs run on the others."""
 
 NO_LIMIT = torch.finfo(torch.float32).max
-"""SwiGLU limit for models without one."""
+"""SwiGLU limit of models that have none."""
 
 MOST_ROWS = 256
-"""Largest mean rows per expert at which the op was not slower on an H100."""
+"""Maximum mean number of rows per expert; measured on an H100, the op is slower above it."""
 
 _DEFAULT = "grouped_mm"
 _ACTIVATIONS = ("SiLUActivation", "SiLU")
 
 
 class Bf16Experts(Rewrite):
-    """Experts in bf16 run our op where it is faster.
+    """Let experts in bf16 run our op where it is faster.
 
     Args:
-        recipe: As passed to ``patch``.
-        impl: As passed to ``patch``.
+        recipe: The setting of ``patch``.
+        impl: The setting of ``patch``.
     """
 
     def __init__(self, recipe: Recipe, impl: str) -> None:
-        # the op computes activations in float32, and has no other reference than Hugging Face's
+        # the op computes activations in float32 only, and its reference is Hugging Face's
         self.runs = impl != REFERENCE and recipe.swiglu_float32
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is Hugging Face's experts, not quantised."""
+        """Whether a module is Hugging Face's experts with unquantised weights."""
         return self.runs and is_part(module, "Experts") and not quantized_weights(module)
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Yield the forward that chooses the op or Hugging Face's products."""
+        """Yield the forward that selects the op or Hugging Face's GEMMs."""
         if own_forward(module) is None:
             yield "forward", _with_op
 
@@ -78,7 +78,7 @@ def _with_op(before: Forward) -> Forward:
 
 
 def runs_op(module: Any, x: Tensor, top_k: int) -> bool:
-    """Whether experts run as our op for such hidden states, with ``top_k`` experts each."""
+    """Whether experts run our op for these hidden states, with ``top_k`` experts per token."""
     weights = [getattr(module, name, None) for name in QUANTIZED_EXPERTS]
     has_gradient = torch.is_grad_enabled()
     rows = x.numel() // x.shape[-1] * top_k
@@ -98,6 +98,6 @@ def runs_op(module: Any, x: Tensor, top_k: int) -> bool:
 
 
 def limit_of(module: Any) -> float:
-    """Return the SwiGLU limit of a module."""
+    """Return a module's SwiGLU limit."""
     limit = getattr(module, "limit", None)
     return NO_LIMIT if limit is None else float(limit)

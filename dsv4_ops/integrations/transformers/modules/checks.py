@@ -1,6 +1,6 @@
-"""Checks of the modules of a patched model: which may be changed, and which our ops replace.
+"""Check which modules of a patched model were changed.
 
-A step may call modules of any kind, but modules that it replaces by ops must be unchanged.
+Steps may call modules of any kind, but modules that our ops replace must be unchanged.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _CHANGED = "be Hugging Face's own as patch saw it, without hooks, as ops do its 
 
 
 class StepModules(Protocol):
-    """The part of a ``ModelSpec`` that says which modules steps do not call."""
+    """The methods of ``ModelSpec`` that say which modules steps do not call."""
 
     @property
     def shards_heads(self) -> bool:
-        """Whether each rank has a part of the query heads."""
+        """Whether the query heads are split over the ranks."""
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         """Names and modules of an attention layer that steps do not call."""
 
 
 def check_layers(op: str, kinds: tuple[str, ...], body: Any) -> None:
-    """Raise if ``body`` has more or fewer layers than the configuration."""
+    """Raise if ``body`` has another number of layers than the configuration."""
     if len(body.layers) != len(kinds):
         raise argument_error(
             op,
@@ -58,10 +58,9 @@ def check_layers(op: str, kinds: tuple[str, ...], body: Any) -> None:
 def check_modules(
     op: str, spec: StepModules, kinds: tuple[str, ...], body: Any, device: torch.device
 ) -> None:
-    """Raise if a module of ``body`` that our ops replace was changed, or is on another device than
-    the cache.
+    """Raise if a module that our ops replace was changed, or is not on the cache's device.
 
-    The host also asks whether the class of a module still has the forward that ``patch`` saw.
+    On the host, also raise if a class no longer has the forward that ``patch`` saw.
     """
     if own_forward(body) is not None:
         raise _changed(op, "model.model", "a forward of its own")
@@ -102,7 +101,7 @@ def check_modules(
 
 
 HeadPart = tuple[str, Any, int, int]
-"""A module's parameter that has heads: its name, itself, their dimension and its whole size."""
+"""A parameter with a dimension of heads: name, parameter, dimension, and size over all ranks."""
 
 
 def heads_are_split(
@@ -110,11 +109,11 @@ def heads_are_split(
 ) -> bool:
     """Whether Hugging Face's tensor parallelism split the heads of all layers over ``ranks``.
 
-    ``parts`` are the parameters with heads of an attention layer; those without a weight may be
-    None.
+    ``parts`` are the parameters of an attention layer with a dimension of heads; the parameter is
+    None for a module without a weight.
 
     Raises:
-        NotImplementedError: some are split and others are not, or over other ranks.
+        NotImplementedError: only some are split, or they are split over other ranks.
     """
     heads = [
         (f"model.layers.{index}.self_attn.{name}", weight, local(weight).shape[dim], size)
@@ -142,7 +141,7 @@ def heads_are_split(
 
 
 def check_skipped(op: str, spec: StepModules, name: str, attention: Any) -> None:
-    """Raise if a module of an attention layer that steps do not call was changed."""
+    """Raise if a module that steps do not call was changed."""
     for part, module in spec.skipped_modules(attention):
         # Hugging Face replaces the forward of a split module
         split = spec.shards_heads and hasattr(module, "weight")
@@ -152,7 +151,7 @@ def check_skipped(op: str, spec: StepModules, name: str, attention: Any) -> None
 
 
 def check_placement(op: str, model: Any) -> None:
-    """Raise if a model is split or offloaded: our attention bypasses the hooks that load it."""
+    """Raise if a model is split or offloaded: our attention skips the hooks that load weights."""
     for name, module in model.named_modules():
         _check_hook(op, name or "model", module)
         if is_part(module, "Model"):
@@ -193,8 +192,8 @@ def _check_hook(op: str, name: str, module: Any) -> None:
 
 
 def check_body(op: str, model: Any) -> None:
-    """Raise if the model around the layers has hooks or a forward, which steps do not call."""
-    if not hasattr(model.model, "layers"):  # a PEFT wrapper of the patched model
+    """Raise if the model has hooks or a forward around its layers, which steps do not call."""
+    if not hasattr(model.model, "layers"):  # a PEFT wrapper around the patched model
         raise argument_error(
             op,
             "model",

@@ -1,7 +1,7 @@
-"""Multiply linear layers of one input at once: in a decode step each costs a launch, not its bytes.
+"""Fuse linear layers with the same input: in a decode step, launches cost more than bytes.
 
-Their weights become views of one tensor, so that parameters, state dict and memory stay as they
-are; a module beside them multiplies by that tensor.
+The weights become views of one tensor, so parameters, state dict and memory stay the same. An added
+module multiplies by that tensor.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dsv4_ops.integrations.transformers.recipe import Recipe
 
 FUSED = "dsv4_ops_fused"
 FUSED_ON = ("cuda",)
-"""Devices where launches cost more than the products of few tokens."""
+"""Devices where launches cost more than the GEMMs of a few tokens."""
 
 
 class FusedLinear(nn.Module):
-    """Linear layers with one input, whose outputs are side by side."""
+    """Several linear layers with the same input; their outputs are concatenated."""
 
     weight: Tensor
     scale: Tensor | None
@@ -45,7 +45,7 @@ class FusedLinear(nn.Module):
 
     @torch.no_grad()
     def gather(self, layers: list[Any]) -> None:
-        """Put the weights into one tensor, of which they become views."""
+        """Copy the weights into one tensor, and make the layers' weights views of it."""
         self.register_buffer("weight", _gathered(layers, "weight"), persistent=False)
         scale = None
         if not is_linear(layers[0]):
@@ -54,13 +54,13 @@ class FusedLinear(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
 
     def holds(self, layers: list[Any]) -> bool:
-        """Return whether weights and scales are still views of this layer's."""
+        """Whether weights and scales are still views of this layer's tensors."""
         return _holds(self.weight, layers, "weight") and (
             self.scale is None or _holds(self.scale, layers, "weight_scale_inv")
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return float32 for plain layers, and the dtype of ``x`` for FP8 layers."""
+        """Return float32 outputs for plain layers, outputs in the dtype of ``x`` for FP8 layers."""
         if self.scale is None:
             return linear_float32(x, self.weight)
         rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
@@ -89,7 +89,7 @@ def _gathered(layers: list[Any], name: str) -> Tensor:
 
 
 def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
-    """Return the fused layer of ``holder`` if its ``layers`` are unchanged, or None."""
+    """Return the fused layer of ``holder``; None if one of its ``layers`` was changed."""
     fused: FusedLinear | None = holder._modules.get(FUSED)
     if fused is None or torch.is_grad_enabled() or not all(map(_is_own, layers)):
         return None
@@ -97,7 +97,7 @@ def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
 
 
 def _is_own(layer: Any) -> bool:
-    """Whether a layer is Hugging Face's, in bf16 or FP8, without hooks."""
+    """Whether a layer is Hugging Face's, in bf16 or FP8, and has no hooks."""
     if is_linear(layer):
         return bool(layer.weight.dtype == torch.bfloat16)
     hooks = layer._forward_hooks or layer._forward_pre_hooks
@@ -115,7 +115,7 @@ def of_compressor(compressor: Any) -> list[Any]:
     layers = [compressor.kv_proj, compressor.gate_proj]
     indexer = getattr(compressor, "indexer", None)
     if indexer is not None:
-        owner = getattr(indexer, "scorer", indexer)  # depends on transformers' version
+        owner = getattr(indexer, "scorer", indexer)  # its owner depends on the version
         layers += [indexer.kv_proj, indexer.gate_proj, owner.weights_proj]
     return layers
 
@@ -126,18 +126,18 @@ def of_shared_experts(module: Any) -> list[Any]:
 
 
 class FusedProjections(Rewrite):
-    """Fuse layers of one input, on devices where that pays.
+    """Fuse linear layers with the same input on devices where that is faster.
 
     Args:
-        recipe: As passed to ``patch``.
-        impl: As passed to ``patch``.
+        recipe: The setting of ``patch``.
+        impl: The setting of ``patch``.
     """
 
     def __init__(self, recipe: Recipe, impl: str) -> None:
         self.recipe, self.impl = recipe, REFERENCE if impl == REFERENCE else AUTO
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is Hugging Face's attention, or its shared experts."""
+        """Whether a module is Hugging Face's attention or shared experts."""
         return class_of(module) in ("DeepseekV4Attention", "DeepseekV4MLP")
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
@@ -152,20 +152,21 @@ class FusedProjections(Rewrite):
         return True
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Gather again the weights that were moved or replaced since."""
+        """Fuse weights again that were moved or replaced."""
         for holder, layers in self._groups(module):
             fused = holder._modules.get(FUSED)
             if fused is not None and not fused.holds(layers):
                 fused.gather(layers)
 
     def restore(self, module: Any) -> None:
-        """Remove the fused layers; the weights stay views."""
+        """Remove the fused layers; the weights remain views."""
         for holder in (module, module._modules.get("compressor")):
             if holder is not None:
                 holder._modules.pop(FUSED, None)
 
     def _groups(self, module: Any) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield holders, and the layers of each to fuse: FP8, or bf16 with float32 sums."""
+        """Yield a module and its layers to fuse: FP8 layers, or bf16 layers with float32
+        outputs."""
         if class_of(module) == "DeepseekV4MLP":
             groups = [(module, of_shared_experts(module), False)]
         else:

@@ -1,11 +1,11 @@
-"""Weights in the released precision: FP8 linear layers and FP4 or FP8 experts run our ops.
+"""Run our ops on FP8 linear layers, and on FP8 or FP4 experts.
 
-Hugging Face's modules keep their parameters as loaded. Their own kernels come from a hub at the
-first call; ours replace the forwards, so that nothing is downloaded. A module is quantised if its
-parameters are: FP8 codes, and ``*_scale_inv``. Compilers cannot read float8_e8m0fnu, so every
-module has its scales as bytes too, in buffers that share the storage of the parameters. So do the
-codes of a layer that ends within a block of 128 rows, as DeepSeek-V3's ``kv_a_proj_with_mqa`` of
-576 does: the buffer has whole blocks, which is what ops take.
+Parameters stay as Hugging Face loaded them; our forwards replace Hugging Face's, whose kernels are
+downloaded from a hub at the first call. A module is quantised if it has FP8 codes and
+``*_scale_inv`` as parameters. Compilers do not support float8_e8m0fnu, so buffers hold the scales
+as bytes, in the storage of the parameters. Ops take codes in whole blocks of 128 rows, so a layer
+that ends within a block, such as DeepSeek-V3's ``kv_a_proj_with_mqa`` with 576 rows, has its codes
+in a larger buffer too, which the parameter shares.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dsv4_ops.ops.linear import fp8_grouped_linear, fp8_linear, quantize_rows
 from dsv4_ops.reference.linear import weight_values
 
 _CODES = "dsv4_ops_weight_codes"
-"""Codes of a linear layer in whole blocks, if its own are not."""
+"""Buffer with a linear layer's codes in whole blocks, if the parameter ends within a block."""
 
 _AGAIN = "Load the released checkpoint again; check_checkpoint says what is wrong with a file"
 _OTHER = "Load it with FineGrainedFP8Config(dequantize=True)"
@@ -49,24 +49,24 @@ _HF_MIN_AMAX = 1e-12
 
 
 class QuantizedWeights(Rewrite):
-    """FP8 linear layers and FP4 or FP8 experts run our ops.
+    """Let FP8 linear layers, and FP8 or FP4 experts, run our ops.
 
     Args:
-        recipe: As passed to ``patch``.
-        impl: As passed to ``patch``.
+        recipe: The setting of ``patch``.
+        impl: The setting of ``patch``.
     """
 
     def __init__(self, recipe: Recipe, impl: str) -> None:
         self.recipe, self.impl = recipe, REFERENCE if impl == REFERENCE else AUTO
 
     def applies(self, module: Any) -> bool:
-        """Whether a module has quantised weights, or adapts one that has."""
+        """Whether a module has quantised weights, or is an adapter of such a module."""
         return bool(quantized_weights(module)) or _adapts_codes(module)
 
     def check(self, op: str, name: str, module: Any) -> None:
-        """Raise if a weight is not in the released format, or an adapter adds to codes.
+        """Raise if a weight is not in the released format, or if an adapter would change codes.
 
-        Codes and scales are read on their device, without a copy; those of meta tensors are not.
+        Codes and scales are read on their device without a copy; meta tensors are not read.
         """
         _check_adapter(op, name, module)
         for weight in quantized_weights(module):
@@ -87,7 +87,7 @@ class QuantizedWeights(Rewrite):
         return getattr(body.config, "quantization_config", None) is not None
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Refuse an adapter of codes; share scales again that were moved or replaced."""
+        """Raise if an adapter changes codes; share scales again that were moved or replaced."""
         _check_adapter(op, name, module)
         share_scales(module)
 
@@ -100,9 +100,9 @@ class QuantizedWeights(Rewrite):
 
 
 def _adapts_codes(module: Any) -> bool:
-    """Whether PEFT adapts a parameter of codes, such as those of fused experts.
+    """Whether PEFT adapts a parameter that holds codes, such as that of fused experts.
 
-    Adapters of a linear layer add to its output instead.
+    An adapter of a linear layer adds to its output, and is allowed.
     """
     of_parameter = "base_layer" in module._modules and hasattr(module, "parameter_name")
     return of_parameter and bool(quantized_weights(unwrapped(module)))
@@ -125,7 +125,7 @@ def _adapted(op: str, name: str) -> Exception:
 
 
 def _codes(module: Any, name: str) -> Tensor:
-    """Return a parameter of codes; raise if a parametrization replaced it."""
+    """Return a parameter with codes; raise if a parametrization replaced it."""
     if name not in module._parameters:
         raise _adapted("model", name)
     codes: Tensor = module._parameters[name]
@@ -133,9 +133,10 @@ def _codes(module: Any, name: str) -> Tensor:
 
 
 def share_scales(module: Any) -> None:
-    """Give a quantised module its scales in dtypes that ops take, without a copy.
+    """Add scales to a quantised module in dtypes that ops take, without a copy.
 
-    Call it again after a move, or after scales were replaced: the buffers share no storage then.
+    Call it again after scales were moved or replaced, when the buffers no longer share their
+    storage.
     """
     weights = quantized_weights(module)
     if all(_shares_storage(module, weight) for weight in weights):
@@ -154,13 +155,13 @@ def _shares_storage(module: Any, weight: str) -> bool:
 
 
 def takes_codes(module: Any) -> bool:
-    """Whether a module's forward is ours, for FP8 weights, and no hook sees its input."""
+    """Whether a module has our forward for FP8 weights, and no hook sees its input."""
     hooks = module._forward_hooks or module._forward_pre_hooks or has_global_hooks()
     return not hooks and quantized_weights(module) == QUANTIZED_LINEAR and runs_ours(module)
 
 
 def is_quantized(module: Any) -> bool:
-    """Whether a module's weights are in the released format."""
+    """Whether a module has weights in the released format."""
     return bool(quantized_weights(module))
 
 
@@ -169,13 +170,13 @@ def _scale(module: Any, weight: str) -> Tensor:
 
 
 def _op_scale(scale: Tensor) -> Tensor:
-    """Scales in a dtype that ops take, without a copy."""
+    """Return scales in a dtype that ops take, without a copy."""
     scale = scale.detach()
     return scale if scale.dtype in (torch.float32, torch.uint8) else scale.view(torch.uint8)
 
 
 def _fill_blocks(module: Any) -> None:
-    """Move the codes of a layer that ends within a block to storage of whole blocks."""
+    """Move the codes of a layer that ends within a block to storage with whole blocks."""
     weight = module.weight
     if weight.shape[0] % WEIGHT_BLOCK == 0:
         return
@@ -186,11 +187,11 @@ def _fill_blocks(module: Any) -> None:
 
 
 def dense_weight(linear: Any, weight: Tensor) -> Tensor:
-    """Return a linear layer's weight, or the float32 values of its codes."""
+    """Return a linear layer's weight: float32 values if it has codes."""
     if quantized_weights(linear) != QUANTIZED_LINEAR:
         return weight
     if not torch.compiler.is_compiling():
-        share_scales(linear)  # a family reads its weight before the loop comes to the layer
+        share_scales(linear)  # a family may read this weight before the loop visits the layer
     rows, scale = getattr(linear, _CODES, weight), getattr(linear, _buffer("weight"))
     values: Tensor = weight_values(rows, scale)[: weight.shape[0]]
     return values
@@ -251,7 +252,7 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
 
 
 def _check_settings(op: str, name: str, module: Any) -> None:
-    """Refuse settings that these classes of Hugging Face have for other models."""
+    """Raise for settings that Hugging Face's classes have for other models."""
     settings = (
         ("bias", getattr(module, "bias", None), None),
         ("activation_scheme", getattr(module, "activation_scheme", "dynamic"), "dynamic"),
@@ -273,8 +274,10 @@ def _check_settings(op: str, name: str, module: Any) -> None:
 
 
 def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
-    """Make the forward of a linear layer, [.., k] -> [.., n], or [.., g, k] -> [.., g, n / g] in
-    groups. Groups also take codes, and return bf16 then."""
+    """Make a linear layer's forward, [.., k] -> [.., n]; in groups [.., g, k] -> [.., g, n / g].
+
+    In groups it also takes codes, and then returns bf16.
+    """
 
     def forward(self: Any, x: Tensor | QuantizedGroups) -> Tensor:
         groups = getattr(self, "n_groups", 1)
@@ -299,7 +302,7 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
 def product(
     recipe: Recipe, impl: str, rows: Tensor, weight: Tensor, scale: Tensor, groups: int = 1
 ) -> Tensor:
-    """Multiply bf16 rows by a weight, with the activations of ``recipe``."""
+    """Multiply bf16 rows by a weight, with activations as in ``recipe``."""
     if recipe.activations == "fp8" and recipe.activation_scale == "float32":
         return _as_hugging_face(rows, weight, scale, groups, impl)
     op = fp8_grouped_linear if groups > 1 else fp8_linear
@@ -307,7 +310,7 @@ def product(
 
 
 def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str) -> Tensor:
-    """Multiply FP8 activations whose scales are no powers of two."""
+    """Multiply FP8 activations with scales that are not powers of two."""
     flat = rows.transpose(0, 1).flatten(0, 1) if groups > 1 else rows
     codes, scales = quantize_rows(flat, scale="float32", min_amax=_HF_MIN_AMAX)
     if groups == 1:
@@ -318,7 +321,7 @@ def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, i
 
 
 def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """Multiply as W8A16 in ops of torch: adapters before frozen weights need the gradient."""
+    """Multiply bf16 activations by FP8 weights in torch ops, which have a gradient for adapters."""
     values = weight_values(weight, scale).unflatten(0, (groups, -1))
     inputs = rows.float().view(-1, groups, rows.shape[-1])
     return torch.einsum("tgk,gnk->tgn", inputs, values).to(rows.dtype)

@@ -1,8 +1,8 @@
-"""Methods replaced on instances, and what a module is.
+"""Replace methods on instances, and recognise modules by their class.
 
-``patch`` decides on the host which class each module has and stores the answer on the module; a
-trace reads that constant. A tracer may show other names and other functions than the host has:
-Dynamo of torch 2.15 shows the wrapper of a decorated forward.
+``patch`` finds the class of each module on the host and stores its name on the module, where a
+trace reads it as a constant. A trace may see other names and functions than the host does: Dynamo
+of torch 2.15 shows the wrapper of a decorated forward.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _MODELLING = {
     f"transformers.models.deepseek_v{version}.modeling_deepseek_v{version}": f"DeepseekV{version}"
     for version in (2, 3, 4)
 }
-"""Prefix of the class names in each of Hugging Face's modelling files."""
+"""Prefix of the class names in each modelling file of Hugging Face."""
 _ACTIVATIONS = "transformers.activations", "torch.nn.modules.activation"
 _TRUSTED = ("torch", "transformers")
-"""Packages whose decorators may wrap a forward that counts as Hugging Face's own."""
+"""Packages whose decorators do not make a forward other than Hugging Face's."""
 QUANTIZED_LINEAR, QUANTIZED_EXPERTS = ("weight",), ("gate_up_proj", "down_proj")
 SOURCE = "_dsv4_ops_source"
-"""Attribute with the address and version of the weight that a module's buffers were made of."""
+"""Attribute with the address and version of the weight that the buffers were made from."""
 CLASS = "_dsv4_ops_class"
 """Attribute with the class name that ``mark`` stored."""
 _BELOW_HOOK = "_old_forward"
 """Attribute with the forward that accelerate's hooks call."""
 REPLACED = "_dsv4_ops_replaced_forward"
-"""Attribute with the own forward of a module whose forward is a bound method now, or None."""
+"""Attribute with a module's own forward while a bound method replaces it, or None."""
 
 
 class Replacement:
-    """A method replaced on an instance; copied and pickled with it.
+    """A method that is replaced on an instance; copied and pickled with the instance.
 
     Args:
         module: The instance.
         name: Name of the method.
-        make: Makes the new method from the old one, both functions of the instance; picklable.
-        before: The instance's own attribute of that name, or None.
+        make: Makes the new method from the old one; both take the instance. Picklable.
+        before: The attribute of that name that the instance had, or None.
     """
 
     def __init__(self, module: Any, name: str, make: Maker, before: Any) -> None:
@@ -61,7 +61,7 @@ class Replacement:
 
 
 def _unbound(module: Any, name: str, before: Any) -> Forward:
-    """The old method as a function of the instance, so that a copied model calls its own."""
+    """Return the old method as a function of the instance, so that a copy calls its own."""
     if before is None:
         return getattr(type(module), name, None) or _missing
     if isinstance(before, MethodType) and before.__self__ is module:
@@ -70,7 +70,7 @@ def _unbound(module: Any, name: str, before: Any) -> Forward:
 
 
 def in_place_of(method: Forward) -> Maker:
-    """Return a picklable maker that returns ``method``, whatever it replaces."""
+    """Return a picklable maker that ignores the old method and returns ``method``."""
     return partial(_first, method)
 
 
@@ -83,9 +83,9 @@ def _missing(*_: Any, **__: Any) -> Any:
 
 
 def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Copy a model, with the same parameters, buffers and hooks, and bind its replaced methods.
+    """Copy a model with its parameters, buffers and hooks, and bind the replaced methods.
 
-    Dynamo guards a bound method by its code and any other object by its identity: it would compile
+    Dynamo guards bound methods by their code, and other callables by identity: it would compile
     every layer.
     """
     copies = {} if copies is None else copies
@@ -104,10 +104,10 @@ def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
 
 
 def defining_class(module: Any) -> str | None:
-    """Name of the Hugging Face class that defines a module's forward, or None.
+    """Return the name of the Hugging Face class that defines a module's forward, or None.
 
-    Only for the host. A subclass that inherits the forward counts; a class whose forward somebody
-    else replaced or decorated does not.
+    Only for the host. A subclass that inherits the forward counts; a class whose forward was
+    replaced or decorated by other code does not.
     """
     owner = next((each for each in type(module).__mro__ if "forward" in vars(each)), None)
     if owner is None or owner.__module__ not in (*_MODELLING, *_ACTIVATIONS):
@@ -127,7 +127,7 @@ def _package_of(function: Any) -> str:
 
 
 def mark(module: Any) -> None:
-    """Store the class of a module on it, for traces to read."""
+    """Store a module's class name on it, for traces."""
     name = defining_class(module)
     if name is not None:
         setattr(module, CLASS, name)
@@ -139,12 +139,12 @@ def unmark(module: Any) -> None:
 
 
 def class_of(module: Any) -> str | None:
-    """Name of the Hugging Face class that ``mark`` saw on a module, or None."""
+    """Return the name of the Hugging Face class that ``mark`` stored on a module, or None."""
     return vars(module).get(CLASS) if isinstance(module, nn.Module) else None
 
 
 def is_part(module: Any, part: str) -> bool:
-    """Whether a module is Hugging Face's ``part``, such as "Attention", of any family.
+    """Whether a module is Hugging Face's ``part`` of any family, such as "Attention".
 
     Only for the host.
     """
@@ -153,7 +153,7 @@ def is_part(module: Any, part: str) -> bool:
 
 
 def own_forward(module: Any) -> Any:
-    """An instance's own forward other than ours, or None."""
+    """Return an instance's own forward if it is not ours, or None."""
     forward = vars(module).get("forward")
     if isinstance(forward, Replacement):
         forward = forward.before
@@ -161,10 +161,10 @@ def own_forward(module: Any) -> Any:
 
 
 def _below_hook(module: Any, forward: Any) -> Any:
-    """Return the forward that accelerate's hook calls, if ``forward`` is a hook; None if it is the
-    class's.
+    """Return ``forward``; for accelerate's hook, the forward that the hook calls.
 
-    A trace goes by the structure alone; the host also asks whose functions these are.
+    None if the hook calls the class's own. A trace reads the structure only; the host also checks
+    who defined these functions.
     """
     hook, below = vars(module).get("_hf_hook"), vars(module).get(_BELOW_HOOK)
     if hook is None or not isinstance(forward, partial) or not is_harmless(hook):
@@ -179,34 +179,33 @@ def _below_hook(module: Any, forward: Any) -> Any:
 
 
 def _is_of_class(module: Any, method: MethodType) -> bool:
-    """Whether a bound method is the forward of the module's class; only for the host."""
+    """Whether a bound method is the forward of its module's class. Only for the host."""
     return method.__func__ is type(module).forward
 
 
 def runs_ours(module: Any) -> bool:
-    """Whether a module's forward is one of ours, which nobody replaced since."""
+    """Whether a module's forward is one of ours."""
     forward = vars(module).get("forward")
     ours = isinstance(forward, Replacement) or REPLACED in vars(module)
     return ours and own_forward(module) is None
 
 
 def is_harmless(hook: Any) -> bool:
-    """Whether accelerate's hook, a forward of the instance, loads no weights.
+    """Whether a forward is accelerate's hook, and the hook loads no weights.
 
-    Only its hook that aligns devices has ``offload``; the host refuses classes derived from it.
+    Only accelerate's hook that aligns devices has ``offload``; the host refuses subclasses of it.
     """
     aligns = getattr(hook, "offload", True) is False
     return aligns and (torch.compiler.is_compiling() or _is_accelerates(hook))
 
 
 def _is_accelerates(hook: Any) -> bool:
-    """Whether a hook's class is accelerate's own; only for the host."""
+    """Whether a hook's class is accelerate's own. Only for the host."""
     return type(hook).__module__.partition(".")[0] == "accelerate"
 
 
 def quantized_weights(module: Any) -> tuple[str, ...]:
-    """Names of a module's weights in the released precision. Scales of other formats have other
-    names."""
+    """Names of a module's weights in the released format; other formats name scales differently."""
     parameters = module._parameters
     if f"{QUANTIZED_EXPERTS[0]}_scale_inv" in parameters:
         return QUANTIZED_EXPERTS
@@ -216,7 +215,8 @@ def quantized_weights(module: Any) -> tuple[str, ...]:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is a plain linear layer without hooks, whose precision we may change."""
+    """Whether a module is a plain linear layer without hooks, so that we may raise its
+    precision."""
     return (
         type(module) is nn.Linear
         and has_plain_weight(module)
@@ -227,18 +227,18 @@ def is_linear(module: Any) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether there are hooks of all modules."""
+    """Whether global module hooks are registered."""
     return bool(_globals._global_forward_hooks or _globals._global_forward_pre_hooks)
 
 
 def has_plain_weight(linear: nn.Linear) -> bool:
-    """Whether a linear layer has no bias and a weight that is not quantised or distributed."""
+    """Whether a linear layer has no bias, and a weight that is not quantised or distributed."""
     return linear.bias is None and not hasattr(type(linear.weight), "__tensor_flatten__")
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.mT`` with a float32 result."""
-    differentiated = torch.is_grad_enabled() and x.requires_grad  # mm(out_dtype=) has no gradient
+    """Return ``x @ weight.mT`` in float32."""
+    differentiated = torch.is_grad_enabled() and x.requires_grad  # mm(out_dtype=) has none
     if (
         (x.is_cuda or x.is_meta)
         and x.dtype == weight.dtype == torch.bfloat16
@@ -250,16 +250,16 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def unwrapped(module: Any) -> Any:
-    """The module inside PEFT's adapters."""
+    """Return the module without PEFT's adapters."""
     while "base_layer" in module._modules:
         module = module.base_layer
     return module
 
 
 def local(weight: Any, split: bool | None = None) -> Tensor:
-    """This rank's part of a weight that Hugging Face's tensor parallelism split.
+    """Return this rank's part of a weight that Hugging Face's tensor parallelism split.
 
-    Dynamo does not see whether it is: ``split`` says so in a step.
+    ``split`` says whether it is split, which Dynamo cannot see in a step.
     """
     split = hasattr(weight, "to_local") if split is None else split
     return weight.to_local() if split else weight

@@ -1,8 +1,7 @@
 """Changes that ``patch`` makes to modules, and the loops that make, refresh and undo them.
 
-A ``Rewrite`` is one change of one kind of module. ``patch`` checks and applies all rewrites in a
-loop over the modules, an eager step refreshes them in another, and ``unpatch`` restores the
-modules in a third.
+A ``Rewrite`` is one change of one kind of module. ``patch`` checks and applies all rewrites, an
+eager step refreshes them, and ``unpatch`` undoes them, each in one loop over the modules.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
 
 
 class Rewrite(ABC):
-    """One change of one kind of module. It has settings, and no modules.
+    """One change of one kind of module. It holds settings, not modules.
 
-    Modules are visited before the modules inside them, so ``apply`` and ``refresh`` may change the
+    A module is visited before the modules inside it, so ``apply`` and ``refresh`` may change
     weights of inner modules that other rewrites read.
     """
 
     attention_only: ClassVar[bool] = False
-    """Whether it applies to attention modules only. A walk over all modules takes a tenth of a
-    millisecond per layer, too much for a compiled step."""
+    """Whether it changes attention modules only. A loop over all modules takes 0.1 ms per layer,
+    too much for a compiled step."""
     copies_weights: ClassVar[bool] = False
-    """Whether ``apply`` adds copies of weights: a change in place does not reach them."""
+    """Whether ``apply`` adds copies of weights, which do not follow a change in place."""
 
     @abstractmethod
     def applies(self, module: Any) -> bool:
         """Whether it changes a module."""
 
     def check(self, op: str, name: str, module: Any) -> None:
-        """Raise if a module cannot be changed; runs before any module is."""
+        """Raise if a module cannot be changed. Runs before any module is changed."""
         return None
 
     @abstractmethod
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Change a module, and yield the methods to replace: name and maker."""
+        """Change a module, and yield name and maker of each method to replace."""
 
     def needs_refresh(self, body: Any) -> bool:
-        """Whether modules of a model's body may have to follow their weights."""
+        """Whether changed weights may require a refresh of the model's modules."""
         return False
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Bring a module up to date with its weights, before a step."""
+        """Update a module from its weights, before a step."""
         return None
 
     def restore(self, module: Any) -> None:
@@ -58,7 +57,7 @@ class Rewrite(ABC):
 
 
 def check(op: str, model: Any, rewrites: Iterable[Rewrite]) -> None:
-    """Raise if a module cannot be changed; nothing is changed yet."""
+    """Raise if a module cannot be changed, before any is."""
     rewrites = tuple(rewrites)
     for name, module in model.named_modules():
         for rewrite in rewrites:
@@ -78,7 +77,7 @@ def apply(model: Any, rewrites: Iterable[Rewrite]) -> Iterator[tuple[Any, str, M
 
 
 def refresh(op: str, body: Any, rewrites: Iterable[Rewrite]) -> None:
-    """Bring all modules up to date with their weights."""
+    """Update all modules from their weights."""
     rewrites = tuple(each for each in rewrites if each.needs_refresh(body))
     if not rewrites:
         return
@@ -90,7 +89,7 @@ def refresh(op: str, body: Any, rewrites: Iterable[Rewrite]) -> None:
 
 
 def restore(model: Any, rewrites: Iterable[Rewrite]) -> None:
-    """Undo what ``apply`` did to all modules, except for the methods."""
+    """Undo ``apply`` for all modules, except for the methods."""
     rewrites = tuple(rewrites)
     for module in list(model.modules()):
         for rewrite in rewrites:
@@ -100,6 +99,6 @@ def restore(model: Any, rewrites: Iterable[Rewrite]) -> None:
 
 
 def attentions(body: Any) -> Iterator[tuple[str, Any]]:
-    """Name and attention module of every layer, inside adapters."""
+    """Name and attention module of every layer, without adapters."""
     for index, layer in enumerate(body.layers):
         yield f"layers.{index}.self_attn", unwrapped(layer.self_attn)

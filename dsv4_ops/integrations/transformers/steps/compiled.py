@@ -50,10 +50,10 @@ from dsv4_ops.integrations.transformers.steps.step import (
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 MOST_WHOLE = 8
-"""Most layers that "auto" compiles as one graph, whose time grows faster than their number."""
+"""Maximum layers that "auto" compiles as one graph: compile time grows faster than their number."""
 
 MOST_CHANGES = 8
-"""Changes of a model after which only Dynamo's guards select compiled parts."""
+"""Maximum changes of a model before Dynamo's guards alone select compiled parts."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,33 +74,33 @@ def compile_step(
     Args:
         model: A patched model.
         step: ``decode_step`` or ``prefill_step``.
-        mode: "whole": one graph, as ``torch.compile(step, fullgraph=True)`` makes it. "regional":
-            one graph for every kind of layer (four in the released models, whatever their depth),
-            which all layers of that kind share, and three around them; a CUDA graph captures the
-            step as one all the same. "auto": "regional" for more than 8 layers.
-        cache_file: Where compiled code is kept for the next process. Read if it is there; written
-            after a step that compiled something that was not in it. Its parts are found by the
-            sources of this package, the versions, the settings, the device, and all of the model
-            and the sizes that a trace can read, so that an old file costs time and nothing else. A
-            part that is found is not traced. What Triton's kernels were tuned to counts where the
-            folder of compiled code (TORCHINDUCTOR_CACHE_DIR) has the same path; elsewhere they are
-            timed again. The file has code that is run: take only your own.
+        mode: "whole" compiles one graph, as ``torch.compile(step, fullgraph=True)`` does.
+            "regional" compiles one graph per kind of layer (four in the released models, at any
+            depth) and three for the rest; a CUDA graph can still capture the whole step. "auto" is
+            "regional" for more than 8 layers.
+        cache_file: File that keeps compiled code for the next process. It is read if it exists, and
+            written after a step that compiled something new. A part is reused, without a trace, if
+            the sources of this package, the versions, the settings, the device, and everything that
+            a trace can read of the model and its inputs are the same; so an old file costs only
+            time. Triton's autotuning is reused if TORCHINDUCTOR_CACHE_DIR has the same path, and
+            repeated otherwise. Loading the file runs its code: load only files that you wrote.
         on_part: Called with the name of every part before it is compiled, to show progress.
-        settings: Of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by default.
-            ``dynamic=True`` compiles each part once for every number of tokens and of requests, one
-            included, and for every size of a cache. On CUDA ops with kernels of ours are then calls
-            in the graph, which choose tiles by the real sizes as an eager call does: capture the
+        settings: Settings of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by
+            default. With ``dynamic=True`` one graph per part serves all numbers of tokens and
+            requests, and all cache sizes. On CUDA, our ops then stay calls in the graph, which
+            choose tiles by the real sizes as in eager mode: capture the step in CUDA graphs to hide
+            their host time.
             step in CUDA graphs, where their host time does not count.
 
     Returns:
-        A function of the batch, the cache, and the keyword arguments of ``step``. It returns and
-        writes what ``step`` does. Ranks that share the cache first compare their shapes on the
-        host, and raise ValueError on all if they differ, if the group sends tensors of the CPU
+        A function of the batch, the cache, and the keyword arguments of ``step``, with the results
+        and writes of ``step``. Ranks that share the cache compare their shapes on the host first,
+        and all raise ValueError if these differ. That needs a process group that sends CPU tensors
         ("cpu:gloo,cuda:nccl").
 
     Raises:
-        ValueError: the model is not patched, ``step`` is another function, ``mode`` another word,
-            or ``cache_file`` a folder or in one that is not there.
+        ValueError: the model is not patched, ``step`` or ``mode`` is unknown, or ``cache_file`` is
+            a folder or is in a folder that does not exist.
 
     Example:
         >>> import torch
@@ -141,10 +141,10 @@ def compile_step(
 
 
 class CompiledStep:
-    """A compiled step of a model; ``compile_step`` makes it.
+    """A compiled step of a model, made by ``compile_step``.
 
     Attributes:
-        parts: Compiled parts by name: kinds of layers and what is around them, or "step".
+        parts: Compiled parts by name: one per kind of layer and three for the rest, or "step".
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class CompiledStep:
     def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         op = self.step.__name__
         tensors = tensors_of(op, cache)
-        # Dynamo replaces errors that are raised in a graph
+        # check here: Dynamo replaces errors that are raised in a graph
         check_tensors(op, batch, tensors)
         _check_options(op, rest)
         if self.regional:
@@ -208,9 +208,9 @@ class CompiledStep:
         return logits
 
     def _follow(self) -> None:
-        """Copy the model again if a module, or an attribute or hook of one, has changed."""
+        """Copy the model again if a module, an attribute or a hook has changed."""
         hooked = self._hooks is not None and not self._hooks.unchanged()
-        if hooked:  # Dynamo guards no hooks
+        if hooked:  # Dynamo does not guard hooks
             self._jits.clear()
         if self._watch is None or hooked or not self._watch.unchanged():
             self._changes += len(self._plans) > 0
@@ -223,8 +223,7 @@ class CompiledStep:
                 self._hooks.add(module._forward_pre_hooks)
 
     def _refresh(self, op: str, device: torch.device) -> None:
-        """Check the modules and bring what ``patch`` added up to date with the weights, as an eager
-        step does: a graph cannot."""
+        """Check the modules and refresh what ``patch`` added from the weights; a graph cannot."""
         body = self.model.model
         shared = self._shared is not None and all(
             name in parameters and local(parameters[name]).data_ptr() == at
@@ -240,8 +239,7 @@ class CompiledStep:
     def _planned(
         self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any]
     ) -> tuple[Any, Runner]:
-        """Return the runner of a call's parts: those of an earlier call with like inputs, if there
-        is one."""
+        """Return the runner of a call: of an earlier call with equal inputs, or a new one."""
         if self._file is None or not self._file.takes_parts or self._changes > MOST_CHANGES:
             return None, self._run
         if has_global_hooks() or has_function_modes():
@@ -260,7 +258,7 @@ class CompiledStep:
         return key, _Recorder(self._part_of, key[0])
 
     def _part_of(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return a part compiled for such a call, now if it is the first."""
+        """Return the part compiled for this call; compile it at the first call."""
         assert self._file is not None
         function, args, rest = call
         try:
@@ -275,7 +273,7 @@ class CompiledStep:
         content = self._file.find(key)
         part = None if content is None else loaded(content, globals())
         if part is None and name not in plan.compiled:
-            # others of the name are left to Dynamo, which knows what of a difference a trace read
+            # leave other variants of a name to Dynamo, which guards only what a trace reads
             plan.compiled.add(name)
             self._load()
             made = compiled(_part_named(name), call, self.settings)
@@ -303,13 +301,13 @@ class CompiledStep:
             self._on_part(name)
 
     def _load(self) -> None:
-        """Load the entries of torch's caches; a step whose parts are all in the file needs none."""
+        """Load the entries of torch's caches. Not needed if all parts of a step are in the file."""
         self._compiled = True
         if self._loaded is None:
             self._loaded = _load(None if self._file is None else self._file.caches)
 
     def _write(self) -> None:
-        """Write what this process compiled, unless all of it was loaded."""
+        """Write what this process compiled, unless it compiled nothing new."""
         if self._file is None:
             return
         saved = torch.compiler.save_cache_artifacts()
@@ -320,7 +318,7 @@ class CompiledStep:
 
 
 def _check_options(op: str, options: dict[str, Any]) -> None:
-    """Raise if a step does not take one of these keyword arguments, or not such a value."""
+    """Raise if a step does not take a keyword argument, or not with this value."""
     names = ("state_rings",) if op == decode_step.__name__ else ()
     for name, value in options.items():
         if name not in names:
@@ -336,8 +334,8 @@ def _check_options(op: str, options: dict[str, Any]) -> None:
 
 
 def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
-    """Parameters that share memory with buffers: their dictionary, name and address. The buffers
-    keep the memory, so no other weight can get the address."""
+    """Parameters that share memory with buffers: dictionary, name and address of each. The buffers
+    keep the memory alive, so no other weight can get its address."""
     storages = {each.untyped_storage().data_ptr() for each in body.buffers() if each.nbytes}
     weights = [
         (module._parameters, name, local(weight))
@@ -353,7 +351,7 @@ def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
 
 
 class _Plan:
-    """The parts of a call, in order, and a watch over the objects that they depend on."""
+    """The parts of a call in order, and a watch of the objects that they depend on."""
 
     def __init__(self, state: Any) -> None:
         self.state, self.watch = state, Watch()
@@ -361,7 +359,7 @@ class _Plan:
         self.compiled: set[str] = set()
 
     def runner(self) -> Runner:
-        """A ``Runner`` of the parts."""
+        """Return a ``Runner`` that calls the parts in order."""
         parts = iter(self.parts)
 
         def run(_: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
@@ -371,7 +369,7 @@ class _Plan:
 
 
 class _Recorder:
-    """A ``Runner`` that makes a plan."""
+    """A ``Runner`` that records a plan."""
 
     def __init__(self, part_of: Callable[..., Any], state: Any) -> None:
         self.plan, self._part_of = _Plan(state), part_of
@@ -383,7 +381,7 @@ class _Recorder:
 
 
 def _part_named(name: str) -> FunctionType:
-    # Dynamo keeps what it compiles by code object, and tries all that it has for one
+    # Dynamo stores compiled code by code object, and tries every entry of one
     return FunctionType(_part.__code__.replace(co_name=name), globals())
 
 
@@ -392,7 +390,7 @@ def _part(function: Callable[..., Any], args: tuple[Any, ...], rest: dict[str, A
 
 
 def _load(caches: bytes | None) -> frozenset[str]:
-    """Load entries of torch's caches; return their keys."""
+    """Load entries of torch's caches, and return their keys."""
     if caches is None:
         return frozenset()
     return _keys(torch.compiler.load_cache_artifacts(caches))

@@ -30,7 +30,7 @@ _COUNTERS = ("dropped", "seq_lens", "written")
 
 
 class DecodeModule(nn.Module):
-    """``decode_step`` as a module of flat tensor arguments, as a package takes them.
+    """``decode_step`` as a module of flat tensor arguments, for ``torch.export``.
 
     Args:
         model: A patched model.
@@ -63,7 +63,7 @@ class DecodeModule(nn.Module):
         return self.step(batch, cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
-        """The function to package."""
+        """The step that the module runs."""
         return decode_step(self.model, batch, cache, state_rings=self.state_rings)
 
 
@@ -71,22 +71,22 @@ class PrefillModule(DecodeModule):
     """``prefill_step`` as a module of flat tensor arguments."""
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
-        """The function to package."""
+        """The step that the module runs."""
         return prefill_step(self.model, batch, cache)
 
 
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
     """Inputs of a package of ``export_decode`` or ``export_prefill``.
 
-    The batch, the block tables, the counter of dropped tokens, the lengths of the rows and their
-    furthest ends, and the caches of every layer, in the order of ``input_names``.
+    They are the batch, the block tables, the count of dropped tokens, the lengths and furthest ends
+    of the rows, and the caches of every layer, in the order of ``input_names``.
 
     Args:
         batch: The step.
-        cache: A cache of the package's sizes; the package writes to it.
+        cache: A cache of the package's sizes, which the package writes to.
 
     Raises:
-        TypeError: the batch is no ``StepBatch``, or the cache no ``PagedCache``.
+        TypeError: ``batch`` is not a ``StepBatch``, or ``cache`` is not a ``PagedCache``.
     """
     check_is_batch("decode_inputs", batch)
     check_paged("decode_inputs", cache)
@@ -99,7 +99,7 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
 
 
 def input_names(cache: PagedCache) -> tuple[str, ...]:
-    """Names of a package's inputs, such as "tokens", "tables.swa", "layers.1.indexer"."""
+    """Names of a package's inputs, such as "tokens", "tables.swa" or "layers.1.indexer"."""
     check_paged("input_names", cache)
     layers = enumerate(cache.tensors.layers)
     caches = [f"layers.{index}.{name}" for index, layer in layers for name in _cache_names(layer)]
@@ -129,18 +129,18 @@ def export_decode(
 
     Args:
         model: A patched model. Its weights become part of the package.
-        cache: A cache of the sizes that the package is for: rows, blocks, longest request.
+        cache: A cache of the package's sizes: rows, blocks, longest request.
         path: Path of the package, ending in ".pt2".
-        num_reqs: Requests per step, padding requests included; ``max_batch_size`` by default.
-        tokens_per_request: Maximum tokens of a request in a step: 1 + speculative tokens. A step
-            has num_reqs * tokens_per_request tokens, padding last. A package for 1 does not check
-            it: with more tokens, a request may read states that the step has overwritten.
+        num_reqs: Requests per step, with padding requests; ``max_batch_size`` by default.
+        tokens_per_request: Maximum tokens of a request in a step: 1 + speculative tokens. Every
+            step has num_reqs * tokens_per_request tokens, with padding at the end. A package for 1
+            does not check the number: a request with more tokens may read overwritten states.
 
     Returns:
-        The path. The package takes the tensors of ``decode_inputs``, writes the caches in place and
-        returns the logits. It adds dropped tokens to "dropped", which the caller should read at the
-        end or every so often. Its metadata lists inputs, dtypes and sizes; the ring length of each
-        block table (entry [row, block] is row * ring + block % ring; a shared pool has none); and
+        The path. The package takes the tensors of ``decode_inputs``, writes the caches and returns
+        the logits. It counts tokens that it cannot store in "dropped"; read it at the end or from
+        time to time. Its metadata has the inputs with dtypes and sizes, the ring length of each
+        block table without a shared pool (entry [row, block] is row * ring + block % ring), and
         ``CacheTensors.made_for``, which the package does not check.
 
     Raises:
@@ -169,23 +169,23 @@ def export_prefill(
 ) -> Path:
     """Compile ``prefill_step`` into an AOTInductor package for any number of tokens.
 
-    Steps may mix whole prompts, chunks and decodes. Together with a package of ``export_decode``
-    for a cache of the same sizes it serves requests without Python: both take the same caches and
-    tables. Each contains the weights.
+    A step may mix whole prompts, chunks and decodes. With a package of ``export_decode`` for a
+    cache of the same sizes, it serves requests without Python: both share the caches and tables.
+    Each package has its own copy of the weights.
 
     Args:
         model: A patched model. Its weights become part of the package.
         cache: A cache of the package's sizes: rows, blocks, longest request and chunk.
         path: Path of the package, ending in ".pt2".
-        num_reqs: Requests per step, padding requests included; ``max_batch_size`` by default.
+        num_reqs: Requests per step, with padding requests; ``max_batch_size`` by default.
         max_tokens: Maximum tokens of a step, at least 2; num_reqs * ``max_chunk`` by default. The
             package does not check it.
 
     Returns:
         The path. The package takes the tensors of ``decode_inputs``, with 1 to max_tokens tokens
-        and up to ``max_chunk`` tokens per request, writes the caches in place and returns the
-        logits of the last token of every request, [num_reqs, vocab_size]. Its metadata is that of
-        ``export_decode``, with "num_tokens" as the size of the tokens, plus max_tokens and
+        and at most ``max_chunk`` tokens per request. It writes the caches and returns the logits of
+        every request's last token, [num_reqs, vocab_size]. Its metadata is that of
+        ``export_decode`` with "num_tokens" as the size of the tokens, plus max_tokens and
         max_chunk.
 
     Raises:
@@ -195,7 +195,7 @@ def export_prefill(
     count, target = _checked(op, model, cache, path, num_reqs)
     most = max(count * cache.max_chunk, 2) if max_tokens is None else max_tokens
     Checks(op).at_least(2, max_tokens=most)
-    example = min(most, 2 * count + 1)  # a size of its own, neither 0 nor 1
+    example = min(most, 2 * count + 1)  # neither 0 nor 1, nor equal to another size
     inputs = decode_inputs(padding_batch(cache, count, example), cache)
     program = torch.export.export(
         PrefillModule(model, cache),
@@ -249,7 +249,7 @@ def _checked(
 
 
 def padding_batch(cache: PagedCache, count: int, num_tokens: int) -> StepBatch:
-    """A step of padding requests."""
+    """Make a step of padding requests."""
     steps = torch.arange(count + 1, device=cache.device) * num_tokens // count
     return StepBatch(
         torch.zeros(num_tokens, dtype=torch.int64, device=cache.device),
@@ -291,7 +291,7 @@ def _metadata(
     inputs: Sequence[Tensor],
     sizes: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Metadata to allocate a package's inputs from; ``sizes`` are the dynamic ones."""
+    """Metadata to allocate a package's inputs; ``sizes`` has the names of the dynamic ones."""
     tables, rings = vars(cache.tensors.tables), dict(cache.rings)
     if cache.owns_blocks:
         pool = next(name for name, table in tables.items() if table is cache.tensors.tables.pool)

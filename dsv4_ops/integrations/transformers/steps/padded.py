@@ -1,4 +1,4 @@
-"""Steps from Hugging Face's padded [batch, length] batches."""
+"""Make steps from Hugging Face's padded [batch, length] batches."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ OP = "model"
 
 @dataclass(frozen=True)
 class PaddedStep:
-    """A step, and the columns of its padded inputs in it.
+    """A step, and the columns of its padded inputs.
 
-    Ops treat adjacent tokens as consecutive, so a step moves the padding of a row to its end.
-    ``columns`` int64 [batch, length]: column of each input in the step; None if unmoved.
+    Ops take adjacent tokens as consecutive, so a step moves padding to the end of its row.
+    ``columns`` int64 [batch, length] has the new column of each input; None if no input moved.
     """
 
     step: Any
@@ -49,7 +49,7 @@ class PaddedStep:
         return _to_columns(values, self.columns).flatten(0, 1)
 
     def give_back(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return values [num_tokens, ...] to the inputs' order, [batch, length, ...]."""
+        """Return values [num_tokens, ...] in the order of the inputs, [batch, length, ...]."""
         values = values.view(*shape, *values.shape[1:])
         if self.columns is None:
             return values
@@ -66,23 +66,23 @@ def padded_step(
     cache: PagedCache,
     vocab_size: int,
 ) -> PaddedStep:
-    """Build the step of a padded batch and advance the cache's lengths.
+    """Build the step of a padded batch, and advance the lengths of the cache.
 
     Args:
-        spec: The model's spec.
+        spec: Spec of the model.
         shape: Batch and length of the inputs; row r of the batch is row r of the cache.
-        ids: The inputs, if they are ids.
-        attention_mask: 0 for padding, anywhere, [batch, length or more]; its last columns are those
-            of the inputs. None if there is no padding.
-        position_ids: Positions, [batch or 1, length]; negative for padding. Each row must be
-            consecutive, from the row's end in the cache or from an earlier position whose states
-            are still there. None continues every row at its end.
-        cache: The cache; its lengths are updated.
+        ids: The inputs, if these are ids.
+        attention_mask: 0 for padding, at any column, [batch, length or more]; the last columns are
+            those of the inputs. None if there is no padding.
+        position_ids: Positions, [batch or 1, length]; negative for padding. Positions of a row are
+            consecutive; they start at the row's length in the cache, or earlier if the states there
+            still exist. None: every row continues at its length.
+        cache: The cache, whose lengths are updated.
         vocab_size: Size of the vocabulary.
 
     Raises:
-        ValueError: as ``check_inputs``; in an eager call also for tokens that the cache cannot
-            store, which synchronises. A graph counts them instead (``cache.dropped``).
+        ValueError: as ``check_inputs``; in an eager call also if the cache cannot store a token,
+            which synchronises. A graph counts such tokens in ``cache.dropped`` instead.
     """
     _check(spec, shape, attention_mask, position_ids, cache)
     batch, length = shape
@@ -137,14 +137,14 @@ def padded_step(
 def can_go_on(spec: ModelSpec, first: Tensor, cache: PagedCache) -> Tensor:
     """Whether rows can continue at positions ``first`` [batch, 1].
 
-    There must be no gap, and nothing that the next token reads may have been overwritten.
+    A row may not skip positions, and no ring may have overwritten what the next token reads.
     """
     before = cache.seq_lens[: first.shape[0], None].to(torch.int64)
     return (first == before) | ((first < before) & spec.can_go_back(first, cache))
 
 
 def _requests(shape: tuple[int, int], positions: Tensor, rows: Tensor) -> Requests:
-    """Requests of a padded batch: the padding after every row is a request of its own."""
+    """Make the requests of a padded batch; the padding at the end of a row is its own request."""
     batch, length = shape
     count = positions.ge(0).sum(1, dtype=torch.int32)
     begin = torch.arange(batch + 1, dtype=torch.int32, device=positions.device) * length
@@ -161,7 +161,7 @@ def _requests(shape: tuple[int, int], positions: Tensor, rows: Tensor) -> Reques
 
 
 def _padding_last(valid: Tensor) -> Tensor:
-    """New column of every column: valid tokens first, each group in the order of the inputs."""
+    """Return the new column of every input: valid tokens first, padding last, each in order."""
     padding = valid.sum(1, keepdim=True) + (~valid).cumsum(1) - 1
     return torch.where(valid, valid.cumsum(1) - 1, padding)
 
@@ -182,7 +182,7 @@ def _refused(
     first: Tensor,
     cache: PagedCache,
 ) -> Exception:
-    """The error for a row that the cache cannot store completely."""
+    """Return the error for a row that does not fit into the cache."""
     count, ends = int(valid[row].sum()), int(cache.seq_lens[row])
     if positions is not None:
         row_positions = positions[row, :count].tolist()
@@ -248,7 +248,7 @@ def check_inputs(
     if embeddings is not None:
         sizes = ("batch_size", "sequence_length", config.hidden_size)
         own, dtype = body.get_input_embeddings(), getattr(embeddings, "dtype", torch.float32)
-        # another module, a hook and autocast can give layers another dtype than the weight's
+        # a replaced module, a hook or autocast can change the dtype that layers compute in
         plain = type(own) is nn.Embedding and not own._forward_hooks and "forward" not in vars(own)
         if plain and not torch.is_autocast_enabled(own.weight.device.type):
             dtype = own.weight.dtype
@@ -296,7 +296,7 @@ def _check(
             do="Make the cache with PagedCache.for_model",
         )
     check_cache(OP, spec, cache.tensors)
-    # host-side state: in a graph it would recompile with every request
+    # checked on the host: in a graph it would cause a recompilation per request
     if not torch.compiler.is_compiling() and not cache.requests and cache.lacking_blocks(None, 1):
         raise argument_error(
             OP,
@@ -328,7 +328,7 @@ def _check(
 
 
 def matrix(value: object) -> tuple[int, int]:
-    """Rows and columns of a matrix; (0, 0) for anything else."""
+    """Number of rows and columns of a matrix; (0, 0) for anything else."""
     if not isinstance(value, Tensor) or value.dim() != 2:
         return 0, 0
     return value.shape[0], value.shape[1]

@@ -54,31 +54,33 @@ def decode_step(
         batch: The step.
         cache: A ``PagedCache``, or its ``tensors``, with blocks reserved for all tokens of
             ``batch``.
-        state_rings: Whether a request may bring more tokens than the cache's ``next_n``. If none
-            does, pass False; it saves launches (with FP8 caches a C4 layer inserts in one).
+        state_rings: Whether a request may have more tokens in this step than the cache's
+            ``next_n``. If none has, False saves launches (with FP8 caches, a C4 layer inserts in
+            one).
 
     Returns:
         [num_tokens, vocab_size]. Rows of padding tokens are finite but undefined.
 
     Mutates: the caches, at the positions of the step, and ``cache.seq_lens``, which become those of
-        ``batch``. Tokens that cannot be stored are treated as padding and counted in
-        ``cache.dropped``: beyond ``max_cache_len``, without a reserved block, in a row that the
-        cache does not have or an earlier request of the batch uses, beyond ``max_chunk``, missing
-        between ``query_start_loc`` and ``tokens``, or after a gap: their request begins the step
-        beyond the length that its row has. An id outside the vocabulary is counted too, and read as
-        id 0.
+        ``batch``. A token that cannot be stored counts as padding, and is added to
+        ``cache.dropped``. Such tokens are beyond ``max_cache_len`` or ``max_chunk``; or have no
+        reserved block; or are in a row that does not exist, or that an earlier request of the batch
+        uses; or are counted by ``query_start_loc`` but missing in ``tokens``; or belong to a
+        request that starts beyond the length of its row. An id outside of the vocabulary is added
+        too, and read as id 0.
 
     Raises:
-        ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a
-            shape or dtype is wrong; in an eager CPU call also for tokens that cannot be stored
-            (elsewhere see ``PagedCache.raise_if_dropped``). Nothing is written.
+        ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``,
+            or a shape or dtype is wrong; in an eager CPU call also if a token cannot be stored
+            (otherwise use ``PagedCache.raise_if_dropped``). Nothing is written.
         NotImplementedError, RuntimeError: a module that our ops replace was changed, or the device
-            cannot run the ``impl``. Nothing is written.
+            cannot run ``impl``. Nothing is written.
 
     Compile: ``torch.compile(decode_step, fullgraph=True)`` gives one graph and one CUDA graph;
-        ``torch.export`` works too (``export_decode``). A graph does not see weights that are
-        replaced later (``weight.data = other``, ``load_state_dict(assign=True)``) where ``patch``
-        added what shares their memory; ``compile_step`` does.
+        ``torch.export`` works too (``export_decode``). ``patch`` adds buffers that share the
+        weights' memory. If weights are replaced later (``weight.data = other``,
+        ``load_state_dict(assign=True)``), a graph does not update these buffers; ``compile_step``
+        does.
     """
     return decode(model, batch, cache, state_rings=state_rings)
 
@@ -91,7 +93,7 @@ def decode(
     state_rings: bool = True,
     run: Runner = run_part,
 ) -> Tensor:
-    """``decode_step`` in parts."""
+    """``decode_step``, as parts for ``run``."""
     hidden = _run("decode_step", model, batch, cache, "decode", state_rings, run)
     return run("head", model.lm_head, hidden)
 
@@ -102,13 +104,13 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
 
     Args:
         model: A patched model.
-        batch: The step, with at most ``max_chunk`` tokens per request; the first tokens of a longer
-            one are dropped.
+        batch: The step, with at most ``max_chunk`` tokens per request. Tokens at the start of a
+            longer request are dropped.
         cache: As for ``decode_step``.
 
     Returns:
         [num_reqs, vocab_size]. Rows of requests without tokens are undefined. The last norm and the
-        head see only the last token of every request.
+        head compute only the last token of every request.
 
     Mutates: as ``decode_step``.
 
@@ -123,7 +125,7 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
 def prefill(
     model: Any, batch: StepBatch, cache: CacheTensors | PagedCache, *, run: Runner = run_part
 ) -> Tensor:
-    """``prefill_step`` in parts."""
+    """``prefill_step``, as parts for ``run``."""
     hidden = _run("prefill_step", model, batch, cache, "prefill", True, run, last=True)
     return run("head", model.lm_head, hidden)
 
@@ -138,7 +140,7 @@ def _run(
     run: Runner,
     last: bool = False,
 ) -> Tensor:
-    """Hidden states of all tokens, or of the ``last`` one of every request."""
+    """Hidden states of all tokens, or of every request's last token if ``last``."""
     Checks(op).flag("state_rings", state_rings)
     spec, cache = checked(op, model, batch, paged)
     num_tokens = batch.tokens.shape[0]
@@ -156,7 +158,7 @@ def _run(
 def checked(
     op: str, model: Any, batch: StepBatch, paged: CacheTensors | PagedCache
 ) -> tuple[ModelSpec, CacheTensors]:
-    """Raise if a step cannot run, before anything is written; return its spec and its caches."""
+    """Raise if a step cannot run, before it writes; return its spec and its caches."""
     spec = spec_of(op, model)
     cache = tensors_of(op, paged)
     check_tensors(op, batch, cache)
@@ -175,7 +177,7 @@ def checked(
 
 
 def check_model(op: str, model: Any, device: torch.device) -> None:
-    """Raise if a module that a step replaces or skips was changed since ``patch``."""
+    """Raise if a module that a step replaces or does not call was changed after ``patch``."""
     spec = spec_of(op, model)
     check_body(op, model)
     check_modules(op, spec, spec.kinds, model.model, device)
@@ -184,7 +186,7 @@ def check_model(op: str, model: Any, device: torch.device) -> None:
 def build_step(
     spec: ModelSpec, batch: StepBatch, cache: CacheTensors, schedule: str, vocab_size: int
 ) -> Any:
-    """Build what the layers of a step share; count the tokens that it cannot store."""
+    """Build the data that the layers of a step share; count tokens that it cannot store."""
     step_tokens, counts = tokens_of(batch, cache, cache.seq_lens)
     requests = step_tokens.requests()
     of_row = torch.arange(cache.num_rows, dtype=torch.int32, device=counts.device)[:, None]
@@ -203,7 +205,7 @@ def build_step(
 
 
 def tensors_of(op: str, cache: CacheTensors | PagedCache) -> CacheTensors:
-    """The tensors of a cache, or ``cache`` if it is these."""
+    """Return the tensors of a ``PagedCache``, or ``cache`` if it is ``CacheTensors``."""
     if isinstance(cache, CacheTensors):
         return cache
     check_paged(op, cache)
@@ -211,7 +213,7 @@ def tensors_of(op: str, cache: CacheTensors | PagedCache) -> CacheTensors:
 
 
 def check_paged(op: str, cache: PagedCache) -> None:
-    """Raise if ``cache`` is another object."""
+    """Raise if ``cache`` is not a ``PagedCache``."""
     if not isinstance(cache, PagedCache):
         raise argument_error(
             op,
@@ -224,7 +226,7 @@ def check_paged(op: str, cache: PagedCache) -> None:
 
 
 def check_tensors(op: str, batch: StepBatch, cache: CacheTensors) -> None:
-    """Raise if ``batch`` is another object, or has tensors of other shapes, dtypes or devices."""
+    """Raise if ``batch`` is not a ``StepBatch``, or has wrong shapes, dtypes or devices."""
     checks = Checks(op, cache.device)
     check_is_batch(op, batch)
     checks.tensor("batch.tokens", batch.tokens, torch.int64, "num_tokens")
@@ -234,7 +236,7 @@ def check_tensors(op: str, batch: StepBatch, cache: CacheTensors) -> None:
 
 
 def check_is_batch(op: str, batch: StepBatch) -> None:
-    """Raise if ``batch`` is another object."""
+    """Raise if ``batch`` is not a ``StepBatch``."""
     if not isinstance(batch, StepBatch):
         raise argument_error(
             op,
@@ -247,7 +249,7 @@ def check_is_batch(op: str, batch: StepBatch) -> None:
 
 
 def spec_of(op: str, model: Any) -> ModelSpec:
-    """The spec that ``patch`` stored on the model."""
+    """Return the spec that ``patch`` stored on the model."""
     spec = getattr(model, "dsv4_ops_spec", None)
     if not isinstance(spec, ModelSpec):
         raise unpatched(op, model)
@@ -255,7 +257,7 @@ def spec_of(op: str, model: Any) -> ModelSpec:
 
 
 def check_cache(op: str, spec: ModelSpec, cache: CacheTensors) -> None:
-    """Raise if the cache was made for another model; layers check the shapes of its tensors."""
+    """Raise if the cache was made for another model; layers check the shapes."""
     kinds = tuple(spec.kind_of(layer) for layer in cache.layers)
     if kinds != spec.kinds:
         raise argument_error(
@@ -290,10 +292,10 @@ def tokens_of(
     Args:
         batch: The step.
         cache: The caches.
-        row_lengths: Length of every row; requests beyond it are padding. None: begin anywhere.
+        row_lengths: Length of every row. Requests beyond it are padding. None: no such check.
 
     Returns:
-        The step's tokens; and the query length of every request by ``query_start_loc``.
+        The tokens of the step, and the number of tokens of every request in ``query_start_loc``.
     """
     num_rows = cache.num_rows
     starts, request_rows = batch.query_start_loc, batch.rows
@@ -326,10 +328,10 @@ def tokens_of(
 def run_layers(
     body: Any, spec: ModelSpec, tokens: Tensor | None, embeddings: Tensor | None, step_run: StepRun
 ) -> Tensor:
-    """Run all layers of a patched model on tokens, or on embeddings in their place.
+    """Run all layers of a patched model on tokens, or on embeddings instead.
 
-    Ids of padding or outside the vocabulary are read as 0. Returns the final hidden states of the
-    tokens in ``step_run.output_tokens``, [n, hidden_size], or of all.
+    Ids of padding or outside of the vocabulary are read as 0. Returns the final hidden states of
+    the tokens in ``step_run.output_tokens``, [n, hidden_size], or of all tokens.
     """
     ids, hidden = embedded(body, tokens, embeddings, step_run.step)
     return spec.run_layers(body, hidden, ids, step_run)[0]
@@ -338,7 +340,7 @@ def run_layers(
 def embedded(
     body: Any, tokens: Tensor | None, embeddings: Tensor | None, step: Any
 ) -> tuple[Tensor | None, Tensor]:
-    """Ids, and what the first layer reads, of the tokens of a step; [1, num_tokens, ...] each."""
+    """Return ids and first layer's input of a step's tokens, each [1, num_tokens, ...]."""
     ids = None
     if tokens is not None:
         is_read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)

@@ -15,12 +15,12 @@ from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.modules.replacement import is_part
 
 _KNOWN = ("default", "linear", "yarn", "llama3")
-"""RoPE types whose frequencies do not depend on the length of a request."""
+"""RoPE types with frequencies that do not depend on the length of a request."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Frequencies of the pairs, and the factor of cosines and sines."""
+    """Frequencies of the pairs, and the scale of cosines and sines."""
 
     frequencies: tuple[float, ...]
     scaling: float
@@ -30,7 +30,7 @@ class Rotary:
 
         Args:
             num_positions: Rows.
-            dtype: Round as Hugging Face does, to this dtype and from float32 angles; None for exact
+            dtype: Round as Hugging Face does: to this dtype, from float32 angles. None for exact
                 angles.
             device: Device of the table.
         """
@@ -42,7 +42,7 @@ class Rotary:
 
 
 def rotary_of(op: str, config: Any) -> Rotary:
-    """The rotary embedding that Hugging Face makes from a configuration."""
+    """Make the rotary embedding that Hugging Face makes from a configuration."""
     parameters = config.rope_parameters
     rope_type = parameters.get("rope_type")
     if rope_type not in _KNOWN:
@@ -58,7 +58,7 @@ def rotary_of(op: str, config: Any) -> Rotary:
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     kind = getattr(modeling, f"{family.title().replace('_', '')}RotaryEmbedding")
     with torch.device("cpu"):
-        embedding = kind(copy.deepcopy(config))  # a copy: it writes defaults into the configuration
+        embedding = kind(copy.deepcopy(config))  # Hugging Face writes defaults into it
     frequencies = embedding.inv_freq.float().tolist()
     if 2 * len(frequencies) != config.qk_rope_head_dim:
         raise argument_error(

@@ -1,4 +1,4 @@
-"""Dense MLA models: configuration as an ``MlaSpec``, latent cache, steps and layers."""
+"""Dense MLA models: spec of the layers, latent cache, steps."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _LAYOUT_OF_KV = {
     "bf16": (PlainLayout.tag, torch.bfloat16),
     "fp32": (PlainLayout.tag, torch.float32),
 }
-"""Layout of the cache, and dtype that layers compute in."""
+"""Layout of the cache, and dtype of the attention, for each ``kv``."""
 
 _KEYS, _VALUES, _QUERY_SCALE = "dsv4_ops_w_uk_t", "dsv4_ops_w_uv", "dsv4_ops_q_scale"
 
@@ -121,7 +121,7 @@ class MlaModelSpec(ModelSpec):
             batch_invariant=execution.batch_invariant,
             parallel=execution.parallel,
         )
-        # prefill steps use this context; a refusal must come now
+        # prefill steps use this context: raise its errors now
         replace(layers, context="chunked").check_impl(op, 1, execution.impl)
         layers = replace(layers, impl=execution.impl)
         model_dtype = dtype_of(config, dtype)
@@ -191,7 +191,7 @@ class MlaModelSpec(ModelSpec):
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> MlaStep:
         table, num_tokens = cache.tables.blocks, step.tokens.positions.shape[0]
         rank = None if self.parallel is None else cache.tables.cp_rank
-        # an unknown size is not guarded: it may be any
+        # do not guard a symbolic size; it may have any value
         if statically_known_true(num_tokens <= step.num_reqs):
             return mla_step_of_tokens(self.layers, step.tokens, table, cp_rank=rank)
         short = num_tokens < self.layers.break_even * step.num_reqs
@@ -209,10 +209,10 @@ class MlaModelSpec(ModelSpec):
         )
 
     def chunked(self, cache: CacheTensors, num_reqs: int) -> MlaSpec:
-        """Spec of a step that expands its contexts."""
+        """Spec of a step that expands the latents of its contexts to keys and values."""
         size, num_rows = self.layers.block_tokens, cache.num_rows
         longest = cache.rope.num_positions
-        # rows share no blocks, so that all contexts fit into the cache
+        # rows share no blocks, so all contexts together fit into the cache
         capacity = cache.layers[0].kv.shape[0] * size
         rows = mla_workspace_rows(max_model_len=longest, max_num_seqs=num_rows, block_size=size)
         turn = self.layers.cp_world_size * self.layers.cp_interleave
@@ -277,7 +277,7 @@ class MlaModelSpec(ModelSpec):
             getattr(module, _KEYS),
             getattr(module, _VALUES),
             self._keys_and_values(module.kv_b_proj).to(spec.dtype) if expands else None,
-            None if scale is None else scale.to(torch.float32),  # a model may have been cast
+            None if scale is None else scale.to(torch.float32),  # the model may have been cast
         )
         attended = mla_layer(spec, inputs, weights, context.caches, context.step)
         out: Tensor = module.o_proj(attended.to(hidden.dtype))
@@ -294,11 +294,11 @@ class MlaModelSpec(ModelSpec):
         yield "kv_b_proj", attention.kv_b_proj
 
     def of_model(self, model: Any) -> MlaModelSpec:
-        """The spec with the heads that this rank has of the model."""
+        """Return the spec with the heads of this rank."""
         spec = self.layers
         if not heads_are_split("patch", model.model, self.parallel, self._head_parts):
             return self
-        assert spec.parallel is not None  # or heads would have been refused
+        assert spec.parallel is not None  # otherwise heads were refused before
         parallel = replace(spec.parallel, shards_heads=True)
         heads = spec.num_heads // parallel.world_size
         return replace(self, layers=replace(spec, num_heads=heads, parallel=parallel))
@@ -340,7 +340,7 @@ class MlaModelSpec(ModelSpec):
 
 
 class AbsorbedWeights(Rewrite):
-    """Halves of ``kv_b_proj`` beside it, in the layouts of absorbed MLA, and the query scale.
+    """Store the halves of ``kv_b_proj`` beside it for absorbed MLA, and the query scale.
 
     Args:
         layers: Spec of the attention layers.
@@ -371,11 +371,11 @@ class AbsorbedWeights(Rewrite):
             delattr(module, name)
 
     def needs_refresh(self, body: Any) -> bool:
-        """True: the halves are copies."""
+        """True: the halves are copies of the weight."""
         return True
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Split again if the weight was changed or may have been."""
+        """Split the weight again if it changed or may have changed."""
         linear = module.kv_b_proj
         # torch does not count writes through weight.data or NumPy
         changed = getattr(module, SOURCE) != _identity(linear)
@@ -384,7 +384,7 @@ class AbsorbedWeights(Rewrite):
 
     @torch.no_grad()
     def _split(self, attention: Any) -> None:
-        """Keep the halves of ``kv_b_proj`` beside it, at fixed addresses."""
+        """Update the halves of ``kv_b_proj`` at fixed addresses."""
         spec, weight = self.layers, local(attention.kv_b_proj.weight)
         halves = split_kv_b_proj(
             dense_weight(attention.kv_b_proj, weight),
@@ -400,13 +400,13 @@ class AbsorbedWeights(Rewrite):
             else:
                 buffer.copy_(half)
         source = _identity(attention.kv_b_proj)
-        # compiled steps watch attributes: set it only if it changed
+        # compiled steps watch attributes: set it only after a change
         if getattr(attention, SOURCE, None) != source:
             setattr(attention, SOURCE, source)
 
 
 class OneOpRouter(Rewrite):
-    """V3's router is one op, where Hugging Face's takes a dozen kernels."""
+    """Run V3's router as one op; Hugging Face's takes a dozen kernels."""
 
     def applies(self, module: Any) -> bool:
         """Whether a module is V3's router."""
@@ -448,7 +448,7 @@ def _attentions(body: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
-    """Address and version of each parameter, which change when one does."""
+    """Return address and version of each parameter: one of them changes with the parameter."""
     parameters = (local(each) for each in linear._parameters.values() if each is not None)
     return tuple(
         (each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters
@@ -456,15 +456,15 @@ def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _can_hold(buffer: Tensor, half: Tensor) -> bool:
-    """Whether ``half`` fits ``buffer``, which a move of the model may have changed."""
+    """Whether ``half`` fits ``buffer``; the model may have moved."""
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         return False
     return (buffer.device, buffer.shape, buffer.dtype) == (half.device, half.shape, half.dtype)
 
 
 def _as_pairs(x: Tensor) -> Tensor:
-    """Interleave the halves: value i of each moves to 2 i and 2 i + 1, the pairs of
-    ``apply_rope``."""
+    """Interleave the halves: value i of the first moves to 2 i and of the second to 2 i + 1, which
+    are the pairs of ``apply_rope``."""
     pairs: Tensor = x.unflatten(-1, (2, -1)).transpose(-1, -2)
     return pairs.flatten(-2)
 

@@ -21,7 +21,7 @@ class MlaTables:
 
     @property
     def pool(self) -> Tensor:
-        """The table whose blocks come from the pool."""
+        """The table of the shared pool."""
         return self.blocks
 
 
@@ -30,7 +30,7 @@ class ShardedMlaTables(MlaTables):
     """Tables of a cache that several ranks share.
 
     Attributes:
-        cp_rank: The rank, [1], int32: a tensor, so that one package serves all ranks.
+        cp_rank: The rank, [1], int32. It is a tensor, so that one package serves all ranks.
     """
 
     cp_rank: Tensor
@@ -44,7 +44,7 @@ class MlaRope:
 
     @property
     def num_positions(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return self.table.shape[0]
 
 

@@ -59,9 +59,12 @@ def attention(
 
 
 def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
-    """Whether the kernel that groups the input of ``projection`` can quantise it too. Codes are the
-    same except in blocks below 1e-4, whose scales are smaller. A decode step groups in the
-    attention kernel, and would save no pass."""
+    """Whether the kernel that groups the input of ``projection`` can quantise it too.
+
+    The codes are the same, except in blocks with amax below 1e-4, whose scales are smaller. A
+    decode
+    step groups in the attention kernel, so it would save no pass over the input.
+    """
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16
     return fp8 and sizes and takes_codes(projection)
@@ -84,7 +87,8 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
     indexer = getattr(compressor, "indexer", None)
     together = fused_layer(compressor, of_compressor(compressor))
     if together is not None:
-        # kv and gate; kv and gate of the indexer; its weights, in bf16
+        # kv and gate of the compressor; kv and gate of the indexer; head weights of the indexer, in
+        # bf16
         parts = together(x).split(_pairs(together.sizes), -1)
         inputs |= dict(zip(("kv_score", "indexer_kv_score"), parts[:2], strict=False))
         if indexer is not None:
@@ -112,20 +116,20 @@ def _kv_score(compressor: Any, float32: bool, x: Tensor) -> Tensor:
 
 
 def _project(layer: Any, x: Tensor, float32: bool) -> Tensor:
-    """Project ``x``; a replaced or wrapped layer keeps its own precision."""
+    """Project ``x``: with a float32 result if ``layer`` is unchanged, else in its own precision."""
     if float32 and is_linear(layer):
         return linear_float32(x, layer.weight)
     return layer(x.to(layer.weight.dtype) if type(layer) is torch.nn.Linear else x)
 
 
 def head_weights(indexer: Any) -> Any:
-    """The projection of the indexer's head weights; its owner depends on transformers' version."""
+    """Return the projection of the indexer's head weights, whose owner depends on the version."""
     owner = getattr(indexer, "scorer", indexer)
     return owner.weights_proj
 
 
 def head_parts(attention: Any) -> Iterator[HeadPart]:
-    """Parameters with the heads of attention."""
+    """Parameters that have a dimension of attention heads."""
     config = attention.config
     heads, groups = config.num_attention_heads, config.o_groups * config.o_lora_rank
     yield "q_b_proj", _weight(attention.q_b_proj), 0, heads * config.head_dim
@@ -135,7 +139,7 @@ def head_parts(attention: Any) -> Iterator[HeadPart]:
 
 
 def index_head_parts(attention: Any) -> Iterator[HeadPart]:
-    """Parameters with the heads of the indexer."""
+    """Parameters that have a dimension of indexer heads."""
     config, indexer = attention.config, getattr(attention.compressor, "indexer", None)
     if indexer is not None:
         heads = config.index_n_heads

@@ -24,15 +24,15 @@ from dsv4_ops.integrations.transformers.modules.replacement import Replacement, 
 from dsv4_ops.integrations.transformers.tensors import in_vocabulary
 
 KINDS = ("window",)
-"""Kinds of its layers; a model with one draft layer has one."""
+"""Kinds of the draft layers; a model with draft layers has one."""
 
 
 class DraftLayer(nn.Module):
-    """The modules of the draft layer, with the names that Hugging Face's model has for its own.
+    """The modules of the draft layer, under the names that Hugging Face uses for other layers.
 
     Args:
-        model: The model that it drafts for. Linear layers and experts are of the model's classes,
-            in its dtypes; weights are on the meta device until they are loaded.
+        model: The model that the layer drafts for. Linear layers and experts have the model's
+            classes and dtypes; weights are on the meta device until they are loaded.
     """
 
     def __init__(self, model: Any) -> None:
@@ -56,7 +56,7 @@ class DraftLayer(nn.Module):
 
 
 def _take_classes(draft: DraftLayer, body: Any) -> None:
-    """Take quantised modules, and dtypes of the others, from the model's last layer."""
+    """Copy the quantised modules of the model's last layer, and the dtypes of the others."""
     source = body.layers[-1]
     for name, _ in list(draft.layers[0].named_modules()):
         if not name:
@@ -86,13 +86,13 @@ def _take_classes(draft: DraftLayer, body: Any) -> None:
 
 
 def _state_tensors(module: Any) -> list[tuple[str, Tensor]]:
-    """Parameters, and buffers that a checkpoint has."""
+    """Return parameters, and the buffers that a checkpoint has."""
     state = module.state_dict(keep_vars=True)
     return [(name.replace("base_layer.", ""), tensor) for name, tensor in state.items()]
 
 
 def _module(layer: Any, name: str) -> Any:
-    """The module of that name of a layer, inside adapters, or None."""
+    """Return a layer's module of that name, without adapters, or None."""
     for part in name.split("."):
         layer = unwrapped(layer)._modules.get(part)
         if layer is None:
@@ -101,23 +101,23 @@ def _module(layer: Any, name: str) -> Any:
 
 
 def _empty_copy(module: Any) -> Any:
-    """A module of the same class and settings, whose parameters are on the meta device."""
+    """Return a module of the same class and settings, with parameters on the meta device."""
     copied = copy.copy(module)
     for name, value in list(vars(copied).items()):
-        if isinstance(value, Replacement):  # of the module that was copied
+        if isinstance(value, Replacement):  # it belongs to the original
             del copied.__dict__[name]
     copied._parameters = {
         name: None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
         for name, parameter in module._parameters.items()
     }
-    copied._buffers, copied._modules = {}, dict(module._modules)  # of experts, the activation
+    copied._buffers, copied._modules = {}, dict(module._modules)  # experts' activation
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         setattr(copied, hooks, OrderedDict())
     return copied
 
 
 def _square(linear: Any, width: int) -> Any:
-    """An FP8 layer of ``width`` inputs and outputs, of the class of another."""
+    """Return an FP8 layer of ``width`` inputs and outputs, of the class of another layer."""
     copied = _empty_copy(linear)
     copied.in_features = copied.out_features = width
     for name, parameter in copied._parameters.items():
@@ -131,11 +131,11 @@ def _square(linear: Any, width: int) -> Any:
 
 
 def run(model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
-    """Run the draft layer; arguments and result are those of ``ModelSpec.run_draft``."""
+    """Run the draft layer; see ``ModelSpec.run_draft``."""
     draft, body, step = draft_of(model), model.model, step_run.step
     is_read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
     embedded = body.embed_tokens(torch.where(is_read, tokens, 0))
-    # as in vLLM: the draft of the first token depends on its streams alone
+    # as in vLLM, the draft after position 0 reads the streams only
     embedded = torch.where(step.positions[:, None] > 0, embedded, 0.0)[None]
     first = draft.e_proj(draft.enorm(embedded)).unsqueeze(2)
     mixed = first + draft.h_proj(draft.hnorm(streams))

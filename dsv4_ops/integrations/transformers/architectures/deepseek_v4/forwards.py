@@ -1,4 +1,4 @@
-"""DeepSeek-V4's replacement forwards, each made from the original one."""
+"""Replacement forwards of DeepSeek-V4's modules."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from dsv4_ops.reference.streams import mixed
 
 
 class FamilyForwards(Rewrite):
-    """Forwards of hyper-connections (for the Sinkhorn kernel), and those that the recipe changes.
+    """Replace hyper-connections by the Sinkhorn kernel, and forwards that the recipe changes.
 
     Args:
-        recipe: As passed to ``patch``.
+        recipe: The recipe that ``patch`` got.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -58,7 +58,7 @@ class FamilyForwards(Rewrite):
             self.makers["DeepseekV4MLP"] = partial(_shared_experts_forward, recipe)
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is of a class whose methods are replaced."""
+        """Whether a module is of a class with replaced methods."""
         name = class_of(module)
         if name == "DeepseekV4HyperConnection":
             return _fits_sinkhorn(module)
@@ -74,14 +74,14 @@ class FamilyForwards(Rewrite):
 
 
 def _fits_sinkhorn(connection: Any) -> bool:
-    """Whether the Sinkhorn kernel runs a hyper-connection of these sizes."""
+    """Whether the Sinkhorn kernel supports a hyper-connection of these sizes."""
     fits = connection.hc_mult <= MAX_STREAMS and connection.hc_sinkhorn_iters <= MAX_ITERATIONS
     return bool(fits)
 
 
 def _grouped_forward(before: Forward) -> Forward:
-    """The grouped projection without a reshape of a transposed result, whose trace would hold for
-    several tokens only."""
+    """Project in groups, without a reshape of a transposed result, which would fix the number of
+    tokens in a trace."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.dim() != 3 or not has_plain_weight(self):
@@ -117,12 +117,15 @@ def _connect(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 FUSED_ON = ("cuda",)
-"""Devices where a step's hyper-connections run as one op each."""
+"""Devices where a step runs each hyper-connection as one op."""
 
 
 class Carried(NamedTuple):
-    """Streams between layers that the next layer adds the last block to, in the kernel that reads
-    them all. Attributes: arguments of ``hyper_connection``."""
+    """Streams between layers, and the output of the last block, which is not added yet: the next
+    layer adds it in the kernel that reads the streams.
+
+    Attributes: the arguments of ``hyper_connection``.
+    """
 
     streams: Tensor
     block_out: Tensor
@@ -131,7 +134,7 @@ class Carried(NamedTuple):
 
     @classmethod
     def of(cls, streams: Tensor) -> Carried:
-        """[1, num_tokens, num_streams, hidden_size], with a block that adds nothing."""
+        """Make it from streams [1, num_tokens, num_streams, hidden_size], with a block of zeros."""
         streams = streams.flatten(0, 1)
         tokens, count, width = streams.shape
         post = streams.new_zeros((tokens, count), dtype=torch.float32)
@@ -140,13 +143,13 @@ class Carried(NamedTuple):
         return cls(streams, streams.new_zeros((tokens, width)), post, mix)
 
     def mixed(self) -> Tensor:
-        """The streams with the block added, [1, num_tokens, num_streams, hidden_size]."""
+        """Return the streams with the block's output, [1, num_tokens, num_streams, hidden_size]."""
         return mixed(self.post, self.mix, self.block_out, self.streams)[None]
 
 
 def can_carry(recipe: Recipe, layers: Any, streams: Tensor, context: Any) -> bool:
-    """Whether all layers take and return ``Carried``; hooks of a layer must get tensors."""
-    replaced = recipe.streams_float32 and recipe.norms_float32  # by _layer_of_float32_norms
+    """Whether all layers take and return ``Carried``; False with hooks, which get tensors."""
+    replaced = recipe.streams_float32 and recipe.norms_float32  # in _layer_of_float32_norms
     return (
         replaced
         and not has_global_hooks()
@@ -180,12 +183,12 @@ def _layer_of_float32_norms(
 
 
 def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
-    """Routed and shared experts, with the router as one op if it is Hugging Face's."""
+    """Run routed and shared experts, with the router as one op if it is Hugging Face's."""
     gate = block.gate
     ours = (
         is_unchanged(block)
         and is_unchanged(gate)
-        and runs_ours(block.experts)  # our op accepts ids of no expert
+        and runs_ours(block.experts)  # our op accepts expert ids of -1
         and (
             quantized.is_quantized(block.experts)
             or bf16_experts.runs_op(block.experts, x, gate.top_k)
@@ -208,7 +211,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
 
 
 def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
-    """Whether ``hyper_connection`` can replace these modules: they are unchanged, and it fits."""
+    """Whether these modules are unchanged and ``hyper_connection`` supports their sizes."""
     if context is None or streams.device.type not in FUSED_ON:
         return False
     pairs = (layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)
@@ -280,7 +283,7 @@ def _shared_experts_forward(recipe: Recipe, _: Forward) -> Forward:
 
 
 def _swiglu(module: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Compute the activation in float32, rounded once."""
+    """Compute the activation in float32, and round once."""
     active = module.act_fn(gate.float().clamp(max=limit))
     product: Tensor = active * up.float().clamp(min=-limit, max=limit)
     return product.to(gate.dtype)

@@ -24,10 +24,10 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 @dataclass(frozen=True, kw_only=True)
 class RingSpec(ModelSpec):
-    """A family whose window keys and states are in rings.
+    """A family whose window keys and compressor states are in rings.
 
     Attributes:
-        layers: Spec of the attention layers, which the cache follows.
+        layers: Spec of the attention layers.
     """
 
     layers: LayerSpec
@@ -36,21 +36,22 @@ class RingSpec(ModelSpec):
         """Blocks per row of the rings of window keys and compressor states.
 
         A chunk is stored before its first token reads its window, so the window ring holds both.
-        States are read before the step overwrites them, and only a step's last states are stored.
+        The
+        states are read before the step overwrites them, so their rings store the last states only.
         """
         layers, attention = self.layers, self.layers.attention
         spans = {"swa": (max_chunk + attention.window_size - 1, attention.swa_block_size)}
         for kind in ("c4", "c128"):
             count = self._kept_states(kind, next_n)
             spans[f"{kind}_states"] = (count, layers.state_block_size(kind))
-        # an unaligned span touches one more block than it fills
+        # an unaligned span touches one more block
         return {
             name: min((span - 1) // block + 2, -(-max_cache_len // block))
             for name, (span, block) in spans.items()
         }
 
     def _kept_states(self, kind: str, next_n: int) -> int:
-        """Trailing positions of a request whose states later steps may read."""
+        """Number of trailing positions of a request whose states later steps may read."""
         windows = 2 if kind == "c4" else 1
         return windows * self.layers.ratio(kind) + next_n - 1
 
@@ -72,10 +73,10 @@ class RingSpec(ModelSpec):
     def build_ring_step(
         self, spec: LayerSpec, step: StepTokens, cache: CacheTensors, heads: int
     ) -> AttentionStep:
-        """Build the step metadata for caches whose window and states are rings.
+        """Build the metadata of a step for caches with rings.
 
-        ``step`` has tokens from ``storable``; ``heads`` are the query heads to plan C128 layers
-        for, or 0.
+        ``step`` has the tokens that ``storable`` left. ``heads`` is the number of query heads to
+        build a split-KV plan for, or 0.
         """
         tables, tokens, ends = cache.tables, step.tokens, step.ends
         late = tokens.positions >= ends - self.most_tokens(cache)
@@ -137,6 +138,6 @@ def _is_ring(blocks: Tensor, table: Tensor) -> Any:
 
 
 def _positions(blocks: Tensor, table: Tensor, block: int) -> int:
-    """Positions that the blocks of a row hold; those of a ring, at any alignment."""
+    """Number of positions that fit into the blocks of a row, into a ring at any alignment."""
     full_blocks: int = blocks.shape[0] // table.shape[0] - _is_ring(blocks, table)
     return full_blocks * block

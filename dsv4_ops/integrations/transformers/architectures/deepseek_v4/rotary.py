@@ -15,7 +15,7 @@ from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.yarn import YarnScaling
 
 _KNOWN = {"main": ("default",), "compress": ("default", "yarn")}
-"""Supported RoPE types by label: "main" for window layers, "compress" for the others."""
+"""Supported RoPE types: "main" for window layers, "compress" for the others."""
 
 _UNKNOWN = "Other rotary embeddings are unknown to this version"
 
@@ -50,9 +50,9 @@ def yarn_of(op: str, config: Any) -> YarnScaling | None:
 
 
 def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
-    """Raise if Hugging Face derives other frequencies, or a scale, from the configuration.
+    """Raise if Hugging Face derives other frequencies or another scale from the configuration.
 
-    It reads more of a configuration than we do, and differently across its versions.
+    Hugging Face reads more of a configuration than we do, and its versions differ.
     """
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
@@ -80,7 +80,7 @@ def check_rotary(op: str, model: Any, layers: LayerSpec) -> None:
 
 
 def _mistakes(rotary: Any, layers: LayerSpec) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the labels under which a rotary embedding differs from ours, and how."""
+    """Yield each label whose rotary embedding differs from ours, and the difference."""
     for label in _KNOWN:
         scaling = float(getattr(rotary, f"{label}_attention_scaling"))
         inv_freq = getattr(rotary, f"{label}_inv_freq").detach()
@@ -95,10 +95,11 @@ def _mistakes(rotary: Any, layers: LayerSpec) -> Iterator[tuple[str, dict[str, A
 
 
 def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | None:
-    """First pair whose frequency differs from ours by more than rounding.
+    """Return the first pair whose frequency differs from ours by more than rounding.
 
-    Hugging Face computes in float32, where the power amplifies the rounding of its exponent and
-    YaRN that of 1 - ramp; and the whole model may have been cast.
+    Hugging Face computes in float32: the power amplifies the rounding of its exponent, and YaRN
+    that
+    of 1 - ramp. The whole model may also have been cast.
     """
     yarn = layers.yarn if label == "compress" else None
     theta = layers.rope_theta if label == "main" else layers.compress_rope_theta

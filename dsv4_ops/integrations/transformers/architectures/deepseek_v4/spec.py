@@ -75,8 +75,8 @@ class DeepseekV4Spec(RingSpec):
 
     Attributes:
         step_layers: ``layers`` with the ``batch_invariant`` and ``impl`` of ``patch``.
-        num_heads: Query heads.
-        plan_heads: ``plan_heads`` of decode steps; 0 for no plan.
+        num_heads: Number of query heads.
+        plan_heads: Number of query heads to build split-KV plans for; 0 for no plan.
     """
 
     step_layers: LayerSpec
@@ -149,11 +149,11 @@ class DeepseekV4Spec(RingSpec):
         )
 
     def scheduled(self, device: torch.device) -> DeepseekV4Spec:
-        """Add SM counts of a library's schedules, so that layers share one schedule per step."""
+        """Add SM counts for a library's schedules, so that layers share one schedule per step."""
         layers = self.step_layers
         if layers.impl in LIBRARIES and device.type in choice.DEVICES:
             choice.require("patch", layers.impl)
-        # FlashMLA schedules by lengths that a rank knows only inside the layer
+        # FlashMLA schedules by lengths that a rank knows only inside of the layer
         if layers.impl == FLASH_MLA and layers.ranks is not None:
             return self
         if layers.impl not in LIBRARIES or choice.unusable(layers.impl):
@@ -161,13 +161,13 @@ class DeepseekV4Spec(RingSpec):
         if layers.impl == DEEP_GEMM and "c4" in self.kinds:
             layers = replace(layers, schedule_sms=deep_gemm_num_sms())
         elif layers.impl == FLASH_MLA and self.num_heads in FLASH_MLA_HEADS:
-            if device.type not in choice.DEVICES:  # the model will be moved before it runs
+            if device.type not in choice.DEVICES:  # the model will move before it runs
                 device = torch.device(choice.DEVICES[0])
             layers = replace(layers, sm_parts=flash_mla_num_sm_parts(self.num_heads, device))
         return replace(self, step_layers=layers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without SM counts: the copy may be loaded for another GPU."""
+        """Pickle without SM counts: the copy may be loaded on another GPU."""
         plain = replace(self.step_layers, schedule_sms=0, sm_parts=0)
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return partial(DeepseekV4Spec, **values | {"step_layers": plain}), ()
@@ -209,7 +209,7 @@ class DeepseekV4Spec(RingSpec):
         )
 
     def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
-        """Cosines and sines for layers of a kind."""
+        """Cosines and sines for a kind of layer."""
         if self.recipe.rope_float32:
             return self.layers.rope_table(kind, num_positions, device)
         return rounded_table(self.layers, kind, num_positions, self.dtype).to(device)
@@ -237,11 +237,11 @@ class DeepseekV4Spec(RingSpec):
         return self.build_ring_step(layers, step, cache, heads)
 
     def layers_for(self, schedule: str, num_tokens: int) -> LayerSpec:
-        """Spec to build a step with; it has a library's schedules where the layers take them."""
+        """Spec for a step; with a library's schedules if the layers take them."""
         layers = self.step_layers
         if layers.sm_parts and schedule != "decode":
             return self.layers
-        # compare num_tokens last: in a trace the comparison adds a guard
+        # compare num_tokens last: the comparison adds a guard to a trace
         if layers.schedule_sms and num_tokens > MAX_REQUESTS:
             return self.layers
         return layers
@@ -321,7 +321,7 @@ class DeepseekV4Spec(RingSpec):
 
     @property
     def family_rewrites(self) -> tuple[Rewrite, ...]:
-        # weights of split heads are Hugging Face's parts of tensors, and are not fused
+        # Hugging Face split these weights over ranks; they cannot be fused
         if self.shards_heads:
             return OutputGroups(self.num_groups), FamilyForwards(self.recipe)
         return FusedProjections(self.recipe, self.impl), FamilyForwards(self.recipe)
@@ -336,7 +336,7 @@ class DeepseekV4Spec(RingSpec):
         ]
         if not any(split):
             return self
-        assert self.parallel is not None  # or heads would have been refused
+        assert self.parallel is not None  # otherwise heads were refused before
         parallel = replace(self.parallel, shards_heads=split[0], shards_index_heads=split[1])
         ranks = parallel.head_parts
         Checks("patch").divides("parallel.world_size", ranks, "config.o_groups", self.num_groups)
@@ -365,15 +365,16 @@ class DeepseekV4Spec(RingSpec):
 
     @property
     def num_groups(self) -> int:
-        """Groups of the output projection on this rank."""
+        """Number of output projection groups on this rank."""
         return self.layers.num_groups
 
 
 class OutputGroups(Rewrite):
-    """The grouped output projection has the groups of this rank: Hugging Face's has those of all.
+    """Set the number of groups of the output projection to this rank's; Hugging Face has all
+    ranks'.
 
     Args:
-        count: Groups of this rank.
+        count: Number of groups on this rank.
     """
 
     def __init__(self, count: int) -> None:
@@ -384,12 +385,12 @@ class OutputGroups(Rewrite):
         return class_of(module) == "DeepseekV4Attention"
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Set the groups; no method is replaced."""
+        """Set this rank's number of groups; no method is replaced."""
         self._set(module, self.count)
         return iter(())
 
     def restore(self, module: Any) -> None:
-        """Set the groups of all ranks."""
+        """Set the number of groups of all ranks."""
         self._set(module, module.config.o_groups)
 
     def _set(self, module: Any, count: int) -> None:
@@ -422,7 +423,8 @@ def _check_layer_types(op: str, config: Any) -> None:
 
 
 def _check_flash_mla(op: str, impl: str, kv: str, batch_invariant: bool) -> None:
-    """FlashMLA reads its own layout only, and chooses its splits by the batch."""
+    """Raise for settings that FlashMLA does not support: it has one layout, and splits by the
+    batch."""
     for name, value, wanted in (("kv", kv, "fp8"), ("batch_invariant", batch_invariant, False)):
         if impl == FLASH_MLA and value != wanted:
             raise argument_error(
@@ -480,12 +482,12 @@ _OF_STEPS = ("batch_invariant", "impl", "schedule_sms", "sm_parts")
 
 
 def _fingerprint(layers: LayerSpec, kinds: tuple[str, ...], rope_dtype: torch.dtype | None) -> str:
-    """Everything besides weights that decides what a cache's tensors mean."""
+    """All settings, except for weights, that decide the meaning of a cache's tensors."""
     values: dict[str, Any] = {"layers": ",".join(kinds), "angles": rope_dtype or "exact"}
     parts: list[LayerSpec | AttentionSpec | YarnScaling] = [layers.attention, layers]
     for part in parts if layers.yarn is None else [*parts, layers.yarn]:
         values |= {field.name: getattr(part, field.name) for field in fields(part)}
-    # listed field by field, or not about the cache
+    # listed field by field below, or without effect on the cache
     for name in ("attention", "parallel", "kinds", *_OF_STEPS):
         del values[name]
     if layers.ranks is not None:
