@@ -1,1 +1,1 @@
-"""Which implementation runs a call (``impl=``), and why not another."""
+"""Select the implementation that runs a call (``impl=``), and explain the selection."""

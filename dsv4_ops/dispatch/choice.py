@@ -1,9 +1,10 @@
-"""Which implementation a call runs: the one that ``impl=`` names, or the fastest here.
+"""Select the implementation of a call: the one that ``impl=`` names, or the fastest here.
 
-Nothing else decides: launchers run what they are given. An explicit ``impl`` runs or raises; it
-never becomes another. ``impl="auto"`` takes our kernels, unless an installed library was faster on
-an H200 at these sizes (``is_faster``), and the reference for what our kernels do not take
-(``dispatch/limits.py``). With dynamic shapes it takes no library: asking a symbol would guard it.
+Only this module decides; launchers run what they get. An explicit ``impl`` runs or raises, and
+never becomes another. ``impl="auto"`` selects our kernels, except for sizes at which an installed
+library was faster on an H200 (``is_faster``), and the reference for calls that our kernels do not
+support (``dispatch/limits.py``). With dynamic shapes it selects no library, because reading a
+symbolic size would add a guard.
 """
 
 from __future__ import annotations
@@ -31,33 +32,34 @@ from dsv4_ops.dispatch.probes import probe
 IMPLS = (AUTO, TRITON, FLASH_MLA, DEEP_GEMM, REFERENCE)
 
 DEVICES = ("cuda",)
-"""Types of the devices that kernels and libraries run on."""
+"""Device types that kernels and libraries run on."""
 
 _NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM"}
 
 SCALED_MM_TOKENS = {"fp8_linear": 128}
-"""Tokens from which on ``impl="auto"`` takes torch's block-wise product of activations in FP8. Not
-of groups, each of which is a call: 196 us where our kernel takes 81 (1024 tokens of ``o_a``, codes
-given, eager)."""
+"""Minimum number of tokens at which ``impl="auto"`` selects torch's block-scaled FP8 matmul.
+
+There is none for groups, each of which is a call of its own: 196 us, and 81 us with our kernel
+(1024 tokens of ``o_a``, quantised input, eager)."""
 
 SCALED_MM_FROM = {
     op: f"{least} tokens with activations in FP8, if their number is no symbol"
     for op, least in SCALED_MM_TOKENS.items()
 }
-"""The same in words."""
+"""``SCALED_MM_TOKENS`` in words."""
 FASTER_LIBRARY = ("indexer_logits", DEEP_GEMM)
-"""The op and the library that ``impl="auto"`` takes, within the sizes of ``is_faster``."""
+"""The op and the library that ``impl="auto"`` selects at the sizes of ``is_faster``."""
 
 MEASURED = (
     "64 heads, from 32 tokens and 2048 columns on, 2^20 to 2^23 logits "
     "(32.2 us at 32 x 32768 where ours takes 36.7)"
 )
-"""Those sizes in words. Measured on an H200 by ``python -m benchmarks.choice`` on 2026-11-22 with
-torch 2.11.0+cu130 and vLLM 0.22.1's DeepGEMM, in CUDA graphs over rotating inputs."""
+"""The sizes of ``is_faster`` in words. Measured on an H200 with ``python -m benchmarks.choice`` on
+2026-11-22, torch 2.11.0+cu130 and DeepGEMM of vLLM 0.22.1, in CUDA graphs over rotating inputs."""
 
 
 def is_faster(op: str, library: str, values: Values) -> bool:
-    """Whether ``library`` was faster than our kernels on an H200 for such a call."""
+    """Whether ``library`` was faster than our kernels on an H200 for this call."""
     if (op, library) != FASTER_LIBRARY:
         return False
     (tokens, heads, _), columns = values["q"].shape, values["num_rows"]
@@ -66,14 +68,14 @@ def is_faster(op: str, library: str, values: Values) -> bool:
 
 
 def subject(values: Values) -> Tensor:
-    """The tensor whose device and rows decide: queries, what a layer multiplies, or the first."""
+    """Return the tensor that decides device and sizes: ``q``, ``x``, or the first tensor."""
     tensors = (each for each in values.values() if isinstance(each, Tensor))
     found: Tensor = values.get("q", values.get("x"))
     return next(tensors) if found is None else found
 
 
 class Choice(NamedTuple):
-    """What an op runs with, and why; see ``dsv4_ops.dispatch.providers.choice_of``."""
+    """An implementation, and why it runs; see ``dsv4_ops.dispatch.providers.choice_of``."""
 
     impl: str
     reason: str
@@ -82,8 +84,10 @@ class Choice(NamedTuple):
 def check_impl(
     op: str, providers: Sequence[str], impl: str, device: torch.device, values: Values
 ) -> None:
-    """``impl`` is one of the op's, and takes such a call on such a device; whether the library is
-    there is asked when the op runs or is compiled."""
+    """Raise if ``impl`` is not one of the op's, or does not support this call or device.
+
+    Whether the library is installed is checked when the op runs or is compiled.
+    """
     allowed = (AUTO, *providers)
     if not isinstance(impl, str):
         raise argument_error(
@@ -105,9 +109,12 @@ def check_impl(
 def check_limit(
     op: str, providers: Sequence[str], impl: str, values: Values, asked_by: str = ""
 ) -> None:
-    """What was asked for takes such a call, whoever asked: the op checks it again where it runs, as
-    the sizes of an exported program are not known before, and layers, ``asked_by``, before anything
-    is written. ``Sizes`` can stand in for tensors."""
+    """Raise if ``impl`` does not support this call.
+
+    The op checks it when it runs, because an exported program has no sizes before. Layers check it
+    before they write anything, and pass their name as ``asked_by``. ``Sizes`` can stand in for
+    tensors.
+    """
     found = limit(op, impl, values, asking=True)
     if found is not None:
         others = [each for each in (AUTO, *providers) if each != impl]
@@ -122,13 +129,12 @@ def check_limit(
 
 
 def impl_for(providers: Sequence[str], impl: str) -> str:
-    """What an op runs with where ``impl`` is meant for several ops: the others decide
-    themselves."""
+    """Return ``impl`` if this op has it, else "auto": ``impl`` may be meant for several ops."""
     return impl if impl in providers else AUTO
 
 
 def check_device(op: str, impl: str, device: torch.device) -> None:
-    """What was asked for runs on such devices."""
+    """Raise if ``impl`` does not run on this type of device."""
     if impl not in (AUTO, REFERENCE) and device.type not in DEVICES:
         raise argument_error(
             op,
@@ -141,7 +147,7 @@ def check_device(op: str, impl: str, device: torch.device) -> None:
 
 
 def check_codes(op: str, device: torch.device) -> None:
-    """Kernels of caches that hold e4m3 codes are compiled for such devices."""
+    """Raise if kernels for caches with e4m3 codes cannot be compiled for this device."""
     if device.type == "cuda" and torch.version.hip is None:
         found = torch.cuda.get_device_capability(device)
         if found < CODES_CAPABILITY:
@@ -158,7 +164,7 @@ def check_codes(op: str, device: torch.device) -> None:
 
 @functools.cache
 def scaled_mm_obstacle() -> str:
-    """Why torch's product with block scales does not run here; empty if it does."""
+    """Say why torch's block-scaled matmul does not run here; empty if it does."""
     if not hasattr(torch.ops.aten, "_scaled_mm_v2"):
         return "This torch has no _scaled_mm_v2"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -167,12 +173,12 @@ def scaled_mm_obstacle() -> str:
 
 
 def choose(spec: OpSpec, values: Values) -> Choice:
-    """What a call runs with.
+    """Select the implementation of a call.
 
     Raises:
-        ImportError, RuntimeError: a library was asked for that cannot be loaded, or does not run
-            here.
-        NotImplementedError: one that does not take the call.
+        ImportError, RuntimeError: ``impl`` names a library that cannot be loaded, or does not run
+            on this device.
+        NotImplementedError: ``impl`` does not support this call.
     """
     impl, device = values.get("impl", AUTO), subject(values).device
     check_device(spec.name, impl, device)
@@ -218,8 +224,10 @@ _RUNS_HERE = "be one that runs here"
 
 
 def own(spec: OpSpec, values: Values, why: str) -> Choice:
-    """What a call on a GPU runs with where no library does, because of ``why``: our kernel, or the
-    reference for what that does not take."""
+    """Select our kernel, or the reference if our kernel does not support the call.
+
+    ``why`` says why no library runs it.
+    """
     impl = ours(spec)
     if impl == TRITON and limits.no_triton():
         return Choice(REFERENCE, "triton is not installed")
@@ -230,12 +238,12 @@ def own(spec: OpSpec, values: Values, why: str) -> Choice:
 
 
 def ours(spec: OpSpec) -> str:
-    """What runs an op on a GPU without any library."""
+    """Return the implementation of an op on a GPU without libraries."""
     return TRITON if TRITON in spec.providers else REFERENCE
 
 
 def obstacle(op: str, library: str, values: Values) -> str:
-    """Why ``impl="auto"`` does not take ``library``; empty if it does."""
+    """Say why ``impl="auto"`` does not select ``library``; empty if it does."""
     if values.get("plan") is not None:
         return "the plan is ours"
     if not _is_sized(values):
@@ -249,7 +257,7 @@ def obstacle(op: str, library: str, values: Values) -> str:
 
 
 def _scaled_mm_faster_obstacle(op: str, values: Values) -> str:
-    """Why ``impl="auto"`` does not take torch's block-wise product; empty if it does."""
+    """Say why ``impl="auto"`` does not select torch's block-scaled matmul; empty if it does."""
     if op not in SCALED_MM_TOKENS:
         return "our kernel multiplies all groups at once"
     num_tokens = values["x"].shape[0]
@@ -260,7 +268,7 @@ def _scaled_mm_faster_obstacle(op: str, values: Values) -> str:
 
 
 def _is_sized(values: Values) -> bool:
-    """Whether the sizes that decide are no symbols."""
+    """Whether the sizes that the selection reads are ints, not symbols."""
     return all(
         isinstance(size, int) for size in (subject(values).shape[0], values.get("num_rows", 0))
     )
@@ -273,13 +281,13 @@ def _other_device(device: torch.device) -> str:
 
 @functools.cache
 def unusable(library: str) -> str:
-    """Why ``library`` cannot run here; empty if it can. Loads it."""
+    """Load ``library``; say why it does not run here; empty if it does."""
     found = probe(library, load=True)
     return "" if found.usable else found.reason
 
 
 def require(op: str, library: str) -> None:
-    """``library`` runs here, and is loaded."""
+    """Load ``library``; raise if it does not run here."""
     reason = unusable(library)
     if not reason:
         return
@@ -295,11 +303,10 @@ def require(op: str, library: str) -> None:
 
 
 def prepare(spec: OpSpec, values: Values) -> list[str]:
-    """What must be known before compiled code is looked up in a cache: code that calls a library
-    was made by a trace that loaded it, and the process that finds it in a cache has not. Libraries
-    that such code may call, which are loaded.
+    """Return the libraries that the compiled code of a call may need.
 
-    The fake of an op is the first to see a call that is compiled.
+    Compiled code that calls a library may come from a cache, and then no trace loaded the library
+    in this process. The fake of an op is the first function that sees a compiled call.
     """
     if torch.compiler.is_exporting() or subject(values).device.type not in DEVICES:
         return []

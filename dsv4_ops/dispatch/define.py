@@ -1,17 +1,16 @@
 """Register ops: one ``define_op`` per op, and nothing else registers anything.
 
-How a lowering takes effect without an import of Inductor and without a call by the user
-------------------------------------------------------------------------------------------
+How a lowering takes effect without importing Inductor, and without a call by the user
+----------------------------------------------------------------------------------------
 ``torch.library.register_torch_dispatch`` attaches a rule to the pair (op,
 ``FunctionalTensorMode``). Every graph that AOTAutograd traces - for ``torch.compile`` and for
 AOTInductor - passes through that mode before Inductor lowers anything, so the rule is the first
-code that sees the op inside a compiler. It loads the op's lowering at that moment, then
-either traces the decomposition in place of the op or makes sure that Inductor knows the lowering.
-Importing ``dsv4_ops`` therefore loads torch only, and the first compile of a process is already
-lowered.
+code that sees the op inside a compiler. It loads the op's lowering, and then either traces the
+decomposition instead of the op or registers the lowering with Inductor. So importing ``dsv4_ops``
+loads torch only, and still the first compilation of a process uses the lowerings.
 
-``torch.export`` keeps the op whole: an exported program names the stage, and is lowered when it is
-compiled. The switch that tells the two apart is the one ``torch.library.triton_op`` uses;
+``torch.export`` keeps the op whole: an exported program names the op, and is lowered when it is
+compiled. The rule tells the two apart by the switch of ``torch.library.triton_op``;
 ``torch.compiler.is_exporting()`` is also true while AOTInductor compiles.
 """
 
@@ -51,10 +50,10 @@ gradient.define(_library)
 
 
 def define_op(stem: str, schema: str, **fields: Any) -> OpOverload:
-    """Register an op, whose other ``fields`` are those of ``OpSpec``; return the overload to call.
+    """Register an op, and return the overload to call.
 
-    Where they are not given, ``meta`` and ``reference`` are the functions of the op's name in these
-    layers, and the fake of an op without results returns nothing.
+    ``fields`` are the other fields of ``OpSpec``. By default, ``meta`` and ``reference`` are the
+    functions in these layers with the op's name; the fake of an op without results returns nothing.
     """
     name = schema.partition("(")[0]
     if schema.endswith("-> ()"):
@@ -91,7 +90,7 @@ def register(spec: OpSpec) -> OpOverload:
 
 
 def _autocast_rule(spec: OpSpec) -> Callable[..., Any]:
-    """The op under ``torch.autocast``: its dtypes are exact, and so are those inside of it."""
+    """Run the op without ``torch.autocast``, because its dtypes are exact."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         with without_autocast():
@@ -101,7 +100,7 @@ def _autocast_rule(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
-    """The fake, called with the arguments that it names."""
+    """Call the fake with the arguments that it takes."""
     wanted = _parameters(spec.meta)
 
     @functools.wraps(spec.meta)
@@ -111,7 +110,7 @@ def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
             guard.check_fake(spec)
         if spec.has_choice:
             for library in choice.prepare(spec, values):
-                spec.launcher(library)  # whose ops such code calls
+                spec.launcher(library)  # defines the op that such code calls
         if spec.has_kernel and _on_cuda(args, kwargs):
             _load_kernels(spec.stem)
         return spec.meta(**{name: values[name] for name in wanted})
@@ -126,16 +125,18 @@ def _on_cuda(args: Any, kwargs: Any) -> bool:
 
 @functools.cache
 def _load_kernels(stem: str) -> None:
-    """Define the ops that the launchers of ``stem`` trace: compiled code that is found in a cache
-    calls them, though nothing was traced in this process."""
-    with contextlib.suppress(ModuleNotFoundError):  # triton; whoever launches a kernel says so
+    """Define the ops that the launchers of ``stem`` trace.
+
+    Compiled code from a cache calls them, although this process has not traced anything.
+    """
+    with contextlib.suppress(ModuleNotFoundError):  # no triton: launching a kernel will raise
         layers.load_kernels(stem)
 
 
 def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
-    """Run an op that is called outside a compiler with what ``choice.choose`` names.
+    """Run the implementation that ``choice.choose`` selects, outside a compiler.
 
-    Where a kernel takes every call there is nothing to ask, and eager calls are short.
+    If a kernel supports every call, skip the selection: it takes a large part of an eager call.
     """
     asks = spec.has_choice or spec.name in limits.WORDS
 
@@ -170,13 +171,16 @@ def _trace_rule(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _looked_ahead(spec: OpSpec, mode: Any, args: Any, kwargs: Any) -> Any:
-    """What AOTAutograd asks before it traces: the metadata of the results, and which arguments are
-    written to. Fake and schema say so at a fraction of the cost of a lowering that is traced."""
+    """Return what AOTAutograd reads before it traces: the results' metadata, and which arguments
+    are mutated.
+
+    Fake and schema have both, at a fraction of the cost of tracing the lowering.
+    """
     values = spec.arguments(args, kwargs)
     with mode:
         for place in spec.mutated:
             written = values[spec.parameters[place]]
-            written.copy_(written)  # a write that autograd sees, as those of the lowering are
+            written.copy_(written)  # autograd sees this write as it would the lowering's
         return spec.meta(**{name: values[name] for name in _parameters(spec.meta)})
 
 

@@ -1,4 +1,4 @@
-"""Guards of compilers other than torch's own; there is none until such a compiler is imported."""
+"""Hooks for compilers other than torch's; empty until such a compiler is imported."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dsv4_ops.core.registry import OpSpec
 
 
 class Guard(Protocol):
-    """What another compiler may do with ops; both methods raise where it would lose a write."""
+    """Rules of another compiler; both methods raise if that compiler would lose a write."""
 
     def keeps_whole(self, spec: OpSpec) -> bool:
-        """Whether the graph that is traced keeps the op, which is then not lowered."""
+        """Whether the graph in this trace keeps the op; such an op is not lowered."""
 
     def check_fake(self, spec: OpSpec) -> None:
-        """Check a call of the fake: it is all that programs show which were decomposed before."""
+        """Check a call of the fake. A program that was decomposed before calls only the fake."""
 
 
 GUARDS: list[Guard] = []
-"""Guards that are asked in every trace."""
+"""The guards that every trace asks."""

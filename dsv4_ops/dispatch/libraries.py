@@ -1,5 +1,4 @@
-"""Where FlashMLA and DeepGEMM are on this machine, and how they are loaded: not before they are
-used, and never twice."""
+"""Find FlashMLA and DeepGEMM on this machine, and load them once, at their first use."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ from dsv4_ops.core.torch_compat import find_schema
 FLASH_MLA, DEEP_GEMM = "flash_mla", "deep_gemm"
 LIBRARIES = (FLASH_MLA, DEEP_GEMM)
 SCALED_MM = "scaled_mm"
-"""torch's own product with block scales: nothing to find or to load."""
+"""torch's own block-scaled matmul, which need not be found or loaded."""
 
 VARIABLES = {FLASH_MLA: "DSV4_OPS_FLASH_MLA", DEEP_GEMM: "DSV4_OPS_DEEP_GEMM"}
-"""Environment variables that name a library; what they name is used, or nothing."""
+"""Environment variables with a library's path; if one is set, no other path is tried."""
 
 FLASH_MLA_OPS = "_flashmla_C"
 """Namespace of the ops that vLLM's build of FlashMLA registers."""
@@ -39,8 +38,8 @@ class Found:
     """A library on this machine.
 
     Args:
-        where: What was found, as in "found ...".
-        load: Load it; what it returns is what the adapters call. Raises whatever stands in the way.
+        where: Where the library is, as in "found ...".
+        load: Loads the library, and returns what the adapters call; raises if it cannot be loaded.
     """
 
     where: str
@@ -48,7 +47,7 @@ class Found:
 
 
 def find(name: str) -> Found | str:
-    """The library ``name``, or why there is none. Imports nothing."""
+    """Find the library ``name``, or say why there is none. Imports nothing."""
     variable = VARIABLES[name]
     given = os.environ.get(variable)
     find_one = _find_flash_mla if name == FLASH_MLA else _find_deep_gemm
@@ -64,26 +63,26 @@ def find(name: str) -> Found | str:
 
 @functools.cache
 def find_name(name: str) -> str:
-    """What ``find`` finds, in words; "none" if nothing."""
+    """Return the result of ``find`` in words; "none" if there is no library."""
     found = find(name)
     return "none" if isinstance(found, str) else found.where
 
 
 _TAG = "dsv4_ops_libraries="
-"""What the part of Inductor's cache keys begins with that names the libraries."""
+"""Prefix of the part of Inductor's cache keys that names the libraries."""
 
 
 def tag_libraries() -> None:
-    """Have the keys of torch's caches say which libraries there are.
+    """Add the installed libraries to the keys of torch's caches.
 
-    A trace may choose a library, and the graph that the caches look up does not say so. Called when
-    the package is imported, and before a library is loaded that was not there then.
+    A trace may select a library, but the graph that the caches look up does not name it. Called
+    when the package is imported, and again before loading a library that was not there at import.
     """
     found = {name: find_name(name) for name in LIBRARIES}
     state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")
     present = compiler_config.cache_key_tag.split(";")
     kept = [each for each in present if each and not each.startswith(_TAG)]
-    # no tag without a library: it would part caches for nothing
+    # without a library no tag, so that the cache is shared with torch's own entries
     wanted = [*kept, _TAG + state] if state else kept
     if present != wanted:
         compiler_config.cache_key_tag = ";".join(wanted)
@@ -91,10 +90,10 @@ def tag_libraries() -> None:
 
 @functools.cache
 def load(name: str) -> Any:
-    """The loaded library ``name``.
+    """Load the library ``name``.
 
     Raises:
-        ImportError: there is none; or whatever importing it raises.
+        ImportError: there is no such library; or the error of its import.
     """
     found = find(name)
     if isinstance(found, str):
@@ -151,8 +150,7 @@ def _find_deep_gemm(given: str | None) -> Found | None:
 
 
 def _import_deep_gemm(folder: Path | None = None) -> Any:
-    """The module, from ``folder`` if that is not where Python looks; its parents are not
-    imported."""
+    """Import a module, from ``folder`` if Python does not find it; its parents are not imported."""
     _preload("libnvrtc.so.13", "libnvrtc.so.12")  # import torch does not load it
     if folder is None:
         return importlib.import_module(DEEP_GEMM)
@@ -172,27 +170,28 @@ def _import_deep_gemm(folder: Path | None = None) -> Any:
 
 
 def _preload(*sonames: str) -> None:
-    """Load the first of these that there is, from the system or from the packages of NVIDIA."""
+    """Load the first of these shared libraries that exists, on the system or in NVIDIA's
+    packages."""
     folders = [Path(entry) / "nvidia" for entry in sys.path if entry]
     for soname in sonames:
         inside = [str(path) for folder in folders for path in folder.glob(f"*/lib/{soname}")]
         for path in (*inside, soname):
             try:
                 ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-            except OSError:  # the next one may load
+            except OSError:  # try the next one
                 continue
             return
 
 
 def _vllm_folders() -> list[Path]:
-    """Where vLLM is installed; a top-level name is found without importing it."""
+    """Return the folders where vLLM is installed; finding a top-level name imports nothing."""
     spec = _spec("vllm")
     locations = [] if spec is None else getattr(spec, "submodule_search_locations", None)
     return [Path(folder) for folder in locations or ()]
 
 
 def _spec(name: str) -> Any:
-    """Where a module is; None also for what stands in ``sys.modules`` without saying so."""
+    """Return where a module is; None for a module in ``sys.modules`` without a spec."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):

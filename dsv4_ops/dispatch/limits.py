@@ -1,7 +1,7 @@
-"""What each implementation does not take of a call: our kernels and every library.
+"""Calls that an implementation does not support, for our kernels and every library.
 
-Functions of shapes, dtypes, settings and the device alone: they need torch only, and an export or a
-fake may ask them. ``dispatch/choice.py`` asks; no launcher decides again.
+The functions read shapes, dtypes, settings and the device, and need torch only, so an export or a
+fake can call them. ``dispatch/choice.py`` does; launchers do not decide again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, SCALED_MM
 from dsv4_ops.dispatch.prefill import MOST_GATHERED, workspace_rows
 
 Values = Mapping[str, Any]
-"""Arguments of a call by name; those that are not known yet are left out."""
+"""Arguments of a call by name, without those that are not known yet."""
 
 ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
-"""Values that our kernels of sparse MLA rotate back, the last of a row."""
+"""Trailing values of a row that our sparse MLA kernels rotate back."""
 
 HOPPER = (9, 0)
-"""Compute capability that the kernels in Gluon are written for."""
+"""Compute capability of our Gluon kernels."""
 
 HOPPER_ONLY = ("sparse_mla_gathered",)
 """Ops whose only kernel of ours is in Gluon."""
@@ -39,41 +39,42 @@ CODES_CAPABILITY = (8, 9)
 
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
-"""Most tokens of a decode: its planner keeps a few numbers of each in shared memory."""
+"""Maximum tokens of a decode: FlashMLA's planner keeps each token's numbers in shared memory."""
 FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
-"""Width and latent values of its dense decode's rows, and rows of a block."""
+"""Width, latent width and rows per block of FlashMLA's dense decode."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 SCALED_MM_COLUMNS = 512
-"""Rows of four scales: versions of torch differ in how shorter ones are padded."""
+"""Minimum columns, which have four scales: torch releases pad shorter rows differently."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 LEAST_LATENT = 16
-"""Least values of a latent that our dense decode takes, whose matrix products have no less."""
+"""Minimum latent width of our dense decode; tensor cores multiply no smaller tile."""
 MOST_COLUMNS = 128
-"""Columns of keys without RoPE, of those with it, or of values, that a tile of our dense prefill
-holds."""
+"""Maximum columns of our dense prefill's tiles: of the keys' NoPE part, RoPE part, and values."""
 MOST_CANDIDATES = 8192
-"""Candidates of a token, and rows to select of them, that a program of ``cp_topk`` takes."""
+"""Maximum candidates of a token, and maximum topk, for one program of ``cp_topk``."""
 WIDEST_HEAD = 1024
-"""Values of a head that our inverse RoPE takes at most, a power of two."""
+"""Maximum values of a head in our inverse RoPE, a power of two."""
 
 
 class Sizes(NamedTuple):
-    """What limits ask of a tensor, where it does not exist yet."""
+    """Shape and dtype of a tensor that does not exist yet."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
 
 
 class Limit(NamedTuple):
-    """What an implementation does not take: ``what`` the call has, and what it would take."""
+    """A part of a call that is not supported: ``what`` the call has, and ``advice`` to fix it."""
 
     what: str
     advice: str
 
 
 def limit(op: str, provider: str, values: Values, *, asking: bool = False) -> Limit | None:
-    """What ``provider``, a library or "triton", does not take of a call of ``op``; sizes that are
-    symbols are within the limits of libraries, unless ``asking``."""
+    """Return what ``provider``, a library or "triton", does not support in a call of ``op``.
+
+    Unless ``asking``, symbolic sizes count as supported by a library, so that no guard is added.
+    """
     if provider == TRITON:
         return _kernel_limit(op, values)
     if provider == FLASH_MLA:
@@ -84,7 +85,7 @@ def limit(op: str, provider: str, values: Values, *, asking: bool = False) -> Li
 
 
 def _kernel_limit(op: str, values: Values) -> Limit | None:
-    """What our kernels do not take; those of ops that are not named take every call."""
+    """Return what our kernels do not support; kernels of other ops support every call."""
     kernels = {
         "sparse_mla_decode": _decode_limit,
         "sparse_mla_decode_paged": _decode_limit,
@@ -102,8 +103,7 @@ def _kernel_limit(op: str, values: Values) -> Limit | None:
 
 
 def _above(size: Any, most: int, asking: bool) -> bool:
-    """Whether a size is above ``most``. Asking a symbol is a guard of the graph; exported programs
-    have none."""
+    """Whether a size is above ``most``. Reading a symbol adds a guard, except in an export."""
     if isinstance(size, int):
         return size > most
     if not asking or torch.compiler.is_exporting():
@@ -191,7 +191,7 @@ def scaled_mm_limit(values: Values) -> Limit | None:
 
 @functools.cache
 def no_triton() -> bool:
-    """Whether triton is missing, without which none of our kernels runs."""
+    """Whether triton is missing; all our kernels need it."""
     try:
         return importlib.util.find_spec("triton") is None
     except (ImportError, ValueError):
@@ -199,14 +199,14 @@ def no_triton() -> bool:
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability, None off NVIDIA: AMD's numbers look alike."""
+    """Return the compute capability; None off NVIDIA, because AMD's numbers look alike."""
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def _rows_limit(values: Values) -> Limit | None:
-    """Of sparse MLA: rows of 512 bfloat16 values, which are FP8 codes or contiguous in a cache."""
+    """Sparse MLA takes rows of 512 bfloat16 values: FP8 codes, or contiguous in a cache."""
     q, width = values["q"], int(values["q"].shape[2])
     if q.dtype != torch.bfloat16 or width != MainLayout.head_dim:
         what = f"with {q.dtype} rows of {width} values"
@@ -226,7 +226,7 @@ def _decode_limit(values: Values) -> Limit | None:
 
 
 def _gathered_limit(values: Values) -> Limit | None:
-    # Dynamo need not know the device: the op asks again where it is lowered
+    # Dynamo need not know the device: the op checks again where it is lowered
     if not torch.compiler.is_dynamo_compiling() and not _runs_gluon(values["q"].device):
         return Limit("off Hopper", "Our kernel is for compute capability 9.0")
     return _rows_limit(values)
@@ -313,4 +313,4 @@ WORDS = {
     "cp_topk": f"more than {MOST_CANDIDATES} candidates of a token",
     "inverse_rope_group": f"heads that are no power of two up to {WIDEST_HEAD} values",
 }
-"""Calls on a GPU that our kernels do not take, in words: the reference runs them."""
+"""Calls on a GPU that our kernels do not support, in words; the reference runs them."""

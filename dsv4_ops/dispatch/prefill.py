@@ -1,4 +1,4 @@
-"""Whether a prefill on Hopper attends to a bfloat16 copy of its rows, from sizes alone."""
+"""Whether a prefill on Hopper dequantises its rows into a bfloat16 copy first; reads sizes only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from dsv4_ops.core.tiles import PROGRAMS, head_tiles
 
 MOST_LISTED, MOST_GATHERED = 2**27, 2**20
-"""Entries of lists and bfloat16 rows that a prefill may store: 512 MiB and 1 GiB."""
+"""Maximum entries of index lists (512 MiB) and maximum bfloat16 rows (1 GiB) of a prefill."""
 
 _CALLS, _ROW, _ENTRY = 1_200_000, 50, 6
-"""In 0.01 ns on an H200: what a copy costs for its launches and for each row, and what it saves for
-each key of a token and tile of heads, which is dequantized once instead of once per token."""
+"""Times on an H200 in 0.01 ns: launches of a copy, copy of a row, and the time that a copy saves
+for each key of a token and head tile, which is then dequantised once for all tokens."""
 
 NOTE = (
     "on Hopper over a copy of its rows in bf16, where that is faster: "
@@ -22,19 +22,19 @@ NOTE = (
     f"and 64 heads, all rows of a table counted; else with the keys of up to {PROGRAMS // 2} "
     "tokens of 64 heads in splits"
 )
-"""What ``explain`` says of prefill."""
+"""The rule for prefill in ``explain``."""
 
 
 def gathers(values: Mapping[str, Any]) -> Any:
-    """Decide whether a prefill copies its rows before it attends to them.
+    """Whether a prefill copies its rows before attention.
 
-    It does where the copy takes less time than it saves, where there are enough tokens to occupy
-    all SMs without splits, and where it takes no more memory than ``MOST_LISTED`` and
-    ``MOST_GATHERED``. Only values say how many rows of a table are in use: all of them count here,
-    so a short request in a wide table may copy where reading its blocks would be faster.
+    It does if the copy takes less time than it saves, if there are enough tokens to fill all SMs
+    without splits, and if it stays within ``MOST_LISTED`` and ``MOST_GATHERED``. Sizes do not say
+    how many rows of a block table are in use, so all rows count: for a short request in a wide
+    table, a copy may be slower than reading the blocks.
 
     Returns:
-        1 or 0; of symbolic sizes a symbol that is one of them.
+        1 or 0; for symbolic sizes, a symbol with one of these values.
     """
     tokens, columns, rows = values["q"].shape[0], prefilled(values), workspace_rows(values)
     tiles = tokens * head_tiles(int(values["q"].shape[1]))
@@ -53,20 +53,21 @@ def positive(number: Any) -> Any:
 
 
 def workspace_rows(values: Mapping[str, Any]) -> Any:
-    """Rows that the block tables of a prefill name: the capacity of a library's workspace."""
+    """Return the number of rows in a prefill's block tables: the capacity of a library's
+    workspace."""
     window, compressed = _rows_named(values)
     return window + compressed
 
 
 def gathered_rows(values: Mapping[str, Any]) -> Any:
-    """Most rows that a prefill copies: of requests as long as their tables."""
+    """Return the maximum number of rows that a prefill copies, if all tables are full."""
     (window, compressed), num_reqs = _rows_named(values), values["swa_block_table"].shape[0]
     rows = values["q"].shape[0] + num_reqs * (values["window_size"] - 1)
     return compressed + torch.sym_min(window, rows)
 
 
 def prefilled(values: Mapping[str, Any]) -> Any:
-    """Most keys of a token of a prefill."""
+    """Return the maximum number of keys of a prefill token."""
     selected, table = values["topk_indices"], values["extra_block_table"]
     columns = values["window_size"]
     if selected is not None:
@@ -75,7 +76,8 @@ def prefilled(values: Mapping[str, Any]) -> Any:
 
 
 def _rows_named(values: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Rows of all requests that the block tables name: of the window and compressed."""
+    """Return the number of window rows and of compressed rows in the block tables of all
+    requests."""
     num_reqs, blocks = values["swa_block_table"].shape
     window, table = num_reqs * blocks * values["swa_block_size"], values["extra_block_table"]
     return window, 0 if table is None else table.numel() * values["extra_block_size"]

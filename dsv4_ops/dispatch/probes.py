@@ -1,4 +1,4 @@
-"""Which optional libraries are usable, and why not: found by name, not imported unless asked."""
+"""Which optional libraries are usable, and why not. Imports them only if asked to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Provider:
 
     Args:
         name: Module name.
-        extra: Extra of this package that installs it; empty if torch brings it.
-        usable: Whether it is installed, and has the GPU that it needs.
+        extra: Extra of this package that installs it; empty for libraries that torch installs.
+        usable: Whether it is installed, and this machine has the GPU that it needs.
         reason: Why it is usable or not, in one sentence.
         version: Installed version; None if unknown or not installed.
     """
@@ -36,7 +36,7 @@ class _Library:
     extra: str
     distributions: tuple[str, ...]
     capability: tuple[int, int] | None = None
-    """Lowest compute capability of a CUDA device that it runs on; None if it needs no GPU."""
+    """Minimum compute capability of a library's CUDA device; None if it needs no GPU."""
 
 
 _ANY_GPU = (0, 0)
@@ -51,7 +51,7 @@ _LIBRARIES = {
 }
 
 NAMES = tuple(_LIBRARIES)
-"""Every library that this package can use."""
+"""All optional libraries of this package."""
 
 
 def probe(name: str, *, load: bool = False) -> Provider:
@@ -59,13 +59,13 @@ def probe(name: str, *, load: bool = False) -> Provider:
 
     Args:
         name: One of ``NAMES``.
-        load: Also import it, which finds broken installations and takes its time.
+        load: Whether to import it, which takes time and detects broken installations.
 
     Returns:
-        What is known about it.
+        Whether the library is usable, and why.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: ``name`` is unknown.
     """
     if name not in _LIBRARIES:
         raise ValueError(
@@ -83,12 +83,12 @@ def probe(name: str, *, load: bool = False) -> Provider:
 
 
 def probe_all(*, load: bool = False) -> tuple[Provider, ...]:
-    """``probe`` of every library in ``NAMES``."""
+    """Return ``probe`` of every library in ``NAMES``."""
     return tuple(probe(name, load=load) for name in NAMES)
 
 
 def no_gpu_reason() -> str:
-    """Why torch sees no CUDA device; empty if it sees one."""
+    """Say why torch sees no CUDA device; empty if it sees one."""
     try:
         if torch.cuda.is_available():
             return ""
@@ -105,7 +105,7 @@ def _version(library: _Library) -> str | None:
 
 
 def distribution_version(name: str) -> str | None:
-    """Installed version of a distribution; None if there is none."""
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except Exception:
@@ -113,7 +113,7 @@ def distribution_version(name: str) -> str | None:
 
 
 def _missing(name: str, library: _Library) -> tuple[str, str]:
-    """Why a library is not installed, and if it is, which of several places it was found in."""
+    """Say why a library is not installed, or from which of its places it was found."""
     try:
         if name in libraries.LIBRARIES:
             found = libraries.find(name)

@@ -1,9 +1,9 @@
-"""Libraries behind ``impl=``: what a call runs with, and FlashMLA's plans.
+"""Libraries behind ``impl=``: which one runs a call, and plans for FlashMLA.
 
-FlashMLA is found as the module ``flash_mla``, as the build that vLLM brings, or as the library that
-the environment variable DSV4_OPS_FLASH_MLA names (``/path/to/_flashmla_C.abi3.so``); DeepGEMM as
-the module ``deep_gemm``, as vLLM's, or in the folder that DSV4_OPS_DEEP_GEMM names. ``python -m
-dsv4_ops doctor`` says which was found, or why none runs. Nothing is loaded before it is used.
+FlashMLA is the module ``flash_mla``, vLLM's build, or the library in the environment variable
+DSV4_OPS_FLASH_MLA (``/path/to/_flashmla_C.abi3.so``). DeepGEMM is the module ``deep_gemm``, vLLM's,
+or the folder in DSV4_OPS_DEEP_GEMM. ``python -m dsv4_ops doctor`` says which one was found, or why
+none runs. Libraries are loaded at their first use.
 """
 
 from __future__ import annotations
@@ -48,31 +48,34 @@ def flash_mla_plan(
     extra_width: int = 0,
     device: torch.device | str = "cuda",
 ) -> FlashMlaPlan:
-    """Plan with FlashMLA for every decode of these sizes.
+    """Make a plan of FlashMLA for all decodes of these sizes.
 
-    The plan says how FlashMLA shares the keys among programs.
+    The plan divides the keys among FlashMLA's programs. Without it, FlashMLA plans in every call,
+    which takes 15 to 70 us on an H200.
 
-    Without it FlashMLA plans in every call, which took 15 to 70 microseconds on an H200. Its own
-    plans, which ``dsv4_ops.flash_mla_metadata`` makes too, are right for one set of lengths only,
-    and wrong without a word for another. This one is made for full lists: it depends on no tensor's
-    values, so it never gets stale, and a call of other sizes raises. Make it once per size of
-    batch, outside of compiled code, and pass it to ``sparse_mla_decode`` of all layers and steps;
-    for ``sparse_mla_decode_paged`` ``extra_width`` is max_blocks * extra_block_size. It costs time
+    FlashMLA's own plans (``dsv4_ops.flash_mla_metadata``) hold for one set of lengths, and silently
+    give wrong results for others. This plan assumes full index lists instead: it reads no lengths,
+    so it stays valid, and a call of other sizes raises. Where lists are much shorter than their
+    width it costs time, because FlashMLA reads every entry.
+
+    Make the plan once per batch size, outside of compiled code, and pass it to
+    ``sparse_mla_decode`` in all layers and steps. For ``sparse_mla_decode_paged``, ``extra_width``
+    is max_blocks * extra_block_size.
     where lists are much shorter than their width: FlashMLA then looks at every entry.
 
     Args:
-        num_tokens: Tokens of the batch, 1 to 8192.
-        num_heads: Heads of the queries, 64 or 128.
+        num_tokens: Number of tokens, 1 to 8192.
+        num_heads: Number of query heads, 64 or 128.
         swa_width: Columns of ``swa_indices``. At least 1.
         extra_width: Columns of ``extra_indices``; 0 for layers with a window only.
-        device: The GPU that the plan is for.
+        device: The GPU of the decode.
 
     Returns:
-        ``FlashMlaPlan``: ``schedule``, int32 [size], opaque; and the sizes that it was made for.
+        ``FlashMlaPlan`` with ``schedule``, an opaque int32 [size], and the sizes of the plan.
 
     Raises:
-        ValueError, TypeError: a number out of range.
-        ImportError, RuntimeError: FlashMLA does not run here, and why.
+        ValueError, TypeError: a number is out of range.
+        ImportError, RuntimeError: FlashMLA does not run here; the error says why.
     """
     at_least(_OP, 1, num_tokens=num_tokens, swa_width=swa_width)
     at_least(_OP, 0, extra_width=extra_width)
@@ -94,19 +97,19 @@ def flash_mla_plan(
 
 
 def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") -> int:
-    """Return the SM parts that FlashMLA splits a decode into on Hopper.
+    """Return the number of SM parts that FlashMLA divides a decode into on Hopper.
 
-    ``flash_mla_metadata`` is made for that number, of one query per token.
+    ``flash_mla_metadata`` needs this number. It is for one query per token.
 
-    Loads the library: ask once, outside of compiled code.
+    The function loads the library: call it once, outside of compiled code.
 
     Args:
-        num_heads: Heads of the queries, 64 or 128.
-        device: The GPU that the decode runs on.
+        num_heads: Number of query heads, 64 or 128.
+        device: The GPU of the decode.
 
     Raises:
         ValueError: another number of heads.
-        ImportError, RuntimeError: FlashMLA does not run here, and why.
+        ImportError, RuntimeError: FlashMLA does not run here; the error says why.
     """
     op = "flash_mla_num_sm_parts"
     _check_heads(op, num_heads)
@@ -124,14 +127,14 @@ def _check_heads(op: str, num_heads: int) -> None:
 
 
 def deep_gemm_num_sms() -> int:
-    """Return the number of SMs that DeepGEMM's logits run on.
+    """Return the number of SMs that DeepGEMM's logits kernel uses.
 
-    ``paged_mqa_logits_metadata`` makes a schedule for it.
+    ``paged_mqa_logits_metadata`` needs this number for its schedule.
 
-    Loads the library: ask once, outside of compiled code.
+    The function loads the library: call it once, outside of compiled code.
 
     Raises:
-        ImportError, RuntimeError: DeepGEMM does not run here, and why.
+        ImportError, RuntimeError: DeepGEMM does not run here; the error says why.
     """
     require("deep_gemm_num_sms", DEEP_GEMM)
     adapter = layers.adapter(DEEP_GEMM)
@@ -140,21 +143,21 @@ def deep_gemm_num_sms() -> int:
 
 
 def choice_of(op: str, *args: Any, **kwargs: Any) -> Choice:
-    """Say what a call of ``op`` runs with, and why; run nothing.
+    """Return the implementation that a call of ``op`` would run, and why; run nothing.
 
     Args:
         op: Name of an op.
-        *args: Arguments of the public function of that name.
-        **kwargs: Its settings.
+        *args: Arguments of the op's public function.
+        **kwargs: Its keyword arguments.
 
     Returns:
         ``Choice(impl, reason)``.
 
     Raises:
-        ValueError: no such op.
-        TypeError: arguments that the function does not take.
-        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
-        NotImplementedError: one that does not take the call.
+        ValueError: there is no such op.
+        TypeError: the public function does not take these arguments.
+        ImportError, RuntimeError: ``impl`` does not run here; the error says why.
+        NotImplementedError: ``impl`` does not support the call.
 
     Example:
         >>> import torch

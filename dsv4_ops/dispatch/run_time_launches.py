@@ -1,4 +1,4 @@
-"""Whether a graph of symbolic sizes calls ops that have kernels, or holds their launches."""
+"""Whether a graph with symbolic sizes calls our ops, or contains the launches of their kernels."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ _CALLS: ContextVar[bool] = ContextVar("run_time_launches", default=False)
 
 
 def are_on() -> bool:
-    """Whether what is traced now leaves launches of symbolic sizes to calls of their ops."""
+    """Whether this trace keeps ops with symbolic sizes as calls."""
     return _CALLS.get()
 
 
 @contextmanager
 def run_time_launches() -> Iterator[None]:
-    """Have what is traced keep an op whose sizes are symbols, if it has a kernel on CUDA.
+    """Let traces keep an op with symbolic sizes as a call, if it has a CUDA kernel.
 
-    A launcher chooses tiles, splits and the number of programs by sizes. From a symbol it can only
-    choose what works for every size. A call chooses by the real size, as an eager call does; each
-    kernel is compiled once a process instead of once a graph; and a CUDA graph hides its host time.
-    Packages, which have no Python to call, hold launches all the same.
+    A launcher chooses tiles, splits and the number of programs by the sizes. For a symbol it can
+    only choose what works for all sizes; a call chooses by the real sizes, as in eager mode. Each
+    kernel is then compiled once per process instead of once per graph, and CUDA graphs hide the
+    host time of the calls. AOTInductor packages contain the launches anyway, because they have no
+    Python to call.
     """
     token = _CALLS.set(True)
     try:

@@ -1,8 +1,8 @@
-"""Ops that torch-tensorrt traces stay whole; one whose write it would lose raises.
+"""Keep ops whole in traces of torch-tensorrt, and raise for ops whose writes it would lose.
 
-torch-tensorrt erases what nobody reads, and a cache write is read by a later step only. Its frames
-on the stack say that it is tracing, and by which way; nothing of it is imported here, and before it
-is imported no trace looks for them.
+torch-tensorrt removes nodes without readers, and only a later step reads a cache write. Its frames
+on the stack show that it is tracing, and in which mode. Nothing of it is imported here, and traces
+look for its frames only after it was imported.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.dispatch.guards import GUARDS
 
 SUPPORTED = ((2, 11), (2, 15))
-"""First supported and first unsupported version of torch-tensorrt; pyproject.toml says the same."""
+"""First supported and first unsupported version of torch-tensorrt, as in pyproject.toml."""
 PLUGINS_SINCE = (2, 13)
-"""First version whose plugins ours fit."""
+"""First version with the plugin API that we use."""
 AOT_BACKEND = "torch_tensorrt.dynamo.backend.backends:aot_torch_tensorrt_aten_backend"
-"""AOTAutograd's caller, whose graphs return what they write: no write is lost."""
+"""The function that calls AOTAutograd; its graphs return what they write, so no write is lost."""
 COMPILER = "torch_tensorrt.dynamo._compiler"
-"""Compiles exported programs; ``integrations.tensorrt.enable`` mends what it makes of them."""
+"""The function that compiles exported programs; ``integrations.tensorrt.enable`` keeps their
+writes."""
 
 _ENABLED = [False]
 
 
 def set_enabled(enabled: bool) -> None:
-    """Say whether ``integrations.tensorrt`` keeps writes in exported programs."""
+    """Record whether ``integrations.tensorrt`` keeps writes in exported programs."""
     _ENABLED[0] = enabled
 
 
@@ -37,7 +38,7 @@ def is_enabled() -> bool:
 
 
 class _TensorRtGuard:
-    """Keeps ops whole in graphs of torch-tensorrt, and refuses writes that it would lose."""
+    """Keeps ops whole in graphs of torch-tensorrt, and raises for writes that it would lose."""
 
     def keeps_whole(self, spec: OpSpec) -> bool:
         function = _tracing_function()
@@ -51,13 +52,13 @@ class _TensorRtGuard:
 
 
 def install() -> None:
-    """Have traces ask whether torch-tensorrt runs them; a second call does nothing."""
+    """Let traces check whether torch-tensorrt runs them; a second call does nothing."""
     if not any(isinstance(each, _TensorRtGuard) for each in GUARDS):
         GUARDS.append(_TensorRtGuard())
 
 
 class _ImportHook:
-    """Installs the guard when torch-tensorrt is imported; finds no module."""
+    """An import hook that installs the guard when torch-tensorrt is imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "torch_tensorrt":
@@ -65,7 +66,7 @@ class _ImportHook:
 
 
 def install_once_imported() -> None:
-    """Install the guard now if torch-tensorrt is imported, or else when it is."""
+    """Install the guard now if torch-tensorrt is imported, otherwise at its import."""
     if "torch_tensorrt" in sys.modules:
         install()
     else:
@@ -73,7 +74,7 @@ def install_once_imported() -> None:
 
 
 def _tracing_function() -> str:
-    """Innermost function of torch-tensorrt that is running, "module:name"; empty if none is."""
+    """Return torch-tensorrt's innermost function on the stack, "module:name"; empty if none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -84,13 +85,13 @@ def _tracing_function() -> str:
 
 
 def _refuse_lost_write(spec: OpSpec, function: str, *, traced: bool) -> None:
-    """Raise if torch-tensorrt would lose what ``spec`` writes.
+    """Raise if torch-tensorrt would lose a write of ``spec``.
 
     Args:
         spec: An op.
-        function: ``_tracing_function()``.
-        traced: Whether the op itself is traced; else only its fake is asked, as for each pass over
-            a graph, AOTAutograd's included.
+        function: Result of ``_tracing_function()``.
+        traced: Whether the op itself is traced. Otherwise only its fake runs, as in every pass over
+            a graph, including AOTAutograd's.
     """
     exported = function.partition(":")[0] == COMPILER
     lost = not _ENABLED[0] if exported else traced and function not in ("", AOT_BACKEND)
@@ -103,7 +104,7 @@ def _refuse_lost_write(spec: OpSpec, function: str, *, traced: bool) -> None:
             'Compile with torch.compile(backend="torch_tensorrt"), or an exported program with '
             "torch_tensorrt.dynamo.compile"
         )
-    # not a RuntimeError: torch-tensorrt catches those and runs the graph without an engine
+    # not a RuntimeError, which torch-tensorrt catches to run the graph without an engine
     raise argument_error(
         spec.name,
         name,
