@@ -85,8 +85,8 @@ def insert_c4_step(
         indexer_kv_score: Projections of the indexer's compressor, [num_tokens, 512], float32.
         swa_cache: Window cache, [num_swa_blocks, page_bytes], uint8, from ``MainLayout.allocate``.
         swa_slot_mapping: Slot of the first num_slots tokens in it, [num_slots], int64; at most
-            num_tokens. The keys of the tokens after them are not written, nor are those of slots
-            below 0 and past the last block.
+            num_tokens. Keys of later tokens, and of slots below 0 and past the last block, are not
+            written.
         ape: Position bias of the compressor's scores, [compress_ratio, 1024], float32.
         norm_weight: Weight of its RMSNorm, [512], float32.
         states: Its paged states, [num_state_blocks, page_bytes / 4], float32, from
@@ -98,16 +98,16 @@ def insert_c4_step(
             ``StateLayout(state_block_size, 512).allocate``.
         indexer_cache: Its keys, [num_indexer_blocks, page_bytes], uint8, from
             ``IndexerLayout.allocate``.
-        state_block_table: Physical block of the states, of both compressors, of every logical block
-            of state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
+        state_block_table: Physical block of both compressors' states for every logical block of
+            state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
         state_slot_mapping: Slot of every token's own row in ``states`` and ``indexer_states``,
             block * state_block_size + row, [num_tokens], int64. Slots below 0 and past the last
             block are not saved.
         slot_mapping: Slot of the row that each token finishes, in ``k_cache`` and
             ``indexer_cache``, from ``compressed_slot_mapping``, [num_tokens], int64.
-        positions: Absolute position of every token, [num_tokens], int64. Queries and keys of a
-            position below 0 or past the table are not rotated; outside 0..2**31-2 no window is
-            finished; below 0 no state is saved either.
+        positions: Absolute position of every token, [num_tokens], int64. At a position below 0 or
+            past the table, queries and keys are not rotated; outside 0..2**31-2, the token finishes
+            no window; below 0, its state is not saved.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 it finishes
             no window.
         cos_sin_cache: From ``rope_cos_sin_cache``, of the layers with a compressor, [num_positions,
@@ -125,11 +125,12 @@ def insert_c4_step(
         bfloat16, and those of ``indexer_quantize_q``, float8_e4m3fn and float32.
 
     Mutates: ``swa_cache`` like ``qnorm_rope_kv_insert``, ``states`` and ``k_cache`` like
-        ``save_and_compress``, and ``indexer_states`` and ``indexer_cache`` like
-        ``save_and_compress`` for the indexer; no other value. The five must be different tensors
-        without common memory, as all are written at once. As for ``save_and_compress``, rings of
-        states may be too short for a step: then call ``compress_and_insert`` and, after it,
-        ``save_compressor_states`` for each of the two compressors instead.
+        Mutates: ``swa_cache`` like ``qnorm_rope_kv_insert``; ``states`` and ``k_cache``, and
+            ``indexer_states`` and ``indexer_cache``, like ``save_and_compress``; no other value.
+            The five must be different tensors without common memory, because one launch writes them
+            all. As for ``save_and_compress``, a ring of states may be too short for a step: then
+            call ``compress_and_insert`` and afterwards ``save_compressor_states`` for each
+            compressor instead.
 
     Raises:
         ValueError: shapes that disagree, a cache or states that are not of their layout, more slots

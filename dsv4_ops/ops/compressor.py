@@ -388,8 +388,7 @@ def save_and_compress(
     Mutates: ``states`` like ``save_compressor_states``, and ``k_cache`` like
         ``compress_and_insert``, both at once. A ring of states may be too short for a step and the
         window before it: a window then reads an earlier step's state from a slot that this step
-            writes, and may read
-        either value. In this case call ``compress_and_insert`` first, then
+        writes, and gets either value. In this case call ``compress_and_insert`` first, then
         ``save_compressor_states``.
 
     Raises:

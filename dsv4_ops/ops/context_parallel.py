@@ -28,10 +28,10 @@ from dsv4_ops.meta import context_parallel as meta
 from dsv4_ops.ops.mla_context import LSE_BASES, MERGED_DTYPES, merge_states
 
 COMBINES = ("reduce_scatter", "all_to_all", "symmetric_memory")
-"""Collectives that ``cp_combine`` may take."""
+"""Values of ``via`` for ``cp_combine``."""
 
 GATHERS = ("all_gather", "symmetric_memory")
-"""Collectives that ``cp_gather_heads`` and ``cp_gather_rows`` may take."""
+"""Values of ``via`` for ``cp_gather_heads`` and ``cp_gather_rows``."""
 
 SYMMETRIC_ROW_BYTES = 16384
 """Maximum bytes of a row (token, head) that "symmetric_memory" can send."""
@@ -54,26 +54,24 @@ def cp_seq_lens(
     cp_world_size: int,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Count the keys of every sequence that lie on a rank.
+    """Count the keys of every sequence on a rank.
 
-    Ranks take positions in turns.
-
-    Rank r owns the turns r, r + cp_world_size, .. of ``cp_interleave`` positions, as
-    ``compressed_slot_mapping`` has it. Give it the lengths of every token, not of every request,
-    where a request has several new tokens: what a token sees on a rank is no shift of what the last
-    one sees.
+    Ranks take positions in turns of ``cp_interleave``: rank r owns the turns r, r + cp_world_size,
+    and so on, as in ``compressed_slot_mapping``. If a request has several new tokens, pass the
+    length of every token, not of every request: the counts of a request's tokens on a rank are not
+    those of its last token minus a constant.
 
     Args:
         seq_lens: Keys of every sequence on all ranks, [num_seqs], int32, such as those of
             ``flatten_decode``; below 0 counts as 0.
-        cp_rank: The rank, [1], int32, so that one graph serves all ranks; of a rank that does not
-            exist the lengths are 0. None for all ranks.
+        cp_rank: The rank, [1], int32, so that one graph serves all ranks. A rank that does not
+            exist has no keys. None for all ranks.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
 
     Returns:
-        int32 [num_seqs], or [num_seqs, cp_world_size] without a rank, which sum to ``seq_lens``. 0
-        is possible for a sequence that has keys on other ranks.
+        int32 [num_seqs]; without a rank [num_seqs, cp_world_size], which sums to ``seq_lens``. The
+        number may be 0 for a sequence with keys on other ranks.
 
     Mutates: nothing.
 
@@ -120,21 +118,21 @@ def cp_slot_mapping(
 ) -> Tensor:
     """Find the slots of tokens in a rank's cache; ranks take positions in turns.
 
-    All ranks have the same block table; a block holds ``block_size`` rows of each rank, so
-    block_size * cp_world_size positions.
+    All ranks have the same block table. A block holds ``block_size`` rows of each rank, so it
+    covers block_size * cp_world_size positions.
 
     Args:
         positions: Position of each token in its sequence, [num_tokens], int64; -1 is padding.
         req_indices: Request of each token, [num_tokens], int32; -1 is padding.
         block_table: Blocks of each request, [num_reqs, max_blocks], int32.
-        cp_rank: The rank, [1], int32, so that one graph serves all ranks; irrelevant on one rank.
+        cp_rank: The rank, [1], int32, so that one graph serves all ranks; not read on one rank.
         block_size: Rows of a block. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
 
     Returns:
-        int64 [num_tokens]; -1 for padding, for tokens of other ranks, and where the block table has
-        no block.
+        int64 [num_tokens]; -1 for padding, for tokens of other ranks, and for positions without a
+        block in the block table.
 
     Mutates: nothing.
 
@@ -186,18 +184,19 @@ def cp_row_indices(
     cp_world_size: int,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Find where the rows of a chunk lie among those that all ranks gathered.
+    """Find the rows of a chunk among those that all ranks gathered.
 
     Each rank gathers ``num_local_rows`` rows of a chunk of ``context_chunks``, and an all-gather
-    lays them one rank behind the other. Selecting the result's rows gives the positions of each
-    request in their order.
+    concatenates them by rank. The result's indices select each request's rows in the order of their
+    positions.
 
     Args:
         req_indices: Request of each row of the chunk, [num_rows], int32; -1 is padding.
-        positions: Its position in the sequence, [num_rows], int64; -1 is padding. ``token_map`` of
-            the chunk's ``cu_seq_lens`` has both.
-        local_starts: First row that a rank gathered of each request, [num_reqs], int32.
-        local_cu_seq_lens: Where a rank's rows of each request begin, [num_reqs + 1], int32.
+        positions: Position of the row in its sequence, [num_rows], int64; -1 is padding.
+            ``token_map`` of the chunk's ``cu_seq_lens`` returns both.
+        local_starts: First row of each request that a rank gathered, [num_reqs], int32.
+        local_cu_seq_lens: Start of each request among a rank's gathered rows, [num_reqs + 1],
+            int32.
         num_local_rows: Rows that a rank gathers, padding included. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
@@ -215,7 +214,7 @@ def cp_row_indices(
     Compile: decomposes to one pointwise kernel; dynamic in num_rows and num_reqs; CUDA graphs and
         export: yes.
 
-    Source: takes the place of vLLM 0.22 ``reorg_kvcache``.
+    Source: replaces vLLM 0.22 ``reorg_kvcache``.
 
     Example:
         >>> import torch, dsv4_ops
@@ -248,23 +247,24 @@ _cp_topk = define_op(
 
 
 def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) -> Tensor:
-    """Select the best compressed rows among those that every rank found in its part.
+    """Select the best compressed rows among the candidates of all ranks.
 
-    If each rank brings its best ``topk`` rows, or all, these are the rows that ``indexer_topk``
-    selects on one GPU, ties included.
+    If each rank brings its best ``topk`` rows, or all of them, the result is the selection of
+    ``indexer_topk`` on one GPU, including ties.
 
     Args:
         scores: Scores of each rank's candidates, [cp_world_size, num_tokens, num_candidates],
             float32.
-        rows: Their rows on the rank, [cp_world_size, num_tokens, num_candidates], int32, such as
-            ``indexer_topk`` of the rank's logits; negative ones are no candidates.
+        rows: Row of each candidate on its rank, [cp_world_size, num_tokens, num_candidates], int32,
+            such as the result of ``indexer_topk`` for the rank's logits; a negative row is no
+            candidate.
         topk: Columns of the result. At least 0.
         cp_interleave: Consecutive rows of a request on one rank. At least 1.
 
     Returns:
-        int32 [num_tokens, topk], dense: rows of the request on all ranks, those with the highest
-        scores, in ascending order, then -1. Of equal scores the lower row is chosen first. -0
-        equals 0, and NaN is below every number, -inf included.
+        int32 [num_tokens, topk], dense: the rows with the highest scores, counted within the
+        request over all ranks, in ascending order, then -1. Of equal scores the lower row is
+        selected first. -0 equals 0, and NaN is below every number, -inf included.
 
     Mutates: nothing.
 
@@ -272,10 +272,10 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
         ValueError: shapes that disagree, numbers out of range, or several devices.
         TypeError: a dtype other than the ones above, or a number that is not an int.
 
-    Compile: on a GPU a kernel, for up to 8192 candidates of a token; else the topk and sort of
-        torch over a pointwise kernel. Dynamic in num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU one kernel, for up to 8192 candidates per token; otherwise torch's topk and
+        sort over a pointwise kernel. Dynamic in num_tokens; CUDA graphs and export: yes.
 
-    Source: DeepSeek-V4's lightning indexer, whose rows lie on several ranks here.
+    Source: DeepSeek-V4's lightning indexer, with its rows split over ranks.
 
     Example:
         >>> import torch, dsv4_ops
@@ -306,20 +306,20 @@ _cp_local_rows = define_op(
 def cp_local_rows(
     rows: Tensor, cp_rank: Tensor, *, cp_world_size: int, cp_interleave: int = 1
 ) -> LocalRows:
-    """Keep the selected rows that lie on a rank.
+    """Keep the selected rows that a rank owns.
 
     Args:
-        rows: Rows of each token's request on all ranks, [num_tokens, topk], int32, from
-            ``cp_topk``; negative ones do not exist.
-        cp_rank: The rank, [1], int32, so that one graph serves all ranks; a rank that does not
-            exist has no rows.
+        rows: Selected rows of each token's request over all ranks, [num_tokens, topk], int32, from
+            ``cp_topk``; negative for none.
+        cp_rank: The rank, [1], int32, so that one graph serves all ranks. A rank that does not
+            exist owns no rows.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive rows of a request on one rank. At least 1.
 
     Returns:
-        rows: The rank's own rows of the request, [num_tokens, topk], int32, dense: those of
-            ``rows`` that it has, in their order, then -1.
-        lens: How many, [num_tokens], int32.
+        rows: The rows of ``rows`` that the rank owns, counted on the rank, [num_tokens, topk],
+            int32, dense: in their order, then -1.
+        lens: Number of these rows, [num_tokens], int32.
 
     Mutates: nothing.
 
@@ -330,7 +330,7 @@ def cp_local_rows(
     Compile: decomposes to a cumulative sum and a scatter; dynamic in num_tokens; CUDA graphs and
         export: yes.
 
-    Source: the part of a rank in the indexer's selection; no other library has it.
+    Source: one rank's part of the indexer's selection; no other library has it.
 
     Example:
         >>> import torch, dsv4_ops
@@ -357,21 +357,21 @@ _cp_correct_out = define_op(
 
 
 def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedStates:
-    """Weight a rank's attention output so that ranks sum to that of all keys.
+    """Weight a rank's output so that the ranks sum to attention over all keys.
 
     Args:
         out: Output over the keys of this rank, [num_tokens, num_heads, width], bfloat16, float16 or
             float32.
-        lse: Its log-sum-exp, [num_tokens, num_heads], float32.
-        lses: Log-sum-exps of all ranks, [cp_world_size, num_tokens, num_heads], float32. A rank
-            where it is -inf, +inf or NaN has no keys, and its output may hold anything.
+        lse: Log-sum-exp of this rank, [num_tokens, num_heads], float32.
+        lses: Log-sum-exps of all ranks, [cp_world_size, num_tokens, num_heads], float32. If it is
+            -inf, +inf or NaN, the rank has no keys, and its output may have any value.
         lse_base: "e", or "2" for log-sum-exps to base 2.
 
     Returns:
-        out: The output times this rank's share, [num_tokens, num_heads, width], the dtype of
-            ``out``; 0 where the rank has no keys.
+        out: The output times this rank's weight, [num_tokens, num_heads, width], the dtype of
+            ``out``; 0 if the rank has no keys.
         lse: Log-sum-exp of all ranks' keys, [num_tokens, num_heads], float32, to the base of the
-            inputs; -inf where no rank has keys.
+            inputs; -inf if no rank has keys.
 
     Mutates: nothing.
 
@@ -400,39 +400,39 @@ def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e
 
 
 def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor:
-    """Gather the heads of all ranks, those of rank 0 first.
+    """Gather the heads of all ranks, in the order of the ranks.
 
     Args:
         x: Values of this rank's heads, such as queries, [num_tokens, num_heads, width], any dtype.
             All ranks must have the same shape.
         group: Name of the process group, ``ProcessGroup.group_name``.
-        via: "all_gather": that of ``torch.distributed``. "symmetric_memory": one kernel that writes
-            to memory of other GPUs of the host, without NVLink multicast, for tensors of any size:
-            what is above 4 MiB of a rank goes in rounds. It shares the memory of
-            ``cp_combine(via="symmetric_memory")``. On a CPU, which has none, the all-gather; the
-            bytes are the same.
+        via: "all_gather" calls ``torch.distributed``. "symmetric_memory" is one kernel that writes
+            to the memory of the host's other GPUs, without NVLink multicast. It takes tensors of
+            any size, and sends more than 4 MiB per rank in rounds. It shares the workspace of
+            ``cp_combine(via="symmetric_memory")``. On a CPU both are the all-gather. The bytes are
+            the same.
 
     Returns:
-        [num_tokens, cp_world_size * num_heads, width]: contiguous by "symmetric_memory", else with
-        the heads as the outermost dimension in memory. On one rank ``x`` itself.
+        [num_tokens, cp_world_size * num_heads, width]: contiguous with "symmetric_memory",
+        otherwise with the heads as the outermost dimension in memory. On one rank ``x`` itself.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: a wrong shape, another ``via``, or no process group of this name.
-        TypeError: ``x`` is no tensor, or ``group`` no name.
-        RuntimeError: ``via`` "symmetric_memory" first called in a capture. A rank that waits for
-            another longer than the group's timeout ends its process' use of the GPU: the next call
-            of CUDA raises.
+        ValueError: a wrong shape, an unknown ``via``, or no process group of this name.
+        TypeError: ``x`` is not a tensor, or ``group`` not a name.
+        RuntimeError: the first call with ``via`` "symmetric_memory" is in a capture. If a rank
+            waits for another longer than the group's timeout, its kernel traps, and the process'
+            next CUDA call raises.
         ImportError: ``via`` "symmetric_memory" without Triton.
 
     Compile: one all-gather, or one kernel that a graph calls; nothing on one rank. Dynamic in
-        num_tokens. CUDA graphs: yes; by "symmetric_memory" after one call outside, and all on one
-        stream or ordered, merges of ``cp_combine`` included. Export: yes, but of
-        "symmetric_memory", which C++ packages cannot call; whoever runs a package has to make a
-        group of this name first.
+        num_tokens. CUDA graphs: yes; with "symmetric_memory" after one call outside of a capture,
+        and with all calls, also those of ``cp_combine``, on one stream or otherwise ordered.
+        Export: yes, except for "symmetric_memory", which C++ packages cannot call. A package needs
+        a process group of this name when it runs.
 
-    Source: vLLM 0.33, decode context parallelism; there of concatenated queries.
+    Source: vLLM 0.33, decode context parallelism, which concatenates queries first.
 
     Example:
         >>> import torch, torch.distributed as dist, dsv4_ops
@@ -448,23 +448,23 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
 
 
 def cp_gather_rows(rows: Tensor, group: str, *, via: str = "all_gather") -> Tensor:
-    """Gather the rows of all ranks, those of rank 0 first.
+    """Gather the rows of all ranks, in the order of the ranks.
 
     Args:
-        rows: This rank's rows, [num_rows, ...], any dtype; bytes of FP8 are gathered as they are.
-            All ranks must have the same shape.
+        rows: This rank's rows, [num_rows, ...], any dtype; FP8 is gathered as bytes. All ranks must
+            have the same shape.
         group: Name of the process group, ``ProcessGroup.group_name``.
         via: "all_gather" or "symmetric_memory", as for ``cp_gather_heads``.
 
     Returns:
-        [cp_world_size * num_rows, ...]; ``cp_row_indices`` finds rows in it. On one rank ``rows``
-        itself.
+        [cp_world_size * num_rows, ...]; ``cp_row_indices`` returns indices into it. On one rank
+        ``rows`` itself.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: no dimension, another ``via``, or no process group of this name.
-        TypeError: ``rows`` is no tensor, or ``group`` no name.
+        ValueError: ``rows`` has no dimension, an unknown ``via``, or no process group of this name.
+        TypeError: ``rows`` is not a tensor, or ``group`` not a name.
         RuntimeError, ImportError: as for ``cp_gather_heads``.
 
     Compile: as ``cp_gather_heads``; dynamic in num_rows.
@@ -485,7 +485,7 @@ def cp_gather_rows(rows: Tensor, group: str, *, via: str = "all_gather") -> Tens
 def gather_each(
     op: str, parts: Sequence[Tensor], group: str, *, dim: int, via: str
 ) -> Sequence[Tensor]:
-    """Gather one or two tensors along ``dim``, 0 or 1; with "symmetric_memory" in one kernel."""
+    """Gather one or two tensors along ``dim``, 0 or 1; one kernel with "symmetric_memory"."""
     Checks(op).one_of("via", via, *GATHERS, belongs_to="ranks shall gather by")
     world = process_group_size(op, group)
     if world == 1:
@@ -505,45 +505,46 @@ def cp_combine(
     via: str = "reduce_scatter",
     lse_base: str = "e",
 ) -> MergedStates:
-    """Combine the attention of ranks over their own keys; each keeps its heads.
+    """Combine the attention of ranks over their own keys; each rank keeps its heads.
 
     Args:
         out: Output of all heads over this rank's keys, [num_tokens, num_heads, width], bfloat16,
             float16 or float32. All ranks must have the same shape; num_heads is a multiple of
             cp_world_size.
-        lse: Its log-sum-exp, [num_tokens, num_heads], float32. If it is -inf, +inf or NaN, this
-            rank has no keys and its output may have any value.
+        lse: Log-sum-exp of ``out``, [num_tokens, num_heads], float32. If it is -inf, +inf or NaN,
+            this rank has no keys and its output may have any value.
         group: Name of the process group, ``ProcessGroup.group_name``.
-        cp_rank: The rank, [1], int32. Only "reduce_scatter" reads it, for the returned ``lse``;
-            with None a graph in which that is used serves this rank alone.
-        via: "reduce_scatter": an all-gather of ``lse``, then a sum in the dtype of ``out``.
-            "all_to_all": one exchange of outputs and log-sum-exps, merged in float32 and rounded
-            once. "symmetric_memory": the same in one kernel that writes to memory of other GPUs of
-            the host, without NVLink multicast; rows have at most 16384 bytes. It takes a few MiB
-            for each other rank, once, whatever the shapes.
+        cp_rank: The rank, [1], int32. Only "reduce_scatter" reads it, to return ``lse``. With None,
+            a graph that uses ``lse`` serves this rank alone.
+        via: "reduce_scatter" is an all-gather of ``lse``, then a sum in the dtype of ``out``.
+            "all_to_all" exchanges outputs and log-sum-exps once, merges them in float32 and rounds
+            once. "symmetric_memory" does the same in one kernel that writes to the memory of the
+            host's other GPUs, without NVLink multicast; rows have at most 16384 bytes. Its
+            workspace takes a few MiB per other rank, once for all shapes.
         lse_base: "e", or "2" for log-sum-exps to base 2.
 
     Returns:
         out: Output of this rank's heads over all keys, [num_tokens, num_heads / cp_world_size,
-            width], the dtype of ``out``; 0 where no rank has keys.
-        lse: Its log-sum-exp, [num_tokens, num_heads / cp_world_size], float32, to the base of the
-            inputs; -inf where no rank has keys. On one rank both are the arguments themselves.
+            width], the dtype of ``out``; 0 if no rank has keys.
+        lse: Log-sum-exp of this output, [num_tokens, num_heads / cp_world_size], float32, to the
+            base of the inputs; -inf if no rank has keys. On one rank both are the arguments
+            themselves.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, several devices, heads that ranks cannot share evenly,
-            rows too wide for ``via``, another ``via`` or base, or no process group of this name.
-        TypeError: a dtype other than the ones above, or ``group`` is no name.
-        RuntimeError: ``via`` "symmetric_memory" on another device than a GPU, or first called in a
-            capture. A rank that waits for another longer than the group's timeout ends its process'
-            use of the GPU: the next call of CUDA raises.
+        ValueError: shapes that disagree, several devices, heads that the ranks cannot share evenly,
+            rows too wide for ``via``, an unknown ``via`` or base, or no process group of this name.
+        TypeError: a dtype other than the ones above, or ``group`` is not a name.
+        RuntimeError: ``via`` "symmetric_memory" on a device other than a GPU, or its first call is
+            in a capture. If a rank waits for another longer than the group's timeout, its kernel
+            traps, and the process' next CUDA call raises.
         ImportError: ``via`` "symmetric_memory" without Triton.
 
     Compile: collectives of ``torch.distributed`` between fused kernels, or one kernel that a graph
-        calls; nothing on one rank. Dynamic in num_tokens. CUDA graphs: yes, after one call outside,
-        and all on one stream or ordered, as for any collective. Export: yes, but of
-        "symmetric_memory", which C++ packages cannot call.
+        calls; nothing on one rank. Dynamic in num_tokens. CUDA graphs: yes, after one call outside
+        of a capture, and with all calls on one stream or otherwise ordered, as for any collective.
+        Export: yes, except for "symmetric_memory", which C++ packages cannot call.
 
     Source: vLLM 0.33 ``cp_lse_ag_out_rs`` and ``dcp_a2a_lse_reduce``; semantics re-derived.
 
@@ -712,7 +713,7 @@ def _(parts: list[Tensor], group: str, world: int, dim: int) -> list[Tensor]:
 
 
 def _kernels(op: str, module: str) -> tuple[Any, Any]:
-    """Import a module with launch functions, and the eager launcher."""
+    """Import a module with launch functions; return it with the eager launcher."""
     kernels = "dsv4_ops.kernels"
     try:
         launches = importlib.import_module(f"{kernels}.context_parallel.{module}")

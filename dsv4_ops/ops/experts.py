@@ -92,9 +92,9 @@ def route(
             ``table`` and ``token_ids`` without the other.
         TypeError: another dtype.
 
-    Compile: on a GPU two kernels, products with parts of hidden_size and a program for every token;
-        on a CPU a product, a sort and a few reductions. Dynamic in num_tokens; CUDA graphs and
-        export: yes.
+    Compile: on a GPU two kernels: split-K products, then one program per token that selects its
+        experts; on a CPU a product, a sort and a few reductions. Dynamic in num_tokens; CUDA graphs
+        and export: yes.
 
     Source: DeepSeek-V4's router.
 
@@ -129,24 +129,26 @@ def grouped_topk(
     scale: float = 1.0,
     normalize: bool = True,
 ) -> Routing:
-    """Choose the experts of every token from its best groups, and their weights.
+    """Choose the experts of every token within its best groups, and their weights.
 
     Args:
         logits: Logits of the router, [num_tokens, num_experts], float32, any strides.
         bias: Added to the scores for the choice of groups and experts, but not to their weights,
             [num_experts], float32; None for none.
-        top_k: Experts per token. At least 1, at most those of ``kept_groups`` groups.
-        num_groups: Groups of as many experts, in their order: 1, or at most num_experts / 2.
-        kept_groups: Groups that a token's experts are of. At least 1, at most num_groups.
+        top_k: Experts per token. At least 1, at most the number in ``kept_groups`` groups.
+        num_groups: Number of groups of equal size, in the order of the experts: 1, or at most
+            num_experts / 2.
+        kept_groups: Number of groups that a token's experts may come from. At least 1, at most
+            num_groups.
         scale: Factor of the weights. Above 0.
-        normalize: Whether a token's weights are divided by their sum.
+        normalize: Whether to divide a token's weights by their sum.
 
     Returns:
-        ``Routing(ids, weights)``, [num_tokens, top_k], int32 and float32, dense. Of scores s =
-        sigmoid(logits) a group counts by the sum of its two largest s + bias; of equal groups, and
-        of equal experts, the first. ids: those of the largest s + bias of the groups that are kept,
-        the largest first; NaN counts as the least. weights = scale * s, over (sum of s + 1e-20)
-        with ``normalize``.
+        ``Routing(ids, weights)``, [num_tokens, top_k], int32 and float32, dense. Scores are s =
+        sigmoid(logits). The best groups are those with the largest sum of their two largest s +
+        bias; ids are the experts of these groups with the largest s + bias, the largest first. Ties
+        go to the first group or expert, and NaN counts as the smallest. weights = scale * s; with
+        ``normalize`` divided by (sum of s + 1e-20).
 
     Mutates: nothing.
 
@@ -154,10 +156,10 @@ def grouped_topk(
         ValueError: shapes that disagree, several devices, or a number out of range.
         TypeError: another dtype.
 
-    Compile: on a GPU one kernel, a program for every token; on a CPU sorts and a few reductions.
+    Compile: on a GPU one kernel with one program per token; on a CPU sorts and a few reductions.
         Dynamic in num_tokens; CUDA graphs and export: yes.
 
-    Source: DeepSeek-V3's router, which Kimi-K2 has with one group.
+    Source: DeepSeek-V3's router; Kimi-K2 uses it with one group.
 
     Example:
         >>> import torch, dsv4_ops
@@ -219,7 +221,8 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     Mutates: nothing.
 
     Raises:
-        ValueError: another rank, a number out of range, or more than 2^31 - 1 rows of all blocks.
+        ValueError: another rank, a number out of range, or blocks with more than 2^31 - 1 rows in
+            all.
         TypeError: a dtype other than int32.
 
     Compile: on a GPU one kernel with a program per expert, or two kernels for a fixed number of
@@ -264,7 +267,7 @@ def experts(
     activations: str = "bf16",
     impl: str = AUTO,
 ) -> Tensor:
-    """Run the routed experts of every token and add up what they return.
+    """Run the routed experts of every token and sum their weighted results.
 
     The dtype of the weights determines their format. int8 or uint8 are pairs of FP4 (e2m1) codes,
     the first in the low half of a byte, with a scale per 32 values of a row. float8_e4m3fn has a
@@ -302,16 +305,15 @@ def experts(
         TypeError: a dtype other than the ones above.
         NotImplementedError: activations in FP8 with weights in bfloat16.
 
-    Compile: on a GPU our kernels for the plan, for gate and up with SwiGLU, for the rounding of FP8
+    Compile: on a GPU our kernels for the plan, for gate and up with SwiGLU, for quantising FP8
         activations and for down; Inductor computes the weighted sum. Both products read an expert
         once per block of rows (16 to 128, by the mean rows per expert), or once per two blocks of
-        up to 32. With FP8 activations, FP4 weights are multiplied as codes on Hopper if an expert
-        has 14 rows or more on average, or the number of rows is symbolic. Elsewhere they are
-        converted to bf16, where an FP4 scale above 2^9 becomes infinite and one below 2^-117 may
-        round. The FP8 code for NaN in a weight reads as 480. Released files have none of these. On
-        a CPU two reductions of Inductor gather and dequantise as they multiply; eager code
-        dequantises one expert at a time, for 16 rows. Dynamic in num_tokens; CUDA graphs and
-        export: yes.
+        up to 32. With FP8 activations, FP4 weights are multiplied as codes on Hopper if the mean is
+        at least 14 rows per expert, or if the number of rows is symbolic. Otherwise codes are
+        converted to bf16, where an FP4 scale above 2^9 becomes infinite, one below 2^-117 may
+        round, and the FP8 code for NaN reads as 480; released files have none of these. On a CPU,
+        two reductions of Inductor gather and dequantise as they multiply; eager code dequantises
+        one expert at a time, for 16 rows. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's MoE; like Hugging Face's, it applies the weights after ``down``.
 

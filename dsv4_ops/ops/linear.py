@@ -65,8 +65,7 @@ def quantize_rows(
         scale: "pow2": the smallest power of two, at least 2^-126, for which amax / scale is at most
             448 (DeepSeek's own). "float32": amax / 448 (Hugging Face's).
         min_amax: Minimum amax of a block. Above 0.
-        scale_layout: Layout of the scales: "row", or "column_padded", which matrix products on SM90
-            take.
+        scale_layout: Layout of the scales: "row", or "column_padded" for matrix products on SM90.
 
     Returns:
         ``QuantizedRows(values, scales)``. values: float8_e4m3fn [num_tokens, in_features], dense: x
@@ -131,9 +130,10 @@ def fp8_linear(
         activations: Format in which bfloat16 activations are multiplied: "bf16" (W8A16), or "fp8"
             (W8A8), quantised by ``quantize_rows`` with its defaults. No effect with ``x_scale``.
         out_dtype: dtype of the result, bfloat16 or float32.
-        impl: "auto", "triton", "reference", or "scaled_mm": torch's own block-wise product, on
-            Hopper, of activations in FP8, with in_features a multiple of 512 and a bfloat16 result.
-            "auto" takes it from 128 tokens on, unless their number is symbolic.
+        impl: "auto", "triton", "reference", or "scaled_mm": torch's own block-scaled product. That
+            one runs on Hopper, with FP8 activations, in_features that are a multiple of 512, and a
+            bfloat16 result. "auto" selects it for 128 tokens or more, unless their number is
+            symbolic.
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of the values (codes times
@@ -204,8 +204,8 @@ def fp8_grouped_linear(
             bfloat16.
         activations: "bf16" or "fp8", as for ``fp8_linear``.
         out_dtype: dtype of the result, bfloat16 or float32.
-        impl: As for ``fp8_linear``; "scaled_mm" takes a call per group, and "auto" never chooses
-            it.
+        impl: As for ``fp8_linear``. "scaled_mm" calls torch once per group, and "auto" never
+            selects it.
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of every group side by side,

@@ -523,7 +523,7 @@ def split_kv_b_proj(
 ) -> AbsorbedWeights:
     """Split ``kv_b_proj`` into the weights of ``mla_absorb_q`` and ``mla_v_up``.
 
-    Split once, and again after new weights are loaded.
+    Call it once, and again after new weights are loaded.
 
     Args:
         weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], a row per output. Or a

@@ -82,7 +82,7 @@ def context_chunks(
           fit and only its first max_chunks chunks are stored. It is 2**31 - 1 if "equal" has less
           than a block per request.
 
-        Chunks past num_chunks are empty.
+        Chunks from num_chunks on are empty.
 
     Mutates: nothing.
 
@@ -137,8 +137,8 @@ def plan_context_chunks(
         cp_interleave: Consecutive positions on one rank.
 
     Returns:
-        ``(request, start, length)`` of the positions in each chunk; requests without any are left
-        out.
+        ``(request, start, length)`` of the positions in each chunk; requests without positions are
+        left out.
 
     Raises:
         ValueError: a length below 0, numbers out of range, another plan, or an "equal" plan with
@@ -245,7 +245,7 @@ def mla_workspace_rows(
     cp_world_size: int = 1,
     cp_interleave: int = 1,
 ) -> int:
-    """Choose the rows of the workspace that a chunk of contexts is gathered into.
+    """Choose the number of workspace rows that a chunk of contexts is gathered into.
 
     The rule is eight contexts of maximum length or four blocks per sequence, up to 65536 rows, but
     at least one block per sequence. A row takes 1152 bytes in bfloat16; its keys and values of 128
@@ -260,7 +260,7 @@ def mla_workspace_rows(
         cp_interleave: Consecutive positions on one rank. At least 1.
 
     Returns:
-        The rows; with several ranks, whole blocks and whole turns of each rank.
+        The number of rows; with several ranks, whole blocks and whole turns of each rank.
 
     Raises:
         ValueError: an argument out of range.
@@ -443,9 +443,9 @@ def mla_prefill(
         softmax_scale: Scale of q . k.
         causal: Whether the last query of a request sees all of its keys, the query before it one
             key fewer, and so on. Otherwise each query sees all keys.
-        impl: What runs: "triton" our kernel, for bfloat16 and float16 and up to 128 columns of each
-            kind; "reference" the definition. "auto" takes our kernel, and the definition on the CPU
-            and for what our kernel does not take.
+        impl: "triton" (our kernel, for bfloat16, float16 and up to 128 columns of each kind), or
+            "reference" (the definition). "auto" runs our kernel, and the reference on a CPU and for
+            calls that our kernel does not support.
 
     Returns:
         out: [num_tokens, num_heads, v_head_dim], the dtype of q; 0 without any key.

@@ -225,8 +225,9 @@ def inverse_rope_group_quantize(
         largest bfloat16. scales, dense, with padding of 0 up to padded_tokens, a multiple of 4:
         "row": float32 [num_groups, num_tokens, width / 128]. "column_padded": float32 [num_groups,
         width / 128, padded_tokens]. "ue8m0_packed": int32 [num_groups, width / 512, padded_tokens],
-        the four UE8M0 bytes of a head, the first in the lowest byte. ``scales.permute(2, 0, 1)
-        [:num_tokens]`` is the view with a token stride of 1 that DeepGEMM takes of the latter two.
+        the four UE8M0 bytes of a head, the first in the lowest byte. For the last two layouts,
+        ``scales.permute(2, 0, 1)[:num_tokens]`` is the view with a token stride of 1 that DeepGEMM
+        takes.
 
     Mutates: nothing.
 

@@ -49,9 +49,9 @@ def sinkhorn(
         ValueError: another shape, or a number out of range.
         TypeError: a dtype other than float32.
 
-    Compile: Inductor IR, one kernel that computes all iterations in registers (the sums of
-        Inductor's own code take a kernel each on a GPU), or the formula's own ops if its derivative
-        is needed; dynamic in num_tokens; CUDA graphs and export: yes.
+    Compile: Inductor IR, one kernel that computes all iterations in registers (on a GPU, Inductor's
+        own code takes a kernel per sum), or the formula's own ops if its derivative is needed;
+        dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 

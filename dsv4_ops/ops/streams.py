@@ -38,10 +38,11 @@ def hyper_connection(
     eps: float = 1e-6,
     norm_eps: float = 1e-6,
 ) -> HyperConnection:
-    """Lead the residual streams from one block into the next.
+    """Connect the residual streams of one block to the next.
 
-    Mixes the streams and adds the output of the last block, if there is one. Computes every token's
-    weights from its streams, then collapses and normalises the streams for the next block.
+    The op mixes the streams and adds the output of the last block, if there is one. It computes
+    every token's weights from its streams, then collapses and normalises the streams for the next
+    block.
 
     Args:
         streams: [num_tokens, num_streams, hidden_size], bfloat16, any strides. At most 8 streams.
@@ -54,15 +55,16 @@ def hyper_connection(
             [num_tokens, num_streams] and ``mix`` [num_tokens, num_streams, num_streams], float32,
             of the previous call.
         iterations: As for ``sinkhorn``.
-        eps: As for ``sinkhorn``; added to pre, too.
+        eps: As for ``sinkhorn``; also added to pre.
         norm_eps: Added to the mean square in both norms. Above 0.
 
     Returns:
         ``HyperConnection(streams, post, mix, x)``, dense. streams, bfloat16: new_i = post_i *
-        block_out + sum_j mix_ji * streams_j, in float32 with one cast; [0, ..] without
-        ``block_out``, as they stay. post = 2 sigmoid(w_post) and mix = sinkhorn(w_mix), float32,
-        for the next call, where w = scale * (RMSNorm(new, all streams) fn^T) + base. x [num_tokens,
-        hidden_size], bfloat16: RMSNorm(bf16(sum_i (sigmoid(w_pre) + eps)_i * new_i)) * norm_weight.
+        block_out + sum_j mix_ji * streams_j, in float32 with one cast; without ``block_out`` they
+        are empty, [0, ..], and new = streams. post = 2 sigmoid(w_post) and mix = sinkhorn(w_mix),
+        float32, are for the next call, where w = scale * (RMSNorm(new, all streams) fn^T) + base. x
+        [num_tokens, hidden_size], bfloat16: RMSNorm(bf16(sum_i (sigmoid(w_pre) + eps)_i * new_i)) *
+        norm_weight.
 
     Mutates: nothing.
 
@@ -71,10 +73,9 @@ def hyper_connection(
             ``block_out``, ``post`` and ``mix`` without the others.
         TypeError: another dtype.
 
-    Compile: on a GPU two kernels: products over parts of hidden_size, then two programs per token.
-        The latter become separate kernels from 449 tokens of Flash on, if the graph is for a fixed
-        number of tokens. On a CPU, and for derivatives, the formula's own ops. Dynamic in
-        num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU two kernels: split-K products, then two programs per token. For a fixed number
+        of 449 tokens of Flash or more, these are separate kernels. On a CPU, and for derivatives,
+        the formula's own ops. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 
