@@ -1,1 +1,1 @@
-"""Other libraries' models on the ops of this package; nothing else imports these modules."""
+"""Run other libraries' models on the ops of this package; nothing else imports these modules."""

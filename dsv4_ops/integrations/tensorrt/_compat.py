@@ -1,6 +1,6 @@
-"""Names that torch-tensorrt does not document: this is the only importer of them.
+"""Undocumented names of torch-tensorrt. Only this file imports them.
 
-Each is followed by the releases in which it was seen (2.13 run, the others read).
+Each is followed by the releases in which it was seen: 2.13 was run, the source of others was read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load(op: str) -> Mapping[str, Any]:
     """
     try:
         importlib.import_module("torch_tensorrt")
-    except Exception as error:  # a plain Exception, where libnvinfer is missing
+    except Exception as error:  # a plain Exception if libnvinfer is missing
         raise argument_error(
             op,
             "torch_tensorrt",
@@ -63,5 +63,5 @@ def load(op: str) -> Mapping[str, Any]:
 
 
 def version() -> str:
-    """Installed version of torch-tensorrt."""
+    """Return the installed version of torch-tensorrt."""
     return importlib.metadata.version("torch-tensorrt")

@@ -1,4 +1,4 @@
-"""Install what keeps writes into both compilers of torch-tensorrt."""
+"""Make both compilers of torch-tensorrt keep writes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def enable() -> None:
 
     Imports torch-tensorrt. Afterwards ``torch_tensorrt.compile(ir="dynamo")`` and
     ``torch_tensorrt.dynamo.compile`` keep writes to inputs and buffers, in place for the ops of
-    this package, and ``torch.compile(backend="torch_tensorrt")`` traces graphs that hold such an
-    op with AOTAutograd. All ops of this package run in PyTorch segments between the engines.
-    A second call does nothing.
+    this package. ``torch.compile(backend="torch_tensorrt")`` traces graphs that contain such an op
+    with AOTAutograd. All ops of this package run in PyTorch segments between the engines. A second
+    call does nothing.
 
     Raises:
-        ImportError: torch-tensorrt is missing, lacks TensorRT's libraries or is of a version that
-            this package does not know.
+        ImportError: torch-tensorrt is missing, lacks TensorRT's libraries, or has an unsupported
+            version.
     """
     if guard.is_enabled():
         return
@@ -43,9 +43,10 @@ def _replace_passes(names: Mapping[str, Any]) -> None:
 
 
 def _replace_backend(names: Mapping[str, Any]) -> None:
-    """Have graphs with a write of ours traced as graphs of distributed models are."""
+    """Trace graphs that write with our ops as torch-tensorrt traces graphs of distributed
+    models."""
     backends, original = names["backends"], names["aot_backend"]
-    # what a graph writes to its inputs stays in it, where `keep_writes` finds it
+    # writes to inputs stay in the graph, where `keep_writes` finds them
     in_place = functools.partial(names["aot_autograd"], keep_inference_input_mutations=True)
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Kernels of plugins: stages that a graph fuses as one launch each, which TensorRT cannot fuse."""
+"""Kernels of the plugins. Each is one launch of stages that TensorRT cannot fuse."""
 
 import triton
 import triton.language as tl
@@ -20,8 +20,8 @@ def apply_rope_kernel(
     ROPE: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """One program per row of x [tokens, rows_per_token, DIM]; rows at positions that the table does
-    not have stay as they are."""
+    """Rotate one row of x [tokens, rows_per_token, DIM] per program; rows at positions outside of
+    the table stay the same."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row // rows_per_token)
     position = tl.where(position < 0, num_positions, position)
@@ -53,7 +53,7 @@ def combine_topk_swa_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``reference.indices.combine_topk_swa_indices``, one program per token; all in 64 bits."""
+    """Run ``reference.indices.combine_topk_swa_indices``, one program per token, in 64 bits."""
     token = tl.program_id(0).to(tl.int64)
     position, request = tl.load(positions + token), tl.load(req_indices + token)
     valid = (position >= 0) & (position < 2**31 - 1) & (request >= 0) & (request < num_reqs)
@@ -99,7 +99,8 @@ def indexer_logits_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """``reference.indexer.indexer_logits`` of plain keys, one program per token and ROWS rows."""
+    """Run ``reference.indexer.indexer_logits`` on plain keys, one program per token and ROWS
+    rows."""
     spans = (NUM_ROWS + ROWS - 1) // ROWS
     token = (tl.program_id(0) // spans).to(tl.int64)
     row = tl.program_id(0) % spans * ROWS + tl.arange(0, ROWS)

@@ -1,4 +1,5 @@
-"""Lowering passes of torch-tensorrt's exported programs that keep writes, in place and in order."""
+"""Lowering passes for torch-tensorrt's exported programs that keep writes, in place and in
+order."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ _COPIED = torch.ops.aten.copy.default
 
 
 def keep_writes(gm: GraphModule, settings: Any = None) -> GraphModule:
-    """Put writes where torch-tensorrt neither drops nor moves them.
+    """Put writes where torch-tensorrt neither removes nor moves them.
 
-    An op of ours that writes to a whole input or buffer does so in place. What is written
-    otherwise, by other ops or through a view, keeps its copy back to the input.
+    One of our ops that writes to a whole input or buffer writes in place. Other ops, and writes
+    through a view, keep their copy back to the input.
     """
     _Writes(gm.graph).run()
     gm.graph.lint()
@@ -32,8 +33,8 @@ def keep_writes(gm: GraphModule, settings: Any = None) -> GraphModule:
 
 
 def remove_unread(gm: GraphModule, settings: Any = None) -> GraphModule:
-    """Erase what nobody reads and what does nothing else; stands in for torch-tensorrt's pass,
-    which erases writes too."""
+    """Remove nodes without readers and without effects. Replaces torch-tensorrt's pass, which also
+    removes writes."""
     for node in reversed(gm.graph.nodes):
         guards = node.op == "call_module" and "_guards_fn" in str(node.target)
         kept = node.op in ("placeholder", "output") or (node.is_impure() and not guards)
@@ -49,7 +50,7 @@ def remove_unread(gm: GraphModule, settings: Any = None) -> GraphModule:
 class _Writes:
     graph: Graph
     root: dict[Node, Node] = field(default_factory=dict)
-    """The input or buffer whose memory a node is: itself, or what a write in place returned."""
+    """Return the input or buffer whose memory a node is: the node, or the argument of a write."""
 
     def run(self) -> None:
         self._skip_copies()
@@ -64,15 +65,15 @@ class _Writes:
                 self._copy_back(node)
 
     def _skip_copies(self) -> None:
-        """A program that is decomposed twice copies back what is a copy already."""
+        """Remove the second copy back of a program that was decomposed twice."""
         for node in list(self.graph.nodes):
             if node.target is _COPIED and not _is_cast(*node.args[:2]):
                 node.replace_all_uses_with(node.args[1], propagate_meta=False)
                 self.graph.erase_node(node)
 
     def _name_states(self) -> None:
-        """Inputs are roots, and so are buffers that are copied to, behind an op that keeps them
-        from being folded: all uses of one buffer are of one node."""
+        """Move buffers behind an op that keeps them from being folded as constants: those that are
+        copied to. All uses of one buffer get one node. Inputs need no such op."""
         copied = [node for node in self.graph.nodes if node.target is _COPY]
         written = {node.args[0].target for node in copied if node.args[0].op == "get_attr"}
         first: dict[Any, Node] = {}
@@ -103,7 +104,7 @@ class _Writes:
             users = dict.fromkeys(_readers(base))
             late = [user for user in users if order[user] > order[node]]
             if base not in self.root or any(_reads(user, base, users) for user in late):
-                return  # no input, or its old values are read later
+                return  # not an input, or a later node reads its old values
             before |= dict.fromkeys(user for user in users if order[user] < order[node])
         kwargs |= {name: bases[place] for name, place in zip(names, places, strict=True)}
         kwargs["after"] = [found for user in before if (found := self._made(user)) is not None]
@@ -133,7 +134,7 @@ class _Writes:
         return part
 
     def _made(self, node: Node) -> Node | None:
-        """A tensor that exists when ``node`` is done."""
+        """Return a tensor that exists when ``node`` is done."""
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             return node
@@ -176,7 +177,7 @@ def _spec_of(op: Any) -> OpSpec | None:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Users of ``node`` and of its views."""
+    """Return the users of ``node`` and of its views."""
     for user in node.users:
         yield user
         returned = getattr(getattr(user.target, "_schema", None), "returns", ())
@@ -186,6 +187,6 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _reads(user: Node, base: Node, readers: Container[Node]) -> bool:
-    """Whether ``user`` reads ``base`` or a view of it, and does not only copy back to it."""
+    """Whether ``user`` reads ``base`` or a view of it, except for the copy back."""
     copies = user.target is _COPY and user.args[0] is base
     return not copies or user.args[1] is base or user.args[1] in readers

@@ -1,8 +1,8 @@
-"""Ops as layers of engines: plugins with descriptors written by hand and our kernels' PTX.
+"""Ops as layers of engines: plugins with handwritten descriptors and the PTX of our kernels.
 
-Experimental: no engine with a plugin was built by the authors (docs/tensorrt.md). torch-tensorrt's
-``generate_plugin`` does not fit: it asks fakes with float32 tensors, and gives outputs the dtype of
-the first input. Its ``generate_plugin_converter`` drops keyword arguments.
+Experimental: the authors built no engine with a plugin (docs/tensorrt.md). torch-tensorrt's
+``generate_plugin`` does not fit: it calls fakes with float32 tensors, and gives outputs the dtype
+of the first input. Its ``generate_plugin_converter`` drops keyword arguments.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dsv4_ops.integrations.tensorrt.ptx import Kernel, kernel_of
 
 @dataclass(frozen=True)
 class _Plugin:
-    """How an op becomes a layer.
+    """An op as a layer.
 
     Args:
-        inputs: Names of tensors.
-        attributes: Names and types of its settings, which the kernel has as constants.
+        inputs: Names of the tensors.
+        attributes: Names and types of the settings, which are constants of the kernel.
         num_outputs: Number of results.
-        outputs: Descriptors of outputs, from those of inputs and the attributes.
-        launch: Kernel, blocks and numbers, from the same and a compute capability.
-        takes: Whether the layer takes a call, from the values of inputs and the settings.
+        outputs: Returns the descriptors of outputs, from those of inputs and the attributes.
+        launch: Returns kernel, grid and numbers, from the same and a compute capability.
+        takes: Whether the layer supports a call, from the values of inputs and the settings.
     """
 
     inputs: tuple[str, ...]
@@ -50,17 +50,16 @@ _registered: set[str] = set()
 
 
 def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str, ...]:
-    """Let engines run three ops as layers, scores of the indexer among them.
+    """Let engines run three ops as layers.
 
     They are ``apply_rope``, ``combine_topk_swa_indices`` and ``indexer_logits``. Experimental, for
     torch-tensorrt 2.13 and later with TensorRT's plugins, and Triton. Call it after ``enable`` and
-    before compiling. x of ``apply_rope`` has to be bfloat16 or float32, with a last dimension that
-    is a power of two; ``indexer_logits`` has to read the layout "plain", with at most 64 heads and
-    without a schedule. Other calls stay in PyTorch segments.
+    before compiling. ``apply_rope`` needs x in bfloat16 or float32 with a power of two as last
+    dimension; ``indexer_logits`` needs the layout "plain", at most 64 heads and no schedule. Other
+    calls stay in PyTorch segments.
 
     Args:
-        capability: Compute capability of the GPU that engines are for; that of the current device
-            by default.
+        capability: Compute capability of the engines' GPU; that of the current device by default.
 
     Returns:
         Names of the ops with a plugin.
@@ -118,7 +117,7 @@ def _convert(op: str, ctx: Any, target: Any, args: Any, kwargs: Any, name: str) 
 
 
 def _register(plugin: Any, name: str, capability: int) -> None:
-    """Hand TensorRT functions whose signatures say what the plugin takes."""
+    """Register functions with TensorRT whose signatures list what the plugin takes."""
     spec, tensor = _PLUGINS[name], plugin.TensorDesc
     count = len(spec.inputs)
 
@@ -160,8 +159,8 @@ def _sign(function: Any, kinds: dict[str, Any], returned: Any) -> None:
 def apply_rope_kernel(
     dtype: torch.dtype, dim: int, rope: int, inverse: bool, capability: int
 ) -> Kernel:
-    """Kernel of a plugin: parameters x, positions, cos_sin_cache, rows of a token, rows of the
-    table, out; one block per row."""
+    """Kernel of a plugin. Parameters: x, positions, cos_sin_cache, rows of a token, rows of the
+    table, out. One block per row."""
     from dsv4_ops.integrations.tensorrt.kernels import apply_rope_kernel as kernel
 
     options = {"DIM": dim, "ROPE": rope, "INVERSE": inverse, "num_warps": 1}
@@ -170,8 +169,8 @@ def apply_rope_kernel(
 
 
 def combine_kernel(settings: dict[str, int], capability: int) -> Kernel:
-    """Kernel of a plugin: the op's tensors, columns of topk_indices, requests, and both results;
-    one block per token."""
+    """Kernel of a plugin. Parameters: the op's tensors, columns of topk_indices, number of
+    requests, both results. One block per token."""
     from dsv4_ops.integrations.tensorrt.kernels import combine_topk_swa_kernel as kernel
 
     integer, long = torch.int32, torch.int64
@@ -184,7 +183,7 @@ def combine_kernel(settings: dict[str, int], capability: int) -> Kernel:
 def combine_options(
     *, window_size: int, compress_ratio: int, topk: int, workspace_rows: int, swa_offset: int
 ) -> dict[str, int]:
-    """Constants of ``combine_topk_swa_kernel``."""
+    """Return the constants of ``combine_topk_swa_kernel``."""
     width = combined_width(topk, window_size)
     rows = {"TOPK": topk, "ROWS": workspace_rows, "OFFSET": swa_offset}
     window = {"WINDOW": window_size, "RATIO": compress_ratio}
@@ -192,14 +191,14 @@ def combine_options(
 
 
 LOGITS_ROWS = {torch.bfloat16: 64, torch.float32: 32}
-"""Scores of a block, by the dtype of the keys: those and the queries of 64 heads stay below the 48
-KiB of shared memory that a launch has without asking."""
+"""Scores per block, by the dtype of the keys: keys, and queries of 64 heads, fit into the 48 KiB of
+shared memory that a launch has by default."""
 
 
 def logits_options(
     dtype: torch.dtype, num_heads: int, dim: int, *, num_rows: int, block_size: int
 ) -> dict[str, int]:
-    """Constants of ``indexer_logits_kernel``."""
+    """Return the constants of ``indexer_logits_kernel``."""
     heads = max(16, 1 << (num_heads - 1).bit_length())
     sizes = {"NUM_HEADS": num_heads, "HEADS": heads, "DIM": dim, "ROWS": LOGITS_ROWS[dtype]}
     return {**sizes, "NUM_ROWS": num_rows, "BLOCK_SIZE": block_size}
@@ -208,8 +207,9 @@ def logits_options(
 def logits_kernel(
     dtype: torch.dtype, num_heads: int, dim: int, settings: dict[str, int], capability: int
 ) -> Kernel:
-    """Kernel of a plugin: the op's tensors without its schedule, requests, columns of block_table,
-    blocks of k_cache, and the scores; one block per token and ``LOGITS_ROWS`` rows."""
+    """Kernel of a plugin. Parameters: the op's tensors without its schedule, number of requests,
+    columns of block_table, blocks of k_cache, the scores. One block per token and ``LOGITS_ROWS``
+    rows."""
     from dsv4_ops.integrations.tensorrt.kernels import indexer_logits_kernel as kernel
 
     integers = (torch.int32,) * 3
@@ -230,7 +230,7 @@ def _compiled(
 ) -> Kernel:
     from dsv4_ops.kernels.aot.compile import Argument, compiled
 
-    # addresses and numbers may be anything: an engine is built once
+    # addresses and numbers are unknown: an engine is built once
     first, last = (
         [Argument.tensor(dtype, aligned=False) for dtype in dtypes] for dtypes in (inputs, outputs)
     )
@@ -309,8 +309,8 @@ def _launch_logits(
 def _takes_logits(
     q: Tensor, weights: Tensor, k_cache: Tensor, *rest: Tensor | None, **settings: Any
 ) -> bool:
-    """A schedule is DeepGEMM's, and another layout's cache is of bytes. At most 64
-    heads: ``LOGITS_ROWS``."""
+    """Whether there is no schedule (it is DeepGEMM's), a plain cache, and at most 64 heads, the
+    limit of ``LOGITS_ROWS``."""
     sizes = (*q.shape[1:], settings["num_rows"], settings["block_size"])
     known = settings["layout"] == PlainLayout.tag and all(type(size) is int for size in sizes)
     taken = known and 0 < sizes[0] <= 64 and sizes[2] > 0

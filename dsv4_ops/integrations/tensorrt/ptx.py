@@ -1,4 +1,4 @@
-"""PTX of our Triton kernels with the parameters that TensorRT passes, and no others."""
+"""PTX of our Triton kernels, with the parameters that TensorRT passes and no others."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from dsv4_ops.core.errors import argument_error
 
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")
-"""Metadata of the buffers whose addresses Triton takes as the last two parameters."""
+"""Metadata of the buffers whose addresses are the last two parameters of a Triton kernel."""
 
 
 class Kernel(NamedTuple):
     """A kernel of an AOT plugin.
 
     Args:
-        name: Its entry.
-        ptx: Source, whose parameters are inputs, numbers and outputs.
-        threads: Threads of a block.
+        name: Name of the entry.
+        ptx: Source; its parameters are inputs, numbers and outputs.
+        threads: Threads per block.
         shared: Bytes of dynamic shared memory.
     """
 
@@ -28,10 +28,10 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(op: str, compiled: Any) -> Kernel:
-    """What TensorRT launches of a kernel that Triton compiled.
+    """Return the launch for TensorRT of a kernel that Triton compiled.
 
     Raises:
-        NotImplementedError: the kernel needs scratch memory, which a plugin cannot give it.
+        NotImplementedError: the kernel needs scratch memory, which a plugin cannot provide.
     """
     metadata, ptx = compiled.metadata, compiled.asm["ptx"]
     for size in _SCRATCH:
@@ -48,10 +48,10 @@ def kernel_of(op: str, compiled: Any) -> Kernel:
 
 
 def strip_scratch(op: str, ptx: str) -> str:
-    """``ptx`` without its last two parameters, which nothing reads.
+    """Return ``ptx`` without its last two parameters.
 
     Raises:
-        NotImplementedError: something reads them.
+        NotImplementedError: the code reads them.
     """
     entry = re.search(r"\.visible \.entry (\w+)\(\n(.*?)\n\)", ptx, re.S)
     parameters = entry[2].split(",\n") if entry else []

@@ -1,8 +1,8 @@
-"""Ops that write in place, return what they wrote, and wait for those that read it before.
+"""Ops that write in place, return what they wrote, and run after earlier readers.
 
-torch-tensorrt partitions a functional graph into engines and PyTorch segments, ordered by data
-only. ``write_op`` of an op returns the caches it wrote, which later readers take in place of the
-argument, and takes in ``after`` what earlier readers made of them.
+torch-tensorrt partitions a functional graph into engines and PyTorch segments, and orders them by
+data only. ``write_op`` of an op therefore returns the caches that it wrote, which later readers use
+instead of the argument, and takes the results of earlier readers in ``after``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _define(name: str, schema: str, function: Any) -> OpOverload:
-    # a random op is never folded into a constant, nor run at compile time to see what it gives
+    # a random op is never folded into a constant, nor run at compile time
     _library.define(f"{name}{schema}", tags=(torch.Tag.nondeterministic_seeded,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_library)
@@ -30,7 +30,7 @@ def _define(name: str, schema: str, function: Any) -> OpOverload:
 
 @functools.cache
 def write_op(name: str) -> OpOverload:
-    """The op that runs the op ``name`` and returns its results, then the arguments it wrote."""
+    """Return the op that runs op ``name`` and returns its results, then the mutated arguments."""
     spec = OPS[name]
     arguments = spec.schema.removeprefix(spec.name).rpartition(" -> ")[0][1:-1]
     after = "Tensor[] after" if "*" in arguments.split(", ") else "*, Tensor[] after"
@@ -59,7 +59,7 @@ def _state(buffer: Tensor) -> Tensor:
 copy_back = _define(
     "copy_back", "(Tensor(a!) written, Tensor source, Tensor[] after) -> Tensor(a!)", _copy_back
 )
-"""``written.copy_(source)``, after what reads the old values."""
+"""Run ``written.copy_(source)`` after the readers of the old values."""
 
 state = _define("state", "(Tensor(a) buffer) -> Tensor(a)", _state)
-"""A buffer that a graph writes to, which is no constant."""
+"""A buffer that a graph writes to, so not a constant."""
