@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0 done, 1 found problems, 2 bad usage, 141 nobody
-    reads its output any more."""
+    """Run one command; return its exit status: 0 done, 1 problems, 2 bad usage, 141 closed
+    output."""
     try:
         status = _run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # `list | head`: what is left to print goes nowhere, at exit too
+    except BrokenPipeError:  # `list | head`: drop the rest, at exit too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     return status

@@ -2,9 +2,9 @@
 
 ``build_attention_step`` builds the metadata that all layers of a step share; ``attention_layer``
 runs one layer. Every stage is per token, so the same code serves decode, speculative decode,
-(chunked) prefill and mixed batches. Call both inside the model's
-``torch.compile(fullgraph=True)`` graph. ``AttentionLayer`` is the ``nn.Module`` form. These are
-DeepSeek-V4's; ``build_mla_step`` and ``mla_layer`` are those of V2, V3, R1 and Kimi-K2.
+(chunked) prefill and mixed batches. Call both inside the model's ``torch.compile(fullgraph=True)``
+graph. ``AttentionLayer`` is the ``nn.Module`` form. These are for DeepSeek-V4; ``build_mla_step``
+and ``mla_layer`` are for V2, V3, R1 and Kimi-K2.
 """
 
 from dsv4_ops.attention.layer import attention_layer as attention_layer

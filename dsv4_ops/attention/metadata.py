@@ -27,9 +27,9 @@ from dsv4_ops.reference.common import gather_rows
 COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "triton.enable_pdl": True}
 """Inductor options with the most stable GPU latency up to 512 tokens.
 
-Inductor picks one of two block sizes by timing the first batch, by default. If that batch is small,
-noise may pick the one that is 2x slower on large batches. Programmatic dependent launch (Hopper and
-later) overlaps consecutive kernels.
+By default, Inductor times the first batch to choose one of two block sizes. If that batch is small,
+noise may choose the one that is 2x slower on large batches. Programmatic dependent launch (Hopper
+and later) overlaps consecutive kernels.
 """
 
 _ROW_MULTIPLE = 128

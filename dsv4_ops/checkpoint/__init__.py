@@ -1,1 +1,1 @@
-"""Released checkpoints: which tensors a config stands for, and a check of the files."""
+"""Released checkpoints: the tensors that a config implies, and a check of the files."""

@@ -134,8 +134,8 @@ class _Tensors:
     def linear(
         self, name: str, rows: int, columns: int, module: str | None = None
     ) -> Iterator[tuple[str, TensorInfo]]:
-        """Yield the weight of a linear layer, and its scales unless Hugging Face leaves the layer,
-        or the ``module`` it loads it into, unquantised."""
+        """Yield the weight of a linear layer, and its scales if Hugging Face quantises both the
+        layer and the ``module`` that loads it."""
         if any(_matches(pattern, module or name) for pattern in self.skipped):
             yield _plain(name, rows, columns)
             return

@@ -23,7 +23,8 @@ from dsv4_ops.dispatch.probes import probe
 def explain(op: str | None = None) -> str:
     """Describe the implementations of one op, or of every op whose callers choose.
 
-    Says what runs the op, from which sizes on a library does, and whether that is available here.
+    It says which implementation runs the op, at which sizes a library does, and whether that
+    library is available here.
 
     Raises:
         ValueError: no such op.
@@ -35,8 +36,8 @@ def explain(op: str | None = None) -> str:
 def records(op: str | None = None) -> list[dict[str, Any]]:
     """Return the content of ``explain`` as JSON-compatible values.
 
-    Each op has its implementation on CUDA and elsewhere, and its libraries with the sizes from
-    which "auto" chooses them and whether they are usable here.
+    Each op has its implementation on CUDA and elsewhere, and its libraries with the sizes at which
+    "auto" selects them and whether they are usable here.
 
     Raises:
         ValueError: as ``explain``.
@@ -78,7 +79,7 @@ def _record(spec: OpSpec) -> dict[str, Any]:
 
 
 def _note(spec: OpSpec) -> str:
-    """Say when the reference runs instead of our kernel, and how that reads its rows."""
+    """Say when the reference runs instead of our kernel, and how a prefill reads its rows."""
     notes = [f"the reference for {WORDS[spec.name]}"] if spec.name in WORDS else []
     if spec.name == "sparse_mla_prefill":
         notes.append(NOTE)

@@ -1,8 +1,8 @@
 """Report registers, spills and shared memory of every kernel from its cubin; needs no GPU.
 
-Each launcher is called with meta tensors of typical sizes and a ``launch`` that records the
-arguments. The kernel is then compiled with Triton's specialisation of these arguments for the
-requested architecture, and read with Triton's own ptxas.
+Each launcher runs with meta tensors of typical sizes and a ``launch`` that records the arguments.
+Triton then compiles the kernel for these arguments and the requested architecture, and its ptxas
+reports the resources.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SPILLS_OF = {
     },
     (3, 9): {"select_logits_kernel": 16, "hopper_mla_decode_kernel": 584},
 }
-"""Allowed spill bytes of dense MLA over scaled FP8 rows instead, by the first release of Triton
-that spills so, up to the next one listed."""
+"""Allowed spill bytes of dense MLA over scaled FP8 rows, from each release of Triton up to the next
+one listed."""
 
 _SPILLED = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
 _USAGE = re.compile(_SPILLED + r".*?Used (\d+) registers", re.S)
@@ -116,7 +116,7 @@ def _qnorm(cache: Tensor, layout: str) -> Call:
 
 
 def _output(**settings: Any) -> Call:
-    """Arguments of inverse RoPE of the output."""
+    """Arguments of inverse RoPE of the attention output."""
     return (_halves(128, 64, 512), _longs(128), _floats(2**20, 64)), {"num_groups": 8, **settings}
 
 
@@ -132,7 +132,7 @@ def _compress(cache: Tensor, overlap: bool, **settings: Any) -> Call:
 
 
 def _step(cache: Tensor, overlap: bool, **settings: Any) -> Call:
-    """Arguments of ``save_and_compress``, likewise."""
+    """Arguments of ``save_and_compress``: C4 if ``overlap``, else C128."""
     tensors, settings = _compress(cache, overlap, **settings)
     return (*tensors[:4], tensors[-1], *tensors[4:]), settings
 
@@ -155,7 +155,7 @@ def _c4_step() -> Call:
 
 
 def _save() -> Call:
-    """Arguments of ``save_compressor_states``, of C4."""
+    """Arguments of ``save_compressor_states`` for C4."""
     states, slots = StateLayout(4, 2048).allocate(1024, "meta"), _longs(128)
     tensors = (_floats(128, 2048), _floats(4, 1024), states, slots, slots)
     return tensors, {"compress_ratio": 4, "block_size": 4}
@@ -190,7 +190,7 @@ def _prefill(
     window: int | None = None,
     **settings: Any,
 ) -> Call:
-    """Arguments of ``sparse_mla_prefill`` for 4 requests; window only if ``window`` is given."""
+    """Arguments of ``sparse_mla_prefill`` for 4 requests; with ``window``, of a window layer."""
     extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
     table = _tensor(4, 256)
     rows = (extra, table, topk) if window is None else (None, None, None)
@@ -209,7 +209,7 @@ def _dense(
     dtype: torch.dtype = torch.bfloat16,
     **settings: Any,
 ) -> Call:
-    """Arguments of ``mla_decode`` for 8 requests, over FP8 rows of ``row_bytes`` if there are."""
+    """Arguments of ``mla_decode`` for 8 requests, over FP8 rows if ``row_bytes`` is not 0."""
     q, tokens = _tensor(count, heads, 576, dtype=dtype), _tensor(count)
     cache = _tensor(1024, 64, row_bytes or 576, dtype=torch.uint8 if row_bytes else dtype)
     starts = _tensor(9) if hint else None
@@ -243,7 +243,7 @@ def _context(causal: bool) -> Call:
 
 
 def _indexer(*between: Tensor, **settings: Any) -> Call:
-    """Arguments of the indexer's ops with FP8 queries, followed by ``between``."""
+    """Arguments of the indexer's ops: FP8 queries, then ``between``."""
     return (_codes(8, 64, 128), _floats(8, 64), *between), settings
 
 
@@ -258,13 +258,13 @@ def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> 
 
 
 def _route(count: int = 8, *, hashed: bool = False) -> Call:
-    """Arguments of ``route``, of Flash."""
+    """Arguments of ``route`` for Flash."""
     chosen = (None, _longs(129280, 6), _longs(count)) if hashed else (_floats(256), None, None)
     return (_halves(count, 4096), _halves(256, 4096), *chosen), {"top_k": 6, "scale": 1.5}
 
 
 def _streams(mixed: bool, count: int = 8) -> Call:
-    """Arguments of ``hyper_connection``, of Flash."""
+    """Arguments of ``hyper_connection`` for Flash."""
     weights = (_floats(24, 4 * 4096), _floats(24), _floats(3), _floats(4096))
     tensors = (_halves(count, 4, 4096), *weights)
     block = (_halves(count, 4096), _floats(count, 4), _floats(count, 4, 4))
@@ -273,7 +273,7 @@ def _streams(mixed: bool, count: int = 8) -> Call:
 
 
 def _candidates(ranks: int) -> Call:
-    """Arguments of ``cp_topk``, of Flash."""
+    """Arguments of ``cp_topk`` for Flash."""
     shape = (ranks, 8, 512)
     tensors = _floats(*shape), _tensor(*shape)
     return tensors, {"topk": 512, "cp_interleave": 64}
@@ -282,7 +282,7 @@ def _candidates(ranks: int) -> Call:
 def _experts(
     count: int = 8, *, fp8: bool = False, bf16: bool = False, activations: str = "bf16"
 ) -> Call:
-    """Arguments of ``experts``, of 32 of Flash's."""
+    """Arguments of ``experts`` for 32 experts of Flash."""
     settings = {"swiglu_limit": 10.0, "activations": activations}
     routed = (_halves(count, 4096), _floats(count, 6), _tensor(count, 6))
     if bf16:
@@ -298,7 +298,7 @@ def _experts(
 
 
 def examples() -> dict[str, Call]:
-    """Arguments of a typical call of every op with a kernel; more are named "op, variant"."""
+    """Arguments of a typical call of every op with a kernel; other variants are "op, variant"."""
     main = MainLayout(64).allocate(1024, "meta")
     indexer = IndexerLayout(64).allocate(1024, "meta")
     pages_of_2 = MainLayout(2).allocate(1024, "meta")
@@ -435,7 +435,7 @@ def examples() -> dict[str, Call]:
 def recorded(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int] | None = None
 ) -> list[_Launch]:
-    """Record the launches of ``op``, or of library ``impl``, on a GPU of capability ``where``."""
+    """Record the launches of ``op``, or of library ``impl``, for a GPU of capability ``where``."""
     launches: list[_Launch] = []
     impl = settings.get("impl", TRITON)
     if impl == TRITON and op in HOPPER_ONLY and where != HOPPER:
@@ -459,7 +459,7 @@ def compiled(launch: _Launch, capability: int) -> Any:
 
 
 def _specialised(value: Any) -> Argument | int:
-    """Describe an argument as Triton does, which specialises 1 to a constant."""
+    """Describe an argument as Triton does, which makes 1 a constant."""
     if isinstance(value, Tensor):
         return Argument.tensor(value.dtype)
     return 1 if value == 1 else Argument.number(value)

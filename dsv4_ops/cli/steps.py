@@ -29,7 +29,7 @@ def check(family: str) -> float:
 
     Raises:
         RuntimeError: the compiled step has other logits than the eager one.
-        Exception: an error of building, patching or compiling.
+        Exception: building, patching or compiling the model failed.
     """
     model = v4.patch(_MAKE[family](), kv="fp32", precision="reference")
     start = time.perf_counter()

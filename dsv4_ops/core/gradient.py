@@ -1,8 +1,8 @@
 """Autograd rules of the ops: an op without a derivative computes, and raises in backward.
 
-torch takes an op without a rule for a constant: compiled code and ``torch.func`` then return
+torch treats an op without a rule as a constant: compiled code and ``torch.func`` would then return
 gradients of 0. Inference with weights that require gradients must still work, so only ``backward``
-can raise.
+raises.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _refused(op: str, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def define(library: torch.library.Library) -> None:
-    """Define in ``library`` the ops that stand in traced forward and backward graphs."""
+    """Define the ops of traced forward and backward graphs in ``library``."""
     library.define("_no_derivative(Tensor grad, str op) -> Tensor")
     library.impl("_no_derivative", _raise, "CompositeExplicitAutograd")
     library.impl("_no_derivative", _raise, "FuncTorchBatched")

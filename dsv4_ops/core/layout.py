@@ -20,10 +20,10 @@ from dsv4_ops.core.errors import argument_error, plain_int
 from dsv4_ops.core.ints import at_least
 
 PAGE_ALIGNMENT = 576
-"""The size of a page of the FP8 and state layouts is a multiple of this, in bytes."""
+"""The size of a page in the FP8 and state layouts is a multiple of this many bytes."""
 
 CACHE_ALIGNMENT = 16
-"""Every page starts at a multiple of this, in bytes: kernels read and write 16 bytes at a time."""
+"""Every page starts at a multiple of this many bytes: kernels copy 16 bytes at a time."""
 
 KEY_BLOCK = 128
 """FlashMLA's sparse prefill needs key counts that are a multiple of this."""
@@ -155,8 +155,8 @@ class QuantizedLayout(Layout):
         return (*values, self.data_bytes, self.scale_bytes, self.float_scales)
 
     def kernel_view(self, k_cache: Tensor) -> Tensor:
-        """Return the view [num_blocks, block_size, 1, row_bytes] that FlashMLA (584 bytes per row)
-        and DeepGEMM (132) take; only its sizes and its first stride mean anything."""
+        """Return the view [num_blocks, block_size, 1, row_bytes] for FlashMLA (584 bytes per row)
+        or DeepGEMM (132), which read only its sizes and its first stride."""
         rows = (k_cache.shape[0], self.block_size, 1, self.row_bytes)
         strides = (k_cache.stride(0), self.row_bytes, self.row_bytes, 1)
         return k_cache.as_strided(rows, strides)
@@ -314,7 +314,7 @@ class MlaDsFp8Layout(MlaLayout):
 
 
 MLA_LAYOUTS = (PlainLayout.tag, MlaFp8Layout.tag, MlaDsFp8Layout.tag)
-"""Tags of the caches that dense MLA takes."""
+"""Tags of the layouts that dense MLA supports."""
 
 
 def mla_layout(tag: str, block_size: int, width: int) -> MlaLayout:

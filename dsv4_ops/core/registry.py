@@ -97,12 +97,12 @@ class OpSpec:
         return overload
 
     def implementation(self, layer: str) -> Any:
-        """What ``layer`` (``ops``, ``meta``, ``reference``, ``kernels``, ``lowering``,
-        ``testing``) holds for this op."""
+        """Return the op's part in ``layer``: ``ops``, ``meta``, ``reference``, ``kernels``,
+        ``lowering`` or ``testing``."""
         return getattr(self, layer) if layer in ("meta", "reference") else self.load(self, layer)
 
     def launcher(self, impl: str) -> Callable[..., Any]:
-        """What runs the op with our kernel or with a library."""
+        """Return the function that runs the op with our kernel or with a library."""
         function: Callable[..., Any] = self.launch_with(self, impl)
         return function
 

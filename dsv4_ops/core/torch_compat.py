@@ -79,8 +79,8 @@ def allows_aot_compile() -> AbstractContextManager[Any]:
 
 
 def one_graph_for_all_sizes() -> AbstractContextManager[Any]:
-    """What ``torch.compile(dynamic=True)`` traces holds for a size of 1, and for sizes that were
-    equal by chance."""
+    """Let ``torch.compile(dynamic=True)`` trace graphs that hold for a size of 1 too, and do not
+    assume that equal sizes stay equal."""
     import torch.fx.experimental._config as config
 
     settings = {"backed_size_oblivious": True, "use_duck_shape": False}
@@ -123,7 +123,8 @@ def has_function_modes() -> bool:
 
 
 def decomposes_triton_ops() -> bool:
-    """Whether ``torch.library.triton_op`` decomposes now: only traces for a compiler do."""
+    """Whether ``torch.library.triton_op`` decomposes in this trace: it does so only for a
+    compiler."""
     return bool(functorch_config.decompose_custom_triton_ops)
 
 
@@ -182,8 +183,8 @@ def guard_or_false(condition: Any) -> bool:
 
 
 def only_looks_ahead() -> bool:
-    """Whether a compiler runs a function on fake tensors without tracing it: AOTAutograd does so
-    first, to learn what the graph returns and mutates."""
+    """Whether a compiler runs a function on fake tensors without tracing it, as AOTAutograd does
+    first to find out what the graph returns and mutates."""
     from torch._guards import detect_fake_mode
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # brings sympy
 

@@ -1,7 +1,7 @@
 """Releases of torch, Triton and transformers that are tested together, and warnings for others.
 
-``doctor``, the warnings, the documentation and CI's lanes read this table. Nothing pins pip to the
-newest tested release: a later one is installed and causes a one-line warning.
+``doctor``, the warnings, the documentation and CI's lanes read this table. Nothing limits pip to
+the newest tested release: a later one causes a one-line warning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Lane(NamedTuple):
-    """A set of releases that the tests run on, in an environment of its own."""
+    """Releases that the tests run on together, in an environment of their own."""
 
     torch: str
     triton: str
@@ -33,8 +33,8 @@ LANES = {
     "transformers-5.22": Lane("2.11", "3.6", "5.22"),
     "transformers-5.23": Lane("2.15", "3.9", "5.23"),
 }
-"""The lanes of ``make smoke LANE=name``. CI's full lane has no row: it runs what pip resolves on
-the day, which is "newest" until the next release."""
+"""The lanes of ``make smoke LANE=name``. CI's full run is not listed: it uses the releases that pip
+installs that day, which are those of "newest" until one of them has a new release."""
 
 
 def release(version: str) -> tuple[int, int]:

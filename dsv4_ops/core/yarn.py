@@ -21,10 +21,10 @@ class YarnScaling:
     Args:
         factor: Context length over the original one; above 0.
         original_positions: Context length of the training. At least 1.
-        beta_fast: Pairs that make at least this many turns within the original context keep their
+        beta_fast: Pairs with at least this many turns within the original context keep their
             frequency.
-        beta_slow: Pairs that make at most this many turns have their frequency divided by
-            ``factor``. Above 0, and not above ``beta_fast``.
+        beta_slow: Pairs with at most this many turns have their frequency divided by ``factor``.
+            Above 0, and not above ``beta_fast``.
     """
 
     factor: float = 16.0
@@ -54,12 +54,12 @@ class YarnScaling:
         """
 
         def pair_of(turns: float) -> float:
-            """Return the fractional pair that makes so many turns in the original context."""
+            """Return the pair, as a float, that makes this many turns in the original context."""
             period = self.original_positions / (2 * math.pi * turns)
             return rope_dim * math.log(period) / (2 * math.log(theta))
 
-        # as in the official code each end is clamped on its side only, so a ramp outside is
-        # reversed
+        # as in the official code, each end is clamped on one side only, so a ramp outside of the
+        # pairs is reversed
         low = max(math.floor(pair_of(self.beta_fast)), 0)
         high = min(math.ceil(pair_of(self.beta_slow)), rope_dim - 1)
         width = high - low if high != low else COLLAPSED_RAMP

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4_ops.kernels.launcher import Launcher
 
 _STRIDE_MULTIPLE = 16
-"""Triton knows that a row is aligned to 16 bytes if its stride is a multiple of 16 values."""
+"""A row stride that is a multiple of this tells Triton that rows are aligned to 16 bytes."""
 
 
 def strided(*tensors: Tensor) -> tuple[Any, ...]:
@@ -50,7 +50,7 @@ def row_strides(values: Tensor) -> list[int]:
 
 
 def copied(launch: Launcher, values: Tensor) -> Tensor:
-    """Return ``values``, or a copy if copies of 16 bytes cannot read them."""
+    """Return ``values``, or a copy if its rows are not aligned to 16 bytes."""
     if values.stride(-1) != 1 or any(stride % _STRIDE_MULTIPLE for stride in row_strides(values)):
         values = values.contiguous()
     return values if launch.is_aligned(values) else values.clone()

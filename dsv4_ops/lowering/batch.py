@@ -70,8 +70,8 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
 
 
 _FAN_OUT = 4
-"""Each round of the search narrows to a quarter: half the dependent loads of a binary search for
-1.5 times the loads."""
+"""Each round of the search narrows to a quarter: compared with a binary search, half the dependent
+loads, and 1.5 times the loads."""
 
 
 def _strides(boundaries: Any) -> list[int]:

@@ -1,11 +1,11 @@
-"""Fixes of Inductor, which otherwise reads a cache before a write, or after it is freed.
+"""Fixes for Inductor, which may read a cache before a write to it, or after it is freed.
 
 On a CPU, fusion recomputes the loops of a node (``SchedulerNode.recompute_size_and_body``), and
-with them its reads and writes. Up to torch 2.13 this loses the renaming of a buffer that an earlier
+with them its reads and writes. Up to torch 2.13 this loses the new name of a buffer that an earlier
 node wrote in place, so that nothing orders the two nodes any more (pytorch issue 185509, fixed by
 pull request 185873). Up to 2.11 it also loses dependencies that only express an order (issue
-177631, pull request 177816). Results are silently wrong: a step did not see the rows that it had
-stored itself. The fixes restore the same things as later versions.
+177631, pull request 177816). Results are silently wrong: for example, a step misses rows that it
+has stored itself. The fixes do what later releases do.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class PointwiseIR:
 
 
 def _launches_when_it_runs(values: Mapping[str, Any]) -> bool:
-    """Whether the op stays in the graph as a call of itself: where that is asked for, a size is a
-    symbol, and no package is made."""
+    """Whether the op stays in the graph as a call: under ``run_time_launches``, if a size is
+    symbolic, and not in a package."""
     from dsv4_ops.lowering import external
 
     tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
@@ -81,7 +81,7 @@ class TritonKernel:
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         spec = OPS[op._schema.name.partition("::")[2]]
         values = spec.arguments(args, kwargs)
-        off_gpu = choice.subject(values).device.type != "cuda"  # as the eager kernel is registered
+        off_gpu = choice.subject(values).device.type != "cuda"  # as for the eager kernel
         if off_gpu or choice.choose(spec, values).impl == REFERENCE:
             return _traced(mode, self.function, (), values)
         for name in (spec.parameters[place] for place in spec.mutated):
@@ -96,8 +96,8 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class Choices:
-    """Trace what ``impl`` asks for, or what ``auto`` takes at these sizes: our kernel or a call of
-    the op (see ``run_time_launches``), the call of a library's op, or ``function``."""
+    """Trace the implementation that ``choice`` selects: our kernel or a call of the op (see
+    ``run_time_launches``), a call of a library's op, or ``function``."""
 
     function: Callable[..., Any]
     kind = "choices"
@@ -130,10 +130,10 @@ _DEFAULTS: dict[str, Any] = {kind.kind: kind for kind in (Decompose, TritonKerne
 
 
 def lowering_of(spec: OpSpec) -> Lowering:
-    """The op's lowering in ``lowering/<stem>.py``, or the default of its kind over its reference.
+    """Return the op's lowering in ``lowering/<stem>.py``, or its kind's default over its reference.
 
     Raises:
-        AttributeError: its kind has no default, and it has none of its own.
+        AttributeError: the op has no lowering of its own, and its kind has no default.
     """
     own = own_lowering(spec)
     if own is not None:

@@ -54,7 +54,7 @@ def _attend_in_loop(
 ) -> reference.Running:
     """Attend to the same number of keys per iteration as the reference, up to the longest token.
 
-    Memory does not grow with the block table, and time only with the existing keys."""
+    Memory does not depend on the block table's width, and time only on the existing keys."""
     from dsv4_ops.lowering._compat import while_loop_op
 
     stop = pad(call.seq_lens, (0, 1)).amax().clamp(max=num_rows)

@@ -25,8 +25,8 @@ def _mla_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Run torch's flash attention on the CPU, which stores no logits.
 
-    Only the mask of visible keys grows with tokens times keys. It runs in float32: for bfloat16 it
-    approximates exp, and the log-sum-exp is wrong in the fifth digit."""
+    The only tensor with tokens times keys values is the mask. Attention runs in float32: in
+    bfloat16, torch approximates exp, and the log-sum-exp is wrong in the fifth digit."""
     if q.device.type != "cpu":
         tensors = q, k_nope, k_pe, v, query_start_loc, cu_seq_lens
         return reference.mla_prefill(*tensors, softmax_scale=softmax_scale, causal=causal)

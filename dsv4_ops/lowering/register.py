@@ -1,5 +1,6 @@
 """Register lowerings with Inductor, once, if it is loaded. A trace without Inductor
-(backend="aot_eager", opcheck) needs neither a lowering nor the second that its import takes."""
+(backend="aot_eager", opcheck) needs no lowering, and saves the second that importing Inductor
+takes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def inductor_is_loaded() -> bool:
 
 def lower_with(op: Any, function: Callable[..., Any]) -> None:
     """Make Inductor lower ``op`` with ``function``; all calls must pass the same one."""
-    # Not "op in lowerings": Inductor adds a fallback there for an op that it found opaque.
+    # not "op in lowerings": for an op without a lowering, Inductor adds a fallback there
     if op in registered or not inductor_is_loaded():
         return
     from dsv4_ops.lowering import _compat

@@ -3,8 +3,8 @@
 GPUs without triton run these functions; they also define the results of the kernels in
 ``kernels/sparse_mla/bf16_workspace.py``.
 
-For every request the workspace has space for its compressed rows, then for its window rows, as many
-as its block tables name. Only rows that a token of the call may see are written. Sizes alone
+The workspace has space for the compressed rows and then the window rows of every request, as many
+as its block tables have. Only rows that a token of the call may see are written. Sizes alone
 determine the position of a row; values determine whether it is written.
 """
 
@@ -56,7 +56,7 @@ class Prefill(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Entries of a token's list: of its window, at most a request's rows, and of its compressed
+        """Maximum entries of a token's list: its window (at most a request's rows) and compressed
         rows."""
         swa = sym_min(self.window_size, self.swa.rows)
         return swa, self.extra_rows if self.topk_indices is None else self.topk_indices.shape[1]

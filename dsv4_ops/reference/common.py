@@ -97,8 +97,8 @@ def gather_rows(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def valid_tokens(positions: Tensor, req_indices: Tensor, num_reqs: int) -> Tensor:
-    """Flag the tokens that belong to a request; the others are padding. No request is 2**31 - 1
-    tokens long."""
+    """Flag the tokens that belong to a request; the others are padding. Position 2**31 - 1 is
+    padding too."""
     in_request = (positions >= 0) & (positions < INT32_MAX)
     return in_request & (req_indices >= 0) & (req_indices < num_reqs)
 

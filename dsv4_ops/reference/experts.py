@@ -11,10 +11,10 @@ from dsv4_ops.reference.common import dense, materialized, take
 from dsv4_ops.reference.linear import activation_values, scale_values, weight_values
 
 ROWS = 16
-"""Rows per product with an expert in the eager reference."""
+"""Rows per GEMM in the eager reference."""
 
 LEAST_SUM = 1e-20
-"""Added to the sum of routing weights before the division by it."""
+"""Added to the sum of routing weights before they are divided by it."""
 
 _DOUBLED = -0x379BCDF0  # 0xC8643210: twice 0 .5 1 1.5 2 3 4 6, four bits each, as an int32
 

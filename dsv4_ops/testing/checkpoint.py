@@ -239,7 +239,7 @@ def _stored(
 ) -> Tensor:
     """Return the tensor ``name`` of the files.
 
-    ``quantized`` has matrices of whose two tensors one has been written."""
+    ``quantized`` has the matrices of which one of two tensors has been written."""
     layer, _, part = name.rpartition(".")
     if f"{layer}.scale" in expected:
         weight = f"{layer}.weight"
@@ -295,7 +295,7 @@ def quantized_weight(name: str, info: TensorInfo, seed: int) -> tuple[Tensor, Te
     exponents = torch.randint(0, 8, blocks, generator=generator)
     size = torch.exp2(-exponents.to(torch.float32)) * math.sqrt(3.0 * 6.0 / columns)
     size = size * (0.75 + 0.5 * torch.rand((), generator=generator))  # differs between experts
-    size = size * (0.75 + 0.5 * torch.rand(blocks, generator=generator))  # so every code occurs
+    size = size * (0.75 + 0.5 * torch.rand(blocks, generator=generator))  # every code occurs
     values = _blocks(_uniform((rows, columns), generator), height, width)
     values = values * size[:, None, :, None]
     values[0, :, 0] = 0.0

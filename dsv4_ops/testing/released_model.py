@@ -17,10 +17,10 @@ NOT_QUANTIZED = (r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_he
 """Linear layers that are bfloat16 in the released files."""
 
 _CODES, _SCALES, _EXPERT_SCALES = (0, 256), (119, 122), (117, 120)
-"""Bytes that are sampled, of scales from 2^-8 to 2^-6: rows of thousands of products come out near
-one. Scales of e2m1 codes, which are larger, are a quarter of those of e4m3."""
+"""Ranges of the sampled bytes. Scales are 2^-8 to 2^-6, with which sums of thousands of products
+are near one. e2m1 codes are larger than e4m3 codes, so their scales are a quarter of that."""
 _BELOW_TWO = 0xBF
-"""Bits of an e4m3 code that keep it below 2, and NaN away."""
+"""Mask of an e4m3 code's bits that makes it less than 2, and never NaN."""
 
 
 def released_model(
@@ -43,7 +43,7 @@ def released_model(
     num_experts = model.config.n_routed_experts
     for prefix, module in list(model.named_modules()):
         if "rotary_emb" in prefix.rpartition(".")[2]:
-            continue  # its buffers are computed
+            continue  # its buffers are computed later
         for name, weight in list(module.named_parameters(recurse=False)):
             sampled = _sampled(f"{prefix}.{name}", weight, num_experts, device, seed)
             module._parameters[name] = nn.Parameter(sampled, requires_grad=False)
@@ -58,7 +58,8 @@ def released_model(
 
 
 def on_meta(config: Mapping[str, Any], not_quantized: Sequence[str] = NOT_QUANTIZED) -> Any:
-    """Hugging Face's model of a ``config.json`` in the released precision, without storage."""
+    """Build Hugging Face's model of a ``config.json`` in the released precision, without
+    storage."""
     import transformers
 
     settings = transformers.DeepseekV4Config.from_dict(dict(config))
@@ -74,7 +75,7 @@ def on_meta(config: Mapping[str, Any], not_quantized: Sequence[str] = NOT_QUANTI
 
 
 def with_released_dtypes(model: Any, not_quantized: Sequence[str] = NOT_QUANTIZED) -> Any:
-    """Replace linears and experts by Hugging Face's modules for FP8 and FP4, whose weights are on
+    """Replace linear layers and experts by Hugging Face's modules for FP8 and FP4, with weights on
     the meta device."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
@@ -86,7 +87,8 @@ def with_released_dtypes(model: Any, not_quantized: Sequence[str] = NOT_QUANTIZE
 
 
 def keep_float32(model: Any) -> Any:
-    """Cast what ``from_pretrained`` keeps in float32; 5.17 cannot run such a model itself."""
+    """Cast parameters that ``from_pretrained`` keeps in float32; transformers 5.17 cannot run
+    these."""
     names = set(model._keep_in_fp32_modules_strict)
     for name, weight in model.named_parameters():
         if not names.isdisjoint(name.split(".")):

@@ -21,7 +21,7 @@ from dsv4_ops.kernels.rope import qnorm_rope_insert
 from dsv4_ops.reference import c4_step as reference
 
 WARPS = 4
-"""Warps per program: as many as the main compressor's channels fill."""
+"""Warps per program: enough for the main compressor's channels."""
 
 HEADS = 16
 """Heads of a token per program that normalises queries. The compressors' registers leave an SM few
@@ -46,7 +46,7 @@ def _compressor(
     states: Tensor,
     k_cache: Tensor,
 ) -> _Compressor:
-    """Return what the kernel takes of the compressor whose constants begin with ``prefix``."""
+    """Return the kernel's arguments for the compressor whose constants begin with ``prefix``."""
     width = int(ape.shape[1])
     state_tensors = compressor.state_arguments(kv_score, ape, states)
     tensors = (*state_tensors, norm_weight.contiguous(), *compressor.static_pages(k_cache))

@@ -1,8 +1,8 @@
 """Addresses in paged caches: the page and the row of a slot or of a position.
 
-Torch takes a tensor to be written to if its pointer leads to a store through the result of a
-function. A function that stores at slots therefore loads the slots itself, or takes values that a
-kernel has loaded, and passes them to ``place_slots``.
+Torch counts a tensor as written if its pointer reaches a store through the result of a function. A
+function that stores at slots therefore loads the slots itself, or takes values that a kernel has
+loaded, and passes them to ``place_slots``.
 """
 
 import triton

@@ -78,8 +78,8 @@ def aggregate(cls: Any) -> Any:
     annotated with its type.
 
     ``gluon.aggregate`` since 3.8. ``_aggregate`` in 3.6 and 3.7 neither makes a constructor, which
-    takes the fields in their order or by name, nor lists the fields. There a new order of fields
-    does not change the names of compiled kernels.
+    takes the fields in their order or by name, nor lists the fields. There the order of fields does
+    not change the names of compiled kernels.
     """
     if hasattr(gluon, "aggregate"):
         return gluon.aggregate(cls)

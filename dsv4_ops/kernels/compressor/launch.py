@@ -29,8 +29,8 @@ CHANNELS = 64
 """Channels of a long window per program."""
 
 SHORT_WARPS, LONG_WARPS, INSERT_WARPS = 1, 2, 4
-"""Warps per program: few, because each repeats what is done once per row. Short windows with many
-channels take as many warps as these fill."""
+"""Warps per program: few, because each repeats the work per row. Short windows with many channels
+take as many warps as the channels fill."""
 
 MAX_WARPS = 16
 
@@ -44,15 +44,15 @@ SAVE_COLUMNS = 1024
 """Maximum columns of a tile of states."""
 
 SHORT_SAVE_VALUES, LONG_SAVE_VALUES, INSERT_SAVE_VALUES = 32, 64, 16
-"""Values per thread of a tile of states: more in kernels with many registers, of which an SM runs
-few programs."""
+"""Values per thread of a tile of states: more in kernels with many registers, because an SM runs
+few of their programs."""
 
 SHORT_TOKENS_SAVING, CHANNELS_SAVING, LONG_WARPS_SAVING = 8, 32, 1
 """``SHORT_TOKENS``, ``CHANNELS`` and ``LONG_WARPS`` in launches that also save states."""
 
 MIXED_WARPS = 4
-"""Warps per program from which not all scanning programs run at once. Programs that save states are
-then interleaved with them; with fewer warps they come last."""
+"""Minimum warps per program with which not all scanning programs run at once. Programs that save
+states are then interleaved with them; with fewer warps they come last."""
 
 SAVED_EARLY = 7
 """Eighths of the tokens whose states are saved while long windows are pooled. The other states are
@@ -65,8 +65,8 @@ SHORT_PROGRAMS, LONG_PROGRAMS, INSERT_PROGRAMS = 8 * 132 + 1, 33, 133
 """Minimum number of scanning programs if there are as many tokens; odd."""
 
 FEW_TOKENS = 2176
-"""Below this number of tokens, 2 more programs scan for long windows per 128 tokens fewer: in a
-decode every token may complete a window, in a prefill only one in ``compress_ratio``."""
+"""For every 128 tokens below this number, 2 more programs scan for long windows: in a decode every
+token may complete a window, in a prefill only one in ``compress_ratio``."""
 
 
 class Call(namedtuple("Call", signature(reference.save_and_compress).parameters)):

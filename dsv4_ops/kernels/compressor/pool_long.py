@@ -67,11 +67,11 @@ def pool_windows_kernel(
             windows -= 1
             token = first_token + window_lane * programs
             index = token.to(tl.int64)
-            if SAVE_TOKENS > 0:  # one warp: a load would be another wait before the rows
+            if SAVE_TOKENS > 0:  # one warp: a load would add a wait before the rows
                 selected = lane == window_lane
                 position = tl.sum(tl.where(selected, token_positions, 0), axis=0).to(tl.int32)
                 request = tl.sum(tl.where(selected, token_requests, 0), axis=0).to(tl.int64)
-            else:  # two warps: sums over both would be barriers
+            else:  # two warps: sums over both would need barriers
                 position = tl.load(positions + index * position_stride).to(tl.int32)
                 request = tl.load(req_indices + index * request_stride).to(tl.int64)
             values = pool_window(

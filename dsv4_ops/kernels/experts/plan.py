@@ -15,7 +15,7 @@ ROWS, MAX_STEP_ROWS = 512, 2048
 
 FUSED_COUNT_ROWS = 512
 """Up to this many rows, every program of the plan counts the rows of all experts; above it, a
-launch of its own does."""
+separate launch counts them."""
 
 
 @triton.jit

@@ -222,7 +222,7 @@ def mla_decode(
         out = q.new_empty((*q.shape[:2], WIDTH))
         return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
     num_blocks = kv_cache.shape[0]
-    if num_blocks == 0:  # masked keys are read nevertheless
+    if num_blocks == 0:  # FlashMLA reads masked keys too
         kv_cache = kv_cache.new_zeros((1, *kv_cache.shape[1:]))
     compact = opaque_op.kernel_or_reference(compact_pages, launch, q.device)
     pages, lens = compact(block_table, req_indices, seq_lens, num_blocks, block_size)
@@ -245,7 +245,7 @@ def _dense(q: Tensor) -> Tensor:
 
 
 def _at_least_one_row(kv: Tensor) -> Tensor:
-    """Return contiguous rows, at least one: skipped rows are read nevertheless."""
+    """Return contiguous rows, at least one, because FlashMLA reads skipped rows too."""
     return kv.new_zeros((1, WIDTH)) if kv.shape[0] == 0 else kv.contiguous()
 
 
@@ -271,7 +271,7 @@ def plan_for(
 def kernel_view(cache: Tensor, block_size: int) -> Tensor:
     """Return a cache as [num_blocks, block_size, 1, 584], through views that compilers support."""
     layout = MainLayout(block_size)
-    if cache.shape[0] == 0:  # skipped rows are read nevertheless
+    if cache.shape[0] == 0:  # FlashMLA reads skipped rows too
         cache = layout.allocate(1, cache.device)
     rows = cache.narrow(1, 0, block_size * layout.row_bytes)
     return rows.view(cache.shape[0], block_size, 1, layout.row_bytes)

@@ -28,7 +28,7 @@ def fp8_linear(
     out_dtype: torch.dtype,
     **_: Any,
 ) -> Tensor:
-    """Make one call of torch; quantisation before it is left to the compiler."""
+    """Make one call of torch; the compiler fuses the quantisation before it."""
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
     codes, scales = quantized(x) if x_scale is None else (x, x_scale)

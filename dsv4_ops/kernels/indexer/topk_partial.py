@@ -5,9 +5,9 @@ A program has a scratch row of CAPACITY keys and indices. Keys are appended in o
 too, so that the loop that waits for loads counts nothing; their indices follow from their slots.
 When the row is full, it is reduced to at most MAX_WIDTH keys.
 
-The number of keys of a row decides where keys are stored. Torch takes a tensor to be written to if
-its pointer leads to a store through the result of a function; the kernels therefore load lengths
-and positions themselves, and not in device functions.
+The number of keys of a row decides where keys are stored. Torch counts a tensor as written if its
+pointer reaches a store through the result of a function; so the kernels themselves load lengths and
+positions, and device functions do not.
 """
 
 import triton

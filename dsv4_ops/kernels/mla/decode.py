@@ -39,7 +39,7 @@ MIN_TILE = 16
 """Minimum rows and columns of a matrix product."""
 
 FORMATS = {PlainLayout.tag: 0, MlaFp8Layout.tag: 1, MlaDsFp8Layout.tag: 2}
-"""Numbers of the layouts in kernels."""
+"""Number of each layout in the kernels."""
 
 WIDTH, RANK = 576, 512
 """Values of a row, and the leading ones that are its value; Hopper's kernel is made for them."""
@@ -51,7 +51,7 @@ INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
 """Batch-invariant calls: keys of a block table per split, and maximum splits."""
 
 PARTS, MAX_ROWS_IN_PARTS = 4, 1024
-"""Programs that combine one row (a token's head), up to this many rows."""
+"""Programs that combine one row (a token and a head), and maximum rows for so many programs."""
 
 
 class Call(NamedTuple):
@@ -278,5 +278,5 @@ hopper_mla_decode = opaque_op.define(
     _call,
     _fake,
 )
-"""All launches of a call as one op: it knows the sizes, even in a graph for any number of
+"""All launches of a call as one op, which sees the real sizes even in a graph for any number of
 tokens."""

@@ -111,7 +111,7 @@ WIDTH = MainLayout.head_dim
 """Values per row that the kernels' tiles are made for."""
 
 HALF_BLOCK_TIME = 0.6
-"""Time of half a block over that of a block: 0.55 measured, plus more splits to combine."""
+"""Time of half a block relative to a block: 0.55 measured, plus the combine of more splits."""
 
 
 def sparse_mla_gathered(
@@ -124,7 +124,7 @@ def sparse_mla_gathered(
 
 
 def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
-    """Refuse FP8 blocks whose start the kernels cannot read."""
+    """Raise for FP8 blocks whose start the kernels cannot read."""
     for name, cache in zip(("swa_cache", "extra_cache"), call.caches, strict=True):
         Checks(op).page_start(name, cache, MainLayout(call.swa_block_size))
 
@@ -207,7 +207,7 @@ def _split(call: DecodeCall, on_hopper: bool) -> Work:
     if schedule is not None:
         programs += schedule.by_lengths * (schedule.programs - programs)
         return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
-    # a batch that decides its splits has several only in up to PROGRAMS programs
+    # if the batch decides its splits, only batches of up to PROGRAMS programs have several
     capacity = PROGRAMS if batch_decides else programs
     if isinstance(splits, int) and splits == 1:
         capacity = 0
@@ -226,5 +226,5 @@ hopper_split_keys = opaque_op.define(
     _call,
     lambda *args: empty_results(args[0]),
 )
-"""All launches of a call as one op: it knows the sizes, even in a graph for any number of
+"""All launches of a call as one op, which sees the real sizes even in a graph for any number of
 tokens."""

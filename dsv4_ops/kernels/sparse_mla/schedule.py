@@ -94,8 +94,8 @@ def sparse_mla_plan_kernel(
 ):  # fmt: skip
     """Write the rows of a plan in the order of the reference. Only tokens of the first class have
     several splits, and their extra splits follow the order of tokens. Each pass loads the lengths
-    here, not in a function: they decide where rows are stored, and torch would believe that they
-    are written to."""
+    here and not in a function: they decide where rows are stored, and torch would count them as
+    written."""
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)
     longest = tl.full((), 1, tl.int32)

@@ -263,7 +263,7 @@ def hyper_connection(
     )  # fmt: skip
     width_block = triton.next_power_of_2(width)
     end_warps = 16 if width_block > 4096 else END_WARPS
-    # a large batch computes the weights in a launch of few warps, which leaves the SMs to the
+    # for a large batch, a launch of few warps computes the weights and leaves the SMs to the
     # programs that collapse
     two_launches = ((True, False, end_warps), (False, True, max(sums // 32, 1)))
     for collapses, mixes, warps in two_launches if steps > 1 else ((True, True, end_warps),):

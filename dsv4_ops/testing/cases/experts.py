@@ -300,7 +300,7 @@ def _route_precise(
     of_chosen = torch.where(exists, logits.gather(1, chosen.clamp(min=0)), 0.0)
     scores = torch.where(exists, torch.nn.functional.softplus(of_chosen).sqrt(), 0.0)
     value = scores / (scores.sum(1, keepdim=True) + 1e-20) * scale
-    # of an exponential as large as its argument, in a score and in the sum; sums are of integers
+    # relative errors: exp has the error of its argument, in a score and in the sum; sums add few
     reach = 8 + of_chosen.abs().nan_to_num(0.0).amax(1, keepdim=True)
     return None, Exact(value, value * reach)
 
@@ -322,7 +322,7 @@ def _grouped_cases() -> list[Case]:
             {**two, "kept_groups": 2, "top_k": 4, "scale": 4.0},
             ([[1, 2, 3, 0]], [[1.0] * 4]),
         ),
-        # the sum of the first group is of no number
+        # the sum of the first group is NaN
         Case("NaN", (nan,), {**two, "top_k": 2}, ([[2, 3]], [[1.25, 1.25]])),
         Case("no score", (least,), {**two, "top_k": 2}, ([[0, 1]], [[0.0, 0.0]])),
         Case("no token", (half[:0],), one, ([], [])),
@@ -330,7 +330,7 @@ def _grouped_cases() -> list[Case]:
 
 
 def _grouped_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    """Logits are integers from 0 on: sums of two scores are equal if these are."""
+    """Logits are integers of at least 0, so sums of two scores are equal only if the scores are."""
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 20), min_size)
     size = 5 if min_size else draw.one_of(5, 4, 8)
     seed, experts = draw.generator(), size * settings["num_groups"]
@@ -368,7 +368,7 @@ def _grouped_precise(
     value = scores * settings["scale"]
     if settings["normalize"]:
         value = value / (scores.sum(1, keepdim=True) + 1e-20)
-    # of an exponential as large as its argument, 4 at most, in score and sum; and eight more
+    # relative errors: exp has the error of its argument, at most 4, in score and sum; plus eight
     return None, Exact(value, value * 16)
 
 

@@ -51,8 +51,8 @@ def sinkhorn_error(
 ) -> Exact:
     """Compute the matrix of float64 ``logits`` that have absolute ``errors``."""
     value = reference.sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
-    # relative errors: of an exponential as large as its argument, of each division its own; an
-    # error of a logit in its row and its column, and in what these are divided by
+    # relative errors: exp has the error of its argument, and each division adds one; a logit's
+    # error reaches its row and column, and what divides these
     reach = logits.abs().nan_to_num(0.0, 0.0, 0.0) + 4 * errors / 2.0**-24
     return Exact(value, value * (reach.sum(1)[:, None, None] + 2 * iterations))
 

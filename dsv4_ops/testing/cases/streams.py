@@ -25,8 +25,8 @@ def _hyper_connection_cases() -> list[Case]:
     halves = [[[0.5, 0.5], [0.5, 0.5]]]
     out = torch.tensor([[2.0, 6.0]]).bfloat16()
     post, mix = torch.tensor([[1.0, 0.5]]), torch.tensor([[[1.0, 0.5], [0.0, 0.5]]])
-    # the mean of the squares 1, 9, 1 and 1 is 3: these products are 1, so pre_0 is that of
-    # 1 - 1, as without them, and the first row of logits is 4 - 3 twice
+    # the mean of the squares 1, 9, 1 and 1 is 3, so these products are 1: pre_0 is the sigmoid of 1
+    # - 1, as without them, and the first row of logits is 4 - 3 twice
     root = 3.0**0.5
     fn = torch.zeros(8, 4)
     fn[0, 0], fn[4, 0], fn[5, 1] = root, root, -root / 3
@@ -111,12 +111,12 @@ def _hyper_connection_precise(
         (gate * (4 * FP32_UNIT + of_pre))[..., None] * values.abs()
         + ((gate + eps)[..., None] * flipped)
     ).sum(1)
-    # rounded before it is normalised, to either of two neighbours
+    # the collapsed stream is rounded before its norm, to either of two neighbours
     rounded = collapsed.to(torch.bfloat16).double()
     scaled = torch.rsqrt(rounded.square().mean(1, keepdim=True) + norm_eps) * norm_weight
     x = rounded * scaled
     error = x.abs() + 2 * of_collapsed / BF16_UNIT * scaled.abs()
-    # the mean square changes with the largest of them
+    # the mean square changes with the largest value
     error = error + x.abs() * (of_collapsed / BF16_UNIT * scaled.abs()).amax(1, keepdim=True)
     return written, found_post, found_mix, Exact(x, error)
 

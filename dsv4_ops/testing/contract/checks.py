@@ -101,9 +101,9 @@ def check_opcheck(
     """Check with ``torch.library.opcheck`` that schema, fake and AOT dispatch agree with the op.
 
     Args:
-        traces: Bound of the calls checked under AOT dispatch, which takes nearly all of the time.
-        compiled: ``CompiledOps`` has the op: its compile goes through AOT dispatch in the first
-            configuration, here others do.
+        traces: Maximum calls to check under AOT dispatch, which takes nearly all of the time.
+        compiled: Whether ``CompiledOps`` has the op. It compiles the first configuration, which
+            includes AOT dispatch; this check then takes the other configurations.
     """
     first = op_testing(spec).settings[0]
     traced: set[tuple[Any, ...]] = set()
@@ -130,7 +130,7 @@ def _opchecks(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
 
 
 def _has_nan(outcome: Results) -> bool:
-    """Whether opcheck cannot check AOT dispatch, because it takes NaN as unequal to itself."""
+    """Whether opcheck cannot check AOT dispatch, because it treats NaN as unequal to NaN."""
     return any(bool(each.isnan().any()) for each in outcome if each.is_floating_point())
 
 
@@ -189,7 +189,7 @@ class CompiledOps:
         first = [part.inputs(part.first) for part in self.parts]
         before = _copies(first)
         # sizes that are equal by chance in the first call must not share a symbol; a float that
-        # starts as a symbol and ends as a constant would have the graph traced twice
+        # starts as a symbol and ends as a constant would cause a second trace
         with (
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined] # methods of config modules are made at import
             torch._dynamo.config.patch(specialize_float=True),
@@ -220,7 +220,7 @@ class CompiledOps:
         """Check that every op agrees with its reference in one call, without a recompile.
 
         Args:
-            cases: Of each part; None: a call that the compilation has compared.
+            cases: A call of each part; None for a call that the compilation compared already.
         """
         inputs = [
             part.inputs(case or part.first) for part, case in zip(self.parts, cases, strict=True)

@@ -244,8 +244,8 @@ def store_heads(target, head_valid, values, FIRST: tl.constexpr):
 
 @triton.jit
 def amax_of(values):
-    """Return the amax of all heads; NaN is ignored. For an amax per head Triton would give the loop
-    layouts that spill."""
+    """Return the amax of all heads; NaN is ignored. For an amax per head, Triton would choose
+    layouts for the loop that spill."""
     magnitude = tl.abs(values)
     if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
         magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)

@@ -95,8 +95,8 @@ def num_splits_of(
 def schedule_of(q: Tensor, units: int, tiles: int) -> TileSchedule | None:
     """Return how a batch with block tables is scheduled by its lengths, or None.
 
-    Few tokens are split by the widths of the tables alone, which takes no time. With symbolic sizes
-    a symbol decides.
+    Few tokens are split by the widths of their tables, which costs nothing. With symbolic sizes the
+    decision is a symbol.
     """
     if isinstance(units, int) and units < MIN_UNITS:
         return None

@@ -33,7 +33,7 @@ class Output:
 
 @aggregate
 class Partial:
-    """Partial results of a split, as ``Output``, with the scale of each row."""
+    """Partial results of a split: the fields of ``Output``, and the scale of each row."""
 
     out: Scalar
     lse: Scalar

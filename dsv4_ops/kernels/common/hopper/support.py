@@ -1,4 +1,4 @@
-"""Which calls the Gluon kernels for Hopper take.
+"""Which calls the Gluon kernels for Hopper support.
 
 Their loads, their dequantisation and their matrix products run in separate warps, which plain
 Triton cannot express. Inductor cannot compile Gluon: a graph calls an op that launches the kernel,

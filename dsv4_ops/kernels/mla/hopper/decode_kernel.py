@@ -96,7 +96,7 @@ class Lengths:
 
 @aggregate
 class Work:
-    """What a program attends to."""
+    """The query rows and the keys of a program."""
 
     queries: Queries
     tile: Tile
