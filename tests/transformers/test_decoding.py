@@ -61,9 +61,9 @@ def both(model, calls, ids=PROMPT, *, paged=None, **settings):
         )
         assert len(calls.texts) - before == (not processors)
         results.append((out, cache))
-    (ours, cache), (theirs, other) = results
-    assert torch.equal(ours, theirs)
-    assert ours.dtype == theirs.dtype
+    (ours, cache), (stock, other) = results
+    assert torch.equal(ours, stock)
+    assert ours.dtype == stock.dtype
     return ours, cache, other
 
 
