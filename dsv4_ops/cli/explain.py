@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from dsv4_ops.core.errors import argument_error
@@ -19,6 +20,9 @@ from dsv4_ops.dispatch.limits import WORDS
 from dsv4_ops.dispatch.prefill import NOTE
 from dsv4_ops.dispatch.probes import probe
 
+_SOURCE = "Measured on an H200 with: python -m benchmarks.choice"
+_WIDTH = 100
+
 
 def explain(op: str | None = None) -> str:
     """Describe the implementations of one op, or of every op whose callers choose.
@@ -30,7 +34,7 @@ def explain(op: str | None = None) -> str:
         ValueError: no such op.
     """
     lines = [line for spec in _chosen(op) for line in (*_of(spec), "")]
-    return "\n".join([*lines, "measured on an H200 by: python -m benchmarks.choice"])
+    return "\n".join([*lines, _SOURCE])
 
 
 def records(op: str | None = None) -> list[dict[str, Any]]:
@@ -75,24 +79,31 @@ def _record(spec: OpSpec) -> dict[str, Any]:
         state = {"usable": not obstacle, "reason": obstacle or "torch has it"}
         libraries[SCALED_MM] = {**state, "taken_from": SCALED_MM_FROM.get(spec.name, "")}
     each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
-    return {**each, "note": _note(spec), "libraries": libraries}
+    return {**each, "note": "; ".join(_notes(spec)), "libraries": libraries}
 
 
-def _note(spec: OpSpec) -> str:
+def _notes(spec: OpSpec) -> list[str]:
     """Say when the reference runs instead of our kernel, and how a prefill reads its rows."""
-    notes = [f"the reference for {WORDS[spec.name]}"] if spec.name in WORDS else []
-    if spec.name == "sparse_mla_prefill":
-        notes.append(NOTE)
-    return "; ".join(notes)
+    notes = [f"but the reference for {WORDS[spec.name]}"] if spec.name in WORDS else []
+    return [*notes, NOTE] if spec.name == "sparse_mla_prefill" else notes
 
 
 def _of(spec: OpSpec) -> list[str]:
-    record = _record(spec)
-    lines = [spec.name, f"  elsewhere  {REFERENCE}", f"  {DEVICES[0]:<9}  {ours(spec)}"]
-    if record["note"]:
-        lines.append(f"  {'':<9}  {record['note']}")
-    for library, here in record["libraries"].items():
-        when = here["taken_from"] or "only if asked for: it was faster at no size"
-        state = "usable" if here["usable"] else "not usable"
-        lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {here['reason']}"]
+    lines = [spec.name, *_wrapped("elsewhere", REFERENCE), *_wrapped(DEVICES[0], ours(spec))]
+    lines += [line for note in _notes(spec) for line in _wrapped("", note)]
+    for library, here in _record(spec)["libraries"].items():
+        sizes = here["taken_from"]
+        when = f"for {sizes}" if sizes else f"only with impl={library!r}: it was faster at no size"
+        state = "available here" if here["usable"] else "not available here"
+        lines += [*_wrapped(library, when), *_wrapped("", f"{state}: {here['reason']}")]
     return lines
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=f"  {label:<10} ",
+        subsequent_indent=" " * 13,
+        break_on_hyphens=False,
+    )

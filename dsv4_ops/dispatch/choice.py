@@ -43,7 +43,7 @@ There is none for groups, each of which is a call of its own: 196 us, and 81 us 
 (1024 tokens of ``o_a``, quantised input, eager)."""
 
 SCALED_MM_FROM = {
-    op: f"{least} tokens with activations in FP8, if their number is no symbol"
+    op: f"at least {least} tokens of FP8 activations, if their number is not symbolic"
     for op, least in SCALED_MM_TOKENS.items()
 }
 """``SCALED_MM_TOKENS`` in words."""
@@ -51,8 +51,8 @@ FASTER_LIBRARY = ("indexer_logits", DEEP_GEMM)
 """The op and the library that ``impl="auto"`` selects at the sizes of ``is_faster``."""
 
 MEASURED = (
-    "64 heads, from 32 tokens and 2048 columns on, 2^20 to 2^23 logits "
-    "(32.2 us at 32 x 32768 where ours takes 36.7)"
+    "64 heads, at least 32 tokens and 2048 columns, and 2^20 to 2^23 logits "
+    "(32 x 32768: 32.2 us, our kernel 36.7)"
 )
 """The sizes of ``is_faster`` in words. Measured on an H200 with ``python -m benchmarks.choice`` on
 2026-11-22, torch 2.11.0+cu130 and DeepGEMM of vLLM 0.22.1, in CUDA graphs over rotating inputs."""

@@ -301,16 +301,16 @@ def _inverse_rope_limit(values: Values) -> Limit | None:
 
 
 WORDS = {
-    "sparse_mla_decode": "rows other than 512 bfloat16 values, or other than 64 angles",
-    "sparse_mla_decode_paged": "rows other than 512 bfloat16 values, or other than 64 angles",
+    "sparse_mla_decode": "rows other than 512 bfloat16 values, or a rope_dim other than 64",
+    "sparse_mla_decode_paged": "rows other than 512 bfloat16 values, or a rope_dim other than 64",
     "sparse_mla_gathered": "GPUs other than Hopper, or rows other than 512 bfloat16 values",
     "sparse_mla_prefill": "rows other than 512 bfloat16 values",
-    "mla_decode": "latents that are no power of two, or rows that lie apart",
-    "mla_prefill": f"float32, or more than {MOST_COLUMNS} columns of a kind",
+    "mla_decode": "a kv_lora_rank that is no power of two, or rows that are not dense",
+    "mla_prefill": f"float32, or a NoPE, RoPE or value part of more than {MOST_COLUMNS} columns",
     "indexer_logits": "layout 'plain'",
     "indexer_select": f"layout 'plain', no heads, or topk above {LARGEST_TOPK}",
     "indexer_topk": f"topk above {LARGEST_TOPK}",
-    "cp_topk": f"more than {MOST_CANDIDATES} candidates of a token",
-    "inverse_rope_group": f"heads that are no power of two up to {WIDEST_HEAD} values",
+    "cp_topk": f"more than {MOST_CANDIDATES} candidates per token",
+    "inverse_rope_group": f"a head width that is no power of two up to {WIDEST_HEAD}",
 }
 """Calls on a GPU that our kernels do not support, in words; the reference runs them."""

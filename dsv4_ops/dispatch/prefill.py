@@ -17,10 +17,10 @@ _CALLS, _ROW, _ENTRY = 1_200_000, 50, 6
 for each key of a token and head tile, which is then dequantised once for all tokens."""
 
 NOTE = (
-    "on Hopper over a copy of its rows in bf16, where that is faster: "
-    f"{_CALLS / 1e5:g} us and {_ROW / 100} ns a row, for {_ENTRY / 100} ns a key of a token "
-    f"and 64 heads, all rows of a table counted; else with the keys of up to {PROGRAMS // 2} "
-    "tokens of 64 heads in splits"
+    "on Hopper it runs over a bf16 copy of the rows, if that saves time: a copy costs "
+    f"{_CALLS / 1e5:g} us and {_ROW / 100} ns per row of the block tables, and saves "
+    f"{_ENTRY / 100} ns per key of a token and 64 heads; otherwise calls of up to "
+    f"{PROGRAMS // 2} tokens of 64 heads split their keys"
 )
 """The rule for prefill in ``explain``."""
 

@@ -1,6 +1,7 @@
 """Steps of a patched model under Dynamo and torch.export; Inductor's code of them is run by the
 examples (``test_examples.py``) and on a GPU (``tests/gpu/test_model.py``)."""
 
+import sys
 from random import Random
 
 import pytest
@@ -186,13 +187,15 @@ def test_inputs_of_other_objects():
         v4.input_names(cache.tensors)
 
 
-def test_experts_that_need_python_are_refused(tmp_path):
-    """A package of them would be built, and fail where it runs."""
+def test_experts_that_need_python_are_refused(tmp_path, capsys, monkeypatch):
+    """A package of them would be built, and fail where it runs. A terminal shows the phases."""
     model = v4.patch(
         small_model(experts_implementation="grouped_mm"), kv="fp32", precision="reference"
     )
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.raises(NotImplementedError, match="must be made of ops that exist without Python"):
         v4.export_decode(model, new_cache(model), path=tmp_path / "decode.pt2")
+    assert capsys.readouterr().err == "export_decode: tracing the step\n"
 
 
 def test_prefill_compiles_twice_for_any_number_of_tokens():

@@ -545,7 +545,8 @@ def test_crop_moves_lengths_back():
     with pytest.raises(NotImplementedError) as raised:
         cache_of().crop(-1)
     assert str(raised.value) == (
-        "PagedCache: crop must be called on a cache without windows and states, which overwrite "
-        "earlier ones, got rings of swa, c4_states, c128_states. "
-        "Pass position_ids that go back, as far as next_n allows."
+        "PagedCache: crop must be called on a cache that keeps every key, got one that overwrites "
+        "old window keys and compressor states. To take back drafts, make the cache with next_n = "
+        "1 + their number and pass position_ids from the first rejected one; to begin anew, call "
+        "reset."
     )

@@ -448,10 +448,10 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             raise argument_error(
                 "PagedCache",
                 "crop",
-                must="be called on a cache without windows and states, which overwrite earlier "
-                "ones",
-                got="rings of " + ", ".join(self.rings),
-                do="Pass position_ids that go back, as far as next_n allows",
+                must="be called on a cache that keeps every key",
+                got="one that overwrites old window keys and compressor states",
+                do="To take back drafts, make the cache with next_n = 1 + their number and pass "
+                "position_ids from the first rejected one; to begin anew, call reset",
                 kind=NotImplementedError,
             )
         count = int(tokens_to_remove)

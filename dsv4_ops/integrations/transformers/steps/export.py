@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +26,8 @@ from dsv4_ops.integrations.transformers.steps.step import (
     spec_of,
 )
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
+
+_log = logging.getLogger(__name__)
 
 _BATCH = ("tokens", "query_start_loc", "seq_lens", "rows")
 _COUNTERS = ("dropped", "seq_lens", "written")
@@ -154,6 +158,7 @@ def export_decode(
     count, target = _checked(op, model, cache, path, num_reqs)
     inputs = decode_inputs(padding_batch(cache, count, count * tokens_per_request), cache)
     module = DecodeModule(model, cache, state_rings=tokens_per_request > 1)
+    _report(op, "tracing the step")
     program = torch.export.export(module, inputs, strict=False)
     return _package(op, program, target, _metadata(model, cache, inputs))
 
@@ -197,6 +202,7 @@ def export_prefill(
     Checks(op).at_least(2, max_tokens=most)
     example = min(most, 2 * count + 1)  # neither 0 nor 1, nor equal to another size
     inputs = decode_inputs(padding_batch(cache, count, example), cache)
+    _report(op, "tracing the step")
     program = torch.export.export(
         PrefillModule(model, cache),
         inputs,
@@ -265,9 +271,19 @@ def _package(
     _check_exportable(op, program)
     from dsv4_ops.lowering._compat import aoti_compile_and_package
 
+    _report(op, "compiling kernels and C++, which takes minutes for a large model")
     settings = {"aot_inductor.metadata": metadata}
     package = aoti_compile_and_package(program, package_path=str(target), inductor_configs=settings)
+    _report(op, f"wrote {package}")
     return Path(package)
+
+
+def _report(op: str, phase: str) -> None:
+    """Log a phase; where INFO is not logged, print it if the user watches a terminal."""
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("%s: %s", op, phase)
+    elif sys.stderr.isatty():
+        print(f"{op}: {phase}", file=sys.stderr, flush=True)
 
 
 def _check_exportable(op: str, program: torch.export.ExportedProgram) -> None:
