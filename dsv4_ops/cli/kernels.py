@@ -471,7 +471,7 @@ def report(capability: int = 90, progress: Callable[[str], object] = str) -> lis
     90 is H100 and H200. ``progress`` is called with the next kernel's name.
     """
     reports, cases = [], examples()
-    progress(f"kernels: compiling the kernels of {len(cases)} calls, which takes minutes")
+    progress(f"kernels: compiling the kernels of {len(cases)} calls, which takes about 3 minutes")
     where = divmod(capability, 10)
     for number, (name, (args, settings)) in enumerate(cases.items(), 1):
         progress(f"kernels: compiling {name} ({number} of {len(cases)})")

@@ -101,8 +101,11 @@ class _Launch:
 
 
 def _list_and_index(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]:
-    """Add an argument to its list unless it is there, and return the list and the index. A written
-    tensor that is also passed to a read parameter stands in for None, and is not read."""
+    """Add an argument to its list, unless the list has it; return the list and the index.
+
+    A launcher may pass a written tensor to a parameter in place of None; the kernel does not read
+    it there, so it is in one list only.
+    """
     if not isinstance(value, Tensor):
         lists["numbers"].append(value)
         return "numbers", len(lists["numbers"]) - 1
@@ -131,4 +134,4 @@ def _launch(
 launch_hopper = opaque_op.define(
     "_launch_hopper", _SCHEMA, _launch, lambda *_: None, torch.Tag.needs_exact_strides
 )
-"""Its numbers include strides, so Inductor must not choose others."""
+"""The launch op. Its numbers include strides, so Inductor must not change the layouts."""

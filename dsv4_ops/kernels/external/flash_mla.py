@@ -217,7 +217,7 @@ def mla_decode(
     block_size: int,
     **settings: Any,
 ) -> MlaAttention:
-    """Attend with each token as a request of its own, planned in the call."""
+    """Pass each token as a request of its own; FlashMLA plans in the call."""
     if q.shape[0] == 0:
         out = q.new_empty((*q.shape[:2], WIDTH))
         return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))

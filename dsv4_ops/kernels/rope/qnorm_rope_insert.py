@@ -61,7 +61,7 @@ def _normalise_heads(
     values = widen(tl.load(address, mask=mask[:, None], other=0.0))
     inverse_rms = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + EPS)
     tokens = token + tl.zeros((1,), tl.int32)
-    # loaded again, from the L1: few values, in a layout of their own
+    # load the last values again, from the L1, in a layout for the rotation
     rotated = _load_rotated_tail(
         src, dim_stride, mask, inverse_rms, tokens, positions, angles, CODE_DIM, ROPE_DIM
     )

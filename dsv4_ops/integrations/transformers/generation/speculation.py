@@ -73,8 +73,8 @@ def speculative_step(
             ``verify_draft``, then one per new draft.
         temperature: 0 for greedy decoding, without ``draft_probs`` and ``uniforms``; above 0 for
             sampling.
-        warp: Changes logits [rows, vocab_size] before sampling, for example keeps the most likely
-            ones; for the model and the drafts.
+        warp: Function that changes logits [rows, vocab_size] before sampling, for example to keep
+            only the most likely tokens. It applies to the model and to the drafts.
 
     Returns:
         The new tokens and the next step.

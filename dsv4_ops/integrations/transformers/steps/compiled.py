@@ -318,7 +318,7 @@ class CompiledStep:
 
 
 def _check_options(op: str, options: dict[str, Any]) -> None:
-    """Raise if a step does not take a keyword argument, or not with this value."""
+    """Raise if a step lacks one of these keyword arguments, or a value is not a bool."""
     names = ("state_rings",) if op == decode_step.__name__ else ()
     for name, value in options.items():
         if name not in names:
