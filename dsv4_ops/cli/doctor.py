@@ -311,7 +311,7 @@ def selftest() -> None:
 
 
 def _selftest_outcome() -> str:
-    """Run ``selftest`` in a fresh process without caches, whose first compile must be lowered."""
+    """Run ``selftest`` in a fresh process without caches, which must use the lowerings at once."""
     code = "import dsv4_ops.cli.doctor as d; d.selftest()"
     status, _, message = _child(["-c", code], TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     return f"exit status {status}: {message}" if status else "passed"

@@ -40,8 +40,8 @@ def explain(op: str | None = None) -> str:
 def records(op: str | None = None) -> list[dict[str, Any]]:
     """Return the content of ``explain`` as JSON-compatible values.
 
-    Each op has its implementation on CUDA and elsewhere, and its libraries with the sizes at which
-    "auto" selects them and whether they are usable here.
+    An op has its implementation on CUDA and elsewhere, and its libraries. A library has the sizes
+    at which "auto" selects it, and whether it is usable here.
 
     Raises:
         ValueError: as ``explain``.

@@ -6,8 +6,8 @@ How a lowering takes effect without importing Inductor, and without a call by th
 ``FunctionalTensorMode``). Every graph that AOTAutograd traces - for ``torch.compile`` and for
 AOTInductor - passes through that mode before Inductor lowers anything, so the rule is the first
 code that sees the op inside a compiler. It loads the op's lowering, and then either traces the
-decomposition instead of the op or registers the lowering with Inductor. So importing ``dsv4_ops``
-loads torch only, and still the first compilation of a process uses the lowerings.
+decomposition instead of the op or registers the lowering with Inductor. Importing ``dsv4_ops``
+therefore loads torch only, and the first compilation of a process still uses the lowerings.
 
 ``torch.export`` keeps the op whole: an exported program names the op, and is lowered when it is
 compiled. The rule tells the two apart by the switch of ``torch.library.triton_op``;

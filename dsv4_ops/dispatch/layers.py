@@ -1,6 +1,6 @@
 """Load the parts of an op by name from other layers: kernels, lowerings and cases only when needed.
 
-A name in a string counts as an import: only this module names a higher layer in a string.
+Such a name in a string is an import in disguise, so no other module may hold one of a higher layer.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ def experts(
 
     Raises:
         ValueError: shapes that disagree, sizes that are not multiples of a block, a transposed
-            scale, several devices, or an unknown word.
+            scale, several devices, or an unknown setting.
         TypeError: a dtype other than the ones above.
         NotImplementedError: activations in FP8 with weights in bfloat16.
 

@@ -78,7 +78,7 @@ def quantize_rows(
 
     Raises:
         ValueError: a ``block`` that does not divide in_features, a number out of range, or an
-            unknown word.
+            unknown setting.
         TypeError: a dtype other than bfloat16.
 
     Compile: one reduction of Inductor, which fuses with a preceding norm; dynamic in num_tokens;
@@ -143,7 +143,7 @@ def fp8_linear(
 
     Raises:
         ValueError: shapes that disagree, a transposed or missing scale, several devices, or an
-            unknown word.
+            unknown setting.
         TypeError: a dtype other than the ones above.
         RuntimeError, NotImplementedError: ``impl`` is not available here, or does not support the
             call.
@@ -215,7 +215,7 @@ def fp8_grouped_linear(
 
     Raises:
         ValueError: shapes that disagree, groups that do not divide the weight into blocks, a
-            transposed or missing scale, several devices, or an unknown word.
+            transposed or missing scale, several devices, or an unknown setting.
         TypeError: a dtype other than the ones above.
 
     Compile: as ``fp8_linear``, on a CPU with one batched product.

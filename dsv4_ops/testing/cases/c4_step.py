@@ -76,7 +76,7 @@ def _decode(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _determined(case: Case) -> bool:
-    """Whether neither compressor saves a state to a slot from which a window reads another."""
+    """Whether neither compressor overwrites a state that a window of the same call reads."""
     calls = parts(case)
     return all(compressor.determined(calls[part]) for part in ("compressor", "indexer_compressor"))
 

@@ -423,7 +423,7 @@ def read_slots(case: Case) -> set[int]:
 
 
 def determined(case: Case) -> bool:
-    """Whether no token saves a state to a slot from which a window reads another state."""
+    """Whether no token overwrites a state that a window of the same call reads."""
     slots: Any = case.tensors[_SLOTS]
     return not read_slots(_windows_of(case)) & {int(slot) for slot in slots}
 

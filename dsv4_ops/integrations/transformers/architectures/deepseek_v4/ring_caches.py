@@ -1,4 +1,4 @@
-"""Steps over caches whose window keys and compressor states are rings."""
+"""Steps over caches that keep window keys and compressor states in rings."""
 
 from __future__ import annotations
 
