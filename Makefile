@@ -4,7 +4,6 @@
 # make docs  the site of docs/ into build/site; fails at any warning
 # make env  the environment of tests; make venv  that of all targets
 # make demo MODEL=v3  stock Hugging Face beside ours on a small DeepSeek-V4 or V3, measured here; minutes
-# make figures  figures of README and docs/, and plots, written anew from the rows in benchmarks/
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
 # make tensorrt-stubs  torch-tensorrt without TensorRT, for tests/tensorrt, into build/
@@ -43,7 +42,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 STUBS ?= build/tensorrt_stubs
 
-.PHONY: tensorrt-stubs check test test-all test-gpu smoke lanes demo figures lint docs kernels env venv
+.PHONY: tensorrt-stubs check test test-all test-gpu smoke lanes demo lint docs kernels env venv
 
 check: export DSV4_OPS_EXAMPLES ?= 40
 check: $(TEST_STAMP)
@@ -73,9 +72,6 @@ lanes:
 # waiting threads that spin would take the core from the compiler
 demo: $(TEST_STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m examples.demo $(if $(MODEL),--model $(MODEL)) $(DEMO_ARGS)
-
-figures: $(TEST_STAMP)
-	$(BIN)/python -m benchmarks.page
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

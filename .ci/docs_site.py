@@ -1,7 +1,7 @@
 """What the site of ``docs/`` needs besides its pages (``mkdocs.yml`` loads this file).
 
 Links of a page that lead out of ``docs/``, as they work in the repository, become links to the
-repository; the pictures among them become files of the site. A link to no file is a warning.
+repository. A link to no file is a warning.
 Sections of docstrings that griffe does not know (Mutates, Compile, Source) become paragraphs.
 """
 
@@ -14,20 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)([^)]*\))")
 _OWN_SECTION = re.compile(r"^(Mutates|Compile|Source): *(.*(?:\n(?: +.*)?)*)", re.M)
 _warn = logging.getLogger("mkdocs.docs_site").warning
-
-
-def on_files(files: Any, *, config: Any) -> Any:
-    """Add the plots of the benchmarks."""
-    for picture in sorted(ROOT.glob("benchmarks/results/*/*.png")):
-        name = picture.relative_to(ROOT).as_posix()
-        files.append(File.generated(config, name, abs_src_path=str(picture)))
-    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
@@ -41,9 +32,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
             return found[0]
         if not (ROOT / path).exists():
             _warn("%s: link to a file that is not there: %s", page.file.src_uri, target)
-        if before.startswith("!"):
-            up = posixpath.relpath(path, posixpath.dirname(page.file.src_uri) or ".")
-            return f"{before}{up}{after}"
         return f"{before}{config.repo_url}/blob/main/{path}{after}"
 
     return _LINK.sub(link, markdown)

@@ -52,8 +52,6 @@ PROSE = {
         (
             *("dsv4_ops/kernels/", "dsv4_ops/core/layout.py"),
             *("docs/", "README.md", "CONTRIBUTING.md", ".ci/"),  # pages of the site
-            *("benchmarks/page.py", "benchmarks/harness/"),
-            "tests/benchmarks/test_page.py",
         ),
     ),
 }

@@ -12,13 +12,12 @@ import contextlib
 import functools
 import importlib
 import itertools
-import json
 import os
 import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -30,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 import dsv4_ops as ops
 from benchmarks.baselines.stock_model import flash_shaped
-from benchmarks.harness.options import add_cases, chosen_device
-from benchmarks.harness.report import stamp
+from benchmarks.harness.options import chosen_device
+from benchmarks.harness.report import Report, one_line
 from benchmarks.harness.timing import Capture, device_activities, wall_us
 from benchmarks.mla_model import v3_shaped
 from benchmarks.run import BenchError
@@ -56,14 +55,11 @@ from dsv4_ops.ops.context_parallel import GATHERS
 from dsv4_ops.testing.models import head_plan, small_mla_model, small_model
 from dsv4_ops.testing.released_model import keep_float32
 
-GROUPS = ("combine", "gather", "layer", "v4_layer", "v4_model", "v3_model")
+CASES = ("combine", "gather", "layer", "v4_layer", "v4_model", "v3_model")
 RANK, ONE_GPU, TENSOR, CONTEXT = 512, "one GPU", "tensor parallel", "context parallel"
 SPLIT = "heads and experts split, rows shared"
 CUDA_VARIANTS = ("reduce_scatter", "all_to_all", "symmetric_memory")
 CPU_VARIANTS = CUDA_VARIANTS[:2]
-
-Stamp = dict[str, Any]
-"""Where, when and with what a row was measured."""
 
 _HEADS, _TOKENS = (64, 128), (1, 4, 16, 32, 64, 128, 256)
 _CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
@@ -114,7 +110,6 @@ class Row:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
-    add_cases(parser, GROUPS)
     parser.add_argument("--ranks", type=int, metavar="N", help="default: all GPUs; 2 on a CPU")
 
 
@@ -189,14 +184,7 @@ class Ranks:
     """What a process measures; rank 0 keeps the rows."""
 
     def __init__(
-        self,
-        rank: int,
-        world: int,
-        device: torch.device,
-        smoke: bool,
-        folder: str,
-        file: str,
-        stamped: Stamp,
+        self, rank: int, world: int, device: torch.device, smoke: bool, folder: str, output: Report
     ) -> None:
         self.rank, self.world, self.device, self.smoke = rank, world, device, smoke
         self.group = dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -208,7 +196,7 @@ class Ranks:
         self.variants: dict[str, Callable[..., Any]] = {
             via: _compiled(call) if compiled else call for via, call in self.eager.items()
         }
-        self.folder, self.file, self.stamped = folder, file, stamped
+        self.folder, self.output = folder, output
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -220,11 +208,10 @@ class Ranks:
         try:
             row.us = measure()
         except Exception as error:
-            row.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        self.say(line(row))
+            row.error = one_line(error)
+        self.say(str(row))
         if self.rank == 0:
-            with Path(self.file).open("a") as file:
-                file.write(json.dumps(asdict(row) | self.stamped) + "\n")
+            self.output.add(row)
 
     def combine(self) -> None:
         """Check all variants, then time them."""
@@ -547,27 +534,8 @@ def _combining(combine: Callable[..., Any] | None) -> Iterator[None]:
         vars(layer)["cp_combine"] = before
 
 
-HEADER = "| what | ranks | variant | heads | tokens | context | us |\n|---|---|---|---|---|---|---|"
-
-
-def line(row: Row) -> str:
-    """A row of the table."""
-    context = "" if row.context == 0 else f"{max(row.context // 1024, 1)}k"
-    us = "" if row.us is None else f"{row.us:.1f}"
-    cells = (row.group, row.ranks, row.variant, row.heads, row.tokens, context, us)
-    return "| " + " | ".join(map(str, cells)) + " |" + (f" {row.error}" if row.error else "")
-
-
-def _process(
-    rank: int,
-    world: int,
-    kind: str,
-    groups: Sequence[str],
-    smoke: bool,
-    folder: str,
-    file: str,
-    stamped: Stamp,
-) -> None:
+def _process(rank: int, world: int, kind: str, groups: Sequence[str], *settings: Any) -> None:
+    smoke, folder, output = settings
     if kind == "cuda":
         torch.cuda.set_device(rank)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
@@ -580,9 +548,7 @@ def _process(
     )
     torch._dynamo.config.recompile_limit = 64  # calls of all variants share a frame
     with torch.no_grad():
-        ranks = Ranks(rank, world, device, smoke, folder, file, stamped)
-        name = torch.cuda.get_device_name(device) if kind == "cuda" else "CPU, gloo"
-        ranks.say(f"{world} x {name}, torch {torch.__version__}\n\n{HEADER}")
+        ranks = Ranks(rank, world, device, smoke, folder, output)
         for group in groups:
             getattr(ranks, group)()
     dist.barrier()
@@ -596,21 +562,16 @@ def run(options: argparse.Namespace) -> None:
     world = options.ranks or (2 if on_cpu else torch.cuda.device_count())
     if world < 2 or (not on_cpu and world > torch.cuda.device_count()):
         raise BenchError(f"context_parallel: it takes 2 ranks or more with a GPU each, got {world}")
-    groups = options.cases or GROUPS
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "context_parallel.jsonl"
-    path.write_text("")
-    stamped = stamp(device, options.command)
-    stamped["device"] = f"{world} x {stamped['device']}"
+    groups = options.cases or CASES
+    output = Report(options, device)
+    output.stamp["device"] = f"{world} x {output.stamp['device']}"
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # the weights of models
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        settings = (groups, options.smoke or on_cpu, folder, str(path), stamped)
+        settings = (groups, options.smoke or on_cpu, folder, output)
         start: Any = importlib.import_module("torch.multiprocessing").spawn
         start(_process, (world, device.type, *settings), nprocs=world)
-    written = [json.loads(each) for each in path.read_text().splitlines()]
-    rows = [Row(**{each.name: row[each.name] for each in fields(Row)}) for row in written]
-    (out / "context_parallel.md").write_text("\n".join([HEADER, *map(line, rows)]) + "\n")
-    failed = [row for row in rows if row.error]
+    output.read()
+    output.finish("Ranks that share a cache, microseconds of all ranks")
+    failed = [row["error"] for row in output.rows if row["error"]]
     if failed:
-        raise BenchError(f"{len(failed)} cases failed, {failed[0].error}")
+        raise BenchError(f"{len(failed)} cases failed, {failed[0]}")

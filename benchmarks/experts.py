@@ -13,7 +13,6 @@ from torch import Tensor
 import dsv4_ops as ops
 from benchmarks.baselines import humming
 from benchmarks.harness import weights
-from benchmarks.harness.options import add_cases
 from benchmarks.harness.weights import Row, time_forms
 from benchmarks.run import BenchError
 from dsv4_ops.dispatch.providers import choice_of
@@ -22,7 +21,7 @@ NUM_EXPERTS, TOPK, WIDTH, SIZE, LIMIT = 256, 6, 4096, 2048, 10.0
 """Those of DeepSeek-V4-Flash."""
 
 W4A8 = "w4a8"
-GROUPS = ("fp4", W4A8, "fp8", "bf16")
+CASES = ("fp4", W4A8, "fp8", "bf16")
 """Of weights; activations are in bf16, but in FP8 for the second, whose weights are in FP4."""
 
 CHECKED, CHECK_SCALE = 8, 64.0
@@ -36,7 +35,6 @@ _CALLS = {1: 8, 8: 8}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
-    add_cases(parser, GROUPS)
     help = "of fp4: time Humming's kernels too; fails where humming-kernels cannot be imported"
     parser.add_argument("--humming", action="store_true", help=help)
 
@@ -147,9 +145,9 @@ def run(options: argparse.Namespace) -> None:
     library = humming.load() if options.humming else None
 
     def cases() -> Iterator[tuple[Row, Callable[[Row, torch.device], None]]]:
-        for group in options.cases or GROUPS:
+        for group in options.cases or CASES:
             for tokens in _TOKENS[:1] if options.smoke else _TOKENS:
                 if options.match is None or options.match in f"{group} {tokens}":
                     yield Row(group, tokens), functools.partial(measure, group, library)
 
-    weights.run("experts", options, cases())
+    weights.run(options, cases())

@@ -13,18 +13,8 @@ from torch import Tensor
 from benchmarks.baselines import deep_gemm, vllm_metadata
 from benchmarks.cases.indexer_cases import indexer_cases
 from benchmarks.cases.token_check import Tolerance, outside
-from benchmarks.harness import report
-from benchmarks.harness.measure import (
-    FLOP_PER_US,
-    ComputeBench,
-    notes_of,
-    roofline_notes,
-    run_cases,
-)
-from benchmarks.harness.options import add_cases
-from benchmarks.harness.plot import indexer_panels, try_plot
-from benchmarks.harness.report import Report
-from benchmarks.harness.rows import COMPUTE_CPU_COLUMNS, COMPUTE_CUDA_COLUMNS, IndexerRow
+from benchmarks.harness.measure import FLOP_PER_US, OpBench, run_cases
+from benchmarks.harness.rows import OpRow
 from benchmarks.harness.work import Case
 
 CASES = ("logits", "select")
@@ -37,35 +27,36 @@ SHARED = 0.99
 """Share of the selected rows that the baseline selects too: FP8 products are
 rounded, and which of two close scores is larger depends on it."""
 
-_SMOKE_CASES = ("select",)
-_BATCHES = (1, 8, 64, 128)
-_CONTEXTS = (8192, 32768, 65536, 131072)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
-    add_cases(parser, CASES)
+_BATCHES, _CONTEXTS = (1, 8, 64, 128), (8192, 32768, 65536, 131072)
 
 
 def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
     """The cases of some groups."""
-    batches, contexts = ((2, 5), (2560,)) if smoke else (_BATCHES, _CONTEXTS)
-    return [
-        case for group in groups for case in indexer_cases(group, batches, contexts, smoke=smoke)
-    ]
+    sizes = ((2, 5), (2560,)) if smoke else (_BATCHES, _CONTEXTS)
+    return [case for group in groups for case in indexer_cases(group, *sizes, smoke=smoke)]
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check and time the cases of the command line; rows, table and plot go to ``options.out``."""
-    groups = options.cases or (_SMOKE_CASES if options.smoke else CASES)
-    run_cases(options, chosen_cases(groups, smoke=options.smoke), Bench, finish)
+    """Check and time the cases of the command line; rows and table go to ``options.out``."""
+    groups = options.cases or (CASES[1:] if options.smoke else CASES)
+    run_cases(options, chosen_cases(groups, smoke=options.smoke), Bench)
 
 
-class Bench(ComputeBench[IndexerRow]):
+class Bench(OpBench):
     """The limit is memory or the FP8 matrix units; DeepGEMM has logits only, so that PyTorch
     selects from them."""
 
-    row_type = IndexerRow
+    title = (
+        "Lightning indexer, microseconds; before timing every score was within 1.5 times the error "
+        "that the reference has against float64, or that the FP8 matrix unit allows"
+    )
+    notes = (
+        "Shapes are requests x context; 4 tokens are one row.\n"
+        f"baseline: {vllm_metadata.VERSION}'s DeepGEMM on the same inputs, its plan made before: "
+        "logits; of select, logits and torch.topk of them.\n"
+        "baseline_agrees: its logits are ours within the tolerance of its own tests; of our "
+        f"selected rows it selects {SHARED:.0%}.",
+    )
     flop_per_us = 2 * FLOP_PER_US
 
     def load(self, folder: Path) -> Any:
@@ -73,7 +64,7 @@ class Bench(ComputeBench[IndexerRow]):
 
     def compare_baseline(
         self,
-        row: IndexerRow,
+        row: OpRow,
         baseline: Sequence[Tensor],
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
@@ -84,7 +75,7 @@ class Bench(ComputeBench[IndexerRow]):
         else:
             found = _not_shared(baseline[0], ours[0])
         row.baseline_agrees = found is None
-        row.baseline_note = "; ".join(text for text in (row.baseline_note, found) if text) or None
+        row.say("baseline_note", found)
 
 
 def _not_shared(baseline: Tensor, ours: Tensor) -> str | None:
@@ -93,32 +84,3 @@ def _not_shared(baseline: Tensor, ours: Tensor) -> str | None:
     found = (ours[:, :, None] == baseline[:, None].int()).any(-1) & there
     shared, total = int(found.sum()), int(there.sum())
     return None if shared >= SHARED * total else f"{shared} of {total} selected rows are shared"
-
-
-def finish(
-    output: Report[IndexerRow], device: torch.device, left_out: Sequence[str], with_plot: bool
-) -> None:
-    """Table and plot of all rows."""
-    cuda = device.type == "cuda"
-    measured = [row for row in output.rows if row.error is None]
-    title = (
-        "Lightning indexer, microseconds; before timing every score was within 1.5 times the error "
-        "that the reference has against float64, or that the FP8 matrix unit allows"
-    )
-    columns = COMPUTE_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
-    notes = roofline_notes(output.rows, Bench.flop_per_us, *_NOTES)
-    notes += notes_of(output.rows, left_out)
-    output.write_text(report.text(title, output, report.table(measured, columns), *notes))
-    if with_plot:
-        title = f"Lightning indexer · {output.stamp['device']}"
-        panels = indexer_panels(measured, cuda=cuda)
-        try_plot(panels, output.path(".png"), title=title, ylabel="microseconds per call")
-
-
-_NOTES = (
-    "Shapes are requests x context; 4 tokens are one row.",
-    f"baseline: {vllm_metadata.VERSION}'s DeepGEMM on the same inputs, its plan made before: "
-    "logits; of select, logits and torch.topk of them.",
-    "baseline_agrees: its logits are ours within the tolerance of its own tests; of our selected "
-    f"rows it selects {SHARED:.0%}.",
-)

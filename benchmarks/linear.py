@@ -12,7 +12,6 @@ from torch.nn.functional import linear
 
 import dsv4_ops as ops
 from benchmarks.harness import weights
-from benchmarks.harness.options import add_cases
 from benchmarks.harness.weights import Row, time_forms
 from dsv4_ops.dispatch.providers import choice_of
 from dsv4_ops.reference.linear import weight_values
@@ -28,15 +27,10 @@ LAYERS = {
 }
 """Groups, rows and columns of DeepSeek-V4-Flash's weights."""
 
-FORMATS = {"w8a16": "bf16", "w8a8": "fp8"}
+CASES = {"w8a16": "bf16", "w8a8": "fp8"}
 _TOKENS, _MORE_TOKENS = (1, 8, 32, 64), (128, 1024)
 _ROTATED = 3 * 10**8
 """Bytes of all weights that a graph multiplies by: several times the L2."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
-    add_cases(parser, tuple(FORMATS))
 
 
 def fp8_weight(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -80,13 +74,13 @@ def run(options: argparse.Namespace) -> None:
     """Check and time the layers of the command line; rows and table go to ``options.out``."""
 
     def cases() -> Iterator[tuple[Row, Callable[[Row, torch.device], None]]]:
-        for group in options.cases or FORMATS:
+        for group in options.cases or CASES:
             for name in LAYERS:
                 label = f"{group} {name}"
                 tokens = _TOKENS + _MORE_TOKENS if group == "w8a16" else (64, *_MORE_TOKENS)
                 for count in tokens[:2] if options.smoke else tokens:
                     if options.match is None or options.match in label:
-                        call = functools.partial(measure, name, FORMATS[group])
+                        call = functools.partial(measure, name, CASES[group])
                         yield Row(label, count), call
 
-    weights.run("linear", options, cases())
+    weights.run(options, cases())

@@ -15,23 +15,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines.stock_model import flash_shaped, in_released_precision
-from benchmarks.harness import report
 from benchmarks.harness.live_bytes import peak_bytes
 from benchmarks.harness.options import chosen_device, size
-from benchmarks.harness.report import Report, stamp
+from benchmarks.harness.report import Report
 from benchmarks.run import WrongResult
 from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.testing.checkpoint import FLASH
-from dsv4_ops.testing.released_model import keep_float32, on_meta
+from dsv4_ops.testing.released_model import on_meta, released_model
 
 INDEX_TOPK = 512
 """Rows that the indexer of the released Flash selects; ``FLASH`` has those of a tiny model."""
 CLOSE = 0.01
 """Of weights and caches: blocks of the allocator are multiples of 512 bytes."""
 
-_SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
-_SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 128, "vocab_size": 260}
+SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
+SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 128, "vocab_size": 260}
 
 
 @dataclass(kw_only=True)
@@ -54,12 +52,6 @@ class MemoryRow:
     outside_gb: float | None = None
 
 
-COLUMNS = (
-    "part", "requests", "tokens", "context", "computed_gb", "allocated_gb", "reserved_gb",
-    "outside_gb",
-)  # fmt: skip
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
     parser.add_argument("--requests", type=size, help="default: 8; 2 on a CPU")
@@ -68,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(experts: int, **changed: Any) -> dict[str, Any]:
-    """The ``config.json`` of the four layers that ``flash_shaped`` makes."""
+    """The ``config.json`` of four layers of Flash: window, C4, C128, C4."""
     return {
         **FLASH,
         "num_hidden_layers": 4,
@@ -126,19 +118,16 @@ class Allocator:
             self.before = self._settled()
             torch.cuda.reset_peak_memory_stats()
 
-    def held(self, row: MemoryRow) -> MemoryRow:
-        """Write what is held since ``start``."""
-        if self.cuda:
-            allocated, reserved = self._settled()
-            self._write(row, allocated, reserved)
-        return row
-
-    def peak(self, row: MemoryRow) -> MemoryRow:
-        """Write the most that was held at once since ``start``."""
+    def write(self, row: MemoryRow, *, peak: bool = False) -> MemoryRow:
+        """Write what is held since ``start``, or the most that was held at once."""
         if self.cuda:
             torch.cuda.synchronize()
             most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            self._write(row, *most)
+            allocated, reserved = most if peak else self._settled()
+            free, total = torch.cuda.mem_get_info()
+            row.allocated_gb = (allocated - self.before[0]) / 1e9
+            row.reserved_gb = (reserved - self.before[1]) / 1e9
+            row.outside_gb = (total - free - torch.cuda.memory_reserved()) / 1e9
         return row
 
     def _settled(self) -> tuple[int, int]:
@@ -146,12 +135,6 @@ class Allocator:
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-
-    def _write(self, row: MemoryRow, allocated: int, reserved: int) -> None:
-        free, total = torch.cuda.mem_get_info()
-        row.allocated_gb = (allocated - self.before[0]) / 1e9
-        row.reserved_gb = (reserved - self.before[1]) / 1e9
-        row.outside_gb = (total - free - torch.cuda.memory_reserved()) / 1e9
 
 
 @torch.no_grad()
@@ -161,8 +144,8 @@ def run(options: argparse.Namespace) -> None:
 
     device = chosen_device(options)
     cpu = device.type == "cpu"
-    output: Report[MemoryRow] = Report(options.out, "memory", stamp(device, options.command))
-    small = _SMALL if cpu else {}
+    output = Report(options, device)
+    small = SMALL if cpu else {}
     requests = options.requests or (2 if cpu else 8)
     context = options.context or (64 if cpu else 131072)
     config = config_of(options.experts, **small)
@@ -172,19 +155,17 @@ def run(options: argparse.Namespace) -> None:
         output.add(row)
         print(row, flush=True)
 
-    made = flash_shaped(num_experts=options.experts, device=device, **small)
-    model = v4.patch(keep_float32(in_released_precision(made)))
-    del made
+    model = v4.patch(released_model(config, device=device))
     computed = sum(weight_bytes(config).values())
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
     if held != computed:
         raise WrongResult(f"memory: the model has {held} bytes of weights, computed {computed}")
-    add(_checked(memory.held(MemoryRow(part="weights", computed_gb=computed / 1e9))))
+    add(_checked(memory.write(MemoryRow(part="weights", computed_gb=computed / 1e9))))
     memory.start()
     cache = v4.PagedCache.for_model(model, max_batch_size=requests, max_cache_len=context)
     computed = sum(cache.memory().values())
     row = MemoryRow(part="cache", requests=requests, context=context, computed_gb=computed / 1e9)
-    add(_checked(memory.held(row)))
+    add(_checked(memory.write(row)))
     for tokens in (1, min(cache.max_chunk, context)):
         computed = step_bytes(config, requests, tokens, context)
         step = _step(model, cache, requests, tokens, context)
@@ -193,11 +174,11 @@ def run(options: argparse.Namespace) -> None:
         step()
         part = "decode, eager" if tokens == 1 else "prefill, eager"
         sizes = {"requests": requests, "tokens": requests * tokens, "context": context}
-        add(memory.peak(MemoryRow(part=part, **sizes, computed_gb=computed / 1e9)))
+        row = MemoryRow(part=part, **sizes, computed_gb=computed / 1e9)
+        add(memory.write(row, peak=True))
     if not cpu:
         _capture(memory, model, cache, requests, context, add)
-    table = report.table(output.rows, COLUMNS)
-    output.write_text(report.text("Memory of 4 layers in the released precision", output, table))
+    output.finish("Memory of 4 layers in the released precision")
 
 
 def _capture(
@@ -222,7 +203,7 @@ def _capture(
     with torch.cuda.graph(graph):
         out = call()
     row = MemoryRow(part="decode, CUDA graph", requests=requests, tokens=requests, context=context)
-    add(memory.held(row))
+    add(memory.write(row))
     graph.replay()
     torch.cuda.synchronize()
     if not bool(out.isfinite().all()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,13 @@ from benchmarks.baselines import flash_mla
 from benchmarks.harness import report
 from benchmarks.harness.measure import FLOP_PER_US
 from benchmarks.harness.memory import ColdCache, Copies
-from benchmarks.harness.options import add_cases, chosen_device
+from benchmarks.harness.options import chosen_device
 from benchmarks.harness.report import Report
 from benchmarks.harness.timing import Call, Capture, alternating_us
 from benchmarks.run import BenchError
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 
-GROUPS = {"bf16": PlainLayout.tag, "fp8": MlaFp8Layout.tag, "ds_fp8": MlaDsFp8Layout.tag}
+CASES = {"bf16": PlainLayout.tag, "fp8": MlaFp8Layout.tag, "ds_fp8": MlaDsFp8Layout.tag}
 """Groups of cases, and the layout of their rows."""
 
 RANK, WIDTH, BLOCK = 512, 576, 64
@@ -49,9 +49,7 @@ class Row:
         us: Ours.
         flash_mla_us: FlashMLA's on the same rows, its plan not counted; bf16 only. Samples of both
             are taken in turn.
-        ratio: Of FlashMLA's time to ours.
         roofline_us: The larger of bytes at the rate of this GPU's copies and FLOP at 790 TFLOP/s.
-        pct_of_roofline: It over ``us``.
         max_diff: Largest difference from FlashMLA's output.
         error: What went wrong.
     """
@@ -62,16 +60,9 @@ class Row:
     context: int
     us: float | None = None
     flash_mla_us: float | None = None
-    ratio: float | None = None
     roofline_us: float | None = None
-    pct_of_roofline: float | None = None
     max_diff: float | None = None
     error: str | None = None
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
-    add_cases(parser, tuple(GROUPS))
 
 
 class Inputs:
@@ -93,27 +84,17 @@ class Inputs:
             q = torch.randn(row.batch, row.heads, WIDTH, generator=made, device=device)
             self.sets.append((q.bfloat16(), order.int().view(row.batch, columns)))
 
-    def ours(self, **settings: Any) -> list[Call]:
+    def ours(self) -> list[Call]:
         """Calls of ``mla_decode``."""
         scale = None
         if self.row.layout == MlaFp8Layout.tag:
             scale = torch.full((1,), 0.5, device=self.device)
-        return [
-            functools.partial(
-                ops.mla_decode,
-                q,
-                self.cache,
-                self.lens,
-                self.requests,
-                table,
-                kv_scale=scale,
-                softmax_scale=SCALE,
-                block_size=BLOCK,
-                layout=self.row.layout,
-                **settings,
-            )
-            for q, table in self.sets
-        ]
+        call = functools.partial(
+            ops.mla_decode, kv_scale=scale, softmax_scale=SCALE, block_size=BLOCK,
+            layout=self.row.layout,
+        )  # fmt: skip
+        where = (self.cache, self.lens, self.requests)
+        return [functools.partial(call, q, *where, table) for q, table in self.sets]
 
     def of_flash_mla(self, library: Any) -> list[Call]:
         """Calls of FlashMLA, planned before."""
@@ -150,18 +131,7 @@ def measure(row: Row, pool: Tensor, library: Any, copy_rate: float, device: torc
     forms = [calls, library_calls] if library_calls else [calls]
     row.us, *others = (time.median for time in alternating_us([Capture(form) for form in forms]))
     row.roofline_us = roofline_us(row, copy_rate)
-    row.pct_of_roofline = 100 * row.roofline_us / row.us
-    if others:
-        row.flash_mla_us = others[0]
-        row.ratio = row.flash_mla_us / row.us
-
-
-def cases(layout: str, heads: Sequence[int], contexts: Sequence[int]) -> Iterator[Row]:
-    """Rows to fill in."""
-    for count in heads:
-        for context in contexts:
-            for batch in _BATCHES:
-                yield Row(layout, count, batch, context)
+    row.flash_mla_us = others[0] if others else None
 
 
 def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
@@ -178,36 +148,6 @@ def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
     return pool
 
 
-_COLUMNS = (
-    *("layout", "heads", "batch", "context", "us", "flash_mla_us", "ratio", "roofline_us"),
-    *("pct_of_roofline", "max_diff", "error"),
-)
-
-
-def run_all(
-    groups: Sequence[str],
-    library: Any,
-    device: torch.device,
-    output: Report[Row],
-    copy_rate: float,
-    *,
-    heads: Sequence[int] = _HEADS,
-    contexts: Sequence[int] = _CONTEXTS,
-) -> None:
-    """Every case of some groups. A case that fails keeps its error."""
-    chosen = [(group, cases(GROUPS[group], heads, contexts)) for group in groups]
-    for group, rows in chosen:
-        most = max(_BATCHES) * max(contexts) // BLOCK
-        pool = pool_of(GROUPS[group], most, device)
-        for row in report.progress(list(rows), f"mla, {group}"):
-            try:
-                measure(row, pool, library, copy_rate, device)
-            except Exception as error:
-                row.error = report.one_line(error)
-            output.add(row)
-        del pool
-
-
 def run(options: argparse.Namespace) -> None:
     """Time the cases of the command line; rows and table go to ``options.out``."""
     device = chosen_device(options)
@@ -216,12 +156,20 @@ def run(options: argparse.Namespace) -> None:
     library = None if options.baseline is None else flash_mla.load(options.baseline)
     contexts = _CONTEXTS[:1] if options.smoke else _CONTEXTS
     copies = Copies(device, ColdCache(device)).bytes_per_us
-    stamp = {**report.stamp(device, options.command), "copy_tbs": copies / 1e6}
-    output: Report[Row] = Report(options.out, "mla", stamp)
-    groups = options.cases or tuple(GROUPS)
-    run_all(groups, library, device, output, copies, contexts=contexts)
-    table = report.table(output.rows, _COLUMNS)
-    output.write_text(report.text("mla, microseconds", output, table))
-    failed = [row for row in output.rows if row.error]
+    output, failed = Report(options, device, copy_tbs=copies / 1e6), []
+    for group in options.cases or CASES:
+        layout = CASES[group]
+        pool = pool_of(layout, max(_BATCHES) * max(contexts) // BLOCK, device)
+        cases = list(itertools.product(_HEADS, contexts, _BATCHES))
+        for heads, context, batch in report.progress(cases, f"mla, {group}"):
+            row = Row(layout, heads, batch, context)
+            try:
+                measure(row, pool, library, copies, device)
+            except Exception as error:  # a case that fails keeps its error
+                row.error = report.one_line(error)
+            output.add(row)
+            failed += [row.error] if row.error else []
+        del pool
+    output.finish("mla, microseconds")
     if failed:
-        raise BenchError(f"{len(failed)} cases failed, {failed[0].error}")
+        raise BenchError(f"{len(failed)} cases failed, {failed[0]}")

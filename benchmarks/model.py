@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,27 +11,21 @@ from typing import Any
 
 import torch
 
+from benchmarks.baselines.stock_model import filled_cache, flash_shaped, same_again
 from benchmarks.harness import report
 from benchmarks.harness.options import chosen_device, sizes
-from benchmarks.harness.plot import model_panels, try_plot
-from benchmarks.harness.report import Report, one_line, stamp
+from benchmarks.harness.report import Report, one_line
 from benchmarks.harness.rows import ModelRow
-from benchmarks.harness.timing import device_activities, summary
+from benchmarks.harness.timing import device_activities, step_ms
+from benchmarks.memory import SMALL, config_of
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
-from dsv4_ops.testing.released_model import keep_float32
+from dsv4_ops.testing.released_model import keep_float32, released_model
 
 _CONTEXTS = (4096, 32768, 131072)
 _POINTS = dict.fromkeys((1, 8, 32, 128), _CONTEXTS)
 _BYTES_PER_US = 4.3e6
 _STEPS, _WARM = 30, 4
 _STOCK_STEPS = 5
-
-
-COLUMNS = (
-    "batch", "context", "stock_ms", "stock_busy_ms", "stock_kernels", "stock_compiled_ms",
-    "eager_ms", "step_ms", "busy_ms", "kernels", "kernels_per_layer", "times_faster",
-    "metadata_us", "metadata_pct", "roofline_ms", "pct_of_roofline", "stock_error", "error",
-)  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,19 +62,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
     """Time every point; rows and the table go to ``options.out``."""
-    from benchmarks.baselines.stock_model import flash_shaped, in_released_precision
     from dsv4_ops.integrations import transformers as v4
 
     device, released = chosen_device(options), options.precision == "released"
-    name = "model_prefill" if options.prefill else "model_released" if released else "model"
-    output: Report[ModelRow] = Report(options.out, name, stamp(device, options.command))
-    small = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 64}
-    small |= {"o_lora_rank": 64, "moe_intermediate_size": 64, "vocab_size": 260}
-    if released:  # whole blocks of 128
-        small |= {"q_lora_rank": 128, "o_lora_rank": 128, "moe_intermediate_size": 128}
+    if options.prefill or released:
+        options.bench = "model_prefill" if options.prefill else "model_released"
+    output = Report(options, device)
     cpu = device.type == "cpu"
-    model = flash_shaped(num_experts=options.experts, device=device, **(small if cpu else {}))
-    model = in_released_precision(model) if released else model
+    changed: dict[str, Any] = SMALL if cpu else {}
+    if released:
+        model = released_model(config_of(options.experts, **changed), device=device)
+    else:
+        model = flash_shaped(num_experts=options.experts, device=device, **changed)
     if options.prefill:
         _run_prefills(model, options, output)
         return
@@ -107,16 +101,10 @@ def run(options: argparse.Namespace) -> None:
                     row.error = row.error or one_line(error)
         for row in of_batch:
             output.add(row)
-    title = "A decode step of a model with 4 layers of DeepSeek-V4-Flash's sizes"
-    parts = [report.table(output.rows, COLUMNS), *_stages(output.rows), *_by_kernel(output.rows)]
-    parts += _NOTES
-    output.write_text(report.text(title, output, *parts))
-    if not options.no_plot:
-        title = f"Decode step of 4 layers · {output.stamp['device']}"
-        try_plot(model_panels(output.rows), output.path(".png"), title=title, ylabel="ms per step")
+    output.finish("A decode step of a model with 4 layers of DeepSeek-V4-Flash's sizes", _NOTES)
 
 
-def _run_prefills(model: Any, options: argparse.Namespace, output: Report[ModelRow]) -> None:
+def _run_prefills(model: Any, options: argparse.Namespace, output: Report) -> None:
     from dsv4_ops.integrations import transformers as v4
 
     precision = v4.Recipe.serve(activations=options.activations)
@@ -128,11 +116,8 @@ def _run_prefills(model: Any, options: argparse.Namespace, output: Report[ModelR
         except Exception as error:  # a row that says so, not the end of the run
             row.error = one_line(error)
         output.add(row)
-    layers = len(model.model.layers)
-    title = f"A prefill of {layers} layers of DeepSeek-V4-Flash's sizes, {options.experts} experts"
-    columns = ("context", "eager_ms", "step_ms", "busy_ms", "kernels", "roofline_ms", "error")
-    stages = [*_stages(output.rows), *_by_kernel(output.rows)]
-    output.write_text(report.text(title, output, report.table(output.rows, columns), *stages))
+    title = f"A prefill of 4 layers of DeepSeek-V4-Flash's sizes, {options.experts} experts"
+    output.finish(title)
 
 
 def _measure_prefill(row: ModelRow, model: Any) -> None:
@@ -146,15 +131,15 @@ def _measure_prefill(row: ModelRow, model: Any) -> None:
     starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     tokens = torch.arange(num_tokens, device=device) % model.config.vocab_size
     batch = v4.StepBatch(tokens, starts, starts[1:].clone(), starts[:1].clone())
-    eager_call = _bound(v4.prefill_step, model, batch, cache.tensors)
-    row.eager_ms = _median_ms(eager_call, device, 3)
+    eager_call = functools.partial(v4.prefill_step, model, batch, cache.tensors)
+    row.eager_ms = step_ms(eager_call, device, 3)
     torch._dynamo.reset()
     compiled = torch.compile(v4.prefill_step, fullgraph=True, dynamic=False)
-    call = _bound(compiled, model, batch, cache.tensors)
+    call = functools.partial(compiled, model, batch, cache.tensors)
     start = time.perf_counter()
     row.max_diff = float((call() - eager_call()).abs().max())
     row.compile_s = time.perf_counter() - start
-    row.step_ms = _median_ms(call, device, _STEPS // 3)
+    row.step_ms = step_ms(call, device, _STEPS // 3)
     if device.type == "cuda":
         _profile_kernels(row, call)
 
@@ -174,8 +159,6 @@ def _row(model: Any, batch: int, context: int) -> ModelRow:
 def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None:
     """A few steps from a filled cache, which grows as it does in use. Compiled, one step again and
     again from the same cache: in use it would compile ten graphs and more."""
-    from benchmarks.baselines.stock_model import filled_cache, same_again
-
     try:
         cache = filled_cache(model, batch=row.batch, context=row.context)
         ids = torch.arange(row.batch, device=model.device)[:, None]
@@ -183,7 +166,7 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
         def step() -> Any:  # the cache by position: its name depends on transformers
             return model(ids, None, None, cache, use_cache=True).logits
 
-        row.stock_ms = _median_ms(step, model.device, _STOCK_STEPS)
+        row.stock_ms = step_ms(step, model.device, _STOCK_STEPS)
         if model.device.type == "cuda":
             activities = device_activities(step)
             row.stock_kernels = len(activities)
@@ -195,7 +178,7 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
             def compiled_step() -> Any:
                 return whole(ids, None, None, same_again(cache), use_cache=True).logits
 
-            row.stock_compiled_ms = _median_ms(compiled_step, model.device, _STOCK_STEPS)
+            row.stock_compiled_ms = step_ms(compiled_step, model.device, _STOCK_STEPS)
     except torch.OutOfMemoryError as error:  # what it asked for; the rest is what others hold
         row.stock_error = one_line(error).partition(" GPU ")[0]
     except RuntimeError as error:
@@ -226,8 +209,10 @@ def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
         step = _batch(model, batch, row.context)
         cache.seq_lens.fill_(row.context)
         eager = v4.decode_step(model, step, cache.tensors, state_rings=False)
-        eager_call = _bound(v4.decode_step, model, step, cache.tensors, state_rings=False)
-        row.eager_ms = _median_ms(eager_call, model.device, 3)
+        eager_call = functools.partial(
+            v4.decode_step, model, step, cache.tensors, state_rings=False
+        )
+        row.eager_ms = step_ms(eager_call, model.device, 3)
         start = time.perf_counter()
         for _ in range(_WARM):
             out = compiled(model, step, cache.tensors, state_rings=False)
@@ -236,25 +221,19 @@ def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
         row.max_diff = float((out - eager).abs().max())
         if cuda:
             torch.cuda.set_sync_debug_mode("error")
-        call = _bound(compiled, model, step, cache.tensors, state_rings=False)
+        call = functools.partial(compiled, model, step, cache.tensors, state_rings=False)
         try:
             call()
         finally:
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
-        row.step_ms = _median_ms(call, model.device, _STEPS)
-        shared = _bound(metadata, model, step, cache.tensors)
-        row.metadata_us = 1e3 * _median_ms(shared, model.device, _STEPS)
+        row.step_ms = step_ms(call, model.device, _STEPS)
+        shared = functools.partial(metadata, model, step, cache.tensors)
+        row.metadata_us = 1e3 * step_ms(shared, model.device, _STEPS)
         if cuda:
-            _profile(row, call, shared)
-        if row.stock_ms:
-            row.times_faster = row.stock_ms / row.step_ms
+            _profile_kernels(row, call)
+            row.metadata_us = sum(activity.us for activity in device_activities(shared))
         row.metadata_pct = 100 * row.metadata_us / 1e3 / row.step_ms
-        row.pct_of_roofline = 100 * (row.roofline_ms or 0.0) / row.step_ms
-
-
-def _bound(function: Callable[..., Any], *args: Any, **settings: Any) -> Callable[[], Any]:
-    return lambda: function(*args, **settings)
 
 
 def _metadata(model: Any, batch: Any, cache: Any) -> Any:
@@ -262,11 +241,6 @@ def _metadata(model: Any, batch: Any, cache: Any) -> Any:
     from dsv4_ops.integrations.transformers.steps.step import build_step
 
     return build_step(model.dsv4_ops_spec, batch, cache, "decode", model.config.vocab_size)
-
-
-def _profile(row: ModelRow, call: Callable[[], Any], metadata: Callable[[], Any]) -> None:
-    _profile_kernels(row, call)
-    row.metadata_us = sum(activity.us for activity in device_activities(metadata))
 
 
 def _profile_kernels(row: ModelRow, call: Callable[[], Any]) -> None:
@@ -285,21 +259,14 @@ _STAGES = {
         *("cutlass13device_kernel", "grouped_gemm", "grouped_mm"),
         *("gate_up_kernel", "down_kernel", "expert_plan_kernel", "quantize_ordered_kernel"),
         *("expert_counts_kernel", "round_rows_kernel", "order_scales_kernel"),
-        *("quantize_ordered_kernel", "gate_up_by_blocks_kernel", "down_by_blocks_kernel"),
+        *("gate_up_by_blocks_kernel", "down_by_blocks_kernel"),
     ),
     "attention": ("split_keys", "join_splits", "prefill_keys"),
     "indexer": ("select_keys", "indexer", "merge_groups", "merge_parts", "quantize_query"),
     "compressor": ("compress_and_insert", "compressor_states", "pool_windows", "insert_pooled"),
     "insert": ("qnorm_rope", "insert"),
     "projections": (
-        "nvjet",
-        "cublas",
-        "gemm",
-        "gemv",
-        "splitKreduce",
-        "bmm",
-        "cutlass",
-        "fp8_linear",
+        *("nvjet", "cublas", "gemm", "gemv", "splitKreduce", "bmm", "cutlass", "fp8_linear"),
     ),
 }
 
@@ -308,25 +275,6 @@ def stage_of(name: str) -> str:
     """Part of a step that a kernel belongs to, by its name."""
     found = (stage for stage, parts in _STAGES.items() if any(part in name for part in parts))
     return next(found, "norms, routers, streams, metadata")
-
-
-def _stages(rows: Sequence[ModelRow]) -> list[str]:
-    lines = [
-        f"{row.batch} x {row.context}: "
-        + ", ".join(f"{name} {us:.0f}" for name, us in row.stages.items())
-        for row in rows
-        if row.stages
-    ]
-    return ["Microseconds of a step by stage:\n" + "\n".join(lines)] if lines else []
-
-
-def _by_kernel(rows: Sequence[ModelRow]) -> list[str]:
-    """Kernels of a step of the first row in their order."""
-    row = next((row for row in rows if row.activities), None)
-    if row is None:
-        return []
-    lines = [f"{us:8.1f}  {name[:110]}" for name, us in row.activities]
-    return [f"Kernels of a step, {row}, microseconds:\n" + "\n".join(lines)]
 
 
 def _batch(model: Any, batch: int, context: int) -> Any:
@@ -363,29 +311,12 @@ def _fill(cache: Any) -> None:
                 states.normal_()
 
 
-def _median_ms(call: Callable[[], Any], device: torch.device, steps: int) -> float:
-    """Time from one call to the next: the host never waits between them."""
-    call()
-    samples = []
-    for _ in range(3):
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(steps):
-            call()
-        _wait(device)
-        samples.append((time.perf_counter() - start) / steps * 1e6)
-    return float(summary(samples).median) / 1e3
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 _NOTES = (
-    "stock_compiled: Hugging Face's step compiled, again and again from one state of its cache.",
-    "stock: Hugging Face's eager model on a DynamicCache of that many tokens. eager: patched, not "
-    "compiled. step: patched, compiled, one CUDA graph, metadata included, no host sync.",
+    "stock_ms: Hugging Face's eager model on a DynamicCache of that many tokens. "
+    "stock_compiled_ms: compiled, again and again from one state of its cache. "
+    "eager_ms: patched, not compiled. "
+    "step_ms: patched, compiled, one CUDA graph, metadata included, no host sync.\n"
     "Caches hold random keys; one compiled step serves all contexts of a batch. max_diff: compiled "
-    "and eager logits; near ties of routers and selections fall differently.",
+    "and eager logits; near ties of routers and selections fall differently. The rows have stages "
+    "and activities: microseconds of a step by its parts, and by kernel."
 )

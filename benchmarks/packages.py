@@ -98,7 +98,7 @@ def package_cases(form: Form, tokens: Sequence[int]) -> list[Case]:
 
 def _case(form: Form, case: Case) -> Case:
     build = functools.partial(package_work, form, case.build)
-    return dataclasses.replace(case, case=GROUP, variant=form.name, build=build, plotted=False)
+    return dataclasses.replace(case, case=GROUP, variant=form.name, build=build)
 
 
 def package_work(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import trained_model as training
 from benchmarks.harness import report
 from benchmarks.harness.options import chosen_device
-from benchmarks.harness.report import Report, one_line, stamp
+from benchmarks.harness.report import Report, one_line
 from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.text import prompts
 
 
 @dataclass(kw_only=True)
@@ -29,12 +28,9 @@ class PrecisionRow:
     which is a call per token, behind them. ``rms_pct`` is the root mean square of the difference
     and ``median_pct`` that of the middle token, both of the standard deviation of the logits;
     ``max_std`` the largest difference in such deviations. ``argmax_pct`` of the tokens have the
-    same likeliest next one. ``kl_millinats`` is the mean divergence from float32's distribution,
-    ``loss`` the mean of the text, in nats, and ``perplexity_pct`` how much ``loss`` adds to the
-    perplexity (trained model only).
+    same likeliest next one. ``kl_millinats`` is the mean divergence from float32's distribution.
     """
 
-    model: str
     case: str
     runs: str
     weights: str
@@ -49,23 +45,10 @@ class PrecisionRow:
     max_std: float | None = None
     argmax_pct: float | None = None
     kl_millinats: float | None = None
-    loss: float | None = None
-    perplexity_pct: float | None = None
-    float32_loss: float | None = None
     logits_std: float | None = None
-    train_steps: int | None = None
-    train_loss: float | None = None
-    train_seconds: float | None = None
-    bigram_loss: float
-    text: str
     error: str | None = None
     seconds: float | None = None
 
-
-COLUMNS = (
-    "model", "case", "runs", "weights", "kv", "precision", "tokens", "rms_pct", "median_pct",
-    "max_std", "argmax_pct", "kl_millinats", "perplexity_pct", "error",
-)  # fmt: skip
 
 Mode = tuple[str, str, str | None, str | None]
 """What runs, the dtype of the weights, of keys, and the recipe."""
@@ -84,7 +67,8 @@ MODES: tuple[Mode, ...] = (
 """The last one is what ``patch`` does if it is told nothing, to a model as it is released."""
 _SMOKE_MODES = (MODES[1], MODES[-1])
 
-_MODELS = ("random", "trained")
+_INDEX_TOPK = 64
+"""Rows that the indexer selects: fewer than there are."""
 
 
 @dataclass(frozen=True)
@@ -99,60 +83,21 @@ class _Sizes:
 _SMOKE_SIZES = _Sizes(requests=2, prefill=136, decode=4)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
-
-    def chosen(text: str) -> tuple[str, ...]:
-        named = text.split(",")
-        for name in named:
-            if name not in _MODELS:
-                raise argparse.ArgumentTypeError(f"must be among {','.join(_MODELS)}, got {name!r}")
-        return tuple(name for name in _MODELS if name in named)
-
-    parser.add_argument(
-        "--models", type=chosen, default=_MODELS, metavar="A,B",
-        help=f"any of {','.join(_MODELS)}; default: all. The trained one takes minutes",
-    )  # fmt: skip
-
-
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
     """Compare every mode on every model; rows and the table go to ``options.out``."""
     device = chosen_device(options)
-    output: Report[PrecisionRow] = Report(options.out, "precision", stamp(device, options.command))
+    output = Report(options, device)
     sizes = _SMOKE_SIZES if options.smoke else _Sizes()
-    text = training.manual()
-    losses = {
-        "bigram_loss": training.bigram_loss(text),
-    }
-    windows = text.windows(sizes.requests, sizes.prefill + sizes.decode + 1)
-    for name in options.models:
-        model, trained = _model(name, text, smoke=options.smoke)
-        common = {"model": name, "text": text.hash, **losses, **trained}
-        pair = {"fp32": round_weights(model).to(device)}
-        pair["bf16"] = in_bfloat16(pair["fp32"])
-        judge = _Judge(pair["fp32"], windows.to(device), sizes, common)
-        modes = _SMOKE_MODES if options.smoke else MODES
-        for mode in report.progress(modes, f"{name} model"):
-            for row in judge.rows(pair[mode[1]], mode):
-                output.add(row)
-    parts = [report.table(output.rows, COLUMNS), *_trained_note(output.rows), _NOTES]
-    output.write_text(report.text("Logits beside float32 Hugging Face", output, *parts))
-
-
-def _model(name: str, text: training.Text, *, smoke: bool) -> tuple[Any, dict[str, Any]]:
-    if name == "random":
-        return small_model(index_topk=training.SIZES["index_topk"]), {}
-    stages = training.SMOKE_STAGES if smoke else training.STAGES
-    steps, start = sum(stage.steps for stage in stages), time.perf_counter()
-
-    def report_step(step: int, loss: float) -> None:
-        if step % 50 == 0:
-            print(f"training {step}/{steps}: {loss:.2f} nats", file=sys.stderr, flush=True)
-
-    model, loss = training.trained_model(text, stages, report=report_step)
-    seconds = time.perf_counter() - start
-    return model, {"train_steps": steps, "train_loss": loss, "train_seconds": seconds}
+    model = small_model(index_topk=_INDEX_TOPK)  # random weights and sharp attention
+    ids = torch.tensor(prompts(sizes.requests, sizes.prefill + sizes.decode))
+    pair = {"fp32": round_weights(model).to(device)}
+    pair["bf16"] = in_bfloat16(pair["fp32"])
+    judge = _Judge(pair["fp32"], ids.to(device), sizes)
+    for mode in report.progress(_SMOKE_MODES if options.smoke else MODES, "precision"):
+        for row in judge.rows(pair[mode[1]], mode):
+            output.add(row)
+    output.finish("Logits beside float32 Hugging Face", _NOTES)
 
 
 def round_weights(model: Any) -> Any:
@@ -183,10 +128,9 @@ def _cast_in_bfloat16(model: Any) -> Iterator[Tensor]:
 class _Judge:
     """Compares modes with one forward in float32 over the same tokens."""
 
-    def __init__(self, model: Any, windows: Tensor, sizes: _Sizes, common: dict[str, Any]) -> None:
-        self.ids, self.following = windows[:, :-1], windows[:, 1:]
-        self.sizes, self.common = sizes, common
-        self.expected = model(self.ids, use_cache=False).logits.double()
+    def __init__(self, model: Any, ids: Tensor, sizes: _Sizes) -> None:
+        self.ids, self.sizes = ids, sizes
+        self.expected = model(ids, use_cache=False).logits.double()
 
     def rows(self, model: Any, mode: Mode) -> Iterator[PrecisionRow]:
         """A row per path."""
@@ -202,22 +146,14 @@ class _Judge:
             row = PrecisionRow(
                 case=case, runs=runs, weights=weights, kv=kv, precision=precision,
                 requests=self.sizes.requests, tokens=self.sizes.requests * (last - first),
-                first=first, last=last - 1, error=error, seconds=seconds, **self.common,
+                first=first, last=last - 1, error=error, seconds=seconds,
             )  # fmt: skip
             if logits is not None:
-                self._compare(row, logits[:, first:last], slice(first, last))
+                part = slice(first, last)
+                found = compare(logits[:, part].double(), self.expected[:, part])
+                for name, value in found.items():
+                    setattr(row, name, value)
             yield row
-
-    def _compare(self, row: PrecisionRow, logits: Tensor, where: slice) -> None:
-        expected, following = self.expected[:, where], self.following[:, where]
-        found = compare(logits.double(), expected)
-        for name, value in found.items():
-            setattr(row, name, value)
-        if row.train_steps:
-            loss = training.next_byte_loss(logits, following)
-            before = training.next_byte_loss(expected, following)
-            row.loss, row.float32_loss = float(loss), float(before)
-            row.perplexity_pct = 100 * float(torch.expm1(loss.double() - before.double()))
 
     def _stock(self, model: Any) -> Tensor:
         import transformers
@@ -263,17 +199,6 @@ def compare(logits: Tensor, expected: Tensor) -> dict[str, float]:
         "kl_millinats": float(1e3 * (want.exp() * (want - got)).sum(-1).mean()),
         "logits_std": float(deviation),
     }
-
-
-def _trained_note(rows: list[PrecisionRow]) -> list[str]:
-    row = next((row for row in rows if row.train_steps), None)
-    if row is None or row.float32_loss is None:
-        return []
-    return [
-        f"trained: {row.train_steps} steps in {row.train_seconds:.0f} s, last {row.train_loss:.2f} "
-        f"nats per byte; held-out text {row.float32_loss:.2f}, by frequencies of pairs "
-        f"of bytes {row.bigram_loss:.2f}"
-    ]
 
 
 _NOTES = (

@@ -1,4 +1,5 @@
-"""Benchmarks: ``python -m benchmarks NAME``. Each checks its results before timing anything."""
+"""Benchmarks: ``python -m benchmarks NAME``. Each checks its results before timing anything;
+``python -m benchmarks report FILE`` prints a table of the rows that one has left."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 BENCHES = {
     "metadata": "decode metadata of one step: compiled, eager, and beside vLLM's builders",
-    "kv_cache": "cache inserts, gathers and sparse indices: compiled, eager, and beside vLLM's",
+    "kv_cache": "cache inserts and gathers: compiled, eager, and beside vLLM's",
     "sparse_mla": "sparse attention, decode and prefill: against its roofline and FlashMLA",
     "mla": "dense MLA decode: against its roofline and FlashMLA",
     "mla_model": "DeepSeek-V3: decode steps, and prefills over long contexts",
@@ -27,7 +28,8 @@ BENCHES = {
     "layer": "an attention layer, decode: against its roofline and baselines",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
-"""Name of a benchmark, a module with ``add_options`` and ``run``, and what it measures."""
+"""Name of a benchmark, a module with ``run``, and what it measures. ``CASES`` of the module are
+groups to choose from, its ``add_options`` adds options that only it has."""
 
 
 class BenchError(RuntimeError):
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench {options.bench}: {error}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
-        print(f"bench {options.bench}: interrupted, see {options.out}", file=sys.stderr)
+        print(f"bench {options.bench}: interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -83,16 +85,22 @@ def _abbreviates(option: str, *names: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from benchmarks.harness.options import add_common
+    from benchmarks.harness import report
+    from benchmarks.harness.options import add_cases, add_common
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True)
     for name, measures in BENCHES.items():
-        bench = benches.add_parser(name, help=measures, description=measures)
+        bench, module = benches.add_parser(name, help=measures, description=measures), _module(name)
         add_common(bench)
-        _module(name).add_options(bench)
+        if hasattr(module, "CASES"):
+            add_cases(bench, tuple(module.CASES))
+        if hasattr(module, "add_options"):
+            module.add_options(bench)
+    table = "a Markdown table of the rows of a file"
+    report.add_options(benches.add_parser("report", help=table, description=table))
     return parser
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"benchmarks.{name}")
+    return importlib.import_module(f"benchmarks.{'harness.' * (name == 'report')}{name}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,18 +19,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import report
 from benchmarks.harness.options import chosen_device, size, sizes
-from benchmarks.harness.report import Report, stamp
+from benchmarks.harness.report import Report
+from benchmarks.harness.timing import Capture, wait
+from benchmarks.memory import SMALL
 from benchmarks.run import BenchError, WrongResult
 from dsv4_ops.testing.checkpoint import FLASH
 
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-_SMALL = {
-    "hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128,
-    "o_lora_rank": 128, "moe_intermediate_size": 128, "vocab_size": 260, "index_n_heads": 16,
-    "n_routed_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+_SMALL = {**SMALL, "index_n_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
 _MOST_ERROR = 0.05
 """Of the largest logit, between the eager and the compiled step: both are in bfloat16."""
 
@@ -50,9 +46,6 @@ class StartRow:
     seconds: float | None = None
     graphs: int | None = None
     step_ms: float | None = None
-
-
-COLUMNS = ("start", "phase", "layers", "seconds", "graphs", "step_ms")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,17 +67,16 @@ def run(options: argparse.Namespace) -> None:
         for row in _phases(options, device):
             print(json.dumps(asdict(row)), flush=True)
         return
-    output: Report[StartRow] = Report(options.out, "start", stamp(device, options.command))
+    output = Report(options, device)
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {name: f"{folder}/{name}" for name in _FOLDERS}
         for number in range(1 + max(options.warm, 0)):
             _follow(options, f"warm {number}" if number else "cold", environment, output)
-    text = f"Starts of {options.layers} layers of Flash's sizes"
-    output.write_text(report.text(text, output, report.table(output.rows, COLUMNS), *_NOTES))
+    output.finish(f"Starts of {options.layers} layers of Flash's sizes", *_NOTES)
 
 
 def _follow(
-    options: argparse.Namespace, name: str, environment: dict[str, str], output: Report[StartRow]
+    options: argparse.Namespace, name: str, environment: dict[str, str], output: Report
 ) -> None:
     """Run one start and keep its rows as they come."""
     command = [sys.executable, "-m", "benchmarks", "start", "--child", name]
@@ -128,7 +120,7 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
             step_ms=step_ms,
         )  # fmt: skip
 
-    _wait(device)
+    wait(device)
     yield row("build and patch", time.perf_counter() - began, 0)
     for tokens in options.prefills:
         yield row(f"prefill of {tokens}", *steps.first(steps.prefill, [tokens]))
@@ -156,7 +148,7 @@ class Steps:
         batch, graphs = self.batch(counts), _graphs()
         began = time.perf_counter()
         step(batch, self.cache)
-        _wait(self.cache.device)
+        wait(self.cache.device)
         return time.perf_counter() - began, _graphs() - graphs
 
     def batch(self, counts: Sequence[int]) -> Any:
@@ -180,21 +172,10 @@ class Steps:
                 f"start: a compiled decode of {requests} is off by {float(error):.3f}"
             )
 
-    def captured_ms(self, requests: int, replays: int = 20) -> float:
+    def captured_ms(self, requests: int) -> float:
         """Median time of replays of a CUDA graph of the step."""
-        batch, graph, times = self.batch([1] * requests), torch.cuda.CUDAGraph(), []
-        self.decode(batch, self.cache)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            self.decode(batch, self.cache)
-        for _ in range(replays):
-            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        return float(statistics.median(times))
+        batch = self.batch([1] * requests)
+        return Capture([lambda: self.decode(batch, self.cache)]).device_us().median / 1e3
 
 
 def _graphs() -> int:
@@ -203,12 +184,7 @@ def _graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 _NOTES = (
     "seconds: wall time of the first step of that size; graphs: those that it compiled.",
-    "step_ms: median of 20 replays of a CUDA graph of the step; checked against the eager step.",
+    "step_ms: median over replays of a CUDA graph of the step; checked against the eager step.",
 )

@@ -21,7 +21,6 @@ BLOCKED = (
     "torch_tensorrt",
     "transformers",
     "matplotlib",
-    "tqdm",
     "hypothesis",
 )
 

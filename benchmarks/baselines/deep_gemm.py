@@ -30,12 +30,22 @@ def arguments(
 def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable[..., Tensor]:
     """Logits of one input set; unwritten past the lengths. The plan depends on the lengths, which
     all sets share."""
-    lens, table = sets[0][3:]
+    lens = sets[0][3]
     plan = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
-    num_rows, function = table.shape[1] * block_size, _function(library)
 
     def call(q: Tensor, k_cache: Tensor, weights: Tensor, lens: Tensor, table: Tensor) -> Tensor:
-        return function(q, k_cache, weights, lens, table, plan, num_rows)
+        found: Tensor = library.fp8_fp4_paged_mqa_logits(
+            q=(q, None),
+            kv_cache=k_cache,
+            weights=weights,
+            context_lens=lens,
+            block_table=table,
+            schedule_meta=plan,
+            max_context_len=table.shape[1] * block_size,
+            clean_logits=False,
+            logits_dtype=torch.float32,
+        )
+        return found
 
     return call
 
@@ -50,30 +60,5 @@ def select_call(
     def call(*args: Tensor) -> Tensor:
         found = logits(*args)
         return found.topk(min(topk, found.shape[1]), sorted=False).indices
-
-    return call
-
-
-def _function(library: Any) -> Callable[..., Tensor]:
-    """The paged logits under their newer or their older name."""
-    if not hasattr(library, "fp8_fp4_paged_mqa_logits"):
-        function = library.fp8_paged_mqa_logits
-        return lambda *args: function(*args, False)
-
-    def call(
-        q: Tensor, k_cache: Tensor, weights: Tensor, lens: Tensor, table: Tensor, plan: Any,
-        num_rows: int,
-    ) -> Any:  # fmt: skip
-        return library.fp8_fp4_paged_mqa_logits(
-            q=(q, None),
-            kv_cache=k_cache,
-            weights=weights,
-            context_lens=lens,
-            block_table=table,
-            schedule_meta=plan,
-            max_context_len=num_rows,
-            clean_logits=False,
-            logits_dtype=torch.float32,
-        )
 
     return call

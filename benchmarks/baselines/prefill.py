@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import dsv4_ops
 from benchmarks.cases.attention_draws import PAGE, PAGES, WINDOW
 from benchmarks.harness.work import Work
 from dsv4_ops.core.layout import MainLayout
@@ -62,31 +61,6 @@ class PrefillWork(Work):
 
     context: Context
     scale: float
-
-
-class OurGather:
-    """vLLM's cache ops with our gather in the place of its own: that in Triton is slow, and on an
-    NVIDIA GPU with the CuTe DSL vLLM takes another."""
-
-    def __init__(self, cache: Any) -> None:
-        self.combine_topk_swa_indices = cache.combine_topk_swa_indices
-
-    def dequantize_and_gather_k_cache(
-        self,
-        out: Tensor,
-        k_cache: Tensor,
-        *,
-        seq_lens: Tensor,
-        gather_lens: Tensor | None,
-        block_table: Tensor,
-        block_size: int,
-        offset: int,
-    ) -> None:
-        """The rows of a view of blocks as FlashMLA takes it."""
-        pages = k_cache.as_strided((k_cache.shape[0], k_cache.stride(0)), (k_cache.stride(0), 1))
-        dsv4_ops.dequantize_and_gather_k_cache(
-            out, pages, seq_lens, gather_lens, block_table, block_size=block_size, offset=offset
-        )
 
 
 class WholePrefill:
@@ -167,12 +141,6 @@ class WholePrefill:
             topk_length=self.lens,
         )[0]
         return out
-
-    def attend_ours(self) -> Tensor:
-        """Our kernel over it."""
-        rows = self.workspace.view(-1, MainLayout.head_dim)
-        lists = (self.indices, self.lens, self.sink)
-        return dsv4_ops.sparse_mla_gathered(self.q, rows, *lists, softmax_scale=self.scale).out
 
     def whole(self) -> Tensor:
         """All of it."""

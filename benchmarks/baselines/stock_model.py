@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.testing.models import YARN
-from dsv4_ops.testing.released_model import with_released_dtypes
 
 LAYER_TYPES = (
     "sliding_attention",
@@ -38,13 +37,7 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
             **changed,
         }
     )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = transformers.DeepseekV4ForCausalLM(config).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
+    model = in_bfloat16(transformers.DeepseekV4ForCausalLM, config, device)
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in model.named_parameters():
         centre, spread = (1.0, 0.1) if name.endswith("norm.weight") else (0.0, _spread(weight))
@@ -56,26 +49,15 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
     return model
 
 
-def in_released_precision(model: Any) -> Any:
-    """Replace weights by random ones of the released format: FP8 linears, FP4 experts, E8M0
-    scales, in Hugging Face's own modules."""
-    device, generator = model.device, torch.Generator(model.device).manual_seed(0)
-    model = with_released_dtypes(model)
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and weight.is_meta:
-                codes = weight.element_size() == 1 and "scale" not in name
-                # scales: 2^-6 of codes below 2, over the root of a row of thousands
-                low, high = (0, 256) if codes else (119, 122)
-                made = torch.empty(weight.shape, dtype=torch.uint8, device=device)
-                made.random_(low, high, generator=generator)
-                if codes and weight.dtype == torch.float8_e4m3fn:
-                    made &= 0xBF  # values up to 1.875
-                if not codes and len(weight.shape) == 3:
-                    made -= 2  # e2m1 codes are larger
-                held = torch.nn.Parameter(made.view(weight.dtype), requires_grad=False)
-                module._parameters[name] = held
-    return model
+def in_bfloat16(kind: Any, config: Any, device: torch.device) -> Any:
+    """A model whose parameters are made in bfloat16, where they are."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return kind(config).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _spread(weight: Tensor) -> float:

@@ -42,16 +42,8 @@ def triton_file(folder: Path, name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(full)
     sys.modules[full] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        if before is None:
-            del sys.modules[full]
-        else:
-            sys.modules[full] = before
-        raise
+    spec.loader.exec_module(module)
     return module
 
 

@@ -13,7 +13,6 @@ from benchmarks.cases.attention_draws import C4, C128, PAGE, PAGE_128, PAGES, WI
 from benchmarks.harness.work import Args, ours_on
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
-from dsv4_ops.dispatch.libraries import FLASH_MLA
 from dsv4_ops.kernels.common.attention.calls import PrefillCall
 
 SCALE = MainLayout.head_dim**-0.5
@@ -55,10 +54,6 @@ def prefill_c4(*tensors: Any) -> SparseMla:
 def prefill_c128(*tensors: Any) -> SparseMla:
     """By size, too."""
     return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(C128))
-
-
-def prefill_with_flash_mla(ratio: int, *tensors: Any) -> SparseMla:
-    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(ratio), impl=FLASH_MLA)
 
 
 def prefill_from_pages(ratio: int, *tensors: Any) -> SparseMla:

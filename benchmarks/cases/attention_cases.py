@@ -204,7 +204,6 @@ def shape_case(
         requests=shape.tokens,
         variant=variant,
         timed=variant != "adversarial",
-        plotted=group == "decode",
         labels={"heads": shape.heads, "keys": shape.keys},
     )
 

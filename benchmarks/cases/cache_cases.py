@@ -25,7 +25,6 @@ _FILLED_PAGES = 512  # blocks that are filled together: bounds the memory of the
 _CONSECUTIVE_FROM = 2048
 _EDGE_TOKENS = 37
 _EDGE_PAGES = 19
-_PLOTTED_REQUESTS = (1, 4)
 _RAGGED_ROWS = (2733, 100, 32768, 1195, 229, 14300, 523, 6250)
 
 
@@ -56,12 +55,6 @@ def produce_and_scatter(x: Tensor, w: Tensor, k_cache: Tensor, slots: Tensor) ->
 def gather_into(out: Tensor, k_cache: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
     dsv4_ops.dequantize_and_gather_k_cache(
         out, k_cache, seq_lens, None, block_table, block_size=BLOCK_SIZE
-    )
-
-
-def gather_all(k_cache: Tensor, seq_lens: Tensor, block_table: Tensor, num_rows: int) -> Tensor:
-    return dsv4_ops.gather_k_cache(
-        k_cache, seq_lens, None, block_table, block_size=BLOCK_SIZE, num_rows=num_rows
     )
 
 
@@ -141,8 +134,7 @@ def insert_cases(case: str, tokens: tuple[int, ...], *, smoke: bool) -> list[Cas
                 _insert_work, insert, count, pages, consecutive=variant == "consecutive"
             )
             shape = f"{count} token{'s' * (count > 1)}"
-            plotted = variant == "random"
-            cases.append(Case(case, shape, build, rows=count, variant=variant, plotted=plotted))
+            cases.append(Case(case, shape, build, rows=count, variant=variant))
     return cases
 
 
@@ -201,8 +193,8 @@ def gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Ca
     cases = [Case("gather", "pages that do not exist", _gather_edges, rows=150, timed=False)]
     for requests, rows in shapes:
         build = functools.partial(_gather_work, (rows,) * requests, rows, smoke=smoke)
-        shape, plotted = f"{requests}x{rows} rows", requests in _PLOTTED_REQUESTS
-        cases.append(Case("gather", shape, build, rows=rows, requests=requests, plotted=plotted))
+        shape = f"{requests}x{rows} rows"
+        cases.append(Case("gather", shape, build, rows=rows, requests=requests))
     lens = tuple(-(-length // 64) for length in _RAGGED_ROWS) if smoke else _RAGGED_ROWS
     build = functools.partial(_gather_work, lens, max(lens), smoke=smoke)
     shape = f"8 x {min(lens)}..{max(lens)} rows"
@@ -210,42 +202,20 @@ def gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Ca
     return cases
 
 
-def gather_all_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
-    """Gathers that return a dense result."""
-    cases = []
-    for requests, rows in shapes:
-        build = functools.partial(
-            _gather_work, (rows,) * requests, rows, smoke=smoke, functional=True
-        )
-        shape = f"{requests}x{rows} rows"
-        cases.append(Case("gather_all", shape, build, rows=rows, requests=requests))
-    return cases
-
-
 def _gather_work(
-    lens: tuple[int, ...],
-    num_rows: int,
-    device: torch.device,
-    *,
-    smoke: bool,
-    functional: bool = False,
+    lens: tuple[int, ...], num_rows: int, device: torch.device, *, smoke: bool
 ) -> Work:
     generator = torch.Generator(device).manual_seed(sum(lens))
     columns = -(-max(lens) // BLOCK_SIZE)
-    read = sum(lens) * MAIN.row_bytes + 4 * len(lens) * (columns + 1)
-    written = (len(lens) * num_rows if functional else sum(lens)) * MAIN.head_dim * 2
-    count = rotating_sets(read + written, device)
+    moved = sum(lens) * (MAIN.row_bytes + MAIN.head_dim * 2) + 4 * len(lens) * (columns + 1)
+    count = rotating_sets(moved, device)
     cache, tables = paged(MAIN, count, len(lens), columns, device, generator, smoke=smoke)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    sets: list[tuple[Any, ...]] = []
-    for table in tables:
-        if functional:
-            sets.append((cache, seq_lens.clone(), table, num_rows))
-        else:
-            sets.append((_workspace(len(lens), num_rows, device), cache, seq_lens.clone(), table))
-    if functional:
-        return Work(gather_all, sets, read + written)
-    return Work(gather_into, sets, read + written, written=(0,), baseline=_baseline_gather)
+    sets: list[tuple[Any, ...]] = [
+        (_workspace(len(lens), num_rows, device), cache, seq_lens.clone(), table)
+        for table in tables
+    ]
+    return Work(gather_into, sets, moved, written=(0,), baseline=_baseline_gather)
 
 
 def _gather_edges(device: torch.device) -> Work:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 import dsv4_ops
 from benchmarks.cases.cache_cases import junk_pages
-from benchmarks.cases.compressor_check import differences
 from benchmarks.harness.batches import rotating_sets
-from benchmarks.harness.work import Args, Case, Work
+from benchmarks.harness.work import Args, Case, Work, differing_bytes
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
 from dsv4_ops.reference.compressor import compress_and_insert, save_compressor_states
+from dsv4_ops.testing import case as testing
+from dsv4_ops.testing.cases import compressor as testing_cases
+from dsv4_ops.testing.contract.compare import assert_agrees
 
 _EPS = 1e-6
 _ROPE_DIM = 64
@@ -111,6 +113,29 @@ def reference(kind: str, *args: Any) -> None:
     )  # fmt: skip
 
 
+def differences(
+    kind: Kind, args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
+) -> str | None:
+    """How states differ in a bit, or rows by more than float64 allows."""
+    if not differing_bytes(actual, expected):
+        return None
+    if wrong := differing_bytes(actual[:1], expected[:1]):
+        return f"{wrong} of {expected[0].nbytes} bytes of the states differ from the reference"
+    kv_score, ape, _, _, positions, requests, table, *weights, cache, slots = args
+    tokens = ((positions + 1) % kind.ratio == 0).nonzero()[:, 0]
+    tensors = (
+        kv_score[tokens], ape, expected[0], table, positions[tokens], requests[tokens], *weights,
+        cache, slots[tokens],
+    )  # fmt: skip
+    case = testing.Case("bench", tuple(tensor.cpu() for tensor in tensors), kind.settings)
+    pair = [[results[1].cpu()] for results in (actual, expected)]
+    try:
+        assert_agrees("compressor", testing_cases.compress_and_insert, case, *pair)
+    except AssertionError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
 @dataclass(frozen=True)
 class Step:
     """Tokens of a step: position and request of each. Every earlier token that they need is in the
@@ -154,10 +179,8 @@ def compressor_cases(kind: str, decode: Sequence[int], prefill: Sequence[int]) -
 
 def _case(kind: str, shape: str, step: Step, variant: str = "") -> Case:
     build = functools.partial(step_work, kind, step)
-    return Case(
-        kind, shape, build, rows=len(step.positions), requests=step.requests, variant=variant,
-        plotted=variant != "spread",
-    )  # fmt: skip
+    tokens = len(step.positions)
+    return Case(kind, shape, build, rows=tokens, requests=step.requests, variant=variant)
 
 
 def moved_bytes(kind: Kind, step: Step) -> int:
@@ -204,7 +227,7 @@ def step_work(kind: str, step: Step, device: torch.device) -> Work:
         moved,
         written=(_STATES, _CACHE),
         reference=functools.partial(reference, kind),
-        difference=functools.partial(differences, spec.layout, spec.settings),
+        difference=functools.partial(differences, spec),
     )
 
 
@@ -225,11 +248,7 @@ def _states(
 
 
 def _cache(
-    kind: Kind,
-    step: Step,
-    positions: Tensor,
-    device: torch.device,
-    generator: torch.Generator,
+    kind: Kind, step: Step, positions: Tensor, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """A cache of random bytes, and a random slot for every token that finishes a window."""
     size, finished = kind.layout.block_size, step.finished(kind)

@@ -62,15 +62,11 @@ def indexer_cases(
 
 
 def _case(
-    group: str,
-    tokens: int,
-    context: int,
-    build: Callable[[torch.device], Work],
-    variant: str = "",
+    group: str, tokens: int, context: int, build: Callable[[torch.device], Work], variant: str = ""
 ) -> Case:
     return Case(
         group, f"{tokens} x {context} tokens", build, rows=tokens, requests=tokens,
-        variant=variant, timed=not variant, plotted=True, labels={"context": context},
+        variant=variant, timed=not variant, labels={"context": context},
     )  # fmt: skip
 
 

@@ -129,8 +129,7 @@ def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, i
     for model in models:
         for requests, context in sizes:
             alike = Requests((context,) * requests, context)
-            shape, plotted = f"{requests} x {context} tokens", context == sizes[0][1]
-            cases.append(_case(kind, model, alike, shape, plotted=plotted))
+            cases.append(_case(kind, model, alike, f"{requests} x {context} tokens"))
     return cases
 
 
@@ -150,9 +149,7 @@ def ragged_cases(models: Sequence[Model], sizes: Sequence[int]) -> list[Case]:
     return cases
 
 
-def _case(
-    kind: str, model: Model, requests: Requests, shape: str, *, plotted: bool = False
-) -> Case:
+def _case(kind: str, model: Model, requests: Requests, shape: str) -> Case:
     return Case(
         kind,
         f"{model.name}, {shape}",
@@ -160,7 +157,6 @@ def _case(
         rows=requests.count,
         requests=requests.count,
         variant="planned" if requests.plan else "",
-        plotted=plotted,
         labels={"context": requests.longest, "heads": model.heads},
     )
 

@@ -20,7 +20,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--baseline", type=Path, metavar="DIR", help="bundle of vLLM's kernels to run beside ours")
     add("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="default: %(default)s")
     add("--threads", type=size, metavar="N", help="CPU threads; default: torch's")
-    add("--no-plot", action="store_true", help="table and JSONL only")
 
 
 def add_cases(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:

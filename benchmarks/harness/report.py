@@ -1,17 +1,22 @@
-"""Output of a benchmark: JSONL rows with their provenance, an aligned table, and progress."""
+"""Rows of a benchmark: written as JSONL with their provenance, and shown as a Markdown table.
+
+``python -m benchmarks report FILE`` prints the table of a stored file.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,9 +24,24 @@ from dsv4_ops._version import __version__
 from dsv4_ops.core.fingerprint import source_hash
 
 Item = TypeVar("Item")
-AnyRow = TypeVar("AnyRow")  # a dataclass of rows.py
+Row = Mapping[str, Any]
 
-BENCH_EXTRA = "pip install 'dsv4_ops[bench]'"
+_POINT = (
+    "case", "shape", "variant", "group", "part", "start", "phase", "batch", "requests", "next_n",
+    "context", "heads", "keys", "rows", "tokens", "layout", "model", "runs", "weights", "kv",
+    "precision", "activations", "cache", "selection", "ranks", "layers",
+)  # fmt: skip
+"""What says which point a row is of."""
+
+_NOT_SHOWN = {
+    "device", "threads", "torch", "triton", "transformers", "python", "dsv4_ops", "commit",
+    "sources", "date", "command", "copy_tbs", "plotted", "moved_bytes", "flop", "input_sets",
+    "bandwidth_gbs", "weight_bytes", "weights_gb", "text",
+}  # fmt: skip
+"""Provenance, and what other columns are computed from: shown if they are asked for."""
+
+_OURS = ("compiled_us", "us", "device_us", "step_ms")
+_BASELINES = ("baseline_whole_us", "baseline_us", "baseline_device_us", "flash_mla_us", "stock_ms")
 
 
 def stamp(device: torch.device, command: str) -> dict[str, Any]:
@@ -69,75 +89,139 @@ def _commit() -> str | None:
     return described.stdout.strip() or None
 
 
-class Report(Generic[AnyRow]):
+class Report:
     """Writes each row as it comes, so that an interrupted run keeps what it has."""
 
-    def __init__(self, folder: Path, name: str, stamped: dict[str, Any]) -> None:
+    def __init__(self, options: argparse.Namespace, device: torch.device, **more: Any) -> None:
+        folder, name = Path(options.out), options.bench
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.name, self.stamp = folder, name, stamped
-        self.rows: list[AnyRow] = []
-        self.path(".jsonl").write_text("")
+        self.path = folder / f"{name}.jsonl"
+        self.stamp = {**stamp(device, options.command), **more}
+        self.rows: list[dict[str, Any]] = []
+        self.path.write_text("")
 
-    def path(self, suffix: str) -> Path:
-        """File of this benchmark with the given ending."""
-        return self.folder / f"{self.name}{suffix}"
+    def add(self, row: Any) -> None:
+        """Keep a row, a dataclass, and append it to the JSONL file. What its field ``more`` holds
+        becomes fields of the row."""
+        self.rows.append({**vars(row), **vars(row).get("more", {})})
+        self.rows[-1].pop("more", None)
+        with self.path.open("a") as file:
+            file.write(json.dumps({**self.rows[-1], **self.stamp}) + "\n")
 
-    def add(self, row: AnyRow) -> None:
-        """Keep a row and append it to the JSONL file."""
-        self.rows.append(row)
-        with self.path(".jsonl").open("a") as file:
-            file.write(json.dumps({**vars(row), **self.stamp}) + "\n")
+    def read(self) -> None:
+        """Take the rows from the file, where other processes have added them."""
+        lines = self.path.read_text().splitlines()
+        self.rows = [
+            {name: value for name, value in json.loads(line).items() if name not in self.stamp}
+            for line in lines
+        ]
 
-    def write_text(self, text: str) -> None:
-        """Print the final report and keep it."""
-        self.path(".txt").write_text(text + "\n")
+    def finish(self, title: str, *notes: str) -> None:
+        """Print the table of all rows between title and notes, and keep it beside the rows."""
+        stamped = " ".join(f"{key}={value}" for key, value in self.stamp.items())
+        text = "\n\n".join([title, stamped, markdown(self.rows), *_texts(self.rows), *notes])
+        self.path.with_suffix(".md").write_text(text + "\n")
         print(text)
 
 
-def text(title: str, output: Report[AnyRow], *parts: str) -> str:
-    """The final report of a run: title, stamp, then tables and notes."""
-    stamped = " ".join(f"{key}={value}" for key, value in output.stamp.items())
-    return "\n\n".join([title, stamped, *parts])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``python -m benchmarks report``."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="rows, as JSONL")
+    parser.add_argument("--columns", metavar="A,B,..", help="fields; default: all with a value")
+    parser.add_argument("--match", metavar="REGEX", help="only lines in which this is found")
+    parser.add_argument("--all", action="store_true", help="every run, not the newest of a point")
 
 
-def table(rows: Sequence[object], columns: Sequence[str]) -> str:
-    """Rows as aligned text, without the columns that hold nothing."""
-    used = [name for name in columns if any(getattr(row, name) is not None for row in rows)]
-    cells = [used, *([_cell(getattr(row, name)) for name in used] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(used))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+def run(options: argparse.Namespace) -> None:
+    """Print the table of a file."""
+    rows = [json.loads(line) for line in options.file.read_text().splitlines()]
+    rows = rows if options.all else newest(rows)
+    print(markdown(rows, (options.columns or "").split(","), options.match or ""))
 
 
-def _cell(value: object) -> str:
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """The last run of every point, in the order in which the points first came. Which of two runs
+    looks better plays no part."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        point = tuple(row.get(name) for name in _POINT)
+        if point not in found or row["date"] >= found[point]["date"]:
+            found[point] = row
+    return list(found.values())
+
+
+def markdown(rows: Sequence[Row], columns: Sequence[str] = (), match: str = "") -> str:
+    """A table of some fields, by default those with a value in any row; ``times_faster`` and
+    ``pct_of_roofline`` are computed where rows have what they are made of."""
+    complete = [{**row, **_derived(row)} for row in rows]
+    names = [name for name in columns if name]
+    if not names:
+        every = dict.fromkeys([*_POINT, *(name for row in complete for name in row)])
+        names = [name for name in every if name not in _NOT_SHOWN and _has(complete, name)]
+    lines = [" | ".join(_cell(name, row.get(name)) for name in names) for row in complete]
+    shown = [line for line in lines if re.search(match, line)]
+    return "\n".join(f"| {line} |" for line in [" | ".join(names), _rule(names), *shown])
+
+
+def _texts(rows: Sequence[Row]) -> list[str]:
+    """Errors and notes of rows, and the points of each."""
+    points: dict[str, list[str]] = {}
+    for row in rows:
+        where = " ".join(str(row[name]) for name in _POINT if row.get(name) not in (None, ""))
+        for name, value in row.items():
+            if _is_text(name) and isinstance(value, str):
+                points.setdefault(f"{name}: {value}", []).append(where)
+    return [f"{text} ({'; '.join(where)})" for text, where in points.items()]
+
+
+def _is_text(name: str) -> bool:
+    return name.endswith(("note", "error", "failed"))
+
+
+def _rule(names: Sequence[str]) -> str:
+    return " | ".join("---" for _ in names)
+
+
+def _has(rows: Sequence[Row], name: str) -> bool:
+    """Whether a field holds something that a cell can show."""
+    found = [row[name] for row in rows if row.get(name) not in (None, "")]
+    words = str if _is_text(name) else ()
+    return bool(found) and not any(isinstance(value, (list, dict, words)) for value in found)
+
+
+def _derived(row: Row) -> Row:
+    """The baseline's time over ours, and the roofline's share of it."""
+    ours = _first(row, _OURS)
+    if not ours:
+        return {}
+    baseline, roofline = _first(row, _BASELINES), _first(row, ("roofline_us", "roofline_ms"))
+    found = {} if baseline is None else {"times_faster": baseline / ours}
+    return found if roofline is None else {**found, "pct_of_roofline": 100 * roofline / ours}
+
+
+def _first(row: Row, names: Sequence[str]) -> float | None:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _cell(name: str, value: object) -> str:
+    """Three digits of a number; a dash for nothing."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
-    return str(value)
+    if not isinstance(value, float):
+        return str(value)
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    if "pct" in name:
+        return f"{value:.{digits if digits == 2 else 0}f} %"
+    return f"{value:.{digits}f}"
 
 
 def progress(items: Sequence[Item], title: str) -> Iterator[Item]:
-    """Yield ``items`` under a progress bar; one line each without a terminal or tqdm."""
-    bar = _progress_bar() if sys.stderr.isatty() else None
-    if bar is not None:
-        yield from bar(items, desc=title, dynamic_ncols=True)
-        return
+    """Yield ``items``, and print a line for each."""
     for number, item in enumerate(items, 1):
         print(f"{title} {number}/{len(items)}: {item}", file=sys.stderr, flush=True)
         yield item
-
-
-def _progress_bar() -> Any | None:
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore] # stubs are optional
-    except ImportError:
-        return None
-    return tqdm
 
 
 def one_line(error: Exception) -> str:

@@ -118,8 +118,7 @@ def wall_us(call: Call, device: torch.device, *, budget_s: float) -> Timing:
 
     def finished() -> None:
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(device)
 
     finished()
     samples: list[float] = []
@@ -134,6 +133,26 @@ def _round_us(call: Call, calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) / calls * 1e6
+
+
+def step_ms(call: Call, device: torch.device, steps: int) -> float:
+    """Milliseconds from one call to the next: the host never waits between them."""
+    call()
+    samples = []
+    for _ in range(3):
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            call()
+        wait(device)
+        samples.append((time.perf_counter() - start) / steps * 1e3)
+    return float(statistics.median(samples))
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 class Activity(NamedTuple):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from benchmarks.harness import report
 from benchmarks.harness.memory import ColdCache, Copies
 from benchmarks.harness.options import chosen_device
-from benchmarks.harness.report import Report
+from benchmarks.harness.report import Report, one_line
 from benchmarks.harness.timing import Call, Capture, alternating_us
 from benchmarks.run import BenchError
 
@@ -29,13 +27,10 @@ class Row:
         weight_bytes: Bytes of the weights that a call reads, with their scales.
         us: Ours, with ``impl="auto"``.
         impl: What that took.
-        tbs: ``weight_bytes`` over ``us``, TB/s.
-        pct_of_copy: Of the rate of this GPU's copies.
+        pct_of_copy: ``weight_bytes`` over ``us``, of the rate of this GPU's copies.
         baseline_us: The same of torch with bf16 weights: ``F.linear``, or grouped products.
-        ratio: Of it to ours.
         scaled_mm_us: torch's block-wise product of FP8 activations, their quantisation included.
         humming_us: Of Humming's experts (``baselines/humming.py``).
-        humming_ratio: Of it to ours.
         humming_error: Of it, against the reference.
         error: Relative, against float32.
         failed: What went wrong.
@@ -46,33 +41,13 @@ class Row:
     weight_bytes: float = 0.0
     us: float | None = None
     impl: str = ""
-    tbs: float | None = None
     pct_of_copy: float | None = None
     baseline_us: float | None = None
-    ratio: float | None = None
     scaled_mm_us: float | None = None
     humming_us: float | None = None
-    humming_ratio: float | None = None
     humming_error: float | None = None
     error: float | None = None
     failed: str | None = None
-
-    def finish(self, bytes_per_us: float) -> None:
-        """Fill in what follows from the times."""
-        if self.us is None:
-            return
-        self.tbs = self.weight_bytes / self.us / 1e6
-        self.pct_of_copy = 100 * self.weight_bytes / self.us / bytes_per_us
-        if self.baseline_us is not None:
-            self.ratio = self.baseline_us / self.us
-        if self.humming_us is not None:
-            self.humming_ratio = self.humming_us / self.us
-
-
-_COLUMNS = (
-    *("case", "tokens", "us", "tbs", "pct_of_copy", "baseline_us", "ratio", "scaled_mm_us"),
-    *("humming_us", "humming_ratio", "humming_error", "error", "impl", "failed"),
-)
 
 
 def time_forms(row: Row, forms: Mapping[str, Sequence[Call]]) -> None:
@@ -89,28 +64,26 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def run(
-    name: str,
-    options: argparse.Namespace,
-    cases: Iterable[tuple[Row, Callable[[Row, torch.device], None]]],
+    options: argparse.Namespace, cases: Iterable[tuple[Row, Callable[[Row, torch.device], None]]]
 ) -> None:
     """Fill in every row and write the rows and their table to ``options.out``."""
     device = chosen_device(options)
     if device.type != "cuda":
-        raise BenchError(f"{name}: it times kernels, which run on CUDA only")
+        raise BenchError(f"{options.bench}: it times kernels, which run on CUDA only")
     copies = Copies(device, ColdCache(device)).bytes_per_us
-    stamp: dict[str, Any] = report.stamp(device, options.command)
-    output: Report[Row] = Report(options.out, name, {**stamp, "copy_tbs": copies / 1e6})
+    output = Report(options, device, copy_tbs=copies / 1e6)
+    failed = []
     for row, measure in cases:
         try:
             measure(row, device)
-            row.finish(copies)
+            if row.us is not None:
+                row.pct_of_copy = 100 * row.weight_bytes / row.us / copies
             if row.error is not None and not row.error < MOST_ERROR:
                 row.failed = f"error {row.error:.2g}"
         except Exception as error:
-            row.failed = report.one_line(error)
+            row.failed = one_line(error)
         output.add(row)
-    table = report.table(output.rows, _COLUMNS)
-    output.write_text(report.text(f"{name}, microseconds", output, table))
-    failed = [row for row in output.rows if row.failed]
+        failed += [row.failed] if row.failed else []
+    output.finish(f"{options.bench}, microseconds")
     if failed:
-        raise BenchError(f"{len(failed)} cases failed, {failed[0].failed}")
+        raise BenchError(f"{len(failed)} cases failed, {failed[0]}")

@@ -80,7 +80,7 @@ class Work:
 @dataclass(frozen=True)
 class Case:
     """One row to measure. ``build`` draws its inputs; a case that is not ``timed`` is only
-    checked. ``labels`` are fields that only rows of this benchmark have."""
+    checked. ``labels`` are fields that only rows of some benchmarks have."""
 
     case: str
     shape: str
@@ -89,7 +89,6 @@ class Case:
     requests: int = 1
     variant: str = ""
     timed: bool = True
-    plotted: bool = False
     labels: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -46,7 +46,6 @@ _LIBRARIES = {
     "deep_gemm": _Library("deep-gemm", ("deep_gemm",), (9, 0)),
     "torch_tensorrt": _Library("tensorrt", ("torch-tensorrt",), _ANY_GPU),
     "transformers": _Library("transformers", ("transformers",)),
-    "matplotlib": _Library("bench", ("matplotlib",)),
     "hypothesis": _Library("test", ("hypothesis",)),
 }
 

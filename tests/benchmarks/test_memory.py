@@ -1,7 +1,4 @@
-"""``bench memory`` and the tables of ``docs/memory.md``: computed bytes are those of Hugging Face's
-modules and of our caches, by part."""
-
-import json
+"""``bench memory``: computed bytes are those of Hugging Face's modules and of our caches."""
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 from benchmarks import memory
 from benchmarks.harness.live_bytes import peak_bytes
 from benchmarks.memory import MemoryRow
-from benchmarks.run import WrongResult, main
+from benchmarks.run import WrongResult
 from dsv4_ops.checkpoint.format import weight_bytes
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import PagedCache
@@ -140,9 +137,9 @@ def test_an_allocator_that_has_something_else_fails_the_run(found, fits):
             memory._checked(row)
 
 
-def test_a_short_run_has_every_part(tmp_path):
-    assert main(["memory", "--smoke", "--out", str(tmp_path)]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+def test_a_short_run_has_every_part(smoke):
+    status, rows = smoke("memory")
+    assert status == 0
     parts = ["weights", "cache", "decode, eager", "prefill, eager"]
     assert [row["part"] for row in rows] == parts
     assert all(row["computed_gb"] > 0 and row["allocated_gb"] is None for row in rows)

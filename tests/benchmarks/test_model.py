@@ -1,6 +1,5 @@
-"""``bench model``: its stock cache is what Hugging Face's own code leaves, its rows and names."""
+"""Steps of whole models: the stock cache is what Hugging Face's own code leaves; rows and names."""
 
-import argparse
 import json
 
 import pytest
@@ -12,10 +11,7 @@ import transformers
 
 from benchmarks import model as model_bench
 from benchmarks.baselines.stock_model import filled_cache, flash_shaped, same_again
-from benchmarks.harness.plot import model_panels
-from benchmarks.harness.report import Report
 from benchmarks.harness.rows import ModelRow
-from benchmarks.run import main
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.released_model import keep_float32
@@ -69,7 +65,7 @@ def test_a_step_leaves_the_cache_that_was_copied():
     assert shapes(cache) != before
 
 
-def test_one_row_is_measured(tmp_path):
+def test_one_row_is_measured():
     model = flash_shaped(num_experts=8, device=torch.device("cpu"), **SMALL)
     kept = set(model._keep_in_fp32_modules_strict)  # transformers 5.24 makes them in float32
     products = [w for name, w in model.named_parameters() if kept.isdisjoint(name.split("."))]
@@ -88,9 +84,6 @@ def test_one_row_is_measured(tmp_path):
     logits = v4.decode_step(model, batch, cache.tensors)
     assert logits.isfinite().all()
     assert 0.1 < logits.std() < 10
-    output = Report(tmp_path, "model", {"device": "here"})
-    output.add(row)
-    assert json.loads(output.path(".jsonl").read_text())["context"] == 256
 
 
 def test_what_does_not_fit_is_said_in_short():
@@ -130,21 +123,47 @@ def test_stage_of_a_kernel(kernel, stage):
     assert model_bench.stage_of(kernel) == stage
 
 
-def test_panels_leave_out_what_was_not_measured():
-    rows = [
-        ModelRow(batch=batch, context=4096, layers=4, weights_gb=1.0, step_ms=2.0)
-        for batch in (8, 1)
-    ]
-    (panel,) = model_panels(rows)
-    assert panel.title == "4k tokens of context"
-    assert {series.label: series.points for series in panel.series} == {
-        "ours: patched, compiled, one CUDA graph": [(1, 2.0), (8, 2.0)],
-    }
+@pytest.mark.slow
+def test_a_run_has_a_row(smoke, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    status, rows = smoke("model", "--batches", "2", "--contexts", "256", "--stock-compiled")
+    assert status == 0
+    (row,) = rows
+    assert row["error"] is row["stock_error"] is None
+    assert min(row[name] for name in ("stock_ms", "stock_compiled_ms", "eager_ms", "step_ms")) > 0
+    assert row["max_diff"] == 0
 
 
-def test_options(capsys):
-    parser = argparse.ArgumentParser()
-    model_bench.add_options(parser)
-    assert parser.parse_args(["--batches", "8,1"]).batches == (1, 8)
-    assert main(["model", "--batches", "0"]) == 2
-    assert "must be at least 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "options",
+    [["--precision", "released"], ["--precision", "released", "--prefill", "64"]],
+    ids=["decode", "prefill"],
+)
+def test_a_run_in_released_precision_has_a_row(smoke, monkeypatch, tmp_path, options):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    sizes = ["--batches", "2", "--contexts", "256", "--experts", "8"]
+    assert smoke("model", *sizes, *options)[0] == 0
+    name = "model_prefill" if "--prefill" in options else "model_released"
+    (row,) = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
+    assert row["error"] is row["stock_ms"] is None
+    assert row["step_ms"] > 0
+
+
+def test_dense_models_have_rows_of_steps(smoke, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    status, rows = smoke("mla_model", "--contexts", "64,128", "--batches", "2")
+    assert status == 0
+    assert [(row["case"], row["context"]) for row in rows] == [
+        ("memory", 256), ("decode", 64), ("decode", 128),
+    ]  # fmt: skip
+    assert all(row["stock_ms"] > 0 and row["step_ms"] > 0 for row in rows[1:])
+
+
+@pytest.mark.slow
+def test_a_start_has_a_row_of_every_phase(smoke):
+    sizes = ["--layers", "3", "--prefills", "9", "--batches", "2", "--warm", "0"]
+    status, rows = smoke("start", "--backend", "eager", *sizes)
+    assert status == 0
+    assert [row["phase"] for row in rows] == ["build and patch", "prefill of 9", "decode of 2"]
+    assert all(row["start"] == "cold" and row["seconds"] > 0 for row in rows)
+    assert rows[2]["graphs"] > 0

@@ -1,41 +1,20 @@
-"""A benchmark checks before it times, leaves whole files, survives missing extras and baselines."""
+"""The command line: its errors, what rows say of it, and the table that it prints of them."""
 
-import dataclasses
 import json
-import sys
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from benchmarks import metadata, sparse_mla
+from benchmarks import sparse_mla
 from benchmarks.harness import report, timing
 from benchmarks.harness.batches import draw_batch, input_bytes, mixed_lengths
-from benchmarks.harness.rows import MetadataRow
-from benchmarks.metadata import Case, eager_builder, make_plan
-from benchmarks.run import WrongResult, _parser, main
-from dsv4_ops.attention.metadata import AttentionSpec
+from benchmarks.metadata import builder
+from benchmarks.run import BENCHES, main
+from dsv4_ops.attention.metadata import AttentionSpec, DecodeMetadata
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec.deepseek_v4_flash(max_model_len=4096)
-STAMP = {
-    "device",
-    "threads",
-    "torch",
-    "triton",
-    "transformers",
-    "python",
-    "dsv4_ops",
-    "commit",
-    "sources",
-    "date",
-    "command",
-}
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """Stand the eager builder in for the compiled one, so that a run takes a second."""
-    monkeypatch.setattr(metadata, "compiled_builder", lambda spec, mode=None: eager_builder(spec))
 
 
 @pytest.mark.parametrize(
@@ -57,72 +36,10 @@ def test_rows_do_not_say_where_files_are(monkeypatch, arguments, recorded):
     assert [options.command for options in seen] == [" ".join(expected)]
 
 
-def smoke(folder, *more):
-    return main(
-        ["metadata", "--smoke", "--requests", "2", "--next-n", "1", "--out", str(folder), *more]
-    )
-
-
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
-    assert main(["metadata", "--smoke", "--out", str(tmp_path)]) == 0
-    rows = rows_of(tmp_path)
-    schema = {field.name for field in dataclasses.fields(MetadataRow)} | STAMP
-    assert all(set(row) == schema for row in rows)
-    grid = [(row["requests"], row["next_n"]) for row in rows if row["kind"] == "grid"]
-    assert grid == [(1, 1), (8, 1), (1, 2), (8, 2)]
-    assert [row["context"] for row in rows if row["kind"] == "context"] == ["1024", "16384"]
-    for row in rows:
-        assert row["tokens"] == row["requests"] * row["next_n"]
-        assert row["call_us"] > 0
-        assert row["eager_us"] > 0
-        assert row["eager_speedup"] == pytest.approx(row["eager_us"] / row["call_us"])
-        assert row["command"] == "python -m benchmarks metadata --smoke"
-        assert row["device_us"] is row["baseline_error"] is None
-    text = (tmp_path / "metadata.txt").read_text()
-    assert text.strip() in capsys.readouterr().out
-    assert "eager_speedup" in text
-    assert "baseline" not in text
-    assert (tmp_path / "metadata.png").read_bytes().startswith(b"\x89PNG")
-
-
-def corrupted(field):
-    def builder(spec, mode=None):
-        build = eager_builder(spec)
-
-        def wrong(*tensors):
-            result = build(*tensors)
-            getattr(result, field).view(-1)[-1] += 1
-            return result
-
-        return wrong
-
-    return builder
-
-
-@pytest.mark.parametrize("field", ["c128_indices", "positions", "c4_slot_mapping"])
-def test_a_wrong_entry_ends_the_run_before_timing(field, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(metadata, "compiled_builder", corrupted(field))
-    monkeypatch.setattr(metadata, "wall_us", lambda *_, **__: pytest.fail("timed a wrong result"))
-    assert smoke(tmp_path) == 1
-    assert f"{field} differs from the reference in 1 of" in capsys.readouterr().err
-    assert rows_of(tmp_path) == []
-    assert not (tmp_path / "metadata.txt").exists()
-
-
-def test_a_wrong_dtype_is_a_wrong_result():
-    result = eager_builder(SPEC)(
-        *draw_batch(SPEC, torch.tensor([9]), next_n=1, device=CPU, seed=0).arguments()
-    )
-    other = dataclasses.replace(result, c4_lens=result.c4_lens.long())
-    with pytest.raises(
-        WrongResult, match=r"c4_lens is torch.int64 \[1\], the reference has torch.int32"
-    ):
-        metadata.check("compiled", other, result, Case(1, 1))
+def test_the_help_names_every_benchmark(capsys):
+    assert main(["--help"]) == 0
+    help = capsys.readouterr().out
+    assert all(f"\n    {name}" in help for name in [*BENCHES, "report"])
 
 
 def test_an_unknown_benchmark_is_an_error(capsys):
@@ -132,139 +49,145 @@ def test_an_unknown_benchmark_is_an_error(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--requests", "0"], ["--requests", "x"], ["--device", "tpu"]]
+    "arguments",
+    [
+        ["metadata", "--device", "tpu"],
+        ["sparse_mla", "--cases", "decode,x"],
+        ["kv_cache", "--cases", ""],
+        ["kv_cache", "--max-seconds", "0"],
+        ["model", "--batches", "0"],
+        ["start", "--layers", "x"],
+    ],
 )
 def test_bad_arguments_are_errors(arguments, capsys):
-    assert main(["metadata", *arguments]) == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
-def test_too_short_a_context_is_an_error(tmp_path, capsys):
-    assert smoke(tmp_path, "--next-n", "4", "--context", "3") == 2
-    assert "--context 3 is shorter than --next-n 4" in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert arguments[1] in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_is_an_error(tmp_path, capsys):
-    assert smoke(tmp_path, "--device", "cuda") == 2
-    assert "torch sees no CUDA device" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["indexer", "--device", "cuda"], "torch sees no CUDA device"),
+        (["mla"], "mla: it times kernels, which run on CUDA only"),
+        (["linear"], "linear: it times kernels, which run on CUDA only"),
+        (["experts"], "experts: it times kernels, which run on CUDA only"),
+        (["context_parallel", "--ranks", "1"], "it takes 2 ranks or more with a GPU each, got 1"),
+    ],
+)
+def test_what_needs_a_gpu_says_so(arguments, text, tmp_path, capsys):
+    assert main([*arguments, "--out", str(tmp_path)]) == 2
+    assert text in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_without_extras_table_and_rows_are_left(tmp_path, monkeypatch, capsys):
-    for extra in ("matplotlib", "tqdm"):
-        monkeypatch.setitem(sys.modules, extra, None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert smoke(tmp_path) == 0
-    assert "no plot: pip install 'dsv4_ops[bench]'" in capsys.readouterr().err
-    assert len(rows_of(tmp_path)) == 3
-    assert (tmp_path / "metadata.txt").exists()
-    assert not (tmp_path / "metadata.png").exists()
+def test_no_case_that_matches_is_an_error(tmp_path, capsys):
+    assert main(["kv_cache", "--smoke", "--out", str(tmp_path), "--match", "nine"]) == 2
+    assert "--match nine: no case has it" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_no_plot_is_obeyed(tmp_path, capsys):
-    assert smoke(tmp_path, "--no-plot") == 0
-    assert not (tmp_path / "metadata.png").exists()
-    assert "no plot" not in capsys.readouterr().err
+# The table
+
+ROW = {
+    "case": "decode", "shape": "8 x 64 heads, 128+512", "variant": "", "plotted": True,
+    "compiled_us": 15.67, "eager_us": 14.96, "baseline_us": None, "roofline_us": 1.0,
+    "activities": [["kernel", 2.0]], "device": "GPU", "date": "2026-11-21T20:00:00",
+}  # fmt: skip
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_a_missing_baseline_is_a_row_not_the_end(tmp_path):
-    assert smoke(tmp_path, "--baseline", str(tmp_path / "nowhere"), "--no-plot") == 0
-    assert all(
-        "FileNotFoundError: no anchor_lib.py in" in row["baseline_error"]
-        for row in rows_of(tmp_path)
-    )
-    assert "baseline_error" in (tmp_path / "metadata.txt").read_text()
+def printed(rows, capsys, path, *options):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    assert main(["report", str(path), *options]) == 0
+    return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_a_failing_baseline_is_a_row_not_the_end(tmp_path, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no driver\nand more")
-
-    monkeypatch.setattr(metadata.vllm_metadata, "load", lambda folder: object())
-    monkeypatch.setattr(metadata.vllm_metadata, "measure", fail)
-    assert smoke(tmp_path, "--baseline", str(tmp_path), "--no-plot") == 0
-    assert {row["baseline_error"] for row in rows_of(tmp_path)} == {"RuntimeError: no driver"}
-
-
-class FakeCapture:
-    """Stands in for a CUDA graph where there is no GPU: a replay overwrites the outputs."""
-
-    def __init__(self, calls):
-        self.calls, self.outputs, self.graph = calls, [call() for call in calls], self
-
-    def replay(self):
-        for call, output in zip(self.calls, self.outputs, strict=True):
-            for new, old in zip(vars(call()).values(), vars(output).values(), strict=True):
-                old.copy_(new)
-
-    def device_us(self):
-        return timing.Timing(4.0, 3.0, 5.0)
-
-
-@pytest.fixture
-def pretend_cuda(monkeypatch, uncompiled):
-    """The flow of a CUDA case with clocks that always show the same."""
-    monkeypatch.setattr(metadata, "Capture", FakeCapture)
-    monkeypatch.setattr(metadata, "rotating_sets", lambda *_: 3)
-    monkeypatch.setattr(metadata, "host_us", lambda call: timing.Timing(6.0, 5.0, 7.0))
-    monkeypatch.setattr(
-        metadata, "device_activities", lambda call: [timing.Activity("triton_poi", 2.0)] * 2
-    )
-    monkeypatch.setattr(metadata.vllm_metadata, "measure", lambda *_: baselines_result())
-    plan = dataclasses.replace(make_plan(options_of(4096)), cases=(Case(2, 2),))
-    bench = metadata.Bench(plan, None)
-    bench.cuda, bench.modules = True, object()
-    bench.captured = eager_builder(plan.spec)
-    return bench
-
-
-def baselines_result():
-    device, host = timing.Timing(30.0, 29.0, 31.0), timing.Timing(170.0, 160.0, 180.0)
-    return metadata.vllm_metadata.BaselineResult(device, host, [timing.Activity("swa", 2.0)] * 12)
-
-
-def options_of(max_model_len):
-    options = [
-        "--smoke",
-        "--requests",
-        "1,128",
-        "--next-n",
-        "1",
-        "--max-model-len",
-        str(max_model_len),
+def test_a_table_has_the_ratio_and_the_share_of_the_roofline(tmp_path, capsys):
+    """31.34 over 15.67, and 1 of 15.67."""
+    other = {**ROW, "variant": "C4", "baseline_us": 31.34, "error": "no plan"}
+    whole = {**ROW, "variant": "C128", "baseline_us": 20.0, "baseline_whole_us": 156.7}
+    assert printed([ROW, other, whole], capsys, tmp_path / "rows.jsonl") == [
+        "| case | shape | variant | compiled_us | eager_us | baseline_us | roofline_us |"
+        " pct_of_roofline | times_faster | baseline_whole_us |",
+        f"| {' | '.join(['---'] * 10)} |",
+        "| decode | 8 x 64 heads, 128+512 |  | 15.7 | 15.0 | - | 1.00 | 6.38 % | - | - |",
+        "| decode | 8 x 64 heads, 128+512 | C4 | 15.7 | 15.0 | 31.3 | 1.00 | 6.38 % | 2.00 | - |",
+        "| decode | 8 x 64 heads, 128+512 | C128 | 15.7 | 15.0 | 20.0 | 1.00 | 6.38 % | 10.0 |"
+        " 157 |",
     ]
-    return _parser().parse_args(["metadata", *options])
 
 
-def test_a_cuda_row_adds_up(pretend_cuda):
-    row = pretend_cuda.measure(Case(2, 2))
-    assert (row.kernels, row.call_kernels, row.input_sets) == (2, 2, 3)
-    assert (row.device_us, row.host_us, row.call_us) == (4.0, 6.0, 6.0)
-    assert row.pct_of_roofline == pytest.approx(100 * row.roofline_us / 4.0)
-    assert (row.baseline_kernels, row.baseline_exact, row.baseline_error) == (12, True, None)
-    assert row.speedup == pytest.approx(20.0)
-    json.dumps(dataclasses.asdict(row))
+def test_a_step_is_compared_in_its_own_unit():
+    row = {"batch": 8, "step_ms": 2.5, "stock_ms": 25.0, "roofline_ms": 0.5, "stock_error": None}
+    assert report.markdown([row]).splitlines()[2] == "| 8 | 2.50 | 25.0 | 0.50 | 10.0 | 20 % |"
 
 
-def test_a_replay_that_writes_nothing_is_wrong(pretend_cuda, monkeypatch):
-    monkeypatch.setattr(FakeCapture, "replay", lambda self: None)
-    with pytest.raises(WrongResult, match="CUDA graph replay"):
-        pretend_cuda.measure(Case(2, 2))
+def test_columns_and_lines_are_chosen(tmp_path, capsys):
+    rows = [ROW, {**ROW, "shape": "1 x 64", "kernels": 3, "agrees": True}]
+    options = ["--columns", "shape,kernels,agrees,pct_of_roofline", "--match", "^1 x .*6.38"]
+    assert printed(rows, capsys, tmp_path / "rows.jsonl", *options) == [
+        "| shape | kernels | agrees | pct_of_roofline |",
+        "| --- | --- | --- | --- |",
+        "| 1 x 64 | 3 | yes | 6.38 % |",
+    ]
+
+
+def test_the_newest_run_of_a_point_is_shown_whichever_is_faster(tmp_path, capsys):
+    """In the order in which the points first came."""
+    old = {**ROW, "date": "2026-11-20T00:00:00", "compiled_us": 1.0}
+    other = {**ROW, "shape": "another"}
+    for rows in ((old, other, ROW), (ROW, other, old)):
+        assert report.newest(rows) == [ROW, other]
+    lines = printed([old, other, ROW], capsys, tmp_path / "rows.jsonl", "--all")
+    assert len(lines) == 2 + 3
+
+
+@dataclass
+class Made:
+    case: str = "some"
+    us: float | None = 4.0
+    note: str | None = None
+    error: str | None = None
+    spread: list = field(default_factory=list)
+    more: dict = field(default_factory=dict)
+
+
+def test_rows_are_kept_as_they_come_and_texts_are_below_the_table(tmp_path, capsys):
+    options = type("Options", (), {"out": tmp_path, "bench": "some", "command": "some command"})
+    output = report.Report(options, CPU, copy_tbs=4.2)
+    output.add(Made(more={"whole_us": 8.0}))
+    output.add(Made(us=None, error="no kernel"))
+    written = [json.loads(line) for line in (tmp_path / "some.jsonl").read_text().splitlines()]
+    assert written[0]["whole_us"] == 8.0
+    assert "more" not in written[0]
+    stamp = {"device", "torch", "triton", "transformers", "sources", "date", "command", "copy_tbs"}
+    assert stamp <= set(written[0])
+    output.finish("Title", "A note.")
+    text = (tmp_path / "some.md").read_text()
+    assert capsys.readouterr().out == text
+    assert "| some | 4.00 | 8.00 |\n| some | - | - |\n\nerror: no kernel (some)\n\nA note." in text
+
+
+def test_an_error_is_one_line_that_says_something():
+    assert report.one_line(ValueError("first\nsecond")) == "ValueError: first"
+    raised = RuntimeError("backend='inductor' raised:\nOutOfMemoryError: too large\nmore")
+    said = "RuntimeError: backend='inductor' raised: OutOfMemoryError: too large"
+    assert report.one_line(raised) == said
+    assert report.one_line(RuntimeError("")) == "RuntimeError: "
+
+
+def test_a_summary_is_median_and_spread():
+    assert timing.summary([5, 1, 4, 2, 3, 100]) == (3.5, 2, 5)
+
+
+# Batches
 
 
 def test_batches_are_legal_and_mixed():
     lengths = mixed_lengths(500, longest=4096, generator=torch.Generator().manual_seed(1))
     assert lengths.min() >= 100
     assert lengths.max() <= 4096
-    assert (
-        400 < lengths.float().median() < 1000
-    )  # log-uniform: the geometric mean of 100 and 4096 is 640
+    assert 400 < lengths.float().median() < 1000  # log-uniform: the geometric mean is 640
     batch = draw_batch(SPEC, lengths, next_n=2, device=CPU, seed=1)
-    built = eager_builder(SPEC)(*batch.arguments())
+    built = DecodeMetadata(*builder(SPEC)(*batch.arguments()))
     assert torch.equal(built.positions, batch.positions)
     newest = built.swa_indices.gather(1, built.swa_lens[:, None].long() - 1)[:, 0]
     assert torch.equal(newest.long(), batch.slot_mapping)  # a token is the newest key of its window
@@ -278,38 +201,3 @@ def test_needed_bytes_by_hand():
     # dense rows: 8 and 1 of 2 a block; position 1023 completes a C4 and a C128 row
     page_ids = (2 + 3) + (4 + 1) + 2
     assert input_bytes(SPEC, batch) == 3 * 4 + 2 * 4 + 2 * 8 + page_ids * 4
-
-
-def test_the_batch_that_is_compiled_first_has_distinct_sizes():
-    for max_model_len in (8192, 16384, 32768, 65536):
-        case = metadata._distinct_sizes(make_plan(options_of(max_model_len)))
-        sizes = [
-            case.requests,
-            case.requests + 1,
-            2 * case.requests,
-            max_model_len // 64,
-            max_model_len // 256,
-        ]
-        assert len(set(sizes)) == 5
-
-
-def test_a_summary_is_median_and_spread():
-    assert timing.summary([5, 1, 4, 2, 3, 100]) == (3.5, 2, 5)
-
-
-def test_an_error_is_one_line_that_says_something():
-    assert report.one_line(ValueError("first\nsecond")) == "ValueError: first"
-    raised = RuntimeError("backend='inductor' raised:\nOutOfMemoryError: too large\nmore")
-    said = "RuntimeError: backend='inductor' raised: OutOfMemoryError: too large"
-    assert report.one_line(raised) == said
-    assert report.one_line(RuntimeError("")) == "RuntimeError: "
-
-
-def test_a_table_is_aligned_and_drops_empty_columns():
-    rows = [
-        MetadataRow(kind="grid", requests=1, next_n=2, context="mixed", tokens=2, call_us=1.5),
-        MetadataRow(kind="grid", requests=16, next_n=2, context="mixed", tokens=32, call_us=1234.5),
-    ]
-    assert report.table(rows, ("requests", "kernels", "call_us")) == (
-        "requests  call_us\n       1     1.50\n      16     1234"
-    )

@@ -1,0 +1,35 @@
+"""What tests of several benchmarks share: runs without a compiler or a clock."""
+
+import json
+
+import pytest
+
+from benchmarks import packages
+from benchmarks.harness import measure, timing
+from benchmarks.run import main
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Stand the ops themselves in for compiled ones and packages, so that a run takes seconds."""
+    monkeypatch.setattr(measure, "compiled_op", lambda function: function)
+    monkeypatch.setattr(measure, "wall_us", lambda *_, **__: timing.Timing(2.0, 1.0, 3.0))
+    monkeypatch.setattr(packages, "build", unpackaged)
+
+
+def unpackaged(form, device):
+    """The call that a package is made of."""
+    return form.case(form.exported).build(device).call
+
+
+@pytest.fixture
+def smoke(tmp_path):
+    """Run a benchmark: its exit status, and its rows."""
+
+    def run(name, *more):
+        status = main([name, "--smoke", "--out", str(tmp_path), *more])
+        path = tmp_path / f"{name}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return status, [json.loads(line) for line in lines]
+
+    return run

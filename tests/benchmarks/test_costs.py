@@ -1,0 +1,248 @@
+"""Bytes and FLOP of rooflines by hand, the sizes of a whole run, and the inputs of cases."""
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks import compressor, indexer, kv_cache, layer, metadata, packages, sparse_mla
+from benchmarks.cases import (
+    attention_cases,
+    gathered_cases,
+    indexer_cases,
+    layer_cases,
+    prefill_cases,
+)
+from benchmarks.cases.attention_calls import prefill_by_copy
+from benchmarks.cases.attention_cases import uniform
+from benchmarks.cases.compressor_cases import KINDS, decode_step, moved_bytes, prefill_step
+from benchmarks.cases.gathered_cases import gathered_work
+from benchmarks.cases.prefill_cases import dense_cases, selecting_cases
+from benchmarks.cases.token_check import Tolerance, outside
+from benchmarks.mla import Row, roofline_us
+from dsv4_ops.core.registry import OPS
+
+CPU = torch.device("cpu")
+
+
+def small(module, group, shape=None, variant=""):
+    cases = module.chosen_cases((group,), smoke=True)
+    wanted = (case for case in cases if case.timed and case.variant.startswith(variant))
+    return next(case for case in wanted if shape in (None, case.shape))
+
+
+def test_bytes_of_caches():
+    def moved(group, shape, variant=""):
+        return small(kv_cache, group, shape, variant).build(CPU).moved_bytes
+
+    assert moved("insert", "8 tokens") == 8 * (512 * 2 + 584 + 8)
+    assert moved("gather", "4x128 rows") == 4 * (128 * (584 + 1024) + 2 * 4 + 4)
+    assert moved("indexer_insert", "8 tokens", "random") == 8 * (256 + 132 + 8)
+    assert moved("plain_insert", "8 tokens", "random") == 8 * (1024 + 1024 + 8)
+    assert moved("fused", "8 tokens", "scatter") == 8 * (1024 + 584 + 8) + 1024
+
+
+def test_bytes_of_compressors():
+    c4, key, c128 = KINDS["c4"], KINDS["c4_indexer"], KINDS["c128"]
+    vectors = 8 + 8 + 8 + 4
+    alone = decode_step(c4, 1, finishing=True)  # seven earlier states, half of each, on two blocks
+    projections = 2 * 2048 * 4
+    row = 584 + 64 * 4
+    assert moved_bytes(c4, alone) == projections + 7 * 2 * 512 * 4 + row + 2 * 4 + vectors
+    assert moved_bytes(c4, decode_step(c4, 1, finishing=False)) == projections + vectors
+    spread = decode_step(c128, 8, finishing=False)
+    assert moved_bytes(c128, spread) == 8 * (2 * 1024 * 4 + vectors)
+    assert decode_step(c4, 8, finishing=False).finished(c4) == 2
+    # a prefill finds everything in its own projections
+    whole = moved_bytes(key, prefill_step(8))
+    assert whole == 8 * (2 * 512 * 4 + vectors) + 2 * (132 + 64 * 4)
+
+
+def test_costs_of_the_indexer():
+    # MB of keys and of logits, and GFLOP, at 64 requests of 131072 tokens
+    cost = indexer_cases.cost
+    moved, flop = cost("logits", 64, 32768)
+    vectors = 64 * (32768 // 64 * 4 + 64 * 132 + 8)
+    assert (moved - vectors) / 1e6 == pytest.approx(276.8 + 8.4, abs=0.1)
+    assert flop / 1e9 == pytest.approx(34.36, abs=0.005)
+    assert cost("select", 2, 64) == (2 * (64 * 132 + 4 + 64 * 132 + 8 + 512 * 4), 2 * 2 * 64 * 8192)
+
+
+def test_costs_of_a_layer():
+    """One request of C4 at 16384 tokens: 128 + 512 rows of 584 bytes, 4096 + 1 keys of 132."""
+    moved, flop = layer_cases.cost("c4", layer_cases.FLASH, (16384,))
+    queries = 2 * 64 * 512 * 2 + 512 * 2 + 64 * (128 * 2 + 4)
+    projections = 2 * 1024 * 4 + 2 * 256 * 4  # read, and written to the states
+    older = 7 * 2 * (512 + 128) * 4  # a half of each row of kv and of score
+    rows = (128 + 512 + 2) * 584 + (4096 + 1) * 132
+    assert moved == queries + 2 * projections + older + rows + 128 * 4
+    assert flop == 4 * 64 * 640 * 512 + 4096 * 64 * 128
+    contexts = (384, 128, 1024)
+    alone = [layer_cases.cost("c128", layer._SMALL, (context,)) for context in contexts]
+    found = layer_cases.cost("c128", layer._SMALL, contexts)
+    assert found == tuple(map(sum, zip(*alone, strict=True)))
+
+
+def test_costs_of_sparse_attention():
+    # MB and GFLOP of Flash at 128 requests and Pro at 256
+    for shape, megabytes, gflop in (
+        (uniform(128, 64, 512), 64.9, 10.74),
+        (uniform(256, 128, 1024), 240.5, 77.31),
+    ):
+        moved, flop = shape.cost()
+        assert moved / 1e6 == pytest.approx(megabytes, abs=0.05)
+        assert flop / 1e9 == pytest.approx(gflop, abs=0.005)
+    assert uniform(1, 2, 0).cost() == (128 * 584 + 2 * 512 * 4 + 128 * 4, 2 * 2 * 128 * 1024)
+    paged = sparse_mla.chosen_cases(("paged",), smoke=True)
+    for case, rows in zip(paged, (7, 64), strict=True):
+        moved = (128 + rows) * 584 + 4 * 512 * 4 + (128 + -(-rows // 2)) * 4  # on blocks of 2
+        assert case.build(CPU).moved_bytes == 3 * moved
+    prefill = small(sparse_mla, "prefill").build(CPU)  # 16 tokens share 128 rows, a window of 143
+    keys = 16 * (128 + 64)
+    assert prefill.moved_bytes == (128 + 143) * 584 + 16 * 4 * 512 * 4 + keys * 4
+    assert prefill.flop == 2 * 4 * keys * 1024
+
+
+def test_a_row_that_several_tokens_list_is_read_once():
+    work = gathered_work(5, 4, 128, 256, CPU)
+    distinct = len({int(row) for row in work.sets[0][2].flatten()})
+    assert 200 < distinct <= 256
+    assert work.moved_bytes == distinct * 1024 + 2 * 5 * 4 * 512 * 2 + 5 * 128 * 4
+    assert work.flop == 2 * 4 * 5 * 128 * 1024
+
+
+def test_the_roofline_of_dense_decodes():
+    """One request of 4096 rows is bound by their bytes, 64 requests of 128 heads by the FLOP."""
+    queries = 16 * (576 + 512) * 2
+    one = Row("plain", 16, 1, 4096)
+    assert roofline_us(one, 4e6) == pytest.approx((4096 * 1152 + queries) / 4e6)
+    many = Row("plain", 128, 64, 4096)
+    assert roofline_us(many, 4e6) == pytest.approx(2 * 64 * 128 * 4096 * 1088 / 790e6)
+
+
+def test_a_dense_prefill_sees_the_rows_that_are_finished(monkeypatch):
+    """Position 766 has 5 rows of 128 tokens, 767 the sixth: of one request of 768 + 16 - 1."""
+    case = dense_cases((16,), (4,), prefix=640)[0]
+    assert (case.labels["context"], case.labels["gathered_rows"]) == (783, 6 + 143)
+    work = case.build(CPU)
+    (_, kv, indices, lens, _), mine = work.baseline_sets[0], work.sets[0]
+    assert mine[2].tolist() == [*range(767, 783)]
+    assert mine[7] is None
+    assert (kv.shape, indices.shape) == ((149, 1, 512), (16, 1, 256))
+    assert lens.tolist() == [134] * 16
+    assert indices[3, 0, :136].tolist() == [*range(9, 137), *range(6), -1, -1]
+    assert work.flop == 2 * 4 * 16 * 134 * 1024
+    assert work.moved_bytes == (6 + 143) * 584 + 16 * 4 * 512 * 4
+
+
+def test_a_wide_block_table_changes_nothing_but_its_width():
+    """Absent entries behind those of the request, in ours and in what the baseline gathers."""
+    cases = [dense_cases((16,), (4,), 640, rows)[0] for rows in (0, 64)]
+    works = [case.build(CPU) for case in cases]
+    fits, wide = (work.sets[0] for work in works)
+    assert (fits[6].shape, wide[6].shape) == ((1, 3), (1, 32))
+    assert wide[6][0].tolist() == [*fits[6][0].tolist(), *[-1] * 29]
+    assert works[0].moved_bytes == works[1].moved_bytes
+    left, right = (work.expected() for work in works)
+    assert torch.allclose(left[0], right[0], atol=1e-2)
+
+
+def prefill_of_16():
+    return selecting_cases((16,), ((64, 64),), prefix=512)[0]
+
+
+def dense_prefill_of_16():
+    return dense_cases((16,), (64,), prefix=512)[0]
+
+
+@pytest.mark.parametrize("make", [prefill_of_16, dense_prefill_of_16])
+def test_the_way_by_a_copy_is_asked_for_as_the_launcher_does(monkeypatch, make):
+    """Its rows and lists by ops of torch, its attention by the reference: they agree with the
+    reference of the prefill if every argument is in its place."""
+    pytest.importorskip("triton", reason="published for Linux only")
+    from dsv4_ops.kernels import launcher
+    from dsv4_ops.kernels.sparse_mla import prefill
+    from dsv4_ops.reference import bf16_workspace
+
+    asked = []
+
+    def rows(how, call, sink, multiple, wanted):
+        asked.append((how, wanted))
+        return bf16_workspace.gather_rows(call, sink, multiple)
+
+    def attend(how, *args, results):
+        asked.append((how, results))
+        *given, scale = args
+        return OPS["sparse_mla_gathered"].reference(*given, softmax_scale=scale)
+
+    monkeypatch.setattr(prefill, "gather_rows", rows)
+    monkeypatch.setattr(prefill, "launch_gathered_keys", attend)
+    work = make().build(CPU)
+    results = prefill_by_copy(work.context.ratio, *work.sets[0])
+    assert asked == [(launcher.EAGER, 1), (launcher.EAGER, None)]
+    assert work.difference(work.sets[0], results, work.expected()) is None
+
+
+def test_input_sets_share_no_block(monkeypatch):
+    monkeypatch.setattr(attention_cases, "rotating_sets", lambda *_: 3)
+    sets = small(sparse_mla, "ragged", variant="C128").build(CPU).sets
+    blocks = torch.cat([args[7].flatten() for args in sets])
+    assert blocks.unique().numel() == blocks.numel()
+    selected = [args[5][args[5] >= 0] for args in small(sparse_mla, "decode").build(CPU).sets]
+    assert torch.cat(selected).unique().numel() == sum(part.numel() for part in selected)
+
+
+def test_sizes_that_differ_between_cases_are_symbols_of_the_package(monkeypatch):
+    """Other numbers of tokens, and as many in other numbers of input sets."""
+    cases = sparse_mla.chosen_cases((packages.GROUP,), smoke=True)
+    for form in {case.variant: case.build(CPU).form for case in cases}.values():
+        seen = []
+        for tokens, sets in ((2, 1), (2, 3), (200, 1), (form.exported, 1)):
+            for module in (attention_cases, prefill_cases, gathered_cases):
+                monkeypatch.setattr(module, "rotating_sets", lambda *_, sets=sets: sets)
+            work = form.case(tokens).build(CPU)
+            seen += [[tuple(tensor.shape) for tensor in args] for args in work.sets]
+        assert len(seen[0]) == len(form.dims)
+        for place, shapes in enumerate(zip(*seen, strict=True)):
+            differing = {
+                dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1
+            }
+            assert differing <= set(form.dims[place]), f"{form.name}, argument {place}"
+
+
+def test_the_whole_run_has_the_sizes_of_the_stored_rows():
+    def counts(module):
+        cases = {group: module.chosen_cases((group,), smoke=False) for group in module.CASES}
+        return [sum(case.timed for case in found) for found in cases.values()]
+
+    assert counts(kv_cache) == [11, 8, 10, 2, 2, 2]
+    assert counts(indexer) == [16, 16]
+    assert counts(compressor) == [8, 8, 8]
+    assert counts(layer) == [8, 10, 14]
+    assert counts(metadata) == [15, 4]
+    assert counts(sparse_mla) == [28, 7, 4, 24, 84, 37, 27, 20]
+    cases = sparse_mla.chosen_cases(("decode",), smoke=False)[1:]
+    batches = (1, 2, 8, 32, 64, 128, 256)
+    grid = itertools.product((64, 128), ("128+512", "128+1024"), batches)
+    assert [(case.labels["heads"], case.labels["keys"], case.rows) for case in cases] == [*grid]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "passes"),
+    [(1.0, True), (1.009, True), (1.02, False), (torch.nan, False), (torch.inf, False)],
+)
+def test_an_element_passes_by_absolute_or_relative_difference(baseline, passes):
+    ours, near = torch.tensor([1.0, 1e-6, torch.inf]), 1e-3
+    values = torch.tensor([baseline, 9e-4, torch.inf])
+    found = outside("out", values, ours, Tolerance(near, 0.01))
+    assert (found is None) == passes
+    if not passes:
+        assert found.startswith("out: 1 of 3 differ")
+
+
+def test_many_small_differences_are_a_cosine():
+    ours = torch.ones(1000)
+    baseline = ours + torch.tensor([0.005, -0.005]).repeat(500)
+    assert outside("out", baseline, ours, Tolerance(0.0, 0.01, 1e-4)) is None
+    assert "cosine" in outside("out", baseline, ours, Tolerance(0.0, 0.01, 1e-6))
+    assert outside("out", baseline[:5], ours, Tolerance(1.0, 1.0)) == "out is [5], not [1000]"
