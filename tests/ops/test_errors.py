@@ -5,7 +5,6 @@ A message reads ``{op}: {argument} must {rule}, got {actual}. {what to do}``.
 
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,9 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from tests.helpers import i32, i64
-from tests.ops.error_rows.all_rows import CALLABLES, FUNCTIONS, ROWS, TABLE, Row, valid_arguments
+from tests.ops.error_rows.all_rows import CALLABLES, ROWS, TABLE, Row, valid_arguments
 from tests.ops.error_rows.cache import CONSTRUCTORS
+from tests.ops.error_rows.wording import Entry
 
 TEMPLATE = re.compile(r"(?P<op>\w+): \w+ must [^.].*, got [^,].*\. [A-Z].*[^. ]\.")
 LIMIT = 16383
@@ -25,15 +25,15 @@ LIMIT = 16383
 @pytest.mark.check
 @pytest.mark.parametrize("op", CALLABLES)
 def test_errors(op: str) -> None:
-    """Of 5,700 rows; a test for each would take pytest half a minute."""
+    """Of 5,800 rows; a test for each would take pytest half a minute."""
     wrong = {}
     for row in ROWS:
         if row.op == op:
             try:
                 check(row)
             except (Exception, pytest.fail.Exception) as error:
-                wrong[row.what] = f"{type(error).__name__}: {error}"
-    assert not wrong, "\n".join(f"{op}: {what}: {error}" for what, error in wrong.items())
+                wrong[row.message] = f"{type(error).__name__}: {error}"
+    assert not wrong, "\n".join(f"{message}: {error}" for message, error in wrong.items())
 
 
 def check(row: Row) -> None:
@@ -58,11 +58,9 @@ def test_the_call_is_right_before_it_is_spoiled(op: str) -> None:
     CALLABLES[op](**valid_arguments(op))
 
 
-def test_every_public_function_has_a_row_of_its_own() -> None:
-    assert set(TABLE) == {*FUNCTIONS, "AttentionSpec"}
-    assert all(TABLE.values())
+def test_every_public_function_has_rows() -> None:
+    assert set(TABLE) <= set(CALLABLES)
     assert {row.op for row in ROWS} == set(CALLABLES)
-    assert [row for row, count in Counter(row.id for row in ROWS).items() if count > 1] == []
 
 
 @pytest.mark.parametrize("op", CALLABLES)
@@ -78,14 +76,12 @@ def test_every_message_follows_the_template() -> None:
         assert found["op"] == row.op
 
 
-@pytest.mark.parametrize(("name", "call", "error", "text"), CONSTRUCTORS)
-def test_error_of_what_makes_caches(
-    name: str, call: Callable[[], Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize(("name", "call", "entry"), CONSTRUCTORS)
+def test_error_of_what_makes_caches(name: str, call: Callable[[], Any], entry: Entry) -> None:
+    with pytest.raises(entry.error) as caught:
         call()
-    assert type(caught.value) is error
-    assert str(caught.value) == f"{name}: {text}"
+    assert type(caught.value) is entry.error
+    assert str(caught.value) == f"{name}: {entry.text}"
     assert TEMPLATE.fullmatch(str(caught.value))
 
 
@@ -119,14 +115,12 @@ def test_as_many_tokens_in_a_plan_as_the_limit_allows() -> None:
 
 COMPILED = {
     "dtype": Row(
-        "compiled",
         "token_map",
         {"seq_lens": i64([9, 7, 4])},
         TypeError,
         "token_map: seq_lens must be torch.int32, got torch.int64. Cast it with .to(torch.int32).",
     ),
     "shape": Row(
-        "compiled",
         "compressed_slot_mapping",
         {"slot_mapping": i64([0, 1])},
         ValueError,
@@ -135,7 +129,6 @@ COMPILED = {
         "Make them agree: num_tokens counts the tokens of the padded batch.",
     ),
     "cache": Row(
-        "compiled",
         "quantize_and_insert_k_cache",
         {"k_cache": torch.zeros(4, 64 * 528, dtype=torch.uint8)},
         ValueError,
@@ -144,7 +137,6 @@ COMPILED = {
         "Allocate it with MainLayout(block_size=64).allocate(num_blocks), or correct block_size.",
     ),
     "int": Row(
-        "compiled",
         "gather_k_cache",
         {"offset": 5},
         ValueError,
@@ -152,7 +144,6 @@ COMPILED = {
         "Lower offset, or raise num_rows.",
     ),
     "plan": Row(
-        "compiled",
         "sparse_mla_decode",
         {"batch_invariant": True},
         ValueError,
@@ -160,7 +151,6 @@ COMPILED = {
         "Pass one of the two.",
     ),
     "rows for tokens": Row(
-        "compiled",
         "sparse_mla_decode_paged",
         {"plan": torch.zeros(4, 4, dtype=torch.int32)},
         ValueError,
@@ -168,7 +158,6 @@ COMPILED = {
         "Pass a row for every token.",
     ),
     "optional": Row(
-        "compiled",
         "sparse_mla_prefill",
         {"extra_cache": None},
         ValueError,
@@ -176,7 +165,6 @@ COMPILED = {
         "Pass both or neither.",
     ),
     "int64": Row(
-        "compiled",
         "split_prefill_chunks",
         {"workspace_size": 2**63},
         ValueError,
@@ -184,7 +172,6 @@ COMPILED = {
         "Numbers are int64.",
     ),
     "limit": Row(
-        "compiled",
         "sparse_mla_plan",
         {"swa_lens": torch.zeros(16384, dtype=torch.int32), "extra_lens": None},
         ValueError,

@@ -1,36 +1,22 @@
-"""Rows of ``error_rows.TABLE`` for ``insert_c4_step``: those of the ops that it is made of, under
-its names, and a valid call of it."""
-
-from collections.abc import Iterable, Iterator
+"""Rows of ``insert_c4_step``: those of the ops that it is made of, and a valid call of it."""
 
 import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, StateLayout
 from tests.helpers import i32, i64
-from tests.ops.error_rows.cache import Entry, cache_rows
+from tests.ops.error_rows.cache import cache_rows
 from tests.ops.error_rows.compressor import states_rows
-from tests.ops.error_rows.rope import float_rows
 from tests.ops.error_rows.valid import COUNTS, MAIN, ORDER, OWN, Valid, cache
+from tests.ops.error_rows.wording import Entry, exactly, float_rows, slots_for_tokens
 
 BFLOAT16 = torch.bfloat16
-OF_INDEXER = {
-    "k_cache": "indexer_cache",
-    "num_blocks": "num_indexer_blocks",
-    "states": "indexer_states",
-    "num_state_blocks": "num_indexer_state_blocks",
-}
-OF_WINDOW = {
-    "k_cache": "swa_cache",
-    "num_blocks": "num_swa_blocks",
-    "block_size": "swa_block_size",
-}
 
 
 def states(prefix: str, width: int) -> Valid:
     value = StateLayout(4, width).allocate(4)
     shape = f"[num_{prefix}state_blocks, {prefix}state_values]"
-    advice = "Allocate it with StateLayout(block_size).allocate(num_blocks)."
-    return Valid(value, shape, "torch.float32", " for layout 'v4_state'", advice)
+    advice = "Allocate it with StateLayout(block_size).allocate(num_blocks)"
+    return Valid(value, shape, "torch.float32", "v4_state", advice)
 
 
 def compressor(prefix: str, dim: int) -> dict[str, Valid]:
@@ -70,49 +56,23 @@ ORDER["insert_c4_step"] = (
 )
 COUNTS["num_index_heads"] = "the heads of the indexer's queries"
 
-
-def renamed(entries: Iterable[Entry], names: dict[str, str]) -> Iterator[Entry]:
-    """Entries about an argument under another name; "(block_size" is that of a layout."""
-    for what, spoiled, error, text in entries:
-        for old, new in names.items():
-            for before in (" ", "["):
-                text = f" {text}".replace(f"{before}{old}", f"{before}{new}")[1:]
-        spoiled = {names.get(name, name): value for name, value in spoiled.items()}
-        yield f"{what}: {', '.join(spoiled)}", spoiled, error, text
-
-
-def own_rows() -> Iterator[Entry]:
-    yield (
-        "more slots than tokens",
-        {"swa_slot_mapping": i64([-1] * 6)},
-        ValueError,
-        "swa_slot_mapping must have at most num_tokens = 5 entries as in q, got 6. "
-        "Pass one per token, or fewer.",
-    )
-    for name, shape in (("", "[4, 1024]"), ("indexer_", "[4, 256]")):
-        width = shape[4:-1]
-        yield (
-            f"the {name}bias of another ratio",
-            {f"{name}ape": torch.ones(128, int(width))},
-            ValueError,
-            f"{name}ape must have shape {shape}, got [128, {width}]. "
-            "Pass exactly 4 entries in dimension 0.",
-        )
-
-
-C4_TABLE: dict[str, list[Entry]] = {
+WINDOW = ("swa_cache", "num_swa_blocks", "swa_block_size")
+INDEXER = ("indexer_cache", "num_indexer_blocks")
+TABLE: dict[str, list[Entry]] = {
     "insert_c4_step": [
         *cache_rows(MainLayout, IndexerLayout),
-        *renamed(cache_rows(MainLayout, IndexerLayout), OF_WINDOW),
+        *cache_rows(MainLayout, IndexerLayout, *WINDOW),
         *(
             row
-            for row in renamed(cache_rows(IndexerLayout, MainLayout), OF_INDEXER)
-            if "block_size" not in row[1]  # the other cache is looked at first
+            for row in cache_rows(IndexerLayout, MainLayout, *INDEXER)
+            if "block_size" not in row.spoiled  # the other cache is looked at first
         ),
         *states_rows(4, 2048, "state_block_size"),
-        *renamed(states_rows(4, 512, "state_block_size"), OF_INDEXER),
+        *states_rows(4, 512, "state_block_size", "indexer_"),
         *float_rows("eps", 0),
-        *(row for row in float_rows("softmax_scale", 0) if row[1]["softmax_scale"] is not None),
-        *own_rows(),
+        *float_rows("softmax_scale", 0, optional=True),
+        slots_for_tokens("swa_slot_mapping", i64([-1] * 6)),
+        exactly("ape", "[4, 1024]", torch.ones(128, 1024), 0),
+        exactly("indexer_ape", "[4, 256]", torch.ones(128, 256), 0),
     ]
 }

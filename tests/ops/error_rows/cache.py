@@ -1,9 +1,10 @@
-"""Rows of ``error_rows.TABLE`` for the ops of paged caches, and the errors of what makes caches."""
+"""Rows of the ops of paged caches, which other stems share, and the errors of what makes caches."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsv4_ops.attention.caches import KVCacheBuffers
 from dsv4_ops.core.layout import (
@@ -16,279 +17,214 @@ from dsv4_ops.core.layout import (
     StateLayout,
 )
 from tests.helpers import i32, i64
-from tests.ops.error_rows.valid import INDEXER, INSERT_PLAIN, MAIN, QUANTIZE_INDEXER, QUANTIZE_K
-
-Entry = tuple[str, dict[str, Any], type[Exception], str]
-
-MANY_LENS, MANY_TABLES = torch.zeros(16384, dtype=torch.int32), i32([[0]] * 16384)
-TOO_MANY = "num_reqs must be at most 16383, got 16384. Split the batch."
-ALLOCATE_PLAIN = "Allocate it with PlainLayout(block_size).allocate(num_blocks)."
-NO_ROWS = "k_cache must have pages of at least 1 row, got [4, 0, 512]. " + ALLOCATE_PLAIN
-APART = "k_cache must have dense rows, got strides [65536, 1024, 2]. " + ALLOCATE_PLAIN
-GAPS = torch.zeros(4, 64, 1024, dtype=torch.bfloat16)[..., ::2]
-WORKSPACE = torch.zeros(3 * 4 * 512, dtype=torch.bfloat16)
-FAR_OFFSET: Entry = (
-    "no room behind the offset",
-    {"offset": 5},
-    ValueError,
-    "offset must be at most num_rows = 4, got 5. Lower offset, or raise num_rows.",
+from tests.ops.error_rows.valid import INSERT_PLAIN, MAIN, QUANTIZE_INDEXER, QUANTIZE_K
+from tests.ops.error_rows.wording import (
+    Entry,
+    at_least,
+    at_most,
+    dtype,
+    elsewhere,
+    no_entry,
+    no_int,
+    no_tensor,
+    of_shape,
+    of_type,
+    rank,
+    rows_for_tokens,
+    too_many,
+    word_rows,
+    wrong,
 )
 
+ALLOCATE_PLAIN = "Allocate it with PlainLayout(block_size).allocate(num_blocks)"
+PLAIN_DTYPES = "torch.bfloat16 or torch.float32"
+ALIGNED = "start at multiples of 16 bytes"
 
-def bytes_from(offset: int, page_stride: int, byte_stride: int, layout: Layout) -> torch.Tensor:
+
+def made_by(layout: Layout) -> str:
+    width = f", width={layout.width}" if isinstance(layout, (StateLayout, MlaFp8Layout)) else ""
+    name = type(layout).__name__
+    return f"Allocate it with {name}(block_size={layout.block_size}{width}).allocate(num_blocks)"
+
+
+def no_pages(
+    name: str, layout: Layout, shape: str, value: Tensor, size_name: str, /, **spoiled: Any
+) -> Entry:
+    """A cache of another layout or block size."""
+    must = f"have shape {shape} for layout {layout.tag!r} with {size_name} = {layout.block_size}"
+    return of_shape(name, must, value, f"{made_by(layout)}, or correct {size_name}", **spoiled)
+
+
+def loose_pages(name: str, layout: Layout, value: Tensor) -> Entry:
+    must = f"have dense pages, none inside another, that {ALIGNED}"
+    got = f"strides {list(value.stride())}"
+    return wrong(name, must, got, made_by(layout), **{name: value})
+
+
+def shifted_pages(name: str, layout: Layout, value: Tensor) -> Entry:
+    got = f"storage offset {value.storage_offset()}"
+    return wrong(name, f"have pages that {ALIGNED}", got, made_by(layout), **{name: value})
+
+
+def bytes_from(offset: int, page_stride: int, byte_stride: int, layout: Layout) -> Tensor:
     """4 blocks somewhere in memory."""
     shape, stride = layout.shape(4), (page_stride, byte_stride)
     last = 3 * page_stride + (layout.page_bytes - 1) * byte_stride
     return torch.zeros(offset + last + 1, dtype=torch.uint8).as_strided(shape, stride, offset)
 
 
-def cache_rows(kind: type[Layout], other: type[Layout]) -> Iterator[Entry]:
+def cache_rows(
+    kind: type[Layout],
+    other: type[Layout],
+    name: str = "k_cache",
+    blocks: str = "num_blocks",
+    size_name: str = "block_size",
+    size: int = 64,
+) -> Iterator[Entry]:
     """Caches that are not of the layout: what libraries would misread without complaint."""
-    layout = kind(64)
-    tag, page = layout.tag, layout.page_bytes
-    make = f"Allocate it with {kind.__name__}(block_size=64).allocate(num_blocks)"
-    for what, cache in {
-        "pages of V4.1": torch.zeros(4, 64 * 528, dtype=torch.uint8),
-        "a cache of another block size": kind(2).allocate(4),
-        "a cache of the other layout": other(64).allocate(4),
-        "a dense page without its padding": torch.zeros(4, page - 1, dtype=torch.uint8),
-    }.items():
-        text = f"k_cache must have shape [num_blocks, {page}] for layout {tag!r} with block_size "
-        text += f"= 64, got {list(cache.shape)}. {make}, or correct block_size."
-        yield what, {"k_cache": cache}, ValueError, text
-    yield (
-        "the block size of another cache",
-        {"block_size": 2},
-        ValueError,
-        f"k_cache must have shape [num_blocks, {kind(2).page_bytes}] for layout {tag!r} with "
-        f"block_size = 2, got [4, {page}]. Allocate it with {kind.__name__}(block_size=2)"
-        ".allocate(num_blocks), or correct block_size.",
-    )
-    for what, stride in {
-        "pages at no multiple of 16": (page + 8, 1),
-        "bytes with gaps": (2 * page, 2),
-        "bytes across pages": (1, 4),
-        "pages inside each other": (576, 1),
-        "one page for all": (0, 1),
-    }.items():
-        text = "k_cache must have dense pages, none inside another, that start at multiples of 16 "
-        text += f"bytes, got strides {list(stride)}. {make}."
-        yield what, {"k_cache": bytes_from(0, *stride, layout)}, ValueError, text
+    layout, wider = kind(size), kind(size + 8)
+    page = layout.page_bytes
+    for value in (
+        torch.zeros(4, 64 * 528, dtype=torch.uint8),  # blocks of V4.1
+        wider.allocate(4),
+        other(size).allocate(4),
+        torch.zeros(4, page - 1, dtype=torch.uint8),  # a dense block without its padding
+    ):
+        yield no_pages(name, layout, f"[{blocks}, {page}]", value, size_name)
+    given, shape = layout.allocate(4), f"[{blocks}, {wider.page_bytes}]"
+    yield no_pages(name, wider, shape, given, size_name, **{size_name: size + 8})
+    for stride in ((page + 8, 1), (2 * page, 2), (1, 4), (576, 1), (0, 1)):
+        yield loose_pages(name, layout, bytes_from(0, *stride, layout))
     for offset in (8, 1):
-        text = "k_cache must have pages that start at multiples of 16 bytes, got storage offset "
-        text += f"{offset}. {make}."
-        cache = bytes_from(offset, page, 1, layout)
-        yield f"the first page at byte {offset}", {"k_cache": cache}, ValueError, text
+        yield shifted_pages(name, layout, bytes_from(offset, page, 1, layout))
 
 
 def layout_rows(*allowed: str) -> Iterator[Entry]:
-    advice = "Pass the layout that the cache was written with."
-    known = " or ".join(repr(tag) for tag in allowed)
-    unknown = {"v4_fp8", "v4_indexer_fp8", "plain", "v4_state", "v4.1_fp8", ""} - {*allowed}
-    for tag in sorted(unknown):
-        text = f"layout must be {known}, got {tag!r}. {advice}"
-        yield f"layout {tag!r}", {"layout": tag}, ValueError, text
-    for value in (None, 64, MainLayout(64), ["v4_fp8"]):
-        name = type(value).__name__
-        text = f"layout must be a str, got {name}. {advice}"
-        yield f"layout is {name}", {"layout": value}, TypeError, text
-
-
-def row_count_rows(width: int) -> Iterator[Entry]:
-    for count in (4, 0):
-        yield (
-            f"{count} keys for 5 tokens",
-            {"k": torch.ones(count, width, dtype=torch.bfloat16)},
-            ValueError,
-            f"k must have at least num_tokens = 5 rows as in slot_mapping, got {count}. "
-            "Pass a row for every token.",
-        )
-    yield (
-        "more slots than keys",
-        {"slot_mapping": i64([-1] * 6)},
-        ValueError,
-        "k must have at least num_tokens = 6 rows as in slot_mapping, got 5. "
-        "Pass a row for every token.",
-    )
+    tags = {"v4_fp8", "v4_indexer_fp8", "plain", "v4_state", "v4.1_fp8", ""} - {*allowed}
+    kinds = (None, 64, MainLayout(64), ["v4_fp8"])
+    belongs_to = "the cache was written with"
+    return word_rows("layout", belongs_to, *allowed, unknown=(*sorted(tags),), no_str=kinds)
 
 
 def inside_rows(name: str, width: int) -> Iterator[Entry]:
     """Plain caches to write to, rows of which share memory."""
     memory = torch.zeros(4 * 64 * width, dtype=torch.bfloat16)
-    for what, stride in {
-        "one page for all": (0, width, 1),
-        "one row for all of a page": (width, 0, 1),
-        "one row for all": (0, 0, 1),
-        "rows inside each other": (64 * width, width // 2, 1),
-        "pages inside each other": (63 * width, width, 1),
-        "rows in place of other pages": (width, 3 * width, 1),
-    }.items():
-        text = f"{name} must have no row inside another, as it is written to, got strides "
-        text += f"{list(stride)}. {ALLOCATE_PLAIN}"
+    must = "have no row inside another, as it is written to"
+    for stride in (
+        *((0, width, 1), (width, 0, 1), (0, 0, 1), (64 * width, width // 2, 1)),
+        *((63 * width, width, 1), (width, 3 * width, 1)),
+    ):
         call = {"layout": "plain", name: memory.as_strided((4, 64, width), stride)}
-        yield f"plain: {what}", call, ValueError, text
+        yield wrong(name, must, f"strides {[*stride]}", ALLOCATE_PLAIN, **call)
 
 
-def plain_rows() -> Iterator[Entry]:
+def gaps(width: int, kind: torch.dtype = torch.bfloat16, size: int = 64) -> Tensor:
+    return torch.zeros(4, size, 2 * width, dtype=kind)[..., ::2]
+
+
+def other_size(name: str, width: int, size_name: str, size: int, value: Tensor) -> Entry:
+    must, got = f"have pages of {size_name} = {size} rows", [4, value.shape[1], width]
+    do = f"Correct {size_name}, or pass the cache that it belongs to"
+    return wrong(name, must, got, do, **{name: value})
+
+
+def row_rows(name: str, values: Tensor) -> Iterator[Entry]:
+    """Blocks without rows, and rows with gaps; ``values`` have gaps."""
+    none, strides = values[:, :0], list(values.stride())
+    yield of_shape(name, "have pages of at least 1 row", none, ALLOCATE_PLAIN)
+    yield wrong(name, "have dense rows", f"strides {strides}", ALLOCATE_PLAIN, **{name: values})
+
+
+def plain_rows(
+    name: str, width: int, shape: str, size_name: str, size: int, kind: torch.dtype = torch.bfloat16
+) -> Iterator[Entry]:
+    """Caches that are not plain ones; the calls need the tag."""
+    for value in (MAIN.value, torch.zeros(4, size, width, dtype=torch.float16)):
+        yield dtype(name, PLAIN_DTYPES, value, ALLOCATE_PLAIN, "plain")
+    yield no_tensor(name, 3, ALLOCATE_PLAIN)
+    yield rank(name, shape, torch.zeros(64, width, dtype=kind))
+    yield other_size(name, width, size_name, size, PlainLayout(3, width, kind).allocate(4))
+    yield from row_rows(name, gaps(width, kind, size))
+
+
+def tagged(entries: Iterator[Entry]) -> Iterator[Entry]:
+    for entry in entries:
+        yield entry._replace(spoiled={"layout": "plain", **entry.spoiled})
+
+
+def row_count_rows(width: int) -> Iterator[Entry]:
+    for count in (4, 0):
+        rows = torch.ones(count, width, dtype=torch.bfloat16)
+        yield rows_for_tokens("k", 5, "slot_mapping", count, k=rows)
+    yield rows_for_tokens("k", 6, "slot_mapping", 5, slot_mapping=i64([-1] * 6))
+
+
+def insert_plain_rows() -> Iterator[Entry]:
     """``insert_k_cache``: a cache without quantisation."""
-    yield (
-        "float keys rounded on the way",
-        {"k_cache": PlainLayout(64, dtype=torch.float32).allocate(4)},
-        TypeError,
-        "k must be torch.float32, got torch.bfloat16. Cast it with .to(torch.float32).",
-    )
-    yield (
-        "half precision",
-        {"k_cache": torch.zeros(4, 64, 512, dtype=torch.float16)},
-        TypeError,
-        "k_cache must be torch.bfloat16 or torch.float32 for layout 'plain', got torch.float16. "
-        + ALLOCATE_PLAIN,
-    )
-    yield (
-        "an FP8 cache",
-        {"k_cache": MAIN.value},
-        TypeError,
-        "k_cache must be torch.bfloat16 or torch.float32 for layout 'plain', got torch.uint8. "
-        + ALLOCATE_PLAIN,
-    )
-    yield "pages without rows", {"k_cache": GAPS[:, :0]}, ValueError, NO_ROWS
-    yield "rows with gaps", {"k_cache": GAPS}, ValueError, APART
-    for what, call, error, text in inside_rows("k_cache", 512):
-        yield what, {"k_cache": call["k_cache"]}, error, text
+    floats = PlainLayout(64, dtype=torch.float32).allocate(4)
+    yield dtype("k", "torch.float32", torch.bfloat16, k_cache=floats)
+    for value in (MAIN.value, torch.zeros(4, 64, 512, dtype=torch.float16)):
+        yield dtype("k_cache", PLAIN_DTYPES, value, ALLOCATE_PLAIN, "plain")
+    yield from row_rows("k_cache", gaps(512))
+    for entry in inside_rows("k_cache", 512):
+        yield entry._replace(spoiled={"k_cache": entry.spoiled["k_cache"]})
 
 
-def plain_gather_rows() -> Iterator[Entry]:
-    """``gather_k_cache`` takes plain caches too."""
-    plain = PlainLayout(64).allocate(4)
-    yield (
-        "a plain cache without its tag",
-        {"k_cache": plain},
-        TypeError,
-        f"k_cache must be torch.uint8 for layout 'v4_fp8', got torch.bfloat16. {MAIN.advice}",
-    )
-    yield (
-        "the plain tag for an FP8 cache",
-        {"layout": "plain"},
-        TypeError,
-        "k_cache must be torch.bfloat16 or torch.float32 for layout 'plain', got torch.uint8. "
-        + ALLOCATE_PLAIN,
-    )
-    yield (
-        "the plain tag for no cache",
-        {"layout": "plain", "k_cache": None},
-        TypeError,
-        f"k_cache must be a tensor, got NoneType. {ALLOCATE_PLAIN}",
-    )
-    yield (
-        "a plain cache without pages",
-        {"layout": "plain", "k_cache": plain[0]},
-        ValueError,
-        "k_cache must have shape [num_blocks, block_size, width], got [64, 512]. "
-        "Pass a tensor of 3 dimensions.",
-    )
-    yield (
-        "a plain cache of another block size",
-        {"layout": "plain", "k_cache": PlainLayout(2).allocate(4)},
-        ValueError,
-        "k_cache must have pages of block_size = 64 rows, got [4, 2, 512]. "
-        "Correct block_size, or pass the cache that it belongs to.",
-    )
-    yield (
-        "plain pages without rows",
-        {"layout": "plain", "k_cache": GAPS[:, :0]},
-        ValueError,
-        NO_ROWS,
-    )
-    yield "plain rows with gaps", {"layout": "plain", "k_cache": GAPS}, ValueError, APART
-    yield (
-        "a plain cache elsewhere",
-        {"layout": "plain", "k_cache": plain.to("meta")},
-        ValueError,
-        "seq_lens must be on meta like k_cache, got cpu. Move all tensors of a call to one device.",
-    )
-
-
-MANY: dict[str, Any] = {"seq_lens": MANY_LENS, "gather_lens": None, "block_table": MANY_TABLES}
-CACHE_TABLE: dict[str, list[Entry]] = {
+PLAIN_CACHE = PlainLayout(64).allocate(4)
+FAR_OFFSET = at_most("offset", "num_rows", 4, 5)
+TABLES = i32([[0]] * 16384)
+MANY: dict[str, Any] = {"seq_lens": TABLES[:, 0], "gather_lens": None, "block_table": TABLES}
+OUT = torch.zeros(3, 4, 512, dtype=torch.bfloat16)
+TABLE: dict[str, list[Entry]] = {
     **{
-        op: [
-            *cache_rows(MainLayout, IndexerLayout),
-            *layout_rows("v4_fp8"),
-            *row_count_rows(512),
-        ]
-        for op in QUANTIZE_K
+        op: [*cache_rows(kind, other), *layout_rows(tag), *row_count_rows(width)]
+        for ops, kind, other, tag, width in (
+            (QUANTIZE_K, MainLayout, IndexerLayout, "v4_fp8", 512),
+            (QUANTIZE_INDEXER, IndexerLayout, MainLayout, "v4_indexer_fp8", 128),
+        )
+        for op in ops
     },
-    **{
-        op: [
-            *cache_rows(IndexerLayout, MainLayout),
-            *layout_rows("v4_indexer_fp8"),
-            *row_count_rows(128),
-        ]
-        for op in QUANTIZE_INDEXER
-    },
-    **{op: [*plain_rows(), *row_count_rows(512)] for op in INSERT_PLAIN},
+    **{op: [*insert_plain_rows(), *row_count_rows(512)] for op in INSERT_PLAIN},
     "dequantize_and_gather_k_cache": [
         *cache_rows(MainLayout, IndexerLayout),
         *layout_rows("v4_fp8"),
         FAR_OFFSET,
         *[
-            (
-                f"a workspace of strides {stride}",
-                {"out": WORKSPACE.as_strided((3, 4, 512), stride)},
-                ValueError,
-                "out must have no row inside another, as it is written to, got strides "
-                f"{[*stride]}. Pass a tensor with memory for every row.",
+            wrong(
+                "out",
+                "have no row inside another, as it is written to",
+                f"strides {[*stride]}",
+                "Pass a tensor with memory for every row",
+                out=OUT.flatten().as_strided((3, 4, 512), stride),
             )
             for stride in ((0, 512, 1), (512, 0, 1), (2048, 512, 0), (1, 2, 4))
         ],
-        (
-            "too many requests",
-            {"out": torch.zeros(16384, 1, 512, dtype=torch.bfloat16)[:, :0], "offset": 0, **MANY},
-            ValueError,
-            TOO_MANY,
-        ),
-        (
-            "a workspace elsewhere",
-            {"out": torch.zeros(3, 4, 512, dtype=torch.bfloat16, device="meta")},
-            ValueError,
-            "k_cache must be on meta like out, got cpu. Move all tensors of a call to one device.",
-        ),
+        too_many(out=OUT[:1, :1].expand(16384, 1, 512)[:, :0], offset=0, **MANY),
+        elsewhere("k_cache", "meta", "out", "cpu", out=OUT.to("meta")),
     ],
     "gather_k_cache": [
         *cache_rows(MainLayout, IndexerLayout),
         *layout_rows("v4_fp8", "plain"),
-        *plain_gather_rows(),
-        FAR_OFFSET,
-        (
-            "no row, but an offset",
-            {"num_rows": 0},
-            ValueError,
-            "offset must be at most num_rows = 0, got 1. Lower offset, or raise num_rows.",
+        *tagged(
+            plain_rows("k_cache", 512, "[num_blocks, block_size, width]", "block_size", 64),
         ),
-        ("too many requests", MANY, ValueError, TOO_MANY),
+        dtype("k_cache", "torch.uint8", PLAIN_CACHE, MAIN.advice, "v4_fp8"),
+        elsewhere(
+            "seq_lens", "meta", "k_cache", "cpu", layout="plain", k_cache=PLAIN_CACHE.to("meta")
+        ),
+        FAR_OFFSET,
+        at_most("offset", "num_rows", 0, 1, num_rows=0),
+        too_many(**MANY),
     ],
     "gather_indexer_k": [
         *cache_rows(IndexerLayout, MainLayout),
         *layout_rows("v4_indexer_fp8"),
-        (
-            "no entry",
-            {"cu_seq_lens": i32([])},
-            ValueError,
-            "cu_seq_lens must have shape [num_reqs + 1], got [0]. "
-            "Pass at least 1 entry, even for an empty batch.",
-        ),
-        (
-            "too many requests",
-            {"cu_seq_lens": torch.zeros(16385, dtype=torch.int32), "block_table": MANY_TABLES},
-            ValueError,
-            TOO_MANY,
-        ),
-        (
-            "a cache elsewhere",
-            {"k_cache": INDEXER.value.to("meta")},
-            ValueError,
-            "cu_seq_lens must be on meta like k_cache, got cpu. "
-            "Move all tensors of a call to one device.",
+        no_entry("cu_seq_lens"),
+        too_many(cu_seq_lens=i32([0] * 16385), block_table=TABLES),
+        elsewhere(
+            "cu_seq_lens",
+            *("meta", "k_cache", "cpu"),
+            k_cache=IndexerLayout(64).allocate(4, "meta"),
         ),
     ],
 }
@@ -299,63 +235,36 @@ def caches(num_layers: int, num_blocks: int) -> KVCacheBuffers:
 
 
 LAYOUTS = (MainLayout, IndexerLayout, PlainLayout, StateLayout, MlaFp8Layout, MlaDsFp8Layout)
-# what makes caches: who complains, call, error, message behind the name
-NO_INT = "Pass a Python int that is known on the host, never a tensor."
-CONSTRUCTORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
+DTYPES = "torch.bfloat16, torch.float16 or torch.float32"
+# what makes caches: who complains, call, error
+CONSTRUCTORS: list[tuple[str, Callable[[], Any], Entry]] = [
     *(
-        (
-            "MainLayout",
-            lambda size=size: MainLayout(size),
-            TypeError,
-            f"block_size must be an int, got {type(size).__name__}. {NO_INT}",
-        )
+        ("MainLayout", lambda size=size: MainLayout(size), no_int("block_size", size))
         for size in (True, 2.5, None)
     ),
-    (
-        "PlainLayout",
-        lambda: PlainLayout(4, width=0),
-        ValueError,
-        "width must be at least 1, got 0. Pass 1 or more.",
-    ),
+    ("PlainLayout", lambda: PlainLayout(4, width=0), at_least("width", 1, 0)),
     (
         "PlainLayout",
         lambda: PlainLayout(4, dtype=torch.int8),
-        TypeError,
-        "dtype must be torch.bfloat16, torch.float16 or torch.float32, got torch.int8. Pass the "
-        "dtype of the rows.",
+        wrong("dtype", f"be {DTYPES}", torch.int8, "Pass the dtype of the rows", TypeError),
     ),
-    (
-        "MlaFp8Layout",
-        lambda: MlaFp8Layout(4, width=8),
-        ValueError,
-        "width must be at least 16, got 8. Pass 16 or more.",
-    ),
+    ("MlaFp8Layout", lambda: MlaFp8Layout(4, width=8), at_least("width", 16, 8)),
     (
         "MlaFp8Layout",
         lambda: MlaFp8Layout(4, width=24),
-        ValueError,
-        "width must be a multiple of 16, got 24. Pad kv_lora_rank or qk_rope_head_dim.",
+        wrong("width", "be a multiple of 16", 24, "Pad kv_lora_rank or qk_rope_head_dim"),
     ),
-    (
-        "StateLayout",
-        lambda: StateLayout(4, width=-1),
-        ValueError,
-        "width must be at least 1, got -1. Pass 1 or more.",
-    ),
+    ("StateLayout", lambda: StateLayout(4, width=-1), at_least("width", 1, -1)),
     (
         "KVCacheBuffers",
         lambda: KVCacheBuffers("v4_fp8", num_layers=1, num_blocks=1),
-        TypeError,
-        "layout must be a layout, got str. Pass one of dsv4_ops.core.layout, such as "
-        "MainLayout(block_size=64).",
+        of_type(
+            *("layout", "be a layout", "v4_fp8"),
+            "Pass one of dsv4_ops.core.layout, such as MainLayout(block_size=64)",
+        ),
     ),
     *(
-        (
-            kind.__name__,
-            lambda kind=kind, size=size: kind(size),
-            ValueError,
-            f"block_size must be at least 1, got {size}. Pass 1 or more.",
-        )
+        (kind.__name__, lambda kind=kind, size=size: kind(size), at_least("block_size", 1, size))
         for kind in LAYOUTS
         for size in (0, -64)
     ),
@@ -363,23 +272,16 @@ CONSTRUCTORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         (
             "KVCacheBuffers",
             lambda layers=layers: caches(layers, 1),
-            ValueError,
-            f"num_layers must be at least 1, got {layers}. Pass 1 or more.",
+            at_least("num_layers", 1, layers),
         )
         for layers in (0, -1)
     ),
-    (
-        "KVCacheBuffers",
-        lambda: caches(1, -1),
-        ValueError,
-        "num_blocks must be at least 0, got -1. Pass 0 or more.",
-    ),
+    ("KVCacheBuffers", lambda: caches(1, -1), at_least("num_blocks", 0, -1)),
     *(
         (
             "KVCacheBuffers",
             lambda layer=layer: caches(2, 1)[layer],
-            IndexError,
-            f"layer must be in -2..1, got {layer}. Construct it with more layers.",
+            wrong("layer", "be in -2..1", layer, "Construct it with more layers", IndexError),
         )
         for layer in (2, -3)
     ),

@@ -1,14 +1,21 @@
-"""Rows of ``error_rows.TABLE`` for chunked contexts and for sequences on several ranks."""
-
-from collections.abc import Iterator
+"""Rows of chunked contexts and of sequences on several ranks."""
 
 import torch
 
 from tests.helpers import i32
-from tests.ops.error_rows.cache import Entry
-from tests.ops.error_rows.rope import bf16, float_rows
-from tests.ops.error_rows.sparse import flag_rows
+from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, MINIMUM, NUMBERS, OWN, Valid
+from tests.ops.error_rows.wording import (
+    Entry,
+    at_least,
+    exactly,
+    flag_rows,
+    float_rows,
+    no_entry,
+    too_many,
+    word_rows,
+    wrong,
+)
 
 FLOATS = "torch.bfloat16 or torch.float16 or torch.float32"
 OUT = Valid(bf16(5, 4, 8), "[num_tokens, num_heads, width]", FLOATS)
@@ -72,132 +79,64 @@ COUNTS |= {
     "num_rows": "the rows of the result",
 }
 
-
-def word_rows(name: str, belongs_to: str, *allowed: str) -> Iterator[Entry]:
-    """A setting that is a word, but no str, or another word."""
-    text = f"{name} must be a str, got int. Pass the {name} that {belongs_to}."
-    yield f"{name} is an int", {name: 2}, TypeError, text
-    words = " or ".join(repr(each) for each in allowed)
-    text = f"{name} must be {words}, got 'ragged'. Pass the {name} that {belongs_to}."
-    yield f"another {name}", {name: "ragged"}, ValueError, text
-
-
-def base_rows() -> Iterator[Entry]:
-    return word_rows("lse_base", "the log-sum-exps have", "e", "2")
-
-
-def plan_rows() -> Iterator[Entry]:
-    yield from word_rows("chunk_plan", "the chunks are read by", "packed", "equal")
-    yield (
-        "less than a round of the ranks",
-        {"workspace_rows": 7},
-        ValueError,
-        "workspace_rows must be at least cp_world_size * cp_interleave = 8, got 7. Raise it, or "
-        "lower cp_interleave.",
-    )
+BASES = [*word_rows("lse_base", "the log-sum-exps have", "e", "2")]
+PLANS = [
+    *word_rows("chunk_plan", "the chunks are read by", "packed", "equal"),
+    wrong(
+        "workspace_rows",
+        "be at least cp_world_size * cp_interleave = 8",
+        *(7, "Raise it, or lower cp_interleave"),
+    ),
+]
+NO_RANK = at_least("cp_world_size", 1, 0, lses=torch.ones(0, 5, 4))
 
 
 def equal_row(num_reqs: int) -> Entry:
-    least = 64 * num_reqs
-    return (
-        "less than a block for every request",
-        {"chunk_plan": "equal"},
-        ValueError,
-        f"workspace_rows must be at least {least} for an equal plan of {num_reqs} contexts, got "
-        "20. Raise it, or pass chunk_plan='packed'.",
-    )
+    must = f"be at least {64 * num_reqs} for an equal plan of {num_reqs} contexts"
+    do = "Raise it, or pass chunk_plan='packed'"
+    return wrong("workspace_rows", must, 20, do, chunk_plan="equal")
 
 
-def host_rows() -> Iterator[Entry]:
+def host_rows(name: str) -> list[Entry]:
     """Lengths on the host that are none."""
-    advice = "Give padding requests length 0."
-    text = f"context_lens must be non-negative, got -1 at index 1. {advice}"
-    yield "a length below 0", {"context_lens": [3, -1]}, ValueError, text
-    for value in (2.0, True):
-        text = f"context_lens must hold ints, got {type(value).__name__} at index 0. "
-        text += "Convert the lengths with int()."
-        yield f"a length of {value}", {"context_lens": [value]}, TypeError, text
+    none, convert = "Give padding requests length 0", "Convert the lengths with int()"
+    return [
+        wrong(name, "be non-negative", "-1 at index 1", none, **{name: [3, -1]}),
+        wrong(name, "be non-negative", "-1 at index 2", none, **{name: i32([3, 0, -1])}),
+        *[
+            wrong(name, "hold ints", f"{kind} at index 0", convert, TypeError, **{name: [value]})
+            for kind, value in (("float", 2.0), ("bool", True))
+        ],
+    ]
 
 
-CONTEXT_TABLE: dict[str, list[Entry]] = {
-    "context_chunks": [*plan_rows()],
-    "plan_context_chunks": [*plan_rows(), *host_rows(), equal_row(2)],
-    "max_context_chunks": [*plan_rows(), equal_row(3)],
-    "mla_workspace_rows": [
-        (
-            "no sequence",
-            {"max_num_seqs": 0},
-            ValueError,
-            "max_num_seqs must be at least 1, got 0. Pass 1 or more.",
-        )
-    ],
-    "merge_attn_states": [*base_rows()],
+TABLE: dict[str, list[Entry]] = {
+    "context_chunks": PLANS,
+    "plan_context_chunks": [*PLANS, *host_rows("context_lens"), equal_row(2)],
+    "max_context_chunks": [*PLANS, equal_row(3)],
+    "merge_attn_states": BASES,
     "merge_states": [
-        *base_rows(),
-        (
-            "no part",
-            {"outs": bf16(0, 5, 4, 8), "lses": torch.ones(0, 5, 4)},
-            ValueError,
-            "num_parts must be at least 1, got 0. Pass 1 or more.",
-        ),
+        *BASES,
+        at_least("num_parts", 1, 0, outs=bf16(0, 5, 4, 8), lses=torch.ones(0, 5, 4)),
     ],
     "mla_prefill": [
         *float_rows("softmax_scale", 0),
         *flag_rows("causal"),
-        (
-            "keys without RoPE only",
-            {"q": bf16(5, 4, 8)},
-            ValueError,
-            "q must have qk_nope_head_dim + qk_rope_head_dim = 12 columns, got 8. "
-            "Pass [nope | rope] of each head.",
+        wrong(
+            "q",
+            "have qk_nope_head_dim + qk_rope_head_dim = 12 columns",
+            *(8, "Pass [nope | rope] of each head"),
+            q=bf16(5, 4, 8),
         ),
-        (
-            "too many requests",
-            {"query_start_loc": torch.zeros(16385).int(), "cu_seq_lens": torch.zeros(16385).int()},
-            ValueError,
-            "num_reqs must be at most 16383, got 16384. Split the batch.",
-        ),
+        too_many(query_start_loc=i32([0] * 16385), cu_seq_lens=i32([0] * 16385)),
     ],
-    "cp_slot_mapping": [
-        (
-            "a rank for every token",
-            {"cp_rank": i32([0, 1, 0])},
-            ValueError,
-            "cp_rank must have shape [1], got [3]. Pass exactly 1 entries in dimension 0.",
-        ),
-    ],
-    "cp_row_indices": [
-        (
-            "no start",
-            {"local_cu_seq_lens": i32([])},
-            ValueError,
-            "local_cu_seq_lens must have shape [num_reqs + 1], got [0]. "
-            "Pass at least 1 entry, even for an empty batch.",
-        ),
-    ],
+    "cp_slot_mapping": [exactly("cp_rank", "[1]", i32([0, 1, 0]), 0)],
+    "cp_row_indices": [no_entry("local_cu_seq_lens")],
     "cp_topk": [
-        (
-            "no rank",
-            {"scores": torch.ones(0, 5, 3), "rows": torch.ones(0, 5, 3).int()},
-            ValueError,
-            "cp_world_size must be at least 1, got 0. Pass 1 or more.",
-        ),
+        at_least(
+            *("cp_world_size", 1, 0), scores=torch.ones(0, 5, 3), rows=torch.ones(0, 5, 3).int()
+        )
     ],
-    "cp_local_rows": [
-        (
-            "a rank for every token",
-            {"cp_rank": i32([0, 1, 0, 1, 0])},
-            ValueError,
-            "cp_rank must have shape [1], got [5]. Pass exactly 1 entries in dimension 0.",
-        ),
-    ],
-    "cp_correct_out": [
-        *base_rows(),
-        (
-            "no rank",
-            {"lses": torch.ones(0, 5, 4)},
-            ValueError,
-            "cp_world_size must be at least 1, got 0. Pass 1 or more.",
-        ),
-    ],
+    "cp_local_rows": [exactly("cp_rank", "[1]", i32([0, 1, 0, 1, 0]), 0)],
+    "cp_correct_out": [*BASES, NO_RANK],
 }

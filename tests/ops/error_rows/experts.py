@@ -1,14 +1,24 @@
-"""Rows of ``error_rows.TABLE`` for routed experts, and valid calls."""
-
-from collections.abc import Iterator
+"""Rows of routed experts, and valid calls."""
 
 import torch
 
 from tests.helpers import i32, i64
-from tests.ops.error_rows.cache import Entry
-from tests.ops.error_rows.linear import codes, word_rows
-from tests.ops.error_rows.rope import bf16, float_rows
+from tests.ops.error_rows.linear import codes, recipe_rows
+from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, NUMBERS, OWN, Valid
+from tests.ops.error_rows.wording import (
+    Entry,
+    alone,
+    at_least,
+    at_most,
+    dtype,
+    exactly,
+    flag_rows,
+    float_rows,
+    multiple,
+    no_tensor,
+    wrong,
+)
 
 WEIGHTS = "torch.int8 or torch.uint8 or torch.float8_e4m3fn or torch.bfloat16"
 IDS = Valid(i32([[0, 1]] * 5), "[num_tokens, topk]")
@@ -59,160 +69,70 @@ COUNTS |= {
     "hidden_size": "the values of a token's hidden state",
     "num_experts": "the experts on this device",
 }
+BLOCK, BF16_WEIGHTS = "the values of a block", "with bfloat16 weights"
+DOWN_SCALE = "[num_experts, 256, 4]"
 
-
-def size_rows() -> Iterator[Entry]:
-    yield (
-        "no whole block of 32",
-        {"x": bf16(5, 48), "activations": "bf16"},
-        ValueError,
-        "hidden_size must be a multiple of the values of a block = 32, got 48. "
-        "Use hidden_size = 64.",
-    )
-    yield (
-        "no whole block of quantised activations",
-        {"x": bf16(5, 64)},
-        ValueError,
-        "hidden_size must be a multiple of the values of a block = 128, got 64. "
-        "Use hidden_size = 128.",
-    )
-    yield (
-        "a gate without up",
-        {"gate_up": packed(3, 128, 128)},
-        ValueError,
-        "gate_up_size must be a multiple of two blocks = 256, got 128. Use gate_up_size = 256.",
-    )
-    yield (
-        "no expert",
-        {"gate_up": packed(0, 256, 128)},
-        ValueError,
-        "num_experts must be at least 1, got 0. Pass 1 or more.",
-    )
-    yield (
-        "codes that are not packed",
-        {"gate_up": packed(3, 256, 256)},
-        ValueError,
-        "gate_up must have shape [num_experts, gate_up_size, 128], got [3, 256, 256]. "
-        "Pass exactly 128 entries in dimension 2.",
-    )
-    yield (
-        "FP8 codes beside FP4",
-        {"down": codes(3, 256, 128)},
-        TypeError,
-        "down must be torch.int8, got torch.float8_e4m3fn. Cast it with .to(torch.int8).",
-    )
-    yield (
-        "a transposed scale",
-        {"down_scale": powers(3, 4, 256)},
-        ValueError,
-        "down_scale must have shape [num_experts, 256, 4], got [3, 4, 256]. "
-        "Pass exactly 256 entries in dimension 1.",
-    )
-    yield (
-        "codes without a scale",
-        {"down_scale": None},
-        TypeError,
-        "down_scale must be a tensor, got NoneType. Pass a torch.uint8 tensor.",
-    )
-    yield (
-        "a scale of bf16",
-        {"gate_up": bf16(3, 256, 256), "activations": "bf16"},
-        ValueError,
-        "gate_up_scale must be None with bfloat16 weights, got a tensor. Only codes have scales.",
-    )
-    yield (
-        "quantised activations for bf16",
-        {**BF16, "activations": "fp8"},
-        NotImplementedError,
-        "activations must be 'bf16' with bfloat16 weights, got 'fp8'. Only codes are multiplied by "
-        "codes.",
-    )
-    yield (
-        "a gate in bf16 without up",
-        {**BF16, "gate_up": bf16(3, 5, 256), "activations": "bf16"},
-        ValueError,
-        "gate_up_size must be a multiple of gate and up = 2, got 5. Use gate_up_size = 6.",
-    )
-    yield (
-        "the scale of FP4 for FP8",
-        {"gate_up": codes(3, 256, 256)},
-        ValueError,
-        "gate_up_scale must have shape [num_experts, 2, 2], got [3, 256, 8]. "
-        "Pass exactly 2 entries in dimension 1.",
-    )
-
-
-EXPERTS_TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[Entry]] = {
     "route": [
         *float_rows("scale", 0),
-        (
-            "more experts of a token than there are",
-            {"top_k": 4},
-            ValueError,
-            "top_k must be at most num_experts = 3, got 4. Lower top_k, or raise num_experts.",
-        ),
-        (
-            "a table without tokens",
-            {"token_ids": None},
-            ValueError,
-            "table must be None without token_ids, got a tensor. Pass both or neither.",
-        ),
-        (
-            "tokens without a table",
-            {"table": None},
-            ValueError,
-            "token_ids must be None without table, got a tensor. Pass both or neither.",
-        ),
+        at_most("top_k", "num_experts", 3, 4),
+        alone("table", "token_ids"),
+        alone("token_ids", "table"),
     ],
     "grouped_topk": [
         *float_rows("scale", 0),
-        (
-            "groups of unlike sizes",
-            {"num_groups": 5},
-            ValueError,
-            "num_groups must part num_experts = 12 into groups of as many, at least 2, got 5. "
-            "Pass the router's own n_group.",
-        ),
-        (
-            "groups of one expert",
-            {"num_groups": 12},
-            ValueError,
-            "num_groups must part num_experts = 12 into groups of as many, at least 2, got 12. "
-            "Pass the router's own n_group.",
-        ),
-        (
-            "more groups than there are",
-            {"kept_groups": 5},
-            ValueError,
-            "kept_groups must be at most num_groups = 4, got 5. Lower kept_groups, or raise "
-            "num_groups.",
-        ),
-        (
-            "more experts than groups that are kept have",
-            {"top_k": 7},
-            ValueError,
-            "top_k must be at most the experts of kept_groups = 6, got 7. Lower top_k, or raise "
-            "the experts of kept_groups.",
-        ),
-        (
-            "no flag",
-            {"normalize": 1},
-            TypeError,
-            "normalize must be a bool, got int. Pass True or False.",
-        ),
+        *[
+            wrong(
+                "num_groups",
+                "part num_experts = 12 into groups of as many, at least 2",
+                *(groups, "Pass the router's own n_group"),
+            )
+            for groups in (5, 12)
+        ],
+        at_most("kept_groups", "num_groups", 4, 5),
+        at_most("top_k", "the experts of kept_groups", 6, 7),
+        *flag_rows("normalize"),
     ],
     "expert_plan": [
-        (
-            "more rows than int32 counts",
-            {"block_size": 2**31 - 1},
-            ValueError,
-            "block_size must leave at most 2147483647 rows of all blocks, got 6442450948. "
-            "Lower it; rows are int32.",
+        wrong(
+            "block_size",
+            "leave at most 2147483647 rows of all blocks",
+            *(6442450948, "Lower it; rows are int32"),
+            block_size=2**31 - 1,
         ),
     ],
     "experts": [
-        *size_rows(),
+        multiple("hidden_size", BLOCK, 32, 48, 64, x=bf16(5, 48), activations="bf16"),
+        multiple("hidden_size", BLOCK, 128, 64, 128, x=bf16(5, 64)),
+        multiple("gate_up_size", "two blocks", 256, 128, 256, gate_up=packed(3, 128, 128)),
+        at_least("num_experts", 1, 0, gate_up=packed(0, 256, 128)),
+        exactly("gate_up", "[num_experts, gate_up_size, 128]", packed(3, 256, 256), 2),
+        dtype("down", "torch.int8", codes(3, 256, 128)),
+        exactly("down_scale", DOWN_SCALE, powers(3, 4, 256), 1),
+        no_tensor("down_scale", None, "Pass a torch.uint8 tensor"),
+        wrong(
+            "gate_up_scale",
+            f"be None {BF16_WEIGHTS}",
+            *("a tensor", "Only codes have scales"),
+            gate_up=bf16(3, 256, 256),
+            activations="bf16",
+        ),
+        wrong(
+            "activations",
+            f"be 'bf16' {BF16_WEIGHTS}",
+            *("'fp8'", "Only codes are multiplied by codes", NotImplementedError),
+            **BF16,
+            activations="fp8",
+        ),
+        multiple(
+            *("gate_up_size", "gate and up", 2, 5, 6),
+            **{**BF16, "gate_up": bf16(3, 5, 256), "activations": "bf16"},
+        ),
+        exactly(
+            *("gate_up_scale", "[num_experts, 2, 2]", powers(3, 256, 8), 1),
+            gate_up=codes(3, 256, 256),
+        ),
         *float_rows("swiglu_limit", 0),
-        *word_rows("activations", "bf16", "fp8", belongs_to="the recipe has"),
+        *recipe_rows("activations", "bf16", "fp8"),
     ],
 }

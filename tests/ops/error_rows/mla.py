@@ -1,4 +1,4 @@
-"""Rows of ``error_rows.TABLE`` for sparse MLA, and valid calls of its ops."""
+"""Rows of sparse MLA, and valid calls of its ops."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,10 +7,27 @@ import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from tests.helpers import i32
-from tests.ops.error_rows.cache import ALLOCATE_PLAIN, Entry, bytes_from, layout_rows
-from tests.ops.error_rows.rope import bf16, float_rows, table_rows
-from tests.ops.error_rows.sparse import flag_rows
+from tests.ops.error_rows.cache import PLAIN_DTYPES, cache_rows, layout_rows, plain_rows
+from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, MINIMUM, NUMBERS, OWN, Valid, cache
+from tests.ops.error_rows.wording import (
+    Entry,
+    agree,
+    alone,
+    angle_rows,
+    at_least,
+    dtype,
+    elsewhere,
+    exactly,
+    flag_rows,
+    float_rows,
+    no_int,
+    no_tensor,
+    not_with,
+    rank,
+    rows_for_tokens,
+    wrong,
+)
 
 DECODES = ("sparse_mla_decode", "sparse_mla_decode_paged")
 SIZES = {"swa": 64, "extra": 2}
@@ -64,45 +81,7 @@ NUMBERS |= {
 }
 MINIMUM |= {"num_splits": 0}
 COUNTS |= {"num_heads": "the heads of the queries"}
-
-
-def byte_cache_rows(source: str) -> Iterator[Entry]:
-    """Caches that are not of the layout: what libraries would misread without complaint."""
-    size, name = SIZES[source], f"{source}_cache"
-    layout = MainLayout(size)
-    page = layout.page_bytes
-    make = f"Allocate it with MainLayout(block_size={size}).allocate(num_blocks)"
-    for what, other in {
-        "pages of V4.1": torch.zeros(4, 64 * 528, dtype=torch.uint8),
-        "a cache of another block size": MainLayout(4).allocate(4),
-        "a cache of indexer keys": IndexerLayout(size).allocate(4),
-        "a dense page without its padding": torch.zeros(4, page - 1, dtype=torch.uint8),
-    }.items():
-        text = f"{name} must have shape [num_{source}_blocks, {page}] for layout 'v4_fp8' with "
-        text += f"{source}_block_size = {size}, got {list(other.shape)}. {make}, or correct "
-        text += f"{source}_block_size."
-        yield f"{source}: {what}", {name: other}, ValueError, text
-    wider = MainLayout(size + 1)
-    yield (
-        f"{source}: the block size of another cache",
-        {f"{source}_block_size": size + 1},
-        ValueError,
-        f"{name} must have shape [num_{source}_blocks, {wider.page_bytes}] for layout 'v4_fp8' "
-        f"with {source}_block_size = {size + 1}, got [4, {page}]. Allocate it with "
-        f"MainLayout(block_size={size + 1}).allocate(num_blocks), or correct {source}_block_size.",
-    )
-    for what, stride in {
-        "pages at no multiple of 16": (page + 8, 1),
-        "bytes with gaps": (2 * page, 2),
-        "pages inside each other": (576, 1),
-        "one page for all": (0, 1),
-    }.items():
-        text = f"{name} must have dense pages, none inside another, that start at multiples of 16 "
-        text += f"bytes, got strides {list(stride)}. {make}."
-        yield f"{source}: {what}", {name: bytes_from(0, *stride, layout)}, ValueError, text
-    text = f"{name} must have pages that start at multiples of 16 bytes, got storage offset 8. "
-    moved = bytes_from(8, page, 1, layout)
-    yield f"{source}: the first page at byte 8", {name: moved}, ValueError, f"{text}{make}."
+EXTRA = ("extra_cache", "extra_indices", "extra_lens")
 
 
 def plain(**changed: Any) -> dict[str, Any]:
@@ -114,246 +93,96 @@ def plain(**changed: Any) -> dict[str, Any]:
 def plain_cache_rows(source: str) -> Iterator[Entry]:
     size, name = SIZES[source], f"{source}_cache"
     shape = f"[num_{source}_blocks, {source}_block_size, width]"
-    gaps = torch.zeros(4, size, 1024, dtype=torch.bfloat16)[..., ::2]
-    half = torch.zeros(4, size, 512, dtype=torch.float16)
-    dtypes = f"{name} must be torch.bfloat16 or torch.float32 for layout 'plain', got"
-    for what, value, error, text in (
-        (
-            "the plain tag for an FP8 cache",
-            MainLayout(size).allocate(4),
-            TypeError,
-            f"{dtypes} torch.uint8. {ALLOCATE_PLAIN}",
-        ),
-        ("half precision", half, TypeError, f"{dtypes} torch.float16. {ALLOCATE_PLAIN}"),
-        (
-            "no plain cache",
-            3,
-            TypeError,
-            f"{name} must be a tensor, got int. {ALLOCATE_PLAIN}",
-        ),
-        (
-            "a plain cache without pages",
-            gaps[0],
-            ValueError,
-            f"{name} must have shape {shape}, got [{size}, 512]. Pass a tensor of 3 dimensions.",
-        ),
-        (
-            "plain pages without rows",
-            gaps[:, :0],
-            ValueError,
-            f"{name} must have pages of at least 1 row, got [4, 0, 512]. {ALLOCATE_PLAIN}",
-        ),
-        (
-            "a plain cache of another block size",
-            PlainLayout(3).allocate(4),
-            ValueError,
-            f"{name} must have pages of {source}_block_size = {size} rows, got [4, 3, 512]. "
-            f"Correct {source}_block_size, or pass the cache that it belongs to.",
-        ),
-        (
-            "plain rows with gaps",
-            gaps,
-            ValueError,
-            f"{name} must have dense rows, got strides {list(gaps.stride())}. {ALLOCATE_PLAIN}",
-        ),
-        (
-            "a plain cache of floats for bf16 queries",
-            PlainLayout(size, dtype=torch.float32).allocate(4),
-            TypeError,
-            f"{name} must be torch.bfloat16, got torch.float32. Cast it with .to(torch.bfloat16).",
-        ),
-        (
-            "a plain cache of another width",
-            PlainLayout(size, 128).allocate(4),
-            ValueError,
-            f"{name} must have shape {shape} with width = 512 as in q, got [4, {size}, 128]. "
-            "Make them agree: width counts the values of a row.",
-        ),
-        (
-            "a plain cache elsewhere",
-            PlainLayout(size).allocate(4, "meta"),
-            ValueError,
-            f"{name} must be on cpu like q, got meta. Move all tensors of a call to one device.",
-        ),
-    ):
-        yield f"{source}: {what}", plain(**{name: value}), error, text
+    for entry in plain_rows(name, 512, shape, f"{source}_block_size", size):
+        yield entry._replace(spoiled=plain(**entry.spoiled))
+    floats = PlainLayout(size, dtype=torch.float32).allocate(4)
+    yield dtype(name, "torch.bfloat16", torch.float32, **plain(**{name: floats}))
+    narrow = PlainLayout(size, 128).allocate(4)
+    yield agree(name, shape, "width", 512, "q", narrow, **plain(**{name: narrow}))
+    away = PlainLayout(size).allocate(4, "meta")
+    yield elsewhere(name, "cpu", "q", "meta", **plain(**{name: away}))
 
 
 def query_rows() -> Iterator[Entry]:
-    text = "q must be torch.bfloat16 or torch.float32, got torch.int32. "
-    yield (
-        "plain: queries of ints",
-        plain(q=Q.value.int()),
-        TypeError,
-        f"{text}Cast it with .to(torch.bfloat16).",
-    )
-    yield (
-        "plain: one token's queries",
-        plain(q=Q.value[0]),
-        ValueError,
-        "q must have shape [num_tokens, num_heads, width], got [4, 512]. "
-        "Pass a tensor of 3 dimensions.",
-    )
-    yield (
-        "plain: no queries",
-        plain(q=None),
-        TypeError,
-        "q must be a tensor, got NoneType. Pass a torch.bfloat16 tensor.",
-    )
-
-
-def column_rows(name: str, width: str) -> Iterator[Entry]:
-    text = f"{width} must be at least 1, got 0. Pass 1 or more."
-    yield f"{name} without columns", {name: i32([[]] * 5)}, ValueError, text
+    q = Q.value
+    yield dtype("q", PLAIN_DTYPES, torch.int32, **plain(q=q.int()))
+    yield rank("q", "[num_tokens, num_heads, width]", q[0], **plain(q=q[0]))
+    yield no_tensor("q", None, "Pass a torch.bfloat16 tensor", **plain(q=None))
 
 
 def missing_rows() -> Iterator[Entry]:
-    """Some of the three arguments of the extra cache."""
-    names = ("extra_cache", "extra_indices", "extra_lens")
+    """Some of the three arguments of the extra cache, or none, but its block size."""
     for chosen in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
-        missing = next(name for place, name in enumerate(names) if place not in chosen)
-        first = names[chosen[0]]
-        nothing = {name: None for place, name in enumerate(names) if place not in chosen}
-        text = f"{first} must be None without {missing}, got a tensor. Pass both or neither."
-        yield f"only {[names[place] for place in chosen]}", nothing, ValueError, text
-
-
-def unused_size_rows() -> Iterator[Entry]:
-    """The block size of a cache that is not there."""
-    nothing: dict[str, Any] = dict.fromkeys(("extra_cache", "extra_indices", "extra_lens"))
-    yield (
-        "no extra cache, but pages of 0 rows",
-        {**nothing, "extra_block_size": 0},
-        ValueError,
-        "extra_block_size must be at least 1, got 0. Pass 1 or more.",
-    )
-    yield (
-        "no extra cache, but a str of rows",
-        {**nothing, "extra_block_size": "2"},
-        TypeError,
-        "extra_block_size must be an int, got str. "
-        "Pass a Python int that is known on the host, never a tensor.",
-    )
+        missing = [name for place, name in enumerate(EXTRA) if place not in chosen]
+        yield alone(EXTRA[chosen[0]], missing[0], *missing)
+    nothing = dict.fromkeys(EXTRA)
+    yield at_least("extra_block_size", 1, 0, **nothing, extra_block_size=0)
+    yield no_int("extra_block_size", "2", **nothing)
 
 
 def plan_rows() -> Iterator[Entry]:
     """Plans that cannot cover the batch, and what a plan leaves nothing to decide for."""
     for rows in (0, 4):
-        text = f"plan must have at least num_tokens = 5 rows as in q, got {rows}. "
-        text += "Pass a row for every token."
-        yield f"a plan of {rows} rows", {"plan": PLAN[:rows]}, ValueError, text
-    three = PLAN[:, :3].contiguous()
-    yield (
-        "a plan of three columns",
-        {"plan": three},
-        ValueError,
-        "plan must have shape [num_work_tiles, 4], got [6, 3]. "
-        "Pass exactly 4 entries in dimension 1.",
-    )
-    for name, neutral, values in (("num_splits", 0, (1, 7)), ("batch_invariant", False, (True,))):
-        for value in values:
-            text = f"{name} must be {neutral} with a plan, got {value}. Pass one of the two."
-            yield f"a plan and {name} = {value}", {name: value}, ValueError, text
-    text = "num_splits must be 0 with a plan, got 2. Pass one of the two."
-    both = {"num_splits": 2, "batch_invariant": True}
-    yield "a plan, splits and batch invariance", both, ValueError, text
+        yield rows_for_tokens("plan", 5, "q", rows, plan=PLAN[:rows])
+    for value in (1, 7):
+        yield not_with("num_splits", "a plan", value, 0, num_splits=value)
+    yield not_with("batch_invariant", "a plan", True, False, batch_invariant=True)
+    yield not_with("num_splits", "a plan", 2, 0, num_splits=2, batch_invariant=True)
 
 
 def flash_mla_plan_rows() -> Iterator[Entry]:
     """What is no plan of FlashMLA's, for no such call, or beside another one."""
-    metadata = torch.zeros(9, 8, dtype=torch.int32)
+    name, metadata = "flash_mla_plan", torch.zeros(9, 8, dtype=torch.int32)
 
-    def alone(plan: object, **settings: object) -> dict[str, object]:
-        return {"plan": None, "flash_mla_plan": plan, **settings}
+    def alone(plan: object, **settings: object) -> dict[str, Any]:
+        return {"plan": None, name: plan, **settings}
 
-    yield (
-        "two plans",
-        {"flash_mla_plan": metadata},
-        ValueError,
-        "flash_mla_plan must be None with a plan, got both. Pass one of the two.",
-    )
-    yield (
-        "a plan of FlashMLA for the reference",
-        alone(metadata, impl="reference"),
-        ValueError,
-        "flash_mla_plan must be None for impl 'reference', got a plan. "
-        "Pass impl='flash_mla', or leave it out.",
-    )
-    yield (
-        "a plan of FlashMLA that is a list",
-        alone([1]),
-        TypeError,
-        "flash_mla_plan must be a tensor, got list. Pass a torch.int32 tensor.",
-    )
-    yield (
-        "a plan of FlashMLA in int64",
-        alone(metadata.long()),
-        TypeError,
-        "flash_mla_plan must be torch.int32, got torch.int64. Cast it with .to(torch.int32).",
-    )
-    yield (
-        "a plan of ours in the place of FlashMLA's",
-        alone(PLAN),
-        ValueError,
-        "flash_mla_plan must have shape [num_rows, 8], got [6, 4]. "
-        "Pass exactly 8 entries in dimension 1.",
-    )
-    yield (
-        "a plan of FlashMLA without parts",
-        alone(metadata[:6]),
-        ValueError,
-        "flash_mla_plan must have more than 6 rows for as many tokens, got 6. "
-        "Make it with flash_mla_metadata of the lens of this call.",
-    )
+    yield not_with(name, "a plan", "both", flash_mla_plan=metadata)
+    rule, do = "be None for impl 'reference'", "Pass impl='flash_mla', or leave it out"
+    yield wrong(name, rule, "a plan", do, **alone(metadata, impl="reference"))
+    yield no_tensor(name, [1], "Pass a torch.int32 tensor", **alone([1]))
+    yield dtype(name, "torch.int32", torch.int64, **alone(metadata.long()))
+    yield exactly(name, "[num_rows, 8]", PLAN, 1, **alone(PLAN))
+    rule, do = "have more than 6 rows for as many tokens", "of the lens of this call"
+    yield wrong(name, rule, 6, f"Make it with flash_mla_metadata {do}", **alone(metadata[:6]))
 
 
-def turn_rows() -> Iterator[Entry]:
-    """One of the two without the other, and tables of no pairs of the row."""
-    for given, other in (("positions", "cos_sin_cache"), ("cos_sin_cache", "positions")):
-        text = f"{given} must be None without {other}, got a tensor. Pass both or neither."
-        yield f"only {given}", {other: None}, ValueError, text
-    yield from table_rows("width", 512)
-
-
-CACHES: list[Entry] = [
+CACHES = [
     *layout_rows("v4_fp8", "plain"),
     *float_rows("softmax_scale", 0),
-    *byte_cache_rows("swa"),
-    *byte_cache_rows("extra"),
-    *plain_cache_rows("swa"),
-    *plain_cache_rows("extra"),
+    *[
+        row
+        for source, size in SIZES.items()
+        for names in ((f"{source}_cache", f"num_{source}_blocks", f"{source}_block_size"),)
+        for row in (
+            *cache_rows(MainLayout, IndexerLayout, *names, size),
+            *plain_cache_rows(source),
+        )
+    ],
     *query_rows(),
 ]
-SHARED: list[Entry] = [
+SHARED = [
     *CACHES,
     *flag_rows("batch_invariant"),
-    *column_rows("swa_indices", "swa_width"),
+    at_least("swa_width", 1, 0, swa_indices=i32([[]] * 5)),
     *plan_rows(),
+    exactly("plan", "[num_work_tiles, 4]", PLAN[:, :3].contiguous(), 1),
     *flash_mla_plan_rows(),
-    *turn_rows(),
+    alone("positions", "cos_sin_cache"),
+    alone("cos_sin_cache", "positions"),
+    *angle_rows("width", 512),
 ]
-MLA_TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[Entry]] = {
     "sparse_mla_decode": [
         *SHARED,
-        *column_rows("extra_indices", "extra_width"),
+        at_least("extra_width", 1, 0, extra_indices=i32([[]] * 5)),
         *missing_rows(),
-        *unused_size_rows(),
     ],
     "sparse_mla_decode_paged": SHARED,
     "sparse_mla_gathered": [
         *float_rows("softmax_scale", 0),
-        *column_rows("indices", "topk"),
-        (
-            "keys of floats for bf16 queries",
-            {"kv": torch.ones(9, 512)},
-            TypeError,
-            "kv must be torch.bfloat16, got torch.float32. Cast it with .to(torch.bfloat16).",
-        ),
-        (
-            "bf16 keys for queries of floats",
-            {"q": torch.ones(5, 4, 512)},
-            TypeError,
-            "kv must be torch.float32, got torch.bfloat16. Cast it with .to(torch.float32).",
-        ),
+        at_least("topk", 1, 0, indices=i32([[]] * 5)),
+        dtype("kv", "torch.bfloat16", torch.ones(9, 512)),
+        dtype("kv", "torch.float32", torch.bfloat16, q=torch.ones(5, 4, 512)),
     ],
 }

@@ -1,13 +1,9 @@
-"""Rows of ``error_rows.TABLE`` for the schedules of libraries and for lengths on ranks."""
-
-from collections.abc import Iterator
-
-import torch
+"""Rows of the schedules of libraries and of lengths on ranks."""
 
 from tests.helpers import i32
-from tests.ops.error_rows.cache import Entry
 from tests.ops.error_rows.mla import LENS
 from tests.ops.error_rows.valid import NUMBERS, OWN, Valid
+from tests.ops.error_rows.wording import Entry, exactly, rank, too_many, wrong
 
 OWN |= {
     "cp_seq_lens": {
@@ -20,61 +16,25 @@ OWN |= {
     },
 }
 NUMBERS |= {"num_sms": 132, "num_sm_parts": 66, "swa_width": 128, "extra_width": 512}
+MANY = i32([0] * 16384)
 
-
-def divisor_rows() -> Iterator[Entry]:
-    for size in (48, 512):
-        text = f"block_size must divide the keys of a split = 256, got {size}. "
-        yield (
-            f"pages of {size}",
-            {"block_size": size},
-            ValueError,
-            f"{text}Use a power of two up to 256.",
-        )
-
-
-SCHEDULE_TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[Entry]] = {
     "flash_mla_metadata": [
-        (
-            "a width of no list",
-            {"extra_lens": None},
-            ValueError,
-            "extra_width must be 0 without extra_lens, got 512. Pass both or neither.",
+        wrong(
+            *("extra_width", "be 0 without extra_lens", 512, "Pass both or neither"),
+            extra_lens=None,
         ),
     ],
-    "cp_seq_lens": [
-        (
-            "a rank for every sequence",
-            {"cp_rank": i32([0, 1, 0])},
-            ValueError,
-            "cp_rank must have shape [1], got [3]. Pass exactly 1 entries in dimension 0.",
-        ),
-    ],
+    "cp_seq_lens": [exactly("cp_rank", "[1]", i32([0, 1, 0]), 0)],
     "paged_mqa_logits_metadata": [
-        *divisor_rows(),
-        (
-            "lengths of rank 3",
-            {"seq_lens": torch.zeros(2, 2, 2, dtype=torch.int32)},
-            ValueError,
-            "seq_lens must have shape [num_reqs], got [2, 2, 2]. Pass a tensor of 1 dimension.",
-        ),
-        (
-            "one length",
-            {"seq_lens": torch.zeros((), dtype=torch.int32)},
-            ValueError,
-            "seq_lens must have shape [num_reqs], got []. Pass a tensor of 1 dimension.",
-        ),
-        (
-            "too many rows of lengths",
-            {"seq_lens": torch.zeros(16384, 2, dtype=torch.int32)},
-            ValueError,
-            "num_reqs must be at most 16383, got 16384. Split the batch.",
-        ),
-        (
-            "too many rows",
-            {"seq_lens": torch.zeros(16384, dtype=torch.int32)},
-            ValueError,
-            "num_reqs must be at most 16383, got 16384. Split the batch.",
-        ),
+        *[
+            wrong(
+                *("block_size", "divide the keys of a split = 256", size),
+                "Use a power of two up to 256",
+            )
+            for size in (48, 512)
+        ],
+        *[rank("seq_lens", "[num_reqs]", lens) for lens in (MANY[:8].view(2, 2, 2), MANY[0])],
+        *[too_many(seq_lens=lens) for lens in (MANY, MANY[:, None].expand(-1, 2))],
     ],
 }

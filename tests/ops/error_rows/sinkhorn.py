@@ -1,13 +1,13 @@
-"""Rows of ``error_rows.TABLE`` for the mixing matrices, and a valid call."""
+"""Rows of the mixing matrices, and valid calls."""
 
 import torch
 
-from tests.ops.error_rows.cache import Entry
-from tests.ops.error_rows.rope import bf16, float_rows
+from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import NUMBERS, OWN, Valid
+from tests.ops.error_rows.wording import Entry, alone, at_least, exactly, float_rows, wrong
 
 SHAPE = "[num_tokens, 16]"
-SMALLER = "Pass a smaller one: compiled code has every step of every entry written out."
+SMALLER = "Pass a smaller one: compiled code has every step of every entry written out"
 OWN |= {
     "sinkhorn": {"logits": Valid(torch.zeros(5, 16), SHAPE)},
     "hyper_connection": {
@@ -22,62 +22,25 @@ OWN |= {
     },
 }
 NUMBERS |= {"num_streams": 4, "iterations": 20, "eps": 1e-6, "norm_eps": 1e-6}
+MANY_ITERATIONS = wrong("iterations", "be at most 64", 65, SMALLER)
+CONNECTED = {"block_out": "post", "post": "block_out", "mix": "block_out"}
 
-SINKHORN_TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[Entry]] = {
     "sinkhorn": [
         *float_rows("eps", 0),
-        (
-            "65 iterations",
-            {"iterations": 65},
-            ValueError,
-            f"iterations must be at most 64, got 65. {SMALLER}",
-        ),
-        (
-            "9 streams",
-            {"num_streams": 9},
-            ValueError,
-            f"num_streams must be at most 8, got 9. {SMALLER}",
-        ),
-        (
-            "no square",
-            {"logits": torch.zeros(5, 12)},
-            ValueError,
-            f"logits must have shape {SHAPE}, got [5, 12]. Pass exactly 16 entries in dimension 1.",
-        ),
+        MANY_ITERATIONS,
+        wrong("num_streams", "be at most 8", 9, SMALLER),
+        exactly("logits", SHAPE, torch.zeros(5, 12), 1),
     ],
     "hyper_connection": [
         *float_rows("eps", 0),
         *float_rows("norm_eps", 0),
-        (
-            "65 iterations",
-            {"iterations": 65},
-            ValueError,
-            f"iterations must be at most 64, got 65. {SMALLER}",
-        ),
-        (
-            "9 streams",
-            {"streams": bf16(5, 9, 8)},
-            ValueError,
-            f"num_streams must be at most 8, got 9. {SMALLER}",
-        ),
-        (
-            "no stream",
-            {"streams": bf16(5, 0, 8)},
-            ValueError,
-            "num_streams must be at least 1, got 0. Pass 1 or more.",
-        ),
-        *(
-            (
-                f"{name} alone",
-                dict.fromkeys({"block_out", "post", "mix"} - {name}),
-                ValueError,
-                f"{name} must be None without {partner}, got a tensor. Pass both or neither.",
-            )
-            for name, partner in (
-                ("block_out", "post"),
-                ("post", "block_out"),
-                ("mix", "block_out"),
-            )
-        ),
+        MANY_ITERATIONS,
+        wrong("num_streams", "be at most 8", 9, SMALLER, streams=bf16(5, 9, 8)),
+        at_least("num_streams", 1, 0, streams=bf16(5, 0, 8)),
+        *[
+            alone(name, partner, *(CONNECTED.keys() - {name}))
+            for name, partner in CONNECTED.items()
+        ],
     ],
 }

@@ -15,7 +15,7 @@ class Valid(NamedTuple):
     value: Any
     shape: str
     dtypes: str = ""
-    for_layout: str = ""
+    layout: str = ""
     advice: str = ""
     any_rank: bool = False
 
@@ -48,8 +48,8 @@ def keys(width: int, shape: str) -> Valid:
 
 
 def cache(layout: Layout, shape: str, dtypes: str = "torch.uint8") -> Valid:
-    advice = f"Allocate it with {type(layout).__name__}(block_size).allocate(num_blocks)."
-    return Valid(layout.allocate(4), shape, dtypes, f" for layout {layout.tag!r}", advice)
+    advice = f"Allocate it with {type(layout).__name__}(block_size).allocate(num_blocks)"
+    return Valid(layout.allocate(4), shape, dtypes, layout.tag, advice)
 
 
 MAIN = cache(MainLayout(64), "[num_blocks, page_bytes]")
