@@ -17,7 +17,6 @@ from tests.helpers import (
     INT32_MIN,
     i32,
     i64,
-    maybe_strided,
     rows32,
     strided,
     widened,
@@ -25,8 +24,6 @@ from tests.helpers import (
 from tests.oracles import kv as oracles
 
 WIDTH = 128
-OUTSIDE = (-1, -2, -64, -(2**31), -(2**32), -(2**63), 2**31, 2**32, 2**32 + 1, 2**40, 2**63 - 1)
-
 # the first bf16 of a row, zeros behind -> scale, the first codes, zeros behind
 ROWS: dict[str, tuple[list[int], float, list[int]]] = {
     "worked example": ([0x4040, 0xBE9A, 0x3C24], 2**-7, [0x7C, 0xE2, 0x3A]),
@@ -101,21 +98,6 @@ def random_cache(seed: int, pages: int, block_size: int, gap: int = 0) -> tuple[
     return base[1 : pages + 1, :size], base
 
 
-def check_insert(k: Tensor, cache: Tensor, base: Tensor, slots: Tensor, block_size: int) -> None:
-    """The op against the oracle: every byte in and around the cache."""
-    expected = oracles.quantize_and_insert_indexer_k(
-        bits(k).tolist(), cache.tolist(), slots.tolist(), block_size=block_size
-    )
-    want = torch.tensor(expected, dtype=torch.uint8).reshape(cache.shape)
-    before, k_before, slots_before = base.clone(), bits(k), slots.clone()
-    assert ops.quantize_and_insert_indexer_k(k, cache, slots, block_size=block_size) is None
-    assert torch.equal(cache, want)
-    before.as_strided(cache.shape, cache.stride(), cache.storage_offset()).copy_(want)
-    assert torch.equal(base, before), "bytes outside the cache changed"
-    assert torch.equal(bits(k), k_before)
-    assert torch.equal(slots, slots_before)
-
-
 def check_gather(cache: Tensor, cu: Tensor, table: Tensor, block_size: int, num_rows: int) -> None:
     settings = {"block_size": block_size, "num_rows": num_rows}
     before = cache.clone()
@@ -126,25 +108,6 @@ def check_gather(cache: Tensor, cu: Tensor, table: Tensor, block_size: int, num_
     assert result.k.tolist() == k
     assert (result.scales.view(torch.int32).long() & 0xFFFFFFFF).tolist() == scales
     assert torch.equal(cache, before)
-
-
-@pytest.mark.parametrize(
-    ("block_size", "page_bytes"), [(64, 8640), (2, 576), (256, 33984), (1, 576), (48, 6336)]
-)
-def test_layout(block_size: int, page_bytes: int) -> None:
-    pages = layout.IndexerLayout(block_size)
-    assert pages == layout.IndexerLayout(block_size)
-    assert (pages.tag, pages.row_bytes, pages.page_bytes) == ("v4_indexer_fp8", 132, page_bytes)
-    last = 3 * block_size - 1
-    assert pages.data_offset(0) == 0
-    assert pages.scale_offset(0) == 128 * block_size
-    assert pages.data_offset(block_size) == page_bytes
-    assert pages.data_offset(last) == 2 * page_bytes + 128 * (block_size - 1)
-    assert pages.scale_offset(last) == 2 * page_bytes + 132 * block_size - 4
-    cache = pages.allocate(3)
-    assert (cache.dtype, cache.shape) == (torch.uint8, (3, page_bytes))
-    assert cache.is_contiguous()
-    assert not cache.any()
 
 
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
@@ -212,61 +175,10 @@ def test_keys_are_read_back_within_half_a_step() -> None:
 @pytest.mark.parametrize("gap", [0, 16, 4096])
 @pytest.mark.parametrize("block_size", [64, 2, 256, 1])
 def test_rows_at_the_ends_of_pages(block_size: int, gap: int) -> None:
-    rng, end = Random(block_size), 3 * block_size
-    slots = dict.fromkeys((end - 1, -1, block_size, 0, end, 2 * block_size - 1, 2 * block_size))
-    k = bf16([[rng.getrandbits(16) for _ in range(WIDTH)] for _ in range(len(slots) + 2)])
-    cache, base = random_cache(block_size, 3, block_size, gap)
-    check_insert(k, cache, base, i64(list(slots)), block_size)
+    cache, _ = random_cache(block_size, 3, block_size, gap)
     cu = i32([1, block_size + 2, block_size + 3, 3 * block_size + 4])
     table = i32([[1, 0, 3], [0, 0, 0], [2, 1, 0]])
     check_gather(cache, cu, table, block_size, 3 * block_size + 6)
-
-
-@pytest.mark.parametrize("slot", [*OUTSIDE, 6, 7, 8])
-def test_a_slot_outside_the_cache_writes_nothing(slot: int) -> None:
-    k = bf16([[0x7FC0] * WIDTH, [0x3F80] * WIDTH])
-    cache, base = random_cache(3, 3, 2, 16)
-    before = cache.clone()
-    check_insert(k, cache, base, i64([slot, 1]), 2)
-    assert torch.equal(cache[1:], before[1:])
-    check_insert(k, cache, base, i64([slot]), 2)
-
-
-STRIDED = {
-    "columns of a wider tensor": lambda k: widened(k),
-    "transposed": lambda k: strided(k),
-    "every other value": lambda k: torch.stack((k, k.neg()), 2).flatten(1)[:, ::2],
-    "every third row": lambda k: k.repeat_interleave(3, 0)[::3],
-    "one row for all": lambda k: k[:1].expand(k.shape),
-    "one value for all": lambda k: k[:, :1].expand(k.shape),
-}
-
-
-@pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED)
-def test_k_may_have_any_stride(view: Any) -> None:
-    rng = Random(5)
-    k = view(bf16([[rng.randrange(0x7F80) for _ in range(WIDTH)] for _ in range(6)]))
-    assert not k.is_contiguous()
-    cache, base = random_cache(4, 2, 2)
-    check_insert(k, cache, base, strided(i64([3, -1, 0, 2])), 2)
-
-
-def test_of_two_tokens_with_one_slot_other_rows_know_nothing() -> None:
-    rng = Random(6)
-    k = bf16([[rng.getrandbits(16) for _ in range(WIDTH)] for _ in range(4)])
-    cache, _ = random_cache(6, 2, 2)
-    twice, once = cache.clone(), cache.clone()
-    ops.quantize_and_insert_indexer_k(k, twice, i64([1, 3, 1, 0]), block_size=2)
-    ops.quantize_and_insert_indexer_k(k, once, i64([-1, 3, 1, 0]), block_size=2)
-    for memory in (twice, once):
-        memory[0, 128:256] = memory[0, 260:264] = 0  # the row of slot 1 and its scale
-    assert torch.equal(twice, once)
-
-
-@pytest.mark.parametrize(("pages", "tokens", "rows"), [(2, 0, 0), (2, 0, 3), (0, 3, 3), (0, 0, 0)])
-def test_nothing_to_write(pages: int, tokens: int, rows: int) -> None:
-    cache, base = random_cache(7, pages, 2)
-    check_insert(torch.ones(rows, WIDTH).bfloat16(), cache, base, torch.arange(tokens), 2)
 
 
 def marked_cache() -> Tensor:
@@ -308,35 +220,3 @@ def test_what_is_not_asked_for_changes_nothing() -> None:
     two = ops.gather_indexer_k(second, cu, unused, **settings)
     assert torch.equal(one.k, two.k)
     assert torch.equal(one.scales.view(torch.int32), two.scales.view(torch.int32))
-
-
-def random_values(rng: Random) -> list[int]:
-    top = rng.randrange(1, 0x7F80)
-    low = max(top - rng.choice((1, 300, 1200, 0x7F80)), 0)
-    row = [rng.choice((0, 0x8000)) | rng.randrange(low, top) for _ in range(WIDTH)]
-    if rng.random() < 0.5:
-        row[rng.randrange(WIDTH)] = rng.choice((0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x8000))
-    return row
-
-
-def test_random_batches() -> None:
-    for seed in range(300):
-        rng = Random(seed)
-        block_size, pages = rng.choice((1, 2, 2, 3, 4, 8, 64)), rng.choice((0, 1, 2, 2, 3, 5))
-        end = pages * block_size
-        slots = rng.sample(range(-2, end + 3), rng.randrange(min(end + 5, 9)))
-        slots = [rng.choice(OUTSIDE) if rng.random() < 0.1 else slot for slot in slots]
-        k = bf16([random_values(rng) for _ in range(len(slots) + rng.choice((0, 0, 2)))])
-        cache, base = random_cache(seed, pages, block_size, rng.choice((0, 0, 16, 1024)))
-        check_insert(maybe_strided(rng, k), cache, base, maybe_strided(rng, i64(slots)), block_size)
-        cu, columns = [rng.choice((0, 0, 0, 2, -3, INT32_MIN))], rng.randrange(4)
-        for _ in range(rng.randrange(5)):
-            cu.append(cu[-1] + rng.choice((0, 1, 2, block_size, 2 * block_size + 1)))
-        if len(cu) > 1 and rng.random() < 0.1:
-            cu[-1] = INT32_MAX
-        pick = (*range(pages), *range(pages), -1, pages, INT32_MAX, INT32_MIN)
-        table = rows32([[rng.choice(pick) for _ in range(columns)] for _ in cu[1:]], columns)
-        num_rows = rng.choice((0, 1, max(min(cu[-1], 200), 0), 20))
-        check_gather(
-            cache, maybe_strided(rng, i32(cu)), maybe_strided(rng, table), block_size, num_rows
-        )

@@ -12,14 +12,11 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops.core import layout
-from tests.helpers import i32, i64, maybe_strided, rows32, strided, widened
+from tests.helpers import i32, i64, rows32
 from tests.oracles import kv as oracles
 
 CODES, BLOCK, WIDTH = 448, 64, 512
 ONE, ONE_CODE, ONE_SCALE = 0x3F80, 0x78, 119  # 1.0 is 256 * 2^-8
-BELOW = (-1, -2, -64, -(2**31), -(2**32), -(2**40), -(2**63))
-ABOVE = (2**31, 2**32, 2**32 + 1, 2**40, 2**63 - 1)
-
 # the first bf16 of a block, zeros behind -> scale byte, the first codes, zeros behind
 BLOCKS: dict[str, tuple[list[int], int, list[int]]] = {
     "worked example": ([0x4040, 0xBE9A, 0x3C24], 120, [0x7C, 0xE2, 0x3A]),
@@ -101,53 +98,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def random_cache(seed: int, pages: int, block_size: int, gap: int = 0) -> tuple[Tensor, Tensor]:
-    """A cache full of random bytes, ``gap`` bytes between its blocks, and all the memory of it."""
-    size = layout.MainLayout(block_size).page_bytes
-    memory = bytearray(Random(seed).randbytes((pages + 2) * (size + gap)))
-    base = torch.frombuffer(memory, dtype=torch.uint8).reshape(pages + 2, size + gap)
-    return base[1 : pages + 1, :size], base
-
-
 def row_of(block: list[int], at: int) -> list[int]:
     """A row of ones with ``block`` as block number ``at``."""
     row = [ONE] * CODES + ROPE
     row[at * BLOCK : (at + 1) * BLOCK] = block + [0] * (BLOCK - len(block))
     return row
-
-
-def check_insert(k: Tensor, cache: Tensor, base: Tensor, slots: Tensor, block_size: int) -> None:
-    """The op against the oracle: every byte in and around the cache."""
-    expected = oracles.quantize_and_insert_k_cache(
-        bits(k).tolist(), cache.tolist(), slots.tolist(), block_size=block_size
-    )
-    want = torch.tensor(expected, dtype=torch.uint8).reshape(cache.shape)
-    before, k_before, slots_before = base.clone(), bits(k), slots.clone()
-    assert ops.quantize_and_insert_k_cache(k, cache, slots, block_size=block_size) is None
-    assert torch.equal(cache, want)
-    before.as_strided(cache.shape, cache.stride(), cache.storage_offset()).copy_(want)
-    assert torch.equal(base, before), "bytes outside the cache changed"
-    assert torch.equal(bits(k), k_before)
-    assert torch.equal(slots, slots_before)
-
-
-@pytest.mark.parametrize(
-    ("block_size", "page_bytes"), [(64, 37440), (2, 1728), (256, 149760), (1, 1152), (72, 42048)]
-)
-def test_layout(block_size: int, page_bytes: int) -> None:
-    pages = layout.MainLayout(block_size)
-    assert pages == layout.MainLayout(block_size)
-    assert (pages.tag, pages.row_bytes, pages.page_bytes) == ("v4_fp8", 584, page_bytes)
-    last = 3 * block_size - 1
-    assert pages.data_offset(0) == 0
-    assert pages.scale_offset(0) == 576 * block_size
-    assert pages.data_offset(block_size) == page_bytes
-    assert pages.data_offset(last) == 2 * page_bytes + 576 * (block_size - 1)
-    assert pages.scale_offset(last) == 2 * page_bytes + 584 * block_size - 8
-    cache = pages.allocate(3)
-    assert (cache.dtype, cache.shape) == (torch.uint8, (3, page_bytes))
-    assert cache.is_contiguous()
-    assert not cache.any()
 
 
 def test_offsets_of_the_worked_slot() -> None:
@@ -291,91 +246,6 @@ def test_a_row_is_read_back_within_half_a_step() -> None:
     # three bits of mantissa: 2^-4 of a normal code's value, half of 2^-9 below
     assert ((after - before).abs() <= torch.maximum(before.abs() / 16, scales / 1024)).all()
     assert (before.abs() <= 448 * scales).all()
-
-
-@pytest.mark.parametrize("gap", [0, 16, 4096])
-@pytest.mark.parametrize("block_size", [64, 2, 256, 1])
-def test_rows_at_the_ends_of_pages(block_size: int, gap: int) -> None:
-    rng, end = Random(block_size), 3 * block_size
-    slots = dict.fromkeys((end - 1, -1, block_size, 0, end, 2 * block_size - 1, 2 * block_size))
-    k = bf16([[rng.getrandbits(16) for _ in range(WIDTH)] for _ in range(len(slots) + 2)])
-    cache, base = random_cache(block_size, 3, block_size, gap)
-    check_insert(k, cache, base, i64(list(slots)), block_size)
-
-
-@pytest.mark.parametrize("slot", [*BELOW, 6, 7, 8, 9, *ABOVE])
-def test_a_slot_outside_the_cache_writes_nothing(slot: int) -> None:
-    k = bf16([[0x7FC0] * WIDTH, [ONE] * WIDTH])
-    cache, base = random_cache(3, 3, 2, 16)
-    before = cache.clone()
-    check_insert(k, cache, base, i64([slot, 1]), 2)
-    assert torch.equal(cache[1:], before[1:])
-    check_insert(k, cache, base, i64([slot]), 2)
-
-
-STRIDED = {
-    "columns of a wider tensor": lambda k: widened(k),
-    "transposed": lambda k: strided(k),
-    "every other value": lambda k: torch.stack((k, k.neg()), 2).flatten(1)[:, ::2],
-    "every third row": lambda k: k.repeat_interleave(3, 0)[::3],
-    "one row for all": lambda k: k[:1].expand(k.shape),
-    "one value for all": lambda k: k[:, :1].expand(k.shape),
-}
-
-
-@pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED)
-def test_k_may_have_any_stride(view: Any) -> None:
-    rng = Random(5)
-    k = view(bf16([[rng.randrange(0x7F80) for _ in range(WIDTH)] for _ in range(6)]))
-    assert not k.is_contiguous()
-    cache, base = random_cache(4, 2, 2)
-    check_insert(k, cache, base, strided(i64([3, -1, 0, 2])), 2)
-
-
-def test_of_two_tokens_with_one_slot_other_rows_know_nothing() -> None:
-    rng = Random(6)
-    k = bf16([[rng.getrandbits(16) for _ in range(WIDTH)] for _ in range(4)])
-    _, base = random_cache(6, 2, 2)
-    twice, once = base.clone(), base.clone()
-    ops.quantize_and_insert_k_cache(k, twice[1:3, :1728], i64([1, 3, 1, 0]), block_size=2)
-    ops.quantize_and_insert_k_cache(k, once[1:3, :1728], i64([-1, 3, 1, 0]), block_size=2)
-    for memory in (twice, once):
-        memory[1, 576:1152] = 0  # the row of slot 1 and its scales
-        memory[1, 1160:1168] = 0
-    assert torch.equal(twice, once)
-
-
-@pytest.mark.parametrize(("pages", "tokens", "rows"), [(2, 0, 0), (2, 0, 3), (0, 3, 3), (0, 0, 0)])
-def test_nothing_to_write(pages: int, tokens: int, rows: int) -> None:
-    cache, base = random_cache(7, pages, 2)
-    slots = torch.arange(tokens)
-    check_insert(torch.full((rows, WIDTH), 3.0).bfloat16(), cache, base, slots, 2)
-
-
-def random_values(rng: Random) -> list[int]:
-    """A row whose blocks are of one size each, with a few adversarial values and RoPE of any
-    bits."""
-    row = []
-    for _ in range(7):
-        top = rng.randrange(1, 0x7F80)
-        low = max(top - rng.choice((1, 300, 1200, 0x7F80)), 0)
-        row += [rng.choice((0, 0x8000)) | rng.randrange(low, top) for _ in range(BLOCK)]
-        if rng.random() < 0.3:
-            row[-1 - rng.randrange(BLOCK)] = rng.choice((0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x8000))
-    return row + [rng.getrandbits(16) for _ in range(64)]
-
-
-def test_random_batches() -> None:
-    for seed in range(200):
-        rng = Random(seed)
-        block_size, pages = rng.choice((1, 2, 2, 3, 4, 8)), rng.choice((0, 1, 2, 2, 3, 5))
-        end = pages * block_size
-        slots = rng.sample(range(-2, end + 3), rng.randrange(min(end + 5, 9)))
-        slots = [rng.choice((*BELOW, *ABOVE)) if rng.random() < 0.1 else s for s in slots]
-        rows = len(slots) + rng.choice((0, 0, 2))
-        k = bf16([random_values(rng) for _ in range(rows)])
-        cache, base = random_cache(seed, pages, block_size, rng.choice((0, 0, 16, 1024)))
-        check_insert(maybe_strided(rng, k), cache, base, maybe_strided(rng, i64(slots)), block_size)
 
 
 def test_a_cache_of_more_than_two_gigabytes() -> None:
