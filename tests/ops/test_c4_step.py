@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch import Tensor
 
 import dsv4_ops as ops
@@ -21,18 +21,12 @@ from dsv4_ops.testing.strategies.calls import primer, stays_determined
 from tests.compile.test_compiled_cache import cache_sized_buffers
 from tests.ops.test_contract import patterns
 from tests.oracles import c4_step as oracles
+from tests.support.sampled import sampled
 
 SPEC = OPS["insert_c4_step"]
 CACHES = ("swa_cache", "states", "k_cache", "indexer_states", "indexer_cache")
 OP_TESTING = SPEC.implementation("testing")
 MODEL = OP_TESTING.settings[0]
-sampled = settings(
-    max_examples=80,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 def by_four_ops(*tensors: Tensor, **chosen: Any) -> tuple[Tensor, ...]:
@@ -90,7 +84,7 @@ def test_it_is_the_four_ops_one_behind_the_other() -> None:
     """Bit for bit, over sampled batches in which each of the caches is written to."""
     written = dict.fromkeys(CACHES, 0)
 
-    @sampled
+    @sampled(80)
     @given(testing.strategy("insert_c4_step"))
     def compare(case: Case) -> None:
         left = outcome(ops.insert_c4_step, case)
@@ -134,7 +128,7 @@ def test_compiled_it_is_the_four_ops_compiled() -> None:
     with torch.fx.experimental._config.patch(use_duck_shape=False):
         assert_equal(outcome(one, first), outcome(four, first))
 
-    @settings(sampled, max_examples=40)
+    @sampled(40)
     @given(OP_TESTING.strategy(settings=MODEL, min_size=2))
     def compare(case: Case) -> None:
         tensors = Case(case.name, case.tensors)
@@ -147,7 +141,7 @@ def test_compiled_it_is_the_four_ops_compiled() -> None:
 def test_arguments_may_have_any_strides() -> None:
     """Caches whose blocks lie apart among them."""
 
-    @settings(sampled, max_examples=40)
+    @sampled(40)
     @given(testing.strategy("insert_c4_step"))
     def compare(case: Case) -> None:
         tensors = case.copy(strided_copy).tensors
@@ -207,7 +201,7 @@ def test_exact_bytes_and_float64_rows_are_those_of_the_oracles() -> None:
     """Each part takes the tensors that are its own."""
     rows = [0, 0]
 
-    @settings(sampled, max_examples=30)
+    @sampled(30)
     @given(testing.strategy("insert_c4_step"))
     def compare(case: Case) -> None:
         bits, numbers = (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch import Tensor
 
 import dsv4_ops as ops
@@ -18,15 +18,9 @@ from dsv4_ops.testing.cases.compressor import decode, precise, written_slots
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.helpers import i32, i64, strided
 from tests.oracles import compressor as oracles
+from tests.support.sampled import sampled
 
 LN2, LN3 = math.log(2), math.log(3)
-sampled = settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 def compress(rows: list[list[float]], **changed: Any) -> Tensor:
@@ -209,7 +203,7 @@ def test_float64_results_are_those_of_the_oracle() -> None:
     """``precise`` is what every execution is measured against."""
     seen = [0]
 
-    @sampled
+    @sampled(100)
     @given(testing.strategy("compress_and_insert"))
     def compare(case: Case) -> None:
         num_slots = case.tensors[8].shape[0] * case.settings["block_size"]
@@ -262,7 +256,7 @@ def test_a_quantised_row_is_what_the_insert_makes_of_the_bfloat16_row(layout: st
 def test_arguments_may_have_any_strides() -> None:
     op_testing = testing.op_testing("compress_and_insert")
 
-    @settings(sampled, max_examples=40)
+    @sampled(40)
     @given(testing.strategy("compress_and_insert"))
     def compare(case: Case) -> None:
         expected = case.run(OPS["compress_and_insert"].reference, (8,))
@@ -296,7 +290,7 @@ def test_pages_may_lie_apart() -> None:
 def test_only_written_rows_change() -> None:
     """Every byte outside of the slots of finished windows is as before."""
 
-    @sampled
+    @sampled(100)
     @given(testing.strategy("compress_and_insert"))
     def compare(case: Case) -> None:
         written = case.run(ops.compress_and_insert, (8,))

@@ -1,40 +1,20 @@
 """A whole step of the compressor: by hand, beside the two ops in it, over sequences."""
 
 import math
-from random import Random
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 import dsv4_ops as ops
 from dsv4_ops import testing
-from dsv4_ops.core.layout import MainLayout, StateLayout
-from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.core.layout import StateLayout
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.compressor import read_slots
-from tests.compile.test_compiled_cache import cache_sized_buffers
 from tests.helpers import i32, i64, strided
-from tests.support.compressor_steps import (
-    KINDS,
-    LAYOUTS,
-    Engine,
-    random_sequences,
-    random_weights,
-    run_in_chunks,
-    together,
-)
+from tests.support.sampled import sampled
 
 LN2, LN3 = math.log(2), math.log(3)
-sampled = settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-LENS = {"C4": [41, 0, 19, 4, 3], "C4 indexer": [41, 0, 19, 4, 3], "C128": [131, 127, 128, 0]}
 
 
 def unit(*row: float) -> list[float]:
@@ -102,7 +82,7 @@ def test_a_step_is_what_its_two_ops_are_in_either_order() -> None:
     """Sampled calls, none of which saves a state where one of its windows reads another."""
     saved = [0]
 
-    @settings(sampled, max_examples=130)
+    @sampled(130)
     @given(testing.strategy("save_and_compress"))
     def compare(case: Case) -> None:
         written = case.copy()
@@ -120,7 +100,7 @@ def test_sampled_calls_save_next_to_what_they_read() -> None:
     """On the same blocks, but not the same rows."""
     beside = [0]
 
-    @settings(sampled, max_examples=400)
+    @sampled(400)
     @given(testing.strategy("save_and_compress"))
     def look(case: Case) -> None:
         windows = Case(case.name, (*case.tensors[:4], *case.tensors[5:]), case.settings)
@@ -134,7 +114,7 @@ def test_sampled_calls_save_next_to_what_they_read() -> None:
 
 
 def test_arguments_may_have_any_strides() -> None:
-    @settings(sampled, max_examples=40)
+    @sampled(40)
     @given(testing.strategy("save_and_compress"))
     def compare(case: Case) -> None:
         views = [
@@ -145,64 +125,6 @@ def test_arguments_may_have_any_strides() -> None:
         assert same_bytes([views[2], views[9]], by_two_ops(case))
 
     compare()
-
-
-FEWER = pytest.mark.nightly("the other kinds have steps of up to 2 and up to 60 tokens")
-
-
-@pytest.mark.parametrize(
-    ("kind", "seed"),
-    [
-        pytest.param(kind, seed, marks=[FEWER] if kind == "C128" and seed != 1 else [])
-        for kind in LENS
-        for seed in range(3)
-    ],
-)
-def test_any_cut_into_steps_gives_the_same_rows(kind: str, seed: int) -> None:
-    """Chunks that straddle windows, padding tokens, blocks that are used again: as one pass of the
-    two ops."""
-    weights, sequences = random_weights(kind, 1), random_sequences(kind, LENS[kind], 2)
-    whole = Engine(kind, weights, LENS[kind])
-    whole.step(sequences)
-    engine = Engine(kind, weights, LENS[kind], seed=seed)
-    run_in_chunks(engine, sequences, Random(seed), (2, 9, 60)[seed], together())
-    for request in range(len(sequences)):
-        actual, expected = engine.rows(request), whole.rows(request)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
-
-
-def in_place_arguments(kind: str) -> tuple[Any, ...]:
-    """Nine tokens of one request, the first at position 3."""
-    spec, weights = KINDS[kind], random_weights(kind, 1)
-    (kv_score,) = random_sequences(kind, [9], 2)
-    states = StateLayout(spec["state_block_size"], kv_score.shape[1]).allocate(200)
-    positions, requests = torch.arange(3, 12), torch.zeros(9, dtype=torch.int32)
-    table = torch.arange(4, dtype=torch.int32)[None]
-    norm = (weights["norm_weight"], weights["cos_sin_cache"])
-    cache = MainLayout(spec["block_size"]).allocate(200)
-    first = (kv_score, weights["ape"], states, table, positions)
-    return (*first, positions.clone(), requests, *norm, cache, positions * 7)
-
-
-@pytest.mark.slow
-def test_a_compiled_step_writes_states_and_cache_in_place() -> None:
-    """Nothing as large as either is allocated, and no copy goes back."""
-    torch._dynamo.reset()
-    arguments = in_place_arguments("C4")
-    settings = {"compress_ratio": 4, "overlap": True, "eps": 1e-6, "state_block_size": 4}
-    settings |= {"block_size": 64, "layout": LAYOUTS["C4"]}
-    expected = by_two_ops(Case("nine tokens", arguments, settings))
-
-    def step(*tensors: torch.Tensor) -> None:
-        ops.save_and_compress(*tensors, **settings)
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=False)
-    _, code = compile_and_get_code(compiled, *arguments)
-    assert torch.equal(arguments[2], expected[0])
-    assert int((arguments[9] != expected[1]).sum()) <= 3
-    assert int(arguments[9].count_nonzero()) > 2 * 500
-    assert cache_sized_buffers(code, arguments[2]) == []
-    assert ".copy_(" not in code
 
 
 def test_a_plain_cache_of_pages_that_lie_apart() -> None:

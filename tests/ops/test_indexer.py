@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 import dsv4_ops as ops
 from dsv4_ops import testing
@@ -22,14 +22,8 @@ from dsv4_ops.testing.strategies.indexer_batches import in_rows
 from tests.helpers import NIGHTLY
 from tests.ops.test_contract import patterns
 from tests.oracles.indexer import indexer_select as oracle
+from tests.support.sampled import sampled
 
-sampled = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 PAGES, SIZE = 12, 64
 
 
@@ -58,7 +52,7 @@ def test_selection_equals_the_oracle_where_scores_are_exact(name):
     op_testing = testing.op_testing(name)
     used = [0]
 
-    @sampled
+    @sampled(60)
     @given(testing.strategy(name))
     def compare(case):
         assume(len(op_testing.precise(*case.tensors, **case.settings)) == 1)
@@ -77,7 +71,7 @@ def test_selection_equals_the_oracle_where_scores_are_exact(name):
 def test_both_kinds_of_scores_are_sampled():
     op_testing, kinds = testing.op_testing("indexer_select"), []
 
-    @sampled
+    @sampled(60)
     @given(testing.strategy("indexer_select"))
     def collect(case):
         if case.tensors[0].shape[0]:
@@ -332,7 +326,7 @@ def test_a_schedule_of_rows_is_that_of_their_longest_lengths():
 
 @pytest.mark.parametrize("name", IN_ROWS)
 def test_rows_of_tokens_are_those_of_the_flattened_form(name):
-    @sampled
+    @sampled(60)
     @given(testing.strategy(name), st.integers(1, 5), st.booleans())
     def compare(case, next_n, mixed):
         case = in_rows(case, next_n, mixed)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 import dsv4_ops as ops
 from dsv4_ops import testing
@@ -12,16 +12,10 @@ from dsv4_ops.testing.contract.compare import assert_agrees
 from dsv4_ops.testing.float64.linear import fp8_weight
 from tests.ops.test_contract import patterns
 from tests.oracles import kv as oracles
+from tests.support.sampled import sampled
 
 SEED = torch.Generator().manual_seed(7)
 OFFICIAL = testing.op_testing("quantize_rows").settings[0]
-sampled = settings(
-    max_examples=40,
-    deadline=None,
-    database=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 def weight_and_scale(rows, columns):
@@ -33,7 +27,7 @@ def bf16(*shape):
 
 
 @pytest.mark.check
-@sampled
+@sampled(40)
 @given(testing.op_testing("quantize_rows").strategy(settings=OFFICIAL))
 def test_codes_of_the_official_recipe_are_those_of_the_oracle(case):
     """Its lower bound of 1e-4 is the smallest scale of the caches, 2^-22."""

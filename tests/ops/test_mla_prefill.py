@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import dsv4_ops as ops
@@ -20,6 +20,7 @@ from tests.helpers import INT32_MAX, strided, widened
 from tests.ops.test_sparse_mla import check
 from tests.oracles.mla import BF16, F32, KINDS, assert_attended
 from tests.oracles.prefill import Prefill, batch, random_prefill
+from tests.support.sampled import sampled
 
 INF, NAN = math.inf, math.nan
 OP_TESTING = testing.op_testing("sparse_mla_prefill")
@@ -43,13 +44,7 @@ def test_random_batches_cover_what_they_should() -> None:
     assert len(found) == 12
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+@sampled(60)
 @given(
     seed=st.integers(0, 2**32),
     requests=st.lists(
@@ -69,8 +64,8 @@ STARTS = [(0, 5), (7, 1), (3, 0), (8, 4)]
 
 
 def whole(kind: str, seed: int, **changed: Any) -> Prefill:
-    sampled = {"window": 4, "ratio": 2, "sizes": (2, 3), "adversarial": 0.2, **changed}
-    return batch(Random(seed), kind, sampled.pop("requests", STARTS), **sampled)
+    made = {"window": 4, "ratio": 2, "sizes": (2, 3), "adversarial": 0.2, **changed}
+    return batch(Random(seed), kind, made.pop("requests", STARTS), **made)
 
 
 def same(call: Prefill, actual: Any, expected: Any) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 import dsv4_ops as ops
 from dsv4_ops import testing
@@ -15,6 +15,7 @@ from tests.compile.test_compiled_cache import cache_sized_buffers
 from tests.helpers import i64
 from tests.ops.test_contract import one_nan, patterns
 from tests.oracles import rope as oracles
+from tests.support.sampled import sampled
 
 TABLE = ops.rope_cos_sin_cache(200, theta=160000.0, scaling=ops.YarnScaling())
 FP8 = {"eps": 1e-6, "block_size": 64}
@@ -44,13 +45,7 @@ def test_cache_has_the_bytes_of_the_oracle(layout):
     spec = OPS["qnorm_rope_kv_insert"]
     options = {"eps": 1e-6, "block_size": 2, "layout": layout}
 
-    @settings(
-        max_examples=60,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @sampled(60)
     @given(spec.implementation("testing").strategy(settings=options))
     def compare(case):
         _, cache = case.run(spec.op, spec.mutated)

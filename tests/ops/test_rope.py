@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 import dsv4_ops as ops
 from dsv4_ops import testing
@@ -17,15 +17,9 @@ from dsv4_ops.testing.contract.compare import assert_agrees, assert_precise
 from tests.helpers import i64
 from tests.ops.test_contract import patterns
 from tests.oracles import rope as oracles
+from tests.support.sampled import sampled
 
 YARN = {"theta": 160000.0, "scaling": ops.YarnScaling()}
-sampled = settings(
-    max_examples=40,
-    deadline=None,
-    database=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -239,7 +233,7 @@ def test_fp8_form_has_the_bytes_of_the_oracle(scale_layout):
     """Codes and scales of the bf16 rows of ``inverse_rope_group``, adversarial values included."""
     options = {"num_groups": 2, "scale_layout": scale_layout}
 
-    @sampled
+    @sampled(40)
     @given(OPS["inverse_rope_group_quantize"].implementation("testing").strategy(settings=options))
     def compare(case):
         values, scales = case.run(OPS["inverse_rope_group_quantize"].op)
