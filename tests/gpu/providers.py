@@ -25,17 +25,3 @@ def found(monkeypatch):
     for cached in (choice.unusable, libraries.load, libraries.find_name):
         cached.cache_clear()  # of tests that had no such variables
     torch._dynamo.reset()
-
-
-def captured(run):
-    """``run`` in a CUDA graph: the graph, and what it writes."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
-    return graph, outputs

@@ -17,12 +17,9 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package
 from dsv4_ops.testing.contract import checks
 from tests.compile.test_compiled_cache import LAYOUT, SLOTS, garbage, insert, keys
+from tests.support.attention_batches import graph_of, no_host_sync
+from tests.support.prefill_batches import GRAPHS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
 BASELINES = Path(os.environ.get("ANCHOR_DIR", Path(__file__).parents[2] / ".anchor"))
 needs_baselines = pytest.mark.skipif(
     not (BASELINES / "bench" / "anchor_lib.py").is_file(),
@@ -69,44 +66,6 @@ def test_bytes_are_those_of_vllm(block_size):
     assert torch.equal(ours, upstream)
 
 
-@needs_baselines
-@pytest.mark.parametrize("block_size", [64, 256])
-def test_flash_mla_reads_our_bytes(block_size):
-    """FlashMLA's sparse decode over our cache equals attention over ``gather_k_cache`` of it,
-    within FlashMLA's own tolerance; the unused rows are NaN."""
-    flash_mla = anchor_lib().FlashMLA()
-    layout, heads, rows, topk = MainLayout(block_size), 64, 1024, 128
-    generator = torch.Generator("cuda").manual_seed(1)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, device="cuda")
-
-    blocks = 2 * rows // block_size
-    cache = torch.full(layout.shape(blocks), 0xFF, dtype=torch.uint8, device="cuda")
-    k = (normal(rows, 512) / 10).clamp(-1, 1).to(torch.bfloat16)
-    slots = torch.randperm(2 * rows, generator=generator, device="cuda")[:rows]
-    ops.quantize_and_insert_k_cache(k, cache, slots, block_size=block_size)
-    q = (normal(8, 1, heads, 512) / 10).to(torch.bfloat16)
-    chosen = torch.stack(
-        [torch.randperm(rows, generator=generator, device="cuda")[:topk] for _ in range(8)]
-    )
-    indices = slots[chosen].to(torch.int32)[:, None]
-    scale = 512**-0.5
-    out, lse, _ = flash_mla.sparse_decode(q, layout.kernel_view(cache), indices, scale=scale)
-
-    table = torch.arange(blocks, dtype=torch.int32, device="cuda")[None]
-    lens = torch.tensor([2 * rows], dtype=torch.int32, device="cuda")
-    read = ops.gather_k_cache(cache, lens, None, table, block_size=block_size, num_rows=2 * rows)
-    keys_read = read[0][indices[:, 0].long()].double()
-    scores = torch.einsum("bhd,bkd->bhk", q[:, 0].double(), keys_read) * scale
-    expected = torch.einsum("bhk,bkd->bhd", scores.softmax(-1), keys_read)
-    torch.testing.assert_close(out[:, 0].double(), expected, atol=1e-3, rtol=2.01 / 128)
-    expected_lse = scores.logsumexp(-1)
-    torch.testing.assert_close(
-        lse.view(8, heads).double(), expected_lse, atol=1e-6, rtol=8.01 / 65536
-    )
-
-
 class Step(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -133,12 +92,8 @@ def test_captured_inserts_and_reads_keep_their_order():
     cpu = Step().cpu()
     for seed in range(8):
         static[0].copy_(keys(seed))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if seed > 3 else "default")
-        try:
+        with no_host_sync(seed > 3):
             actual = compiled(*static)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         expected = cpu(keys(seed), *inputs[1:])
         checks.assert_same("read", [tensor.cpu() for tensor in actual], expected)
         assert torch.equal(step.caches[1].cpu(), cpu.caches[1])
@@ -237,14 +192,7 @@ def test_package_writes_the_callers_cache(tmp_path):
         checks.assert_same("package", actual, call(*on_cpu))
         checks.assert_same("written", [tensor.cpu() for tensor in moved], on_cpu)
     run = load_package(package, run_single_threaded=True)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(*static)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(*static)
+    graph, captured = graph_of(lambda: run(*static))
     for seed in range(10):
         on_cpu = inputs(seed, 7, 5)
         for tensor, fresh in zip(static, on_cpu, strict=True):

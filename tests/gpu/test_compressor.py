@@ -17,6 +17,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, assert_precise
+from tests.support.attention_batches import graph_of, no_host_sync
 from tests.support.compressor_steps import (
     KINDS,
     LAYOUTS,
@@ -27,10 +28,6 @@ from tests.support.compressor_steps import (
     together,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DEVICE = "cuda"
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LENS = {"C4": [410, 0, 193, 4, 3], "C4 indexer": [410, 0, 193, 4, 3], "C128": [300, 127, 128, 513]}
@@ -241,24 +238,13 @@ def test_captured_steps_follow_their_inputs(kind: str, fused: bool) -> None:
     place, without a host sync."""
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}
     static = tuple(tensor.to(DEVICE) for tensor in decode_inputs(kind, weights, 0))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(kind, weights, static, fused)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(kind, weights, static, fused)
+    graph, _ = graph_of(lambda: step(kind, weights, static, fused))
     for seed in range(1, 9):
         fresh = decode_inputs(kind, weights, seed)
         for tensor, value in zip(static, fresh, strict=True):
             tensor.copy_(value)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_sync():
             graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         agrees(kind, weights, fresh, static)
 
 

@@ -26,8 +26,6 @@ from dsv4_ops.ops.mla import split_kv_b_proj
 from tests.attention.test_sharded_layers import rank_quantised
 from tests.support.ranks import gpu_ranks, run_ranks
 
-pytestmark = pytest.mark.gpu
-
 HEADS, TOKENS, REQUESTS, COLUMNS = 32, 12, 5, 8
 STEPS = (  # query lengths of the requests, and the lengths of their contexts
     ([1, 2, 1, 7, 0], [700, 63, 0, 190, 0]),

@@ -15,14 +15,10 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package
 from dsv4_ops.testing.contract import checks
 from tests.attention.test_metadata import assert_equal, decode, prefill
+from tests.support.attention_batches import graph_of, no_host_sync
 from tests.support.inductor_bugs import mended
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
+from tests.support.prefill_batches import GRAPHS
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -55,12 +51,8 @@ def test_metadata_replays_exactly_after_in_place_changes(build):
         inputs = random_inputs(seed, **sizes)
         for tensor, fresh in zip(static, inputs, strict=True):
             tensor.copy_(fresh)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_sync():
             result = compiled(*static)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         on_cpu = torch.utils._pytree.tree_map(lambda tensor: tensor.cpu(), result)
         assert_equal(on_cpu, build(*inputs))
 
@@ -82,14 +74,7 @@ def test_package_is_built_run_and_captured(tmp_path):
             "package", [x.cpu() for x in load_package(package)(*moved)], call(*inputs)
         )
     run = load_package(package, run_single_threaded=True)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(*static)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(*static)
+    graph, captured = graph_of(lambda: run(*static))
     for seed in range(50):
         inputs = random_inputs(seed, **sizes)
         for tensor, fresh in zip(static, inputs, strict=True):

@@ -9,12 +9,6 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.cases.experts import W4A8, W4A16, expert_weights
 from dsv4_ops.testing.contract.compare import assert_agrees
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
 PRECISIONS = pytest.mark.parametrize(
     ("bits", "settings"),
     [(4, W4A16), (4, W4A8), (8, W4A16), (8, W4A8), (16, W4A16)],

@@ -8,10 +8,7 @@ import dsv4_ops as ops
 from dsv4_ops.ops.context_parallel import gather_each
 from tests.support.ranks import check_left_alone, gpu_ranks, left_alone, run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
 CALLS = (  # dtype and shape of each part, dimension
     (((torch.bfloat16, (32, 32, 512)),), 1),

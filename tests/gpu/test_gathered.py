@@ -25,10 +25,6 @@ from tests.support.attention_batches import (
 )
 from tests.support.prefill_batches import MODES, PREFILL, captured, prefill_case, replayed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 OURS = {"impl": "triton"}
 
 

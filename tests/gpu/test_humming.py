@@ -7,11 +7,6 @@ import dsv4_ops as ops
 from benchmarks.baselines import humming
 from benchmarks.harness.weights import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 NUM_EXPERTS, TOPK, WIDTH, SIZE = 16, 6, 512, 512
 
 

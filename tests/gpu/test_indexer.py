@@ -10,13 +10,9 @@ from dsv4_ops.reference.indexer import ABSENT_KEY, best, sortable
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_precise
 from dsv4_ops.testing.float64.indexer import HOPPER_UNIT
-from tests.gpu.test_cache import GRAPHS, anchor_lib, needs_baselines
 from tests.ops.test_indexer import plain_only
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from tests.support.attention_batches import graph_of, no_host_sync
+from tests.support.prefill_batches import GRAPHS
 
 
 class Batch:
@@ -233,23 +229,14 @@ def test_runs_are_the_same():
 def test_captured_selection_follows_its_inputs(num_tokens):
     """Captured at one length, replayed at others, without a host sync."""
     batch = Batch(num_tokens=num_tokens, max_rows=32768)
-    batch.select(512)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = batch.select(512)
+    graph, captured = graph_of(lambda: batch.select(512))
     for seed, limit in enumerate((131072, 5000, 3, 40000, 131072)):
         batch.positions.copy_(batch.integers(0, limit, batch.positions.shape))
         batch.table.copy_(batch.integers(-1, batch.cache.shape[0], batch.table.shape).int())
         other = Batch(num_tokens=num_tokens, max_rows=64, seed=10 + seed)
         batch.q.view(torch.uint8).copy_(other.q.view(torch.uint8))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_sync():
             graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(captured, batch.expected(512)), limit
 
 
@@ -357,38 +344,3 @@ def test_plain_layout_takes_the_reference(name, monkeypatch):
             assert_precise(name, op_testing, case, case.run(spec.op))
     checks.CompiledOps([spec], "cuda").fuzz(50)
     checks.check_cuda_graph(spec)
-
-
-@needs_baselines
-def test_logits_are_those_of_deep_gemm():
-    """Within the tolerance of DeepGEMM's own tests."""
-    deep_gemm, _ = anchor_lib().load_deep_gemm()
-    batch = Batch(num_tokens=8, max_rows=4096, whole=False, seed=8)
-    batch.table.clamp_(min=0)
-    batch.requests = torch.arange(8, dtype=torch.int32, device="cuda")
-    batch.positions = batch.integers(8000, 16384, (8,))
-    lens = ((batch.positions + 1) // 4).int()
-    pages = batch.cache.shape[0]
-    view = batch.cache.as_strided((pages, 64, 1, 132), (batch.cache.stride(0), 132, 132, 1))
-    plan = deep_gemm.get_paged_mqa_logits_metadata(lens[:, None], 64, deep_gemm.get_num_sms())
-    q, table = batch.q[:, None], batch.table[batch.requests.long()].contiguous()
-    if hasattr(deep_gemm, "fp8_fp4_paged_mqa_logits"):
-        upstream = deep_gemm.fp8_fp4_paged_mqa_logits(
-            q=(q, None),
-            kv_cache=view,
-            weights=batch.weights,
-            context_lens=lens[:, None],
-            block_table=table,
-            schedule_meta=plan,
-            max_context_len=4096,
-            clean_logits=False,
-            logits_dtype=torch.float32,
-        )
-    else:
-        upstream = deep_gemm.fp8_paged_mqa_logits(
-            q, view, batch.weights, lens[:, None], table, plan, 4096, False
-        )
-    seen = torch.arange(4096, device="cuda") < lens[:, None]
-    ours, upstream = batch.logits()[seen].double(), upstream[:, :4096][seen].double()
-    difference = 1 - 2 * (ours * upstream).sum() / (ours.square() + upstream.square()).sum()
-    assert float(difference) < 5e-6

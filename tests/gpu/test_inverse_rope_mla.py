@@ -7,10 +7,8 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.gpu.test_cache import GRAPHS
 from tests.support.attention_batches import (
     DECODE,
     DEVICE,
@@ -23,12 +21,14 @@ from tests.support.attention_batches import (
     with_inverse_rope,
     with_settings,
 )
-from tests.support.prefill_batches import captured, plan_of, replayed, stale_plan, with_plan
+from tests.support.prefill_batches import (
+    compiled_and_captured,
+    plan_of,
+    replayed,
+    stale_plan,
+    with_plan,
+)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
 
 
@@ -121,7 +121,6 @@ def test_tables_of_other_widths_go_to_the_reference(name: str) -> None:
 def test_captured_steps_follow_their_positions(name: str, captured_by: str, tokens: int) -> None:
     """One compiled graph of our kernels and of no other; positions change in place with the rest,
     and every bit is that of the eager ops."""
-    torch._dynamo.reset()
     case = with_inverse_rope(case_of(name, 0, tokens, 64))
     op, numbers = getattr(ops, name), case.settings
     plan = len(case.tensors) - 3
@@ -133,12 +132,9 @@ def test_captured_steps_follow_their_positions(name: str, captured_by: str, toke
         return [tensor for place, tensor in enumerate(case.tensors) if place != plan]
 
     static = [tensor.to(DEVICE) for tensor in inputs(case)]
-    options = GRAPHS if captured_by == "inductor" else {}
-    compiled = torch.compile(step, fullgraph=True, options=options)
-    _, code = compile_and_get_code(compiled, *static)
+    replay, code = compiled_and_captured(step, static, captured_by)
     assert "split_keys" in code
     assert "triton_poi" not in code
-    replay = captured(compiled, static, captured_by)
     for seed in range(1, 5):
         fresh = with_inverse_rope(case_of(name, seed, tokens, 64), seed)
         results = replayed(replay, static, inputs(fresh))

@@ -22,7 +22,6 @@ from dsv4_ops.lowering.inspect import (
 from tests.attention.test_layers import CUTS, assert_close
 from tests.compile.test_compiled_layers import STEPS, Packaged, hidden
 from tests.compile.test_export import RUN_IN_PYTHON
-from tests.gpu.test_cache import GRAPHS
 from tests.support.layers import (
     HEADS,
     KINDS,
@@ -38,11 +37,8 @@ from tests.support.layers import (
     poison,
     projected,
 )
+from tests.support.prefill_batches import GRAPHS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 each_kind = pytest.mark.parametrize("kind", KINDS)
 PLANNED = [*((kind, 0) for kind in KINDS), ("c128", HEADS)]

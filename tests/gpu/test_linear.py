@@ -10,11 +10,6 @@ from dsv4_ops.dispatch.choice import scaled_mm_obstacle
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.dispatch.test_scaled_mm import W8A8, call
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("num_tokens", [1, 5, 8, 128, 300])

@@ -10,6 +10,7 @@ from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.mla import decode
 from dsv4_ops.testing.case import Case
+from tests.support.attention_batches import graph_of
 from tests.support.mla_batches import (
     DS_FP8,
     FP8,
@@ -21,10 +22,6 @@ from tests.support.mla_batches import (
     planned,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CASES = kernel_cases()
 
 
@@ -114,10 +111,7 @@ def test_a_graph_takes_other_lengths():
     tensors = list(case.tensors)
     lens, tensors[2] = tensors[2], torch.zeros_like(tensors[2])
     attend = lambda: ops.mla_decode(*tensors, **case.settings)  # noqa: E731
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = attend()
+    graph, (out, lse) = graph_of(attend)
     graph.replay()
     assert bool((out == 0).all())
     assert bool((lse == -math.inf).all())

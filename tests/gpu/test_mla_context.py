@@ -9,11 +9,8 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.mla_context import ragged_prefill
 from dsv4_ops.testing.contract.compare import assert_agrees
+from tests.support.prefill_batches import GRAPHS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SPEC = OPS["mla_prefill"]
 SCALE = 192**-0.5
 LENS = [(129, 700), (1, 64), (0, 33), (300, 300), (17, 0), (64, 1)]
@@ -45,8 +42,7 @@ def test_compiled_in_a_cuda_graph():
     def call(*given):
         return ops.mla_prefill(*given, softmax_scale=SCALE, causal=True, impl="triton")
 
-    options = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, options=options)
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, options=GRAPHS)
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor)
     for _ in range(3):

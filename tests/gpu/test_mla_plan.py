@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 import dsv4_ops as ops
-from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.gpu.test_cache import GRAPHS
 from tests.support.attention_batches import (
     DECODE,
     DEVICE,
@@ -24,17 +22,13 @@ from tests.support.attention_batches import (
 )
 from tests.support.prefill_batches import (
     adversarial_plan,
-    captured,
+    compiled_and_captured,
     plan_of,
     replayed,
     stale_plan,
     with_plan,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
 
 
@@ -128,7 +122,6 @@ def test_plans_with_partial_results_anywhere(name: str, seed: int) -> None:
 @pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
 def test_captured_plans_follow_their_lens(name: str, captured_by: str) -> None:
     """The plan is made in the graph; lengths, indices and queries change in place."""
-    torch._dynamo.reset()
     case = case_of(name, 0, 32, 64)
     op, numbers, lens = getattr(ops, name), case.settings, 6 if name == DECODE else 5
 
@@ -137,11 +130,8 @@ def test_captured_plans_follow_their_lens(name: str, captured_by: str) -> None:
         return tuple(op(*tensors, plan, **numbers))
 
     static = [tensor.to(DEVICE) for tensor in case.tensors[:-3]]
-    options = GRAPHS if captured_by == "inductor" else {}
-    compiled = torch.compile(step, fullgraph=True, options=options)
-    _, code = compile_and_get_code(compiled, *static)
+    replay, code = compiled_and_captured(step, static, captured_by)
     assert launches_both(code)
-    replay = captured(compiled, static, captured_by)
     for seed in range(1, 6):
         fresh = case_of(name, seed, 32, 64)
         results = replayed(replay, static, list(fresh.tensors[:-3]))

@@ -12,12 +12,8 @@ from torch._dynamo.utils import counters
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import small_model
+from tests.support.attention_batches import no_host_sync
 from tests.support.hf_models import LENGTH, REQUESTS, Engine, expected, random_counts, text
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +84,8 @@ def test_captured_decode(drift, monkeypatch):
         counts = dict.fromkeys(sorted(rng.sample(range(REQUESTS), rng.randint(1, REQUESTS))), 1)
         padding = REQUESTS - len(counts)
         batch = engine.batch(counts, padding=padding)
-        torch.cuda.synchronize()
-        if place > 3:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_sync(place > 3):
             logits = step(model, batch, cache.tensors)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for row, request in enumerate(counts):
             engine.logits[request][engine.done[request]] = logits[row].clone()
             engine.done[request] += 1

@@ -29,11 +29,6 @@ from tests.support.attention_batches import (
 )
 from tests.support.prefill_batches import PREFILL, prefill_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 CALLS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[int, int], Case]]] = {
     "decode": (DECODE, PER_TOKEN, (40, 3, 140), lambda seed, count: decode_case(seed, count, 64)),
     "paged": (PAGED, PER_TOKEN, (9, 64, 140), lambda seed, count: paged_case(seed, count, 64)),

@@ -9,10 +9,8 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
-from tests.gpu.test_cache import GRAPHS
 from tests.support.attention_batches import (
     DECODE,
     DEVICE,
@@ -20,21 +18,18 @@ from tests.support.attention_batches import (
     agrees_when_sampled,
     generator,
     kernel,
+    some_tokens,
 )
 from tests.support.prefill_batches import (
     MODES,
     PREFILL,
-    captured,
+    compiled_and_captured,
     plain_case,
     prefill_case,
     replayed,
     unsplit,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
@@ -104,15 +99,6 @@ def test_unused_bytes_change_nothing(mode: str) -> None:
 PER_TOKEN = (0, 2, 3, 7)
 
 
-def rows_of(case: Case, chosen: slice | list[int]) -> Case:
-    """The same call for some of the tokens."""
-    tensors = list(case.tensors)
-    for place in PER_TOKEN:
-        if tensors[place] is not None:
-            tensors[place] = tensors[place][chosen]
-    return Case(case.name, tuple(tensors), case.settings)
-
-
 @each_mode
 @pytest.mark.parametrize("heads", [8, 64, 128])
 def test_a_token_has_the_same_bits_in_every_batch(mode: str, heads: int) -> None:
@@ -122,10 +108,10 @@ def test_a_token_has_the_same_bits_in_every_batch(mode: str, heads: int) -> None
     whole = kernel(PREFILL, case)
     assert all(map(equal, whole, kernel(PREFILL, case)))
     order = torch.randperm(200, generator=generator(1)).tolist()
-    shuffled = kernel(PREFILL, rows_of(case, order))
+    shuffled = kernel(PREFILL, some_tokens(case, order, PER_TOKEN))
     assert all(equal(left, right[order]) for left, right in zip(shuffled, whole, strict=True))
     for start, stop in ((0, 1), (1, 64), (64, 199), (199, 200)):
-        chunk = kernel(PREFILL, rows_of(case, slice(start, stop)))
+        chunk = kernel(PREFILL, some_tokens(case, slice(start, stop), PER_TOKEN))
         assert all(equal(left, right[start:stop]) for left, right in zip(chunk, whole, strict=True))
     case.tensors[0][7], case.tensors[0][20] = math.nan, math.inf
     others = [token for token in range(200) if token not in (7, 20)]
@@ -183,15 +169,11 @@ def inputs_of(case: Case) -> list[Tensor | None]:
 @pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
 def test_captured_steps_follow_their_batches(mode: str, captured_by: str) -> None:
     """One compiled graph with our kernel, replayed over other requests, tables and queries."""
-    torch._dynamo.reset()
     case = prefill_case(0, 64, 64, mode)
     layer = Layer(case).to(DEVICE)
     static = [None if tensor is None else tensor.to(DEVICE) for tensor in inputs_of(case)]
-    options = GRAPHS if captured_by == "inductor" else {}
-    step = torch.compile(layer, fullgraph=True, options=options)
-    _, code = compile_and_get_code(step, *static)
+    replay, code = compiled_and_captured(layer, static, captured_by)
     assert "prefill_keys" in code
-    replay = captured(step, static, captured_by)
     for seed in range(1, 6):
         fresh = prefill_case(seed, 64, 64, mode)  # over the same caches
         assert torch.equal(fresh.tensors[1], case.tensors[1])

@@ -13,17 +13,12 @@ from dsv4_ops.dispatch.providers import deep_gemm_num_sms
 from dsv4_ops.lowering.inspect import (
     build_package,
 )
-from tests.gpu.providers import captured
 from tests.gpu.test_cache import needs_baselines
 from tests.gpu.test_indexer import Batch
 from tests.helpers import INT32_MAX, INT32_MIN
+from tests.support.attention_batches import graph_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    needs_baselines,
-    pytest.mark.usefixtures("found"),
-]
+pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
 pytest_plugins = ("tests.gpu.providers",)
 
 
@@ -84,7 +79,7 @@ def test_deep_gemm_compiled_and_captured(topk):
     expected = deep_gemm(batch, topk)
     compiled = torch.compile(lambda: deep_gemm(batch, topk), fullgraph=True, dynamic=False)
     assert torch.equal(compiled(), expected)
-    graph, outputs = captured(lambda: deep_gemm(batch, topk))
+    graph, outputs = graph_of(lambda: deep_gemm(batch, topk))
     for limit in (16384, 3000, 7):
         batch.positions.copy_(batch.integers(0, limit, batch.positions.shape))
         graph.replay()
@@ -138,7 +133,7 @@ def test_a_captured_schedule_follows_its_lens() -> None:
     library = libraries.load(libraries.DEEP_GEMM)
     lens = lens_of("random", 150)
     settings = {"block_size": 64, "num_sms": library.get_num_sms()}
-    graph, schedule = captured(lambda: ops.paged_mqa_logits_metadata(lens, **settings))
+    graph, schedule = graph_of(lambda: ops.paged_mqa_logits_metadata(lens, **settings))
     for what in SCHEDULED:
         lens.copy_(lens_of(what, 150))
         graph.replay()
@@ -161,7 +156,7 @@ def test_logits_by_our_schedule_are_those_by_its_own(topk: int | None) -> None:
         schedule = ops.paged_mqa_logits_metadata(lens, **sizes)
         return tuple(deep_gemm(batch, topk, schedule=schedule) for _ in range(2))
 
-    graph, outputs = captured(both)
+    graph, outputs = graph_of(both)
     for limit in (32768, 3000, 7, 1):
         batch.positions.copy_(batch.integers(0, limit, batch.positions.shape))
         graph.replay()

@@ -16,19 +16,13 @@ from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.reference import bf16_workspace
 from dsv4_ops.reference.bf16_workspace import Prefill, Source
 from dsv4_ops.testing.case import Case
-from tests.gpu.providers import captured
 from tests.gpu.test_cache import needs_baselines
 from tests.gpu.test_providers import call, check, run_of
 from tests.helpers import INT32_MAX, INT32_MIN
-from tests.support.attention_batches import DEVICE, generator, integers
+from tests.support.attention_batches import DEVICE, generator, graph_of, integers, no_host_sync
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    needs_baselines,
-    pytest.mark.usefixtures("found"),
-]
+pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
 pytest_plugins = ("tests.gpu.providers",)
 each_mode = pytest.mark.parametrize("mode", MODES)
 PER_TOKEN = (0, 2, 3, 7)
@@ -125,7 +119,7 @@ def test_lists_and_rows_are_those_of_the_definition(mode: str) -> None:
 @each_mode
 def test_a_captured_call_follows_its_tensors(mode: str) -> None:
     case = prefill_case(1, 150, 64, mode).on(DEVICE)
-    graph, outputs = captured(lambda: call(PREFILL, case, impl="flash_mla"))
+    graph, outputs = graph_of(lambda: call(PREFILL, case, impl="flash_mla"))
     for seed in range(3):
         other = prefill_case(seed + 5, 150, 64, mode).on(DEVICE)
         for tensor, new in zip(case.tensors, other.tensors, strict=True):
@@ -154,12 +148,8 @@ def test_compiled_code_has_one_workspace(mode: str) -> None:
 def test_nothing_synchronises() -> None:
     case = prefill_case(2, 60, 64, "C4").on(DEVICE)
     call(PREFILL, case, impl="flash_mla")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         actual = call(PREFILL, case, impl="flash_mla")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     check(PREFILL, case, actual)
 
 

@@ -11,14 +11,10 @@ from dsv4_ops.attention.caches import KVCacheBuffers
 from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
-from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_agrees
+from tests.support.attention_batches import no_host_sync
+from tests.support.prefill_batches import GRAPHS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
 YARN = {"theta": 160000.0, "scaling": ops.YarnScaling()}
 FLOATS = (
     "apply_rope",
@@ -151,12 +147,8 @@ def test_compiled_step_is_captured_and_exact(layout):
         static[1].copy_(normal(9, 512, seed=seed + 50))
         static[2].copy_(torch.randperm(330)[:9] - 4)
         static[3].copy_(torch.randint(-2, 4100, (9,)))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if seed > 3 else "default")
-        try:
+        with no_host_sync(seed > 3):
             actual = compiled(*static)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         expected = eager(*static)
         torch.testing.assert_close(actual[0], expected[0], rtol=2**-7, atol=2**-9)
         assert torch.equal(actual[1], expected[1])
@@ -250,8 +242,3 @@ def test_a_page_that_starts_between_multiples_of_16_is_refused():
     with pytest.raises(Exception, match="k_cache must have pages that start at multiples of 16"):
         call(normal(1, 1, 512), normal(1, 512), cache, index, index, table)
     assert not cache.any()
-
-
-@pytest.mark.parametrize("name", [*FLOATS, "pack_seq", "unpack_seq"])
-def test_captured(name):
-    checks.check_cuda_graph(OPS[name])

@@ -8,37 +8,29 @@ import torch
 from torch import Tensor
 
 import dsv4_ops as ops
-from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.sparse_mla import BARE
-from dsv4_ops.testing.contract.compare import assert_agrees, equal
-from tests.gpu.test_cache import GRAPHS
+from dsv4_ops.testing.contract.compare import equal
 from tests.support.attention_batches import (
     DECODE,
     DEVICE,
-    GATHERED,
     PAGED,
-    PER_TOKEN,
     agrees,
     agrees_when_sampled,
     case_of,
     decode_case,
-    gathered_case,
     generator,
     kernel,
     launches_both,
     magnified,
     paged_case,
+    some_tokens,
     with_settings,
 )
+from tests.support.prefill_batches import compiled_and_captured, replayed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
 
 
@@ -119,7 +111,7 @@ def test_nothing_to_attend_with(name: str) -> None:
     """No tokens, no heads."""
     case = case_of(name, 2, 4, 8).on(DEVICE)
     no_heads = (case.tensors[0][:, :0], *case.tensors[1:-4], case.tensors[-4][:0], *BARE)
-    for tensors in (no_heads, rows_of(case, slice(0, 0)).tensors):
+    for tensors in (no_heads, some_tokens(case, slice(0, 0)).tensors):
         out, lse = OPS[name].op(*tensors, **case.settings)
         assert out.shape == tensors[0].shape
         assert lse.shape == out.shape[:2]
@@ -184,15 +176,6 @@ def test_a_token_of_nan_leaves_the_others_alone(name: str) -> None:
         assert torch.equal(left[others], right[others])
 
 
-def rows_of(case: Case, chosen: slice | list[int]) -> Case:
-    """The same call for some of the tokens."""
-    tensors = list(case.tensors)
-    for place in PER_TOKEN:
-        if tensors[place] is not None:
-            tensors[place] = tensors[place][chosen]
-    return Case(case.name, tuple(tensors), case.settings)
-
-
 @both_ops
 @pytest.mark.parametrize("heads", [8, 64, 128])
 @pytest.mark.parametrize(
@@ -204,21 +187,12 @@ def test_a_token_has_the_same_bits_in_every_batch(name: str, heads: int, fixed: 
     whole = kernel(name, case)
     assert all(map(equal, whole, kernel(name, case)))
     order = torch.randperm(200, generator=generator(1)).tolist()
-    shuffled = kernel(name, rows_of(case, order))
+    shuffled = kernel(name, some_tokens(case, order))
     assert all(equal(left, right[order]) for left, right in zip(shuffled, whole, strict=True))
     for token in (*range(9), 57, 128, 131, 132, 198, 199):
-        alone = kernel(name, rows_of(case, slice(token, token + 1)))
+        alone = kernel(name, some_tokens(case, slice(token, token + 1)))
         for left, right in zip(alone, whole, strict=True):
             assert equal(left[0], right[token]), token
-
-
-@pytest.mark.parametrize("tokens", [1, 300])
-def test_gathered_agrees_with_the_cpu(tokens: int) -> None:
-    case = gathered_case(5, tokens, 64, 640)
-    agrees(GATHERED, case)
-    compiled = torch.compile(OPS[GATHERED].op, fullgraph=True)
-    moved = case.on(DEVICE)
-    agrees(GATHERED, case, tuple(compiled(*moved.tensors, **moved.settings)))
 
 
 class Layer(torch.nn.Module):
@@ -246,36 +220,11 @@ def inputs_of(case: Case) -> tuple[Tensor, ...]:
 def test_captured_steps_follow_their_lens(name: str, captured_by: str, tokens: int) -> None:
     """One compiled graph with our kernels, replayed after lengths, indices and queries changed in
     place, without a host sync."""
-    torch._dynamo.reset()
     case = case_of(name, 0, tokens, 64)
     layer, static = Layer(name, case).to(DEVICE), [t.to(DEVICE) for t in inputs_of(case)]
-    options = GRAPHS if captured_by == "inductor" else {}
-    step = torch.compile(layer, fullgraph=True, options=options)
-    _, code = compile_and_get_code(step, *static)
+    replay, code = compiled_and_captured(layer, static, captured_by)
     assert launches_both(code)
-    results: list[tuple[Tensor, ...]] = []
-    if captured_by == "inductor":
-        for _ in range(3):
-            step(*static)
-
-        def replay() -> None:
-            results[:] = [step(*static)]
-    else:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results.append(step(*static))
-        replay = graph.replay
     for seed in range(1, 7):
         fresh = case_of(name, seed, tokens, 64)  # over the same caches
         assert all(torch.equal(fresh.tensors[place], case.tensors[place]) for place in (1, 4))
-        for tensor, value in zip(static, inputs_of(fresh), strict=True):
-            tensor.copy_(value)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        expected = [tensor.to(DEVICE) for tensor in fresh.run(OPS[name].reference)]
-        op_testing = testing.op_testing(name)
-        assert_agrees(f"replay {seed}", op_testing, fresh.on(DEVICE), results[0], expected)
+        agrees(name, fresh, replayed(replay, static, list(inputs_of(fresh))))

@@ -27,10 +27,6 @@ from tests.support.attention_batches import (
     sink_of,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
 
 

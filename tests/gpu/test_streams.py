@@ -9,11 +9,6 @@ from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract.compare import assert_agrees
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 OP = "hyper_connection"
 
 

@@ -3,14 +3,11 @@ results beside the reference, graphs whose lengths change. Run there with ``pyte
 tests``."""
 
 import pytest
-import torch
 from torch import Tensor
 
 import dsv4_ops as ops
-from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.gpu.test_cache import GRAPHS
 from tests.helpers import i32
 from tests.support.attention_batches import (
     DEVICE,
@@ -21,16 +18,11 @@ from tests.support.attention_batches import (
     paged_case,
     with_inverse_rope,
 )
-from tests.support.prefill_batches import captured, replayed
+from tests.support.prefill_batches import compiled_and_captured, replayed
 
 work_tiles = pytest.importorskip(
     "tests.kernels.emulator.work_tiles", reason="triton is published for Linux only"
 )
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 @pytest.mark.parametrize("programs", [132, 66, 44])
@@ -107,18 +99,14 @@ def test_the_same_bits_every_time() -> None:
 @pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
 def test_a_graph_follows_its_lens(captured_by: str) -> None:
     """What is a split, and what is to be combined, is found again in every replay."""
-    torch._dynamo.reset()
     made = paged_case(1, 64, 64, columns=1024)
 
     def step(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(ops.sparse_mla_decode_paged(*tensors, **made.settings))
 
     static = [tensor.to(DEVICE) for tensor in made.tensors[:-3]]
-    options = GRAPHS if captured_by == "inductor" else {}
-    compiled = torch.compile(step, fullgraph=True, options=options)
-    _, code = compile_and_get_code(compiled, *static)
+    replay, code = compiled_and_captured(step, static, captured_by)
     assert launches_both(code)
-    replay = captured(compiled, static, captured_by)
     for long, every in ((2048, 40), (1, 1), (600, 2), (2048, 1), (0, 3), (2048, 64)):
         case = lengths(made, long, 9, every)
         results = replayed(replay, static, list(case.tensors[:-3]))

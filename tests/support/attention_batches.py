@@ -1,6 +1,9 @@
 """Calls of sparse MLA for the GPU tests: full caches, ragged lengths, adversarial indices."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, given, seed, settings
@@ -192,6 +195,15 @@ def case_of(name: str, seed: int, tokens: int, heads: int, **changed: object) ->
     return make(seed, tokens, heads, **changed)
 
 
+def some_tokens(case: Case, chosen: slice | list[int], places: Sequence[int] = PER_TOKEN) -> Case:
+    """The same call for some of the tokens."""
+    tensors = [
+        tensor[chosen] if place in places and tensor is not None else tensor
+        for place, tensor in enumerate(case.tensors)
+    ]
+    return Case(case.name, tuple(tensors), case.settings)
+
+
 def with_inverse_rope(case: Case, seed: int = 0, num_positions: int = 5000) -> Case:
     """The call with a rotation to undo; positions of every third token do not exist."""
     made, tokens = generator(seed + 3), case.tensors[0].shape[0]
@@ -247,6 +259,31 @@ def agrees_when_sampled(name: str, part: int) -> None:
         assert_agrees(name, spec.implementation("testing"), case, actual, expected)
 
     compare()
+
+
+@contextmanager
+def no_host_sync(sought: bool = True) -> Iterator[None]:
+    """What is queued ends first; then a call that waits for the device raises, where ``sought``."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error" if sought else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def graph_of(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """``run`` in a CUDA graph, and what it writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    return graph, outputs
 
 
 def launches_both(code: str) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops.core.layout import MainLayout, PlainLayout
+from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.sparse_mla import BARE
 from tests.helpers import INT32_MAX, INT32_MIN, i32, i64
@@ -20,12 +21,14 @@ from tests.support.attention_batches import (
     generator,
     integers,
     keys_of,
+    no_host_sync,
     normal,
     settings_of,
     sink_of,
 )
 
 PREFILL = "sparse_mla_prefill"
+GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
 MODES = {"C4": (4, 64), "C128": (128, 2), "window": (1, 64)}  # ratio, rows of a block
 BAD = (-1, INT32_MIN, INT32_MAX)
 
@@ -193,6 +196,17 @@ def move(tensor: Tensor | None) -> Tensor | None:
     return base.to(DEVICE)[..., :512]
 
 
+def compiled_and_captured(
+    step: Callable[..., Any], static: list[Tensor | None], captured_by: str
+) -> tuple[Callable[[], Any], str]:
+    """What replays the compiled step, and its code."""
+    torch._dynamo.reset()
+    options = GRAPHS if captured_by == "inductor" else {}
+    compiled = torch.compile(step, fullgraph=True, options=options)
+    _, code = compile_and_get_code(compiled, *static)
+    return captured(compiled, static, captured_by), code
+
+
 def captured(
     step: Callable[..., Any], static: list[Tensor | None], captured_by: str
 ) -> Callable[[], Any]:
@@ -219,9 +233,5 @@ def replayed(
     for tensor, value in zip(static, fresh, strict=True):
         if tensor is not None:
             tensor.copy_(value)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         return replay()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
