@@ -172,13 +172,15 @@ class Checks:
                 raise self._wrong_shape(name, value, dims, do=do)
             return
         word, _, extra = dim.partition(" + ")
-        offset = int(extra) if extra else 0
-        if size < offset:
-            do = f"Pass at least {offset} entry, even for an empty batch"
-            raise self._wrong_shape(name, value, dims, do=do)
+        if extra:  # Dynamo traces each comparison and sum of a symbol
+            offset = int(extra)
+            if size < offset:
+                do = f"Pass at least {offset} entry, even for an empty batch"
+                raise self._wrong_shape(name, value, dims, do=do)
+            size = size - offset
         if word not in self.sizes:
-            self.sizes[word], self.owners[word] = size - offset, name
-        elif self.sizes[word] != size - offset:
+            self.sizes[word], self.owners[word] = size, name
+        elif self.sizes[word] != size:
             do = f"Make them agree: {word} counts {_DIMENSIONS[word]}"
             sizes = f" with {word} = {self.sizes[word]} as in {self.owners[word]}"
             raise self._wrong_shape(name, value, dims, do=do, sizes=sizes)
