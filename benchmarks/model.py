@@ -302,9 +302,11 @@ def _fill(cache: Any) -> None:
             index = name == "indexer"
             insert = quantize_and_insert_indexer_k if index else quantize_and_insert_k_cache
             dim = IndexerLayout.head_dim if index else MainLayout.head_dim
-            keys = torch.randn(2**16, dim, dtype=torch.bfloat16, device=cache.device)
-            for first in range(0, pages.shape[0] * rows, 2**16):
-                slots = torch.arange(first, first + 2**16, device=cache.device)
+            total = pages.shape[0] * rows
+            some = min(total, 2**16)
+            keys = torch.randn(some, dim, dtype=torch.bfloat16, device=cache.device)
+            for first in range(0, total, some):
+                slots = torch.arange(first, first + some, device=cache.device)
                 insert(keys, pages, slots, block_size=rows)
         for states in (layer.states, layer.indexer_states):
             if states is not None:

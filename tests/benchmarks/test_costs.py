@@ -135,18 +135,6 @@ def test_a_dense_prefill_sees_the_rows_that_are_finished(monkeypatch):
     assert work.moved_bytes == (6 + 143) * 584 + 16 * 4 * 512 * 4
 
 
-def test_a_wide_block_table_changes_nothing_but_its_width():
-    """Absent entries behind those of the request, in ours and in what the baseline gathers."""
-    cases = [dense_cases((16,), (4,), 640, rows)[0] for rows in (0, 64)]
-    works = [case.build(CPU) for case in cases]
-    fits, wide = (work.sets[0] for work in works)
-    assert (fits[6].shape, wide[6].shape) == ((1, 3), (1, 32))
-    assert wide[6][0].tolist() == [*fits[6][0].tolist(), *[-1] * 29]
-    assert works[0].moved_bytes == works[1].moved_bytes
-    left, right = (work.expected() for work in works)
-    assert torch.allclose(left[0], right[0], atol=1e-2)
-
-
 def prefill_of_16():
     return selecting_cases((16,), ((64, 64),), prefix=512)[0]
 

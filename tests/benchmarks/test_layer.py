@@ -157,31 +157,17 @@ def test_selection_does_not_hang_on_rounding():
 # C128 layers of requests of very different length
 
 
-def ragged(plan):
-    return Requests(CONTEXTS, 2048, plan)
-
-
-def test_every_request_is_at_the_end_of_a_window_of_its_own_blocks():
-    step = parts_of(layer_work("c128", layer._SMALL, ragged(False), CPU).sets[0])[3]
-    assert step.positions.tolist() == [383, 127, 1023]
-    assert step.c128.lens.tolist() == [3, 1, 8]
-    assert (step.c128.block_table >= 0).sum(1).tolist() == [2, 1, 4]
-    for slots in (step.slot_mapping, step.c128.slot_mapping, step.c128.state_slot_mapping):
-        assert (slots >= 0).all()
-        assert len(slots.unique()) == 3
-    used = step.c128.block_table[step.c128.block_table >= 0]
-    assert len(used.unique()) == len(used)
-    assert step.c128.plan is None
-
-
 @pytest.mark.parametrize("plan", [False, True])
 def test_a_ragged_step_is_checked_with_the_plan_of_its_step(plan):
     def build(device):
-        return layer_work("c128", layer._SMALL, ragged(plan), device)
+        return layer_work("c128", layer._SMALL, Requests(CONTEXTS, 2048, plan), device)
 
     row = measured(Case("c128", "ragged", build, 3, 3))
     assert (row.error, row.baseline_error, row.baseline_agrees) == (None, None, True)
+    step = parts_of(build(CPU).sets[0])[3]
+    assert step.positions.tolist() == [383, 127, 1023]
+    assert step.c128.lens.tolist() == [3, 1, 8]
+    assert (step.c128.plan is None) == (not plan)
     if plan:
-        step = parts_of(build(CPU).sets[0])[3]
         made = dsv4_ops.sparse_mla_plan(step.swa_lens, step.c128.lens, num_heads=4)
         assert torch.equal(step.c128.plan, made)
