@@ -1,30 +1,10 @@
-"""FlashMLA's tile scheduler metadata against a walk over the parts. Numbers by hand, fakes, graphs
-and exports: tests/ops/test_contract.py; against FlashMLA's own: tests/gpu/test_providers.py."""
+"""FlashMLA's tile scheduler metadata. Numbers by hand, a walk over the parts, fakes, graphs and
+exports: tests/ops/test_contract.py; against FlashMLA's own: tests/gpu/test_providers.py."""
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 import dsv4_ops as ops
-from tests.helpers import INT32_MAX, INT32_MIN, call, i32
-from tests.oracles import plan as oracle
-
-LENS = (0, 1, 63, 64, 65, 127, 128, 129, 512, 640, 8192, INT32_MAX, -1, INT32_MIN)
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(LENS), st.sampled_from(LENS)), max_size=70),
-    st.sampled_from((1, 64, 100, 128)),
-    st.sampled_from((0, 37, 512, 8192)),
-    st.sampled_from((1, 2, 3, 7, 66, 132)),
-)
-def test_every_part_takes_what_it_has_time_for(lens, swa_width, extra_width, num_sm_parts):
-    swa = [window for window, _ in lens]
-    extra = [rows for _, rows in lens] if extra_width else None
-    sizes = {"swa_width": swa_width, "extra_width": extra_width, "num_sm_parts": num_sm_parts}
-    tensors = [i32(swa)] if extra is None else [i32(swa), i32(extra)]
-    made = call(ops.flash_mla_metadata, *tensors, **sizes)
-    assert made.tolist() == oracle.flash_mla_metadata(swa, extra, **sizes)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 150, 2000])

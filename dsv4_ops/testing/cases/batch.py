@@ -4,22 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsv4_ops.core.types import INT32_MAX
 from dsv4_ops.testing.case import Case, OpTesting, i32
-from dsv4_ops.testing.strategies.batches import calls_of, ragged_batch
+from dsv4_ops.testing.strategies.batches import BAD_REQUESTS, INT32_MIN, calls_of, ragged_batch
 from dsv4_ops.testing.strategies.draw import Draw
 
 
 def _split_cases() -> list[Case]:
-    ragged, padded = i32([0, 2, 4, 5, 12]), i32([0, 2, 4, 4, 4])
-    one_by_one = {"decode_threshold": 2, "require_uniform": False}
-    uniform = {"decode_threshold": 2, "require_uniform": True}
+    calls: list[tuple[str, list[int], int, bool, list[int]]] = [
+        ("ragged", [0, 2, 4, 5, 12], 2, False, [3, 1, 5, 7]),
+        ("ragged, uniform", [0, 2, 4, 5, 12], 2, True, [2, 2, 4, 8]),
+        ("padding requests are decodes", [0, 2, 4, 4, 4], 2, True, [4, 0, 4, 0]),
+        ("empty request first", [0, 0, 2, 3, 5], 2, True, [2, 2, 2, 3]),
+        ("empty request between", [0, 2, 2, 4, 7], 2, True, [3, 1, 4, 3]),
+        ("prefill first", [0, 5, 6], 2, False, [0, 2, 0, 6]),
+        ("uniform but too long", [0, 3, 6], 2, True, [0, 2, 0, 6]),
+        ("too long after an empty one", [0, 0, 3, 6], 2, True, [1, 2, 0, 6]),
+        ("longer, uniform", [0, 1, 2, 4], 2, True, [2, 1, 2, 2]),
+        ("longer, within the threshold", [0, 1, 2, 4], 2, False, [3, 0, 4, 0]),
+        ("shorter", [0, 2, 3, 5], 2, True, [1, 2, 2, 3]),
+        ("a decode after a prefill is a prefill", [0, 1, 6, 7], 1, False, [1, 2, 1, 6]),
+        ("at the threshold", [0, 4], 4, False, [1, 0, 4, 0]),
+        ("above the threshold", [0, 5], 4, False, [0, 1, 0, 5]),
+        ("nothing but padding", [0, 0, 0, 0], 1, False, [3, 0, 0, 0]),
+        ("nothing but padding, uniform", [0, 0, 0, 0], 1, True, [3, 0, 0, 0]),
+        ("no request", [0], 2, False, [0, 0, 0, 0]),
+        ("no request, uniform", [0], 1, True, [0, 0, 0, 0]),
+        ("a start that decreases counts as empty", [0, 2, 1, 2], 2, False, [3, 0, 2, 0]),
+    ]
     return [
-        Case("ragged", (ragged,), one_by_one, ([3, 1, 5, 7],)),
-        Case("ragged, uniform", (ragged,), uniform, ([2, 2, 4, 8],)),
-        Case("padding requests are decodes", (padded,), uniform, ([4, 0, 4, 0],)),
-        Case("prefill first", (i32([0, 5, 6]),), one_by_one, ([0, 2, 0, 6],)),
-        Case("no request", (i32([0]),), one_by_one, ([0, 0, 0, 0],)),
-        Case("empty request first", (i32([0, 0, 2, 3, 5]),), uniform, ([2, 2, 2, 3],)),
+        Case(
+            name,
+            (i32(starts),),
+            {"decode_threshold": threshold, "require_uniform": uniform},
+            (expected,),
+        )
+        for name, starts, threshold, uniform, expected in calls
     ]
 
 
@@ -33,20 +53,34 @@ split_decodes_and_prefills = OpTesting(
     make=calls_of("query_start_loc"),
 )
 
-_QUERY_START_LOC, _SEQ_LENS = [0, 3, 4, 8, 8], [10, 7, 12, 0]
+_WORKED = ([0, 3, 4, 8, 8], [10, 7, 12, 0])
+_REQUESTS = [0, 0, 0, 1, 2, 2, 2, 2, -1, -1]
 
 
 def _token_map_cases() -> list[Case]:
-    worked = (i32(_QUERY_START_LOC), i32(_SEQ_LENS))
-    requests = [0, 0, 0, 1, 2, 2, 2, 2, -1, -1]
-    positions = [7, 8, 9, 6, 8, 9, 10, 11, -1, -1]
-    padded, three = (i32([0, 2, 3]), i32([0, 5])), {"num_tokens": 3}
+    positions, last = [7, 8, 9, 6, 8, 9, 10, 11, -1, -1], [2_147_483_645, 2_147_483_646]
+    # name, query_start_loc, seq_lens, requests, positions
+    calls: list[tuple[str, list[int], list[int], list[int], list[int]]] = [
+        ("worked example", *_WORKED, _REQUESTS, positions),
+        ("batch cut off", *_WORKED, _REQUESTS[:5], positions[:5]),
+        ("no padding", *_WORKED, _REQUESTS[:8], positions[:8]),
+        ("empty requests", [0, 0, 2, 2, 2, 3], [5, 2, 0, 9, 4], [1, 1, 4], [0, 1, 3]),
+        ("more queries than tokens", [0, 2, 6], [2, 9], [0, 0, 1, 1], [0, 1, 5, 6]),
+        ("starts late", [2, 4], [7], [-1, -1, 0, 0, -1], [-1, -1, 5, 6, -1]),
+        ("shorter than its query", [0, 3], [2], [-1, 0, 0], [-1, 0, 1]),
+        ("padding request with tokens", [0, 2, 3], [0, 5], [-1, -1, 1], [-1, -1, 4]),
+        ("negative length", [0, 2, 3], [-3, 1], [-1, -1, 1], [-1, -1, 0]),
+        ("least length", [0, 2], [INT32_MIN], [-1, -1], [-1, -1]),
+        ("greatest length", [0, 2], [INT32_MAX], [0, 0], last),
+        ("greatest query", [0, INT32_MAX], [INT32_MAX], [0, 0, 0], [0, 1, 2]),
+        ("one token", [0, 1], [1], [0], [0]),
+        ("only padding", [0, 0, 0], [0, 0], [-1, -1], [-1, -1]),
+        ("no token", [0, 2], [4], [], []),
+        ("no request", [0], [], [-1, -1], [-1, -1]),
+    ]
     return [
-        Case("worked example", worked, {"num_tokens": 10}, (requests, positions)),
-        Case("batch cut off", worked, {"num_tokens": 5}, (requests[:5], positions[:5])),
-        Case("shorter than its query", (i32([0, 3]), i32([2])), three, ([-1, 0, 0], [-1, 0, 1])),
-        Case("padding request with tokens", padded, three, ([-1, -1, 1], [-1, -1, 4])),
-        Case("no request", (i32([0]), i32([])), {"num_tokens": 2}, ([-1, -1], [-1, -1])),
+        Case(name, (i32(starts), i32(lens)), {"num_tokens": len(requests)}, (requests, positions))
+        for name, starts, lens, requests, positions in calls
     ]
 
 
@@ -60,15 +94,27 @@ token_map = OpTesting(cases=_token_map_cases, settings=({},), make=_token_map_ca
 
 
 def _flatten_cases() -> list[Case]:
-    worked = (i32(_QUERY_START_LOC), i32(_SEQ_LENS))
-    requests = [0, 0, 0, 1, 2, 2, 2, 2, -1, -1]
-    lens, compressed = [8, 9, 10, 7, 9, 10, 11, 12, 0, 0], [2, 2, 2, 1, 2, 2, 2, 3, 0, 0]
-    uniform, padded = (i32([0, 2, 4, 4]), i32([10, 7, 0])), {"num_tokens": 6, "compress_ratio": 1}
-    rows = ([9, 10, 6, 7, 0, 0], [0, 0, 1, 1, -1, -1])
+    # name, query_start_loc, seq_lens, compress_ratio, lengths, requests
+    calls: list[tuple[str, list[int], list[int], int, list[int], list[int]]] = [
+        ("variable", *_WORKED, 1, [8, 9, 10, 7, 9, 10, 11, 12, 0, 0], _REQUESTS),
+        ("compressed", *_WORKED, 4, [2, 2, 2, 1, 2, 2, 2, 3, 0, 0], _REQUESTS),
+        ("uniform, padded", [0, 2, 4, 4], [10, 7, 0], 1, [9, 10, 6, 7, 0], [0, 0, 1, 1, -1]),
+        ("around one row", [0, 5], [5], 4, [0, 0, 0, 1, 1], [0] * 5),
+        ("around 128", [0, 2, 3], [128, 127], 128, [0, 1, 0], [0, 0, 1]),
+        ("shorter than its query", [0, 2, 4], [1, 0], 1, [0, 1, 0, 0], [-1, 0, -1, -1]),
+        ("greatest length", [0, 1], [INT32_MAX], 1, [INT32_MAX], [0]),
+        ("least length", [0, 1], [INT32_MIN], 4, [0], [-1]),
+        ("no token", [0, 2], [4], 4, [], []),
+        ("no request", [0], [], 4, [0, 0], [-1, -1]),
+    ]
     return [
-        Case("variable", worked, {"num_tokens": 10, "compress_ratio": 1}, (lens, requests)),
-        Case("compressed", worked, {"num_tokens": 10, "compress_ratio": 4}, (compressed, requests)),
-        Case("uniform, padded", uniform, padded, rows),
+        Case(
+            name,
+            (i32(starts), i32(seq_lens)),
+            {"num_tokens": len(requests), "compress_ratio": ratio},
+            (lens, requests),
+        )
+        for name, starts, seq_lens, ratio, lens, requests in calls
     ]
 
 
@@ -80,11 +126,16 @@ flatten_decode = OpTesting(
 
 
 def _expand_cases() -> list[Case]:
-    padded = (i32([[7, 3], [2, 5]]), i32([1, 0, -1, 2, 1]))
-    rows, pages = [[2, 5], [7, 3], [0, 0], [0, 0], [2, 5]], [[-1, 2**31 - 1]]
+    table, two = [[7, -1], [INT32_MAX, -7], [0, 5]], i32([]).reshape(0, 2)
+    requests = i32([1, 0, 2, 1, 3, *BAD_REQUESTS])
+    rows = [table[1], table[0], table[2], table[1], *[[0, 0]] * 6]
     return [
-        Case("padding rows are 0", padded, {}, (rows,)),
-        Case("entries are not interpreted", (i32(pages), i32([0])), {}, (pages,)),
+        Case(
+            "padding rows are 0, entries are not interpreted", (i32(table), requests), {}, (rows,)
+        ),
+        Case("no token", (i32(table), i32([])), {}, ([],)),
+        Case("no request", (two, i32([0, -1])), {}, ([[0, 0], [0, 0]],)),
+        Case("no column", (i32([[], []]), i32([0, 1, 5])), {}, ([[], [], []],)),
     ]
 
 
@@ -94,11 +145,30 @@ expand_block_table = OpTesting(
 
 
 def _mtp_cases() -> list[Case]:
-    tensors = (i32([0, 2, 3, 3]), i32([10, 7, 0]))
-    two, rows, compressed = {"next_n": 2}, [[9, 10], [7, 0], [0, 0]], [[2, 2], [1, 0], [0, 0]]
+    ragged, compressed = [[8, 9, 10, 0], [7, 0, 0, 0], [9, 10, 11, 12], [0] * 4], [2, 2, 2, 3]
+    # name, query_start_loc, seq_lens, next_n, compress_ratio, lengths
+    calls: list[tuple[str, list[int], list[int], int, int, list[list[int]]]] = [
+        ("shorter than next_n", [0, 2, 3, 3], [10, 7, 0], 2, 1, [[9, 10], [7, 0], [0, 0]]),
+        ("compressed", [0, 2, 3, 3], [10, 7, 0], 2, 4, [[2, 2], [1, 0], [0, 0]]),
+        ("uniform", [0, 2, 4, 6], [10, 7, 0], 2, 1, [[9, 10], [6, 7], [0, 0]]),
+        ("ragged", *_WORKED, 4, 1, ragged),
+        ("ragged, compressed", *_WORKED, 4, 4, [[2, 2, 2, 0], [1, 0, 0, 0], compressed, [0] * 4]),
+        ("longer than next_n", [0, 3, 4, 8], [10, 7, 12], 2, 1, [[8, 9], [7, 0], [9, 10]]),
+        ("shorter than its query", [0, 3], [2], 3, 1, [[0, 1, 2]]),
+        ("empty request", [0, 0, 1], [9, 3], 2, 1, [[0, 0], [3, 0]]),
+        ("least length", [0, 1], [INT32_MIN], 2, 1, [[0, 0]]),
+        ("greatest length", [0, 2], [INT32_MAX], 3, 1, [[INT32_MAX - 1, INT32_MAX, 0]]),
+        ("a start that decreases", [0, 2, 1, 2], [4, 4, 4], 2, 1, [[3, 4], [0, 0], [4, 0]]),
+        ("no request", [0], [], 2, 1, []),
+    ]
     return [
-        Case("shorter than next_n", tensors, {**two, "compress_ratio": 1}, (rows,)),
-        Case("compressed", tensors, {**two, "compress_ratio": 4}, (compressed,)),
+        Case(
+            name,
+            (i32(starts), i32(lens)),
+            {"next_n": next_n, "compress_ratio": ratio},
+            (expected,),
+        )
+        for name, starts, lens, next_n, ratio, expected in calls
     ]
 
 

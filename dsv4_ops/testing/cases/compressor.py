@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import FP8_MAX, IndexerLayout, MainLayout, QuantizedLayout, StateLayout
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
-from dsv4_ops.testing.strategies.batches import ADVERSARIAL_POSITIONS, ADVERSARIAL_REQUESTS, tables
+from dsv4_ops.testing.strategies.batches import ADVERSARIAL_POSITIONS, BAD_REQUESTS, tables
 from dsv4_ops.testing.strategies.caches import random_bytes, slots
 from dsv4_ops.testing.strategies.draw import Draw
 
@@ -311,7 +311,7 @@ def _tokens(draw: Draw, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]
     positions += [-1] * padding
     requests += [-1] * padding
     draw.spoil(positions, (*ADVERSARIAL_POSITIONS, 2 * ratio - 1), 2)
-    draw.spoil(requests, (*ADVERSARIAL_REQUESTS, len(counts), 0), 2)
+    draw.spoil(requests, (*BAD_REQUESTS, len(counts), 0), 2)
     return len(counts), i64(positions), i32(requests)
 
 

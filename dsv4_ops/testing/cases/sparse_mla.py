@@ -21,29 +21,93 @@ from dsv4_ops.testing.strategies.draw import Draw
 _LENS = (0, 1, 63, 64, 65, 128, 640, 8192, 2**31 - 1, -1, -(2**31))
 
 
+_ABSENT = [-1] * 4
+
+
+def _splits(token: int, count: int, first: int = 0) -> list[list[int]]:
+    return [[token, split, count, first] for split in range(count)]
+
+
+def _whole(*tokens: int) -> list[list[int]]:
+    return [[token, 0, 1, 0] for token in tokens]
+
+
+def _case(
+    name: str,
+    swa: list[int],
+    extra: list[int] | None,
+    heads: int,
+    programs: int,
+    *rows: list[int],
+    absent: int = 0,
+) -> Case:
+    """Make a call with lengths in keys, whose plan ends with ``absent`` unused work tiles."""
+    lens = (i32(swa), None if extra is None else i32(extra))
+    settings = {"num_heads": heads, "num_programs": programs}
+    return Case(name, lens, settings, ([*rows, *[_ABSENT] * absent],))
+
+
+def _blocks(
+    name: str, blocks: list[int], programs: int, *rows: list[int], absent: int, heads: int = 64
+) -> Case:
+    return _case(name, [64 * n for n in blocks], None, heads, programs, *rows, absent=absent)
+
+
 def _cases() -> list[Case]:
-    absent, whole = [-1] * 4, ([0, 0, 1, 0], [1, 0, 1, 0])
-
-    def case(
-        name: str, swa: list[int], extra: list[int] | None, heads: int, programs: int, *rows: Any
-    ) -> Case:
-        lens = (i32(swa), None if extra is None else i32(extra))
-        settings = {"num_heads": heads, "num_programs": programs}
-        return Case(name, lens, settings, ([*rows],) if rows else None)
-
+    case, blocks, most = _case, _blocks, 2**31 - 1
+    few, six = [7, 1, 0, 5, 2], ([0, 0, 2, 0], [1, 0, 2, 2], [0, 1, 2, 0], [1, 1, 2, 2])
     # 11 tiles on 4 programs: one program is free for an extra split of 5 tiles or more
-    one = ([2, 0, 2, 0], [2, 1, 2, 0], *whole, *[absent] * 3)
+    one = ([2, 0, 2, 0], [2, 1, 2, 0], *_whole(0, 1))
     # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: splits of up to 5 leave one free
-    two = ([1, 0, 2, 0], [2, 0, 2, 2], [1, 1, 2, 0], [2, 1, 2, 2], [0, 0, 1, 0], *[absent] * 4)
-    shared = ([0, 0, 2, 0], [0, 1, 2, 0], absent)
+    two = ([1, 0, 2, 0], [2, 0, 2, 2], [1, 1, 2, 0], [2, 1, 2, 2], [0, 0, 1, 0])
+    # splits of up to 2 tiles take 2 * 12 + 3 * 5 = 39, of up to 3 take 3 * 12 + 3 * 3 = 45; tokens
+    # of 2 tiles or more come first, then those of 1, of 0
+    twelve = ([0, 0, 4, 0], [3, 0, 3, 4], [0, 1, 4, 0], [0, 2, 4, 0], [0, 3, 4, 0], [3, 1, 3, 4])
+    # combines look up to as many rows as there are programs: split tokens come first
+    late = (*_splits(150, 4), *_whole(*range(150)))
+    pairs = [[token, split, 2, 2 * token] for split in range(2) for token in range(32)]
+    lengths = ((0, 1), (1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (192, 3), (193, 2), (256, 2))
+    tiles = ((1, 6), (64, 6), (65, 3), (128, 3), (129, 2), (192, 2), (384, 1))
     return [
-        case("one long token", [64, 0, 640], None, 64, 4, *one),
-        case("two long tokens", [1, 640, 576], [64, -5, 1], 8, 6, *two),
-        case("programs shared by two tiles of heads", [640], None, 65, 5, *shared),
-        case("more heads than programs", [640], None, 129, 2),
-        case("no keys", [0, -1], [0, 0], 64, 2, *whole, *[absent] * 2),
-        case("no token", [], None, 64, 2, *[absent] * 2),
-        case("longest", [2**31 - 1] * 3, [2**31 - 1] * 3, 64, 2),
+        case("one long token", [64, 0, 640], None, 64, 4, *one, absent=3),
+        case("two long tokens", [1, 640, 576], [64, -5, 1], 8, 6, *two, absent=4),
+        case("programs shared by two tiles of heads", [640], None, 65, 5, *_splits(0, 2), absent=1),
+        case("more heads than programs", [640], None, 129, 2, *_whole(0), absent=1),
+        case("no keys", [0, -1], [0, 0], 64, 2, *_whole(0, 1), absent=2),
+        case("no token", [], None, 64, 3, absent=3),
+        case("no token, and extra rows", [], [], 64, 3, absent=3),
+        case("longest", [most] * 3, [most] * 3, 64, 2, *_whole(0, 1, 2), absent=2),
+        case("longest and least", [most], [-(2**31)], 64, 7, *_splits(0, 7), absent=1),
+        # 4 tiles on 3 programs are splits of 2, so two of them
+        *[
+            case(f"{keys} keys", [keys], None, 8, 3, *_splits(0, count), absent=4 - count)
+            for keys, count in (*lengths, (257, 3))
+        ],
+        # 60 tiles are splits of 10, 20, 30 and 60
+        *[
+            case(f"{heads} heads", [3840], None, heads, 6, *_splits(0, count), absent=1)
+            for heads, count in tiles
+        ],
+        # one tile of keys each, although two keys fit in one
+        case("apart", [1, 64], [1, -9], 1, 3, *_splits(0, 2), *_whole(1), absent=2),
+        case("window only", [2, 64], None, 1, 3, *_whole(0, 1), absent=3),
+        blocks("12 programs", few, 12, *twelve, [3, 2, 3, 4], *_whole(4, 1, 2), absent=7),
+        # splits of 5 tiles take 5 * 5 + 3, of 6 take 33 and whole tokens 35
+        blocks("5 programs", few, 5, *_splits(0, 2), *_whole(3, 4, 1, 2), absent=4),
+        # splits of 10 tiles take 53, of 11 take 58
+        blocks("40 tiles", [20, 10, 1, 2, 7], 5, *_splits(0, 2), *_whole(1, 4, 3, 2), absent=4),
+        # splits of 8 tiles take 6 * 8 + 3 * 2; of 6, the mean, there would be 3 extra ones
+        blocks("two extra splits", [16, 10, 1, 7], 6, *six, *_whole(3, 2), absent=4),
+        # 14ths of 31 tiles: 31 are 14, 30 are 13, 3 and 4 are 1, 1 is 0
+        blocks("longer first", [3, 30, 1, 31, 1, 4], 2, *_whole(3, 1, 0, 5, 2, 4), absent=2),
+        # splits of 10 tiles, the mean, take 1240 + 4 * (154 - 132) + 3 * 3 or 10 * 132
+        *[
+            blocks(f"one long token of 151, {size}", [size] * 150 + [40], 132, *late, absent=129)
+            for size in (8, 10)
+        ],
+        blocks("two splits each", [66000] * 32, 64, *pairs, absent=32),
+        # in splits of 13 tiles, the mean, or more the first 40 would be 80: another round
+        blocks("whole", [18] * 40 + [4] * 24, 132, *_whole(*range(64)), absent=66, heads=128),
     ]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dsv4_ops.core.types import INT32_MAX
 from dsv4_ops.testing.case import Case, Make, i32, i64
 from dsv4_ops.testing.strategies.draw import Draw, strategy_of
 
@@ -20,9 +21,16 @@ if TYPE_CHECKING:
 BOUNDARIES = (1, 2, 4, 64, 127, 128, 256)
 """Boundary positions: ratios 4 and 128, the window, blocks of 2, 64 and 256 rows."""
 
-ADVERSARIAL_BLOCKS = (-1, -(2**31), 2**31 - 1, 2**30, 33_554_431, 33_554_432)
-ADVERSARIAL_REQUESTS = (-1, -5, 2**31 - 1, 10**9)
-ADVERSARIAL_POSITIONS = (-1, -128, 2**31 - 2, 2**31 - 1, 2**40)
+INT32_MIN = -(2**31)
+LAST_POSITION = INT32_MAX - 1
+"""seq_lens is int32: no request has a later token."""
+LATE_POSITIONS = (INT32_MAX, 2**31, 2**32 + 3, 2**40, 2**63 - 1)
+BAD_REQUESTS = (-1, -5, 10**9, INT32_MAX, INT32_MIN)
+BAD_POSITIONS = (-1, -4, -128, -(2**40), *LATE_POSITIONS)
+"""Requests and positions of no token."""
+
+ADVERSARIAL_BLOCKS = (-1, INT32_MIN, INT32_MAX, 2**30, 33_554_431, 33_554_432)
+ADVERSARIAL_POSITIONS = (*BAD_POSITIONS, LAST_POSITION)
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ def ragged_batch(
     req_indices, positions = _token_map(lens, num_tokens)
     slots = [t if draw.integer(0, 5) else -1 for t in range(num_tokens)]
     if adversarial:
-        draw.spoil(req_indices, ADVERSARIAL_REQUESTS, 3)
+        draw.spoil(req_indices, BAD_REQUESTS, 3)
         draw.spoil(positions, ADVERSARIAL_POSITIONS, 3)
     return Batch(
         query_start_loc=query_start_loc.to(torch.int32),
