@@ -80,6 +80,22 @@ def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(choice, "is_faster", lambda *call: False)
 
 
+@pytest.fixture(autouse=True)
+def _no_grad_for_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of models take no gradients, unless they ask for them, and Dynamo begins anew in each.
+
+    Not in a conftest.py beside them, which could not be imported where transformers is missing.
+    """
+    if Path(__file__).parent / "transformers" not in request.path.parents:
+        yield
+        return
+    import torch
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("dsv4_ops", "long suites in several calls")
     group.addoption("--part", metavar="K/N", help="run every N-th test, from the K-th on")

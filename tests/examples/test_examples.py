@@ -104,7 +104,9 @@ def test_continuous_batching_in_eager():
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("test_demo.py packages a step, test_compiled.py has 200 steps in one graph")
+@pytest.mark.nightly(
+    "test_demo.py packages a step, test_compiled.py has a changing batch in one graph"
+)
 @pytest.mark.usefixtures("without_vectors")
 def test_compile_decode():
     lines = run("02_compile_decode.py")

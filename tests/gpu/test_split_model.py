@@ -18,9 +18,8 @@ from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import head_plan
-from tests.support.hf_models import Engine
+from tests.support.hf_models import Engine, padded_to
 from tests.support.ranks import free_collectives, gpu_ranks, of_ranks, run_ranks
-from tests.transformers.test_context_parallel import padded_to
 from tests.transformers.test_split_heads import (
     LENGTHS,
     MODELS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -46,6 +47,17 @@ def new_cache(model: Any = None, **sizes: Any) -> v4.PagedCache:
     return v4.PagedCache.for_model(
         model or reference(), **{"max_batch_size": REQUESTS, "max_cache_len": LENGTH, **sizes}
     )
+
+
+def first_step(
+    model: Any, tokens: Sequence[int] = (7, 5), **sizes: Any
+) -> tuple[v4.StepBatch, v4.PagedCache]:
+    """The first token of each request, and an empty cache."""
+    count = len(tokens)
+    cache = new_cache(model, **{"max_batch_size": count, "max_cache_len": 256, **sizes})
+    rows = [cache.add(request, num_tokens=3) for request in range(count)]
+    starts = i32(range(count + 1))
+    return v4.StepBatch(torch.tensor(tokens), starts, i32([1] * count), i32(rows)), cache
 
 
 def check_states(got: Tensor, want: Tensor) -> None:
@@ -114,6 +126,18 @@ class Engine:
             for request, kept in enumerate(self.logits)
             for place, logits in kept.items()
         )
+
+
+def padded_to(batch: v4.StepBatch, num_tokens: int, num_reqs: int) -> v4.StepBatch:
+    """The batch at the size of a graph."""
+    tokens, requests = num_tokens - len(batch.tokens), num_reqs - len(batch.rows)
+    last = batch.query_start_loc[-1:]
+    return v4.StepBatch(
+        torch.cat([batch.tokens, batch.tokens.new_zeros(tokens)]),
+        torch.cat([batch.query_start_loc, last.expand(requests)]),
+        torch.cat([batch.seq_lens, batch.seq_lens.new_zeros(requests)]),
+        torch.cat([batch.rows, batch.rows.new_full((requests,), -1)]),
+    )
 
 
 def random_counts(rng: Random, done: list[int], most: int) -> dict[int, int]:

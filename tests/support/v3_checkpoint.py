@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
+
+from dsv4_ops.testing.models import small_mla_config
 
 BLOCK = 128
 SIZES: dict[str, Any] = {
@@ -25,6 +28,30 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 128,
 }
 """Those of V3 where a block ends within a layer: ``kv_a_proj_with_mqa`` has 576 rows."""
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+"""Every token has all of them: a near tie of the router would hide what a weight costs."""
+
+
+def random_model(version: int = 3, **changed: Any) -> Any:
+    """Hugging Face's model of these sizes, in bf16."""
+    config = small_mla_config(version, **{**SIZES, **EXPERTS, **changed})
+    model = getattr(transformers, f"DeepseekV{version}ForCausalLM")(config).to(torch.bfloat16)
+    seed = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        values = torch.randn(weight.shape, generator=seed)
+        norm = name.endswith("norm.weight")
+        weight.data = (1 + values / 8 if norm else values * weight.shape[-1] ** -0.5).bfloat16()
+    return model
+
+
+def dense_model(path: Path, state: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """Hugging Face's model of a folder with the values of the codes."""
+    config = transformers.AutoConfig.from_pretrained(path)
+    del config.quantization_config
+    config.dtype = dtype
+    model = getattr(transformers, config.architectures[0])(config).to(dtype)
+    model.load_state_dict(state)
+    return model.eval()
 
 
 def quantized(weight: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
-
 from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
 from dsv4_ops.integrations.transformers.modules import bf16_experts
 from dsv4_ops.testing.models import small_mla_model, small_model
-from tests.helpers import i32
+from tests.support.hf_models import first_step
 
 HALF = replace(hf.Recipe.serve(), swiglu_float32=False)
 FAMILIES = ("V4", "V3", "V2")
@@ -43,13 +41,6 @@ def experts_of(model):
     return [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
 
 
-def step_of(model):
-    cache = hf.PagedCache.for_model(model, max_batch_size=2, max_cache_len=256)
-    for request in "ab":
-        cache.add(request, num_tokens=1)
-    return hf.StepBatch(torch.tensor([7, 5]), i32([0, 1, 2]), i32([1, 1]), i32([0, 1])), cache
-
-
 def inputs_of(experts, tokens=5):
     seed = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, experts.hidden_dim, generator=seed).bfloat16()
@@ -57,7 +48,6 @@ def inputs_of(experts, tokens=5):
     return x, scores.indices, scores.values
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     "family",
     [
@@ -69,16 +59,15 @@ def inputs_of(experts, tokens=5):
 def test_a_step_is_one_graph_with_an_op_in_every_layer(family, ran):
     model = hf.patch(made(family))
     layers = len(experts_of(model))
-    batch, cache = step_of(model)
+    batch, cache = first_step(model)
     expected = hf.decode_step(model, batch, cache)
     assert len(ran) == layers > 0
     compiled = torch.compile(hf.decode_step, fullgraph=True, backend="eager")
-    found = compiled(model, *step_of(model))
+    found = compiled(model, *first_step(model))
     assert len(ran) == 2 * layers
     assert torch.equal(found, expected)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_op_rounds_no_more_than_hugging_face(family, ran):
     """Beside float32, for the same weights."""
@@ -100,7 +89,6 @@ def test_the_op_rounds_no_more_than_hugging_face(family, ran):
     assert 0 < ours <= 1.1 * stock
 
 
-@torch.no_grad()
 def test_limits_of_swiglu_count():
     model = hf.patch(made("V4"))
     experts = experts_of(model)[0]
@@ -110,7 +98,6 @@ def test_limits_of_swiglu_count():
     assert not torch.equal(experts(*call), before)
 
 
-@torch.no_grad()
 def test_what_hugging_face_was_told_to_run_stays(ran):
     """As do float32, a module's own forward, and rounded activations."""
     model = hf.patch(made())
@@ -133,16 +120,15 @@ def test_what_hugging_face_was_told_to_run_stays(ran):
     assert not ran
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", ["V4", "V3"])
 def test_many_rows_of_an_expert_are_hugging_faces(family, ran, monkeypatch):
     """The router of V4 is then, too. Sizes that are symbols are never known to be so many."""
     model = hf.patch(made(family))
-    hf.decode_step(model, *step_of(model))
+    hf.decode_step(model, *first_step(model))
     assert ran
     ran.clear()
     monkeypatch.setattr(bf16_experts, "MOST_ROWS", 0)
-    hf.decode_step(model, *step_of(model))
+    hf.decode_step(model, *first_step(model))
     assert not ran
     monkeypatch.setattr(bf16_experts, "MOST_ROWS", 1)
     experts = experts_of(model)[0]
@@ -153,7 +139,6 @@ def test_many_rows_of_an_expert_are_hugging_faces(family, ran, monkeypatch):
     assert len(ran) == 1
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("changed", ["impl", "recipe", "forward"])
 def test_the_router_is_hugging_faces_where_the_experts_are(changed, ran, monkeypatch):
     """Its ids are int64, and none is absent: other forwards know no such ids as our op's."""
@@ -167,11 +152,12 @@ def test_the_router_is_hugging_faces_where_the_experts_are(changed, ran, monkeyp
     else:
         for each in experts:
             each.register_forward_pre_hook(lambda _, args: seen.append(args[1].dtype))
-    hf.decode_step(model, *step_of(model))
+    hf.decode_step(model, *first_step(model))
     assert seen == [torch.int64] * len(experts)
     assert not ran
 
 
+@torch.enable_grad()
 def test_gradients_flow_through_hugging_face(ran):
     model = hf.patch(made())
     experts = experts_of(model)[0].requires_grad_()
@@ -186,7 +172,6 @@ def test_gradients_flow_through_hugging_face(ran):
     assert len(ran) == 1
 
 
-@torch.no_grad()
 def test_unpatched_experts_are_hugging_faces(ran):
     model = made()
     experts = experts_of(model)[0]

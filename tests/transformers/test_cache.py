@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 from dsv4_ops.dispatch.choice import check_codes
 from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache
 from dsv4_ops.integrations.transformers.cache.blocks import BlockPool

@@ -15,8 +15,6 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 from benchmarks.baselines.stock_model import YARN
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_config, small_mla_model
@@ -32,12 +30,6 @@ from tests.support.hf_models import (
 
 CLOSE = 1e-5
 LENGTH = 12
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def ids():

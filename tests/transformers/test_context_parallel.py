@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch.utils._pytree import tree_leaves
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
-
 from dsv4_ops.attention import (
     ContextParallel,
     MlaCache,
@@ -30,7 +28,7 @@ from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.testing.contract.compare import equal
 from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import i32
-from tests.support.hf_models import Engine, text
+from tests.support.hf_models import Engine, padded_to, text
 from tests.support.ranks import free_collectives, of_ranks, run_ranks
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 150, 3  # past a block of 64 rows on each of two ranks
@@ -76,18 +74,6 @@ def rank_steps(model, want, interleave, seed, expands, decode=None, most=LENGTH)
     worst = engine.worst(want)
     assert worst < CLOSE, (interleave, seed, expands, worst)
     return cache
-
-
-def padded_to(batch, num_tokens, num_reqs):
-    """The batch at the size of a graph."""
-    tokens, requests = num_tokens - len(batch.tokens), num_reqs - len(batch.rows)
-    last = batch.query_start_loc[-1:]
-    return v4.StepBatch(
-        torch.cat([batch.tokens, batch.tokens.new_zeros(tokens)]),
-        torch.cat([batch.query_start_loc, last.expand(requests)]),
-        torch.cat([batch.seq_lens, batch.seq_lens.new_zeros(requests)]),
-        torch.cat([batch.rows, batch.rows.new_full((requests,), -1)]),
-    )
 
 
 def rank_layer(rank, world):
@@ -287,3 +273,25 @@ def rank_dies(rank):
 @pytest.mark.nightly("steps of ranks that live; the error of one that left is torch's")
 def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path):
     assert max(run_ranks(2, rank_dies, tmp_path, seconds=20, together=False)) < 40
+
+
+def test_one_rank_has_the_graph_of_none():
+    """tests/attention/test_sharded_layers.py has a layer of V4."""
+    graphs, caches = [], []
+
+    def keep(graph, _):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    for parallel in (None, ContextParallel(group="none", world_size=1)):
+        model = small_mla_model(num_hidden_layers=1)
+        v4.patch(model, kv="fp32", precision="reference", parallel=parallel)
+        cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=64)
+        batch = v4.StepBatch(torch.tensor([1, 2]), i32([0, 2]), i32([2]), i32([0]))
+        torch._dynamo.reset()
+        torch.compile(v4.decode_step, backend=keep, fullgraph=True)(model, batch, cache.tensors)
+        caches.append(repr(cache))
+    assert graphs[0] == graphs[1]
+    assert caches[0] == caches[1]
+    assert "c10d" not in graphs[0]
+    assert "dsv4_ops.cp_" not in graphs[0]

@@ -14,8 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
-
 from dsv4_ops.attention import MlaSpec
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.steps import padded, step as step_module
@@ -28,7 +26,7 @@ from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
 from tests.helpers import Called, i32
 from tests.support.cpp import build_cpp_runner, read_tensors, write_tensors
-from tests.support.hf_models import Engine, text
+from tests.support.hf_models import Engine, padded_to, text
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 70, 3
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
@@ -53,23 +51,10 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture
 def expands(monkeypatch):
     """Prefills of any size expand their contexts."""
     monkeypatch.setattr(MlaSpec, "break_even", 0)
-
-
-@pytest.fixture
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @lru_cache
@@ -123,18 +108,6 @@ def called_by(run):
 # Logits
 
 
-@pytest.mark.parametrize("context", ["absorbed", "expanded"])
-def test_prefill_then_decodes_as_hugging_face_calls_it(context, request):
-    if context == "expanded":
-        request.getfixturevalue("expands")
-    model, cache, start = reference(), new_cache(), 50
-    parts = [slice(0, 20), slice(20, start), *(slice(at, at + 1) for at in range(start, LENGTH))]
-    got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
-    assert expected().std() > 0.5
-    torch.testing.assert_close(got, expected(), rtol=0, atol=CLOSE)
-    assert cache.seq_lens.tolist() == [LENGTH] * REQUESTS
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_random_chunks_of_ragged_batches(seed):
     """Decodes beside chunks, requests that rest, padding requests, blocks from a pool."""
@@ -155,13 +128,16 @@ def test_variants_with_expanded_contexts(name):
     assert engine.worst(expected(name)) < CLOSE * scale
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "V3"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_variants_with_absorbed_contexts(name):
+    """As Hugging Face calls them: a prompt, a chunk behind it, then token by token."""
     model, cache = reference(name), new_cache(reference(name))
-    parts = [slice(0, 37), *(slice(at, at + 1) for at in range(37, 42))]
+    parts = [slice(0, 20), slice(20, 37), *(slice(at, at + 1) for at in range(37, 42))]
     got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
+    assert expected(name).std() > 0.5
     scale = max(1.0, float(expected(name).std()))
     torch.testing.assert_close(got, expected(name)[:, :42], rtol=0, atol=CLOSE * scale)
+    assert cache.seq_lens.tolist() == [42] * REQUESTS
 
 
 def sampled(rng):
@@ -357,10 +333,10 @@ class Dtypes(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
 def test_queries_in_codes_are_one_graph_after_a_cast():
     """``model.to`` casts buffers too, scales among them."""
-    model = v4.patch(small_mla_model(), kv="fp8", query="fp8").to(torch.bfloat16)
+    made = small_mla_model(num_hidden_layers=1)
+    model = v4.patch(made, kv="fp8", query="fp8").to(torch.bfloat16)
     counter, outs = CompileCounterWithBackend("eager"), []
     for step in (v4.decode_step, torch.compile(v4.decode_step, fullgraph=True, backend=counter)):
         engine = Engine(model, new_cache(model), tokens())
@@ -438,25 +414,17 @@ def test_generate_is_hugging_faces():
 # Graphs
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
-@pytest.mark.parametrize(
-    "steps", [40, pytest.param(200, marks=pytest.mark.nightly("the same with 40 steps"))]
-)
-def test_one_graph_of_a_changing_batch(steps):
+def test_one_graph_of_a_changing_batch():
     """Requests that rest, end, and give their rows to others."""
     counter, budget = CompileCounterWithBackend("eager"), 6
-    step = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
+    compiled = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
     cache, rng = new_cache(num_blocks=4), Random(0)
+    engine, finished = Engine(reference(), cache, tokens()), 0
 
-    class Padded(Engine):
-        def batch(self, counts, *, padding=0):
-            made = super().batch(counts, padding=REQUESTS - len(counts))
-            missing = budget - made.tokens.shape[0]
-            ids = torch.cat([made.tokens, torch.zeros(missing, dtype=torch.int64)])
-            return v4.StepBatch(ids, made.query_start_loc, made.seq_lens, made.rows)
+    def step(model, batch, cache):
+        return compiled(model, padded_to(batch, budget, REQUESTS), cache)
 
-    engine, finished = Padded(reference(), cache, tokens()), 0
-    for _ in range(steps):
+    for _ in range(40):
         waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
         chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
         counts = {chosen[0]: min(rng.choice([1, 4]), LENGTH - engine.done[chosen[0]])}
@@ -468,19 +436,6 @@ def test_one_graph_of_a_changing_batch(steps):
                 finished += 1
     assert finished > 2
     assert counter.frame_count == 1
-    assert engine.worst(expected()) < CLOSE
-
-
-@pytest.mark.nightly("the same of V4")
-@pytest.mark.usefixtures("_fresh_dynamo", "expands")
-def test_prefill_compiles_twice_for_any_number_of_tokens():
-    """Contexts expanded: for the first number, and for all others."""
-    counter = CompileCounterWithBackend("eager")
-    step = torch.compile(v4.prefill_step, fullgraph=True, backend=counter)
-    engine = Engine(reference(), new_cache(num_blocks=6), tokens())
-    for counts in ((5, 9, 30), (7, 20, 3), (1, 1, 20), (33, 2, 9)):
-        engine.prefill(dict(enumerate(counts)), step=step)
-    assert counter.frame_count == 2
     assert engine.worst(expected()) < CLOSE
 
 
@@ -510,28 +465,10 @@ def test_the_exported_prefill_takes_any_number_of_tokens():
 
 
 @pytest.mark.slow
-def test_a_package_decodes(tmp_path):
-    """Inductor's code of a whole step, absorbed attention of every layer in it, without our ops."""
-    changed = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-    want = small_mla_model(**changed)(tokens()).logits
-    model = v4.patch(small_mla_model(**changed), kv="fp32", precision="reference")
-    cache = new_cache(model, max_batch_size=2)
-    package = load_package(v4.export_decode(model, cache, path=tmp_path / "decode.pt2"))
-    engine = Engine(model, cache, tokens()[:2])
-    engine.prefill({0: 60, 1: 9})
-    for counts in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1}):
-        engine.decode(
-            counts,
-            padding=2 - len(counts),
-            step=lambda _, batch, __: package(*v4.decode_inputs(batch, cache)),
-        )
-    assert engine.worst(want) < CLOSE
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("test_export.py has a C++ program run packages; this one is of a model")
+@pytest.mark.nightly("test_demo.py packages a step of V4; test_export.py runs packages in C++")
 def test_a_package_decodes_in_cpp(tmp_path):
-    """The step of a model, its cache in and out, in a program linked to libtorch only."""
+    """Inductor's code of a whole step, absorbed attention of every layer in it, without our ops,
+    its cache in and out; in Python, and in a program linked to libtorch only."""
     changed = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     model = v4.patch(small_mla_model(**changed), kv="fp32", precision="reference")
     cache = new_cache(model, max_batch_size=2)
@@ -627,14 +564,16 @@ def test_a_model_is_cast_after_patching(dtype):
 
 @pytest.mark.parametrize("mode", ["whole", "regional"])
 def test_weights_that_change_are_absorbed_by_compiled_steps(mode):
-    model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
+    sizes = {"num_hidden_layers": 2}
+    model = v4.patch(small_mla_model(**sizes), kv="fp32", precision="reference")
     step = v4.compile_step(model, v4.prefill_step, mode=mode, backend="eager")
     ids, lens, rows = tokens()[0, :5], torch.tensor([5]).int(), torch.tensor([0]).int()
     batch = v4.StepBatch(ids, torch.tensor([0, 5]).int(), lens, rows)
     for seed in range(2):
-        model.load_state_dict(small_mla_model(seed=seed).state_dict())
+        other = small_mla_model(seed=seed, **sizes)
+        model.load_state_dict(other.state_dict())
         got = step(batch, new_cache(model))[0]
-        want = small_mla_model(seed=seed)(ids[None]).logits[0, -1]
+        want = other(ids[None]).logits[0, -1]
         torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 

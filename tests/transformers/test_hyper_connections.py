@@ -4,46 +4,37 @@ to modules that were changed."""
 import pytest
 import torch
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
-from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.models import SLIDING, small_model
+from tests.support.hf_models import first_step
 
 
 @pytest.fixture
 def decode(monkeypatch):
     """Logits of a step with ops on the CPU or without, and how many ops ran."""
     model = v4.patch(small_model(dtype=torch.bfloat16), kv="fp8")
-    batch = v4.StepBatch(
-        torch.tensor([7, 5]),
-        *(torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 2], [1, 1], [0, 1])),
-    )
     ran = []
     op = forwards.hyper_connection
     monkeypatch.setattr(
         forwards, "hyper_connection", lambda *args, **rest: ran.append(1) or op(*args, **rest)
     )
 
-    def run(devices, compiled=False, step=v4.decode_step, batch=batch):
+    def run(devices, step=v4.decode_step, batch=None):
         monkeypatch.setattr(forwards, "FUSED_ON", devices)
-        cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=256)
-        for request in "ab":
-            cache.add(request, num_tokens=3)
-        if compiled:
-            step = torch.compile(step, fullgraph=True, backend="eager")
+        first, cache = first_step(model)
         before = len(ran)
-        return step(model, batch, cache.tensors), len(ran) - before
+        return step(model, batch or first, cache.tensors), len(ran) - before
 
     run.model = model
     return run
 
 
 def test_ops_give_the_bits_of_the_modules(decode):
+    """test_joined.py compiles them."""
     (expected, none), (found, count) = decode(()), decode(("cpu",))
     assert (none, count) == (0, 6)
     assert torch.equal(found, expected)
-    assert torch.equal(decode(("cpu",), compiled=True)[0], expected)
 
 
 def test_prefills_take_the_ops(decode):
@@ -89,19 +80,13 @@ def test_blocks_are_added_by_the_next_layer(decode, monkeypatch):
 
 def test_layers_of_a_kind_share_a_graph(monkeypatch):
     monkeypatch.setattr(forwards, "FUSED_ON", ("cpu",))
-    model = v4.patch(small_model(dtype=torch.bfloat16, num_hidden_layers=6), kv="fp8")
-    starts, lens, rows = (torch.tensor(each).int() for each in ([0, 1], [1], [0]))
-    batch = v4.StepBatch(torch.tensor([7]), starts, lens, rows)
-    caches = []
-    for _ in range(2):
-        caches.append(v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256))
-        caches[-1].add("a", num_tokens=1)
+    sizes = {"layer_types": [SLIDING] * 3, "mlp_layer_types": ["moe"] * 3}
+    model = v4.patch(small_model(dtype=torch.bfloat16, **sizes), kv="fp8")
     torch._dynamo.utils.counters.clear()
-    with torch.no_grad():
-        step = v4.compile_step(model, mode="regional", backend="eager")
-        found = step(batch, caches[0])
-        assert torch.equal(found, v4.decode_step(model, batch, caches[1]))
-    assert len(step.parts) == torch._dynamo.utils.counters["stats"]["unique_graphs"] == 7
+    step = v4.compile_step(model, mode="regional", backend="eager")
+    found = step(*first_step(model))
+    assert torch.equal(found, v4.decode_step(model, *first_step(model)))
+    assert len(step.parts) == torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

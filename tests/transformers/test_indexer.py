@@ -6,19 +6,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 import dsv4_ops as ops
 from tests.helpers import i32
 from tests.support.compressor_steps import Engine
-
-transformers = pytest.importorskip(
-    "transformers", "5.17", reason="needs transformers with deepseek_v4"
-)
-modeling = pytest.importorskip(
-    "transformers.models.deepseek_v4.modeling_deepseek_v4",
-    reason="needs transformers with deepseek_v4",
-)
 
 HIDDEN, RESIDUAL, HEADS, TOPK = 64, 32, 16, 24
 RATIO, BLOCK_SIZE, NUM_ROWS = 4, 64, 128
@@ -204,14 +198,7 @@ def test_the_scores_differ_from_each_other(layer: Layer) -> None:
     assert sum(len(rows) == TOPK for rows in expected.chosen) > 160
 
 
-def test_token_by_token(layer: Layer) -> None:
-    ours = Ours(layer, seed=1)
-    for _ in range(max(LENGTHS)):
-        ours.step([1] * len(LENGTHS))
-    assert_alike(ours, layer, [[*range(1, length)] for length in LENGTHS])
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_chunks(layer: Layer, seed: int) -> None:
     """Ours and Hugging Face's, each in random chunks of its own; states written before or after."""
     rng, ours = Random(seed), Ours(layer, seed=seed)
@@ -224,13 +211,6 @@ def test_random_chunks(layer: Layer, seed: int) -> None:
         )
     cuts = [sorted(rng.sample(range(1, n), min(5, n - 1))) for n in LENGTHS]
     assert_alike(ours, layer, cuts)
-
-
-def test_their_angles_are_those_of_our_table(layer: Layer) -> None:
-    """Hugging Face's are products in float32, which are off by 2^-24 of 300 rad."""
-    table = ops.rope_cos_sin_cache(max(LENGTHS), theta=160000.0, scaling=ops.YarnScaling())
-    angles = layer.weights()["cos_sin_cache"]
-    torch.testing.assert_close(table, angles, rtol=0, atol=4e-5)
 
 
 def test_quantised_scores_drift_by_a_few_percent(layer: Layer) -> None:

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.compiler.config as compiler_config
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 from dsv4_ops.integrations.transformers.compile_cache import kernel_files
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import PartsFile
 from dsv4_ops.lowering import _compat

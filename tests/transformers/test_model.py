@@ -7,8 +7,6 @@ from random import Random
 import pytest
 import torch
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.integrations.transformers.steps import step as step_module
@@ -26,12 +24,6 @@ from tests.support.hf_models import (
 )
 
 CLOSE = 1e-4  # logits have a standard deviation of one
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def test_prefill_then_decodes_as_hugging_face_calls_it():

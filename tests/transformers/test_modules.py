@@ -7,9 +7,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
@@ -48,12 +45,6 @@ SKIPPED = [
     "self_attn.compressor.indexer.scorer",
     "self_attn.compressor.indexer.rotary_emb",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 class LoraLinear(nn.Module):

@@ -1,5 +1,6 @@
 """The draft layer of a checkpoint: loaded by name, and equal to its formula."""
 
+import itertools
 import json
 
 import pytest
@@ -8,7 +9,6 @@ from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 
 from dsv4_ops.checkpoint.headers import CONFIG as CONFIG_FILE, INDEX
@@ -24,12 +24,6 @@ from tests.oracles.mtp import MtpOracle, float32_model
 CONFIG = {**TINY, "vocab_size": 3, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
 PROMPTS = (120, 3, 61)
 NEW = 20  # past position 128, and every position mod 4
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -394,16 +388,14 @@ def test_weights_by_their_names_in_the_files(path, model):
 
 
 def test_a_step_is_one_graph(model, text):
-    torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(v4.speculative_step, backend=counter, fullgraph=True)
-    eager = [found for _, found in speculate(model, text, 2)]
-    for want, (_, found) in zip(eager, speculate(model, text, 2, compiled), strict=True):
+    pairs = zip(speculate(model, text, 2), speculate(model, text, 2, compiled), strict=True)
+    for (_, want), (_, found) in itertools.islice(pairs, 5):
         assert torch.equal(found.tokens, want.tokens)
         assert torch.equal(found.batch.tokens, want.batch.tokens)
         assert torch.equal(found.batch.seq_lens, want.batch.seq_lens)
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 class Step(torch.nn.Module):
@@ -417,6 +409,7 @@ class Step(torch.nn.Module):
         return v4.speculative_step(self.model, *pytree.tree_unflatten(flat, self.structure))[:3]
 
 
+@pytest.mark.nightly("the same step is one graph; test_dynamo.py exports one without drafts")
 def test_a_step_can_be_exported(model, text):
     cache, other = new_cache(model, 1), new_cache(model, 1)
     found = [

@@ -6,11 +6,8 @@ from types import MethodType
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
-
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 import transformers
+from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
@@ -19,12 +16,6 @@ from tests.support.hf_models import expected, new_cache, stock, text
 
 CLOSE = 1e-5
 LENGTH = 12
-
-
-@pytest.fixture
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 def ids(rows=2):
@@ -49,21 +40,7 @@ def same(one, other):
 # Patching
 
 
-@pytest.mark.parametrize("precision", ["reference", "serve"])
-def test_a_state_dict_does_not_change(precision):
-    model = small_model()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    names = [name for name, _ in model.named_modules()]
-    kinds = [type(module) for module in model.modules()]
-    v4.patch(model, precision=precision)
-    assert same(before, model.state_dict())
-    assert [name for name, _ in model.named_modules()] == names
-    assert [type(module) for module in model.modules()] == kinds
-    v4.unpatch(model)
-    assert same(before, model.state_dict())
-
-
-def test_save_and_load(tmp_path, no_grad):
+def test_save_and_load(tmp_path):
     """A patched model is saved as any other is; what is loaded is not patched."""
     model = patched()
     model.save_pretrained(tmp_path)
@@ -79,7 +56,7 @@ def test_save_and_load(tmp_path, no_grad):
     torch.testing.assert_close(got, expected()[:2, :LENGTH], rtol=0, atol=CLOSE)
 
 
-def test_a_copy_runs_its_own_weights(no_grad):
+def test_a_copy_runs_its_own_weights():
     model = patched()
     copy = deepcopy(model)
     for weight in model.parameters():
@@ -94,7 +71,7 @@ def test_a_copy_runs_its_own_weights(no_grad):
     assert v4.unpatch(model) is model  # the copy's undoing left it alone
 
 
-def test_a_forward_that_an_instance_had_before(no_grad):
+def test_a_forward_that_an_instance_had_before():
     """Other tools replace forwards on instances too: hf still run, in copies as well."""
     model, calls = small_model(), []
 
@@ -115,20 +92,26 @@ def test_a_forward_that_an_instance_had_before(no_grad):
 
 @pytest.mark.parametrize("precision", ["reference", "serve"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unpatching_gives_the_same_bits(precision, dtype, no_grad):
+def test_unpatching_gives_the_same_bits(precision, dtype):
+    """And the same state dict, which patch leaves as it is too, as it does the modules."""
     model = small_model(dtype=dtype)
     before = model(ids()).logits
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    kinds = [(name, type(module)) for name, module in model.named_modules()]
     assert v4.patch(model, precision=precision) is model
+    assert same(state, model.state_dict())
+    assert [(name, type(module)) for name, module in model.named_modules()] == kinds
     model(ids(), cache=cache_of(model))
     assert v4.unpatch(model) is model
     assert torch.equal(model(ids()).logits, before)
+    assert same(state, model.state_dict())
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
 
 
 @pytest.mark.parametrize("cache", ["none", "dynamic", "use_cache"])
 @pytest.mark.parametrize("precision", ["reference", "serve"])
-def test_calls_without_our_cache(cache, precision, no_grad):
+def test_calls_without_our_cache(cache, precision):
     model, tokens = patched(precision=precision), text()[:2, :140]
     if cache == "none":
         got = model(tokens, use_cache=False).logits
@@ -297,7 +280,7 @@ def test_what_patch_refuses(case):
     assert [dict(vars(module)) for module in modules] == before
 
 
-def test_an_unpatched_model_is_refused(no_grad):
+def test_an_unpatched_model_is_refused():
     model = small_model()
     with pytest.raises(ValueError, match="be patched") as raised:
         v4.unpatch(model)
@@ -325,7 +308,7 @@ def test_an_unpatched_model_is_refused(no_grad):
     assert not cache.seq_lens.any()
 
 
-def test_a_head_dim_that_fp8_does_not_have(no_grad):
+def test_a_head_dim_that_fp8_does_not_have():
     model = small_model(head_dim=128)
     want = model(ids()).logits
     v4.patch(model, kv="fp32", precision="reference")
@@ -339,6 +322,7 @@ def test_a_head_dim_that_fp8_does_not_have(no_grad):
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision", ["reference", "serve"])
+@torch.enable_grad()
 def test_gradients_are_hugging_faces(precision, checkpointing):
     grads = []
     for settings in (None, {"kv": "fp32", "precision": precision}):
@@ -355,6 +339,7 @@ def test_gradients_are_hugging_faces(precision, checkpointing):
         torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+@torch.enable_grad()
 def test_weights_that_require_gradients_run_from_our_cache():
     """In training mode too, and outside of ``no_grad``."""
     model = patched().requires_grad_(True).train()

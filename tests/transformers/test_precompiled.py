@@ -10,8 +10,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 from dsv4_ops.integrations.transformers import patch
 from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
@@ -157,7 +155,6 @@ def numbered(block, x):
     return x + block.layer_idx
 
 
-@torch.no_grad()
 def test_a_part_is_loaded_without_a_trace(tmp_path):
     """It is for every layer of the kind: weights are read from its argument."""
     blocks, x = [Block(index) for index in range(2)], torch.randn(3, 4)
@@ -179,7 +176,6 @@ def test_a_part_is_loaded_without_a_trace(tmp_path):
     assert PartsFile(tmp_path / "step.cache", other).find("a part") is None
 
 
-@torch.no_grad()
 def test_a_part_brings_no_kernels_for_other_graphs(monkeypatch):
     """A trace finds kernels by numbers that are of its process."""
     table, other = {0: scaled}, {0: numbered}
@@ -192,7 +188,6 @@ def test_a_part_brings_no_kernels_for_other_graphs(monkeypatch):
     assert other == {0: numbered}
 
 
-@torch.no_grad()
 def test_a_part_that_reads_which_layer_it_is_is_not_kept():
     assert compiled(numbered, (Block(), torch.ones(3)), SETTINGS) is None
 
@@ -201,7 +196,6 @@ def asking(block, x):
     return x + 1 if own_forward(block) is None else x
 
 
-@torch.no_grad()
 def test_a_part_that_asks_for_a_replaced_forward_is_kept():
     """``with_methods`` tells what there was before, which is not of one layer alone."""
     replaced, own = Block(), Block()
@@ -214,7 +208,6 @@ def test_a_part_that_asks_for_a_replaced_forward_is_kept():
         assert torch.equal(part(block, x), expected)
 
 
-@torch.no_grad()
 def test_a_part_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
     """Even if they are of a package that no description names."""
     source = tmp_path / "inlined_by_a_part.py"

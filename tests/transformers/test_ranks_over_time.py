@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.support.hf_models import padded_to
 from tests.support.ranks import run_ranks
 from tests.support.selected_rows import SelectedRows
-from tests.transformers.test_context_parallel import padded_to
 
 CLOSE, ROWS, TOKENS, TOPK = 1e-5, 3, 64, 4
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}

@@ -6,11 +6,8 @@ from functools import lru_cache, partial
 
 import pytest
 import torch
-from torch.nn.functional import linear
-
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 import transformers
+from torch.nn.functional import linear
 
 import dsv4_ops
 from dsv4_ops.integrations import transformers as v4
@@ -32,12 +29,6 @@ FORCED = {
 }
 OFF = asdict(v4.Recipe.reference())
 PRECISIONS = [name for name in OFF if name.endswith("float32")]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def ids():

@@ -19,10 +19,9 @@ from transformers.distributed import DistributedConfig
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import head_plan, small_mla_model, small_model
-from tests.support.hf_models import Engine
+from tests.support.hf_models import Engine, padded_to
 from tests.support.ranks import run_ranks
 from tests.support.selected_rows import SelectedRows
-from tests.transformers.test_context_parallel import padded_to
 
 CLOSE, LENGTHS, REQUESTS, TOPK = 1e-5, (75, 40), 2, 4
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
@@ -114,6 +113,10 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
             rule = "model must be whole on every rank, got 'model.embed_tokens.weight'"
             with pytest.raises(NotImplementedError, match=f"^export_decode: {rule}.*DTensor"):
                 v4.export_decode(model, engine.cache, path="split.pt2")
+            sizes = {"max_batch_size": REQUESTS, "max_cache_len": 1024}
+            part, of_one = (v4.PagedCache.for_model(m, **sizes).memory() for m in (model, stock))
+            for name in ("compressed", "indexer") if family == "v4" else ("latents",):
+                assert world * part[name] == of_one[name]
         if family == "v4":
             with pytest.raises(NotImplementedError, match=r"^model: cache must be a PagedCache"):
                 model(text())

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-
 import transformers
+from torch import nn
 
 import dsv4_ops
 from dsv4_ops.integrations import transformers as v4
@@ -27,17 +24,10 @@ FAMILIES = {
     "v3": functools.partial(small_mla_model, num_hidden_layers=2),
 }
 """Models of few layers, whose steps compile in seconds."""
+V4_AND_NIGHTLY_V3 = ["v4", pytest.param("v3", marks=pytest.mark.nightly("the same of V4"))]
 LENGTH, CLOSE = 24, 1e-4
 SETTINGS = {"kv": "fp32", "precision": "reference"}
 STATE = "must be Hugging Face's own as patch saw it, without hooks, as ops do its work"
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def modelling(model):
@@ -67,14 +57,16 @@ def stock_logits(model):
 
 
 def steps(model):
-    """A decode step by each way, as functions without arguments."""
-    return {
-        "eager": lambda: last_logits(model),
-        "compiled": lambda: last_logits(model, fullgraph=True),
-    }
+    """A decode step, eager and compiled, as functions without arguments."""
+    return (lambda: last_logits(model)), (lambda: last_logits(model, fullgraph=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def check_steps(model, want, atol=CLOSE):
+    for logits in steps(model):
+        torch.testing.assert_close(logits(), want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("family", V4_AND_NIGHTLY_V3)
 def test_names_that_a_tracer_shows_do_not_count(family, monkeypatch):
     """Dynamo of torch 2.15 shows the wrapper's names where a forward is decorated."""
     model = FAMILIES[family]()
@@ -85,28 +77,16 @@ def test_names_that_a_tracer_shows_do_not_count(family, monkeypatch):
         if forward is not None and kind.__module__.startswith("transformers."):
             for name in ("__module__", "__qualname__", "__name__"):
                 monkeypatch.setattr(forward, name, "transformers.utils.deprecation")
-    for logits in steps(model).values():
-        torch.testing.assert_close(logits(), want, rtol=0, atol=CLOSE)
+    check_steps(model, want)
 
 
-def compile_whole(model):
-    step = v4.compile_step(model, mode="whole", backend="eager")
-    return last_logits(model, step=lambda _, *rest: step(*rest))
-
-
-def compile_regional(model):
-    step = v4.compile_step(model, mode="regional", backend="eager")
-    return last_logits(model, step=lambda _, *rest: step(*rest))
-
-
-def export(model, strict):
-    """By the module behind ``export_decode``."""
+def exported(model):
+    """Strictly, by the module behind ``export_decode``."""
     cache = cache_of(model)
 
     def step(_, batch, tensors):
-        program = torch.export.export(
-            DecodeModule(model, cache), v4.decode_inputs(batch, cache), strict=strict
-        )
+        inputs = v4.decode_inputs(batch, cache)
+        program = torch.export.export(DecodeModule(model, cache), inputs, strict=True)
         return program.module()(*v4.decode_inputs(batch, cache))
 
     return last_logits(model, step, cache)
@@ -123,31 +103,14 @@ def explained(model):
     return last_logits(model, step=step)
 
 
-def called(model):
-    """The compiled model, as Hugging Face calls it."""
-    cache = cache_of(model)
-    model(text()[:2, : LENGTH - 1], cache=cache)
-    step = torch.compile(model, fullgraph=True, backend="eager")
-    return step(text()[:2, LENGTH - 1 : LENGTH], cache=cache).logits[:, -1]
-
-
-WAYS = {
-    "compile_step_whole": compile_whole,
-    "compile_step_regional": compile_regional,
-    "export_strict": functools.partial(export, strict=True),
-    "export": functools.partial(export, strict=False),
-    "explain": explained,
-    "model": called,
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_into_a_trace(way, family):
+@pytest.mark.parametrize("family", V4_AND_NIGHTLY_V3)
+@pytest.mark.parametrize("way", [exported, explained])
+def test_other_ways_into_a_trace(way, family):
+    """test_compile_step.py and test_dynamo.py have those that users take."""
     model = FAMILIES[family]()
     want = stock_logits(model)
     v4.patch(model, **SETTINGS)
-    torch.testing.assert_close(WAYS[way](model), want, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(way(model), want, rtol=0, atol=CLOSE)
 
 
 def test_no_trace_reads_a_name_or_a_functions_identity():
@@ -222,10 +185,10 @@ def doubled(forward):
     return wrapper
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(("family", "first"), [("v4", True), ("v3", False)])
 def test_a_wrapper_around_an_instances_forward_runs(family, first):
-    """In both orders, of a module that steps call."""
+    """Of a module that steps call, put on before patch or after it; test_modules.py has both
+    orders of eager steps."""
     stock = FAMILIES[family]()
     plain = stock_logits(stock)
     model = FAMILIES[family]()
@@ -239,12 +202,10 @@ def test_a_wrapper_around_an_instances_forward_runs(family, first):
         v4.patch(model, **SETTINGS)
     want = stock_logits(stock)
     assert (want - plain).abs().max() > 0.05
-    for logits in steps(model).values():
-        torch.testing.assert_close(logits(), want, rtol=0, atol=CLOSE)
+    check_steps(model, want)
 
 
-@pytest.mark.parametrize("precision", ["reference", "serve"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "precision"), [("v4", "reference"), ("v3", "serve")])
 def test_a_wrapper_around_a_classes_forward_runs(family, precision, monkeypatch):
     """Of a module that steps call, put on before patch; functools.wraps copies its names."""
     model = FAMILIES[family]()
@@ -254,12 +215,12 @@ def test_a_wrapper_around_a_classes_forward_runs(family, precision, monkeypatch)
     want = stock_logits(model)
     assert (want - plain).abs().max() > 0.05
     v4.patch(model, kv="fp32", precision=precision)
-    for way, logits in steps(model).items():
-        if family == "v4":  # its kv_norm is inside the compressor, which ops stand for
-            with pytest.raises(Exception, match=r"compressor\.kv_norm must be Hugging Face's own"):
-                logits()
-        else:
-            torch.testing.assert_close(logits(), want, rtol=0, atol=5e-4, msg=way)
+    if family == "v3":
+        check_steps(model, want, 5e-4)
+        return
+    for logits in steps(model):  # its kv_norm is inside the compressor, which ops stand for
+        with pytest.raises(Exception, match=r"compressor\.kv_norm must be Hugging Face's own"):
+            logits()
 
 
 def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
@@ -270,7 +231,7 @@ def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
     monkeypatch.setattr(kind, "forward", doubled(kind.forward))
     v4.patch(before, **SETTINGS)
     name = f"model.layers.0.self_attn.compressor {STATE}, got"
-    for logits in steps(before).values():
+    for logits in steps(before):
         with pytest.raises(Exception, match=f"{name} {compressor}"):
             logits()
     with pytest.raises(NotImplementedError, match=f"^prefill_step: {name} another forward of its"):
@@ -278,7 +239,7 @@ def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family", ["v4", pytest.param("v3", marks=pytest.mark.nightly("the same of V4"))]
+    "family", ["v3", pytest.param("v4", marks=pytest.mark.nightly("the same of V3"))]
 )
 def test_disabled_modules_run_outside_the_graph(family):
     """With torch._dynamo.disable around an instance's forward, or around a class that ops stand
@@ -298,8 +259,7 @@ def test_a_class_that_ops_stand_for_may_be_disabled(monkeypatch):
     kind = modelling(model).DeepseekV4CSACompressor
     monkeypatch.setattr(kind, "forward", torch._dynamo.disable(kind.forward))
     v4.patch(model, **SETTINGS)
-    for logits in steps(model).values():
-        torch.testing.assert_close(logits(), want, rtol=0, atol=CLOSE)
+    check_steps(model, want)
 
 
 @pytest.mark.parametrize(
@@ -378,27 +338,26 @@ def test_a_hook_derived_from_accelerates_is_refused(family):
         last_logits(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_adapters_of_peft_compile(family, first):
+def test_adapters_of_peft_compile(first):
+    """Of V3; test_compile_step.py has V4 with an adapter."""
     peft = pytest.importorskip("peft", reason="needs peft")
     settings = peft.LoraConfig(
         r=4, target_modules=r".*\.(q_b_proj|o_proj|o_b_proj)|lm_head", init_lora_weights=False
     )
     torch.manual_seed(0)
-    stock = FAMILIES[family]()
+    stock = FAMILIES["v3"]()
     plain = stock_logits(stock)
     want = stock_logits(peft.get_peft_model(stock, settings).eval())
     assert (want - plain).abs().max() > 0.1
     torch.manual_seed(0)
-    model = FAMILIES[family]()
+    model = FAMILIES["v3"]()
     if not first:
         v4.patch(model, **SETTINGS)
     model = peft.get_peft_model(model, settings).eval().get_base_model()
     if first:
         v4.patch(model, **SETTINGS)
-    for logits in steps(model).values():
-        torch.testing.assert_close(logits(), want, rtol=0, atol=2 * CLOSE)
+    check_steps(model, want, 2 * CLOSE)
 
 
 # Layers that patch did not see
