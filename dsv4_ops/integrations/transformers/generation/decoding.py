@@ -204,7 +204,8 @@ class Texts:
         self.eos = torch.cat([each.flatten().to(device) for each in ends]) if ends else None
         pad = config._pad_token_tensor
         self.pad = None if pad is None else pad.to(device)
-        self.ids = prompts[:, :1].repeat(1, columns + max(self.max_new, 1))
+        first = prompts[:, :1].to(torch.int64)  # as Hugging Face's ids of int32 become
+        self.ids = first.repeat(1, columns + max(self.max_new, 1))
         self.ids[:, :columns] = prompts
         self.length = torch.tensor(columns, device=device)
         self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
@@ -243,7 +244,7 @@ class Texts:
         self.seq_lens += stored.to(torch.int32)
         tokens = self.ids.index_select(1, (self.length - 1)[None]).flatten()
         lens = torch.where(stored, self.seq_lens, 0)
-        return StepBatch(tokens.to(torch.int64), self._starts, lens, self._rows)
+        return StepBatch(tokens, self._starts, lens, self._rows)
 
     def _append(self, logits: Tensor) -> None:
         """Choose a token of each text, unless all texts have ended."""
