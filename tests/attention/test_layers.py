@@ -148,14 +148,6 @@ def test_any_cut_into_steps_gives_the_same(kind: str, spec: LayerSpec, budget: f
 
 
 @each_kind
-def test_token_by_token(kind: str) -> None:
-    layer, inputs, whole = in_one_pass(kind, SPEC)
-    outputs = in_chunks(layer, inputs[:2], [[30, *[1] * 15], [*[1] * 12, 20, 1]])
-    for out, expected in zip(outputs, whole, strict=False):
-        assert_close(out, expected[: len(out)], 0.01)
-
-
-@each_kind
 @each_precision
 @pytest.mark.parametrize("cuts", [[[LENGTH]] * 3, [[30, 5, 1, 9], [2, 20, 23], [1, 44]]])
 def test_the_schedule_of_prefills_changes_only_rounding(

@@ -237,16 +237,8 @@ def test_prefill_metadata_against_the_oracle(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "build",
-    [
-        decode,
-        pytest.param(
-            prefill, marks=pytest.mark.nightly("decodes; test_contract.py compiles the ops of both")
-        ),
-    ],
-    ids=lambda build: build.__name__,
-)
+@pytest.mark.nightly("test_contract.py compiles their ops, test_compiled_layers.py whole layers")
+@pytest.mark.parametrize("build", [decode, prefill])
 def test_one_graph_without_opaque_calls_or_recompiles(build):
     """50 random batches of changing size through one compiled callable; its graph names no op of
     ours."""

@@ -20,7 +20,7 @@ from dsv4_ops.attention import (
     mla_layer,
 )
 from dsv4_ops.dispatch import choice, limits
-from dsv4_ops.ops.mla import split_kv_b_proj
+from tests.attention.test_mla_layers import run
 from tests.helpers import i32
 from tests.support.layers import (
     KINDS,
@@ -44,10 +44,6 @@ def refused_by(error: Exception, *names: str) -> str:
     assert " must " in rest, error
     assert ", got " in rest, error
     return " ".join((op, rest.partition(" must ")[0]))
-
-
-def bytes_of(caches: list[Tensor]) -> list[Tensor]:
-    return [cache.contiguous().view(torch.uint8).clone() for cache in caches]
 
 
 # Layers of DeepSeek-V4
@@ -121,8 +117,6 @@ def test_every_layer_of_v4_is_right_or_refused(kind: str) -> None:
 HEADS, NOPE, VALUE, BLOCK = 2, 4, 3, 4
 SIZES = {"plain": (16, 4), "mla_fp8": (12, 4), "mla_ds_fp8": (512, 64)}
 """Values of the latent and rotated ones."""
-STEPS = ([7, 5, 0], [1, 3, 6], [4, 1, 1])
-"""Tokens of three requests in each step, some of which have a context."""
 DENSE: dict[str, tuple[Any, ...]] = {
     "dtype": (BF16, F32, torch.float16),
     "layout": tuple(SIZES),
@@ -143,72 +137,12 @@ def dense_spec(**chosen: Any) -> MlaSpec:
     return MlaSpec(softmax_scale=(NOPE + rope) ** -0.5, **{**sizes, **chosen})
 
 
-class Dense:
-    """Three requests of a dense layer, and their attention in float64."""
-
-    def __init__(self, spec: MlaSpec) -> None:
-        made = torch.Generator().manual_seed(2)
-        rank, rope, total = spec.kv_lora_rank, spec.qk_rope_head_dim, 13
-
-        def rows(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=made).to(spec.dtype)
-
-        self.tokens = [
-            MlaInputs(rows(total, HEADS, NOPE + rope), rows(total, rank), rows(total, rope))
-            for _ in STEPS[0]
-        ]
-        weight = rows(HEADS * (NOPE + VALUE), rank) * rank**-0.5
-        halves = split_kv_b_proj(weight, num_heads=HEADS, qk_nope_head_dim=NOPE, v_head_dim=VALUE)
-        table = torch.tensor([1.0] * (rope // 2) + [0.0] * (rope // 2)).repeat(total, 1)
-        self.weights = MlaWeights(table, *halves, weight)  # no angle: RoPE has tests of its own
-        self.want = [self._attention(spec, each, weight.to(F64)) for each in self.tokens]
-
-    def _attention(self, spec: MlaSpec, tokens: MlaInputs, weight: Tensor) -> Tensor:
-        q, kv_c, k_pe = (each.to(F64) for each in vars(tokens).values())
-        expanded = (kv_c @ weight.T).unflatten(-1, (HEADS, -1))
-        shared = k_pe[:, None].expand(-1, HEADS, -1)
-        keys = torch.cat((expanded[..., :NOPE], shared), -1)
-        logits = torch.einsum("qhd,khd->hqk", q, keys) * spec.softmax_scale
-        future = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1)
-        weights = logits.masked_fill(future, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, expanded[..., NOPE:]).flatten(1)
-
-    def run(self, spec: MlaSpec, cache: MlaCache) -> float:
-        """Error of all steps, relative to the outputs."""
-        done, errors, table = [0] * len(self.tokens), [], torch.arange(12).view(3, 4).flip(1).int()
-        for counts in STEPS:
-            order = sorted(range(3), key=lambda request: counts[request] > spec.next_n)
-            ends = [done[each] + counts[each] for each in order]
-            parts = [
-                [
-                    getattr(self.tokens[each], name)[done[each] : end]
-                    for name in ("q", "kv_c", "k_pe")
-                ]
-                for each, end in zip(order, ends, strict=True)
-            ]
-            starts = torch.tensor([0, *(counts[each] for each in order)]).cumsum(0).int()
-            step = build_mla_step(spec, starts, i32(ends), table[order], num_tokens=sum(counts))
-            inputs = MlaInputs(*(torch.cat(each) for each in zip(*parts, strict=True)))
-            scale = None if spec.query is None else torch.full((1,), 2.0**-4)
-            weights = replace(self.weights, q_scale=scale)
-            out = mla_layer(spec, inputs, weights, cache, step).to(F64)
-            for each, end, found in zip(
-                order, ends, out.split(starts.diff().tolist()), strict=True
-            ):
-                errors.append(found - self.want[each][done[each] : end])
-                done[each] = end
-        assert done == [12, 9, 7]
-        want = torch.cat([each[:end] for each, end in zip(self.want, done, strict=True)])
-        return float(torch.cat(errors).square().mean().sqrt() / want.square().mean().sqrt())
-
-
 BUDGETS = {("plain", F32): 2e-6, ("plain", BF16): 0.012}
 """Of codes 0.06, of queries in codes too 0.09; ``test_mla_layers.py`` has V3's sizes."""
 
 
 def test_every_dense_layer_is_right_or_refused() -> None:
     outcomes: Counter[str] = Counter()
-    layers: dict[Any, Dense] = {}
     for values in product(*DENSE.values()):
         chosen = dict(zip(DENSE, values, strict=True))
         try:
@@ -216,17 +150,15 @@ def test_every_dense_layer_is_right_or_refused() -> None:
         except (ValueError, TypeError, NotImplementedError) as error:
             outcomes[refused_by(error, "MlaSpec")] += 1
             continue
-        layer = layers.setdefault((spec.dtype, spec.layout), None) or Dense(spec)
-        layers[spec.dtype, spec.layout] = layer
-        cache = MlaCache.allocate(spec, 12)
-        cache.kv.view(torch.uint8).fill_(0x7F)
-        before = bytes_of([cache.kv])
+        cache = MlaCache.allocate(spec, 20)
         try:
-            error = layer.run(spec, cache)
+            errors, want = run(spec, 2, 7, cache)
         except RuntimeError as refused:
             outcomes[refused_by(refused, "mla_layer")] += 1
-            assert torch.equal(*before, *bytes_of([cache.kv])), chosen
+            unwritten = cache.kv.isnan() if spec.layout == "plain" else cache.kv == 0x7F
+            assert unwritten.all(), chosen
             continue
+        error = float(errors.square().mean().sqrt() / want.square().mean().sqrt())
         budget = BUDGETS.get((spec.layout, spec.dtype), 0.06 if spec.query is None else 0.09)
         assert budget / 40 < error < budget, (chosen, error)
         outcomes["right"] += 1
@@ -303,13 +235,18 @@ def test_what_only_a_step_shows_is_refused_before_the_insert(
     runs on GPUs only."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_size": 64}
     spec = dense_spec(layout="plain", dtype=BF16, **sizes)
-    layer, cache = Dense(spec), MlaCache.allocate(spec, 1)
-    inputs = MlaInputs(*(each[:2] for each in vars(layer.tokens[0]).values()))
+    cache, rank, rope = MlaCache.allocate(spec, 1), spec.kv_lora_rank, spec.qk_rope_head_dim
+    shapes = (2, HEADS, NOPE + rope), (2, rank), (2, rope)
+    inputs = MlaInputs(*(torch.ones(shape, dtype=BF16) for shape in shapes))
+    halves = (
+        torch.ones(shape, dtype=BF16) for shape in ((HEADS, NOPE, rank), (HEADS, rank, VALUE))
+    )
+    weights = MlaWeights(torch.ones(2, rope), *halves)
     step = build_mla_step(spec, i32([0, 2]), i32([2]), i32([[0]]), num_tokens=2)
 
     def refusal_of(changed: MlaSpec) -> str:
         with pytest.raises((NotImplementedError, RuntimeError, ValueError)) as caught:
-            mla_layer(changed, inputs, layer.weights, cache, step)
+            mla_layer(changed, inputs, weights, cache, step)
         assert not cache.kv.any()
         return str(caught.value)
 
