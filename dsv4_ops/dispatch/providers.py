@@ -61,7 +61,6 @@ def flash_mla_plan(
     Make the plan once per batch size, outside of compiled code, and pass it to
     ``sparse_mla_decode`` in all layers and steps. For ``sparse_mla_decode_paged``, ``extra_width``
     is max_blocks * extra_block_size.
-    where lists are much shorter than their width: FlashMLA then looks at every entry.
 
     Args:
         num_tokens: Number of tokens, 1 to 8192.

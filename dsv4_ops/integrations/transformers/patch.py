@@ -57,8 +57,6 @@ def patch(
     scales that are missing, transposed or negative. Experts in bfloat16 on a GPU run ``experts``
     too, unless a gradient is needed, ``set_experts_implementation`` chose another implementation,
     or the mean number of rows per expert exceeds 256.
-    where no gradient is wanted, ``set_experts_implementation`` chose no other, and an expert has at
-    most 256 rows on average.
 
     Args:
         model: The model, which ``patch`` changes.
@@ -89,7 +87,6 @@ def patch(
             scale per layer, the buffer ``dsv4_ops_q_scale`` of its attention, which is 1 until you
             fill it. Ranks gather half the bytes, but results are less exact and steps not faster.
             None keeps queries in bfloat16.
-            in bfloat16.
 
     Returns:
         ``model``.

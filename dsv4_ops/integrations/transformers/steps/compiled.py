@@ -90,7 +90,6 @@ def compile_step(
             requests, and all cache sizes. On CUDA, our ops then stay calls in the graph, which
             choose tiles by the real sizes as in eager mode: capture the step in CUDA graphs to hide
             their host time.
-            step in CUDA graphs, where their host time does not count.
 
     Returns:
         A function of the batch, the cache, and the keyword arguments of ``step``, with the results
