@@ -36,6 +36,9 @@ class Recipe:
         logits_float32: Compute logits in float32.
         shared_expert_clamp: Clamp shared experts like routed ones, as do Hugging Face and one of
             the two public copies of the official code.
+        activations: Activations of quantised linear layers: "bf16", or "fp8" in blocks of 128.
+        activation_scale: Scales of FP8 activations: "pow2" (official) or "float32" (Hugging Face).
+        expert_activations: Activations of quantised experts: "bf16" or "fp8".
     """
 
     norms_float32: bool

@@ -369,11 +369,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         Returns:
             "window": window keys; grows with ``max_batch_size`` and ``max_chunk``. "compressed" and
             "indexer": compressed keys and indexer keys; grow with ``num_blocks``. "states":
-            compressor
-            states; grows with ``max_batch_size``. DeepSeek-V3 and V2 have "latents" in place of
-            these.
-            "draft": window keys of the draft layer, if there is one. "tables": RoPE tables, block
-            tables, lengths.
+            compressor states; grows with ``max_batch_size``. DeepSeek-V3 and V2 have "latents" in
+            place of these. "draft": window keys of the draft layer, if there is one. "tables": RoPE
+            tables, block tables, lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config

@@ -32,9 +32,8 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
     On a GPU, ``from_pretrained(path)`` of the model's class gives the same model. This function
     also loads
 
-    - on a CPU, where Hugging Face dequantises V4 and fails for V3, because ``kv_a_proj_with_mqa``
-    ends
-      within a block of 128 rows;
+    - on a CPU, where Hugging Face dequantises V4 and fails for V3, whose ``kv_a_proj_with_mqa``
+      ends within a block of 128 rows;
     - without accelerate;
     - from a config without the dtype of the experts (V4-Pro's).
 

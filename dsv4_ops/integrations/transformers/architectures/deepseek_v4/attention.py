@@ -62,8 +62,7 @@ def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
     """Whether the kernel that groups the input of ``projection`` can quantise it too.
 
     The codes are the same, except in blocks with amax below 1e-4, whose scales are smaller. A
-    decode
-    step groups in the attention kernel, so it would save no pass over the input.
+    decode step groups in the attention kernel, so it would save no pass over the input.
     """
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16

@@ -36,8 +36,8 @@ class RingSpec(ModelSpec):
         """Blocks per row of the rings of window keys and compressor states.
 
         A chunk is stored before its first token reads its window, so the window ring holds both.
-        The
-        states are read before the step overwrites them, so their rings store the last states only.
+        The states are read before the step overwrites them, so their rings store the last states
+        only.
         """
         layers, attention = self.layers, self.layers.attention
         spans = {"swa": (max_chunk + attention.window_size - 1, attention.swa_block_size)}

@@ -98,8 +98,7 @@ def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | 
     """Return the first pair whose frequency differs from ours by more than rounding.
 
     Hugging Face computes in float32: the power amplifies the rounding of its exponent, and YaRN
-    that
-    of 1 - ramp. The whole model may also have been cast.
+    that of 1 - ramp. The whole model may also have been cast.
     """
     yarn = layers.yarn if label == "compress" else None
     theta = layers.rope_theta if label == "main" else layers.compress_rope_theta
