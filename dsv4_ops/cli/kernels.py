@@ -63,7 +63,7 @@ class KernelReport:
         kernel: Name of the kernel.
         warps: Warps per program.
         registers: Registers per thread.
-        spills: Bytes stored to and loaded from spilled registers, per thread.
+        spills: Bytes of spill stores and spill loads per thread.
         shared: Bytes of shared memory per program.
     """
 
@@ -494,7 +494,7 @@ def report(capability: int = 90, progress: Callable[[str], object] = str) -> lis
 def launches(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
 ) -> list[_Launch]:
-    """Return the launches common to all GPUs, then those of capability ``where`` alone, with other
+    """Return the launches on any GPU, then those that a GPU of capability ``where`` has with other
     kernels or constants."""
     anywhere = recorded(op, args, settings)
     all_launches = [(each.kernel, each.kwargs) for each in anywhere]

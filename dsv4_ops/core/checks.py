@@ -229,7 +229,7 @@ class Checks:
             )
 
     def equal(self, name: str, value: int, required: int, partner: str) -> None:
-        """Check that ``value`` is the ``required`` one, as ``partner`` takes no other."""
+        """Check that ``value`` is ``required``, the only value that ``partner`` supports."""
         if value != required:
             raise self.error(
                 name,

@@ -118,7 +118,7 @@ def plan_prefill_chunks(
         ``(requests, queries)`` slices, one pair per chunk.
 
     Raises:
-        ValueError: lengths that are negative or of different number, or a budget out of range.
+        ValueError: a negative length, two lists of different size, or a budget out of range.
         TypeError: a length or a budget that is not an int.
 
     Example:

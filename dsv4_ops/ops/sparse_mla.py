@@ -419,7 +419,7 @@ def sparse_mla_decode(
             ``swa_indices_and_lens`` gives them. Slots that do not exist are skipped.
         swa_lens: Number of valid leading entries of ``swa_indices``, [num_tokens], int32.
         extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for a
-            layer with only a window, and then neither of the next two.
+            layer with only a window; the next two are then None too.
         extra_indices: Slots of the selected rows, [num_tokens, extra_width], int32, as
             ``indexer_select`` with ``slots`` and ``global_topk_indices_and_lens`` give them.
         extra_lens: Number of valid leading entries of ``extra_indices``, [num_tokens], int32.
@@ -756,7 +756,7 @@ def sparse_mla_prefill(
         swa_block_table: Physical block of every (request, logical block) of the window cache,
             [num_reqs, max_swa_blocks], int32. Blocks before the window may be missing.
         extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for a
-            layer with only a window, and then neither of the next two.
+            layer with only a window; the next two are then None too.
         extra_block_table: Physical block of every (request, logical block) of it, [num_reqs,
             max_extra_blocks], int32.
         topk_indices: Rows of its request that a token attends to, [num_tokens, topk], int32, as

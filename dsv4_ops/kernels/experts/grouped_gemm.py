@@ -503,7 +503,7 @@ def experts(
         {"LIMIT": float(swiglu_limit), "SIZE": size, "WIDTH": width},
         bits, blocks, (masked, step), tiles,
     )  # fmt: skip
-    # FP8 activations have 4 significant bits: the 8 of bf16 are enough for products to be added
+    # FP8 activations have 4 significant bits, so products may be rounded to bf16 before their sum
     dtype = torch.bfloat16 if blocks.codes else torch.float32
     out = x.new_empty((num_rows, width), dtype=dtype)
     tiles = triton.cdiv(width, weight_rows)

@@ -119,9 +119,10 @@ def list_rows_kernel(
 def gather_rows(
     launch: Launcher, call: Prefill, sink: torch.Tensor | None, multiple: int, enabled: int = 1
 ) -> Rows:
-    """Run ``reference.bf16_workspace.gather_rows`` as two kernels and a gather per cache; workspace
-    rows that no token sees are not initialised. ``enabled`` is 1 or 0, possibly a symbol: with 0
-    nothing is launched, and rows and lists have no memory."""
+    """Run ``reference.bf16_workspace.gather_rows`` as two kernels and a gather per cache.
+
+    Workspace rows that no token sees are not initialised. ``enabled`` is 1 or 0, or a symbol for
+    one of them: with 0 nothing is launched, and rows and lists are empty."""
     if not (isinstance(enabled, int) and enabled == 1):
         launch = launch.predicated(enabled)
     spans = find_spans(launch, call)

@@ -199,7 +199,7 @@ class ModelSpec(ABC):
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
 
     def scheduled(self, device: torch.device) -> ModelSpec:
-        """Return the spec with what a library's schedules depend on, for a model on ``device``."""
+        """Return the spec with the SM counts that a library's schedules need on ``device``."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
