@@ -90,12 +90,12 @@ class AttentionLayer(nn.Module):
 
     @property
     def weights(self) -> LayerWeights:
-        """Parameters and RoPE table, as ``attention_layer`` takes them."""
+        """Parameters and RoPE table for ``attention_layer``."""
         return LayerWeights(**{name: getattr(self, name) for name in self._weight_names})
 
     @property
     def caches(self) -> LayerCaches:
-        """Caches, as ``attention_layer`` takes them."""
+        """Caches for ``attention_layer``."""
         return LayerCaches(**{name: getattr(self, f"{name}_cache") for name in self._cache_names})
 
     def forward(

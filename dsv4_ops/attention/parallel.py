@@ -103,7 +103,7 @@ class ContextParallel:
         return self.world_size * self.interleave
 
     def rank(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the rank of this process, [1], int32, as ops take it."""
+        """Return the rank of this process, [1], int32, for the argument ``cp_rank`` of ops."""
         return torch.tensor([group_rank(self.group)], dtype=torch.int32, device=device)
 
     def check(self, op: str, row_bytes: int, device: torch.device) -> None:

@@ -94,7 +94,7 @@ class LayerCaches:
         state_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> LayerCaches:
-        """Allocate empty caches for one layer; the indexer gets as many blocks as the layer."""
+        """Allocate empty caches for one layer; the indexer gets the same number of blocks."""
         blocks = {"swa": swa_blocks, "compressed": compressed_blocks, "states": state_blocks}
         blocks |= {"indexer": compressed_blocks, "indexer_states": state_blocks}
         layouts = spec.layouts(kind).items()
@@ -102,7 +102,7 @@ class LayerCaches:
 
 
 class LayerCall(NamedTuple):
-    """The arguments of ``attention_layer``, as its stages take them."""
+    """The arguments of ``attention_layer``, for its stages."""
 
     spec: LayerSpec
     kind: str

@@ -150,7 +150,7 @@ class QuantizedLayout(Layout):
 
     @property
     def format(self) -> tuple[int, ...]:
-        """The row format as kernels take it: ``FORMAT`` in ``dsv4_ops/kernels/common``."""
+        """The row format for kernels: ``FORMAT`` in ``dsv4_ops/kernels/common``."""
         values = (self.block_size, self.head_dim, self.code_dim, self.quant_block)
         return (*values, self.data_bytes, self.scale_bytes, self.float_scales)
 

@@ -117,7 +117,7 @@ def _convert(op: str, ctx: Any, target: Any, args: Any, kwargs: Any, name: str) 
 
 
 def _register(plugin: Any, name: str, capability: int) -> None:
-    """Register functions with TensorRT whose signatures list what the plugin takes."""
+    """Register functions with TensorRT; their signatures list the arguments of the plugin."""
     spec, tensor = _PLUGINS[name], plugin.TensorDesc
     count = len(spec.inputs)
 

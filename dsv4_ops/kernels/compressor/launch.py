@@ -62,7 +62,7 @@ SHORT_SPACING, LONG_SPACING = 0, 2
 """Spacing of scanning programs where others save states: see ``assign_role``."""
 
 SHORT_PROGRAMS, LONG_PROGRAMS, INSERT_PROGRAMS = 8 * 132 + 1, 33, 133
-"""Minimum number of scanning programs if there are as many tokens; odd."""
+"""Minimum number of scanning programs, unless there are fewer tokens; odd."""
 
 FEW_TOKENS = 2176
 """For every 128 tokens below this number, 2 more programs scan for long windows: in a decode every

@@ -433,7 +433,7 @@ class Blocks(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Rows of a product and their scales as kernels take them; scales are read with codes only."""
+    """Arguments of kernels for the rows of a GEMM and their scales, which only codes have."""
 
     rows: torch.Tensor
     stride: int
@@ -615,7 +615,7 @@ def _reorder(x: torch.Tensor, bits: int) -> torch.Tensor:
 def _weight_arguments(
     weight: torch.Tensor, scale: torch.Tensor | None, bits: int
 ) -> tuple[Any, ...]:
-    """Return a weight and its scales as kernels take them, each with its strides."""
+    """Return the arguments of kernels for a weight and its scales, each with its strides."""
     if scale is None:
         weight = weight if weight.stride(2) == 1 else weight.contiguous()
         return (weight, *weight.stride()[:2], weight, 0, 0, 0)

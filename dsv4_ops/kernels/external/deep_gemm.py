@@ -42,7 +42,7 @@ def num_sms() -> int:
 
 
 def check_sms(op: str, name: str, schedule: Tensor) -> None:
-    """Check that a schedule is for as many SMs as the library uses."""
+    """Check that a schedule is for the number of SMs that the library uses."""
     num_rows = num_sms() + 1
     if schedule.shape[0] != num_rows:
         raise argument_error(

@@ -45,7 +45,7 @@ def fp8_grouped_linear(
     out_dtype: torch.dtype,
     **_: Any,
 ) -> Tensor:
-    """Make one call per group, because torch's grouped products take no block scales."""
+    """Make one call per group, because torch's grouped matmul has no block scales."""
     num_groups, num_tokens = (x.shape[1], x.shape[0]) if x_scale is None else x.shape[:2]
     if num_tokens == 0:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)

@@ -117,8 +117,8 @@ def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def group_of(call: Call, batch_invariant: bool) -> int:
-    """Return the tokens of a request that share a program: as many as fill its rows with their
-    heads, but no more than a request has on average, because a group's other programs are launched
+    """Return how many tokens of a request share a program: enough to fill its rows with their
+    heads, but at most the mean number per request, because a group's other programs are launched
     too."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     if call.query_start_loc is None or call.plan is not None or batch_invariant:
@@ -131,7 +131,7 @@ def group_of(call: Call, batch_invariant: bool) -> int:
 
 
 def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) -> Work:
-    """Choose the splits: by a plan, by the lengths, or as many per token as fill the GPU."""
+    """Choose the splits: by a plan, by the lengths, or the same number for all tokens."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     unit = PAIR if on_hopper else KEY_TILE
     if call.plan is not None:
@@ -176,7 +176,7 @@ def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, f
 
 
 def _row_arguments(call: Call) -> tuple[Any, ...]:
-    """Return rows, tables and scales as both kernels take them, and the plan."""
+    """Return rows, tables, scales and the plan in the order of both kernels' arguments."""
     lens, plan = call.seq_lens, call.plan
     starts = lens if call.query_start_loc is None else call.query_start_loc
     return (
@@ -237,7 +237,7 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
 def _attend_on_hopper(
     launch: Launcher, *tensors: Tensor | None, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attend with Hopper's kernel; ``tensors`` are those of ``Call``."""
+    """Attend with Hopper's kernel; ``tensors`` are the fields of ``Call``."""
     call = Call(*tensors)  # type: ignore[arg-type]  # the first ones are never None
     q = call.q.to(torch.bfloat16)  # exact
     call = call._replace(q=copied(launch, q))

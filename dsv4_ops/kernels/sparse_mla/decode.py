@@ -186,7 +186,7 @@ def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tenso
 
 
 def _split(call: DecodeCall, on_hopper: bool) -> Work:
-    """Choose the splits: by a plan, by the lengths, or as many per token as fill the GPU."""
+    """Choose the splits: by a plan, by the lengths, or the same number for all tokens."""
     num_tokens, tiles = call.q.shape[0], head_tiles(int(call.q.shape[1]))
     if call.plan is not None:
         programs = call.plan.shape[0]

@@ -25,7 +25,7 @@ def _results(*call: Any) -> Results:
 
 
 def launch_gathered_keys(launch: Launcher, *args: Any, results: Results | None = None) -> Results:
-    """Launch up to one program per SM; ``args`` are those of ``GatheredCall``."""
+    """Launch up to one program per SM; ``args`` are the fields of ``GatheredCall``."""
     call = GatheredCall(*args)
     attn_sink, num_tokens, num_heads = call.attn_sink, call.q.shape[0], int(call.q.shape[1])
     out, max_logits, lse = results = _results(*call) if results is None else results

@@ -1,1 +1,1 @@
-"""Hypothesis strategies over batch structure, and what they are made of."""
+"""Hypothesis strategies over batch structure, and their building blocks."""

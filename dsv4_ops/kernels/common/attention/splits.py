@@ -79,8 +79,8 @@ def empty_partials(q: Tensor, capacity: int, width: int) -> tuple[Tensor, Tensor
 def num_splits_of(
     programs: int, units: int, unit: int, num_splits: int, batch_invariant: bool
 ) -> int:
-    """Return the splits of every token: as many as fill the GPU, or a number that no other token
-    decides."""
+    """Return the number of splits per token: enough to fill the GPU, or a number that does not
+    depend on other tokens."""
     if num_splits > 0:
         return num_splits
     if batch_invariant:

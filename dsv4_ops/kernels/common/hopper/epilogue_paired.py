@@ -7,7 +7,7 @@ from dsv4_ops.kernels.common.hopper.mma import ACC_ROW, HEADS, WIDTH
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 
 _COLUMNS = gl.constexpr(64)
-"""Columns of a result that are stored at a time: as many as P has."""
+"""Columns of a result per store: the number of columns of P."""
 
 _STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 

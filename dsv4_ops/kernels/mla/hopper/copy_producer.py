@@ -11,7 +11,7 @@ from dsv4_ops.kernels.common.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 
 ROPE = gl.constexpr(64)
-"""RoPE columns of a row: as many as a block has keys."""
+"""RoPE columns of a row; equal to the number of keys of a block."""
 
 NO_POSITION = gl.constexpr(2**31 - 1)
 """Position of a key that does not exist."""
