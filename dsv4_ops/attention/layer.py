@@ -65,7 +65,7 @@ def attention_layer(
             "decode". For bfloat16 output of the model's sizes, "decode" fuses the inverse RoPE;
             otherwise the inverse RoPE is a kernel of its own.
         state_rings: Whether the step may overwrite compressor states that it also reads, as in
-            short rings. If every request brings at most the cache's ``next_n`` tokens, pass False:
+            short rings. If every request has at most the cache's ``next_n`` tokens, pass False:
             states are then saved without a launch of their own, and a "c4" decode with FP8 caches
             does all its inserts in one launch (``insert_c4_step``).
 

@@ -177,7 +177,7 @@ def group_size(name: str) -> int:
 
 def guard_or_false(condition: Any) -> bool:
     """Evaluate ``condition`` with a guard; return False if it cannot be evaluated."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
 
     return guard_or_false(condition)
 
@@ -186,7 +186,7 @@ def only_looks_ahead() -> bool:
     """Whether a compiler runs a function on fake tensors without tracing it, as AOTAutograd does
     first to find out what the graph returns and mutates."""
     from torch._guards import detect_fake_mode
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # brings sympy
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # imports sympy
 
     return get_proxy_mode() is None and detect_fake_mode() is not None
 
@@ -206,7 +206,7 @@ def redispatch(op: OpOverload, keyset: Any, *args: Any, **kwargs: Any) -> Any:
 
 def statically_known_true(condition: Any) -> bool:
     """Whether ``condition`` holds for all values of its symbols; adds no guard."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
 
     return statically_known_true(condition)
 

@@ -249,7 +249,7 @@ _cp_topk = define_op(
 def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) -> Tensor:
     """Select the best compressed rows among the candidates of all ranks.
 
-    If each rank brings its best ``topk`` rows, or all of them, the result is the selection of
+    If each rank passes its best ``topk`` rows, or all of them, the result is the selection of
     ``indexer_topk`` on one GPU, including ties.
 
     Args:

@@ -17,6 +17,6 @@ functions take groups of arguments, which are tuples with one meaning everywhere
 Groups of constants are tuples from the launch on, because neither the launch nor the analysis reads
 them.
 
-A function names the entries of its groups in its first lines, and later lines have no index. A
-group with fewer entries is described where it is a parameter.
+A function names the entries of its groups in its first lines, and later lines have no index. If a
+function takes a group with fewer entries, its docstring says which.
 """
