@@ -34,7 +34,7 @@ def materialized(values: Tensor) -> Tensor:
 
 
 def runs_on_cpu(values: Tensor) -> bool:
-    """Whether this call computes now, on a CPU, and is not traced.
+    """Whether this is an eager call on a CPU.
 
     If so, a reference may use a form that is faster only in eager PyTorch, and sizes that depend on
     values."""

@@ -80,7 +80,7 @@ class OpTesting:
         cases: Named cases; at least one with a hand-computed result.
         settings: Configurations (keyword arguments) worth testing; the first one is compiled.
         make: (draw, settings, min_size) -> Case: one sampled call for a configuration. ``draw`` is
-            that of hypothesis, with methods for most of what calls need. ``min_size`` 2 avoids
+            a ``Draw``, hypothesis' ``draw`` with short forms of common draws. ``min_size`` 2 avoids
             sizes that torch.compile specialises on.
         precise: (*tensors, **settings) -> for each result, then each mutated argument, its float64
             value, or None if every implementation must match the reference bit for bit. Errors

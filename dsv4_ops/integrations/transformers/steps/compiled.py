@@ -238,7 +238,7 @@ class CompiledStep:
     def _planned(
         self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any]
     ) -> tuple[Any, Runner]:
-        """Return the runner of a call: of an earlier call with equal inputs, or a new one."""
+        """Return the runner of an earlier call with equal inputs, or a new one."""
         if self._file is None or not self._file.takes_parts or self._changes > MOST_CHANGES:
             return None, self._run
         if has_global_hooks() or has_function_modes():
