@@ -184,7 +184,7 @@ def _preload(*sonames: str) -> None:
 
 
 def _vllm_folders() -> list[Path]:
-    """Return the folders where vLLM is installed; finding a top-level name imports nothing."""
+    """Return the folders where vLLM is installed, without importing it."""
     spec = _spec("vllm")
     locations = [] if spec is None else getattr(spec, "submodule_search_locations", None)
     return [Path(folder) for folder in locations or ()]

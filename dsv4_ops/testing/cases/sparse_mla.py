@@ -142,7 +142,8 @@ def _mla_metadata_cases() -> list[Case]:
         return Case(name, lens, {**settings, "num_sm_parts": parts}, ([*rows],) if rows else None)
 
     unused = [0] * 8
-    # 2 + 8 and 1 + 0 blocks, 5 more for each: 21 on 3 parts are 7 each, and 5
+    # token 0 has 2 + 8 blocks and token 1 has 1 + 0, plus an overhead of 5 per token: 21 in all, so
+    # 3 parts take 7 each, plus one overhead of 5
     split = (
         [0, 0, 0, 7, 0, 1, 1, 0],
         [0, 0, 7, 10, 1, 1, 1, 0],
@@ -150,7 +151,8 @@ def _mla_metadata_cases() -> list[Case]:
         [0, 2, 3, 0, 0, 0, 0, 0],
         *[unused] * 2,
     )
-    # a token without keys has a block too: 6 and 7 are 13, 13 on 4 parts are 4, and 5
+    # a token without keys has one block too: with overheads 6 + 7 = 13, so 4 parts take 4 each,
+    # plus one overhead of 5
     idle = (
         [0, 0, 0, 1, 0, 0, 0, 0],
         [1, 1, 0, 2, 0, 0, 0, 0],
@@ -158,7 +160,8 @@ def _mla_metadata_cases() -> list[Case]:
         [0, 1, 2, 0, 0, 0, 0, 0],
         *[unused] * 2,
     )
-    # 10 entries each: 5 + 10 are after all of the first and before the 6th of the second
+    # each token takes 5 blocks and an overhead of 5: part 0 ends at 10 + 5, which is after token 0
+    # and within the overhead of token 1
     left = ([0, 0, 0, 5, 0, 0, 0, 0], [1, 1, 0, 5, 0, 0, 0, 0], [0, 1, 2, 0, 0, 0, 0, 0])
     empty = [0, -1, 0, 0, 0, 0, 0, 0]
     return [
