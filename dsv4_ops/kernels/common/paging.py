@@ -31,8 +31,8 @@ def place_slots(slot, num_blocks, block_size):
 
 @triton.jit
 def locate_positions(table, request, position, mask, num_blocks, block_size):
-    """Return the int64 page and row of each int64 position of its request, and which of them exist:
-    never those without ``mask``."""
+    """Return the int64 page and row of int64 positions of their requests, and which exist; masked
+    positions never do."""
     block_table, table_stride, column_stride, max_blocks = table
     position = position.to(tl.uint64)
     size = tl.full((), block_size, tl.uint64)

@@ -1,5 +1,5 @@
-"""Save the compressor's states, which are copies of ``kv_score`` with a bias on their second half:
-in a launch of their own, or in programs of a launch that also scans for completed windows."""
+"""Save the compressor's states: copies of ``kv_score`` with a bias on the second half. A launch may
+do nothing else, or also scan for completed windows in other programs."""
 
 import torch
 import triton

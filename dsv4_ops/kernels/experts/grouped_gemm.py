@@ -55,10 +55,9 @@ block. Blocks of 128, 64 and 32 rows need 226, 113 and 82 KB of shared memory wi
 blocks of 64 need 145 KB with bf16."""
 
 PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
-"""Pipeline stages of a program that computes two blocks of an expert and reads its weight once, by
-the bits of a weight and the rows of a block. With so few stages two blocks need no more shared
-memory than one, except for FP8, which needs only 17 KB. With even routing few experts have two
-blocks."""
+"""Pipeline stages of programs that compute two blocks of an expert for one read of the weight, by
+weight bits and rows per block. With so few stages, two blocks need no more shared memory than one,
+except for FP8, which needs only 17 KB. With even routing, few experts have two blocks."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """K per step of bf16 weights, by the rows of a block."""

@@ -27,8 +27,8 @@ GROUPS = 8
 """Maximum groups of a row whose lists have more keys than one merge takes."""
 
 WIDE, WIDE_GROUP = 1024, 8192
-"""Lists of at least WIDE keys are merged in groups of WIDE_GROUP keys, because one merge takes few
-of them: rows of up to 32768 keys then need no more passes than with narrower lists."""
+"""Wide lists (at least WIDE keys) are merged in groups of WIDE_GROUP keys, because one merge holds
+few of them. Rows of up to 32768 keys then need no more passes than with narrow lists."""
 
 MIN_PART = 256
 """Minimum keys of a part."""

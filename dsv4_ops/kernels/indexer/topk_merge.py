@@ -109,8 +109,8 @@ def _fraction(length, SHIFT: tl.constexpr):
 def select(key, low, topk, max_selected):
     """Select the largest keys: ``topk`` to ``max_selected`` of them, or all if there are fewer.
 
-    Return which keys are selected, the offset of each in a list of them, their number, and a lower
-    bound of them. Keys below ``low`` are absent, or known not to be among the largest."""
+    Return a mask of the selected keys, their offsets in a list, their number, and a lower bound of
+    the keys. Keys below ``low`` are absent, or known not to be among the largest."""
     total = tl.sum((key >= low).to(tl.int32), axis=0)
     threshold = low - 1
     num_above = total

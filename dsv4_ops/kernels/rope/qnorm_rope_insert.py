@@ -126,7 +126,7 @@ def normalise_and_insert(
     loads depend on each other.
 
     Args:
-        program: Index of a tile: of keys, or of heads of a token.
+        program: Index of a tile: first the tiles of keys, then the tiles of heads per token.
         q: Queries, the strides of tokens, heads and values, the result, and the number of heads.
         kv: Keys and the strides of rows and values.
         cache, slots, angles, FORMAT: See ``kernels.common``.

@@ -1,5 +1,5 @@
-"""Build the workspace of a prefill over bf16 rows: a copy of the rows of paged FP8 caches, and the
-lists of rows that tokens see; for Hopper's kernel and for FlashMLA."""
+"""Build the workspace of a prefill over bf16 rows, for Hopper's kernel and FlashMLA: a bf16 copy of
+cached FP8 rows, and the list of rows that each token sees."""
 
 import torch
 import triton

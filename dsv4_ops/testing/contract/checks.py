@@ -414,8 +414,7 @@ def check_package(spec: OpSpec, device: str = "cpu") -> None:
 
 
 def check_cuda_graph(spec: OpSpec) -> None:
-    """Check that a CUDA graph replay is right after its inputs change in place, without a host
-    sync."""
+    """Check that a CUDA graph follows inputs that change in place, without a host sync."""
     call, inputs = bound_call(spec, "cuda", keep=partial(stays_determined, spec))
     for tensor in inputs:
         torch._dynamo.mark_static_address(tensor)

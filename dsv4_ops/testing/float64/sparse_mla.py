@@ -50,9 +50,9 @@ def exact_over_both(q: Tensor, swa: Any, extra: Any, sink: Any, scale: float) ->
 
 
 def exact_inverse_rope(out: Exact, positions: Tensor | None, cos_sin_cache: Tensor | None) -> Exact:
-    """Rotate ``out``, whose dtype is that of ``unit``, back.
+    """Apply inverse RoPE to ``out``.
 
-    The error scale of a pair is rotated with it, and the result is rounded once more.
+    The error scale of a pair is rotated with it, and grows by one rounding.
     """
     if positions is None or cos_sin_cache is None:
         return out

@@ -250,7 +250,7 @@ def _flags(
 
 
 def _step(splits: int, max_step: int) -> int:
-    """Return the splits that are loaded together; a symbol must not choose the kernel."""
+    """Return the number of splits per load; a constant if ``splits`` is symbolic."""
     if not isinstance(splits, int):
         return STEP
     return min(max(triton.next_power_of_2(splits), 2), max_step)

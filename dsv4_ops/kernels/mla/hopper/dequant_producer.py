@@ -35,8 +35,8 @@ _GROUP = gl.constexpr(32)
 
 @aggregate
 class HalfRows:
-    """Words of codes of half the latents of a block, and the scales of both groups, None if the
-    rows have none."""
+    """Half the latents of a block: their codes as words, and the scales of the two groups, which
+    are None for rows without scales."""
 
     codes: gl.tensor
     left_scale: Scalar

@@ -78,7 +78,7 @@ def _load_entries(lists, item, block):
 
 @gluon.jit
 def _valid_rows(rows, entries, block, length):
-    """Return the entries that lie in the list and are rows; -1 for the others."""
+    """Return the entries that are valid rows; -1 for others, and past the list's length."""
     column = block * KEYS + gl.arange(0, KEYS, _ROW)
     return gl.where((column < length) & (entries >= 0) & (entries < rows.num_rows), entries, -1)
 
