@@ -14,8 +14,8 @@ functions take groups of arguments, which are tuples with one meaning everywhere
   scale, bytes of values, bytes of scales (0: a plain row), and whether scales are fp32;
 - ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE`` of the compressors: see their ``pooling.py``.
 
-Groups of constants are tuples from the launch on, because neither the launch nor the analysis reads
-them.
+A launch already passes constants as tuples, because neither the launch nor Inductor's analysis
+reads them.
 
 A function names the entries of its groups in its first lines, and later lines have no index. If a
 function takes a group with fewer entries, its docstring says which.

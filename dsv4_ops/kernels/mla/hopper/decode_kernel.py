@@ -67,8 +67,8 @@ class Queries:
 
 @aggregate
 class Tile:
-    """Query rows of a program: from row ``first_head`` on of ``tokens`` tokens, which begin with
-    ``token``."""
+    """Query rows of a program. They are rows of ``tokens`` tokens from ``token`` on, and start at
+    row ``first_head``."""
 
     token: Scalar
     first_head: Scalar
