@@ -126,8 +126,9 @@ def in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def store_lengths(seq_lens: Tensor, written: Tensor, ends: Tensor, first: Tensor) -> None:
-    """Set the lengths of rows to ``ends`` after a step from positions ``first``. Rows with
-    an end of 0 have no step."""
+    """Set the lengths of rows to ``ends`` after a step from positions ``first``.
+
+    Rows with an end of 0 have no step."""
     furthest = torch.where(first > 0, torch.maximum(written, ends), ends)
     written.copy_(torch.where(ends > 0, furthest, written))
     seq_lens.copy_(torch.where(ends > 0, ends, seq_lens))

@@ -27,7 +27,7 @@ _MODELLING = {
 """Prefix of the class names in each modelling file of Hugging Face."""
 _ACTIVATIONS = "transformers.activations", "torch.nn.modules.activation"
 _TRUSTED = ("torch", "transformers")
-"""Packages whose decorators do not make a forward other than Hugging Face's."""
+"""Packages whose decorators may wrap a forward that still counts as Hugging Face's own."""
 QUANTIZED_LINEAR, QUANTIZED_EXPERTS = ("weight",), ("gate_up_proj", "down_proj")
 SOURCE = "_dsv4_ops_source"
 """Attribute with the address and version of the weight that the buffers were made from."""
