@@ -558,7 +558,7 @@ class Checks:
             )
 
     def request_limit(self, name: str = "num_reqs") -> None:
-        """Check that the batch has no more requests (or ``name``) than compiled searches cover."""
+        """Check that compiled searches cover this number of requests (or of ``name``)."""
         if self.sizes[name] > MAX_REQUESTS:
             raise self.error(
                 name, must=f"be at most {MAX_REQUESTS}", got=self.sizes[name], do="Split the batch"

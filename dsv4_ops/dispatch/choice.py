@@ -39,8 +39,8 @@ _NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM"}
 SCALED_MM_TOKENS = {"fp8_linear": 128}
 """Minimum number of tokens at which ``impl="auto"`` selects torch's block-scaled FP8 matmul.
 
-There is none for groups, each of which is a call of its own: 196 us, and 81 us with our kernel
-(1024 tokens of ``o_a``, quantised input, eager)."""
+Not for groups, where each is a call: 1024 tokens of ``o_a`` (quantised input, eager) take 196 us,
+and 81 us with our kernel."""
 
 SCALED_MM_FROM = {
     op: f"at least {least} tokens of FP8 activations, if their number is not symbolic"

@@ -365,7 +365,7 @@ def save_and_compress(
         state_slot_mapping: Slot of every token's own row in ``states``, block * state_block_size +
             row, [num_tokens], int64. Slots below 0 and past the last block are not saved.
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
-            padding, of which no window is finished; below 0 no state is saved either.
+            padding, which finishes no window; below 0, the state is not saved either.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 it finishes
             no window.
         norm_weight: Weight of the RMSNorm, [head_dim], float32.

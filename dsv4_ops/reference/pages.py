@@ -102,8 +102,7 @@ def insert_parts(
 
 
 def row_columns(layout: QuantizedLayout, byte: int, width: int) -> Columns:
-    """Return the position in a block of a row's bytes from ``byte`` on; a row's data come first,
-    then its scales."""
+    """Locate in a block the bytes of a row from ``byte`` on: its data, then its scales."""
     if byte < layout.data_bytes:
         return Columns(layout.block_size, byte, layout.data_bytes, width)
     scales = layout.block_size * layout.data_bytes + byte - layout.data_bytes

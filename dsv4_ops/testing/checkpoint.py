@@ -239,7 +239,7 @@ def _stored(
 ) -> Tensor:
     """Return the tensor ``name`` of the files.
 
-    ``quantized`` has the matrices of which one of two tensors has been written."""
+    ``quantized`` has the matrices whose codes or scales were written, but not yet both."""
     layer, _, part = name.rpartition(".")
     if f"{layer}.scale" in expected:
         weight = f"{layer}.weight"

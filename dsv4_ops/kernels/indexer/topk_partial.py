@@ -28,8 +28,8 @@ from dsv4_ops.kernels.indexer.topk_merge import emit_list, pad_list, partition, 
 
 @triton.jit
 def _write_plan(plan, token, part, parts, width, complete):
-    """Store what the merges need to know of a row: its parts, and the width of their lists and
-    whether they are complete."""
+    """Store for the merges: the number of a row's parts, the width of their lists, and whether the
+    lists are complete."""
     if part == 0:
         tl.store(plan + 3 * token, parts)
         tl.store(plan + 3 * token + 1, width)

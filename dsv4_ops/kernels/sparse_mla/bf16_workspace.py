@@ -71,7 +71,7 @@ def list_rows_kernel(
 ):  # fmt: skip
     """List the workspace rows that a token sees, -1 for absent ones, and the length up to the last.
     Without HAS_TOPK, entries past the token's last row are written only to the end of a step of
-    COLUMNS: nobody reads them, and a table is as wide as the longest request."""
+    COLUMNS: no kernel reads them, and a table is as wide as the longest request."""
     swa = (swa_table, swa_table_stride, swa_column_stride, swa_max_blocks)
     extra = (extra_table, extra_table_stride, extra_column_stride, extra_max_blocks)
     token = tl.program_id(0).to(tl.int64)
