@@ -61,7 +61,7 @@ def find_threshold(key, low, count_low, topk, max_selected):
     """Return a threshold and the number of keys above it.
 
     Above it are ``topk`` to ``max_selected`` keys; or fewer than ``topk``, but at least ``topk``
-    with those that equal it. ``count_low`` keys, more than ``max_selected``, are at least ``low``.
+    with those that equal it. ``count_low`` keys are at least ``low``: more than ``max_selected``.
     Each step counts the keys at two candidates in one reduction. The first candidates are a few
     octaves below the maximum, where scores are, because a bisection of all floats takes longer.
     """
