@@ -183,7 +183,7 @@ PROGRAMS, ROWS = 2048, 32
 tokens, if those suffice."""
 
 LIST_PROGRAMS = 1024
-"""Maximum programs with a list, over all heads: more of them take longer to find no work."""
+"""Maximum programs with a list, over all heads: programs without work cost time."""
 
 WARPS = 2
 """Warps of a program: each thread reads 8 values of a split. Independent of the batch, so that the
