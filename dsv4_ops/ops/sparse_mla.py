@@ -772,12 +772,12 @@ def sparse_mla_prefill(
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
         impl: Implementation: "triton" (our kernel, which reads the blocks), "flash_mla" (gathers
             the rows to bfloat16 and runs FlashMLA over the copy), or "reference" (the definition).
-            "auto" runs ours. On Hopper it chooses by the number of tokens: where that is faster at
-            these sizes, our kernel runs over such a copy, or splits the keys of few tokens. The
-            choice may change bits. "Faster" means GPU time: the five launches of a copy take the
-            host 0.5 to 0.9 ms outside a CUDA graph. A copy needs memory for all rows that the block
-            tables name, up to 2**20, and 4 bytes for each key of every token; without
-            ``topk_indices`` these are all keys in a row of the table.
+            "auto" runs ours. On Hopper, "auto" chooses by the sizes: our kernel runs over such a
+            copy where that is faster, and splits the keys if there are few tokens. The choice may
+            change bits. "Faster" means GPU time: the five launches of a copy take the host 0.5 to
+            0.9 ms outside of a CUDA graph. A copy needs memory for all rows in the block tables, up
+            to 2**20, and 4 bytes for each key of every token; without ``topk_indices`` these are
+            all keys in a row of the table.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.

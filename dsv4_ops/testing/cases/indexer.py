@@ -201,7 +201,7 @@ def tiny_query(num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def tiny_cache() -> Tensor:
-    """Two blocks of two keys: of ones, of minus ones with scale 2; of NaN, of ones with scale 4."""
+    """Two blocks of two keys: ones and minus ones (scale 2); NaN and ones (scale 4)."""
     cache = torch.zeros(IndexerLayout(2).shape(2), dtype=torch.uint8)
     cache[0, :128], cache[0, 128:256] = ONE, ONE | 0x80
     cache[1, :128], cache[1, 128:256] = 0x7F, ONE

@@ -104,7 +104,7 @@ def prefetch_l2(address, size):
 
 @gluon.jit
 def _prefetch(pages, block, entries):
-    """Prefetch the pages that begin in a block; of pages larger than a block, the block's rows.
+    """Prefetch the pages that begin in a block, or the block's rows if pages are larger than it.
     Pages that end within a block are left to the loads."""
     ROWS: gl.constexpr = pages.block_size if pages.block_size < KEYS else KEYS
     if pages.block_size % ROWS == 0:

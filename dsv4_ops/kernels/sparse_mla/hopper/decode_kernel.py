@@ -158,7 +158,7 @@ def attend_and_finish_left(
     q, smem, blocks, attn_sink, output, partial, splits, heads,
     SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
 ):  # fmt: skip
-    """Attend and write the left half: of the result with one split, else of a partial result."""
+    """Attend and write the left half of the result, or of a partial result with several splits."""
     if HAS_SINK:
         if splits == 1:
             copy_sinks(smem.per_head.index(0), attn_sink, output.first_head, heads)
