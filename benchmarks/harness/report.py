@@ -160,7 +160,8 @@ def markdown(rows: Sequence[Row], columns: Sequence[str] = (), match: str = "") 
         names = [name for name in every if name not in _NOT_SHOWN and _has(complete, name)]
     lines = [" | ".join(_cell(name, row.get(name)) for name in names) for row in complete]
     shown = [line for line in lines if re.search(match, line)]
-    return "\n".join(f"| {line} |" for line in [" | ".join(names), _rule(names), *shown])
+    head = [" | ".join(names), " | ".join("---" for _ in names)]
+    return "\n".join(f"| {line} |" for line in [*head, *shown])
 
 
 def _texts(rows: Sequence[Row]) -> list[str]:
@@ -176,10 +177,6 @@ def _texts(rows: Sequence[Row]) -> list[str]:
 
 def _is_text(name: str) -> bool:
     return name.endswith(("note", "error", "failed"))
-
-
-def _rule(names: Sequence[str]) -> str:
-    return " | ".join("---" for _ in names)
 
 
 def _has(rows: Sequence[Row], name: str) -> bool:

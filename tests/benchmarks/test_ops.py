@@ -110,7 +110,7 @@ WRONG = [
     ("indexer", "logits", (0,), scaled(1.001), "budgets from float64"),
     ("indexer", "select", (0,), swap_last, "result 0"),
     ("layer", "c4", (0,), lambda out: out[-1, 0, :512].mul_(1.05), "out: "),
-    ("metadata", "mixed", (0,), plus(1), "req_indices: 1 of 8 bytes differ from the reference"),
+    ("metadata", "mixed", (0,), plus(1), "req_indices: 1 of 4 bytes differ from the reference"),
     *[("sparse_mla", group, (0,), scaled(1.05), "budgets") for group in sparse_mla.CASES],
     ("sparse_mla", "decode", (1,), scaled(1.001), "budgets from float64"),
 ]
