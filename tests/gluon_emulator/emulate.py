@@ -26,9 +26,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.tiles import PROGRAMS
 from dsv4_ops.kernels.common import triton_compat
 from dsv4_ops.kernels.launcher import Launcher
+from dsv4_ops.testing.case import Case
 from tests.gluon_emulator.memory import load, pointer_to, store
 from tests.gluon_emulator.program import Program, Shared
 from tests.gluon_emulator.values import (
@@ -277,13 +279,29 @@ class _Emulated:
             names = self.kernel.arg_names
             given = {name: _argument(name, value) for name, value in zip(names, args, strict=False)}
             given |= {name: value for name, value in constants.items() if name in names}
+            program = Program(grid, self.random)
+            function = _Translated(program).function(self.kernel)
             for ids in itertools.product(*map(range, grid)):
-                program = Program(ids, grid, self.random)
+                program.begin(ids)
                 with np.errstate(all="ignore"):
-                    _Translated(program).function(self.kernel)(**given)
+                    function(**given)
                 program.finish(program.running)
 
         return run
+
+
+def results_of(
+    name: str, case: Case, seed: int = 0, num_sms: int = PROGRAMS
+) -> tuple[tuple[torch.Tensor, ...], list[str]]:
+    """Results of an op's launcher, its kernels emulated, and what was launched. What nobody writes
+    is NaN."""
+    emulator = Emulator(seed, num_sms)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = OPS[name].implementation("kernels")(emulator, *case.tensors, **case.settings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return tuple(results), emulator.launched
 
 
 class Emulator(Launcher):

@@ -173,10 +173,14 @@ def _checked(left: Any, right: Any, sums: Any) -> None:
 
 
 class Program:
-    """The program that runs: ``ids`` is its place in the grid."""
+    """The program that runs, of those of a grid."""
 
-    def __init__(self, ids: tuple[int, ...], grid: tuple[int, ...], random: Random) -> None:
-        self.ids, self.grid, self.random = ids, grid, random
+    def __init__(self, grid: tuple[int, ...], random: Random) -> None:
+        self.grid, self.random = grid, random
+
+    def begin(self, ids: tuple[int, ...]) -> None:
+        """Be the program at this place of the grid."""
+        self.ids = ids
         self.running = Partition(0, np.zeros(MOST))
         self.live = [self.running]
         self.failure: BaseException | None = None

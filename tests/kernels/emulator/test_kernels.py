@@ -47,16 +47,10 @@ each_split = pytest.mark.parametrize("splits", [0, 1, 3])
 
 
 def kernel(name, case, seed=0):
-    """Results of the launcher, its kernels emulated. What nobody writes is NaN."""
-    emulator = emulated.Emulator(seed)
-    torch.use_deterministic_algorithms(True)
-    try:
-        results = OPS[name].implementation("kernels")(emulator, *case.tensors, **case.settings)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    results, launched = emulated.results_of(name, case, seed)
     if case.tensors[0].numel():
-        assert emulator.launched[0] == KERNELS[name]
-    return tuple(results)
+        assert launched[0] == KERNELS[name]
+    return results
 
 
 def check(name, case, seed=0):
@@ -111,16 +105,16 @@ def test_sampled_calls(name, chosen):
     sampled()
 
 
-@each_decode
 @pytest.mark.parametrize(
-    ("tokens", "heads", "changed"),
+    ("name", "tokens", "heads", "changed"),
     [
-        (5, 8, {}),
-        (1, 128, {}),
-        (3, 9, {"num_splits": 1}),
-        (2, 65, {"num_splits": 7}),
-        (4, 64, {"batch_invariant": True}),
-        (1, 1, {"num_splits": 2}),
+        (DECODE, 5, 8, {}),
+        (PAGED, 5, 8, {}),
+        (PAGED, 1, 128, {}),
+        (DECODE, 3, 9, {"num_splits": 1}),
+        (PAGED, 2, 65, {"num_splits": 7}),
+        (DECODE, 4, 64, {"batch_invariant": True}),
+        (PAGED, 1, 1, {"num_splits": 2}),
     ],
 )
 def test_full_caches(name, tokens, heads, changed):
@@ -128,9 +122,8 @@ def test_full_caches(name, tokens, heads, changed):
     check(name, case_of(name, tokens, tokens, heads, **changed))
 
 
-@pytest.mark.parametrize("extra", [None, 70])
-@pytest.mark.parametrize("block", [1, 48, 256])
-def test_pages_of_any_size(extra, block):
+@pytest.mark.parametrize(("block", "extra"), [(1, 70), (48, None), (256, 70)])
+def test_pages_of_any_size(block, extra):
     check(DECODE, decode_case(1, 3, 8, extra, block=block, extra_block=48, num_splits=2))
 
 
@@ -300,9 +293,9 @@ def spoiled(seed, splits):
     return case, case.tensors[4].clone(), slot
 
 
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
-    ("place", "value"), [(0, 0x7F), (255, 0xFF), (300, 0x7F), (447, 0xFF), (449, 0x7F), (575, 0xFF)]
+    ("place", "value", "splits"),
+    [(0, 0x7F, 1), (255, 0xFF, 3), (300, 0x7F, 3), (447, 0xFF, 1), (449, 0x7F, 1), (575, 0xFF, 3)],
 )
 def test_nan_is_seen_by_those_that_list_it(splits, place, value):
     """A code that is NaN, or a byte that makes one of a RoPE value."""
@@ -318,8 +311,7 @@ def test_nan_is_seen_by_those_that_list_it(splits, place, value):
     assert not out[1:].isnan().any()
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("byte", [0, 1, 254, 255])
+@pytest.mark.parametrize(("byte", "splits"), [(0, 1), (1, 3), (254, 3), (255, 1)])
 def test_scale_bytes_that_no_insert_writes(splits, byte):
     """Of 0 every value is zero, of 255 infinite; 254 is 2^127."""
     case, cache, slot = spoiled(5, splits)
@@ -345,8 +337,9 @@ def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
     assert out.isfinite().sum() == 2 * 9 * 511
 
 
-@each_decode
-@pytest.mark.parametrize("exponent", [-85, -20, 60, 118])
+@pytest.mark.parametrize(
+    ("name", "exponent"), [(DECODE, -85), (PAGED, -20), (PAGED, 60), (DECODE, 118)]
+)
 def test_partial_results_of_any_magnitude(name, exponent):
     """Beside such as are ordinary: of every token the heads and the splits have scales of their
     own."""

@@ -121,53 +121,10 @@ def test_a_package_launches_the_binary(played, tmp_path):
         assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
 
 
-class Moved(torch.nn.Module):
-    """Queries that Inductor would like to have other strides, or at another address."""
-
-    def forward(self, x, y, flat, kv, indices, lens, sink):
-        queries, keys = moved(x, y, flat)
-        found = []
-        for q, rows in ((queries[0], kv), (queries[1], kv), (queries[2], keys)):
-            lists = (indices, lens, sink, 0.1)
-            results = gathered.launch_gathered_keys(launch_op.PACKAGED, q, rows, *lists)
-            found += [results[0], results[2]]
-        return tuple(found)
-
-
-def moved(x, y, flat):
-    """Sums of permuted tensors; a product of a transposed one; views of all but the start."""
-    heads, tokens, width = y.shape
-    odd = flat[1 : 1 + y.numel()].view(tokens, heads, width)
-    queries = (x.permute(2, 0, 1) + y.permute(1, 0, 2), y.transpose(0, 1) * 2, odd)
-    return queries, flat[3 : 3 + 40 * width].view(40, width)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("strides of any number of tokens go the same way")
-def test_strides_and_addresses_are_what_the_kernel_is_told(played, tmp_path):
-    """Whatever Inductor would make of them; keys are an input that starts at an odd address."""
-    tokens, heads = 7, 8
-    _, kv, indices, lens, sink = rows_of(tokens, heads)
-    made = generator(3)
-    x, y, flat = (
-        torch.randn(shape, generator=made).bfloat16()
-        for shape in ((heads, 512, tokens), (heads, tokens, 512), (50000,))
-    )
-    room = torch.zeros(kv.numel() + 1).bfloat16()
-    shifted = room[1:].view(kv.shape).copy_(kv)
-    given = (x, y, flat, shifted, indices, lens, sink)
-    program = torch.export.export(Moved(), given)
-    found = load_package(build_package(program, tmp_path / "moved.pt2"))(*given)
-    queries, keys = moved(x, y, flat)
-    for q, rows, out, lse in zip(queries, (kv, kv, keys), found[::2], found[1::2], strict=True):
-        assert torch.equal(out, q)
-        assert lse[0, 0] == tokens + 1000 + 10000 + 12 * 100000
-        want = rows[indices[:, 0].long(), 0].float()[:, None] + sink
-        assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
-
-
 class Projected(torch.nn.Module):
-    """The same of any number of tokens, and a product of matrices: every stride is of a symbol."""
+    """Queries that Inductor would like to have other strides, of any number of tokens, and a
+    product of matrices: every stride is of a symbol. tests/gpu/test_packages.py has odd addresses
+    too."""
 
     def forward(self, x, y, hidden, weight, kv, indices, lens, sink):
         found = []
