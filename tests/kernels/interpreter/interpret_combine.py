@@ -1,4 +1,4 @@
-"""A rank of ``test_combine.py``."""
+"""A rank of ``test_mapped.py``."""
 
 import math
 import sys

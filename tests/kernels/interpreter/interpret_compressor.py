@@ -1,5 +1,5 @@
 """The compressor's kernel in Triton's interpreter with few programs, so that each scans many
-tokens, several times; tests/kernels/interpreter/test_compressor_kernels.py starts it with
+tokens, several times; tests/kernels/interpreter/test_scripts.py starts it with
 TRITON_INTERPRET=1."""
 
 import sys

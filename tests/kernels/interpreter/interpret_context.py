@@ -1,4 +1,4 @@
-"""The tiles of ``mla_prefill`` in Triton's interpreter; test_context_kernels.py starts it.
+"""The tiles of ``mla_prefill`` in Triton's interpreter; test_scripts.py starts it.
 
 Prints the tiles that were right."""
 

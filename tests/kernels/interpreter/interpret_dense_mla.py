@@ -1,5 +1,5 @@
 """Dense MLA decode in Triton's interpreter: ragged batches of all layouts and dtypes, and plans;
-tests/kernels/interpreter/test_mla_kernels.py starts it with TRITON_INTERPRET=1. Prints what has
+tests/kernels/interpreter/test_scripts.py starts it with TRITON_INTERPRET=1. Prints what has
 passed."""
 
 import torch

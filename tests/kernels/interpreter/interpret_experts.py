@@ -1,8 +1,9 @@
 """FP4 and bf16 experts in blocks of every size, in Triton's interpreter.
 
-test_expert_kernels.py starts it. Prints the blocks that were right."""
+test_scripts.py starts it. Prints the blocks that were right."""
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -212,11 +213,14 @@ if __name__ == "__main__":
     check_rounding()
     check_route()
     check_codes()
-    for block in grouped_gemm.TILES[16]:
+    for number, block in enumerate(grouped_gemm.TILES[16]):
+        every = len(sys.argv) > 1
         if block in grouped_gemm.TILES[4]:
             check(block, 288, 64, 4)
-            check(block, 256, 256, 4)
+            if every or number % 2 == 0:
+                check(block, 256, 256, 4)
             check(block, 256, 128, 8)
         check(block, 200, 72, 16)
-        check(block, 256, 256, 16)
+        if every or number % 2 == 1:
+            check(block, 256, 256, 16)
         print(block)

@@ -1,4 +1,4 @@
-"""A rank of ``test_gather.py``."""
+"""A rank of ``test_mapped.py``."""
 
 import sys
 import time

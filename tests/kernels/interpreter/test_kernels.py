@@ -9,7 +9,7 @@ import torch
 import dsv4_ops
 from dsv4_ops.__main__ import main
 from dsv4_ops.core.registry import OPS
-from tests.helpers import NIGHTLY
+from tests.helpers import NIGHTLY, SMOKE
 from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
@@ -91,7 +91,7 @@ def test_the_smallest_kernels_equal_their_references_in_the_interpreter():
     assert interpreted("1", *SMALLEST) == set(SMALLEST)
 
 
-PARTS = 4
+PARTS = 2
 
 
 def launched():
@@ -102,6 +102,17 @@ def launched():
         name: kernels.launches(name.partition(",")[0], args, settings, (9, 0))
         for name, (args, settings) in kernels.examples().items()
     }
+
+
+def one_of_each_kernel(launches):
+    """Examples whose launches have every kernel, each of which brings one that no other has."""
+    chosen, seen = {}, set()
+    for name, found in launches.items():
+        names = {launch.kernel.__name__ for launch in found}
+        if not names <= seen or name == "experts, codes":
+            chosen[name] = found
+            seen |= names
+    return chosen
 
 
 def test_examples_launch_every_kernel():
@@ -116,10 +127,13 @@ def test_examples_launch_every_kernel():
 @pytest.mark.smoke
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_kernel_spills_registers(part, monkeypatch):
-    """Of every variant, as each release of Triton compiles it."""
+    """As each release of Triton compiles it: `make smoke` and `make kernels` have every variant,
+    `make test` one of each kernel."""
     from dsv4_ops.cli import kernels
 
     every = launched()
+    if not (SMOKE or NIGHTLY):
+        every = one_of_each_kernel(every)
     mine = dict([*every.items()][part::PARTS])
     launches = iter(mine.values())
     monkeypatch.setattr(kernels, "examples", lambda: dict.fromkeys(mine, ((), {})))
@@ -176,16 +190,6 @@ def written_kernels():
         lines = path.read_text().splitlines()
         written |= {line[4:].partition("(")[0] for line in lines if line.endswith("_kernel(")}
     return {name for name in written if name.endswith("_kernel")}
-
-
-def test_examples_cover_every_kernel():
-    from dsv4_ops.cli import kernels
-
-    launched = set()
-    for name, (args, settings) in kernels.examples().items():
-        launches = kernels.launches(name.partition(",")[0], args, settings, (9, 0))
-        launched |= {launch.kernel.__name__ for launch in launches}
-    assert launched == written_kernels()
 
 
 def test_kernels_prints_a_table(capsys, monkeypatch):

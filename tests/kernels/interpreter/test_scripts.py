@@ -1,0 +1,54 @@
+"""What sampled calls are too small for, in Triton's interpreter: each script runs in a process of
+its own, and prints what was right."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import NIGHTLY
+from tests.support import forked
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+pytestmark = pytest.mark.slow
+DECODES = ("sparse_mla_decode", "sparse_mla_decode_paged")
+
+
+def passed_in(script: str, *arguments: str) -> list[str]:
+    """What has passed, line by line."""
+    return forked.interpreted(Path(__file__).parent / script, *arguments)
+
+
+def test_programs_of_the_compressor_that_scan_many_tokens() -> None:
+    found = passed_in("interpret_compressor.py", "6" if NIGHTLY else "2")
+    assert len(found) == (4 if NIGHTLY else 2)
+
+
+def test_the_tiles_of_mla_prefill_for_every_gpu() -> None:
+    """Requests of more queries and keys than a tile, without queries or keys, padding of NaN; and
+    keys and values of one request that are NaN leave the bits of the others."""
+    assert passed_in("interpret_context.py") == ["128 64 2 8", "64 32 2 4"]
+
+
+def test_dense_rows_of_all_layouts_and_plans() -> None:
+    assert passed_in("interpret_dense_mla.py")[-1] == "rows of NaN"
+
+
+def test_experts_in_blocks_of_every_size() -> None:
+    """Of FP4, scales included whose rows kernels cannot load as words, and of bf16; and the plan of
+    many rows, which samples of the contract are too small for."""
+    arguments = ["thorough"] * NIGHTLY
+    assert passed_in("interpret_experts.py", *arguments) == ["16", "32", "64", "128"]
+
+
+def test_prefills_plans_rotations_and_rows_with_gaps() -> None:
+    gaps = [f"gaps {name}" for name in (*DECODES, "sparse_mla_prefill")]
+    passed = [f"plans {name}" for name in DECODES]
+    for what in ("rotations", "units", "magnitudes"):
+        passed += [f"{what} {name}" for name in (DECODES if NIGHTLY else DECODES[:1])]
+    found = passed_in("interpret_mla.py", *["thorough"] * NIGHTLY)
+    assert found == ["prefill", *passed, *gaps]
+
+
+def test_hyper_connections_whose_programs_go_on_to_other_columns() -> None:
+    (line,) = passed_in("interpret_streams.py")
+    assert line.startswith("hyper_connection ")
