@@ -1,5 +1,7 @@
 """FlashMLA's adapter over a stand-in that refuses what the library would misread."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch._inductor.config
@@ -250,12 +252,12 @@ def test_a_plan_needs_sizes_that_flash_mla_takes(arguments, text):
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [
-        *((name, False) for name in LIBRARY_OPS["flash_mla"]),
         (DECODE, True),
+        (DENSE, False),
         *(
-            pytest.param(name, True, marks=pytest.mark.nightly("a decode is of any size"))
-            for name in LIBRARY_OPS["flash_mla"]
-            if name != DECODE
+            pytest.param(*each, marks=pytest.mark.nightly("one of any size, and another op"))
+            for each in product(LIBRARY_OPS["flash_mla"], (False, True))
+            if each not in ((DECODE, True), (DENSE, False))
         ),
     ],
 )
@@ -330,19 +332,18 @@ def test_a_package_needs_the_library_only(flash_mla, tmp_path):
     assert flash_mla.calls == ["decode"]
 
 
-@pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
+@pytest.mark.parametrize("name", [DECODE, GATHERED, DENSE])
 def test_the_module_of_deepseek(name, flash_mla_module):
+    """Each of its functions."""
     case = CASES[name](3)
     check(name, case, call(name, case, impl="flash_mla"))
-    given = case.tensors[:8]
     # the graph has the same op of ours in all of them, which Inductor calls as it is
     compiled = torch.compile(
         lambda *tensors: getattr(ops, name)(*tensors, **case.settings, impl="flash_mla"),
         fullgraph=True,
         backend="inductor" if NIGHTLY or name == DECODE else "aot_eager",
     )
-    rest = case.tensors[len(given) :] if name in (PAGED, PREFILL) else ()
-    check(name, case, compiled(*given, *rest), "compiled")
+    check(name, case, compiled(*case.tensors[:8]), "compiled")
     assert len(fake_flash_mla.calls) == 2
 
 

@@ -13,7 +13,7 @@ from dsv4_ops.dispatch import choice, prefill, providers
 from dsv4_ops.reference.bf16_workspace import Prefill, Source, find_spans, list_rows
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.sparse_mla import one_key_page
-from tests.helpers import INT32_MAX, INT32_MIN, i32, i64, strided, widened
+from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, i64, strided, widened
 from tests.support.attention_batches import generator, integers
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 from tests.support.providers_on_cpu import CASES, call, check, message
@@ -155,7 +155,7 @@ def test_tokens_in_any_order_without_a_sink(mode, flash_mla):
 
 
 @settings(
-    max_examples=60,
+    max_examples=200 if NIGHTLY else 25,
     deadline=None,
     derandomize=True,
     database=None,

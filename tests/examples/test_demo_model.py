@@ -29,7 +29,7 @@ def small():
 
 
 @torch.no_grad()
-def logits_of(small, num_tokens=220, last=80):
+def logits_of(small, num_tokens=150, last=20):
     ids = torch.tensor(text.prompts(1, num_tokens))
     return small(ids, use_cache=False).logits[:, -last:]
 
