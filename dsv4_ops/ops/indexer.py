@@ -637,8 +637,7 @@ def indexer_select(
         slots: Whether to return cache slots, for ``sparse_mla_decode``, instead of rows of the
             request. This saves the kernel that would translate them.
         impl: Implementation: "triton" (our kernels), "deep_gemm" (DeepGEMM's logits and our
-            selection), or "reference" (the definition); "auto" runs ours, unless DeepGEMM is
-            installed and was faster at these sizes on an H200.
+            selection), or "reference" (the definition); "auto" runs ours.
 
     Returns:
         int32 [num_tokens, topk], dense: rows of the request, ascending, then -1, for

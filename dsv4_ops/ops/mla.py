@@ -695,7 +695,9 @@ def mla_decode(
             and 0 with a plan.
         batch_invariant: With num_splits 0, split by the table's width alone: a token's result has
             the same bits regardless of the other tokens in the batch. Not with a plan.
-        impl: Implementation: "reference" (the definition), or "auto" (the fastest here).
+        impl: Implementation: "triton" (our kernels), "flash_mla" (plain bfloat16 or float16 rows of
+            576 values in pages of 64), or "reference" (the definition). "auto" runs our kernels on
+            CUDA and the reference elsewhere.
 
     Returns:
         out: [num_tokens, num_heads, kv_lora_rank], the dtype of q, bfloat16 for e4m3; 0 without any
@@ -711,8 +713,9 @@ def mla_decode(
         TypeError: a dtype other than the ones above.
         RuntimeError: ``impl`` is not available here; the message says why.
 
-    Compile: gathers and products; dynamic in num_tokens, num_reqs, max_blocks and the blocks of the
-        cache; CUDA graphs and export: yes.
+    Compile: our kernels on CUDA, on Hopper as one opaque call, as Inductor cannot compile Gluon;
+        elsewhere gathers and products. Dynamic in num_tokens, num_reqs, max_blocks and the blocks
+        of the cache; CUDA graphs and export: yes.
 
     Source: the decode of vLLM's ``MLACommonImpl``. The lse of a token without rows is -inf here,
         +inf in FlashMLA.

@@ -448,7 +448,7 @@ def sparse_mla_decode(
         batch_invariant: With num_splits 0, split by the widths alone: a token's result has the same
             bits regardless of the other tokens in the batch. Not with a plan.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition);
-            "auto" runs ours, unless FlashMLA is installed and was faster at these sizes on an H200.
+            "auto" runs ours, as FlashMLA was faster at no size that we measured.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``

@@ -34,6 +34,26 @@ def deep_model(kinds):
     )
 
 
+@pytest.mark.parametrize("hooked", [[2], [1, 2]])
+def test_hooks_of_one_layer_of_a_kind_are_its_own(hooked):
+    """Layers 1 and 2 are of a kind: hooks of one are not run for the other, nor left out."""
+    model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
+    step = v4.compile_step(model, mode="regional", backend="eager")
+    i32 = torch.int32
+    starts, ones, rows = (torch.tensor(v, dtype=i32) for v in ([0, 1, 2], [1, 1], [0, 1]))
+    batch = v4.StepBatch(torch.tensor([7, 9]), starts, ones, rows)
+    for layers in ([], hooked):
+        for layer in layers:
+            model.model.layers[layer].mlp.register_forward_hook(lambda *call: call[2] * 0.1)
+        caches = [
+            v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64) for _ in range(2)
+        ]
+        for row in range(2):
+            for cache in caches:
+                cache.add(row, num_tokens=8)
+        assert torch.equal(step(batch, caches[0]), v4.decode_step(model, batch, caches[1]))
+
+
 def test_layers_of_a_kind_share_a_graph():
     """Nine layers, more than Dynamo compiles for one function, have two graphs and three; logits
     and cache are those of the step."""

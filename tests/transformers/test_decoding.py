@@ -2,10 +2,16 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from dsv4_ops.integrations import transformers as v4
@@ -43,7 +49,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_EVERY", 3)
+    monkeypatch.setattr(decoding, "_check_every", lambda device: 3)
     return Calls(monkeypatch)
 
 
@@ -186,6 +192,109 @@ def test_streamers_get_every_token(model, calls):
 def test_other_calls_are_hugging_faces(model, calls, settings):
     model.generate(PROMPT, max_new_tokens=3, do_sample=False, pad_token_id=0, **settings)
     assert calls.texts == []
+
+
+def test_another_text_in_a_used_cache_is_refused(model):
+    """The first row of the second prompt differs from the cache at token 5."""
+    cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "cache": cache}
+    out = model.generate(PROMPT, **settings)
+    other = torch.cat([out, PROMPT[:, :2]], 1)
+    other[1, 5] += 1
+    text = (
+        "generate: input_ids must begin with the text that the cache stores, got another token at "
+        "5 of 10 in row 1. Pass the whole conversation, or call cache.reset() to begin a new one."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        model.generate(other, **settings)
+    assert cache.seq_lens.tolist() == [10, 10]
+    cache.reset()
+    assert torch.equal(model.generate(PROMPT, **settings), out)
+
+
+def test_masks_are_0_or_1(model):
+    mask = torch.ones_like(PROMPT) / 2
+    with pytest.raises(ValueError, match=r"attention_mask must be 0 or 1, got 0\.5"):
+        model.generate(PROMPT, attention_mask=mask, max_new_tokens=2, pad_token_id=0)
+
+
+class Banning:
+    """A model whose own forward bans most tokens."""
+
+    def forward(self, *args, **rest):
+        out = super().forward(*args, **rest)
+        out.logits[..., :200] = -torch.inf
+        return out
+
+
+class Caseless:
+    """A model whose own inputs are other tokens."""
+
+    def prepare_inputs_for_generation(self, input_ids, **rest):
+        return super().prepare_inputs_for_generation(input_ids // 2 * 2, **rest)
+
+
+@pytest.mark.parametrize("mixin", [Banning, Caseless])
+def test_methods_of_a_subclass_are_called(calls, mixin):
+    own = small_mla_model()
+    own.__class__ = type("Own", (mixin, type(own)), {})
+    own = v4.patch(own, kv="fp32", precision="reference")
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ours = own.generate(PROMPT, **settings)
+    stock = own.generate(PROMPT, logits_processor=LogitsProcessorList([Same()]), **settings)
+    assert torch.equal(ours, stock)
+    assert calls.texts == []
+
+
+def test_hooks_of_the_head_get_their_shapes(model, calls):
+    shapes = []
+    hook = model.lm_head.register_forward_hook(lambda head, args, out: shapes.append(out.dim()))
+    try:
+        model.generate(PROMPT, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    finally:
+        hook.remove()
+    assert shapes == [3, 3, 3]
+    assert calls.texts == []
+
+
+def test_probabilities_that_are_not_finite_are_refused(model, calls):
+    settings = {"max_new_tokens": 3, "do_sample": True, "pad_token_id": 0, "top_k": 0}
+    for processors in ([], [Same()]):
+        with pytest.raises(RuntimeError, match=r"inf.*nan|probability"):
+            model.generate(
+                PROMPT,
+                temperature=1e-42,
+                logits_processor=LogitsProcessorList(processors),
+                **settings,
+            )
+
+
+def test_the_least_of_several_lengths_ends_a_text(model, calls):
+    both(
+        model,
+        calls,
+        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(11), MaxLengthCriteria(9)]),
+    )
+
+
+def test_the_random_state_after_a_text_is_hugging_faces(model, calls, monkeypatch):
+    monkeypatch.undo()
+    calls = Calls(monkeypatch)
+    settings = {**SAMPLED, "pad_token_id": 0, "max_new_tokens": 12}
+    torch.manual_seed(7)
+    eos = int(model.generate(PROMPT[:1], **settings)[0, 9])
+    after = []
+    for processors in ([], [Same()]):
+        torch.manual_seed(7)
+        model.generate(
+            PROMPT[:1],
+            eos_token_id=eos,
+            logits_processor=LogitsProcessorList(processors),
+            **settings,
+        )
+        after.append(torch.rand(1).item())
+    assert after[0] == after[1]
+    assert len(calls.texts) == 2
 
 
 def test_hooks_of_the_model_are_called(model, calls):

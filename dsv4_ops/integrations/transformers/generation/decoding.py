@@ -18,7 +18,11 @@ from torch import Tensor
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
 from dsv4_ops.integrations.transformers.generation.prompts import setting
 from dsv4_ops.integrations.transformers.modules.checks import uncalled
-from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks
+from dsv4_ops.integrations.transformers.modules.replacement import (
+    has_global_hooks,
+    is_library_method,
+    own_forward,
+)
 from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep, compile_step
 from dsv4_ops.integrations.transformers.steps.step import decode_step
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
@@ -70,7 +74,13 @@ _SETTINGS = {
 """Settings that choose another decoding method, with the value that does not."""
 
 _OUTPUTS = ("return_dict_in_generate", "is_assistant")
-_OWN_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_METHODS = (
+    "forward",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_sample",
+)
+"""Methods of a model that the loop does not call after the prefill."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,15 @@ class DeviceDecoding:
         """Return what Hugging Face's ``_sample`` does."""
         call = (input_ids, logits_processor, stopping_criteria, generation_config)
         if not takes(model, *call, inputs):
-            return type(model)._sample(model, *call, streamer=self.streamer, **inputs)
+            return type(model)._sample(
+                model,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=self.streamer,
+                **inputs,
+            )
         texts = decoded(model, *call, inputs, self.streamer)
         self.on_end(texts.ended, texts.padded)
         return texts.ids[:, : int(texts.length)].contiguous()
@@ -158,7 +176,7 @@ def takes(
         return False
     if any(getattr(config, name, False) for name in _OUTPUTS):
         return False
-    if uncalled(model) is not None or has_global_hooks() or vars(model).keys() & set(_OWN_METHODS):
+    if not _calls_only_ours(model):
         return False
     ignores = any(getattr(each, "prompt_ignore_length", None) is not None for each in processors)
     return (
@@ -170,6 +188,18 @@ def takes(
         and _are(processors, PROCESSORS, "logits_process")
         and not ignores
     )
+
+
+def _calls_only_ours(model: Any) -> bool:
+    """Whether nothing of a user's is on the way from tokens to logits that the loop leaves out, or
+    that would get other shapes from it: methods of the model, hooks around the layers, the head."""
+    if uncalled(model) is not None or has_global_hooks():
+        return False
+    head, methods = model.lm_head, vars(model).keys() & set(_METHODS[1:])
+    hooks = head._forward_hooks or head._forward_pre_hooks
+    if methods or hooks or own_forward(head) is not None or type(head) is not torch.nn.Linear:
+        return False
+    return all(is_library_method(type(model), name) for name in _METHODS)
 
 
 def _are(instances: Any, names: tuple[str, ...], module: str) -> bool:
@@ -198,7 +228,8 @@ class Texts:
     ) -> None:
         batch, columns = prompts.shape
         self.cache, self.processors, self.is_sampled = cache, processors, bool(config.do_sample)
-        self.max_new = criteria.max_length - columns
+        lengths = [each.max_length for each in criteria if hasattr(each, "max_length")]
+        self.max_new = min(lengths) - columns
         ends = [each.eos_token_id for each in criteria if hasattr(each, "eos_token_id")]
         device = prompts.device
         self.eos = torch.cat([each.flatten().to(device) for each in ends]) if ends else None
@@ -225,7 +256,8 @@ class Texts:
         self._append(logits)
         _stream(streamer, self)
         for count in range(1, self.max_new):
-            if (streamer or count % CHECK_EVERY == 0) and self.eos is not None and self._is_over():
+            looks = streamer is not None or count % _check_every(self.ids.device) == 0
+            if looks and self.eos is not None and bool(self.ended.all()):
                 break
             if captures and self.ids.is_cuda and count == WARM_CALLS + 1:
                 decode = _captured(decode)
@@ -233,9 +265,6 @@ class Texts:
             _stream(streamer, self)
         if streamer is not None:
             streamer.end()
-
-    def _is_over(self) -> bool:
-        return bool(self.ended.all())
 
     def _batch(self) -> StepBatch:
         """Return the step of every text's last token, in which texts that ended before it, and all
@@ -250,12 +279,7 @@ class Texts:
         """Choose a token of each text, unless all texts have ended."""
         goes_on = ~self.ended.all()
         scores = self.processors(self.ids, logits)
-        if self.is_sampled:
-            probs = torch.softmax(scores, -1)
-            # what torch.multinomial computes; it asks the host whether probabilities are valid
-            tokens = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
-        else:
-            tokens = scores.argmax(-1)
+        tokens = _drawn(torch.softmax(scores, -1)) if self.is_sampled else scores.argmax(-1)
         if self.eos is not None:
             assert self.pad is not None
             tokens = torch.where(self.ended, self.pad, tokens)
@@ -267,6 +291,19 @@ class Texts:
         self.padded.copy_(torch.where(goes_on, self.ended, self.padded))
         if self.eos is not None:
             self.ended |= torch.isin(tokens, self.eos)
+
+
+def _check_every(device: torch.device) -> int:
+    """Steps between two looks: a CPU, which no look delays, takes no step in vain."""
+    return 1 if device.type == "cpu" else CHECK_EVERY
+
+
+def _drawn(probs: Tensor) -> Tensor:
+    """Draw a token of each row, as ``torch.multinomial`` does, which on a GPU would have the host
+    wait to hear that all probabilities are valid."""
+    if probs.device.type == "cpu":
+        return torch.multinomial(probs, 1).squeeze(1)
+    return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
 
 
 def _stream(streamer: Any, texts: Texts) -> None:
@@ -294,9 +331,8 @@ class CompiledSteps(dict[Any, CompiledStep]):
 
 def _compiled(model: Any, config: Any) -> Step:
     """Return the model's step for any number of texts, compiled as Hugging Face's call would be."""
-    compile_config = config.compile_config
-    settings = {} if compile_config is None else compile_config.to_dict()
-    settings = {name: settings[name] for name in ("backend", "options") if settings.get(name)}
+    values = {name: getattr(config.compile_config, name, None) for name in ("backend", "options")}
+    settings = {name: value for name, value in values.items() if value is not None}
     steps, key = getattr(model, STEPS), repr(sorted(settings.items()))
     if key not in steps:
         steps[key] = compile_step(model, decode_step, mode="regional", dynamic=True, **settings)

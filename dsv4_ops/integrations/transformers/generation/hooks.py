@@ -25,6 +25,7 @@ from dsv4_ops.integrations.transformers.generation.draft_generation import Draft
 from dsv4_ops.integrations.transformers.generation.prompts import (
     CACHES,
     MASK,
+    check_continues,
     check_prompts,
     first_column,
     inferred_mask,
@@ -279,6 +280,8 @@ def prefill(before: Method) -> Method:
         mask = whole_mask(inputs, generation_config, model_kwargs, cache)
         start = first_column(mask, inputs.shape[1], cache)
         before_inputs = mask.shape[1] - inputs.shape[1]
+        if embeddings is None and not before_inputs:
+            check_continues(input_ids, mask, cache)
         if before_inputs:
             _reserve_rows(cache, mask.shape[0], generation_config.max_length - 1 + before_inputs)
         chunk_size, forward = generation_config.prefill_chunk_size, self.__call__

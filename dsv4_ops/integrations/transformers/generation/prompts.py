@@ -72,6 +72,15 @@ def whole_mask(
         mask = torch.ones(inputs.shape[0], columns, dtype=torch.int64, device=cache.device)
         if len(set(cache.seq_lens[: inputs.shape[0]].tolist())) > 1:
             model_kwargs[MASK] = mask
+    elif not bool(((mask == 0) | (mask == 1)).all()):
+        other = mask[(mask != 0) & (mask != 1)][0].item()
+        raise argument_error(
+            _OP,
+            MASK,
+            must="be 0 or 1",
+            got=other,
+            do="Pass 1 for every token and 0 for padding",
+        )
     return mask
 
 
@@ -89,6 +98,33 @@ def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None
         is_token[:, -1] = True if padded is None else ~padded.to(mask.device)
         whole = torch.cat([mask, is_token.to(mask.dtype)], 1)
         cache.text = Text(ids, whole.to(ids.device), lengths.to(ids.device))
+
+
+def check_continues(ids: Tensor, mask: Tensor, cache: PagedCache) -> None:
+    """Raise if prompts do not begin with the text that the cache stores, where ``remember`` kept
+    it."""
+    lengths, text = cache.seq_lens[: ids.shape[0]].to(ids.device), cache.text
+    if text is None or not torch.equal(text.seq_lens, lengths):
+        return
+    count = min(int(lengths.max()), ids.shape[1])
+    stored = _without_padding(text.ids, text.mask)[:, :count]
+    prompts = _without_padding(ids, mask.to(ids.device))[:, :count]
+    differs = (stored != prompts) & (torch.arange(count, device=ids.device) < lengths[:, None])
+    if bool(differs.any()):
+        row, token = differs.nonzero()[0].tolist()
+        raise argument_error(
+            _OP,
+            "input_ids",
+            must="begin with the text that the cache stores",
+            got=f"another token at {token} of {int(lengths[row])} in row {row}",
+            do="Pass the whole conversation, or call cache.reset() to begin a new one",
+        )
+
+
+def _without_padding(ids: Tensor, mask: Tensor) -> Tensor:
+    """Move the tokens of each row to its left."""
+    order = torch.sort((mask == 0).to(torch.int8), dim=1, stable=True).indices
+    return ids.gather(1, order)
 
 
 def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
@@ -145,7 +181,7 @@ def first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
             MASK,
             must="have more tokens than the cache in every row",
             got=f"{int(is_token[row].sum())} of {int(lengths[row])} in row {row}",
-            do="Pass the mask of all tokens, those of the cache included, or another cache",
+            do="Pass all tokens, those of the cache included, or call cache.reset() to begin anew",
         )
     if earliest < columns_before:
         row = int(first.argmin())

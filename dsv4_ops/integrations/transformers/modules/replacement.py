@@ -109,15 +109,26 @@ def defining_class(module: Any) -> str | None:
     Only for the host. A subclass that inherits the forward counts; a class whose forward was
     replaced or decorated by other code does not.
     """
-    owner = next((each for each in type(module).__mro__ if "forward" in vars(each)), None)
+    owner = _owner_of(type(module), "forward")
     if owner is None or owner.__module__ not in (*_MODELLING, *_ACTIVATIONS):
         return None
-    function = vars(owner)["forward"]
+    return owner.__name__ if is_library_method(type(module), "forward") else None
+
+
+def is_library_method(kind: type, name: str) -> bool:
+    """Whether a class has a method of this name that other code than Hugging Face's and torch's
+    neither defined nor decorated. Only for the host."""
+    owner = _owner_of(kind, name)
+    function = None if owner is None else vars(owner)[name]
+    is_known = function is not None
     while function is not None:
-        if _package_of(function) not in _TRUSTED:
-            return None
+        is_known = is_known and _package_of(function) in _TRUSTED
         function = getattr(function, "__wrapped__", None)
-    return owner.__name__
+    return is_known
+
+
+def _owner_of(kind: type, name: str) -> type | None:
+    return next((each for each in kind.__mro__ if name in vars(each)), None)
 
 
 def _package_of(function: Any) -> str:

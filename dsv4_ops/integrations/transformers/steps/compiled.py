@@ -158,6 +158,7 @@ class CompiledStep:
         self.model, self._patched = model, model
         self._watch: Watch | None = None
         self._hooks: Watch | None = None
+        self._hooked: dict[int, int] = {}
         self.step, self.regional, self._on_part = step, regional, on_part
         self.settings = {"fullgraph": True, "dynamic": False, **settings}
         self.parts: dict[str, Callable[..., Any]] = {}
@@ -215,6 +216,11 @@ class CompiledStep:
             self._changes += len(self._plans) > 0
             self._plans.clear()
             self.model, self._watch, self._hooks = with_methods(self._patched), Watch(), Watch()
+            self._hooked = {
+                id(layer): index
+                for index, layer in enumerate(self.model.model.layers)
+                if any(each._forward_hooks or each._forward_pre_hooks for each in layer.modules())
+            }
             for module in self._patched.modules():
                 self._watch.add(vars(module))
                 self._watch.add(module._modules)
@@ -260,6 +266,7 @@ class CompiledStep:
         """Return the part compiled for this call; compile it at the first call."""
         assert self._file is not None
         function, args, rest = call
+        name = self._name_of(name, function)
         try:
             values = [plan.state, function, *args, *rest, *rest.values()]
             key = f"{name}/{described(values, plan.watch)}"
@@ -285,7 +292,13 @@ class CompiledStep:
         return part
 
     def _run(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
-        return self._jitted(name)(function, args, rest)
+        return self._jitted(self._name_of(name, function))(function, args, rest)
+
+    def _name_of(self, name: str, function: Any) -> str:
+        """Return the name of a part; a layer with hooks, which Dynamo does not guard, shares none
+        with others of its kind."""
+        index = self._hooked.get(id(function))
+        return name if index is None else f"{name}_{index}"
 
     def _jitted(self, name: str) -> Callable[..., Any]:
         if name not in self._jits:

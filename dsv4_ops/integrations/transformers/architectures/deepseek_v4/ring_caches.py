@@ -66,6 +66,8 @@ class RingSpec(ModelSpec):
         return True
 
     def kind_of(self, caches: LayerCaches) -> str:
+        if not isinstance(caches, LayerCaches):  # of another family
+            return type(caches).__name__
         if caches.compressed is None:
             return "window"
         return "c128" if caches.indexer is None else "c4"
