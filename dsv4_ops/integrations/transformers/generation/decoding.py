@@ -279,7 +279,7 @@ class Texts:
         """Choose a token of each text, unless all texts have ended."""
         goes_on = ~self.ended.all()
         scores = self.processors(self.ids, logits)
-        tokens = _drawn(torch.softmax(scores, -1)) if self.is_sampled else scores.argmax(-1)
+        tokens = _sampled(torch.softmax(scores, -1)) if self.is_sampled else scores.argmax(-1)
         if self.eos is not None:
             assert self.pad is not None
             tokens = torch.where(self.ended, self.pad, tokens)
@@ -298,7 +298,7 @@ def _check_every(device: torch.device) -> int:
     return 1 if device.type == "cpu" else CHECK_EVERY
 
 
-def _drawn(probs: Tensor) -> Tensor:
+def _sampled(probs: Tensor) -> Tensor:
     """Draw a token of each row, as ``torch.multinomial`` does, which on a GPU would have the host
     wait to hear that all probabilities are valid."""
     if probs.device.type == "cpu":
