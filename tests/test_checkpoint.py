@@ -209,6 +209,15 @@ def test_a_config_of_pro_does_not_name_its_experts(tmp_path):
     assert (info.expert_dtype, info.names_experts) == ("fp4", False)
 
 
+@pytest.mark.parametrize("patterns", [[3], ["("]])
+def test_modules_to_not_convert_are_patterns(tmp_path, patterns):
+    quantization = {**SMALL["quantization_config"], "modules_to_not_convert": patterns}
+    path = write_checkpoint(tmp_path, SMALL)
+    (path / "config.json").write_text(json.dumps({**SMALL, "quantization_config": quantization}))
+    with pytest.raises(ValueError, match=r"modules_to_not_convert must be a list of patterns, got"):
+        check_checkpoint(path)
+
+
 SCALE = "layers.0.attn.wq_b.scale"
 
 

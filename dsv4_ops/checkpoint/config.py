@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -102,3 +103,29 @@ def scale_format(op: str, config: Mapping[str, Any]) -> str:
             do=_ADVICE,
         )
     return str(scale_fmt)
+
+
+def skipped_modules(op: str, config: Mapping[str, Any]) -> list[str]:
+    """Return the patterns of the modules that Hugging Face does not convert to FP8.
+
+    Raises:
+        ValueError: they are not a list of regular expressions.
+    """
+    quantization = config["quantization_config"]
+    name = "modules_to_not_convert"
+    patterns = quantization.get(name)
+    patterns = quantization.get("ignored_layers") if patterns is None else patterns
+    if patterns is None:
+        return ["lm_head"]
+    try:
+        for pattern in patterns:
+            re.compile(pattern)
+    except (TypeError, re.error) as error:
+        raise argument_error(
+            op,
+            f"quantization_config.{name}",
+            must="be a list of patterns",
+            got=str(error),
+            do=_ADVICE,
+        ) from error
+    return list(patterns)

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from dsv4_ops.checkpoint import mla_format
-from dsv4_ops.checkpoint.config import check_ratios, check_size, check_sizes, scale_format
+from dsv4_ops.checkpoint.config import (
+    check_ratios,
+    check_size,
+    check_sizes,
+    scale_format,
+    skipped_modules,
+)
 from dsv4_ops.checkpoint.headers import (
     AGAIN,
     CONFIG,
@@ -375,6 +381,7 @@ def _check_v4(
         )
     scale_dtype = _scale_dtype(OP, stored, "layers.0.attn.wq_a.scale")
     draft = _draft(stored)
+    skipped_modules(OP, config)
     _check_sizes(OP, config)
     released = _tensors(OP, config, expert_dtype, scale_dtype)
     expected = (each for each in released if draft == "mtp" or not each[0].startswith("mtp."))

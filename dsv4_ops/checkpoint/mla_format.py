@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsv4_ops.checkpoint.config import check_size, check_sizes
+from dsv4_ops.checkpoint.config import check_size, check_sizes, skipped_modules
 from dsv4_ops.checkpoint.headers import TensorInfo
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import WEIGHT_BLOCK
@@ -57,7 +57,7 @@ def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
                 got=repr(config[name]),
                 do="Quantised layers with biases are unknown",
             )
-    return _Tensors(config, _skipped(op, config)).all()
+    return _Tensors(config, skipped_modules(op, config)).all()
 
 
 def is_other(config: Mapping[str, Any], name: str) -> bool:
@@ -146,28 +146,6 @@ class _Tensors:
 
 def _plain(name: str, *shape: int) -> tuple[str, TensorInfo]:
     return f"{name}.weight", TensorInfo(FLOATS, shape)
-
-
-def _skipped(op: str, config: Mapping[str, Any]) -> list[str]:
-    """Return the patterns of the modules that Hugging Face does not convert to FP8."""
-    quantization = config["quantization_config"]
-    name = "modules_to_not_convert"
-    patterns = quantization.get(name)
-    patterns = quantization.get("ignored_layers") if patterns is None else patterns
-    if patterns is None:
-        return ["lm_head"]
-    try:
-        for pattern in patterns:
-            re.compile(pattern)
-    except (TypeError, re.error) as error:
-        raise argument_error(
-            op,
-            f"quantization_config.{name}",
-            must="be a list of patterns",
-            got=str(error),
-            do="Take the config.json that belongs to the weights",
-        ) from error
-    return list(patterns)
 
 
 def _matches(pattern: str, name: str) -> bool:
