@@ -212,6 +212,16 @@ def test_another_text_in_a_used_cache_is_refused(model):
     assert torch.equal(model.generate(PROMPT, **settings), out)
 
 
+def test_caches_of_others_are_refused(model):
+    other = small_mla_model() if "V4" in type(model).__name__ else small_model()
+    other = v4.patch(other, kv="fp32", precision="reference")
+    cache = v4.PagedCache.for_model(other, max_batch_size=2, max_cache_len=64)
+    with pytest.raises((ValueError, TypeError), match=r"cache must have the (layers|model)"):
+        model.generate(PROMPT, cache=cache, max_new_tokens=2)
+    with pytest.raises(TypeError, match="cache must be a PagedCache, got CacheTensors"):
+        model.generate(PROMPT, cache=cache.tensors, max_new_tokens=2)
+
+
 def test_masks_are_0_or_1(model):
     mask = torch.ones_like(PROMPT) / 2
     with pytest.raises(ValueError, match=r"attention_mask must be 0 or 1, got 0\.5"):

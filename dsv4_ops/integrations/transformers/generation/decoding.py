@@ -178,6 +178,9 @@ def takes(
         return False
     if not _calls_only_ours(model):
         return False
+    ends = any(hasattr(each, "eos_token_id") for each in criteria)
+    if ends and config._pad_token_tensor is None:
+        return False
     ignores = any(getattr(each, "prompt_ignore_length", None) is not None for each in processors)
     return (
         prompts.shape[1] > 0

@@ -33,6 +33,7 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
     setting,
     whole_mask,
 )
+from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 Method = Callable[..., Any]
 
@@ -98,6 +99,15 @@ def generate(before: Method) -> Method:
             )
         if "cache" in arguments:
             arguments[cache_argument()] = arguments.pop("cache")
+        if isinstance(arguments.get(cache_argument()), CacheTensors):
+            raise argument_error(
+                "generate",
+                "cache",
+                must="be a PagedCache",
+                got="CacheTensors",
+                do="Pass the cache, not its tensors",
+                kind=TypeError,
+            )
         token = _CALL.set(call)
         try:
             out = before(self, *args[len(names) :], **arguments)
