@@ -133,10 +133,11 @@ def _last_states(
     return replace(group, state_slot_mapping=torch.where(is_last, group.state_slot_mapping, -1))
 
 
-def _is_ring(blocks: Tensor, table: Tensor) -> Any:
+def _is_ring(blocks: Tensor, table: Tensor) -> int:
     """1 if a row has fewer blocks than its table has columns, else 0, which a graph does not
     guard."""
-    return torch.sym_min(table.shape[1] - blocks.shape[0] // table.shape[0], 1)
+    # not torch.sym_min, which Dynamo of torch 2.11 refuses for constants
+    return min(table.shape[1] - blocks.shape[0] // table.shape[0], 1)
 
 
 def _positions(blocks: Tensor, table: Tensor, block: int) -> int:
