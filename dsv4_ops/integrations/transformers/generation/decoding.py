@@ -1,8 +1,9 @@
-"""``generate``'s decoding loop on the device, which reads no token on the host.
+"""``generate``'s decoding loop, whose texts stay in tensors of fixed size.
 
 Hugging Face prepares the inputs, runs the prefill and makes the processors. Its own loop then
-builds new inputs for every token and waits for the device to learn whether a text has ended. This
-one runs the same step on tensors that stay where they are, and asks every ``CHECK_EVERY`` steps.
+builds new inputs for every token, and compiles each batch size anew. This one runs one step on the
+same tensors. On a GPU it would look only every ``CHECK_EVERY`` steps whether all texts have ended,
+and capture the step in a CUDA graph; ``DEVICES`` says why it does not yet.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,8 +108,8 @@ class DeviceDecoding:
         **inputs: Any,
     ) -> Any:
         """Return what Hugging Face's ``_sample`` does."""
-        call = (input_ids, logits_processor, stopping_criteria, generation_config)
-        if not takes(model, *call, inputs):
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+        if not takes(model, call):
             return type(model)._sample(
                 model,
                 input_ids,
@@ -118,7 +119,7 @@ class DeviceDecoding:
                 streamer=self.streamer,
                 **inputs,
             )
-        texts = decoded(model, *call, inputs, self.streamer)
+        texts = decoded(model, call, self.streamer)
         self.on_end(texts.ended, texts.padded)
         return texts.ids[:, : int(texts.length)].contiguous()
 
@@ -134,20 +135,35 @@ def may_take(model: Any, arguments: dict[str, Any]) -> bool:
     return all(value is None or value == _SETTINGS[name] for name, value in values.items())
 
 
-def decoded(
-    model: Any,
-    prompts: Tensor,
-    processors: Any,
-    criteria: Any,
-    config: Any,
-    inputs: dict[str, Any],
-    streamer: Any,
-) -> Texts:
+class Call(NamedTuple):
+    """What Hugging Face passes to a decoding method.
+
+    Args:
+        prompts: Token ids, [batch, columns].
+        processors: Its ``LogitsProcessorList``.
+        criteria: Its ``StoppingCriteriaList``.
+        config: Its ``GenerationConfig``.
+        inputs: Keyword arguments of the model: the cache, masks and others.
+    """
+
+    prompts: Tensor
+    processors: Any
+    criteria: Any
+    config: Any
+    inputs: dict[str, Any]
+
+    @property
+    def cache(self) -> Any:
+        """The cache, or None."""
+        return self.inputs.get(cache_argument())
+
+
+def decoded(model: Any, call: Call, streamer: Any) -> Texts:
     """Run the prefill and all steps of a call for which ``takes`` is true."""
-    logits = model._prefill(prompts, config, inputs).logits
-    compiles = model._valid_auto_compile_criteria(inputs, config)
-    step = _compiled(model, config) if compiles else _eager(model)
-    texts = Texts(prompts, inputs[cache_argument()], processors, criteria, config)
+    logits = model._prefill(call.prompts, call.config, call.inputs).logits
+    compiles = model._valid_auto_compile_criteria(call.inputs, call.config)
+    step = _compiled(model, call.config) if compiles else _eager(model)
+    texts = Texts(call)
     with _decoding(model):
         texts.extend(step, logits[:, -1].float(), streamer, captures=compiles)
     return texts
@@ -158,33 +174,26 @@ def _has_other_ranks() -> bool:
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
-def takes(
-    model: Any,
-    prompts: Tensor,
-    processors: Any,
-    criteria: Any,
-    config: Any,
-    inputs: dict[str, Any],
-) -> bool:
+def takes(model: Any, call: Call) -> bool:
     """Whether the loop decodes a call, or leaves it to Hugging Face's.
 
     It takes calls of ``PROCESSORS`` and ``CRITERIA`` that return sequences alone, of a model whose
     forward and input methods nothing replaced, and whose cache no other rank shares.
     """
-    cache = inputs.get(cache_argument())
+    cache, processors, criteria = call.cache, call.processors, call.criteria
     if not isinstance(cache, PagedCache) or model.dsv4_ops_spec.parallel is not None:
         return False
-    if any(getattr(config, name, False) for name in _OUTPUTS):
+    if any(getattr(call.config, name, False) for name in _OUTPUTS):
         return False
     if not _calls_only_ours(model):
         return False
     ends = any(hasattr(each, "eos_token_id") for each in criteria)
-    if ends and config._pad_token_tensor is None:
+    if ends and call.config._pad_token_tensor is None:
         return False
     ignores = any(getattr(each, "prompt_ignore_length", None) is not None for each in processors)
     return (
-        prompts.shape[1] > 0
-        and prompts.device == cache.device
+        call.prompts.shape[1] > 0
+        and call.prompts.device == cache.device
         and cache.device.type in DEVICES
         and criteria.max_length is not None
         and _are(criteria, CRITERIA, "stopping_criteria")
@@ -226,17 +235,16 @@ class Texts:
         seq_lens: Tokens of each text that the cache stores, [batch], int32.
     """
 
-    def __init__(
-        self, prompts: Tensor, cache: PagedCache, processors: Any, criteria: Any, config: Any
-    ) -> None:
+    def __init__(self, call: Call) -> None:
+        prompts, self.cache, self.processors = call.prompts, call.cache, call.processors
         batch, columns = prompts.shape
-        self.cache, self.processors, self.is_sampled = cache, processors, bool(config.do_sample)
-        lengths = [each.max_length for each in criteria if hasattr(each, "max_length")]
+        self.is_sampled = bool(call.config.do_sample)
+        lengths = [each.max_length for each in call.criteria if hasattr(each, "max_length")]
         self.max_new = min(lengths) - columns
-        ends = [each.eos_token_id for each in criteria if hasattr(each, "eos_token_id")]
+        ends = [each.eos_token_id for each in call.criteria if hasattr(each, "eos_token_id")]
         device = prompts.device
         self.eos = torch.cat([each.flatten().to(device) for each in ends]) if ends else None
-        pad = config._pad_token_tensor
+        pad = call.config._pad_token_tensor
         self.pad = None if pad is None else pad.to(device)
         first = prompts[:, :1].to(torch.int64)  # as Hugging Face's ids of int32 become
         self.ids = first.repeat(1, columns + max(self.max_new, 1))
@@ -244,7 +252,7 @@ class Texts:
         self.length = torch.tensor(columns, device=device)
         self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
         self.padded = self.ended.clone()
-        self.seq_lens = cache.seq_lens[:batch].clone()
+        self.seq_lens = self.cache.seq_lens[:batch].clone()
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
         self._rows = self._starts[:-1].contiguous()
 
