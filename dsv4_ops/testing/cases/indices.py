@@ -373,7 +373,9 @@ def _combine_cases() -> list[Case]:
             **pair,
         ),
         case("no topk", [(6, 2), (2, 2)], ([3], 5, 0, [8, 9]), ([1], 0, 1, [28]), topk=0, **pair),
-        case("no room for topk", [(6, 6)], ([0, 1], 5, 0, [-1, -1, 4, 5]), swa_offset=0, **pair),
+        case(
+            "no capacity for topk", [(6, 6)], ([0, 1], 5, 0, [-1, -1, 4, 5]), swa_offset=0, **pair
+        ),
         case(
             "windows that begin before the gathered rows, or end past them",
             [(10, 2), (6, 3)],
