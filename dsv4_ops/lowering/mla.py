@@ -44,7 +44,8 @@ def _mla_decode(
     num_rows = block_table.shape[1] * block_size
     if q.device.type == "cpu":
         running = _attend_in_loop(call, running, num_rows)
-    else:  # a loop would synchronise on its condition and break CUDA graphs
+    elif not isinstance(num_rows, int) or num_rows > 0:
+        # a loop would synchronise on its condition and break CUDA graphs
         running = reference.attend_to(call, running, 0, num_rows)
     return reference.finish_decode(call, running, kv_scale)
 
