@@ -42,7 +42,7 @@ from dsv4_ops.core.torch_compat import (
     only_looks_ahead,
     without_autocast,
 )
-from dsv4_ops.dispatch import choice, layers, limits
+from dsv4_ops.dispatch import choice, kernel_requests, layers, limits
 from dsv4_ops.dispatch.guards import GUARDS
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -113,6 +113,8 @@ def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
                 spec.launcher(library)  # defines the op that such code calls
         if spec.has_kernel and _on_cuda(args, kwargs):
             _load_kernels(spec.stem)
+            if kernel_requests.are_on():
+                kernel_requests.request(spec, *_chosen(spec, args, kwargs))
         return spec.meta(**{name: values[name] for name in wanted})
 
     return rule
@@ -138,13 +140,9 @@ def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
 
     If a kernel supports every call, skip the selection: it takes a large part of an eager call.
     """
-    asks = spec.has_choice or spec.name in limits.WORDS
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        impl = REFERENCE if limits.no_triton() else TRITON
-        if asks:
-            kwargs = spec.arguments(args, kwargs)
-            args, impl = (), choice.choose(spec, kwargs).impl
+        impl, args, kwargs = _chosen(spec, args, kwargs)
         if impl == REFERENCE:
             return spec.reference(*args, **kwargs)
         first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
@@ -152,6 +150,14 @@ def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
             return spec.launcher(impl)(_eager(), *args, **kwargs)
 
     return rule
+
+
+def _chosen(spec: OpSpec, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
+    """Return the implementation that runs a call, and the arguments to run it with."""
+    if not spec.has_choice and spec.name not in limits.WORDS:
+        return REFERENCE if limits.no_triton() else TRITON, args, kwargs
+    values = spec.arguments(args, kwargs)
+    return choice.choose(spec, values).impl, (), values
 
 
 _eager = functools.cache(layers.eager)

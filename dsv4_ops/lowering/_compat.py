@@ -6,6 +6,7 @@ installed release. Names of other private parts of torch are in ``core/torch_com
 
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor import aoti_compile_and_package, aoti_load_package, config
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
@@ -21,6 +22,7 @@ from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 __all__ = [
+    "AsyncCompile",
     "AutotuneCache",
     "CppWrapperCpu",
     "ExternKernel",
@@ -39,6 +41,7 @@ __all__ = [
     "cache_dir",
     "config",
     "fallback_handler",
+    "get_compile_threads",
     "get_cpp_compiler",
     "lowerings",
     "ops",

@@ -14,6 +14,7 @@ from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.errors import argument_error, kind_of
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.types import TokenMap
+from dsv4_ops.dispatch import kernel_requests
 from dsv4_ops.integrations.transformers.modules.bf16_experts import Bf16Experts
 from dsv4_ops.integrations.transformers.modules.quantized import QuantizedWeights
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite, refresh
@@ -317,7 +318,7 @@ class ModelSpec(ABC):
         With ``copies_only``, update copies of weights only; other layouts share the weights'
         memory.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or kernel_requests.are_on():
             return
         rewrites = self.rewrites
         refresh(op, body, [one for one in rewrites if one.copies_weights or not copies_only])

@@ -2,8 +2,8 @@
 
 Hugging Face prepares the inputs, runs the prefill and makes the processors. Its own loop then
 builds new inputs for every token, and compiles each batch size anew. This one runs one step on the
-same tensors. On a GPU it would look only every ``CHECK_EVERY`` steps whether all texts have ended,
-and capture the step in a CUDA graph; ``DEVICES`` says why it does not yet.
+same tensors. On a GPU it looks only every ``CHECK_EVERY`` steps whether all texts have ended,
+and captures the step in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     own_forward,
 )
 from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep, compile_step
-from dsv4_ops.integrations.transformers.steps.step import decode_step
+from dsv4_ops.integrations.transformers.steps.kernels import KernelRequests, padding
+from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 Step = Callable[[StepBatch, CacheTensors], Tensor]
@@ -52,8 +53,8 @@ PROCESSORS = (
 CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria")
 """Criteria of Hugging Face that the loop decides on the device, or that the host knows before."""
 
-DEVICES = ("cpu",)
-"""Devices whose calls the loop takes. No GPU has run its compiled and captured step yet."""
+DEVICES = ("cpu", "cuda")
+"""Devices whose calls the loop takes."""
 
 STEPS = "dsv4_ops_decode_steps"
 """Attribute of a model with its compiled steps, which ``patch`` adds and ``unpatch`` removes."""
@@ -160,9 +161,9 @@ class Call(NamedTuple):
 
 def decoded(model: Any, call: Call, streamer: Any) -> Texts:
     """Run the prefill and all steps of a call for which ``takes`` is true."""
-    logits = model._prefill(call.prompts, call.config, call.inputs).logits
     compiles = model._valid_auto_compile_criteria(call.inputs, call.config)
-    step = _compiled(model, call.config) if compiles else _eager(model)
+    step = _compiled(model, call) if compiles else _eager(model)
+    logits = model._prefill(call.prompts, call.config, call.inputs).logits
     texts = Texts(call)
     with _decoding(model):
         texts.extend(step, logits[:, -1].float(), streamer, captures=compiles)
@@ -254,7 +255,7 @@ class Texts:
         self.padded = self.ended.clone()
         self.seq_lens = self.cache.seq_lens[:batch].clone()
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self._rows = self._starts[:-1].contiguous()
+        self._rows = self._starts[:-1].clone()  # inputs that share memory have a graph of their own
 
     def extend(
         self, step: Step, logits: Tensor, streamer: Any = None, *, captures: bool = False
@@ -340,15 +341,29 @@ class CompiledSteps(dict[Any, CompiledStep]):
         return CompiledSteps, ()
 
 
-def _compiled(model: Any, config: Any) -> Step:
-    """Return the model's step for any number of texts, compiled as Hugging Face's call would be."""
-    values = {name: getattr(config.compile_config, name, None) for name in ("backend", "options")}
+def _compiled(model: Any, call: Call) -> Step:
+    """Return the model's step for any number of texts, compiled as Hugging Face's call would be.
+
+    The prefill's kernels are compiled meanwhile, by workers.
+    """
+    cache, compile_config = call.cache, call.config.compile_config
+    values = {name: getattr(compile_config, name, None) for name in ("backend", "options")}
     settings = {name: value for name, value in values.items() if value is not None}
     steps, key = getattr(model, STEPS), repr(sorted(settings.items()))
     if key not in steps:
         steps[key] = compile_step(model, decode_step, mode="regional", dynamic=True, **settings)
-    step = steps[key]
-    return lambda batch, cache: step(batch, cache, state_rings=False)
+    step, rows = steps[key], len(call.prompts)
+    prefill = KernelRequests(prefill_step)
+    prefill.request(
+        model, cache.tensors, min(call.prompts.numel(), cache.max_chunk * rows), rows, {}
+    )
+
+    def run(batch: StepBatch, tensors: CacheTensors) -> Tensor:
+        return step(batch, tensors, state_rings=False)
+
+    if not step.parts and cache.device.type == "cuda":
+        run(padding(rows, rows, cache.device), cache.tensors)
+    return run
 
 
 def _eager(model: Any) -> Step:

@@ -37,13 +37,11 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     local,
     with_methods,
 )
+from dsv4_ops.integrations.transformers.steps.kernels import PARTS, KernelRequests
 from dsv4_ops.integrations.transformers.steps.step import (
     check_model,
     check_tensors,
-    decode,
     decode_step,
-    prefill,
-    prefill_step,
     spec_of,
     tensors_of,
 )
@@ -56,8 +54,6 @@ MOST_CHANGES = 8
 """Maximum changes of a model before Dynamo's guards alone select compiled parts."""
 
 _log = logging.getLogger(__name__)
-
-_PARTS = {decode_step: decode, prefill_step: prefill}
 
 
 def compile_step(
@@ -118,7 +114,7 @@ def compile_step(
     spec = spec_of(op, model)
     checks = Checks(op)
     checks.one_of("mode", mode, "auto", "whole", "regional", belongs_to="the step is made of")
-    if step not in _PARTS:
+    if step not in PARTS:
         raise argument_error(
             op,
             "step",
@@ -172,6 +168,7 @@ class CompiledStep:
         self._shared: list[tuple[dict[str, Any], str, int]] | None = None
         self._cache: tuple[Any, str] = (lambda: None, "")
         self._spec = spec_of("compile_step", model)
+        self._kernels = KernelRequests(step)
         ranks = self._spec.parallel
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
@@ -181,7 +178,9 @@ class CompiledStep:
             if not self.settings["dynamic"]:
                 return self._stepped(batch, cache, **rest)
             with one_graph_for_all_sizes(), run_time_launches():
-                return self._stepped(batch, cache, **rest)
+                logits = self._stepped(batch, cache, **rest)
+            self._kernels.request_batches(self.model, tensors_of(self.step.__name__, cache), rest)
+            return logits
 
     def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         op = self.step.__name__
@@ -194,9 +193,12 @@ class CompiledStep:
         if self._ranks is not None:
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
             self._ranks.agree("compile_step", "batch", "cpu", **shapes)
+        if self.settings["dynamic"]:
+            sizes = len(batch.tokens), len(batch.rows)
+            self._kernels.request(self.model, tensors, *sizes, rest)
         key, run = self._planned(batch, tensors, rest)
         if self.regional:
-            logits = _PARTS[self.step](self.model, batch, tensors, run=run, **rest)
+            logits = PARTS[self.step](self.model, batch, tensors, run=run, **rest)
         else:
             self._refresh(op, tensors.device)
             logits = run("step", self.step, self.model, batch, tensors, **rest)

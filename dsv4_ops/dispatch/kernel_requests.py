@@ -1,0 +1,43 @@
+"""Whether fake calls of ops ask for the kernels that a real call would launch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from dsv4_ops.core.registry import TRITON, OpSpec
+
+_log = logging.getLogger(__name__)
+_LAUNCHER: ContextVar[Any] = ContextVar("kernel_requests", default=None)
+
+
+def are_on() -> bool:
+    """Whether this context asks for kernels."""
+    return _LAUNCHER.get() is not None
+
+
+@contextmanager
+def kernel_requests(launcher: Any) -> Iterator[None]:
+    """Run the launchers of fake calls with ``launcher``, whose launches only compile kernels."""
+    token = _LAUNCHER.set(launcher)
+    try:
+        yield
+    finally:
+        _LAUNCHER.reset(token)
+
+
+def request(spec: OpSpec, impl: str, args: Any, kwargs: Any) -> None:
+    """Ask for the kernels of a fake call that ``impl`` would run.
+
+    A launcher that cannot run with fake tensors asks for none: its kernels are then compiled when
+    they are launched.
+    """
+    if impl != TRITON:
+        return
+    try:
+        spec.launcher(impl)(_LAUNCHER.get(), *args, **kwargs)
+    except Exception:
+        _log.debug("no kernels of %s were requested", spec.name, exc_info=True)

@@ -1,0 +1,138 @@
+"""Workers compile the kernels that a call would launch, before it launches them."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.torch_compat import FakeTensorMode
+from dsv4_ops.dispatch import kernel_requests as requested
+from dsv4_ops.dispatch.kernel_requests import kernel_requests
+from dsv4_ops.kernels import precompile
+from dsv4_ops.testing import op_testing
+
+
+class Hopper:
+    """A driver without a GPU: Triton asks it for what it compiles."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """One H100, as far as launchers and Triton ask; and an empty folder of compiled kernels."""
+
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties)
+    monkeypatch.setattr(driver, "_active", Hopper())
+
+
+class Workers:
+    """Takes jobs, and runs one when it is waited for."""
+
+    def __init__(self):
+        self.asked, self.ran = [], 0
+
+    def submit(self, function, content):
+        self.asked.append(content)
+
+        def wait():
+            self.ran += 1
+            function(content)
+
+        return wait
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the kernels that this process asks Triton for, with whether it read them from the
+    folder."""
+    seen = []
+    listener = lambda src, metadata, metadata_group, times, cache_hit: seen.append(  # noqa: E731
+        (src.name, cache_hit)
+    )
+    monkeypatch.setattr(knobs.compilation, "listener", listener)
+    return seen
+
+
+def called(name, case):
+    """Call an op with tensors like a case's, on a GPU that is not there."""
+    with FakeTensorMode(), torch.no_grad():
+        tensors = pytree.tree_map(on_cuda, case.tensors)
+        return OPS[name].op(*tensors, **case.settings)
+
+
+def on_cuda(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+
+def first(op="insert_k_cache"):
+    """The first case of an op whose kernel is small."""
+    called(op, next(iter(op_testing(op).cases())))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_launch_reads_what_a_worker_compiled(compiled):
+    """A worker compiles once, in the first wait; sizes of the same class ask for nothing more."""
+    workers = Workers()
+    with precompile.requests(workers.submit):
+        first()
+        first()
+    assert len(workers.asked) == 1
+    assert workers.ran == 0
+    with kernel_requests(
+        precompile.REQUESTED
+    ):  # compiles what a launch would, and launches nothing
+        first()
+    assert workers.ran == 1
+    (worker, here) = compiled
+    assert worker[0] == here[0]
+    assert (worker[1], here[1]) == (False, True)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_job_that_fails_costs_time_only(compiled, monkeypatch):
+    def submit(function, content):
+        def wait():
+            raise RuntimeError("the worker died")
+
+        return wait
+
+    said = []
+    monkeypatch.setattr(precompile._log, "info", lambda *values: said.append(values))
+    with precompile.requests(submit):
+        first("gather_k_cache")
+    with kernel_requests(precompile.REQUESTED):
+        first("gather_k_cache")
+    assert [hit for _, hit in compiled] == [False]
+    assert str(said[0][2]) == "the worker died"
+
+
+WITH_KERNELS = sorted(name for name, spec in OPS.items() if spec.has_kernel)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_every_launcher_runs_with_fake_tensors(name, monkeypatch):
+    """Of some call at least; none raises, which a request would hide."""
+    workers = Workers()
+    monkeypatch.setattr(requested._log, "debug", lambda text, op, exc_info: pytest.fail(text % op))
+    with precompile.requests(workers.submit):
+        for case in op_testing(name).cases():
+            called(name, case)
