@@ -8,7 +8,7 @@
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
 # make tensorrt-stubs  torch-tensorrt without TensorRT, for tests/tensorrt, into build/
 # make smoke LANE=oldest  other torch, Triton, transformers: kernels, six ops, steps; any target takes LANE
-# make lanes  `make smoke` in all lanes of dsv4_ops/core/versions.py, one after the other; nightly
+# make lanes  `make smoke` in all lanes of dsv4_ops/core/versions.py, with all examples of kernels; nightly
 # A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds its own environment.
 PYTHON ?= python3
 # none: what pip resolves today; else a name in dsv4_ops/core/versions.py, in an environment of its own
@@ -58,12 +58,13 @@ test-all: test lanes
 test-gpu:
 	DSV4_OPS_GPUS=$(GPUS) $(GPU_PYTHON) -m pytest -q -m gpu tests -n $(GPU_WORKERS) --dist worksteal --part $(PART) --stop-after $(GPU_SECONDS) $(PYTEST_ARGS)
 
-smoke: export DSV4_OPS_SMOKE = 1
+smoke: export DSV4_OPS_SMOKE ?= 1
 smoke: $(TEST_STAMP) tensorrt-stubs
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m smoke $(SMOKE) $(PYTEST_ARGS)
 
 # one environment at a time: each takes 5 GB
 lanes: export DSV4_OPS_NIGHTLY =
+lanes: export DSV4_OPS_SMOKE = every
 lanes:
 	failed=; for lane in $$($(PYTHON) .ci/lanes.py); do \
 	    rm -rf build/lane; $(MAKE) smoke LANE=$$lane VENV=build/lane || failed="$$failed $$lane"; \

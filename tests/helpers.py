@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,10 +21,18 @@ from dsv4_ops.testing.strategies.batches import (
 
 NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
 """Of `make test-all`: more draws, and tests marked nightly."""
-SMOKE = os.environ.get("DSV4_OPS_SMOKE") == "1"
+SMOKE = "DSV4_OPS_SMOKE" in os.environ
 """Of `make smoke`: few tests run, so that they show what others show in `make test`."""
 
 Result = Tensor | Sequence[Tensor]
+
+
+def nightly(shown_by: str, *values: Any) -> list[Any]:
+    """Parameters of ``make test-all``; a tuple is one of several arguments."""
+    mark = pytest.mark.nightly(shown_by)
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=mark) for each in values
+    ]
 
 
 def rows32(rows: Sequence[Sequence[int]], columns: int) -> Tensor:

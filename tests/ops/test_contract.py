@@ -28,8 +28,8 @@ from tests.oracles import (
 )
 from tests.support.quick import flags_of_users
 
-EXAMPLES = 20_000 if NIGHTLY else int(os.environ.get("DSV4_OPS_EXAMPLES", 60))
-"""Sampled calls per op; `make check` takes fewer."""
+EXAMPLES = 20_000 if NIGHTLY else int(os.environ.get("DSV4_OPS_EXAMPLES", 25))
+"""Sampled calls per op."""
 SMOKE_OPS = {
     "apply_rope",
     "compressed_slot_mapping",
@@ -114,16 +114,15 @@ def test_reference_gives_the_hand_computed_numbers(name):
 
 @each_op
 def test_opcheck(name):
-    if NIGHTLY:
-        checks.check_opcheck(OPS[name])
-    else:
-        checks.check_opcheck(OPS[name], traces=1)
+    """``make test`` traces a call of each op that ``test_compiled_equals_the_reference`` leaves."""
+    traces = None if NIGHTLY else 0 if name in VECTORS else 1
+    checks.check_opcheck(OPS[name], traces=traces)
 
 
 @pytest.mark.check
 @each_op
 def test_fake_has_the_metadata_of_the_real_result(name):
-    checks.check_fake(OPS[name])
+    checks.check_fake(OPS[name], traces=None if NIGHTLY else 2)  # a dense one, and a strided
 
 
 FLOATS = [name for name, spec in OPS.items() if spec.implementation("testing").precise is not None]
@@ -200,7 +199,7 @@ def test_the_form_that_is_traced_gives_the_same_bits(name):
     spec = OPS[name]
 
     @same_each_run
-    @settings(sampled, max_examples=EXAMPLES if NIGHTLY else 10)
+    @settings(sampled, max_examples=EXAMPLES if NIGHTLY else 5)
     @given(testing.strategy(name))
     def compare(case):
         eager = case.copy().run(spec.reference, spec.mutated)
@@ -225,26 +224,15 @@ VECTORS = {
     "swa_indices_and_lens",
     "token_map",
 }
-"""Ops compiled with vectors, as users get them: one of each kind of loop. Of the others `make test`
-compiles the scalar form, half of Inductor's work; `make test-all` has the vectors of all."""
+"""One op of each kind of loop, with vectors, as users get them. Inductor makes the loops of the
+others of the same parts, in `make test-all`; what they trace to runs in test_opcheck."""
 COMPILED_EXAMPLES = EXAMPLES if NIGHTLY else 16
 """A call of compiled code is cheap, its reference is not: oracles see more of the reference."""
 
 
-FUSED_WRITERS = {
-    "insert_k_cache",
-    "quantize_and_insert_k_cache",
-    "save_compressor_states",
-}
-"""Writers whose fusion `make test` compiles: one tensor of bytes, one of rows, one of states;
-test_compiled_cache.py has the order of writes. `make test-all` has the fusion of all."""
-
-
 def is_fused(name):
     """Ops that write, and ops built from IR; what is decomposed Inductor fuses as any aten code."""
-    if OPS[name].mutated:
-        return NIGHTLY or name in FUSED_WRITERS
-    return "pointwise" in OPS[name].lowering.values()
+    return bool(OPS[name].mutated) or "pointwise" in OPS[name].lowering.values()
 
 
 AT_ONCE = 12
@@ -276,25 +264,25 @@ def split(names):
 
 def groups():
     """Every op in a graph with others of its kind of loops; a new op by being registered."""
-    for vectors in (True, False):
-        chosen = [name for name in OPS if (NIGHTLY or name in VECTORS) == vectors]
-        smoke = [name for name in chosen if name in SMOKE_OPS]
-        rest = [name for name in chosen if name not in SMOKE_OPS]
-        for some, marks in ((smoke, [pytest.mark.smoke]), (rest, [])):
-            for group in split(sorted(some, key=ALONE.__contains__)):
-                yield pytest.param(group, vectors, id="-".join(group), marks=marks)
+    nightly = pytest.mark.nightly("test_opcheck; loops of each kind are those of VECTORS")
+    chosen = {"smoke": SMOKE_OPS, "vectors": VECTORS - SMOKE_OPS, "rest": OPS.keys() - VECTORS}
+    marks = {"smoke": [pytest.mark.smoke], "vectors": [], "rest": [nightly]}
+    for kind, names in chosen.items():
+        some = [name for name in OPS if name in names]
+        for group in split(sorted(some, key=ALONE.__contains__)):
+            yield pytest.param(group, id="-".join(group), marks=marks[kind])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("names", "vectors"), [*groups()])
-def test_compiled_equals_the_reference(names, vectors):
+@pytest.mark.parametrize("names", [*groups()])
+def test_compiled_equals_the_reference(names):
     """One graph, nothing opaque, no recompile over sampled batches of any size, between a producer
     and a consumer too; those of SMOKE_OPS with the flags that users get, in `make smoke`."""
     specs = [OPS[name] for name in names]
     fused = [OPS[name] for name in names if is_fused(name)]
     of_users = SMOKE_OPS.issuperset(names) and (SMOKE or NIGHTLY)
     flags = flags_of_users() if of_users else contextlib.nullcontext()
-    with torch._inductor.config.patch({"cpp.simdlen": None if vectors else 1}), flags:
+    with torch._inductor.config.patch({"cpp.simdlen": None}), flags:
         compiled = checks.CompiledOps(specs, fused=fused)
     compiled.check_cases()
     compiled.fuzz(COMPILED_EXAMPLES, derandomize=not NIGHTLY)
@@ -306,14 +294,20 @@ def test_every_op_is_compiled():
     assert set(OPS) == set(compiled)
 
 
-@pytest.mark.parametrize("name", ["compressed_slot_mapping", "swa_indices_and_lens", "token_map"])
+@pytest.mark.parametrize("name", ["compressed_slot_mapping", "token_map"])
 def test_compiled_takes_column_slices(name):
     """Schedulers pass views of persistent buffers; the decomposed and the IR lowerings both follow
     strides."""
     checks.CompiledOps([OPS[name]], layout=checks.strided_copy).fuzz(20)
 
 
-@pytest.mark.parametrize("name", ["compress_and_insert", "swa_indices_and_lens"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "swa_indices_and_lens",
+        pytest.param("compress_and_insert", marks=pytest.mark.nightly("the loops of the other")),
+    ],
+)
 def test_compiled_loops_are_parallel(name):
     """Two threads write what one would, however many this process has and however small the batch
     that it is compiled for."""

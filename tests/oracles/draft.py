@@ -32,11 +32,11 @@ def softmax(row: list[float], temperature: float) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def pick(weights: list[float], at: float) -> int:
-    until = 0.0
-    for token, weight in enumerate(weights):
-        until += weight
-        if until > at * sum(weights):
+def pick(shares: list[float], at: float) -> int:
+    """Weights are rounded to multiples of 2^-38 of their sum."""
+    weights = [round(value / sum(shares) * 2**38) if value else 0 for value in shares]
+    for token in range(len(weights)):
+        if sum(weights[: token + 1]) > at * sum(weights):
             return token
     return -1
 

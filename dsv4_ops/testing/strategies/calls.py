@@ -17,7 +17,7 @@ from dsv4_ops.testing.strategies.draw import strategy_of
 
 Results = tuple[Tensor, ...]
 
-SAMPLES = 40
+SAMPLES = 20
 """Sampled calls that the checks of one configuration share; sampling takes longer than a call."""
 CHUNK = 200
 """Random calls per batch."""

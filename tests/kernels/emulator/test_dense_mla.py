@@ -10,7 +10,7 @@ import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.helpers import INT32_MAX, INT32_MIN
+from tests.helpers import INT32_MAX, INT32_MIN, nightly
 from tests.support.mla_batches import (
     DENSE,
     DS_FP8,
@@ -46,12 +46,15 @@ def test_ragged_batches(name):
     ("layout", "made"),
     [
         (FP8, {"query_lens": [2, 1, 4], "heads": 16, "longest": 150}),
-        (DS_FP8, {"query_lens": [2, 1, 4], "heads": 16, "longest": 150}),
-        (DS_FP8, {"query_lens": [1, 2], "heads": 65, "longest": 300, "num_splits": 2}),
         (FP8, {"query_lens": [3, 2], "heads": 8, "longest": 100, "block_size": 7, "codes": True}),
         (DS_FP8, {"query_lens": [3, 2], "heads": 8, "longest": 100, "block_size": 7}),
-        (FP8, {"query_lens": [1, 2], "heads": 8, "longest": 600, "block_size": 128}),
-        (DS_FP8, {"query_lens": [2], "heads": 8, "longest": 300, "block_size": 96}),
+        *nightly(
+            "these; tiles of heads and blocks: test_ragged_batches",
+            (DS_FP8, {"query_lens": [2, 1, 4], "heads": 16, "longest": 150}),
+            (DS_FP8, {"query_lens": [1, 2], "heads": 65, "longest": 300, "num_splits": 2}),
+            (FP8, {"query_lens": [1, 2], "heads": 8, "longest": 600, "block_size": 128}),
+            (DS_FP8, {"query_lens": [2], "heads": 8, "longest": 300, "block_size": 96}),
+        ),
     ],
 )
 def test_rows_of_codes(layout, made):
@@ -60,7 +63,7 @@ def test_rows_of_codes(layout, made):
     assert_exact(kernel(case, seed=1), case)
 
 
-@pytest.mark.parametrize("exponent", [-100, 60])
+@pytest.mark.parametrize("exponent", [60, *nightly("60", -100)])
 def test_queries_that_float16_does_not_hold(exponent):
     """Beside codes they are float16: each row is multiplied by a power of two before, which its
     logits are divided by. Here rows differ by 2^30, and the scale of the cache makes up for it."""
@@ -87,7 +90,7 @@ def test_a_query_of_infinity_or_nan_spoils_its_row_alone():
         assert left[spoiled].isnan().all()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *nightly("0", 1, 2)])
 def test_schedules(seed):
     """Partitions take turns in other orders, over several pairs of blocks in two splits."""
     case = mla_case(seed, [1, 1], 8, longest=700, num_splits=2)
@@ -103,7 +106,7 @@ def test_a_batch_is_scheduled_by_its_lengths():
     assert_exact(results, case)
 
 
-@pytest.mark.parametrize("which", ["own", "stale", "adversarial"])
+@pytest.mark.parametrize("which", ["stale", "adversarial", *nightly("a stale one", "own")])
 def test_plans(which):
     case = mla_case(2, [1] * 5, 8, longest=400, hint=False)
     seq_lens = case.tensors[2]
@@ -137,7 +140,8 @@ def test_a_token_of_nan_stays_alone():
 
 
 @pytest.mark.parametrize(
-    ("splits", "layout"), [(1, "plain"), (2, "plain"), (1, FP8), (2, FP8), (1, DS_FP8)]
+    ("splits", "layout"),
+    [(2, "plain"), (1, DS_FP8), *nightly("these", (1, "plain"), (1, FP8), (2, FP8))],
 )
 def test_a_row_of_nan_stays_with_the_tokens_that_see_it(splits, layout):
     """Tokens of a request share a program; the last rows are of the last of them alone."""

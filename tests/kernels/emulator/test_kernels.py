@@ -14,7 +14,7 @@ from dsv4_ops.dispatch.limits import limit
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.checks import strided_copy
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
-from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, i64, strided
+from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, i64, nightly, strided
 from tests.support.attention_batches import (
     DECODE,
     PAGED,
@@ -43,7 +43,7 @@ SETTINGS = [
 ]
 each_decode = pytest.mark.parametrize("name", [DECODE, PAGED])
 each_op = pytest.mark.parametrize("name", KERNELS)
-each_split = pytest.mark.parametrize("splits", [0, 1, 3])
+each_split = pytest.mark.parametrize("splits", [3, *nightly("3 of them", 0, 1)])
 
 
 def kernel(name, case, seed=0):
@@ -90,7 +90,7 @@ def test_named_cases(name):
 @pytest.mark.parametrize(("name", "chosen"), SETTINGS)
 def test_sampled_calls(name, chosen):
     @settings(
-        max_examples=8,
+        max_examples=8 if NIGHTLY else 2,
         deadline=None,
         derandomize=True,
         database=None,
@@ -109,12 +109,15 @@ def test_sampled_calls(name, chosen):
     ("name", "tokens", "heads", "changed"),
     [
         (DECODE, 5, 8, {}),
-        (PAGED, 5, 8, {}),
-        (PAGED, 1, 128, {}),
-        (DECODE, 3, 9, {"num_splits": 1}),
         (PAGED, 2, 65, {"num_splits": 7}),
-        (DECODE, 4, 64, {"batch_invariant": True}),
-        (PAGED, 1, 1, {"num_splits": 2}),
+        *nightly(
+            "these two, and sampled calls",
+            (PAGED, 5, 8, {}),
+            (PAGED, 1, 128, {}),
+            (DECODE, 3, 9, {"num_splits": 1}),
+            (DECODE, 4, 64, {"batch_invariant": True}),
+            (PAGED, 1, 1, {"num_splits": 2}),
+        ),
     ],
 )
 def test_full_caches(name, tokens, heads, changed):
@@ -127,8 +130,7 @@ def test_pages_of_any_size(block, extra):
     check(DECODE, decode_case(1, 3, 8, extra, block=block, extra_block=48, num_splits=2))
 
 
-BEHIND_THE_KEYS = ("rotations", "odd_units", "magnitudes")
-OF_ONE = pytest.mark.nightly("what follows the keys is one kernel")
+OF_ONE = pytest.mark.nightly("plans and what follows the keys are those of the other")
 
 
 @pytest.fixture
@@ -141,8 +143,8 @@ def emulates(monkeypatch):
 @pytest.mark.parametrize(
     ("what", "name"),
     [
-        pytest.param(what, name, marks=OF_ONE if what in BEHIND_THE_KEYS and name == PAGED else [])
-        for what in ("plans", "adversarial", *BEHIND_THE_KEYS)
+        pytest.param(what, name, marks=OF_ONE if name == PAGED else [])
+        for what in ("plans", "adversarial", "rotations", "odd_units", "magnitudes")
         for name in (DECODE, PAGED)
     ],
 )
@@ -154,9 +156,9 @@ def test_what_the_triton_kernel_promises(what, name):
     getattr(interpret_mla, what)(name, case_of(name, 3, tokens, 8))
 
 
-@each_decode
+@pytest.mark.parametrize("name", [DECODE, pytest.param(PAGED, marks=OF_ONE)])
 @pytest.mark.usefixtures("emulates")
-@pytest.mark.parametrize("what", ["plans", "adversarial"])
+@pytest.mark.parametrize("what", ["plans", *nightly("plans of other lengths", "adversarial")])
 def test_a_program_joins_several_tokens(name, what, monkeypatch):
     """As where a plan has many: here all of 9 tokens."""
     monkeypatch.setattr("dsv4_ops.kernels.common.attention.combine.PROGRAMS", 1)
@@ -181,13 +183,18 @@ def test_pieces_that_are_none_write_nothing(name):
     assert all(map(equal, kernel(name, with_plan(case, i32(good + wrong))), expected))
 
 
+LISTS = pytest.mark.nightly("test_the_last_selected_row_counts; short ones of C4")
+
+
 @pytest.mark.usefixtures("emulates")
 def test_short_prefills_and_tokens_by_themselves():
     interpret_mla.prefills()
     interpret_mla.chunks()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(each, marks=LISTS) if each == "C4" else each for each in MODES]
+)
 def test_long_prefills(mode):
     check(PREFILL, prefill_case(0, 12, 8, mode, max_reqs=2))
     check(PREFILL, prefill_case(1, 3, 128, mode, topk=600, window=100, max_reqs=1))
@@ -222,7 +229,7 @@ def test_every_schedule_gives_the_same_bits(name):
     if name == PREFILL:
         cases += [prefill_case(2, 4, 8, "C4"), unsplit(prefill_case(2, 4, 8, "C4"))]
     for case in cases:
-        results = [kernel(name, case, seed) for seed in range(6 if NIGHTLY else 3)]
+        results = [kernel(name, case, seed) for seed in range(6 if NIGHTLY else 2)]
         for other in results[1:]:
             assert all(map(equal, results[0], other))
 
@@ -246,7 +253,7 @@ def lens_of(tokens, swa, extra):
     return {"swa_lens": i32([swa] * tokens), "extra_lens": i32([extra] * tokens)}
 
 
-@pytest.mark.parametrize(("splits", "seed"), [(0, 0), (1, 1), (3, 2)])
+@pytest.mark.parametrize(("splits", "seed"), [(3, 2), *nightly("3 splits", (0, 0), (1, 1))])
 def test_lens_at_the_edges_of_blocks(splits, seed):
     """Of the window and behind it, beside one another as a shuffle has them."""
     order = torch.randperm(len(LENS), generator=torch.Generator().manual_seed(seed))
@@ -295,7 +302,11 @@ def spoiled(seed, splits):
 
 @pytest.mark.parametrize(
     ("place", "value", "splits"),
-    [(0, 0x7F, 1), (255, 0xFF, 3), (300, 0x7F, 3), (447, 0xFF, 1), (449, 0x7F, 1), (575, 0xFF, 3)],
+    [
+        (0, 0x7F, 1),
+        (575, 0xFF, 3),
+        *nightly("these", (255, 0xFF, 3), (300, 0x7F, 3), (447, 0xFF, 1), (449, 0x7F, 1)),
+    ],
 )
 def test_nan_is_seen_by_those_that_list_it(splits, place, value):
     """A code that is NaN, or a byte that makes one of a RoPE value."""
@@ -311,7 +322,9 @@ def test_nan_is_seen_by_those_that_list_it(splits, place, value):
     assert not out[1:].isnan().any()
 
 
-@pytest.mark.parametrize(("byte", "splits"), [(0, 1), (1, 3), (254, 3), (255, 1)])
+@pytest.mark.parametrize(
+    ("byte", "splits"), [(0, 1), (254, 3), *nightly("these", (1, 3), (255, 1))]
+)
 def test_scale_bytes_that_no_insert_writes(splits, byte):
     """Of 0 every value is zero, of 255 infinite; 254 is 2^127."""
     case, cache, slot = spoiled(5, splits)
@@ -320,7 +333,7 @@ def test_scale_bytes_that_no_insert_writes(splits, byte):
     near(DECODE, replaced(case, extra_cache=cache))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("splits", [2, *nightly("2", 1, 3)])
 def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
     """Of 64 keys and more, with values of 3e38 in one dimension and equal weights."""
     case = listing(6, 2, 9, num_splits=splits)
@@ -338,7 +351,8 @@ def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
 
 
 @pytest.mark.parametrize(
-    ("name", "exponent"), [(DECODE, -85), (PAGED, -20), (PAGED, 60), (DECODE, 118)]
+    ("name", "exponent"),
+    [(DECODE, -85), (PAGED, 60), *nightly("these", (PAGED, -20), (DECODE, 118))],
 )
 def test_partial_results_of_any_magnitude(name, exponent):
     """Beside such as are ordinary: of every token the heads and the splits have scales of their
@@ -359,8 +373,9 @@ def test_partial_results_much_larger_in_one_half(large):
     check(DECODE, replaced(case, q=q, **caches))
 
 
-@pytest.mark.parametrize("mode", ["C4", "C128"])
-@pytest.mark.parametrize("more", [0, 100])
+@pytest.mark.parametrize(
+    ("mode", "more"), [("C4", 100), ("C128", 0), *nightly("these", ("C4", 0), ("C128", 100))]
+)
 def test_every_third_page_of_either_table_is_none(mode, more):
     """One past the cache, whichever cache has more blocks."""
     case = prefill_case(3, 6, 8, mode, longest=1500, max_reqs=1, topk=130)

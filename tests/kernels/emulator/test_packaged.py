@@ -137,6 +137,7 @@ class Projected(torch.nn.Module):
         return tuple(found)
 
 
+@pytest.mark.nightly("the strides of test_a_package_launches_the_binary")
 @pytest.mark.slow
 def test_strides_of_any_number_of_tokens(played, tmp_path):
     def arguments(count):
@@ -168,6 +169,7 @@ class Bytes(torch.nn.Module):
         return prefill_launch.launch_prefill(launch_op.PACKAGED, True, call)
 
 
+@pytest.mark.nightly("a package launches the binary")
 @pytest.mark.slow
 def test_a_tensor_that_the_code_owns_is_freed_once(played, tmp_path):
     cache = MainLayout(64).allocate(9, "cpu").view(torch.float8_e4m3fn)

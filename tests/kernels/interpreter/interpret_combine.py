@@ -1,7 +1,6 @@
-"""A rank of ``test_mapped.py``."""
+"""What a rank of ``test_mapped.py`` runs."""
 
 import math
-import sys
 
 import torch
 
@@ -52,7 +51,3 @@ def main(folder: str, rank: int, world: int) -> None:
             torch.testing.assert_close(
                 found, want, msg=lambda text, at=number: f"call {at}: {text}"
             )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -61,24 +61,23 @@ def check(block: int, width: int, size: int, bits: int) -> None:
     assert torch.equal(again, found)
 
 
-def check_codes() -> None:
+def check_codes(every: bool) -> None:
     """FP4 by FP8 codes: scales of a row that are just within reach and just out of it, and of
     blocks of zeros; scales that are NaN, and NaN of one token."""
     again, case = codes_case(512, 128, 20)
     _, _, _, up, up_scale, _, down_scale = case.tensors
     up_scale[1, 5, -1], up_scale[1, 6, -1] = 122, 111
     up[1, 11, :16], up_scale[1, 11, 0] = 0, 0
-    assert not again()
-    for row, scale in ((5, 123), (6, 110)):
+    assert not every or not again()
+    for row, scale in ((5, 123), (6, 110)) if every else ((5, 123),):
         usual = int(up_scale[1, row, -1])
         up_scale[1, row, -1] = scale
         assert again()
         up_scale[1, row, -1] = usual
     down_scale[1, 3, 1] = 255
     assert not again()  # of the first product
-    assert experts(EAGER, *case.tensors, **W4A8)[10:, 3].isnan().all()
     again, case = codes_case(128, 384, 50)
-    assert not again()
+    assert not every or not again()
     case.tensors[0][20, 7] = math.nan
     assert again()
 
@@ -212,15 +211,16 @@ if __name__ == "__main__":
     check_pairs()
     check_rounding()
     check_route()
-    check_codes()
-    for number, block in enumerate(grouped_gemm.TILES[16]):
-        every = len(sys.argv) > 1
+    every = len(sys.argv) > 1
+    check_codes(every)
+    for block in grouped_gemm.TILES[16]:
         if block in grouped_gemm.TILES[4]:
-            check(block, 288, 64, 4)
-            if every or number % 2 == 0:
+            if every or block == 32:
+                check(block, 288, 64, 4)
+            if every or block == 16:
                 check(block, 256, 256, 4)
             check(block, 256, 128, 8)
         check(block, 200, 72, 16)
-        if every or number % 2 == 1:
+        if every or block == 32:
             check(block, 256, 256, 16)
         print(block)

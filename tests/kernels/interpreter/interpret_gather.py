@@ -1,6 +1,5 @@
-"""A rank of ``test_mapped.py``."""
+"""What a rank of ``test_mapped.py`` runs."""
 
-import sys
 import time
 
 import torch
@@ -66,7 +65,3 @@ def main(folder: str, rank: int, world: int) -> None:
             weights = torch.arange(world).float().softmax(0)
             want = weights @ torch.arange(world).float()
             torch.testing.assert_close(merged[0], want.expand(2, 3, 8))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -10,4 +10,4 @@ kernels = importlib.import_module("dsv4_ops.kernels.streams.hyper_connection")  
 if __name__ == "__main__":
     kernels.FEW_TOKENS, kernels.PROGRAMS, kernels.MANY = 0, 1, (16, 16, 4)
     kernels.STEPS, kernels.PARTS[True] = (2, 8), 2
-    interpret_kernels.main(20, "hyper_connection")
+    interpret_kernels.main(8, "hyper_connection")

@@ -8,20 +8,23 @@ from pathlib import Path
 
 import torch
 
-_mapped: list[torch.Tensor] = []
+_mapped: list[list[torch.Tensor]] = []
 
 
-def run_mapped(script: str, world: int, folder: Path) -> None:
-    """Run a file of this folder as every rank; it gets the folder, its rank and ``world``."""
+def run_mapped(world: int, folder: Path) -> None:
+    """Run ``interpret_ranks.py`` as every rank; it gets the folder, its rank and ``world``."""
     from dsv4_ops.kernels.context_parallel.exchange import workspace_bytes
 
-    for rank in range(world):
-        (folder / str(rank)).write_bytes(bytes(workspace_bytes(world)))
+    for kernel in ("combine", "gather"):
+        (folder / kernel).mkdir()
+        for rank in range(world):
+            (folder / kernel / str(rank)).write_bytes(bytes(workspace_bytes(world)))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)}
     logs = [folder / f"log{rank}" for rank in range(world)]
     ranks = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, Path(__file__).parent / script, folder, str(rank), str(world)]
+        script = Path(__file__).with_name("interpret_ranks.py")
+        command = [sys.executable, script, folder, str(rank), str(world)]
         with log.open("w") as file:
             ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
     deadline = time.monotonic() + 300
@@ -48,12 +51,12 @@ def workspace(folder: str, rank: int, world: int) -> torch.Tensor:
     exchange._now = _rest
     combine.PROGRAMS = gather.PROGRAMS = exchange.PROGRAMS = tl.constexpr(4)
     size = exchange.workspace_bytes(world)
-    for each in range(world):
-        path = str(Path(folder, str(each)))
-        _mapped.append(torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
-    header = exchange.workspace_header([each.data_ptr() for each in _mapped])
-    _mapped[rank][: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    return _mapped[rank]
+    paths = [str(Path(folder, str(each))) for each in range(world)]
+    mapped = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
+    _mapped.append(mapped)
+    header = exchange.workspace_header([each.data_ptr() for each in mapped])
+    mapped[rank][: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    return mapped[rank]
 
 
 def _rest() -> int:

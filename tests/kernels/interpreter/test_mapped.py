@@ -19,11 +19,10 @@ MORE = pytest.mark.nightly("other tiles")
 @pytest.mark.parametrize(
     "world", [2, *(pytest.param(each, marks=SEVERAL_FLAGS) for each in (3, 4))]
 )
-@pytest.mark.parametrize("script", ["interpret_combine.py", "interpret_gather.py"])
-def test_ranks_work_in_each_others_memory(script: str, world: int, tmp_path: Path) -> None:
+def test_ranks_work_in_each_others_memory(world: int, tmp_path: Path) -> None:
     """Calls of changing shapes, twice, as counts go on where they were; gathers byte for byte,
     between merges that take the same memory."""
-    run_mapped(script, world, tmp_path)
+    run_mapped(world, tmp_path)
 
 
 def compiled_for_hopper(launch: Any) -> tuple[Any, str]:
@@ -81,7 +80,7 @@ PAIR = [part(32, 32, 128, dtype=torch.uint8), part(32, 32, 1, dtype=torch.float3
     ("parts", "dim", "world", "grid"),
     [
         ([part(32, 32, 512)], 1, 2, 128),  # queries: 1 MiB in tiles of 8 KiB
-        ([part(4, 512, dtype=torch.int32)], 0, 2, 4),
+        pytest.param([part(4, 512, dtype=torch.int32)], 0, 2, 4, marks=MORE),
         pytest.param(PAIR, 1, 8, 66, marks=MORE),
         pytest.param([part(256, 32, 512)], 1, 2, 256, marks=MORE),
     ],
