@@ -44,7 +44,7 @@ STUBS ?= build/tensorrt_stubs
 
 .PHONY: tensorrt-stubs check test test-all test-gpu smoke lanes demo lint docs kernels env venv
 
-check: export DSV4_OPS_EXAMPLES ?= 40
+check: export DSV4_OPS_EXAMPLES ?= 15
 check: $(TEST_STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal -m check tests/ops/test_contract.py tests/ops/test_errors.py tests/kernels/interpreter/test_kernels.py $(PYTEST_ARGS)
 

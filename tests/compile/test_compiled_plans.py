@@ -15,7 +15,6 @@ from tests.attention.test_layer_plans import changed
 from tests.attention.test_layers import leaves
 from tests.compile.test_compiled_layers import STEPS, hidden, scalar_code
 from tests.helpers import NIGHTLY
-from tests.support import forked
 from tests.support.layers import HEADS, PLAIN, SPEC, Engine, SmallLayer, caches_of, poison
 
 pytestmark = pytest.mark.slow
@@ -103,9 +102,3 @@ def test_compiled_steps_of_any_size_have_the_plan_of_eager_ones() -> None:
                 step, expected = compiled(*batch), layer.step(*batch)
                 assert step.c128.plan.shape == (sum(counts) + padding + 132, 4)
                 assert all(map(torch.equal, leaves(step), leaves(expected)))
-
-
-def test_the_kernel_attends_by_the_plans_of_layers() -> None:
-    pytest.importorskip("triton", reason="triton is published for Linux only")
-    script = Path(__file__).parents[1] / "kernels/interpreter/interpret_layers.py"
-    assert forked.interpreted(script) == ["3 calls"]

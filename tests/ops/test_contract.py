@@ -29,7 +29,7 @@ from tests.oracles import (
 from tests.support.quick import flags_of_users
 
 EXAMPLES = 20_000 if NIGHTLY else int(os.environ.get("DSV4_OPS_EXAMPLES", 25))
-"""Sampled calls per op."""
+"""Sampled calls per op; `make check` takes fewer."""
 SMOKE_OPS = {
     "apply_rope",
     "compressed_slot_mapping",

@@ -305,7 +305,7 @@ def spoiled(seed, splits):
     [
         (0, 0x7F, 1),
         (575, 0xFF, 3),
-        *nightly("these", (255, 0xFF, 3), (300, 0x7F, 3), (447, 0xFF, 1), (449, 0x7F, 1)),
+        *nightly("those before", (255, 0xFF, 3), (300, 0x7F, 3), (447, 0xFF, 1), (449, 0x7F, 1)),
     ],
 )
 def test_nan_is_seen_by_those_that_list_it(splits, place, value):
@@ -323,7 +323,7 @@ def test_nan_is_seen_by_those_that_list_it(splits, place, value):
 
 
 @pytest.mark.parametrize(
-    ("byte", "splits"), [(0, 1), (254, 3), *nightly("these", (1, 3), (255, 1))]
+    ("byte", "splits"), [(0, 1), (254, 3), *nightly("those before", (1, 3), (255, 1))]
 )
 def test_scale_bytes_that_no_insert_writes(splits, byte):
     """Of 0 every value is zero, of 255 infinite; 254 is 2^127."""
@@ -333,7 +333,7 @@ def test_scale_bytes_that_no_insert_writes(splits, byte):
     near(DECODE, replaced(case, extra_cache=cache))
 
 
-@pytest.mark.parametrize("splits", [2, *nightly("2", 1, 3)])
+@pytest.mark.parametrize("splits", [2, *nightly("2 splits", 1, 3)])
 def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
     """Of 64 keys and more, with values of 3e38 in one dimension and equal weights."""
     case = listing(6, 2, 9, num_splits=splits)
@@ -352,7 +352,7 @@ def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
 
 @pytest.mark.parametrize(
     ("name", "exponent"),
-    [(DECODE, -85), (PAGED, 60), *nightly("these", (PAGED, -20), (DECODE, 118))],
+    [(DECODE, -85), (PAGED, 60), *nightly("those before", (PAGED, -20), (DECODE, 118))],
 )
 def test_partial_results_of_any_magnitude(name, exponent):
     """Beside such as are ordinary: of every token the heads and the splits have scales of their
@@ -374,7 +374,7 @@ def test_partial_results_much_larger_in_one_half(large):
 
 
 @pytest.mark.parametrize(
-    ("mode", "more"), [("C4", 100), ("C128", 0), *nightly("these", ("C4", 0), ("C128", 100))]
+    ("mode", "more"), [("C4", 100), ("C128", 0), *nightly("those before", ("C4", 0), ("C128", 100))]
 )
 def test_every_third_page_of_either_table_is_none(mode, more):
     """One past the cache, whichever cache has more blocks."""

@@ -8,20 +8,17 @@ import torch
 
 pytest.importorskip("triton", reason="published for Linux only")
 
-from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.attention import splits
-from dsv4_ops.kernels.common.attention.calls import PrefillCall
 from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.kernels.sparse_mla import gathered, prefill as prefill_launch
+from dsv4_ops.kernels.sparse_mla import gathered
 from dsv4_ops.kernels.sparse_mla.decode import hopper_split_keys_kernel
 from dsv4_ops.lowering import gluon
 from dsv4_ops.lowering.inspect import build_package, load_package
 from dsv4_ops.testing.contract.compare import equal
-from tests.helpers import i32
 from tests.support.attention_batches import (
     DECODE,
     GATHERED,
@@ -119,65 +116,6 @@ def test_a_package_launches_the_binary(played, tmp_path):
         assert lse[0, 0] == min(count, 132) + 1000 + 10000 + 12 * 100000
         want = kv[indices[:, 1].long(), 0].float()[:, None] + sink
         assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
-
-
-class Projected(torch.nn.Module):
-    """Queries that Inductor would like to have other strides, of any number of tokens, and a
-    product of matrices: every stride is of a symbol. tests/gpu/test_packages.py has odd addresses
-    too."""
-
-    def forward(self, x, y, hidden, weight, kv, indices, lens, sink):
-        found = []
-        projected = (hidden @ weight).view(indices.shape[0], 8, 512)
-        queries = (x.permute(2, 0, 1) + y.permute(1, 0, 2), projected, y.transpose(0, 1) * 2)
-        for q in queries:
-            lists = (torch.where(indices >= 0, indices, -1), lens, sink, 0.1)
-            out, _, lse = gathered.launch_gathered_keys(launch_op.PACKAGED, q, kv, *lists)
-            found += [q, out, lse]
-        return tuple(found)
-
-
-@pytest.mark.nightly("the strides of test_a_package_launches_the_binary")
-@pytest.mark.slow
-def test_strides_of_any_number_of_tokens(played, tmp_path):
-    def arguments(count):
-        made = generator(count)
-        shapes = ((8, 512, count), (8, count, 512), (count, 64), (64, 4096))
-        tensors = [torch.randn(shape, generator=made).bfloat16() for shape in shapes]
-        return (*tensors, *rows_of(count)[1:])
-
-    tokens = torch.export.Dim("tokens", min=2)
-    dims = ({2: tokens}, {1: tokens}, {0: tokens}, None, None, {0: tokens}, {0: tokens}, None)
-    program = torch.export.export(Projected(), arguments(7), dynamic_shapes=dims)
-    run = load_package(build_package(program, tmp_path / "projected.pt2"))
-    for count in (7, 2, 150):
-        given = arguments(count)
-        found, (kv, indices, _, sink) = run(*given), given[4:]
-        want = kv[indices[:, 0].long(), 0].float()[:, None] + sink
-        for q, out, lse in zip(found[::3], found[1::3], found[2::3], strict=True):
-            assert torch.equal(out, q)
-            assert lse[0, 0] == min(count, 132) + 1000 + 10000 + 12 * 100000
-            assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
-
-
-class Bytes(torch.nn.Module):
-    """A window alone, for which the kernel is given the cache twice, over a view of it."""
-
-    def forward(self, q, cache, positions, requests, table, sink):
-        tensors = (q, cache.view(torch.uint8), positions, requests, table, None, None, None, sink)
-        call = PrefillCall(*tensors, 0.1, 128, 4, 64, 64, MainLayout.tag)
-        return prefill_launch.launch_prefill(launch_op.PACKAGED, True, call)
-
-
-@pytest.mark.nightly("a package launches the binary")
-@pytest.mark.slow
-def test_a_tensor_that_the_code_owns_is_freed_once(played, tmp_path):
-    cache = MainLayout(64).allocate(9, "cpu").view(torch.float8_e4m3fn)
-    tokens = (torch.arange(7), i32([0] * 7), torch.zeros(1, 11, dtype=torch.int32))
-    given = (torch.randn(7, 64, 512).bfloat16(), cache, *tokens, torch.zeros(64))
-    run = load_package(build_package(torch.export.export(Bytes(), given), tmp_path / "bytes.pt2"))
-    for _ in range(3):
-        assert [result.shape for result in run(*given)] == [(7, 64, 512), (7, 64)]
 
 
 def test_a_kernel_that_needs_memory_is_refused(monkeypatch):
