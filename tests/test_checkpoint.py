@@ -32,6 +32,7 @@ from dsv4_ops.testing.checkpoint import (
 )
 from dsv4_ops.testing.float64.experts import fp4_values
 from dsv4_ops.testing.float64.linear import block_values
+from tests.helpers import NIGHTLY
 from tests.support.mutated import NUMBERS, accepts, mutated
 
 SMALL = {
@@ -518,7 +519,7 @@ def contradictory(draw, header):
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if NIGHTLY else 25, deadline=None)
 def test_any_header_is_accepted_or_refused_clearly(fuzzed, data):
     """One that is accepted is one that safetensors reads alike."""
     file = fuzzed / "model.safetensors"
@@ -541,7 +542,7 @@ def test_any_header_is_accepted_or_refused_clearly(fuzzed, data):
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if NIGHTLY else 25, deadline=None)
 def test_any_bytes_of_a_header_are_accepted_or_refused_clearly(fuzzed, data):
     file = fuzzed / "model.safetensors"
     whole = file.read_bytes()
@@ -557,7 +558,7 @@ def test_any_bytes_of_a_header_are_accepted_or_refused_clearly(fuzzed, data):
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if NIGHTLY else 25, deadline=None)
 def test_any_config_is_accepted_or_refused_clearly(fuzzed, data):
     file = fuzzed / "config.json"
     whole = file.read_bytes()

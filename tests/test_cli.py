@@ -174,7 +174,7 @@ def test_a_reader_that_leaves_is_no_error():
     """`list | head -1` in a shell."""
     reader, writer = os.pipe()
     os.close(reader)
-    for flags in ((), ("-u",)):
+    for flags in ((), ("-u",)) if NIGHTLY else ((),):
         command = [sys.executable, *flags, "-m", "dsv4_ops", "list"]
         with subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE) as process:
             assert process.communicate(timeout=300) == (None, b"")
@@ -229,6 +229,7 @@ def test_doctor_json_parses_and_says_the_same(capsys):
     assert set(report["providers"]) == set(probes.NAMES)
 
 
+@pytest.mark.nightly("test_imports.py compiles in a fresh process")
 def test_doctor_selftest_compiles_in_a_fresh_process():
     section = doctor.collect(steps=False, selftest=True)["lowerings"]
     assert section["self-test"] == "passed"

@@ -103,6 +103,7 @@ def test_first_compile_of_a_process_is_lowered(tmp_path):
     assert "torch.ops.dsv4_ops" not in logged.split("def call(")[-1]
 
 
+@pytest.mark.nightly("test_define.py; what is lowered: above")
 @pytest.mark.slow
 def test_without_the_trace_rule_the_op_would_be_opaque(tmp_path):
     """The test above can fail: with the rule taken away, the generated code calls the op."""
@@ -133,6 +134,7 @@ for name in names:
 """
 
 
+@pytest.mark.nightly("modules that launches and tests import first")
 def test_each_module_of_kernels_can_be_the_first_that_is_imported():
     pytest.importorskip("triton", reason="published for Linux only")
     done = run(EACH_ALONE)

@@ -21,7 +21,7 @@ from dsv4_ops.attention import (
     build_attention_step,
 )
 from dsv4_ops.attention.metadata import BlockTables, build_decode_metadata, build_prefill_metadata
-from tests.helpers import Called, i32
+from tests.helpers import NIGHTLY, Called, i32
 from tests.support.layers import (
     HIDDEN,
     LENGTH,
@@ -122,7 +122,7 @@ def cuts(draw: Any) -> dict[str, Any]:
 
 def sampled(examples: int) -> Callable[..., Any]:
     return settings(
-        max_examples=examples,
+        max_examples=examples if NIGHTLY else examples // 3,
         deadline=None,
         derandomize=True,
         database=None,

@@ -14,11 +14,10 @@ from dsv4_ops.attention.metadata import (
     build_prefill_metadata,
 )
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.lowering.inspect import compile_and_get_code, opaque_calls
 from dsv4_ops.ops.batch import split_decodes_and_prefills
 from dsv4_ops.testing.case import i32, i64
 from tests.oracles import batch as oracles
-from tests.support.metadata_batches import SPEC, Inputs, random_inputs, tables_of
+from tests.support.metadata_batches import SPEC, random_inputs, tables_of
 
 MAX_CHUNKS = 12
 
@@ -234,27 +233,6 @@ def test_prefill_metadata_against_the_oracle(seed):
     )
     assert metadata.chunks.tolist() == chunks
     assert metadata.num_chunks.tolist() == num_chunks
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("test_contract.py compiles their ops, test_compiled_layers.py whole layers")
-@pytest.mark.parametrize("build", [decode, prefill])
-def test_one_graph_without_opaque_calls_or_recompiles(build):
-    """50 random batches of changing size through one compiled callable; its graph names no op of
-    ours."""
-    torch._dynamo.reset()
-    compiled = torch.compile(build, fullgraph=True, dynamic=True)
-    first = random_inputs(1000, num_reqs=5, num_tokens=23)
-    # the search for chunks, in the forms that vectors ask for, takes three times as long;
-    # test_contract.py compiles it so
-    with torch._inductor.config.patch({"cpp.simdlen": None if build is decode else 1}):
-        result, code = compile_and_get_code(compiled, *first)
-    assert opaque_calls(code) == []
-    assert_equal(result, build(*first))
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(50):
-            inputs: Inputs = random_inputs(seed, num_reqs=2 + seed % 17, num_tokens=2 + 3 * seed)
-            assert_equal(compiled(*inputs), build(*inputs))
 
 
 def test_configuration_stays_constant_under_dynamic_shapes():

@@ -137,6 +137,7 @@ def test_an_allocator_that_has_something_else_fails_the_run(found, fits):
             memory._checked(row)
 
 
+@pytest.mark.nightly("the parts are computed above, and runs are test_model.py")
 def test_a_short_run_has_every_part(smoke):
     status, rows = smoke("memory")
     assert status == 0

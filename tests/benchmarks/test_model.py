@@ -17,6 +17,7 @@ from benchmarks.run import main
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.released_model import keep_float32
+from tests.helpers import nightly
 
 SMALL = {
     "hidden_size": 64,
@@ -132,8 +133,10 @@ def test_a_run_has_a_row(smoke, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [["--precision", "released"], ["--precision", "released", "--prefill", "8"]],
-    ids=["decode", "prefill"],
+    [
+        ["--precision", "released"],
+        *nightly("decode", ["--precision", "released", "--prefill", "8"]),
+    ],
 )
 def test_a_run_in_released_precision_has_a_row(smoke, monkeypatch, tmp_path, options):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)

@@ -15,6 +15,7 @@ from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_agrees
 from dsv4_ops.testing.strategies.calls import as_case, op_testing, reference
+from tests.helpers import nightly
 from tests.support import forked
 from tests.support.cpp import build_cpp_runner, read_tensors, write_tensors
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
@@ -58,6 +59,7 @@ assert not any(name.startswith("dsv4_ops") for name in sys.modules)
 """
 
 
+@pytest.mark.nightly("test_ops_survive_packages, in the same process")
 def test_package_runs_where_dsv4_ops_is_never_imported(package, tmp_path):
     paths = []
     for seed, num_reqs, num_tokens in BATCHES:
@@ -72,14 +74,16 @@ def test_package_runs_where_dsv4_ops_is_never_imported(package, tmp_path):
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory) -> Path:
     """The C++ program, compiled once for the tests of this file."""
-    return build_cpp_runner(tmp_path_factory.mktemp("runner"))
-
-
-def test_package_runs_in_a_cpp_program(package, runner, tmp_path):
-    linked = subprocess.run(["ldd", runner], check=True, capture_output=True, text=True).stdout
+    made = build_cpp_runner(tmp_path_factory.mktemp("runner"))
+    linked = subprocess.run(["ldd", made], check=True, capture_output=True, text=True).stdout
     assert "libtorch_cpu" in linked
     assert "libpython" not in linked
     assert "libtorch_python" not in linked
+    return made
+
+
+@pytest.mark.nightly("test_ops_survive_packages, in the same program")
+def test_package_runs_in_a_cpp_program(package, runner, tmp_path):
     for seed, num_reqs, num_tokens in BATCHES:
         inputs = random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens)
         write_tensors(tmp_path / "inputs", inputs)
@@ -117,7 +121,23 @@ class Packaged:
             assert checks.equal(before, after) != changes, f"{what}: argument {place}"
 
 
-@pytest.mark.parametrize("name", OPS)
+PACKAGED = [
+    "dequantize_and_gather_k_cache",
+    "prefill_row_bounds",
+    "quantize_and_insert_k_cache",
+    "save_compressor_states",
+    "swa_indices_and_lens",
+]
+"""One op of every kind: IR, decomposed, bytes, states, several results, writes to the first, the
+second and the third argument; test_compiled_plans.py packages a layer, with attention in it."""
+
+
+OTHERS = [name for name in OPS if name not in PACKAGED]
+
+
+@pytest.mark.parametrize(
+    "name", [*PACKAGED, *nightly("one of every kind; test_opcheck traces the others", *OTHERS)]
+)
 def test_every_op_survives_export(name):
     """The program names the op and runs it for all sizes, on the caller's tensors."""
     op = Packaged(OPS[name])
@@ -133,19 +153,6 @@ def test_every_op_survives_export(name):
     assert_agrees(f"{name}, other sizes", op_testing(op.spec), case, actual, expected)
 
 
-PACKAGED = [
-    "dequantize_and_gather_k_cache",
-    "indexer_topk",
-    "pack_seq",
-    "prefill_row_bounds",
-    "quantize_and_insert_k_cache",
-    "save_compressor_states",
-    "sinkhorn",
-    "swa_indices_and_lens",
-]
-"""One op of every kind: IR, decomposed, a loop, a selection, bytes, states, several results, writes
-to the first, the second and the third argument; test_compiled_plans.py packages
-a layer, with attention in it."""
 PARTS = 4
 
 

@@ -11,6 +11,7 @@ import torch._inductor.config
 
 from benchmarks import choice as bench_choice
 from dsv4_ops.core.registry import OPS
+from tests.helpers import NIGHTLY
 from tests.support import forked
 from tests.support.providers_on_cpu import (
     CASES,
@@ -47,7 +48,9 @@ def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_kernels_around_the_libraries():
     script = ROOT / "tests/kernels/interpreter/interpret_external.py"
-    assert forked.interpreted(script) == ["lists 12", "pages 24", "flash_mla 32", "deep_gemm 5"]
+    found = forked.interpreted(script, *["thorough"] * NIGHTLY)
+    every = ["lists 12", "pages 24", "flash_mla 32", "deep_gemm 5"]
+    assert found == (every if NIGHTLY else ["lists 4", "pages 8", "flash_mla 11", "deep_gemm 2"])
 
 
 # --- caches of compiled code

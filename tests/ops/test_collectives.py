@@ -14,7 +14,7 @@ import dsv4_ops as ops
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.types import MergedStates
 from dsv4_ops.ops.context_parallel import GATHERS, gather_each
-from tests.helpers import i32
+from tests.helpers import NIGHTLY, i32
 from tests.support.ranks import run_ranks
 
 NAN, INF = math.nan, math.inf
@@ -46,7 +46,7 @@ def rank_combines(rank: int, world: int) -> None:
         combine = partial(ops.cp_combine, group=group, cp_rank=tensor, via=via)
         compiled = torch.compile(combine, backend=counter, fullgraph=True, dynamic=True)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for num_tokens in (0, 1, 2, 5, 7):
+            for num_tokens in (0, 1, 2, 5, 7) if NIGHTLY else (0, 2, 5):
                 for base in ("e", "2"):
                     outs, lses = parts(world, num_tokens, 4 * world, dtype)
                     whole = ops.merge_states(outs.double().float(), lses, lse_base=base)
@@ -123,7 +123,8 @@ def rank_inductor(rank: int, world: int) -> None:
 def rank_checks(rank: int, world: int) -> str:
     rank_combines(rank, world)
     rank_gathers(rank, world)
-    rank_inductor(rank, world)
+    if NIGHTLY:  # the graphs above are counted, and have the bits of eager calls
+        rank_inductor(rank, world)
     return "done"
 
 

@@ -215,7 +215,7 @@ def test_float64_results_are_those_of_the_oracle() -> None:
         seen[0] += len(expected)
 
     compare()
-    assert seen[0] > 100
+    assert seen[0] > 25
 
 
 LAYOUTS = {"v4_fp8": (MainLayout, 512), "v4_indexer_fp8": (IndexerLayout, 128)}

@@ -93,7 +93,7 @@ def test_a_step_is_what_its_two_ops_are_in_either_order() -> None:
         saved[0] += not torch.equal(result[0].nan_to_num(), case.tensors[2].nan_to_num())
 
     compare()
-    assert saved[0] > 50
+    assert saved[0] > 10
 
 
 def test_sampled_calls_save_next_to_what_they_read() -> None:
@@ -110,7 +110,7 @@ def test_sampled_calls_save_next_to_what_they_read() -> None:
         beside[0] += bool({slot // size for slot in slots} & {slot // size for slot in read})
 
     look()
-    assert beside[0] > 10
+    assert beside[0] > 3
 
 
 def test_arguments_may_have_any_strides() -> None:

@@ -10,6 +10,7 @@ import dsv4_ops as ops
 from dsv4_ops.core.layout import MainLayout, StateLayout
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from tests.compile.test_compiled_cache import cache_sized_buffers
+from tests.helpers import nightly
 from tests.oracles.compressor import compressed_rows
 from tests.support.compressor_steps import (
     KINDS,
@@ -73,7 +74,7 @@ def test_one_pass_is_what_the_oracle_says(kind: str) -> None:
 
 
 @each_narrow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 3, *nightly("those before", 1, 2, 4, 5)])
 @pytest.mark.parametrize("call", [None, together()], ids=["two ops", "one op"])
 def test_any_cut_into_steps_gives_the_same_rows(kind: str, seed: int, call: Any) -> None:
     """Chunks that straddle windows, empty ones, padding tokens; states saved before or after, all
@@ -133,46 +134,6 @@ def test_what_a_request_leaves_behind_is_of_no_use_to_the_next() -> None:
     engine.done, engine.pages, engine.free = [0], {}, list(range(engine.states.shape[0]))
     run_in_chunks(engine, [second], Random(1), 5)
     torch.testing.assert_close(engine.rows(0), alone.rows(0), rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("test_contract.py compiles both, and test_compressor_step.py both as one op")
-def test_compiled_steps_give_the_same_rows() -> None:
-    """Saving and compressing as one graph, over steps of any size."""
-    torch._dynamo.reset()
-    kind = "C4"
-    whole, sequences = in_one_pass(kind)
-
-    def step(save: dict[str, Any], compress: dict[str, Any]) -> None:
-        ops.save_compressor_states(**save)
-        ops.compress_and_insert(**compress)
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    kept: dict[str, Any] = {}
-
-    def save(*tensors: Any, **settings: Any) -> None:
-        names = ("kv_score", "ape", "states", "slot_mapping", "positions")
-        kept.update(zip(names, tensors, strict=True), **settings)
-
-    def compress(*tensors: Any, **settings: Any) -> None:
-        names = ("kv_score", "ape", "states", "state_block_table", "positions", "req_indices")
-        names += ("norm_weight", "cos_sin_cache", "k_cache", "slot_mapping")
-        compiled(kept, {**dict(zip(names, tensors, strict=True)), **settings})
-
-    engine, rng = Engine(kind, whole.weights, LENS[kind]), Random(2)
-    while any(done < len(rows) for done, rows in zip(engine.done, sequences, strict=True)):
-        chunks = [
-            rows[done : done + rng.choice((0, 2, 7))]
-            for done, rows in zip(engine.done, sequences, strict=True)
-        ]
-        engine.step(chunks, padding=3, call=(save, compress))
-    # a row is rounded some 16 times: exponentials, sums over 8 states, norm, rotation; compiled
-    # code takes the vector exponential of the processor, eager code that of torch
-    bound = 16 * torch.finfo(torch.float32).eps
-    for request in range(len(sequences)):
-        expected = whole.rows(request)
-        atol = bound * max(expected.abs().flatten().tolist(), default=0.0)
-        torch.testing.assert_close(engine.rows(request), expected, rtol=0, atol=atol)
 
 
 def by_two_ops(*tensors: Any, **settings: Any) -> None:

@@ -7,6 +7,7 @@ import dsv4_ops
 from dsv4_ops.core import gradient
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.contract.gradient import check_gradient
+from tests.helpers import nightly
 from tests.support.layers import PLAIN, SPEC, Engine, SmallLayer, hidden_states
 
 FLOATS = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
@@ -58,7 +59,7 @@ def test_sinkhorn_has_one_derivative_in_every_form():
     torch.testing.assert_close(tangent, want.sum(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *nightly("AOTAutograd", "inductor")])
 def test_compiled_code_has_the_derivative_or_raises(backend):
     """What is compiled for inference with weights that require gradients computes."""
     x, places = FLOATS.view(3, 2, 8).clone().requires_grad_(), torch.arange(3)

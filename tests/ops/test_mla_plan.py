@@ -13,7 +13,7 @@ from torch import Tensor
 import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.testing.contract.compare import assert_agrees
-from tests.helpers import INT32_MAX, INT32_MIN, call, i32, strided
+from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, call, i32, strided
 from tests.oracles import mla as oracles_mla, plan as oracle
 
 ABSENT = [-1, -1, -1, -1]
@@ -37,7 +37,7 @@ def test_the_default_is_an_h200() -> None:
     assert ops.sparse_mla_plan(lens, num_heads=128).shape == (67, 4)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300 if NIGHTLY else 75, deadline=None, derandomize=True, database=None)
 @given(
     lens=st.lists(st.tuples(st.sampled_from(LENS), st.sampled_from(LENS)), max_size=40),
     window_only=st.booleans(),
@@ -114,6 +114,7 @@ def test_a_plan_changes_no_result_of_the_reference(seed: int, kind: str, op: str
         assert_agrees(name, testing.op_testing(op), found.case(), tuple(actual), outcome)
 
 
+@pytest.mark.nightly("test_compiled_plans.py compiles plans of any size")
 def test_plans_with_compile() -> None:
     """A plan made inside of the graph that uses it, for batches of any size; no recompile."""
     torch._dynamo.reset()

@@ -7,7 +7,7 @@ import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.contract import checks
-from tests.helpers import i32
+from tests.helpers import i32, nightly
 
 STARTS = i32([0, 3, 3, 4, 9, 9])
 FP8 = torch.float8_e4m3fn
@@ -123,12 +123,8 @@ def test_strides_change_nothing():
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.bfloat16,
         FP8,
-        *(
-            pytest.param(each, marks=pytest.mark.nightly("two others"))
-            for each in (torch.int32, torch.bool)
-        ),
+        *nightly("codes", torch.bfloat16, torch.int32, torch.bool),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.compile.test_compiled_cache import cache_sized_buffers
-from tests.helpers import i64
+from tests.helpers import i64, nightly
 from tests.ops.test_contract import one_nan, patterns
 from tests.oracles import rope as oracles
 from tests.support.sampled import sampled
@@ -173,7 +173,7 @@ def test_strides_change_nothing(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["argument", "buffer"])
+@pytest.mark.parametrize("how", ["argument", *nightly("argument", "buffer")])
 def test_compiled_it_writes_the_cache_where_it_is(how):
     """Caches of both layouts, in one graph."""
     torch._dynamo.reset()

@@ -12,7 +12,6 @@ from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.reference import rotation
-from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_agrees, assert_precise
 from tests.helpers import i64
 from tests.ops.test_contract import patterns
@@ -268,26 +267,6 @@ def test_scales_view_of_the_matrix_product():
     assert view.stride() == (1, 64, 8)
     assert torch.equal(view, row.scales.permute(1, 0, 2))
     assert torch.equal(column.values.view(torch.uint8), row.values.view(torch.uint8))
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("test_contract.py compiles it, within a budget")
-def test_fp8_form_compiled():
-    """On the CPU, where nothing is contracted, the bytes of the reference."""
-    torch._dynamo.reset()
-
-    def call(*tensors):
-        made = (
-            ops.inverse_rope_group_quantize(*tensors, num_groups=2, scale_layout=scale_layout)
-            for scale_layout in LAYOUTS
-        )
-        return [each for values, scales in made for each in (values, scales)]
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=True)
-    table = ops.rope_cos_sin_cache(9, **YARN)
-    for num_tokens in (5, 8, 2, 7):
-        arguments = (normal(num_tokens, 4, 512), torch.arange(num_tokens), table)
-        checks.assert_same("compiled", compiled(*arguments), call(*arguments))
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_a_workspace_has_the_rows_of_the_global_indices() -> None:
             compared[0] += length
 
     compare()
-    assert compared[0] > 1000
+    assert compared[0] > 100
 
 
 def random_rows(rng: Random, rows: int, width: int, end: int) -> Tensor:
@@ -137,4 +137,4 @@ def test_a_mixed_matrix_has_the_global_indices() -> None:
         compared[0] += int((expected >= 0).sum())
 
     compare()
-    assert compared[0] > 1000
+    assert compared[0] > 100

@@ -2,10 +2,13 @@
 
 from hypothesis import HealthCheck, settings
 
+from tests.helpers import NIGHTLY
+
 
 def sampled(max_examples: int) -> settings:
+    """``make test`` draws a quarter of them."""
     return settings(
-        max_examples=max_examples,
+        max_examples=max_examples if NIGHTLY else max_examples // 4,
         deadline=None,
         derandomize=True,
         database=None,

@@ -17,7 +17,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.steps import compiled
 from dsv4_ops.testing.models import HEAVY, SLIDING, SPARSE, small_mla_model, small_model
-from tests.helpers import NIGHTLY
+from tests.helpers import NIGHTLY, nightly
 from tests.support.hf_models import Engine, new_cache, reference, text
 
 KINDS = [SLIDING, SLIDING, SPARSE, HEAVY, SPARSE, HEAVY, HEAVY, SPARSE, SPARSE]
@@ -34,7 +34,7 @@ def deep_model(kinds):
     )
 
 
-@pytest.mark.parametrize("hooked", [[2], [1, 2]])
+@pytest.mark.parametrize("hooked", [[1, 2], *nightly("both of them", [2])])
 def test_hooks_of_one_layer_of_a_kind_are_its_own(hooked):
     """Layers 1 and 2 are of a kind: hooks of one are not run for the other, nor left out."""
     model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
@@ -80,20 +80,6 @@ def test_layers_of_a_kind_share_a_graph():
     )
     pickle.loads(pickle.dumps(model))
     v4.unpatch(model)
-
-
-def test_layers_of_deepseek_v3_share_a_graph():
-    counter = CompileCounterWithBackend("eager")
-    model = v4.patch(
-        small_mla_model(num_hidden_layers=4, first_k_dense_replace=2), precision="reference"
-    )
-    step = v4.compile_step(model, v4.prefill_step, mode="regional", backend=counter)
-    ours, eager = (Engine(model, new_cache(model), text()) for _ in range(2))
-    batch = ours.batch({0: 5, 1: 2})
-    want = v4.prefill_step(model, eager.batch({0: 5, 1: 2}), eager.cache)
-    assert torch.equal(step(batch, ours.cache), want)
-    assert sorted(step.parts) == ["DeepseekV3MLP", "DeepseekV3MoE", "head", "metadata", "norm"]
-    assert counter.frame_count == 5
 
 
 @pytest.mark.parametrize("small", [small_model, small_mla_model])
@@ -382,10 +368,10 @@ def test_a_second_process_compiles_nothing(tmp_path):
         assert int(graphs) == (int(parts) if process == 0 else 0)
 
 
-@pytest.mark.parametrize("family", ["v4", "v3"])
+@pytest.mark.parametrize("family", ["v3", *nightly("parts of V4 are counted above", "v4")])
 def test_one_compile_serves_every_number_of_tokens_and_requests(family):
     """The first step compiles each part, later ones none, among them calls of one token and of one
-    request; logits are those of eager steps. Decodes of V4 and prefills of V3; nightly both."""
+    request; logits are those of eager steps. Prefills; nightly decodes too."""
     model = small_model() if family == "v4" else small_mla_model()
     model = v4.patch(model, kv="fp32", precision="reference")
     engines = [Engine(model, new_cache(model), text()) for _ in range(2)]
@@ -395,7 +381,7 @@ def test_one_compile_serves_every_number_of_tokens_and_requests(family):
     }
     for name, counts_of_steps in batches.items():
         counter, run = CompileCounterWithBackend("eager"), None
-        if NIGHTLY or (name == "decode") == (family == "v4"):
+        if NIGHTLY or name == "prefill":
             step = getattr(v4, f"{name}_step")
             settings = {"mode": "regional", "dynamic": True, "backend": counter}
             made = v4.compile_step(model, step, **settings)

@@ -25,10 +25,8 @@ from tests.support.hf_models import (
 BUDGET = 6
 
 
-@pytest.mark.parametrize(
-    "steps", [50, pytest.param(200, marks=pytest.mark.nightly("the same with 50 steps"))]
-)
-def test_one_graph_of_a_changing_batch(steps):
+@pytest.mark.nightly("test_deepseek_v3.py has V3's, test_dynamo.py one graph of V4")
+def test_one_graph_of_a_changing_batch():
     """Requests that start, rest, end and give their rows to others; decodes beside chunks."""
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
@@ -38,7 +36,7 @@ def test_one_graph_of_a_changing_batch(steps):
     def step(model, batch, cache):
         return compiled(model, padded_to(batch, BUDGET, REQUESTS), cache)
 
-    for _ in range(steps):
+    for _ in range(200):
         waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
         counts, left = {}, BUDGET - REQUESTS
         for request in rng.sample(waiting, rng.randint(1, len(waiting))):
@@ -46,7 +44,7 @@ def test_one_graph_of_a_changing_batch(steps):
             left -= counts[request] - 1
         engine.decode(dict(sorted(counts.items(), key=lambda item: item[1])), step=step)
         for request in rng.sample(range(REQUESTS), REQUESTS):
-            over = engine.done[request] > 150 or rng.random() < 2 / steps
+            over = engine.done[request] > 150 or rng.random() < 0.01
             if request in cache.requests and over:
                 cache.free(request)
                 engine.done[request] = 0
@@ -162,6 +160,7 @@ def test_experts_that_need_python_are_refused(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == "export_decode: tracing the step\n"
 
 
+@pytest.mark.nightly("test_compile_step.py has prefills by parts")
 def test_prefill_compiles_twice_for_any_number_of_tokens():
     """For the first one, and for all others; compile/test_compiled_layers.py has layers of all
     kinds."""

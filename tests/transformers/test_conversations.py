@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.testing.text import PAD
-from tests.helpers import NIGHTLY
+from tests.helpers import NIGHTLY, nightly
 from tests.support.hf_models import new_cache, reference, stock
 
 NEW, CLOSE = 5, 1e-4
@@ -159,7 +159,7 @@ def said_by_the_model(*counts, seed=8):
     )
 
 
-@pytest.mark.parametrize("counts", [(9,), (9, 4)], ids=str)
+@pytest.mark.parametrize("counts", [(9, 4), *nightly("two rows", ((9,),))])
 def test_a_text_that_holds_the_pad_id_goes_on_without_a_mask(counts):
     """Tokens that the cache stores are no padding, wherever padding is besides."""
     pad = said_by_the_model(*counts)

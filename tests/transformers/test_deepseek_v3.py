@@ -24,7 +24,7 @@ from dsv4_ops.integrations.transformers.steps.export import (
 )
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
-from tests.helpers import Called, i32
+from tests.helpers import Called, i32, nightly
 from tests.support.cpp import build_cpp_runner, read_tensors, write_tensors
 from tests.support.hf_models import Engine, padded_to, text
 
@@ -108,7 +108,7 @@ def called_by(run):
 # Logits
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *nightly("seed 0", 1)])
 def test_random_chunks_of_ragged_batches(seed):
     """Decodes beside chunks, requests that rest, padding requests, blocks from a pool."""
     engine = run_randomly(reference(), new_cache(num_blocks=6), Random(seed))
@@ -562,7 +562,7 @@ def test_a_model_is_cast_after_patching(dtype):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("mode", ["whole", "regional"])
+@pytest.mark.parametrize("mode", ["regional", *nightly("regional steps", "whole")])
 def test_weights_that_change_are_absorbed_by_compiled_steps(mode):
     sizes = {"num_hidden_layers": 2}
     model = v4.patch(small_mla_model(**sizes), kv="fp32", precision="reference")

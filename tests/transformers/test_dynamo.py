@@ -14,6 +14,7 @@ from dsv4_ops.integrations.transformers.steps.export import (
     DecodeModule,
 )
 from dsv4_ops.testing.models import HEAVY, small_model
+from tests.helpers import nightly
 from tests.support.hf_models import Engine, expected, new_cache, reference, text
 
 START, STEPS = 20, 10
@@ -68,7 +69,7 @@ def test_one_graph_for_caches_of_equal_sizes():
 @pytest.mark.parametrize(
     "given",
     [
-        {"position_ids": lambda place: torch.full((1, 1), place)},
+        *nightly("both of them", {"position_ids": lambda place: torch.full((1, 1), place)}),
         {
             "attention_mask": lambda place: torch.ones(2, 1, dtype=torch.int64),
             "position_ids": lambda place: torch.full((2, 1), place),
@@ -81,15 +82,6 @@ def test_one_graph_with_more_arguments(given):
     step = torch.compile(one_layer()[0], fullgraph=True, backend=counter)
     decode(step, cache_of(), **given)
     assert counter.frame_count == 1
-
-
-def test_a_growing_mask_compiles_twice():
-    """As any growing size does: once for the first, once for all others."""
-    counter = CompileCounter()
-    step = torch.compile(one_layer()[0], fullgraph=True, backend=counter)
-    growing = {"attention_mask": lambda place: torch.ones(2, place + 1)}
-    decode(step, cache_of(), **growing)
-    assert counter.frame_count == 2
 
 
 def test_errors_are_the_same_when_compiled():

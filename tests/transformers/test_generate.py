@@ -14,6 +14,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.testing.models import small_mla_model, small_model
 from dsv4_ops.testing.text import PAD
+from tests.helpers import NIGHTLY, nightly
 from tests.support.hf_models import check_states, new_cache, reference, stock, text
 
 PROMPT, NEW = 12, 6
@@ -42,9 +43,12 @@ def wanted():
     [
         {},
         {"cache_implementation": "static"},
-        {"prefill_chunk_size": 5},
         {"cache_implementation": "dynamic"},
-        {"use_cache": False},
+        *nightly(
+            "test_left_padding; no cache: test_patch.py",
+            {"prefill_chunk_size": 5},
+            {"use_cache": False},
+        ),
     ],
     ids=str,
 )
@@ -64,11 +68,11 @@ def test_greedy_tokens(settings):
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        ({}, {}),
-        ({"max_batch_size": 5}, {}),
+        ({"max_batch_size": 5, "num_blocks": 2}, {}),
         ({"max_cache_len": PROMPT + NEW - 1}, {}),  # the last token is not stored
-        ({"max_chunk": 5}, {"prefill_chunk_size": 5}),
-        ({"num_blocks": 2}, {}),
+        *nightly(
+            "these, and test_hidden_states", ({}, {}), ({"max_chunk": 5}, {"prefill_chunk_size": 5})
+        ),
     ],
     ids=str,
 )
@@ -171,7 +175,11 @@ RECORD = {"output_logits": True, "return_dict_in_generate": True}
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 5}, {"attention_mask": None}],
+    [
+        {"prefill_chunk_size": 5},
+        {"attention_mask": None},
+        *nightly("those before", {}, {"cache_implementation": "static"}),
+    ],
     ids=str,
 )
 def test_left_padding(settings):
@@ -185,7 +193,8 @@ def test_left_padding(settings):
 
 
 @pytest.mark.parametrize(
-    ("lens", "padding", "chunk"), [([12, 5], 0, None), ([9, 5], 3, 7), ([61, 30], 21, None)]
+    ("lens", "padding", "chunk"),
+    [([9, 5], 3, 7), *nightly("padded rows in chunks", ([12, 5], 0, None), ([61, 30], 21, None))],
 )
 def test_a_conversation(lens, padding, chunk):
     """Where all rows are padded, ``generate`` repeats the last tokens of the turn before; their
@@ -357,8 +366,18 @@ def test_what_hugging_face_refuses():
         generate(reference(), output_attentions=True, return_dict_in_generate=True)
 
 
-@pytest.mark.parametrize("chunk", [64, 5])
-@pytest.mark.parametrize("settings", [{}, {"prefill_chunk_size": 5}], ids=str)
+@pytest.mark.parametrize(
+    ("chunk", "settings"),
+    [
+        (5, {}),
+        *nightly(
+            "chunks of the cache",
+            (64, {}),
+            (64, {"prefill_chunk_size": 5}),
+            (5, {"prefill_chunk_size": 5}),
+        ),
+    ],
+)
 def test_hidden_states(chunk, settings):
     """Of every step, a prompt's in one, however many chunks it takes; or of chunks that are asked
     for, the last."""
@@ -379,7 +398,8 @@ def test_transformers_compiles_it_by_itself():
     model = small_model(num_hidden_layers=1)
     want = generate(model)
     v4.patch(model, kv="fp32", precision="reference")
-    for rest, graphs in (({}, 1 + 3), ({"return_dict_in_generate": True}, 1)):
+    calls = (({}, 1 + 3), ({"return_dict_in_generate": True}, 1))
+    for rest, graphs in calls if NIGHTLY else calls[:1]:
         torch._dynamo.reset()
         counters.clear()
         out = generate(model, cache=cache_of(model=model), compile_config=settings, **rest)
@@ -495,7 +515,7 @@ def test_assisted_decoding_from_a_given_cache():
     assert small.requests == {}
 
 
-@pytest.mark.parametrize("pad", [0, 3])
+@pytest.mark.parametrize("pad", [3, *nightly("three tokens of padding", 0)])
 def test_assisted_decoding_that_ends_and_of_padded_prompts(pad):
     mask = torch.cat([torch.zeros(1, pad), torch.ones(1, 24)], 1).long()
     tokens = torch.cat([torch.full((1, pad), PAD), repeated()], 1)
@@ -508,6 +528,7 @@ def test_assisted_decoding_that_ends_and_of_padded_prompts(pad):
         assert torch.equal(generate(mla(3, True), tokens, **drafts, **settings), want)
 
 
+@pytest.mark.nightly("drafts of a look-up, and prompts in chunks, each")
 def test_a_long_look_up_and_a_long_prompt():
     """Of more tokens than a step of a cache has by default, and drafts behind the longest text."""
     tokens = text()[:1, :8].repeat(1, 300)

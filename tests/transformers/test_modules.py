@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.modules.replacement import is_linear
 from dsv4_ops.testing.models import small_config, small_model
+from tests.helpers import nightly
 from tests.support.hf_models import Engine, expected, new_cache, text
 
 CLOSE, LENGTH = 3e-5, 24
@@ -132,7 +133,7 @@ def run(model):
     return torch.cat([first, last[:, None]], 1)
 
 
-@pytest.mark.parametrize("precision", ["reference", "serve"])
+@pytest.mark.parametrize("precision", ["serve", *nightly("that of serving", "reference")])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_in_a_models_modules_runs(change, precision):
     stock = small_model()
@@ -299,7 +300,7 @@ ONE_DEVICE = "Load the model on one device, without offloading, and make its cac
 DEVICES = ["embed_tokens", "layers.0", "layers.2", "norm", "rotary_emb", "hc_head"]
 
 
-@pytest.mark.parametrize("force_hooks", [False, True])
+@pytest.mark.parametrize("force_hooks", [True, *nightly("hooks", False)])
 def test_models_of_accelerate(force_hooks, tmp_path):
     """On one device they run; what is split or offloaded is refused."""
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
@@ -361,7 +362,7 @@ def saved(model):
 
 
 @pytest.mark.parametrize("copied", [saved, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("precision", ["reference", "serve"])
+@pytest.mark.parametrize("precision", ["serve", *nightly("that of serving", "reference")])
 def test_pickled_models_run(copied, precision):
     model = v4.patch(small_model(), kv="fp32", precision=precision)
     copy = copied(model)

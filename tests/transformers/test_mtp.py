@@ -17,13 +17,13 @@ from dsv4_ops.integrations.transformers.loading.draft import released_weights
 from dsv4_ops.reference.experts import expert_values
 from dsv4_ops.testing.checkpoint import TINY, tensors, write_checkpoint
 from dsv4_ops.testing.models import small_mla_model
-from tests.helpers import i32
+from tests.helpers import NIGHTLY, i32, nightly
 from tests.oracles.mtp import MtpOracle, float32_model
 
 # so few tokens that a random draft is accepted now and then
 CONFIG = {**TINY, "vocab_size": 3, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
 PROMPTS = (120, 3, 61)
-NEW = 20  # past position 128, and every position mod 4
+NEW = 12  # past position 128, and every position mod 4
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +106,7 @@ def speculate(model, text, num_drafts, step=v4.speculative_step):
     cache.raise_if_dropped()
 
 
-FEWER = pytest.mark.nightly("three drafts, of which any number is accepted")
-
-
-@pytest.mark.parametrize(
-    "num_drafts", [pytest.param(1, marks=FEWER), pytest.param(2, marks=FEWER), 3]
-)
+@pytest.mark.parametrize("num_drafts", [2, *nightly("two drafts: none, one or both", 1, 3)])
 def test_text_is_greedy_and_drafts_are_those_of_the_formula(model, oracle, text, num_drafts):
     want, counts = greedy_text(model, text), set()
     for index, (known, found) in enumerate(speculate(model, text, num_drafts)):
@@ -120,7 +115,9 @@ def test_text_is_greedy_and_drafts_are_those_of_the_formula(model, oracle, text,
             length = min(len(each), len(want[request]))
             assert torch.equal(each[:length], want[request][:length])
             assert int(drafts[request, 0]) == int(each[-1])
-            assert torch.equal(drafts[request, 1:], oracle_drafts(oracle, each, num_drafts))
+            if NIGHTLY or index % 4 == request:  # the oracle takes whole texts
+                wanted = oracle_drafts(oracle, each, num_drafts)
+                assert torch.equal(drafts[request, 1:], wanted)
             assert int(found.batch.seq_lens[request]) == len(each) + num_drafts
             if index:
                 counts.add(int(found.num_accepted[request]))
@@ -390,8 +387,8 @@ def test_weights_by_their_names_in_the_files(path, model):
 def test_a_step_is_one_graph(model, text):
     counter = CompileCounter()
     compiled = torch.compile(v4.speculative_step, backend=counter, fullgraph=True)
-    pairs = zip(speculate(model, text, 2), speculate(model, text, 2, compiled), strict=True)
-    for (_, want), (_, found) in itertools.islice(pairs, 5):
+    pairs = zip(speculate(model, text, 1), speculate(model, text, 1, compiled), strict=True)
+    for (_, want), (_, found) in itertools.islice(pairs, 4):
         assert torch.equal(found.tokens, want.tokens)
         assert torch.equal(found.batch.tokens, want.batch.tokens)
         assert torch.equal(found.batch.seq_lens, want.batch.seq_lens)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.testing.models import small_config, small_model
+from tests.helpers import nightly
 from tests.support.hf_models import expected, new_cache, stock, text
 
 CLOSE = 1e-5
@@ -110,7 +111,7 @@ def test_unpatching_gives_the_same_bits(precision, dtype):
 
 
 @pytest.mark.parametrize("cache", ["none", "dynamic", "use_cache"])
-@pytest.mark.parametrize("precision", ["reference", "serve"])
+@pytest.mark.parametrize("precision", ["serve", *nightly("that of serving", "reference")])
 def test_calls_without_our_cache(cache, precision):
     model, tokens = patched(precision=precision), text()[:2, :140]
     if cache == "none":
@@ -321,7 +322,7 @@ def test_a_head_dim_that_fp8_does_not_have():
 
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("precision", ["reference", "serve"])
+@pytest.mark.parametrize("precision", ["serve", *nightly("that of serving", "reference")])
 @torch.enable_grad()
 def test_gradients_are_hugging_faces(precision, checkpointing):
     grads = []

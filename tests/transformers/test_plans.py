@@ -13,7 +13,7 @@ from dsv4_ops.dispatch import choice
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import DeepseekV4Spec, spec
 from dsv4_ops.testing.models import LAYER_TYPES, small_model
-from tests.helpers import Called
+from tests.helpers import Called, nightly
 from tests.support.hf_models import REQUESTS, Engine, expected, new_cache, reference, text
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
@@ -84,7 +84,9 @@ METADATA = {"flash_mla": "flash_mla_metadata", "deep_gemm": "paged_mqa_logits_me
 
 
 @pytest.mark.usefixtures("no_kernels")
-@pytest.mark.parametrize(("impl", "made"), [("flash_mla", (3, 0)), ("deep_gemm", (1, 1))])
+@pytest.mark.parametrize(
+    ("impl", "made"), [("flash_mla", (3, 0)), *nightly("FlashMLA", ("deep_gemm", (1, 1)))]
+)
 def test_steps_share_what_a_library_would_make_in_every_layer(
     request, monkeypatch, impl: str, made: tuple[int, int]
 ):

@@ -19,6 +19,7 @@ from transformers.distributed import DistributedConfig
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import head_plan, small_mla_model, small_model
+from tests.helpers import NIGHTLY
 from tests.support.hf_models import Engine, padded_to
 from tests.support.ranks import run_ranks
 from tests.support.selected_rows import SelectedRows
@@ -96,7 +97,9 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
         want = stock(text()).logits
     _, of_one = run(patched(stock), 5)
     model = split(family, folder, tp_plan=head_plan(family))
-    for settings in ({}, {"interleave": 2, "via": "all_to_all"}):
+    for settings in (
+        ({}, {"interleave": 2, "via": "all_to_all"}) if NIGHTLY else ({"interleave": 2},)
+    ):
         patched(model, parallel=ContextParallel.of(**settings))
         ranks = model.dsv4_ops_spec.parallel
         assert ranks.shards_heads
@@ -105,11 +108,13 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
         got = model(text()[:, :20], cache=cache_of(model)).logits
         assert (got - want[:, :20]).abs().max() < CLOSE * want.abs().max()
         if settings:
-            counter = CompileCounter()
-            step = one_size(torch.compile(v4.decode_step, backend=counter, fullgraph=True))
+            counter, step = CompileCounter(), None
+            if NIGHTLY or family == "v3":
+                compiled = torch.compile(v4.decode_step, backend=counter, fullgraph=True)
+                step = one_size(compiled)
             engine, _ = run(model, 6, step, most=30)
             assert engine.worst(want) < CLOSE * want.abs().max()
-            assert counter.frame_count == 1
+            assert counter.frame_count == (step is not None)
             rule = "model must be whole on every rank, got 'model.embed_tokens.weight'"
             with pytest.raises(NotImplementedError, match=f"^export_decode: {rule}.*DTensor"):
                 v4.export_decode(model, engine.cache, path="split.pt2")

@@ -15,16 +15,17 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.modules.replacement import class_of, defining_class
 from dsv4_ops.integrations.transformers.steps.export import DecodeModule
 from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.helpers import nightly
 from tests.support.hf_models import Engine, new_cache, text
 from tests.support.ranks import run_ranks
 
 CSA = {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
 FAMILIES = {
     "v4": functools.partial(small_model, **CSA),
-    "v3": functools.partial(small_mla_model, num_hidden_layers=2),
+    "v3": functools.partial(small_mla_model, num_hidden_layers=1, first_k_dense_replace=0),
 }
 """Models of few layers, whose steps compile in seconds."""
-V4_AND_NIGHTLY_V3 = ["v4", pytest.param("v3", marks=pytest.mark.nightly("the same of V4"))]
+V3_AND_NIGHTLY_V4 = ["v3", *nightly("the same of V3", "v4")]
 LENGTH, CLOSE = 24, 1e-4
 SETTINGS = {"kv": "fp32", "precision": "reference"}
 STATE = "must be Hugging Face's own as patch saw it, without hooks, as ops do its work"
@@ -66,7 +67,7 @@ def check_steps(model, want, atol=CLOSE):
         torch.testing.assert_close(logits(), want, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("family", V4_AND_NIGHTLY_V3)
+@pytest.mark.parametrize("family", V3_AND_NIGHTLY_V4)
 def test_names_that_a_tracer_shows_do_not_count(family, monkeypatch):
     """Dynamo of torch 2.15 shows the wrapper's names where a forward is decorated."""
     model = FAMILIES[family]()
@@ -103,8 +104,8 @@ def explained(model):
     return last_logits(model, step=step)
 
 
-@pytest.mark.parametrize("family", V4_AND_NIGHTLY_V3)
-@pytest.mark.parametrize("way", [exported, explained])
+@pytest.mark.parametrize("family", V3_AND_NIGHTLY_V4)
+@pytest.mark.parametrize("way", [exported, *nightly("the step compiled", explained)])
 def test_other_ways_into_a_trace(way, family):
     """test_compile_step.py and test_dynamo.py have those that users take."""
     model = FAMILIES[family]()
@@ -186,7 +187,9 @@ def doubled(forward):
     return wrapper
 
 
-@pytest.mark.parametrize(("family", "first"), [("v4", True), ("v3", False)])
+@pytest.mark.parametrize(
+    ("family", "first"), [("v3", False), *nightly("test_modules.py", ("v4", True))]
+)
 def test_a_wrapper_around_an_instances_forward_runs(family, first):
     """Of a module that steps call, put on before patch or after it; test_modules.py has both
     orders of eager steps."""
@@ -239,9 +242,8 @@ def test_a_wrapper_around_a_class_that_ops_stand_for_is_refused(monkeypatch):
         last_logits(after)
 
 
-@pytest.mark.parametrize(
-    "family", ["v3", pytest.param("v4", marks=pytest.mark.nightly("the same of V3"))]
-)
+@pytest.mark.nightly("a class that is disabled: the next test")
+@pytest.mark.parametrize("family", FAMILIES)
 def test_disabled_modules_run_outside_the_graph(family):
     """With torch._dynamo.disable around an instance's forward, or around a class that ops stand
     for, which is not called."""
@@ -263,16 +265,9 @@ def test_a_class_that_ops_stand_for_may_be_disabled(monkeypatch):
     check_steps(model, want)
 
 
-@pytest.mark.parametrize(
-    ("family", "first"),
-    [
-        ("v3", False),
-        *(
-            pytest.param(*each, marks=pytest.mark.nightly("V3, whose kv_b_proj has a hook too"))
-            for each in (("v3", True), ("v4", True), ("v4", False))
-        ),
-    ],
-)
+@pytest.mark.nightly("test_modules.py has them in eager steps")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_hooks_of_accelerate_compile(family, first):
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
     model = FAMILIES[family]()
@@ -300,7 +295,7 @@ def skipped(model):
     return attention.compressor.kv_norm, "model.layers.0.self_attn.compressor.kv_norm"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", V3_AND_NIGHTLY_V4)
 @pytest.mark.parametrize("order", ["wpd", "wdp", "pwd", "pdw", "dwp", "dpw"])
 def test_a_wrapper_above_or_below_a_hook_of_accelerate_is_refused(family, order):
     """In every order of wrapping, patching and dispatching, where ops do the module's work."""
@@ -339,7 +334,7 @@ def test_a_hook_derived_from_accelerates_is_refused(family):
         last_logits(model)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("first", [True, *nightly("test_modules.py", False)])
 def test_adapters_of_peft_compile(first):
     """Of V3; test_compile_step.py has V4 with an adapter."""
     peft = pytest.importorskip("peft", reason="needs peft")
