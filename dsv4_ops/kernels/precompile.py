@@ -23,12 +23,11 @@ from typing import Any
 
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
 from dsv4_ops.dispatch.kernel_requests import kernel_requests
-from dsv4_ops.kernels.common.triton_compat import FUSION, forget_ptxas
+from dsv4_ops.kernels.common.triton_compat import FUSION, cache_folder, forget_ptxas
 from dsv4_ops.kernels.launcher import Launcher
 
 Wait = Callable[[], Any]
@@ -148,7 +147,7 @@ def compile_kernel(content: bytes) -> None:
 def _environment() -> dict[str, str]:
     """Triton's settings, which the names of its files depend on."""
     named = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
-    return named | {"TRITON_CACHE_DIR": knobs.cache.dir}
+    return named | {"TRITON_CACHE_DIR": cache_folder()}
 
 
 def _name(function: Any) -> tuple[str, str]:

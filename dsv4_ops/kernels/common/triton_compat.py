@@ -31,6 +31,7 @@ __all__ = [
     "Scalar",
     "aggregate",
     "async_load",
+    "cache_folder",
     "compiled_folders",
     "forget_ptxas",
     "ptxas",
@@ -125,6 +126,11 @@ def forget_ptxas() -> None:
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     get_ptxas_version.cache_clear()
+
+
+def cache_folder() -> str:
+    """Return the folder of compiled kernels; ``knobs.cache.dir``, 3.6 to 3.9."""
+    return str(knobs.cache.dir)
 
 
 def compiled_folders(functions: Iterable[Any]) -> list[Path]:
