@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.torch_compat import FakeTensorMode
@@ -13,48 +11,7 @@ from dsv4_ops.dispatch import kernel_requests as requested
 from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.kernels import precompile
 from dsv4_ops.testing import op_testing
-
-
-class Hopper:
-    """A driver without a GPU: Triton asks it for what it compiles."""
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
-@pytest.fixture
-def hopper(monkeypatch, tmp_path):
-    """One H100, as far as launchers and Triton ask; and an empty folder of compiled kernels."""
-
-    class Properties:
-        multi_processor_count = 132
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties)
-    monkeypatch.setattr(driver, "_active", Hopper())
-
-
-class Workers:
-    """Takes jobs, and runs one when it is waited for."""
-
-    def __init__(self):
-        self.asked, self.ran = [], 0
-
-    def submit(self, function, content):
-        self.asked.append(content)
-
-        def wait():
-            self.ran += 1
-            function(content)
-
-        return wait
+from tests.support.hopper import Workers, hopper, on_cuda  # noqa: F401  # a fixture
 
 
 @pytest.fixture
@@ -74,12 +31,6 @@ def called(name, case):
     with FakeTensorMode(), torch.no_grad():
         tensors = pytree.tree_map(on_cuda, case.tensors)
         return OPS[name].op(*tensors, **case.settings)
-
-
-def on_cuda(value):
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
 
 
 def first(op="insert_k_cache"):

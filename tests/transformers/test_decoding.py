@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.generation import decoding
+from dsv4_ops.integrations.transformers.steps.kernels import padding
 from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.helpers import nightly
 
@@ -349,3 +350,20 @@ def test_copies_compile_their_own(model):
     steps = getattr(model, decoding.STEPS)
     assert isinstance(copy.deepcopy(steps), decoding.CompiledSteps)
     assert len(pickle.loads(pickle.dumps(steps))) == 0
+
+
+def test_inputs_of_steps_share_no_memory(model, monkeypatch):
+    """Of one text: AOTAutograd would compile another graph for inputs that are views of one."""
+    batches, before = [], decoding.decode_step
+    monkeypatch.setattr(
+        decoding,
+        "decode_step",
+        lambda model, batch, *args, **rest: (
+            batches.append(batch) or before(model, batch, *args, **rest)
+        ),
+    )
+    model.generate(PROMPT[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    for batch in (*batches, padding(1, 1, torch.device("cpu"))):
+        storages = {each.untyped_storage().data_ptr() for each in vars(batch).values()}
+        assert len(storages) == 4
+    assert len(batches) == 2

@@ -1,0 +1,55 @@
+"""An H100 that is not there: for what launchers and Triton ask before a kernel is launched."""
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class Hopper:
+    """A driver without a GPU: Triton asks it for what it compiles."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """One H100, as far as launchers and Triton ask; and an empty folder of compiled kernels."""
+
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties)
+    monkeypatch.setattr(driver, "_active", Hopper())
+
+
+class Workers:
+    """Takes jobs, and runs one when it is waited for."""
+
+    def __init__(self):
+        self.asked, self.ran = [], 0
+
+    def submit(self, function, content):
+        self.asked.append(content)
+
+        def wait():
+            self.ran += 1
+            function(content)
+
+        return wait
+
+
+def on_cuda(value):
+    """A fake tensor like ``value`` on the GPU; called under ``FakeTensorMode``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")

@@ -1,0 +1,77 @@
+"""Steps ask workers for their kernels before they run, on a GPU that is not there."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from dsv4_ops.core.torch_compat import FakeTensorMode
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.steps import kernels
+from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
+from dsv4_ops.lowering import workers as inductor
+from dsv4_ops.testing.models import small_model
+from tests.support.hopper import Workers, hopper, on_cuda  # noqa: F401  # a fixture
+
+DECODE = {"state_rings": False}
+
+
+@pytest.fixture
+def step(hopper, monkeypatch):  # noqa: F811
+    """A model and its cache with fake weights on the GPU, and what workers are asked."""
+    mode, workers = FakeTensorMode(allow_non_fake_inputs=True), Workers()
+    monkeypatch.setattr(kernels, "FakeTensorMode", lambda **settings: mode)
+    monkeypatch.setattr(inductor, "compile_workers", lambda: workers.submit)
+    model = v4.patch(small_model(dtype=torch.bfloat16))
+    cache = v4.PagedCache.for_model(model, max_batch_size=4, max_cache_len=256).tensors
+    with mode:
+        cache = pytree.tree_map(on_cuda, cache)
+        for module in model.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                module._parameters[name] = torch.nn.Parameter(on_cuda(weight), requires_grad=False)
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = on_cuda(buffer)
+    return model, cache, workers
+
+
+def test_sizes_of_a_class_ask_once(step):
+    """Kernels of 1 request are others than those of 2; 3 and 4 tokens are of one class."""
+    model, cache, workers = step
+    decodes, prefills = kernels.KernelRequests(decode_step), kernels.KernelRequests(prefill_step)
+    counts = []
+    for requests, sizes, rest in (
+        (decodes, (1, 1), DECODE),
+        (decodes, (1, 1), DECODE),
+        (decodes, (2, 2), DECODE),
+        (decodes, (3, 3), DECODE),
+        (decodes, (4, 4), DECODE),
+        (prefills, (60, 2), {}),
+        (prefills, (59, 2), {}),
+        (prefills, (0, 0), {}),
+    ):
+        before = len(workers.asked)
+        requests.request(model, cache, *sizes, rest)
+        counts.append(len(workers.asked) - before)
+    assert min(counts[0], counts[2], counts[5]) > 5
+    assert [counts[at] for at in (1, 4, 6, 7)] == [0, 0, 0, 0]
+    assert workers.ran == 0
+
+
+def test_hooks_and_forwards_of_a_user_are_not_called(step):
+    model, cache, workers = step
+    called = []
+    hook = model.model.layers[0].register_forward_hook(lambda *args: called.append(1))
+    kernels.KernelRequests(decode_step).request(model, cache, 1, 1, DECODE)
+    hook.remove()
+    assert (workers.asked, called) == ([], [])
+    layer = model.model.layers[0].mlp
+    before = layer.forward
+    layer.forward = lambda *args, **rest: called.append(1) or before(*args, **rest)
+    kernels.KernelRequests(decode_step).request(model, cache, 1, 1, DECODE)
+    assert (workers.asked, called) == ([], [])
+
+
+def test_a_cpu_asks_for_nothing(step):
+    model, cache, workers = step
+    cache = pytree.tree_map(lambda each: torch.empty(each.shape, dtype=each.dtype), cache)
+    kernels.KernelRequests(decode_step).request(model, cache, 1, 1, DECODE)
+    assert workers.asked == []
