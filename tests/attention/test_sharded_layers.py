@@ -287,6 +287,7 @@ def rank_checks(rank: int, world: int, rounds: int) -> str:
     return "done"
 
 
+@pytest.mark.nightly("test_context_parallel.py has the layers of two ranks in a model")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "rounds"),

@@ -72,7 +72,7 @@ def run_beside(layer: SmallLayer, call: Any) -> None:
         pytest.param("window", 0, marks=pytest.mark.nightly("every other layer has a window too")),
         ("c4", 0),
         pytest.param("c128", 0, marks=pytest.mark.nightly("a layer with a plan is the harder")),
-        ("c128", HEADS),
+        pytest.param("c128", HEADS, marks=pytest.mark.nightly("test_compiled_plans.py")),
     ],
 )
 def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:

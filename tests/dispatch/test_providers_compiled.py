@@ -45,6 +45,7 @@ def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
 # --- the kernels around both
 
 
+@pytest.mark.nightly("the tests of each library call them")
 @pytest.mark.slow
 def test_the_kernels_around_the_libraries():
     script = ROOT / "tests/kernels/interpreter/interpret_external.py"

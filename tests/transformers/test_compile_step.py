@@ -107,6 +107,7 @@ def test_a_change_of_the_model_is_seen_or_refused():
     assert torch.equal(step(batch, engine.cache), before)
 
 
+@pytest.mark.nightly("test_a_change_of_the_model_is_seen_or_refused")
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_model_may_be_changed_once_its_step_is_compiled(tmp_path, parts, kept):
     """Adapters put in and switched off, attributes, hooks: layers are compiled in a copy."""

@@ -167,6 +167,7 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
+@pytest.mark.nightly("test_tensor_parallel.py runs the plan of Hugging Face on two ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param("v3", marks=pytest.mark.nightly("the same of V4")), "v4"]

@@ -213,14 +213,14 @@ if __name__ == "__main__":
     check_route()
     every = len(sys.argv) > 1
     check_codes(every)
-    for block in grouped_gemm.TILES[16]:
+    for block in grouped_gemm.TILES[16][:: 1 if every else 2]:
         if block in grouped_gemm.TILES[4]:
-            if every or block == 32:
+            if every:
                 check(block, 288, 64, 4)
             if every or block == 16:
                 check(block, 256, 256, 4)
             check(block, 256, 128, 8)
         check(block, 200, 72, 16)
-        if every or block == 32:
+        if every or block == 64:
             check(block, 256, 256, 16)
         print(block)
