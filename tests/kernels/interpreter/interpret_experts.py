@@ -213,7 +213,7 @@ if __name__ == "__main__":
     check_route()
     every = len(sys.argv) > 1
     check_codes(every)
-    for block in grouped_gemm.TILES[16][:: 1 if every else 2]:
+    for block in list(grouped_gemm.TILES[16])[:: 1 if every else 2]:
         if block in grouped_gemm.TILES[4]:
             if every:
                 check(block, 288, 64, 4)
