@@ -17,6 +17,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     require_transformers,
     unpatched,
 )
+from dsv4_ops.integrations.transformers.batching import hooks as batching
 from dsv4_ops.integrations.transformers.generation import decoding, hooks
 from dsv4_ops.integrations.transformers.modules import rewrite
 from dsv4_ops.integrations.transformers.modules.checks import check_layers, check_placement
@@ -44,6 +45,8 @@ def patch(
     and classes stay as they are, and the model can still be copied, saved and pickled. A call
     without a ``PagedCache`` runs Hugging Face's attention. ``generate`` makes a ``PagedCache``
     instead of a ``DynamicCache`` or ``StaticCache``, unless ``cache_implementation="dynamic"``.
+    ``generate_batch`` and managers of Hugging Face's continuous batching run all of their requests
+    from one ``PagedCache`` (transformers 5.19 or newer).
 
     Hooks, PEFT adapters, parametrizations and replaced modules keep working, except on modules that
     our ops replace: steps refuse changes to ``q_b_norm``, to ``kv_b_proj`` (V3, V2), and to
@@ -95,7 +98,8 @@ def patch(
         NotImplementedError: an architecture, layer type, rotary embedding or size is not supported;
             accelerate split or offloaded the model; or the heads are split over other ranks than
             those of ``parallel``, or only some parameters are.
-        ValueError, TypeError: an argument is invalid, the model is patched already, or the ranks of
+        ValueError, TypeError: an argument is invalid, the model is patched already, a failed
+            ``generate_batch`` has left Hugging Face's paged attention set, or the ranks of
             ``parallel`` patch different models.
 
     Example:
@@ -133,7 +137,7 @@ def patch(
     spec = spec.scheduled(next(model.parameters()).device)
     replacements = list(rewrite.apply(model, forwards.rewrites(model, spec)))
     replaced = _Replacements()
-    for name, hook in hooks.HOOKS.items():
+    for name, hook in (hooks.HOOKS | batching.HOOKS).items():
         replaced.method(model, name, hook)
     setattr(model, _SPEC, spec)
     setattr(model, _REPLACED, replaced)
@@ -165,6 +169,8 @@ def unpatch(model: Any) -> Any:
     if replaced is None:
         raise unpatched("unpatch", model, "There is nothing to undo")
     replaced.undo()
+    if batching.CACHED in vars(model):
+        model.destroy_cached_continuous_batching_manager()
     model._modules.pop(DRAFT, None)
     rewrite.restore(model, forwards.rewrites(model, getattr(model, _SPEC)))
     for name in (_SPEC, _REPLACED, decoding.STEPS):
@@ -196,6 +202,14 @@ def _check_model(model: Any, spec: ModelSpec) -> None:
             must="not be patched yet",
             got="a patched one",
             do="Call unpatch first",
+        )
+    if str(model.config._attn_implementation).startswith("paged|"):
+        raise argument_error(
+            "patch",
+            "model",
+            must="have an attention that runs without a cache of continuous batching",
+            got=f"{model.config._attn_implementation!r}, which a failed generate_batch leaves set",
+            do="Call model.set_attn_implementation('eager')",
         )
     check_layers("patch", spec.kinds, model.model)
     check_placement("patch", model)

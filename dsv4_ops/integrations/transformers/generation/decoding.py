@@ -332,7 +332,15 @@ def _captured(decode: Callable[[], None]) -> Callable[[], None]:
 
 
 class CompiledSteps(dict[Any, CompiledStep]):
-    """The compiled steps of a model by their settings. A copy of the model compiles its own."""
+    """The compiled steps of a model by their settings. A copy of the model compiles its own.
+
+    Attributes:
+        prefills: Requests for the kernels of eager prefills.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefills = KernelRequests(prefill_step)
 
     def __deepcopy__(self, memo: Any) -> CompiledSteps:
         return CompiledSteps()
@@ -341,22 +349,39 @@ class CompiledSteps(dict[Any, CompiledStep]):
         return CompiledSteps, ()
 
 
+def compiled_step(
+    model: Any,
+    step: Callable[..., Tensor],
+    config: Any,
+    on_part: Callable[[str], None] | None = None,
+) -> CompiledStep:
+    """Return a step of the model for any number of tokens and requests, which the model keeps.
+
+    Args:
+        model: A patched model.
+        step: ``decode_step`` or ``prefill_step``.
+        config: A ``CompileConfig``, whose backend and options are taken, or None.
+        on_part: As for ``compile_step``.
+    """
+    values = {name: getattr(config, name, None) for name in ("backend", "options")}
+    settings = {name: value for name, value in values.items() if value is not None}
+    steps, key = getattr(model, STEPS), repr((step.__name__, sorted(settings.items())))
+    if key not in steps:
+        steps[key] = compile_step(
+            model, step, mode="regional", dynamic=True, on_part=on_part, **settings
+        )
+    return steps[key]
+
+
 def _compiled(model: Any, call: Call) -> Step:
     """Return the model's step for any number of texts, compiled as Hugging Face's call would be.
 
     The prefill's kernels are compiled meanwhile, by workers.
     """
-    cache, compile_config = call.cache, call.config.compile_config
-    values = {name: getattr(compile_config, name, None) for name in ("backend", "options")}
-    settings = {name: value for name, value in values.items() if value is not None}
-    steps, key = getattr(model, STEPS), repr(sorted(settings.items()))
-    if key not in steps:
-        steps[key] = compile_step(model, decode_step, mode="regional", dynamic=True, **settings)
-    step, rows = steps[key], len(call.prompts)
-    prefill = KernelRequests(prefill_step)
-    prefill.request(
-        model, cache.tensors, min(call.prompts.numel(), cache.max_chunk * rows), rows, {}
-    )
+    cache, rows = call.cache, len(call.prompts)
+    step = compiled_step(model, decode_step, call.config.compile_config)
+    num_tokens = min(call.prompts.numel(), cache.max_chunk * rows)
+    getattr(model, STEPS).prefills.request(model, cache.tensors, num_tokens, rows, {})
 
     def run(batch: StepBatch, tensors: CacheTensors) -> Tensor:
         return step(batch, tensors, state_rings=False)

@@ -1,0 +1,1 @@
+"""Hugging Face's continuous batching, run from one ``PagedCache``."""

@@ -1,0 +1,115 @@
+"""A ``PagedCache`` as the cache of Hugging Face's scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+
+
+class BatchCache:
+    """What scheduler, inputs and offloading of Hugging Face ask of their cache and its allocators.
+
+    A request owns a row and blocks of the ``PagedCache``. The row of every token takes the place of
+    the index at which Hugging Face would write it. Requests share no prefix: windows and states are
+    rings of a row. A request that loses its blocks begins anew, as none moves to host memory.
+
+    Args:
+        paged: The cache, whose rows share blocks.
+        max_batch_tokens: Maximum tokens of a step.
+    """
+
+    use_prefix_sharing = allow_block_sharing = False
+    max_blocks_per_request = max_decode_fast_path_length = 0  # no block table of Hugging Face's
+    read_cache_limit, max_tokens_read = 0, 1  # steps read by block tables, not by an index
+    bytes_per_sector = 1 << 62  # so that none fits into host memory
+    index = 0
+    write_trash_index = read_trash_index = -1  # padding has no row
+
+    def __init__(self, paged: PagedCache, max_batch_tokens: int) -> None:
+        self.paged, self.max_batch_tokens = paged, max_batch_tokens
+        self.num_blocks, self.device = paged.num_blocks, paged.device
+        self.tokens_per_page = paged.spec.block_tokens
+        self.block_table: dict[str, list[int]] = {}
+        self.pool, self.cache_allocators = self, {"full_attention": self}
+
+    # Scheduler
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Give a request a row, and blocks for its next tokens; return whether they were free."""
+        total, request = state.current_len() + request_len, state.request_id
+        known = request in self.paged.requests
+        if total > self.paged.max_cache_len:
+            return False
+        if self.paged.lacking_blocks(request, total) > self.paged.num_free_blocks:
+            return False
+        if not known and len(self.paged.requests) == self.paged.max_batch_size:
+            return False
+        if not dry_run:
+            (self.paged.reserve if known else self.paged.add)(request, total)
+        return True
+
+    def compute_free_capacity(self) -> float:
+        """Return the share of blocks that are free."""
+        return self.paged.num_free_blocks / self.num_blocks
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Release a request's row and blocks; raise if steps dropped tokens."""
+        if request_id in self.paged.requests:
+            self.paged.free(request_id)
+            self.paged.raise_if_dropped()
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """Release all rows and blocks."""
+        for request in self.paged.requests:
+            self.paged.free(request)
+
+    reset = free_all_requests
+
+    def evict_cached_blocks(self) -> bool:
+        """Return False: no block outlives its request."""
+        return False
+
+    def try_to_free_sectors(self) -> None:
+        """Do nothing: a free block is free at once."""
+
+    def count_new_complete_blocks(self, *_: Any) -> dict[str, int]:
+        """Return nothing: no block is shared."""
+        return {}
+
+    def mark_complete_blocks(self, *_: Any) -> None:
+        """Do nothing: no block is shared."""
+
+    # Offloading, and copies of a request for ``num_return_sequences``
+
+    def needs_new_blocks(self, request_id: str, past: int, query: int) -> int:
+        """Return the number of blocks that a request lacks."""
+        return self.paged.lacking_blocks(request_id, past + query)
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
+        """Return how many requests, in order, the free blocks suffice for."""
+        free = self.paged.num_free_blocks
+        for count, needed in enumerate(list_blocks_needed):
+            free -= sum(needed.values())
+            if free < 0:
+                return count
+        return len(list_blocks_needed)
+
+    def prepare_fork_request(self, *_: Any) -> list[str]:
+        """Return no copies, for which Hugging Face then runs the prompt once more."""
+        return []
+
+    def perform_cache_copy(self, *_: Any) -> None:
+        """Do nothing: there are no copies."""
+
+    # Inputs of a step
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """Return 0: steps compute their lengths from positions."""
+        return 0
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past: int, query: int, read_index: Any, write_index: list[list[int]]
+    ) -> None:
+        """Append the row of each token of a request."""
+        write_index[0].extend([self.paged.requests[request_id]] * query)

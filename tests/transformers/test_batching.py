@@ -1,0 +1,472 @@
+"""Hugging Face's ``generate_batch`` and its manager run a patched model from one ``PagedCache``:
+each request gets the tokens of ``generate``."""
+
+import asyncio
+import copy
+import functools
+import random
+import re
+import sys
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.utils import counters
+
+from dsv4_ops.core.versions import release
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.batching import hooks
+from dsv4_ops.testing.models import small_mla_model, small_model
+
+pytestmark = pytest.mark.skipif(
+    release(transformers.__version__) < hooks.OLDEST, reason="transformers is refused by name"
+)
+
+if release(transformers.__version__) >= hooks.OLDEST:
+    from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+
+    from dsv4_ops.integrations.transformers.batching import manager as batching
+
+CSA = {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
+MAKERS = {
+    "v4": functools.partial(small_model, **CSA),
+    "v4, all kinds of layers": small_model,
+    "v3": functools.partial(small_mla_model, num_hidden_layers=1),
+    "v2": functools.partial(small_mla_model, num_hidden_layers=1, version=2),
+}
+LONGEST = {"v4": 253, "v3": 61, "v2": 61}
+"""Length of the longest prompts, whose answers begin another block."""
+NEW = 6
+
+
+@functools.cache
+def patched(name):
+    model = v4.patch(MAKERS[name](), kv="fp32", precision="reference")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts_of(count, longest=20, seed=0):
+    """Every eleventh is of the length ``longest``."""
+    rng = random.Random(seed)
+    lengths = (20, 1, 9, 20, 1, longest, 9, 1, 5, 1, 9)
+    return [[rng.randrange(3, 256) for _ in range(lengths[n % 11])] for n in range(count)]
+
+
+PROMPT = prompts_of(1)[0]
+
+
+def settings(new=NEW, **rest):
+    return GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, **rest)
+
+
+def expected(model, prompts, new=NEW):
+    """New tokens of each prompt from ``generate``, in a call for all of the same length."""
+    answers = {}
+    for length in {len(prompt) for prompt in prompts}:
+        some = [prompt for prompt in prompts if len(prompt) == length]
+        ids = torch.tensor(some)
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, generation_config=settings(new))
+        answers |= {tuple(a): b[length:] for a, b in zip(some, out.tolist(), strict=True)}
+    return [answers[tuple(prompt)] for prompt in prompts]
+
+
+def manager_of(model, new=NEW, hints=None, generation=None, **config):
+    config = {"max_batch_tokens": 64, "max_requests_per_batch": 4, "num_blocks": 8} | config
+    return model.init_continuous_batching(
+        generation_config=generation or settings(new),
+        continuous_batching_config=ContinuousBatchingConfig(**config),
+        workload_hints=hints,
+    )
+
+
+@pytest.fixture(autouse=True)
+def stopped(monkeypatch):
+    """A manager that a failed test leaves running would keep the process."""
+    made, before = [], batching.Manager.__init__
+
+    def init(self, *args):
+        before(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(batching.Manager, "__init__", init)
+    yield
+    for manager in made:
+        if manager.is_running():
+            manager.stop(hard_stop=True)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Sizes of all steps: tokens, and the blocks that are free then."""
+    sizes, before = [], batching.StepModel.__call__
+
+    def called(self, **inputs):
+        sizes.append((inputs["input_ids"].shape[1], inputs["cache"].paged.num_free_blocks))
+        return before(self, **inputs)
+
+    monkeypatch.setattr(batching.StepModel, "__call__", called)
+    return sizes
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """All caches that are made."""
+    made, before = [], v4.PagedCache.__init__
+
+    def init(self, *args, **sizes):
+        before(self, *args, **sizes)
+        made.append(self)
+
+    monkeypatch.setattr(v4.PagedCache, "__init__", init)
+    return made
+
+
+SAME = pytest.mark.nightly("the same of V3, and of V4 with one scheduler")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler"),
+    [
+        ("v4", "fifo"),
+        ("v3", "fifo"),
+        ("v3", "prefill_first"),
+        pytest.param("v4", "prefill_first", marks=SAME),
+        pytest.param("v2", "fifo", marks=SAME),
+        pytest.param("v4, all kinds of layers", "fifo", marks=SAME),
+    ],
+)
+def test_each_request_gets_the_tokens_of_generate(name, scheduler, steps, caches):
+    """Blocks run out: a request gives its blocks away and begins anew."""
+    model, prompts = patched(name), prompts_of(21, LONGEST[name[:2]])
+    results = model.generate_batch(
+        prompts,
+        generation_config=settings(),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=3, max_batch_tokens=64, max_requests_per_batch=4, scheduler_type=scheduler
+        ),
+    )
+    (cache,) = caches
+    assert [result.error for result in results.values()] == [None] * 21
+    assert [result.prompt_ids for result in results.values()] == prompts
+    assert [result.generated_tokens for result in results.values()] == expected(model, prompts)
+    assert sum(tokens for tokens, _ in steps) > sum(len(prompt) + NEW - 1 for prompt in prompts)
+    assert min(free for _, free in steps) == 0
+    assert (cache.num_free_blocks, cache.requests) == (3, {})
+    assert max(tokens for tokens, _ in steps) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("v3", 21),
+        pytest.param("v4", 21, marks=SAME),
+        pytest.param("v3", 200, marks=pytest.mark.nightly("the same of 21 requests")),
+    ],
+)
+def test_requests_come_go_and_stream(name, count, caches):
+    """A third is cancelled after its first token; memory stays what it was."""
+    model, prompts = patched(name), prompts_of(count, seed=1)
+    manager = manager_of(model)
+    addresses = [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(caches[0].tensors)]
+    streams, finished, cancelled = {}, {}, set()
+    manager.start()
+    while len(finished) + len(cancelled) < len(prompts):
+        while len(streams) < min(len(finished) + len(cancelled) + 6, len(prompts)):
+            index = len(streams)
+            manager.add_request(prompts[index], request_id=str(index), streaming=True)
+            streams[index] = []
+        result = manager.get_result(timeout=5)
+        assert result is not None, manager.background_thread_status.fatal_error
+        index = int(result.request_id)
+        streams[index].append(list(result.generated_tokens))
+        if index % 3 == 1:
+            manager.cancel_request(result.request_id)
+            cancelled.add(index)
+        elif result.is_finished():
+            finished[index] = result.generated_tokens
+    manager.stop()
+    (cache,) = caches
+    want = expected(model, prompts)
+    assert [finished[index] for index in sorted(finished)] == [
+        tokens for index, tokens in enumerate(want) if index % 3 != 1
+    ]
+    for index, parts in streams.items():
+        assert parts == [want[index][: n + 1] for n in range(len(parts))]
+    assert (cache.num_free_blocks, cache.requests) == (8, {})
+    leaves = torch.utils._pytree.tree_leaves(cache.tensors)
+    assert [leaf.data_ptr() for leaf in leaves] == addresses
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("v3", 1),
+        pytest.param("v3", 20, marks=pytest.mark.nightly("decodes alone; compile_step's tests")),
+        pytest.param("v4", 20, marks=pytest.mark.nightly("the same of V3")),
+    ],
+)
+def test_a_step_is_compiled_once(name, count):
+    """For decodes, and for all others, which prompts of one token do without; sizes of 1 need no
+    graph of their own."""
+    model = v4.patch(MAKERS[name](), kv="fp32", precision="reference")
+    prompts = [prompt[:count] for prompt in prompts_of(8)]
+    torch._dynamo.reset()
+    counters.clear()
+    want = expected(patched(name), prompts, 3)
+    graphs = []
+    for some in (prompts[1:3], prompts, prompts[:1]):
+        results = model.generate_batch(
+            some,
+            generation_config=settings(3),
+            continuous_batching_config=ContinuousBatchingConfig(
+                num_blocks=8,
+                max_batch_tokens=64,
+                max_requests_per_batch=4,
+                varlen_compile_config=CompileConfig(backend="eager"),
+            ),
+        )
+        tokens = [result.generated_tokens for result in results.values()]
+        assert tokens == want[prompts.index(some[0]) :][: len(some)]
+        graphs.append(counters["stats"]["unique_graphs"])
+    steps = [step for step in model.dsv4_ops_decode_steps.values() if step.parts]
+    assert len(steps) == 1 + (count > 1)
+    assert graphs == [sum(len(step.parts) for step in steps)] * 3
+
+
+def test_a_manager_starts_again_with_the_cache_that_it_has(caches):
+    model, prompts = copy.deepcopy(patched("v3")), prompts_of(3)
+    want = expected(model, prompts, 3)
+    caches.clear()
+    for _ in range(2):
+        results = model.generate_batch(
+            prompts, generation_config=settings(3), persistent_manager=True
+        )
+        assert [result.generated_tokens for result in results.values()] == want
+    assert len(caches) == 1
+    with pytest.raises(ValueError, match="workload_hints must fit with max_new_tokens"):
+        model.generate_batch([[5] * 80], generation_config=settings(3))
+    v4.unpatch(model)
+    assert not hasattr(model, hooks.CACHED)
+
+
+def test_several_answers_to_a_prompt():
+    model = patched("v3")
+    prompts = prompts_of(3)
+    config = settings(3)
+    config.update(do_sample=True, top_k=1, num_return_sequences=3)
+    results = model.generate_batch(prompts, generation_config=config)
+    want = expected(model, prompts, 3)
+    tokens = [result.generated_tokens for result in results.values()]
+    assert tokens == [answer for answer in want for _ in range(3)]
+
+
+def test_logprobs_and_ends_are_hugging_faces():
+    model, prompt = patched("v3"), PROMPT
+    (tokens,) = expected(model, [prompt], 4)
+    config = ContinuousBatchingConfig(return_logprobs=True)
+    (result,) = model.generate_batch(
+        [prompt],
+        generation_config=settings(4, eos_token_id=tokens[2]),
+        continuous_batching_config=config,
+    ).values()
+    end = tokens.index(tokens[2]) + 1
+    assert result.generated_tokens == tokens[:end]
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :]
+    want = logits.log_softmax(-1)[range(end), tokens[:end]]
+    torch.testing.assert_close(torch.tensor(result.logprobs), want, rtol=0, atol=1e-4)
+
+
+def test_generate_with_a_paged_cache_of_hugging_faces():
+    """``generate`` passes such calls on to ``generate_batch``."""
+    model, prompt = patched("v3"), PROMPT
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, cache_implementation="paged", generation_config=settings(3))
+    assert out[0, :, -3:].tolist() == expected(model, [prompt], 3)
+
+
+def test_outputs_reach_a_handler_of_an_event_loop():
+    """As a server takes them."""
+    model, prompt = patched("v3"), PROMPT
+    manager = manager_of(model, 3)
+    manager.start()
+
+    async def answer():
+        result = asyncio.get_running_loop().create_future()
+        manager.register_result_handler("one", result.set_result)
+        manager.add_request(prompt, request_id="one")
+        return await asyncio.wait_for(result, 20)
+
+    assert asyncio.run(answer()).generated_tokens == expected(model, [prompt], 3)[0]
+    manager.stop()
+
+
+# Refusals
+
+
+def check_undisturbed(model):
+    """Calls without a cache compute what they did: no other attention was set."""
+    ids = torch.tensor([PROMPT])
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(model(ids).logits, stock()(ids).logits, rtol=0, atol=1e-5)
+
+
+@functools.cache
+def stock():
+    return MAKERS["v3"]()
+
+
+def test_old_releases_are_refused_before_anything_changes(monkeypatch):
+    model = patched("v3")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.18.2")
+    rule = "transformers must be 5.19 or newer for continuous batching, got 5.18.2. Install a"
+    for call in (
+        lambda: model.generate_batch([[5]]),
+        lambda: model.init_continuous_batching(),
+        lambda: model.generate(torch.tensor([[5]]), cache_implementation="paged"),
+    ):
+        with pytest.raises(NotImplementedError, match=rule):
+            call()
+        check_undisturbed(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "message"),
+    [
+        ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
+        ({"max_batch_tokens": -1}, ValueError, "max_batch_tokens must be at least 1, got -1"),
+        (
+            {"max_blocks_per_request": 1, "hints": (60, 6)},
+            ValueError,
+            "hints must fit with max_new",
+        ),
+        (
+            {"num_blocks": 1, "hints": (60, 6)},
+            ValueError,
+            "of 64 tokens, got 60 + 6 tokens. Pass a",
+        ),
+        ({"use_async_batching": True}, NotImplementedError, "use_async_batching must be False or"),
+        ({"cpu_offload_space": 1.0}, NotImplementedError, "cpu_offload_space must be 0 with a"),
+        ({"scheduler_type": "lifo"}, ValueError, "scheduler_type must be"),
+    ],
+)
+def test_settings_that_a_patched_model_lacks(config, kind, message):
+    model, config = patched("v3"), dict(config)
+    hints = config.pop("hints", None)
+    if hints is not None:
+        hints = batching.api.WorkloadHints(*hints, num_requests=1)
+    with pytest.raises(kind, match="init_continuous_batching: .*" + re.escape(message)):
+        manager_of(model, hints=hints, **config)
+    check_undisturbed(model)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind", "message"),
+    [
+        (torch.tensor([[5]]), TypeError, "inputs must be a list of prompts, got a Tensor. Pass a"),
+        (
+            [[5], torch.tensor([5])],
+            TypeError,
+            "inputs[1] must be a list of token ids, got a Tensor",
+        ),
+        ([["a"]], TypeError, "inputs[0] must be a list of token ids, got a list with a str"),
+        ([[5], []], ValueError, "inputs[1] must have at least one token, and ids of the"),
+        ([[5, -1]], ValueError, "ids of the vocabulary, 0 to 259, got -1. Encode"),
+        ([[260]], ValueError, "ids of the vocabulary, 0 to 259, got 260. Encode"),
+    ],
+)
+def test_prompts_are_checked(inputs, kind, message):
+    """Hugging Face would log such an error and return what it has."""
+    with pytest.raises(kind, match=re.escape("generate_batch: ") + ".*" + re.escape(message)):
+        patched("v3").generate_batch(inputs)
+
+
+def test_a_request_that_does_not_fit_is_refused_and_others_go_on():
+    model, prompt = patched("v3"), PROMPT
+    manager = manager_of(model, 3, num_blocks=1)
+    manager.start()
+    manager.add_request(prompt, request_id="one")
+    for kind, message, call in (
+        (ValueError, "input_ids must fit with max_new_tokens into a", ([5] * 65,)),
+        (ValueError, "got 20 + 46 tokens. Pass a shorter prompt", (prompt, None, 46)),
+        (ValueError, "max_new_tokens must be at least 1, got 0", (prompt, None, 0)),
+        (ValueError, "input_ids must have at least one token", ([],)),
+        (TypeError, "input_ids must be a list of token ids", ("text",)),
+    ):
+        with pytest.raises(kind, match="add_request: .*" + re.escape(message)):
+            manager.add_request(*call)
+    manager.add_request(prompt, request_id="two", max_new_tokens=30)
+    with pytest.raises(ValueError, match="request_id must be that of no running request"):
+        manager.add_request(prompt, request_id="two", max_new_tokens=30)
+    results = {name: manager.get_result(timeout=20) for name in ("one", "two")}
+    assert results["one"].generated_tokens == expected(model, [prompt], 3)[0]
+    assert results["two"].generated_tokens == expected(model, [prompt], 30)[0]
+    manager.stop()
+
+
+def test_an_answer_without_a_limit_ends_where_the_cache_does():
+    model, prompt = patched("v3"), PROMPT
+    config = settings()
+    config.max_new_tokens = None
+    manager = manager_of(model, generation=config, num_blocks=1)
+    manager.start()
+    manager.add_request(prompt)
+    assert manager.get_result(timeout=20).generated_tokens == expected(model, [prompt], 45)[0]
+    manager.stop()
+
+
+def test_a_model_whose_attention_a_failed_try_has_changed_is_refused():
+    """Hugging Face's own refusal of a stock model leaves it so, and its logits wrong."""
+    model = MAKERS["v4"]()
+    with pytest.raises(ValueError, match="Invalid layer type"):
+        model.generate_batch([[5]], generation_config=settings())
+    assert model.config._attn_implementation == "paged|eager"
+    with pytest.raises(ValueError, match=r"patch: model must have.*set_attn_implementation"):
+        v4.patch(model)
+    model.set_attn_implementation("eager")
+    v4.patch(model)
+
+
+class OnGpu:
+    """A model that says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+
+def test_blocks_fill_the_free_memory_of_a_gpu(monkeypatch):
+    """By default, unless each row can have its own."""
+    model, config = OnGpu(patched("v3")), ContinuousBatchingConfig(max_memory_percent=0.5)
+
+    def blocks(free):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
+        return batching.cache_sizes(model, config, None)["num_blocks"]
+
+    fixed, two = (
+        sum(
+            v4.PagedCache.for_model(
+                patched("v3"), max_batch_size=64, max_cache_len=8192, num_blocks=n
+            )
+            .memory()
+            .values()
+        )
+        for n in (1, 2)
+    )
+    block = two - fixed
+    assert blocks(2 * (fixed + 9 * block)) == 10
+    assert blocks(1 << 40) == 64 * 8192 // 64
+    with pytest.raises(ValueError, match="max_requests_per_batch must be small enough for"):
+        blocks(fixed)
+
+
+def test_ranks_are_refused(monkeypatch):
+    model = patched("v3")
+    monkeypatch.setattr(model, "_device_mesh", object(), raising=False)
+    with pytest.raises(NotImplementedError, match="model must be on one device, got one of sev"):
+        manager_of(model)
