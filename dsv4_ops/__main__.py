@@ -34,11 +34,14 @@ def _run(argv: Sequence[str] | None) -> int:
         return _kernels(options.capability)
     if options.command == "checkpoint":
         return _checkpoint(options)
+    if options.command == "serve":
+        return _serve(options)
     return _doctor(options)
 
 
 def _parser() -> argparse.ArgumentParser:
     from dsv4_ops._version import __version__
+    from dsv4_ops.cli import serve
 
     parser = argparse.ArgumentParser(
         prog="dsv4-ops", description="DeepSeek-V4's attention stack as PyTorch ops that compile."
@@ -77,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     checkpoint.add_argument("--family", choices=("instruct", "base"), default="instruct")
     checkpoint.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     checkpoint.add_argument("--shards", type=int, default=3, help="default: %(default)s")
+    serve.add_options(
+        commands.add_parser("serve", help="OpenAI server of a model, which needs the extra serve")
+    )
     kernels = commands.add_parser(
         "kernels", help="registers, spills and shared memory of every kernel; needs no GPU"
     )
@@ -129,6 +135,21 @@ def _checkpoint(options: argparse.Namespace) -> int:
     except (ImportError, NotImplementedError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from dsv4_ops.cli import serve
+
+    settings = {name: value for name, value in vars(options).items() if name != "command"}
+    try:
+        server = serve.server(
+            **settings, on_progress=lambda line: print(line, file=sys.stderr, flush=True)
+        )
+    except (ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    server.run()
     return 0
 
 

@@ -1,0 +1,56 @@
+"""``serve``: Hugging Face's server with a patched model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from dsv4_ops.core.errors import argument_error
+
+OP = "serve"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("path", metavar="MODEL", help="folder or name of a model with a tokenizer")
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument(
+        "--quantized", action="store_true", help="load a released folder in its FP8 and FP4"
+    )
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--dtype", default="auto", help="default: that of the files")
+    parser.add_argument("--kv", default="fp8", help="keys in the cache, default: %(default)s")
+    parser.add_argument("--precision", default="serve", help="default: %(default)s")
+    parser.add_argument("--compile", metavar="BACKEND", help="compile the steps, with inductor say")
+    for name, default, text in (
+        ("max-cache-len", 8192, "tokens of a request"),
+        ("max-requests", 32, "requests of a step"),
+        ("max-batch-tokens", 1024, "tokens of a step"),
+        ("max-queue", 256, "requests that wait or run"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"maximum {text}, default: %(default)s"
+        )
+    parser.add_argument("--num-blocks", type=int, help="blocks of the cache, default: by memory")
+
+
+def server(path: str, **settings: Any) -> Any:
+    """Return a ``Server``; raise if a package that it needs is missing."""
+    from dsv4_ops.integrations.transformers.batching.hooks import check_release
+
+    check_release(OP)
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise argument_error(
+            OP,
+            "fastapi, uvicorn, pydantic and openai",
+            must="be installed",
+            got="not all of them",
+            do='Install "dsv4_ops[serve]"',
+            kind=ImportError,
+        )
+    from dsv4_ops.integrations.transformers.serving import Server
+
+    return Server(path, **settings)

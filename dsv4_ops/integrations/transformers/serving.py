@@ -1,0 +1,457 @@
+"""Hugging Face's server with a patched model, whose requests all run from one ``PagedCache``.
+
+Routes, chat templates, streams and parsers are Hugging Face's. Requests get sampling settings of
+their own, and are cancelled where their clients leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from transformers import AutoConfig, CompileConfig, ContinuousBatchingConfig
+from transformers.cli.serve import Serve
+from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
+from dsv4_ops.integrations.transformers.architectures.base import require_transformers
+from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
+from dsv4_ops.integrations.transformers.loading.quantized import load_quantized
+from dsv4_ops.integrations.transformers.patch import patch
+from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
+
+OP = "serve"
+_log = logging.getLogger(__name__)
+
+
+class Server(Serve):  # type: ignore[misc]  # transformers is untyped
+    """An OpenAI server of one model.
+
+    Args:
+        path: Folder or name of the model and its tokenizer.
+        host: Address to listen at.
+        port: Port to listen at; 0 takes a free one.
+        quantized: Whether ``load_quantized`` loads the model, from a folder.
+        device: Device of the model.
+        dtype: Dtype of the model; "auto" is that of the files.
+        kv: See ``patch``.
+        precision: See ``patch``.
+        max_cache_len: Maximum tokens of a request, its prompt included.
+        max_requests: Maximum requests of a step, which each have a row of the cache.
+        max_batch_tokens: Maximum tokens of a step.
+        num_blocks: Blocks of the cache; None gives each row its own, or fills a GPU's memory.
+        max_queue: Maximum requests that wait or run; the server refuses more.
+        compile: Backend of ``torch.compile`` for the steps, or None.
+        on_progress: Called with a line about each part of the start.
+
+    Raises:
+        ImportError: a package of the extra ``serve`` is missing.
+        ValueError, TypeError, NotImplementedError: as ``patch`` and ``init_continuous_batching``.
+
+    Attributes:
+        manager: Hugging Face's manager of all requests.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        quantized: bool = False,
+        device: str = "cpu",
+        dtype: str = "auto",
+        kv: str = "fp8",
+        precision: str = "serve",
+        max_cache_len: int = 8192,
+        max_requests: int = 32,
+        max_batch_tokens: int = 1024,
+        num_blocks: int | None = None,
+        max_queue: int = 256,
+        compile: str | None = None,
+        on_progress: Callable[[str], None] = _log.info,
+    ) -> None:
+        sizes = {"max_cache_len": max_cache_len, "max_requests": max_requests}
+        Checks(OP).at_least(1, **sizes, max_batch_tokens=max_batch_tokens, max_queue=max_queue)
+        self._thread: Any = None
+        self.path, self.quantized, self._on_progress = path, quantized, on_progress
+        self._patch: dict[str, Any] = {"kv": kv, "precision": precision}
+        self._place: dict[str, Any] = {"device_map": device, "dtype": dtype}
+        super().__init__(
+            continuous_batching=True, host=host, port=port, non_blocking=True, log_level="error"
+        )
+        models = self._model_manager
+        # Hugging Face loads a model of its own class where it asks for one again
+        models.force_model, models.model_timeout = path, -1
+        models._load_model = self._load
+        models._load_processor = self._only_own(models._load_processor)
+        listed = {"id": path, "object": "model", "created": 0, "owned_by": "dsv4_ops"}
+        models.list_models = lambda: [listed]  # in 5.19, an error without a cache of the hub's
+        name = self._name_of_model()
+        model, _ = models.load_model_and_processor(name)
+        blocks = -(-max_cache_len // model.dsv4_ops_spec.block_tokens)
+        config = ContinuousBatchingConfig(
+            num_blocks=num_blocks,
+            max_blocks_per_request=blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_requests_per_batch=max_requests,
+            per_request_processors=True,
+        )
+        if compile is not None:
+            config.varlen_compile_config = CompileConfig(backend=compile)
+            for step in (prefill_step, decode_step):
+                on_part = self._compiles(step.__name__)
+                compiled_step(model, step, config.varlen_compile_config, on_part)
+        self.manager = model.init_continuous_batching(_shared(model), config)
+        self.manager.most_tokens = min(self.manager.most_tokens, max_cache_len)
+        self.manager.start()
+        state = self._generation_state
+        state._cb_model_id, state._cb_manager = name, Batches(self.manager, max_queue)
+        on_progress(f"{self.manager.paged}")
+        if compile is not None:
+            try:
+                self._warm_up()
+            except BaseException:  # the thread would keep the process
+                self.manager.stop(hard_stop=True)
+                raise
+        self.manager.output_router.output_queue = Dropped()
+        self.app = self.server.config.app
+        self._harden()
+
+    def run(self) -> None:
+        """Serve until a signal comes."""
+        try:
+            with suppress(KeyboardInterrupt):
+                self.server.run()
+        finally:
+            self.manager.stop(hard_stop=True)
+
+    def start(self) -> str:
+        """Serve in a thread; return the address."""
+        self._thread = threading.Thread(target=self.server.run, name="server", daemon=True)
+        self._thread.start()
+        while not self.server.started and self._thread.is_alive():
+            time.sleep(0.01)
+        host, port = self.server.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    def stop(self) -> None:
+        """Stop serving, and end all requests."""
+        self.server.should_exit = True
+        if self._thread is not None:
+            self._thread.join()
+        self.manager.stop(hard_stop=True)
+
+    def start_server(self) -> None:
+        """Do nothing: Hugging Face calls this before the server has a model."""
+
+    def _load(self, name: str, *_: Any, **__: Any) -> Any:
+        """Load and patch the model in place of Hugging Face's ``_load_model``."""
+        self._on_progress(f"loading {self.path}")
+        if self.quantized:
+            model = load_quantized(Path(self.path), **self._place)
+        else:
+            config = AutoConfig.from_pretrained(self.path)
+            architecture = getattr(require_transformers(OP), config.architectures[0])
+            model = architecture.from_pretrained(self.path, **self._place).eval()
+        return patch(model, **self._patch)
+
+    def _only_own(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Refuse another model, of which Hugging Face loads the processor first."""
+
+        def checked(name: str, *args: Any, **rest: Any) -> Any:
+            if name != self._name_of_model():
+                raise argument_error(
+                    OP, "model", must=f"be {self.path}", got=name, do="Start another server"
+                )
+            return load(name, *args, **rest)
+
+        return checked
+
+    def _name_of_model(self) -> str:
+        name: str = self._model_manager.process_model_name(self.path)
+        return name
+
+    def _compiles(self, step: str) -> Callable[[str], None]:
+        return lambda part: self._on_progress(f"compiling {part} of {step}")
+
+    def _warm_up(self) -> None:
+        """Run a request of two tokens, which compiles both steps."""
+        self.manager.add_request([0, 0], request_id="warm-up", max_new_tokens=2)
+        result = self.manager.get_result()
+        if result is None or result.error is not None:
+            raise self.manager.background_thread_status.fatal_error or RuntimeError(result.error)
+
+    def _harden(self) -> None:
+        """Answer bad requests by clear errors, and cancel requests whose clients leave."""
+        for handler in (self._chat_handler, self._completion_handler, self._response_handler):
+            handler.handle_request = _checked(handler.handle_request)
+        self.app.add_middleware(Disconnects)
+
+        for kind, answer in (
+            (
+                StarletteHTTPException,
+                lambda error: (error.status_code, error.detail, error.headers),
+            ),
+            (RequestValidationError, lambda error: (422, error.errors()[0]["msg"], None)),
+            (RuntimeError, lambda error: (500, str(error), None)),
+        ):
+            self.app.add_exception_handler(kind, _handler(answer))
+        routes = self.app.router.routes
+        unload = [route for route in routes if getattr(route, "path", "") == "/reset"]
+        for route in unload:  # the server has no other model
+            routes.remove(route)
+
+
+class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyped
+    """Hugging Face's link between handlers and the manager of requests.
+
+    Args:
+        manager: The manager, which runs.
+        max_queue: Maximum requests that wait or run.
+    """
+
+    def __init__(self, manager: Any, max_queue: int) -> None:
+        super().__init__()
+        self._cb = Requests(manager)
+        self.max_queue, self._count = max_queue, itertools.count()
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Refuse settings that requests in one batch cannot have for themselves."""
+        for name, default in (
+            ("repetition_penalty", 1.0),
+            ("sequence_bias", None),
+            ("stop_strings", None),
+            ("num_beams", 1),
+        ):
+            if getattr(gen_config, name, None) not in (None, default):
+                names = {
+                    "repetition_penalty": "frequency_penalty",
+                    "sequence_bias": "logit_bias",
+                    "stop_strings": "stop",
+                }
+                raise HTTPException(400, f"{names.get(name, name)} is not supported. Leave it out.")
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **rest: Any
+    ) -> Any:
+        """Start a request whose tokens are streamed."""
+        request_id = self._admit(inputs, gen_config, request_id)
+        with _client_errors():
+            return super().generate_streaming(
+                model, processor, inputs, gen_config, request_id, **rest
+            )
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> Any:
+        """Run a request to its end, unless its client leaves."""
+        request_id = self._admit(inputs, gen_config, request_id)
+        try:
+            with _client_errors():
+                return await super().generate_non_streaming(
+                    model, processor, inputs, gen_config, request_id
+                )
+        except asyncio.CancelledError:
+            self._cb.cancel_request(request_id)
+            raise
+
+    def _admit(self, inputs: Any, gen_config: Any, request_id: str) -> str:
+        """Check and limit a request; return an id that no other request has."""
+        count = len(self._cb.unfinished())
+        if count >= self.max_queue:
+            raise HTTPException(
+                503,
+                f"The server has {count} requests, its most. Send the request again later.",
+                headers={"Retry-After": "1"},
+            )
+        prompt = inputs["input_ids"]
+        most_new = self._cb.most_tokens - len(prompt) + 1  # the last token is not stored
+        if most_new < 1:
+            raise HTTPException(
+                400,
+                f"The prompt must have at most max_cache_len = {self._cb.most_tokens} tokens, "
+                f"got {len(prompt)}. Send a shorter one.",
+            )
+        wanted = gen_config.max_new_tokens
+        gen_config.max_new_tokens = most_new if wanted is None else min(wanted, most_new)
+        request_id = f"{request_id}-{next(self._count)}"
+        self._cb.sampling[request_id] = _sampling(gen_config, self._cb.model.config.vocab_size)
+        return request_id
+
+
+class Requests:
+    """A manager whose requests have a handler, and sampling settings, before they start.
+
+    Args:
+        manager: Hugging Face's manager, whose other attributes are found here too.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.sampling: dict[str, dict[str, Any]] = {}
+        self._pending: dict[str, Callable[[], Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def add_request(self, input_ids: list[int], request_id: str, **rest: Any) -> str:
+        """Add a request now, or once it has a handler."""
+        arguments = {**rest, **self.sampling.pop(request_id, {})}
+
+        def add() -> None:
+            self._manager.add_request(input_ids, request_id=request_id, **arguments)
+
+        if request_id in self.output_router.result_handlers:
+            try:
+                add()
+            except Exception:
+                self._forget(request_id)
+                raise
+        else:
+            self._pending[request_id] = add
+        return request_id
+
+    def register_result_handler(self, request_id: str, callback: Any) -> None:
+        """Register the handler of a request's outputs, and add the request if it waits for that."""
+        self._manager.register_result_handler(request_id, callback)
+        add = self._pending.pop(request_id, None)
+        if add is not None:
+            try:
+                add()
+            except Exception:
+                self._forget(request_id)
+                raise
+
+    def cancel_request(self, request_id: str) -> None:
+        """Cancel a request, and forget its handler."""
+        self._manager.cancel_request(request_id)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self.output_router.result_handlers.pop(request_id, None)
+
+
+class Dropped(queue.Queue[Any]):
+    """Queue of the outputs that have no handler: the last ones of cancelled requests."""
+
+    def put(self, *_: Any, **__: Any) -> None:
+        """Drop an output, which nobody would read."""
+
+
+class Disconnects:
+    """ASGI middleware that cancels what a client waited for when the client leaves.
+
+    Args:
+        app: The application.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Run a request until it ends, or its client leaves."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        left = asyncio.ensure_future(receive())
+
+        async def replay() -> Any:
+            return messages.pop() if messages else await asyncio.shield(left)
+
+        run = asyncio.ensure_future(self.app(scope, replay, send))
+        try:
+            await asyncio.wait({run, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not run.done():
+                run.cancel()
+            await run
+        except asyncio.CancelledError:
+            if not left.done():
+                raise
+        finally:
+            left.cancel()
+
+
+@contextmanager
+def _client_errors() -> Iterator[None]:
+    """Turn the errors of ``add_request`` into HTTP errors."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise HTTPException(400, str(error)) from error
+
+
+def _checked(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Answer a body that Hugging Face's handler cannot read by HTTP 400."""
+
+    async def run(body: Any, request_id: str) -> Any:
+        try:
+            return await handle(body, request_id)
+        except (HTTPException, CBWorkerDeadError):
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            _log.info("a request was refused", exc_info=True)
+            raise HTTPException(
+                400,
+                f"The body must be a request of OpenAI's API, got {type(error).__name__}: {error}.",
+            ) from error
+
+    return run
+
+
+def _handler(answer: Callable[[Any], tuple[int, str, Any]]) -> Callable[..., Any]:
+    """Return a handler that answers an error in the form of OpenAI's API."""
+
+    async def handle(_: Any, error: Exception) -> Any:
+        status, message, headers = answer(error)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        content = {"error": {"message": message, "type": kind, "code": status}}
+        return JSONResponse(content, status, headers)
+
+    return handle
+
+
+def _shared(model: Any) -> Any:
+    """Return generation settings under which each request can have its own."""
+    config = copy.deepcopy(model.generation_config)
+    # values that differ from the defaults, so that there are processors to set
+    config.do_sample, config.temperature, config.top_k, config.top_p = True, 0.5, 50, 0.5
+    config.num_return_sequences = config.repetition_penalty = config.min_p = None
+    return config
+
+
+def _sampling(config: Any, vocab_size: int) -> dict[str, Any]:
+    """Return a request's settings for the processors of ``_shared``."""
+    if not config.do_sample:
+        return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+    found = {
+        "temperature": float(config.temperature or 1.0),
+        "top_k": min(int(config.top_k or vocab_size), vocab_size),
+        "top_p": float(1.0 if config.top_p is None else config.top_p),
+    }
+    if found["temperature"] < 0 or found["top_k"] < 1 or not 0 < found["top_p"] <= 1:
+        raise HTTPException(
+            400, f"temperature and top_k must be positive and top_p in (0, 1], got {found}."
+        )
+    return found

@@ -1,0 +1,332 @@
+"""``python -m dsv4_ops serve``: clients get the texts of ``generate``, and clear errors."""
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dsv4_ops.__main__ import main
+from dsv4_ops.core.versions import release
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.batching import hooks
+from dsv4_ops.testing.models import small_mla_model
+from dsv4_ops.testing.text import VOCAB_SIZE
+
+SERVES = release(transformers.__version__) >= hooks.OLDEST
+needs_server = pytest.mark.skipif(not SERVES, reason="transformers is refused by name")
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, and a tokenizer of bytes with a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    model = small_mla_model(num_hidden_layers=1)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters += [f"<{n}>" for n in range(len(letters), VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    fast.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    for package in ("fastapi", "uvicorn", "pydantic", "openai"):
+        pytest.importorskip(package, reason="needs the extra serve")
+    from dsv4_ops.cli import serve
+
+    lines = []
+    sizes = {"max_cache_len": 100, "max_requests": 4, "max_batch_tokens": 64, "max_queue": 8}
+    made = serve.server(
+        folder,
+        port=0,
+        kv="fp32",
+        precision="reference",
+        on_progress=lines.append,
+        **sizes,
+    )
+    made.url = made.start()
+    assert lines[0] == f"loading {folder}"
+    assert lines[1].startswith("PagedCache(1 layers, max_batch_size=4")
+    yield made
+    made.stop()
+
+
+def post(server, path, body):
+    """Status and answer, or lines of a stream."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(
+        server.url + path, data, {"Content-Type": "application/json"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            text = answer.read().decode()
+            return answer.status, text if "event-stream" in answer.headers["content-type"] else (
+                json.loads(text)
+            )
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def chat(content, **rest):
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 8, **rest}
+
+
+def settled(server):
+    """Wait until no request runs; check that all rows and blocks are free."""
+    for _ in range(200):
+        if not server.manager.unfinished() and not server.manager.paged.requests:
+            break
+        time.sleep(0.05)
+    cache = server.manager.paged
+    assert (cache.requests, cache.num_free_blocks) == ({}, cache.num_blocks)
+    assert server.manager.output_router.result_handlers == {}
+    assert server.manager.output_router.output_queue.empty()
+
+
+@pytest.fixture(scope="module")
+def texts(folder):
+    """Texts that ``generate`` of the model writes after a prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
+
+    def text(prompt):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    return text
+
+
+@needs_server
+def test_six_at_once_get_the_texts_of_generate(server, texts):
+    """Two in a stream; one of them samples, which changes nothing for the others."""
+    prompts = ["x" * (7 * n + 1) for n in range(6)]
+    bodies = [chat(prompt, stream=n in (1, 4)) for n, prompt in enumerate(prompts)]
+    bodies.append(chat("y", generation_config=json.dumps({"do_sample": True, "max_new_tokens": 8})))
+    with ThreadPoolExecutor(7) as pool:
+        answers = list(pool.map(lambda body: post(server, CHAT, body), bodies))
+    assert [status for status, _ in answers] == [200] * 7
+    for n, (_, answer) in enumerate(answers[:6]):
+        want = texts(f"user: {prompts[n]}\n")
+        if n in (1, 4):
+            chunks = [json.loads(line[6:]) for line in answer.splitlines() if line]
+            found = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        else:
+            found = answer["choices"][0]["message"]["content"]
+            assert answer["choices"][0]["finish_reason"] == "length"
+        assert found == want
+    settled(server)
+
+
+@needs_server
+def test_other_routes(server, texts, folder):
+    status, answer = post(server, "/v1/completions", {"prompt": "The sky", "max_tokens": 8})
+    assert (status, answer["choices"][0]["text"]) == (200, texts("The sky"))
+    with urllib.request.urlopen(server.url + "/v1/models", timeout=10) as answer:
+        (listed,) = json.load(answer)["data"]
+    assert listed["id"] == folder
+    with urllib.request.urlopen(server.url + "/health", timeout=10) as answer:
+        assert json.load(answer) == {"status": "ok"}
+    assert post(server, "/reset", {})[0] == 404
+    _, events = post(server, "/load_model", {"model": "other/model"})
+    assert "error" in events
+    settled(server)
+
+
+@needs_server
+def test_openai_s_client(server, texts):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=30)
+    answer = client.chat.completions.create(model=server.path, **chat("one"), temperature=0)
+    assert answer.choices[0].message.content == texts("user: one\n")
+    with pytest.raises(openai.BadRequestError, match="The prompt must have at most max_cache_len"):
+        client.chat.completions.create(model=server.path, **chat("x" * 200))
+
+
+@needs_server
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        (CHAT, b"{not json", 422, "JSON"),
+        (CHAT, b"[1]", 422, "dictionary"),
+        (CHAT, {}, 400, "got KeyError: 'messages'."),
+        (CHAT, {"messages": "text"}, 400, "The body must be a request of OpenAI's API, got"),
+        (CHAT, {"messages": [{"role": "user"}]} | {"max_tokens": "many"}, 400, "invalid literal"),
+        (CHAT, chat("x") | {"max_tokens": 0}, 400, "max_new_tokens must be at least 1, got 0"),
+        (CHAT, chat("x") | {"max_tokens": -3}, 400, "max_new_tokens must be at least 1, got -3"),
+        (CHAT, chat("x", generation_config="{"), 400, "got JSONDecodeError"),
+        (CHAT, chat("x", stop=["a"]), 400, "stop is not supported. Leave it out."),
+        (CHAT, chat("x", logit_bias={"5": 1.0}), 400, "logit_bias is not supported"),
+        (CHAT, chat("x", frequency_penalty=0.5), 400, "frequency_penalty is not supported"),
+        (CHAT, chat("x", unknown=1), 422, "Unexpected fields"),
+        (CHAT, chat("x", model="other"), 400, "pinned"),
+        (CHAT, chat("x" * 95), 400, "at most max_cache_len = 100 tokens, got 102. Send a shorter"),
+        (CHAT, chat("x" * 95, stream=True), 400, "at most max_cache_len = 100 tokens, got 102."),
+        ("/v1/completions", {"prompt": ""}, 400, "input_ids must have at least one token"),
+        ("/v1/completions", {"prompt": [1, 2]}, 400, "prompt must be a string"),
+    ],
+)
+def test_bad_requests_get_a_clear_error(server, path, body, status, message):
+    found, answer = post(server, path, body)
+    assert (found, message in answer["error"]["message"]) == (status, True), answer
+    settled(server)
+
+
+@needs_server
+def test_an_answer_ends_where_the_cache_does(server):
+    status, answer = post(server, CHAT, chat("x" * 85) | {"max_tokens": 1000})
+    assert (status, answer["usage"]["total_tokens"]) == (200, 101)
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.fixture
+def slow(server, monkeypatch):
+    """Steps that take so long that clients can leave in between."""
+    before = server.manager._generation_step
+
+    def step():
+        time.sleep(0.05)
+        before()
+
+    monkeypatch.setattr(server.manager, "_generation_step", step)
+
+
+@needs_server
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks(server, slow, stream):
+    """Long before its answer ends."""
+    body = json.dumps(chat("x", stream=stream) | {"max_tokens": 90}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    address = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as client:
+        client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        begun = time.monotonic()
+        while not server.manager.paged.requests:
+            time.sleep(0.01)
+            assert time.monotonic() - begun < 10
+        if stream:
+            assert b"200 OK" in client.recv(1000)
+    begun = time.monotonic()
+    settled(server)
+    assert time.monotonic() - begun < 3
+
+
+@needs_server
+def test_a_full_queue_is_refused(server, slow):
+    """Twelve clients, of which eight may wait or run."""
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda n: post(server, CHAT, chat(f"{n}")), range(12)))
+    statuses = [status for status, _ in answers]
+    assert sorted(set(statuses)) == [200, 503]
+    assert statuses.count(200) >= 8
+    refused = next(answer for status, answer in answers if status == 503)
+    assert refused["error"]["message"].startswith("The server has 8 requests, its most. Send")
+    settled(server)
+
+
+@needs_server
+@pytest.mark.nightly("test_batching.py compiles the same steps")
+def test_a_server_compiles_before_it_listens(folder):
+    pytest.importorskip("fastapi", reason="needs the extra serve")
+    from dsv4_ops.cli import serve
+
+    lines = []
+    sizes = {"max_cache_len": 64, "max_requests": 2}
+    made = serve.server(folder, port=0, compile="eager", on_progress=lines.append, **sizes)
+    steps = made._model_manager.loaded_models[folder].model.dsv4_ops_decode_steps.values()
+    parts = [f"compiling {p} of {s.step.__name__}" for s in steps for p in s.parts]
+    assert sorted(lines[2:]) == sorted(parts)
+    made.url = made.start()
+    assert post(made, CHAT, chat("x"))[0] == 200
+    made.stop()
+    assert len(lines) == 2 + len(parts)
+
+
+@needs_server
+@pytest.mark.nightly("a server of another model; test_quantized.py has the loader")
+def test_a_released_folder_is_served_in_its_precision(folder, tmp_path):
+    pytest.importorskip("fastapi", reason="needs the extra serve")
+    from dsv4_ops.cli import serve
+    from dsv4_ops.testing.checkpoint import write_checkpoint
+
+    write_checkpoint(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(folder) / file, tmp_path)
+    sizes = {"max_cache_len": 64, "max_requests": 2}
+    made = serve.server(str(tmp_path), port=0, quantized=True, **sizes)
+    made.url = made.start()
+    assert post(made, CHAT, chat("x"))[0] == 200
+    layers = made._model_manager.loaded_models[str(tmp_path)].model.model.layers
+    assert layers[0].mlp.experts.down_proj.dtype == torch.int8
+    made.stop()
+
+
+# The command
+
+
+def test_the_command_names_what_is_missing(capsys, monkeypatch, folder):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.18.0")
+    assert main(["serve", folder]) == 1
+    rule = "serve: transformers must be 5.19 or newer for continuous batching, got 5.18.0."
+    assert capsys.readouterr().err.startswith(rule)
+
+
+@needs_server
+@pytest.mark.nightly("the same server runs in a thread")
+def test_the_command_serves_until_it_is_interrupted(folder):
+    pytest.importorskip("fastapi", reason="needs the extra serve")
+    command = [sys.executable, "-m", "dsv4_ops", "serve", folder, "--port", "0", "--kv", "fp32"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        lines = iter(process.stderr.readline, "")
+        url = next(m[1] for line in lines if (m := re.search(r"running on (http\S+)", line)))
+        with urllib.request.urlopen(url + "/health", timeout=10) as answer:
+            assert json.load(answer) == {"status": "ok"}
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+        assert process.wait(20) == 0
+
+
+@needs_server
+def test_packages_that_are_missing_are_named(capsys, monkeypatch, folder):
+    from transformers.utils import import_utils
+
+    monkeypatch.setattr(import_utils, "is_serve_available", lambda: False)
+    assert main(["serve", folder]) == 1
+    rule = "serve: fastapi, uvicorn, pydantic and openai must be installed, got not all of them. "
+    assert capsys.readouterr().err == rule + 'Install "dsv4_ops[serve]".\n'
+
+
+@needs_server
+def test_a_model_that_is_not_there(capsys):
+    pytest.importorskip("fastapi", reason="needs the extra serve")
+    assert main(["serve", str(Path("no") / "such" / "folder")]) == 1
+    assert "no/such/folder" in capsys.readouterr().err
