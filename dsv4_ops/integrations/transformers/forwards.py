@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.gradient import differentiated, without_derivative
 from dsv4_ops.integrations.transformers.architectures.base import (
     ModelSpec,
@@ -35,8 +36,11 @@ from dsv4_ops.integrations.transformers.steps.padded import OP, check_inputs, pa
 from dsv4_ops.integrations.transformers.steps.step import run_layers
 
 
-def model_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """Make a model's forward that runs our layers if the cache is a ``PagedCache``."""
+def model_forward(spec: ModelSpec, score: bool, before: Forward) -> Forward:
+    """Make a model's forward that runs our layers if the cache is a ``PagedCache``.
+
+    With ``score``, calls without a cache run from a ``PagedCache`` of their own.
+    """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     name = cache_argument()
@@ -53,6 +57,8 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
         **rest: Any,
     ) -> Any:
         cache = past_key_values if cache is None else cache
+        if score and cache is None:
+            cache = _own_cache(spec, self, input_ids, inputs_embeds)
         if not isinstance(cache, PagedCache):
             spec.check_other_cache(OP)
             return before(
@@ -95,6 +101,33 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
     return forward
 
 
+def _own_cache(
+    spec: ModelSpec, body: Any, ids: Tensor | None, embeddings: Tensor | None
+) -> PagedCache:
+    """Make the cache of a call that ``patch(score=True)`` scores."""
+    inputs = embeddings if ids is None else ids
+    if torch.compiler.is_compiling():
+        raise argument_error(
+            OP,
+            "cache",
+            must="be given to a compiled call of a model that was patched with score=True",
+            got="None",
+            do="Pass PagedCache.for_model(model, ...), or score without torch.compile",
+            kind=NotImplementedError,
+        )
+    batch, length = (1, 1) if inputs is None else (max(size, 1) for size in inputs.shape[:2])
+    return PagedCache(
+        body.config,
+        max_batch_size=batch,
+        max_cache_len=length,
+        max_chunk=length,
+        kv=spec.kv,
+        precision=spec.recipe,
+        parallel=spec.parallel,
+        device=body.device if inputs is None else inputs.device,
+    )
+
+
 def _keeping(spec: ModelSpec, states: list[Tensor]) -> Runner:
     """Make a runner that appends the input of every layer to ``states``, as Hugging Face does."""
 
@@ -119,10 +152,15 @@ def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
 
 
 class ModelForward(Rewrite):
-    """Let the model run our layers when the cache is a ``PagedCache``."""
+    """Let the model run our layers when the cache is a ``PagedCache``.
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
+    Args:
+        spec: Spec of the model.
+        score: Whether calls without a cache make one.
+    """
+
+    def __init__(self, spec: ModelSpec, score: bool) -> None:
+        self.spec, self.score = spec, score
 
     def applies(self, module: Any) -> bool:
         """Whether a module is Hugging Face's model."""
@@ -130,7 +168,7 @@ class ModelForward(Rewrite):
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
         """Yield the forward."""
-        yield "forward", partial(model_forward, self.spec)
+        yield "forward", partial(model_forward, self.spec, self.score)
 
 
 class AttentionForward(Rewrite):
@@ -185,14 +223,16 @@ class Float32Logits(Rewrite):
             yield "forward", _logits_forward
 
 
-def rewrites(model: Any, spec: ModelSpec) -> tuple[Rewrite, ...]:
+def rewrites(model: Any, spec: ModelSpec, score: bool = False) -> tuple[Rewrite, ...]:
     """Return all changes that ``patch`` makes to the modules of a model.
+
+    With ``score``, the model makes a ``PagedCache`` for calls without a cache.
 
     The class that defines a module's forward decides what the module is, even inside an adapter.
     A module with a forward of its own keeps it.
     """
     return (
-        ModelForward(spec),
+        ModelForward(spec, score),
         AttentionForward(spec),
         Float32Norms(spec.recipe),
         Float32Logits(spec.recipe, model.lm_head),

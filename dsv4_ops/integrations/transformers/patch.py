@@ -37,14 +37,16 @@ def patch(
     plan: bool = True,
     parallel: ContextParallel | None = None,
     query: str | None = None,
+    score: bool = False,
 ) -> Any:
     """Let a DeepSeek model of Hugging Face run from a ``PagedCache``.
 
     ``patch`` replaces methods on the instances of ``DeepseekV4ForCausalLM``,
     ``DeepseekV3ForCausalLM`` (V3, R1, Kimi-K2) or ``DeepseekV2ForCausalLM``. Parameters, state dict
     and classes stay as they are, and the model can still be copied, saved and pickled. A call
-    without a ``PagedCache`` runs Hugging Face's attention. ``generate`` makes a ``PagedCache``
-    instead of a ``DynamicCache`` or ``StaticCache``, unless ``cache_implementation="dynamic"``.
+    without a ``PagedCache`` runs Hugging Face's attention, unless ``score``. ``generate`` makes a
+    ``PagedCache`` instead of a ``DynamicCache`` or ``StaticCache``, unless
+    ``cache_implementation="dynamic"``.
     ``generate_batch`` and managers of Hugging Face's continuous batching run all of their requests
     from one ``PagedCache`` (transformers 5.19 or newer).
 
@@ -90,6 +92,10 @@ def patch(
             scale per layer, the buffer ``dsv4_ops_q_scale`` of its attention, which is 1 until you
             fill it. Ranks gather half the bytes, but results are less exact and steps not faster.
             None keeps queries in bfloat16.
+        score: Whether ``model(**inputs)`` without a cache runs from a ``PagedCache`` of its own
+            too, in one prefill step. Loss and log-likelihoods, such as those of lm_eval, then say
+            what ``kv``, ``precision`` and ``impl`` cost. Such calls have no gradient and are not
+            compiled.
 
     Returns:
         ``model``.
@@ -122,6 +128,7 @@ def patch(
     checks = Checks("patch")
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("plan", plan)
+    checks.flag("score", score)
     checks.one_of("impl", impl, *IMPLS, belongs_to="shall run")
     if query is not None:
         checks.one_of("query", query, "fp8", belongs_to="queries shall be, or None")
@@ -135,7 +142,7 @@ def patch(
     if spec.parallel is not None:
         spec.parallel.agree("patch", "model", model.device, spec=spec)
     spec = spec.scheduled(next(model.parameters()).device)
-    replacements = list(rewrite.apply(model, forwards.rewrites(model, spec)))
+    replacements = list(rewrite.apply(model, forwards.rewrites(model, spec, score)))
     replaced = _Replacements()
     for name, hook in (hooks.HOOKS | batching.HOOKS).items():
         replaced.method(model, name, hook)
