@@ -1,5 +1,8 @@
 """Continuous batching: requests come and go, one compiled step of fixed shape serves them all.
 
+This teaches what an engine does. To serve a model, use ``model.generate_batch(prompts)``,
+``python -m dsv4_ops serve MODEL``, or an engine such as vLLM (docs/engines.md).
+
 Requests arrive at random (Poisson), with log-normal lengths; some are cancelled; blocks run out,
 and then requests wait or are preempted and start again. The scheduler, in ``continuous_batching/``,
 puts decodes first and fills the rest of each step's token budget with chunks of prompts. Whatever

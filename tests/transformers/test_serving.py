@@ -151,6 +151,10 @@ def test_six_at_once_get_the_texts_of_generate(server, texts):
 def test_other_routes(server, texts, folder):
     status, answer = post(server, "/v1/completions", {"prompt": "The sky", "max_tokens": 8})
     assert (status, answer["choices"][0]["text"]) == (200, texts("The sky"))
+    body = {"input": "one", "max_output_tokens": 8, "stream": False}
+    status, answer = post(server, "/v1/responses", body)
+    (message,) = answer["output"]
+    assert (status, message["content"][0]["text"]) == (200, texts("user: one\n"))
     with urllib.request.urlopen(server.url + "/v1/models", timeout=10) as answer:
         (listed,) = json.load(answer)["data"]
     assert listed["id"] == folder
