@@ -33,6 +33,11 @@ def step(hopper, monkeypatch):  # noqa: F811
     return model, cache, workers
 
 
+@pytest.fixture(autouse=True)
+def _nothing_fails(monkeypatch):
+    monkeypatch.setattr(kernels._log, "info", lambda text, error: pytest.fail(text % error))
+
+
 def test_sizes_of_a_class_ask_once(step):
     """Kernels of 1 request are others than those of 2; 3 and 4 tokens are of one class."""
     model, cache, workers = step
@@ -75,3 +80,14 @@ def test_a_cpu_asks_for_nothing(step):
     cache = pytree.tree_map(lambda each: torch.empty(each.shape, dtype=each.dtype), cache)
     kernels.KernelRequests(decode_step).request(model, cache, 1, 1, DECODE)
     assert workers.asked == []
+
+
+def test_a_step_that_reads_values_is_left_to_its_launches(step, monkeypatch):
+    model, cache, workers = step
+    said = []
+    monkeypatch.setattr(kernels._log, "info", lambda text, error: said.append(str(error)))
+    monkeypatch.setitem(
+        kernels.PARTS, decode_step, lambda model, batch, *rest, **more: int(batch.rows[0])
+    )
+    kernels.KernelRequests(decode_step).request(model, cache, 1, 1, DECODE)
+    assert len(said) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,16 @@ import torch
 
 from dsv4_ops.core.torch_compat import FakeTensorMode
 from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks, own_forward
-from dsv4_ops.integrations.transformers.steps.step import decode, decode_step, prefill, prefill_step
+from dsv4_ops.integrations.transformers.steps.step import (
+    decode,
+    decode_step,
+    prefill,
+    prefill_step,
+    spec_of,
+)
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
+
+_log = logging.getLogger(__name__)
 
 PARTS = {decode_step: decode, prefill_step: prefill}
 """Steps as parts for a ``Runner``."""
@@ -34,6 +43,7 @@ class KernelRequests:
     def __init__(self, step: Callable[..., Any]) -> None:
         self.step = step
         self._asked: set[Any] = set()
+        self._has_asked_batches = False
 
     def request(
         self, model: Any, cache: CacheTensors, num_tokens: int, num_reqs: int, rest: dict[str, Any]
@@ -50,21 +60,28 @@ class KernelRequests:
             return
         from dsv4_ops.kernels.precompile import requests
 
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), requests(submit):
-            batch = padding(num_tokens, num_reqs, cache.device)
-            PARTS[self.step](model, batch, cache, run=OncePerName(), **rest)
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), requests(submit):
+                batch = padding(num_tokens, num_reqs, cache.device)
+                PARTS[self.step](model, batch, cache, run=OncePerName(), **rest)
+        except Exception as error:  # such as experts that read values: launches compile the rest
+            _log.info("not all kernels of a step were requested: %s", error)
 
     def request_batches(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
         """Ask for the kernels of other decode steps, which workers compile while this one goes
         on."""
-        if self.step is decode_step:
+        if self.step is decode_step and not self._has_asked_batches:
+            self._has_asked_batches = True
             for requests in BATCHES:
                 self.request(model, cache, requests, requests, rest)
 
 
 def _calls_others(model: Any) -> bool:
-    """Whether a step calls hooks or forwards of a user, which may not take fake tensors."""
-    return has_global_hooks() or any(
+    """Whether a step calls other ranks, or hooks or forwards of a user, which may not take fake
+    tensors."""
+    if has_global_hooks() or spec_of("compile_step", model).parallel is not None:
+        return True
+    return any(
         module._forward_hooks or module._forward_pre_hooks or own_forward(module) is not None
         for module in model.modules()
     )
