@@ -83,7 +83,7 @@ def test_a_cpu_asks_for_nothing(step):
 
 
 def test_a_step_that_reads_values_is_left_to_its_launches(step, monkeypatch):
-    model, cache, workers = step
+    model, cache, _ = step
     said = []
     monkeypatch.setattr(kernels._log, "info", lambda text, error: said.append(str(error)))
     monkeypatch.setitem(
