@@ -55,6 +55,7 @@ def compile_in_fresh_process(package: Path, cache: Path) -> tuple[str, str]:
     return result, word
 
 
+@pytest.mark.nightly("test_providers_compiled.py finds cached code in other processes")
 @pytest.mark.slow
 def test_edited_lowering_is_a_miss_and_unedited_a_hit(copied_package, tmp_path):
     cache = tmp_path / "cache"

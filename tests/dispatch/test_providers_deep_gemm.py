@@ -118,6 +118,7 @@ def test_no_token_no_page_and_no_table(deep_gemm):
     assert deep_gemm.calls == 0
 
 
+@pytest.mark.nightly("test_providers_flash_mla.py compiles calls of a library")
 @pytest.mark.parametrize(
     "dynamic", [pytest.param(False, marks=pytest.mark.nightly("symbols are the harder")), True]
 )

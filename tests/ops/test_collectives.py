@@ -128,6 +128,7 @@ def rank_checks(rank: int, world: int) -> str:
     return "done"
 
 
+@pytest.mark.nightly("test_context_parallel.py has two ranks in a model")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world", [2, pytest.param(4, marks=pytest.mark.nightly("the same on two ranks"))]

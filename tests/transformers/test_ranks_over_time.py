@@ -173,6 +173,7 @@ def serve(family, seed, steps, tmp_path, *, compiles):
     return happened
 
 
+@pytest.mark.nightly("test_context_parallel.py has two ranks in a model")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param("v3", marks=pytest.mark.nightly("the same of V4")), "v4"]
