@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantized", action="store_true", help="load a released folder in its FP8 and FP4"
     )
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--device", help="default: a GPU if there is one")
     parser.add_argument("--dtype", default="auto", help="default: that of the files")
     parser.add_argument("--kv", default="fp8", help="keys in the cache, default: %(default)s")
     parser.add_argument("--precision", default="serve", help="default: %(default)s")

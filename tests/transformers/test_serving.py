@@ -294,6 +294,22 @@ def test_a_released_folder_is_served_in_its_precision(folder, tmp_path):
     made.stop()
 
 
+@needs_server
+def test_a_server_whose_steps_fail_says_so(server, monkeypatch):
+    """The last of this server: Hugging Face's thread ends with the first error of a step."""
+
+    def fail():
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(server.manager, "_generation_step", fail)
+    for statuses in ((500, 503), (503,)):  # the request that fails, and one after it
+        status, answer = post(server, CHAT, chat("x"))
+        assert status in statuses
+        assert "out of luck" in answer["error"]["message"]
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(server.url + "/health", timeout=10)
+
+
 # The command
 
 

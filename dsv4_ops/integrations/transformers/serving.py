@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -46,7 +47,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         host: Address to listen at.
         port: Port to listen at; 0 takes a free one.
         quantized: Whether ``load_quantized`` loads the model, from a folder.
-        device: Device of the model.
+        device: Device of the model; None takes a GPU if there is one.
         dtype: Dtype of the model; "auto" is that of the files.
         kv: See ``patch``.
         precision: See ``patch``.
@@ -73,7 +74,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         host: str = "127.0.0.1",
         port: int = 8000,
         quantized: bool = False,
-        device: str = "cpu",
+        device: str | None = None,
         dtype: str = "auto",
         kv: str = "fp8",
         precision: str = "serve",
@@ -90,6 +91,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         self._thread: Any = None
         self.path, self.quantized, self._on_progress = path, quantized, on_progress
         self._patch: dict[str, Any] = {"kv": kv, "precision": precision}
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._place: dict[str, Any] = {"device_map": device, "dtype": dtype}
         super().__init__(
             continuous_batching=True, host=host, port=port, non_blocking=True, log_level="error"
@@ -100,7 +102,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         models._load_model = self._load
         models._load_processor = self._only_own(models._load_processor)
         listed = {"id": path, "object": "model", "created": 0, "owned_by": "dsv4_ops"}
-        models.list_models = lambda: [listed]  # in 5.19, an error without a cache of the hub's
+        # before 5.24, an error without a cache of the hub's
+        models.list_models = models.get_gen_models = lambda: [listed]
         name = self._name_of_model()
         model, _ = models.load_model_and_processor(name)
         blocks = -(-max_cache_len // model.dsv4_ops_spec.block_tokens)
@@ -208,6 +211,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
                 lambda error: (error.status_code, error.detail, error.headers),
             ),
             (RequestValidationError, lambda error: (422, error.errors()[0]["msg"], None)),
+            (CBWorkerDeadError, lambda error: (503, str(error), None)),
             (RuntimeError, lambda error: (500, str(error), None)),
         ):
             self.app.add_exception_handler(kind, _handler(answer))
