@@ -4,6 +4,7 @@ many of them."""
 import inspect
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
