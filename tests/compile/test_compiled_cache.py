@@ -11,6 +11,7 @@ import dsv4_ops as ops
 from dsv4_ops.attention.caches import KVCacheBuffers, mark_static
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.lowering.inspect import compile_and_get_code
+from tests.helpers import nightly
 
 pytestmark = pytest.mark.slow
 LAYOUT, INDEXER = MainLayout(64), IndexerLayout(64)
@@ -58,7 +59,9 @@ class WithBuffers(nn.Module):
         insert(k, self.caches[1], slots)
 
 
-@pytest.mark.parametrize("how", ["argument", "marked argument", "buffer"])
+@pytest.mark.parametrize(
+    "how", [*nightly("the two others", "argument"), "marked argument", "buffer"]
+)
 def test_an_insert_writes_the_cache_where_it_is(how):
     torch._dynamo.reset()
     k, cache = keys(0), garbage()

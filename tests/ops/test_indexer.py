@@ -352,6 +352,7 @@ def rows_only(name, monkeypatch):
     return spec
 
 
+@pytest.mark.nightly("the flattened form is compiled, and has the same rows")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["indexer_select", *nightly("the selection", "indexer_logits")])
 def test_rows_of_tokens_are_compiled_and_exported(name, monkeypatch):

@@ -314,6 +314,7 @@ def test_memory_of_a_decode_does_not_grow_with_the_block_table():
 # Compiled
 
 
+@pytest.mark.nightly("test_compiled_cache.py keeps the order of inserts and reads")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
