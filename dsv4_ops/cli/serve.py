@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from dsv4_ops.core.errors import argument_error
@@ -50,6 +51,21 @@ def server(path: str, **settings: Any) -> Any:
             got="not all of them",
             do='Install "dsv4_ops[serve]"',
             kind=ImportError,
+        )
+    import torch
+
+    if not Path(path).exists() and "/" not in path:
+        raise argument_error(
+            OP,
+            "MODEL",
+            must="be a folder, or a name of the Hub such as deepseek-ai/DeepSeek-V3",
+            got=repr(path),
+            do="Name a folder that exists",
+        )
+    device = str(settings.get("device") or "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise argument_error(
+            OP, "device", must="be one that torch sees", got=device, do="Leave it out, or pass cpu"
         )
     from dsv4_ops.integrations.transformers.serving import Server
 

@@ -470,3 +470,15 @@ def test_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(model, "_device_mesh", object(), raising=False)
     with pytest.raises(NotImplementedError, match="model must be on one device, got one of sev"):
         manager_of(model)
+
+
+@pytest.mark.parametrize(
+    "left_out", [{"num_beams": 3}, {"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}]
+)
+def test_settings_that_would_be_left_out_are_refused(left_out):
+    """Hugging Face logs a line, or fails in its thread; generate has them all."""
+    ((name, value),) = left_out.items()
+    model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
+    text = f"generation_config.{name} must be .* in continuous batching, got {value}"
+    with pytest.raises(NotImplementedError, match=text):
+        model.generate_batch([[5, 6]], generation_config=settings(**left_out))

@@ -367,3 +367,8 @@ def test_inputs_of_steps_share_no_memory(model, monkeypatch):
         storages = {each.untyped_storage().data_ptr() for each in vars(batch).values()}
         assert len(storages) == 4
     assert len(batches) == 2
+
+
+def test_a_prompt_has_rows(model):
+    with pytest.raises(ValueError, match=r"inputs must have shape \[batch, tokens\], got \[7\]"):
+        model.generate(PROMPT[0], max_new_tokens=2)

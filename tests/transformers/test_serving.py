@@ -148,6 +148,64 @@ def test_six_at_once_get_the_texts_of_generate(server, texts):
 
 
 @needs_server
+def test_a_temperature_samples_and_no_value_of_it_ends_the_server(server, texts):
+    """Also where the model's own settings are greedy. Python's json writes NaN and Infinity."""
+    greedy = texts("user: one\n")
+
+    def answer(**rest):
+        return post(server, CHAT, chat("one", **rest))
+
+    def text(**rest):
+        return answer(**rest)[1]["choices"][0]["message"]["content"]
+
+    assert {text(temperature=value) for value in (0, 1e-45, 1e-5)} == {greedy}
+    assert {text(temperature=5, seed=seed) for seed in range(3)} - {greedy}
+    for value in (float("nan"), float("inf"), -1):
+        status, error = answer(temperature=value)
+        assert status == 400
+        assert error["error"]["message"].startswith("temperature must be finite and at least 0")
+    assert answer(temperature=1, top_p=float("nan"))[0] == 400
+    assert text() == greedy
+
+
+@needs_server
+@pytest.mark.parametrize(
+    "field",
+    [{"n": 2}, {"logprobs": True}, {"presence_penalty": 1}, {"response_format": {"type": "json"}}],
+)
+def test_fields_without_an_effect_are_refused(server, field):
+    (name,) = field
+    status, error = post(server, CHAT, chat("one", **field))
+    assert (status, error["error"]["message"]) == (400, f"{name} is not supported. Leave it out.")
+    assert post(server, CHAT, chat("one", n=1, logprobs=False))[0] == 200
+
+
+@needs_server
+def test_responses_stream_where_a_client_asks(server):
+    body = {"input": "one", "max_output_tokens": 4}
+    status, answer = post(server, "/v1/responses", body)
+    assert (status, answer["object"]) == (200, "response")
+    assert isinstance(post(server, "/v1/responses", body | {"stream": True})[1], str)
+
+
+@needs_server
+@pytest.mark.parametrize(
+    ("path", "settings", "text"),
+    [
+        ("nothere", {}, "serve: MODEL must be a folder, or a name of the Hub"),
+        ("a/b", {"device": "cuda:9"}, "serve: device must be one that torch sees, got cuda:9"),
+    ],
+)
+def test_paths_and_devices_are_checked_before_a_load(path, settings, text, monkeypatch):
+    from dsv4_ops.cli import serve
+
+    pytest.importorskip("fastapi", reason="needs the extra serve")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        serve.server(path, **settings)
+
+
+@needs_server
 def test_other_routes(server, texts, folder):
     status, answer = post(server, "/v1/completions", {"prompt": "The sky", "max_tokens": 8})
     assert (status, answer["choices"][0]["text"]) == (200, texts("The sky"))

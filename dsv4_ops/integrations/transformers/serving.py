@@ -10,6 +10,7 @@ import asyncio
 import copy
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -37,6 +38,23 @@ from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_s
 
 OP = "serve"
 _log = logging.getLogger(__name__)
+
+LEAST_TEMPERATURE = 1e-4
+"""Lower temperatures of a request are greedy: logits divided by them may be infinite."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+}
+"""Fields of a body that would change nothing, with the values that ask for nothing."""
+
+_NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
+"""Routes of Hugging Face's server for other models."""
 
 
 class Server(Serve):  # type: ignore[misc]  # transformers is untyped
@@ -203,6 +221,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         """Answer bad requests by clear errors, and cancel requests whose clients leave."""
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler.handle_request = _checked(handler.handle_request)
+            handler._build_generation_config = _sampled(handler._build_generation_config)
         self.app.add_middleware(Disconnects)
 
         for kind, answer in (
@@ -216,8 +235,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         ):
             self.app.add_exception_handler(kind, _handler(answer))
         routes = self.app.router.routes
-        unload = [route for route in routes if getattr(route, "path", "") == "/reset"]
-        for route in unload:  # the server has no other model
+        for route in [each for each in routes if getattr(each, "path", "") in _NO_ROUTES]:
             routes.remove(route)
 
 
@@ -411,7 +429,10 @@ def _checked(handle: Callable[..., Any]) -> Callable[..., Any]:
 
     async def run(body: Any, request_id: str) -> Any:
         try:
-            return await handle(body, request_id)
+            for name, neutral in _NEUTRAL.items():
+                if body.get(name) not in (None, *neutral):
+                    raise HTTPException(400, f"{name} is not supported. Leave it out.")
+            return await handle({"stream": False, **body}, request_id)
         except (HTTPException, CBWorkerDeadError):
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -422,6 +443,23 @@ def _checked(handle: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return run
+
+
+def _sampled(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Sample where a request has a temperature, which Hugging Face reads only if the model's own
+    settings sample."""
+
+    def config_of(body: Any, *args: Any, **rest: Any) -> Any:
+        config = build(body, *args, **rest)
+        if body.get("temperature") is not None and "generation_config" not in body:
+            config.do_sample = float(body["temperature"]) >= LEAST_TEMPERATURE
+            if not math.isfinite(config.temperature) or config.temperature < 0:
+                raise HTTPException(
+                    400, f"temperature must be finite and at least 0, got {config.temperature}."
+                )
+        return config
+
+    return config_of
 
 
 def _handler(answer: Callable[[Any], tuple[int, str, Any]]) -> Callable[..., Any]:
@@ -454,8 +492,15 @@ def _sampling(config: Any, vocab_size: int) -> dict[str, Any]:
         "top_k": min(int(config.top_k or vocab_size), vocab_size),
         "top_p": float(1.0 if config.top_p is None else config.top_p),
     }
-    if found["temperature"] < 0 or found["top_k"] < 1 or not 0 < found["top_p"] <= 1:
+    temperature, is_hot = found["temperature"], found["temperature"] >= LEAST_TEMPERATURE
+    if (
+        not (math.isfinite(temperature) and is_hot)
+        or found["top_k"] < 1
+        or not 0 < found["top_p"] <= 1
+    ):
         raise HTTPException(
-            400, f"temperature and top_k must be positive and top_p in (0, 1], got {found}."
+            400,
+            f"temperature must be finite and at least {LEAST_TEMPERATURE}, top_k positive and "
+            f"top_p in (0, 1], got {found}.",
         )
     return found

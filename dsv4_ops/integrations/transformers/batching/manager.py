@@ -30,17 +30,29 @@ OP = "init_continuous_batching"
 DEFAULT_REQUESTS, DEFAULT_BATCH_TOKENS, DEFAULT_LENGTH = 64, 1024, 8192
 """Requests and tokens of a step, and tokens of a request, unless settings or prompts say."""
 
+_NEUTRAL = {
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "stop_strings": None,
+    "prompt_lookup_num_tokens": None,
+}
+"""Settings of a ``GenerationConfig`` that have no effect or fail there, with their neutral
+values."""
+
 _GPU_SHARE = 0.8
 """Share of the free memory of a GPU for blocks, by default."""
 
 
 def manager_of(model: Any, generation_config: Any, config: Any, hints: Any) -> Manager:
     """Return the manager that the model keeps, or a new one."""
+    generation_config = copy.deepcopy(generation_config or model.generation_config)
+    _check_settings(generation_config)
     kept = vars(model).get(CACHED)
     if isinstance(kept, Manager):
         kept.check_hints(hints)
         return kept
-    generation_config = copy.deepcopy(generation_config or model.generation_config)
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1  # as Hugging Face sets it
     config = config or getattr(generation_config, "continuous_batching_config", None)
@@ -125,6 +137,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
 
     def __init__(self, model: Any, generation_config: Any, config: Any, hints: Any) -> None:
         _check_config(model, config)
+        _check_settings(generation_config)
         sizes = cache_sizes(model, config, hints)
         self.most_tokens: int = sizes["max_cache_len"]
         self.check_hints(hints)
@@ -303,6 +316,21 @@ def _compile_config(config: Any, generation_config: Any) -> Any:
     places = (config.varlen_compile_config, config.decode_compile_config, default)
     chosen = [each for each in places if each is not None]
     return chosen[0] if chosen else getattr(generation_config, "compile_config", None)
+
+
+def _check_settings(generation_config: Any) -> None:
+    """Raise for settings that Hugging Face's continuous batching would leave out."""
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(generation_config, name, None)
+        if value not in (None, neutral):
+            raise argument_error(
+                OP,
+                f"generation_config.{name}",
+                must=f"be {neutral} or None in continuous batching",
+                got=value,
+                do="Call generate, which has it",
+                kind=NotImplementedError,
+            )
 
 
 def _check_config(model: Any, config: Any) -> None:

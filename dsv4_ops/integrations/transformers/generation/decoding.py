@@ -324,9 +324,10 @@ def _stream(streamer: Any, texts: Texts) -> None:
 
 
 def _captured(decode: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step in a CUDA graph, which reads and writes the same tensors at each replay."""
+    """Capture a step in a CUDA graph, which reads and writes the same tensors at each replay. What
+    other threads do on the GPU meanwhile is not captured, and allowed."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         decode()
     return graph.replay
 

@@ -44,7 +44,15 @@ def check_prompts(arguments: dict[str, Any]) -> None:
             got=f"shape {shape_text(prompts)}",
             do="Pass a prompt, or none to begin with bos_token_id",
         )
-    if mask is None or prompts.dim() < 2:
+    if prompts.dim() < 2:
+        raise argument_error(
+            _OP,
+            name,
+            must="have shape [batch, tokens]",
+            got=shape_text(prompts),
+            do=f"Pass {name}[None] for one prompt",
+        )
+    if mask is None:
         return
     batch, length = prompts.shape[:2]
     rows, columns = matrix(mask)
