@@ -34,6 +34,7 @@ def deep_model(kinds):
     )
 
 
+@pytest.mark.nightly("test_a_change_of_the_model_is_seen_or_refused sees hooks")
 @pytest.mark.parametrize("hooked", [[1, 2], *nightly("both of them", [2])])
 def test_hooks_of_one_layer_of_a_kind_are_its_own(hooked):
     """Layers 1 and 2 are of a kind: hooks of one are not run for the other, nor left out."""
@@ -54,6 +55,7 @@ def test_hooks_of_one_layer_of_a_kind_are_its_own(hooked):
         assert torch.equal(step(batch, caches[0]), v4.decode_step(model, batch, caches[1]))
 
 
+@pytest.mark.nightly("test_hyper_connections.py, and test_one_compile_serves_every_number")
 def test_layers_of_a_kind_share_a_graph():
     """Nine layers, more than Dynamo compiles for one function, have two graphs and three; logits
     and cache are those of the step."""
