@@ -171,7 +171,6 @@ def test_a_layer_of_a_stacked_cache_is_the_one_that_is_written(dynamic):
     assert torch.equal(stacked, expected)
 
 
-@pytest.mark.nightly("test_contract.py copies bits of NaN in compiled ops")
 @pytest.mark.usefixtures("vectors")
 def test_bits_of_nan_survive_compiled_copies():
     """RoPE values and plain rows are copied bit for bit, NaN payloads included, by fused code

@@ -11,7 +11,9 @@ from dsv4_ops.dispatch import kernel_requests as requested
 from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.kernels import precompile
 from dsv4_ops.testing import op_testing
+from tests.support.attention_batches import GATHERED, gathered_case
 from tests.support.hopper import Workers, hopper, on_cuda  # noqa: F401  # a fixture
+from tests.support.mla_batches import mla_case
 
 
 @pytest.fixture
@@ -75,6 +77,9 @@ def test_a_job_that_fails_costs_time_only(compiled, monkeypatch):
     assert str(said[0][2]) == "the worker died"
 
 
+LARGER = {"mla_decode": mla_case(0, [2, 1], 16), GATHERED: gathered_case(0, 2, 64, 128)}
+"""Calls of kernels that take none of their op's small cases."""
+
 WITH_KERNELS = sorted(name for name, spec in OPS.items() if spec.has_kernel)
 
 
@@ -82,8 +87,12 @@ WITH_KERNELS = sorted(name for name, spec in OPS.items() if spec.has_kernel)
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_every_launcher_runs_with_fake_tensors(name, monkeypatch):
     """Of some call at least; none raises, which a request would hide."""
-    workers = Workers()
+    workers, launched, wrap = Workers(), [], precompile.REQUESTED.wrap
+    monkeypatch.setattr(
+        precompile.REQUESTED, "wrap", lambda kernel: launched.append(kernel) or wrap(kernel)
+    )
     monkeypatch.setattr(requested._log, "debug", lambda text, op, exc_info: pytest.fail(text % op))
     with precompile.requests(workers.submit):
-        for case in op_testing(name).cases():
+        for case in [LARGER[name]] if name in LARGER else op_testing(name).cases():
             called(name, case)
+    assert launched

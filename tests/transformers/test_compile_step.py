@@ -34,7 +34,6 @@ def deep_model(kinds):
     )
 
 
-@pytest.mark.nightly("test_a_change_of_the_model_is_seen_or_refused sees hooks")
 @pytest.mark.parametrize("hooked", [[1, 2], *nightly("both of them", [2])])
 def test_hooks_of_one_layer_of_a_kind_are_its_own(hooked):
     """Layers 1 and 2 are of a kind: hooks of one are not run for the other, nor left out."""

@@ -163,7 +163,9 @@ def test_a_temperature_samples_and_no_value_of_it_ends_the_server(server, texts)
     for value in (float("nan"), float("inf"), -1):
         status, error = answer(temperature=value)
         assert status == 400
-        assert error["error"]["message"].startswith("temperature must be finite and at least 0")
+        assert error["error"]["message"].startswith(
+            "temperature must be finite and at least 0.0001"
+        )
     assert answer(temperature=1, top_p=float("nan"))[0] == 400
     assert text() == greedy
 

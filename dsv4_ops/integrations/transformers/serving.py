@@ -452,11 +452,7 @@ def _sampled(build: Callable[..., Any]) -> Callable[..., Any]:
     def config_of(body: Any, *args: Any, **rest: Any) -> Any:
         config = build(body, *args, **rest)
         if body.get("temperature") is not None and "generation_config" not in body:
-            config.do_sample = float(body["temperature"]) >= LEAST_TEMPERATURE
-            if not math.isfinite(config.temperature) or config.temperature < 0:
-                raise HTTPException(
-                    400, f"temperature must be finite and at least 0, got {config.temperature}."
-                )
+            config.do_sample = not 0 <= float(body["temperature"]) < LEAST_TEMPERATURE
         return config
 
     return config_of

@@ -16,7 +16,6 @@ SEVERAL_FLAGS = pytest.mark.nightly("two ranks raise one flag each; GPUs run fou
 MORE = pytest.mark.nightly("other tiles")
 
 
-@pytest.mark.nightly("test_context_parallel.py has two ranks in a model")
 @pytest.mark.parametrize(
     "world", [2, *(pytest.param(each, marks=SEVERAL_FLAGS) for each in (3, 4))]
 )

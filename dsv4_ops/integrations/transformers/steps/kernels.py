@@ -25,8 +25,8 @@ PARTS = {decode_step: decode, prefill_step: prefill}
 """Steps as parts for a ``Runner``."""
 
 BATCHES = (1, 2, 8, 16, 32)
-"""Requests of the decode steps whose kernels are compiled after a first step: those between have no
-others."""
+"""Requests of the decode steps whose kernels are compiled after a first step: those between have
+few others."""
 
 
 class KernelRequests:
@@ -88,8 +88,8 @@ def _calls_others(model: Any) -> bool:
 
 
 def _class(size: int) -> tuple[bool, bool, int]:
-    """Sizes of a class have the same kernels: Triton compiles others for 1 and for multiples of 16,
-    and launchers choose tiles by powers of two."""
+    """Sizes of a class have the same kernels, but for a few: Triton compiles others for 1 and for
+    multiples of 16, and launchers choose tiles by powers of two."""
     return size == 1, size % 16 == 0, (size - 1).bit_length()
 
 
