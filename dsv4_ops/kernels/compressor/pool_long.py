@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.rope import load_tail_angles
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.compressor.pooling import completes_window, finish_row, pool_window
 from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copies kernels
     assign_role,
@@ -13,7 +14,7 @@ from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copie
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def pool_windows_kernel(
     kv_score, kv_stride,
     ape,
@@ -81,7 +82,7 @@ def pool_windows_kernel(
         first_token += TOKENS * programs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def insert_pooled_kernel(
     pooled, num_reqs,
     positions, position_stride,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.rope import load_tail_angles
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.compressor.pooling import completes_window, finish_row, pool_window
 from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copies kernels
     assign_role,
@@ -67,7 +68,7 @@ def compress_and_insert(
         first_token += TOKENS * programs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def compress_and_insert_kernel(
     kv_score, kv_stride,
     ape,

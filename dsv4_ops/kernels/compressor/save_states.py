@@ -9,6 +9,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import StateLayout
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.paging import place_slots
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 TOKENS = 4
@@ -128,7 +129,7 @@ def save_assigned_tile(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def save_compressor_states_kernel(
     kv_score, row_stride, dim_stride,
     ape,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.indexer.score_tile import ABSENT_KEY, sortable
 from dsv4_ops.kernels.indexer.topk_merge import find_threshold
 from dsv4_ops.kernels.launcher import Launcher
@@ -25,7 +26,7 @@ def _find_bound(row, mask, count):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def cp_topk_kernel(
     scores, score_rank_stride, score_token_stride, score_stride,
     rows, row_rank_stride, row_token_stride, row_stride,

@@ -17,12 +17,13 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     quantize,
     widen,
 )
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 _BLOCK = tl.constexpr(ACTIVATION_BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def round_rows_kernel(
     rows, row_stride, sorted_rows,
     COUNT: tl.constexpr, BLOCKS: tl.constexpr,
@@ -38,7 +39,7 @@ def round_rows_kernel(
         tl.store(address, rounded, mask=block < COUNT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def order_scales_kernel(
     scales, scale_stride, scale_block_stride,
     topk, sorted_rows,
@@ -59,7 +60,7 @@ def order_scales_kernel(
     tl.store(dst, exponents.to(tl.int16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def quantize_ordered_kernel(
     rows, row_stride, sorted_rows,
     codes, ordered, ordered_stride,

@@ -32,6 +32,7 @@ from dsv4_ops.kernels.common.fp8 import (
     round_to,
     round_to_bf16,
 )
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import INTERPRETED
 from dsv4_ops.kernels.experts.activations import (
     converts_codes,
@@ -242,7 +243,7 @@ def _gate_up(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gate_up_kernel(
     x, x_stride, x_scale, x_scale_stride,
     topk, sorted_rows, expert_of_block,
@@ -289,7 +290,7 @@ def _any_flag(out_of_reach, num_programs, step, FLAGS: tl.constexpr):
     return tl.max(tl.load(out_of_reach + flag, mask=flag < num_programs, other=0)) > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gate_up_by_blocks_kernel(
     x, x_stride, x_scale, x_scale_stride,
     topk, sorted_rows, expert_of_block,
@@ -348,7 +349,7 @@ def _down(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def down_kernel(
     x, x_stride, x_scale, x_scale_stride,
     sorted_rows, expert_of_block,
@@ -385,7 +386,7 @@ def down_kernel(
                 tl.store(out_of_reach + tl.program_id(0), 1, mask=has_nan(acc))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def down_by_blocks_kernel(
     x, x_stride, x_scale, x_scale_stride,
     sorted_rows, expert_of_block,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.types import Routing
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
@@ -21,7 +22,7 @@ def _nan_to_minus_inf(values):
     return tl.where(values != values, -float("inf"), values)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def grouped_topk_kernel(
     logits, token_stride, expert_stride,
     bias, bias_stride,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.types import ExpertPlan, max_expert_blocks
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 PAIR = tl.constexpr(2**24)
@@ -18,7 +19,7 @@ FUSED_COUNT_ROWS = 512
 separate launch counts them."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def expert_counts_kernel(
     topk_ids, token_stride, choice_stride, topk, num_rows, counts, ROWS: tl.constexpr
 ):
@@ -32,7 +33,7 @@ def expert_counts_kernel(
     tl.store(counts + tl.program_id(0), tl.sum(count))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def expert_plan_kernel(
     topk_ids, token_stride, choice_stride,
     topk, num_rows,

@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4_ops.core.types import Routing
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import multiply_add  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
@@ -23,7 +24,7 @@ FEW, MANY = (32, 16, 16), (64, 64, 4)
 one."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def router_products_kernel(
     hidden, token_stride, width_stride,
     weight, row_stride, column_stride,
@@ -65,7 +66,7 @@ def _sqrt_softplus(logits):
     return tl.sqrt(tl.where(logits > 20.0, logits, tl.where(logits != logits, logits, softplus)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def choose_experts_kernel(
     partial,
     bias, bias_stride,

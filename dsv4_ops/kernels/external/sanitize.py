@@ -9,6 +9,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, rotation, strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.rope import load_angles, rotate_pairs_back
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.sanitize import Listed, Prepared
 
@@ -40,7 +41,7 @@ def store_finite_sink(sink, sink_out, num_heads, lane):
     tl.store(sink_out + lane, value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def list_slots_kernel(
     swa_indices, swa_stride, swa_column_stride,
     swa_lens, swa_len_stride, swa_width, swa_blocks,
@@ -97,7 +98,7 @@ def list_slots_kernel(
         tl.store(extra_lens_out + token, length, mask=tile == swa_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def finish_heads_kernel(
     out, lse,
     positions, position_stride,
@@ -132,7 +133,7 @@ def finish_heads_kernel(
             tl.store(dst, round_to_bf16(values), mask=mask[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def list_pages_kernel(
     block_table, table_stride, column_stride, max_blocks, num_reqs, num_blocks,
     req_indices, request_stride,
@@ -156,7 +157,7 @@ def list_pages_kernel(
     tl.store(lens_out + token, length, mask=tl.program_id(1) == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def compact_pages_kernel(
     block_table, table_stride, column_stride, max_blocks, num_reqs, num_blocks,
     req_indices, request_stride,
@@ -192,7 +193,7 @@ def compact_pages_kernel(
     tl.store(lens_out + token, rows.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def fill_absent_kernel(
     block_table, table_stride, column_stride, num_reqs, num_blocks,
     req_indices, request_stride,

@@ -11,6 +11,7 @@ from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.types import INT32_MAX
 from dsv4_ops.kernels.arguments import listed, paged, strided
 from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -48,7 +49,7 @@ def _count_boundaries(cu_seq_lens, cu_stride, index, low, high):
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gather_indexer_kernel(
     out, scales_out, num_rows,
     k_cache, page_stride, num_blocks,

@@ -8,6 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.kernels.arguments import angles, paged, strided
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
 from dsv4_ops.kernels.indexer.score_tile import (
     load_codes,
@@ -67,7 +68,7 @@ def indexer_quantize_q(
     return codes.view(torch.float8_e4m3fn), scaled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def indexer_logits_kernel(
     q, token_stride, head_stride, dim_stride, num_heads,
     weights, weight_token_stride, weight_head_stride,
@@ -145,7 +146,7 @@ def indexer_logits(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def indexer_logits_ragged_kernel(
     q, token_stride, head_stride, dim_stride, num_heads,
     weights, weight_token_stride, weight_head_stride,

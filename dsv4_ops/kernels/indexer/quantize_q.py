@@ -5,6 +5,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.common.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.rope import rotate_pairs
+from dsv4_ops.kernels.common.sizes import SIZES
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def quantize_queries(
     tl.store(weights_out + row, weight, mask=head_valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def quantize_query_kernel(
     q, token_stride, head_stride, dim_stride, num_heads,
     weights, weight_token_stride, weight_head_stride,

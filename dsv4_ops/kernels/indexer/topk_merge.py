@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.paging import compute_slots, load_pages
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.indexer.score_tile import ABSENT_KEY
 
 _OCTAVE = tl.constexpr(2**23)
@@ -271,7 +272,7 @@ def _emit_lists(scratch, lists, table_row, out, topk, SIZES: tl.constexpr):
     _emit(key, index, index >= 0, table_row, out, topk, SIZES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def merge_groups_kernel(
     keys, indices, plan, num_tokens, topk,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
@@ -294,7 +295,7 @@ def merge_groups_kernel(
             pad_list(keys + row * STRIDE, count, topk, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def merge_parts_kernel(
     keys, indices, plan, out,
     num_tokens, topk,

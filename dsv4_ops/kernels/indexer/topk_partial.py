@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.paging import valid_tokens
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.indexer.score_tile import (
     ABSENT_KEY,
@@ -47,7 +48,7 @@ def _finish(scratch, fill, head, base, parts, width, table_row, out, topk, SIZES
         pad_list(keys, fill, width, CAPACITY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def select_logits_kernel(
     logits, row_stride, column_stride, num_columns,
     lens, lens_stride,
@@ -109,7 +110,7 @@ def select_logits_kernel(
         item += tl.num_programs(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def select_keys_kernel(
     q, token_stride, head_stride, dim_stride, num_heads,
     weights, weight_token_stride, weight_head_stride,

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.common.fp8 import dequantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
+from dsv4_ops.kernels.common.sizes import SIZES
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _copy_rows(
     tl.store(dst, rope_words, mask=mask[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gather_ragged_kernel(
     out, out_stride, out_row_stride, out_dim_stride,
     capacity, offset,
@@ -97,7 +98,7 @@ def gather_ragged_kernel(
         first_request += REQUESTS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gather_dense_kernel(
     out, num_rows, offset,
     k_cache, page_stride, num_blocks,

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.paging import locate_positions, place_slots
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 ROWS = 4
@@ -23,7 +24,7 @@ def word_pointer(size):
     return tl.pointer_type(tl.int16 if size == 2 else tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def insert_rows_kernel(
     k, row_stride, dim_stride,
     k_cache, page_stride, cache_row_stride,
@@ -44,7 +45,7 @@ def insert_rows_kernel(
     tl.store(target, words, mask=slot_valid[:, None] & (dim < width))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gather_rows_kernel(
     out, num_rows, offset,
     k_cache, page_stride, cache_row_stride, num_blocks,

@@ -9,6 +9,7 @@ from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import quantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.common.paging import place_slots
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 WARPS = 4
@@ -46,7 +47,7 @@ def insert_codes(source, dim_stride, mask, page_start, row, slot_valid, FORMAT: 
         tl.store(scales + group, padded, mask=slot_valid[:, None] & (group < SCALE_BYTES))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def quantize_and_insert_kernel(
     k, row_stride, dim_stride,
     k_cache, page_stride,

@@ -12,6 +12,7 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     multiply_codes,
     round_to,
 )
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import INTERPRETED
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -31,7 +32,7 @@ STAGES, LARGE_STAGES, LARGE_TOKENS = 4, 3, 512
 """Pipeline stages up to, and above, this number of tokens."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def fp8_block_kernel(
     x, token_stride, group_stride,
     x_scale, scale_group_stride, scale_block_stride, scale_token_stride,

@@ -16,6 +16,7 @@ from dsv4_ops.kernels.common.dequant_gemm import (
     tile_rows,
 )
 from dsv4_ops.kernels.common.fp8 import round_to  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear import block_gemm
 from dsv4_ops.reference.linear import quantized
@@ -47,7 +48,7 @@ SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
 whole batch, which may be large."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def fp8_linear_kernel(
     x, token_stride, group_stride,
     x_scale, scale_token_stride, scale_group_stride, scale_block_stride,
@@ -89,7 +90,7 @@ def fp8_linear_kernel(
     tl.store(dst, values, mask=token_valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def sum_splits_kernel(
     partial, out, size,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,

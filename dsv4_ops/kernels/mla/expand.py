@@ -6,6 +6,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import multiply_add, round_to  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 HALF_TILE, SINGLE_TILE = (128, 256, 64, 3, 8), (32, 64, 32, 2, 4)
@@ -15,7 +16,7 @@ SIDE_BY_SIDE = 16
 """Row tiles whose programs run side by side, and share the weight's columns in the L2."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def mla_expand_kernel(
     kv_c, row_stride, dim_stride,
     weight, head_stride, width_stride, depth_stride, num_valid,

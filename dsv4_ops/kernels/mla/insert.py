@@ -9,6 +9,7 @@ from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout
 from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.common.fp8 import encode, round_to_bf16, widen
 from dsv4_ops.kernels.common.paging import place_slots
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.kv_cache.plain import word_pointer
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla.decode import FORMATS
@@ -45,7 +46,7 @@ def _scales(tiles, FINITE_MAX: tl.constexpr, UE8M0: tl.constexpr):
         return tl.maximum(scale, _MIN_NORMAL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def mla_insert_kernel(
     kv_c, latent_stride, latent_dim_stride,
     k_pe, rope_stride, rope_dim_stride,

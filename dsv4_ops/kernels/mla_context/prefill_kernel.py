@@ -8,6 +8,7 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, n
     multiply_add,
     round_to,
 )
+from dsv4_ops.kernels.common.sizes import SIZES
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -94,7 +95,7 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def mla_prefill_kernel(
     q, q_stride, q_head_stride, q_dim_stride,
     k_nope, nope_stride, nope_head_stride, nope_dim_stride,

@@ -22,6 +22,7 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     widen,
 )
 from dsv4_ops.kernels.common.rope import rotate_pairs_back
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 HEADS = 8
@@ -61,7 +62,7 @@ def _load_rotated(
     return round_to_bf16(tl.reshape(pairs, (HEADS, DIM)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def inverse_rope_group_kernel(
     o, token_stride, head_stride, dim_stride,
     positions, position_stride,

@@ -10,6 +10,7 @@ from dsv4_ops.kernels.arguments import angles, strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.paging import place_slots
 from dsv4_ops.kernels.common.rope import rotate_pairs
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert_codes
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -155,7 +156,7 @@ KEYS = 4
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def qnorm_rope_kv_insert_kernel(
     q, token_stride, head_stride, q_dim_stride,
     out, num_heads,

@@ -8,6 +8,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS, locate_positions, valid_tokens
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.external.sanitize import sink_arguments, store_finite_sink
 from dsv4_ops.kernels.kv_cache.launch import gather_ragged
 from dsv4_ops.kernels.launcher import Launcher
@@ -21,7 +22,7 @@ COLUMNS, WARPS = 1024, 4
 number of heads."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def find_spans_kernel(
     positions, position_stride,
     req_indices, request_stride, num_tokens,
@@ -53,7 +54,7 @@ def find_spans_kernel(
     tl.store(compressed + request, rows.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def list_rows_kernel(
     positions, position_stride,
     req_indices, request_stride, num_reqs,

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4_ops.core.tiles import KEY_TILE, METADATA_COLUMNS, PART_OVERHEAD
 from dsv4_ops.core.types import INT32_MAX
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 TOKENS = tl.constexpr(128)
@@ -36,7 +37,7 @@ def _row(first, last, first_block, stop_block, first_split, splits_first, splits
     return row + tl.where(column == 6, splits_last, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def flash_mla_metadata_kernel(
     swa_lens, swa_stride,
     extra_lens, extra_stride,

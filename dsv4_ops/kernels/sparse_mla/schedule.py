@@ -19,6 +19,7 @@ from dsv4_ops.core.tiles import (
     programs_per_tile,
 )
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 TOKENS = tl.constexpr(128)
@@ -85,7 +86,7 @@ def _store_rows(plan, row, mask, token, split, splits, first_partial):
     tl.store(start + 3, first_partial, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def sparse_mla_plan_kernel(
     swa_lens, swa_stride,
     extra_lens, extra_stride,

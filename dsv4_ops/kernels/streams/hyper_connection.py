@@ -13,6 +13,7 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     round_to_bf16,
     widen,
 )
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 FEW_TOKENS = 16
@@ -31,7 +32,7 @@ PARTS = {False: 128, True: 32}
 """Partial sums that are added at a time, by whether programs take several steps."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def stream_products_kernel(
     streams, token_stride, stream_stride, width_stride,
     fn, fn_row_stride, fn_column_stride,
@@ -162,7 +163,7 @@ def _weights(
     return normed * factor + bias
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def stream_ends_kernel(
     streams, token_stride, stream_stride, width_stride,
     base, base_stride,

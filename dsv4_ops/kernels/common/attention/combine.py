@@ -18,6 +18,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (  # by name: Inductor co
 )
 from dsv4_ops.kernels.common.fp8 import round_to, round_to_bf16
 from dsv4_ops.kernels.common.rope import load_tail_angles, rotate_tail
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -107,7 +108,7 @@ def _combine_in_steps(
         _combine(tensors, token, first_split, splits, head, num_heads, FLAGS, STEP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def combine_splits_kernel(
     out, lse, partial, partial_lse, partial_scale, attn_sink,
     plan, plan_stride, plan_column_stride,
@@ -147,7 +148,7 @@ def combine_splits_kernel(
         _combine_in_steps(tensors, token, first_split, splits, head, num_heads, FLAGS, STEPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def combine_listed_kernel(
     out, lse, partial, partial_lse, partial_scale, attn_sink, combine_list,
     positions, positions_stride,

@@ -30,6 +30,7 @@ from dsv4_ops.kernels.common.hopper.tile_scheduler import (
     schedule_by_lengths,
     schedule_evenly,
 )
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 from dsv4_ops.kernels.mla.hopper.copy_producer import (
     COPY_LAYOUT,
@@ -326,7 +327,7 @@ def _attend(
             write_half(output.partial, staging_f16, acc, factor, row, rows, HALF * WIDTH, False)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def hopper_mla_decode_kernel(
     q, q_stride, q_head_stride,
     out, lse, partial, partial_lse, partial_scale,

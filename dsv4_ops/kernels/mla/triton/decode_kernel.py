@@ -16,6 +16,7 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, n
     round_to,
     round_to_bf16,
 )
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -75,7 +76,7 @@ def _load_rows(row, kv_valid, SIZES: tl.constexpr, DTYPE: tl.constexpr):
     return latent, rope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def mla_decode_kernel(
     q, q_stride, q_head_stride, q_dim_stride,
     out, lse, partial, partial_lse, partial_scale,

@@ -33,6 +33,7 @@ from dsv4_ops.kernels.common.hopper.tile_scheduler import (
     schedule_by_lengths,
     schedule_evenly,
 )
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
     HALF,
@@ -199,7 +200,7 @@ def _tiles(length):
     return length // KEYS + gl.where(length % KEYS > 0, 1, 0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def hopper_split_keys_kernel(
     q, q_stride, q_head_stride, q_dim_stride,
     out, lse, partial, partial_lse, partial_scale, attn_sink,

@@ -19,6 +19,7 @@ from dsv4_ops.kernels.common.hopper.mma_paired import (
     attend_odd,
     reduce_row_sum,
 )
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import (
     Lists,
@@ -83,7 +84,7 @@ def _attend(
         item = next_item
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def hopper_gathered_keys_kernel(
     q, q_stride, q_head_stride,
     out, lse, max_logits, attn_sink,

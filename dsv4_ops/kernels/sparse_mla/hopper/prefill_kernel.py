@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from dsv4_ops.kernels.common.hopper.epilogue import Output, Partial
 from dsv4_ops.kernels.common.hopper.mma import HEADS, KEYS, HeadRows, allocate
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS
+from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 from dsv4_ops.kernels.sparse_mla.hopper.decode_kernel import (
     DEQUANT_REGISTERS,
@@ -154,7 +155,7 @@ def _visible_length(topk_row, step, topk, visible, LISTED: gl.constexpr):
     return length
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def hopper_prefill_keys_kernel(
     q, q_stride, q_head_stride, q_dim_stride,
     out, lse, attn_sink,

@@ -18,6 +18,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (
     store_heads,
 )
 from dsv4_ops.kernels.common.rope import inverse_rope, load_angles
+from dsv4_ops.kernels.common.sizes import SIZES
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def locate_rows(
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def split_keys_kernel(
     q, q_stride, q_head_stride, q_dim_stride,
     out, lse, partial, partial_lse, partial_scale, attn_sink,

@@ -16,6 +16,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (
     store_heads,
 )
 from dsv4_ops.kernels.common.paging import valid_tokens
+from dsv4_ops.kernels.common.sizes import SIZES
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -79,7 +80,7 @@ def _locate_rows(
     return cache, page_stride, page, tl.where(kv_valid, row, 0), kv_valid, block_size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def prefill_keys_kernel(
     q, q_stride, q_head_stride, q_dim_stride,
     out, lse, attn_sink,
