@@ -27,7 +27,7 @@ def step(hopper, monkeypatch):  # noqa: F811
     monkeypatch.setattr(kernels, "FakeTensorMode", lambda **settings: mode)
     monkeypatch.setattr(inductor, "compile_workers", lambda: workers.submit)
     model = v4.patch(small_model(dtype=torch.bfloat16))
-    caches = cache_of(model, 4, 256), cache_of(model, 16, 512)
+    caches = cache_of(model, 4, 512), cache_of(model, 16, 768)
     with mode:
         cache, longer = pytree.tree_map(on_cuda, caches)
         for module in model.modules():
