@@ -101,6 +101,7 @@ def _case(
 @functools.cache
 def builder(spec: AttentionSpec) -> Callable[..., tuple[Tensor, ...]]:
     """The builder as a function of its six tensors, of all fields."""
+    names = tuple(DecodeMetadata.__dataclass_fields__)
 
     def build(
         query_start_loc: Tensor,
@@ -112,7 +113,7 @@ def builder(spec: AttentionSpec) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         tables = BlockTables(swa=swa, c4=c4, c128=c128)
         found = build_decode_metadata(spec, query_start_loc, seq_lens, slots, tables)
-        return tuple(vars(found).values())
+        return tuple([getattr(found, name) for name in names])
 
     return build
 
