@@ -7,7 +7,9 @@ no device synchronisation, works on symbolic sizes, and stays on under ``torch.c
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from dsv4_ops.core.layout import (
     MlaFp8Layout,
     StateLayout,
 )
+from dsv4_ops.core.torch_compat import constant_in_traces
 from dsv4_ops.core.types import INT32_MAX, MAX_REQUESTS
 
 _DIMENSIONS = {
@@ -66,6 +69,25 @@ _DIMENSIONS = {
 _ALIGNED = f"start at multiples of {CACHE_ALIGNMENT} bytes"
 _ORDERS = ((0, 1, 2), (1, 0, 2), (0, 2, 1), (1, 2, 0), (2, 0, 1), (2, 1, 0))
 _Dtypes = torch.dtype | tuple[torch.dtype, ...]
+_ARE_DONE: ContextVar[bool] = ContextVar("checks_are_done", default=False)
+
+
+@contextmanager
+def checks_are_done() -> Iterator[None]:
+    """Leave checks out of Dynamo's traces: the caller ran the same code with fake tensors.
+
+    Dynamo takes longer for the checks of a layer than for the layer itself.
+    """
+    token = _ARE_DONE.set(True)
+    try:
+        yield
+    finally:
+        _ARE_DONE.reset(token)
+
+
+@constant_in_traces
+def _are_done() -> bool:
+    return _ARE_DONE.get()
 
 
 class Checks:
@@ -81,10 +103,13 @@ class Checks:
         self.sizes: dict[str, int] = {}
         self.owners: dict[str, str] = {}
         self.device, self.device_owner = device, "the cache"
+        self.skips = torch.compiler.is_dynamo_compiling() and _are_done()
 
     def tensor(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
         """Check that ``value`` is a tensor of ``dtype``, or of one of several, with the named
         sizes, on the device of the tensors checked before."""
+        if self.skips:
+            return
         if isinstance(dtype, tuple):
             self.floats(name, value, *dtype)
         if not isinstance(value, Tensor):
@@ -144,6 +169,8 @@ class Checks:
 
     def tokens(self, positions: Tensor, req_indices: Tensor, *block_table: Tensor) -> None:
         """Check the position and request of every token, and the block table if there is one."""
+        if self.skips:
+            return
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("req_indices", req_indices, torch.int32, "num_tokens")
         for table in block_table:
@@ -153,6 +180,8 @@ class Checks:
         """Check that ``value`` has one entry per token, [num_tokens] or [num_reqs, next_n].
 
         An earlier check must have set the number of tokens."""
+        if self.skips:
+            return
         if not isinstance(value, Tensor) or value.dim() != 2:
             self.tensor(name, value, dtype, "num_tokens")
             return
@@ -188,6 +217,8 @@ class Checks:
     def floats(self, name: str, value: Tensor | None, *allowed: torch.dtype, do: str = "") -> None:
         """Check that ``value`` is a tensor of an ``allowed`` dtype; ``do`` says where to get
         one."""
+        if self.skips:
+            return
         if not isinstance(value, Tensor):
             raise self._not_a_tensor(name, value, do=do or f"Pass a {allowed[0]} tensor")
         if value.dtype not in allowed:
@@ -202,6 +233,8 @@ class Checks:
 
     def rows_of(self, name: str, value: Tensor, *dims: str) -> None:
         """Check that ``value`` is a tensor of any dtype whose leading sizes are the named ones."""
+        if self.skips:
+            return
         if not isinstance(value, Tensor):
             raise self._not_a_tensor(name, value, do="Pass a tensor of any dtype")
         if value.dim() < len(dims):
@@ -212,14 +245,18 @@ class Checks:
 
     def value_of(self, name: str, value: float, owner: str, dtype: torch.dtype) -> None:
         """Check that ``dtype``, the dtype of the tensor ``owner``, can represent ``value``."""
-        fits_dtype(self.op, name, value, owner, dtype)
+        if not self.skips:
+            fits_dtype(self.op, name, value, owner, dtype)
 
     def at_least(self, minimum: int, *, most: int = INT32_MAX, **values: int) -> None:
         """Check that every value is an int from ``minimum`` to ``most``."""
-        at_least(self.op, minimum, most=most, **values)
+        if not self.skips:
+            at_least(self.op, minimum, most=most, **values)
 
     def at_most(self, name: str, value: int, limit_name: str, limit: int) -> None:
         """Check that ``value`` is at most ``limit``, the value of ``limit_name``."""
+        if self.skips:
+            return
         if value > limit:
             raise self.error(
                 name,
@@ -240,6 +277,8 @@ class Checks:
 
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
         """Check that ``value`` has at least ``limit`` columns, the value of ``limit_name``."""
+        if self.skips:
+            return
         if value.shape[1] < limit:
             raise self.error(
                 name,
@@ -250,6 +289,8 @@ class Checks:
 
     def columns_of(self, name: str, value: Tensor, multiple: int) -> None:
         """Check that the number of columns of ``value`` is a multiple of ``multiple``."""
+        if self.skips:
+            return
         if value.shape[1] % multiple != 0:
             raise self.error(
                 name,
@@ -270,6 +311,8 @@ class Checks:
 
     def all_or_none(self, **values: Tensor | None) -> None:
         """Check that either all of ``values`` are None or none is."""
+        if self.skips:
+            return
         missing = [name for name, value in values.items() if value is None]
         present = [name for name, value in values.items() if value is not None]
         if missing and present:
@@ -290,6 +333,8 @@ class Checks:
         belongs_to: str = "the cache was written with",
     ) -> None:
         """Check that ``value`` is an ``allowed`` string; ``belongs_to`` tells the caller which."""
+        if self.skips:
+            return
         if not isinstance(value, str):
             raise self.error(
                 name,
@@ -312,6 +357,8 @@ class Checks:
         """Check that ``cache`` is a tensor of an ``allowed`` dtype.
 
         The error does not suggest a cast: ops would write to the copy."""
+        if self.skips:
+            return
         if not isinstance(cache, Tensor):
             raise self._not_a_tensor(name, cache, do=_made_by(made_by))
         if cache.dtype not in allowed:
@@ -326,6 +373,8 @@ class Checks:
 
     def rows_for_tokens(self, name: str, value: Tensor) -> None:
         """Check that ``value`` has a row for every token; ops ignore extra rows."""
+        if self.skips:
+            return
         if value.shape[0] < self.sizes["num_tokens"]:
             raise self.error(
                 name,
@@ -336,6 +385,8 @@ class Checks:
 
     def no_more_than_tokens(self, name: str, value: Tensor) -> None:
         """Check that ``value`` has at most one entry per token, for the first tokens."""
+        if self.skips:
+            return
         if value.shape[0] > self.sizes["num_tokens"]:
             raise self.error(
                 name,
@@ -359,6 +410,8 @@ class Checks:
 
         The attention libraries would misread another layout without complaint. ``dims`` name its
         sizes, ``size_name`` the argument with the rows per block."""
+        if self.skips:
+            return
         self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
         self.tensor(name, cache, layout.storage_dtype, *dims)
         _, *sizes = layout.shape(0)
@@ -413,6 +466,8 @@ class Checks:
         """Check that ``cache`` is a plain paged cache of one of the ``dtypes``.
 
         ``dims`` name its sizes, ``size_name`` the argument with the rows per block."""
+        if self.skips:
+            return
         self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:
@@ -439,6 +494,8 @@ class Checks:
 
     def apart(self, name: str, value: Tensor, do: str = "") -> None:
         """Check that no two elements of ``value``, a mutated tensor, share memory."""
+        if self.skips:
+            return
         if not any(_nested(value, order) for order in _ORDERS):
             raise self.error(
                 name,
@@ -449,6 +506,8 @@ class Checks:
 
     def divides(self, divisor_name: str, divisor: int, name: str, value: int) -> None:
         """Check that ``value`` is a multiple of ``divisor``."""
+        if self.skips:
+            return
         if value % divisor != 0:
             raise self.error(
                 name,
@@ -459,6 +518,8 @@ class Checks:
 
     def divisor(self, name: str, value: int, whole_name: str, whole: int) -> None:
         """Check that ``value`` divides ``whole``, the value of ``whole_name``."""
+        if self.skips:
+            return
         if whole % value != 0:
             raise self.error(
                 name,
@@ -469,7 +530,8 @@ class Checks:
 
     def above(self, limit: int, **values: float) -> None:
         """Check that every value is a finite number above ``limit``."""
-        above(self.op, limit, **values)
+        if not self.skips:
+            above(self.op, limit, **values)
 
     def host_lens(self, name: str, values: Sequence[int] | Tensor) -> list[int]:
         """Return lengths that the host knows as a list; check that they are ints of at least 0."""
@@ -518,6 +580,8 @@ class Checks:
     def even(self, name: str, value: Tensor, most_name: str, most: int) -> None:
         """Check that the last dimension of ``value`` is even and at most ``most``, the value of
         ``most_name``."""
+        if self.skips:
+            return
         size = int(value.shape[-1])  # a row's width is configuration: constant in compiled code
         if size % 2 != 0 or size > int(most):
             raise self.error(
@@ -531,6 +595,8 @@ class Checks:
         self, positions: Tensor, cos_sin_cache: Tensor, rope_dim: str | int = "rope_dim"
     ) -> None:
         """Check ``positions`` and the RoPE table of ``rope_dim`` columns that they index."""
+        if self.skips:
+            return
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("cos_sin_cache", cos_sin_cache, torch.float32, "num_positions", rope_dim)
 
@@ -548,6 +614,8 @@ class Checks:
 
     def flag(self, name: str, value: bool) -> None:
         """Check that ``value`` is a bool."""
+        if self.skips:
+            return
         if not isinstance(value, bool):
             raise self.error(
                 name,
@@ -559,6 +627,8 @@ class Checks:
 
     def request_limit(self, name: str = "num_reqs") -> None:
         """Check that compiled searches cover this number of requests (or of ``name``)."""
+        if self.skips:
+            return
         if self.sizes[name] > MAX_REQUESTS:
             raise self.error(
                 name, must=f"be at most {MAX_REQUESTS}", got=self.sizes[name], do="Split the batch"

@@ -144,6 +144,13 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def constant_in_traces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo call ``function`` and take its result as a constant, as
+    ``torch.compiler.assume_constant_result`` does, which imports Dynamo."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
 def group_members(name: str) -> list[int]:
     """Return the global ranks of the members of a process group, in the group's order."""
     from torch.distributed import distributed_c10d
@@ -151,13 +158,10 @@ def group_members(name: str) -> list[int]:
     return list(distributed_c10d.get_process_group_ranks(process_group(name)))
 
 
+@constant_in_traces
 def group_rank(name: str) -> int:
-    """Return the rank of this process in a process group; Dynamo traces it as a constant."""
+    """Return the rank of this process in a process group."""
     return int(process_group(name).rank())
-
-
-# the attribute that torch.compiler.assume_constant_result sets, without importing Dynamo
-vars(group_rank)["_dynamo_marked_constant"] = True
 
 
 def group_sends(name: str, device: str) -> bool:

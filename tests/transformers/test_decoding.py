@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.generation import decoding
-from dsv4_ops.integrations.transformers.steps.kernels import padding
+from dsv4_ops.integrations.transformers.steps.dry_runs import padding
 from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.helpers import nightly
 

@@ -25,7 +25,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     own_forward,
 )
 from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep, compile_step
-from dsv4_ops.integrations.transformers.steps.kernels import KernelRequests, padding
+from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns, padding
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
@@ -336,12 +336,12 @@ class CompiledSteps(dict[Any, CompiledStep]):
     """The compiled steps of a model by their settings. A copy of the model compiles its own.
 
     Attributes:
-        prefills: Requests for the kernels of eager prefills.
+        prefills: Requests the kernels of eager prefills.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.prefills = KernelRequests(prefill_step)
+        self.prefills = DryRuns(prefill_step)
 
     def __deepcopy__(self, memo: Any) -> CompiledSteps:
         return CompiledSteps()
@@ -382,7 +382,7 @@ def _compiled(model: Any, call: Call) -> Step:
     cache, rows = call.cache, len(call.prompts)
     step = compiled_step(model, decode_step, call.config.compile_config)
     num_tokens = min(call.prompts.numel(), cache.max_chunk * rows)
-    getattr(model, STEPS).prefills.request(model, cache.tensors, num_tokens, rows, {})
+    getattr(model, STEPS).prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
 
     def run(batch: StepBatch, tensors: CacheTensors) -> Tensor:
         return step(batch, tensors, state_rings=False)

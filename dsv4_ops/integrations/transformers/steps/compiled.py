@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.checks import Checks, checks_are_done
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.torch_compat import (
     group_sends,
@@ -37,7 +38,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     local,
     with_methods,
 )
-from dsv4_ops.integrations.transformers.steps.kernels import PARTS, KernelRequests
+from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, DryRuns
 from dsv4_ops.integrations.transformers.steps.step import (
     check_model,
     check_tensors,
@@ -168,7 +169,8 @@ class CompiledStep:
         self._shared: list[tuple[dict[str, Any], str, int]] | None = None
         self._cache: tuple[Any, str] = (lambda: None, "")
         self._spec = spec_of("compile_step", model)
-        self._kernels = KernelRequests(step)
+        self._dry_runs = DryRuns(step)
+        self._passed: tuple[Any, dict[str, Any], bool] = (lambda: None, {}, False)
         ranks = self._spec.parallel
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
@@ -179,7 +181,7 @@ class CompiledStep:
                 return self._stepped(batch, cache, **rest)
             with one_graph_for_all_sizes(), run_time_launches():
                 logits = self._stepped(batch, cache, **rest)
-            self._kernels.request_batches(self.model, tensors_of(self.step.__name__, cache), rest)
+            self._dry_runs.request_batches(self.model, tensors_of(self.step.__name__, cache), rest)
             return logits
 
     def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
@@ -193,12 +195,13 @@ class CompiledStep:
         if self._ranks is not None:
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
             self._ranks.agree("compile_step", "batch", "cpu", **shapes)
+        sizes = len(batch.tokens), len(batch.rows)
         if self.settings["dynamic"]:
-            sizes = len(batch.tokens), len(batch.rows)
-            self._kernels.request(self.model, tensors, *sizes, rest)
+            self._dry_runs.request_kernels(self.model, tensors, *sizes, rest)
         key, run = self._planned(batch, tensors, rest)
         if self.regional:
-            logits = PARTS[self.step](self.model, batch, tensors, run=run, **rest)
+            with self._checks(tensors, sizes, rest):
+                logits = PARTS[self.step](self.model, batch, tensors, run=run, **rest)
         else:
             self._refresh(op, tensors.device)
             logits = run("step", self.step, self.model, batch, tensors, **rest)
@@ -209,6 +212,16 @@ class CompiledStep:
             self._write()
         return logits
 
+    def _checks(
+        self, cache: CacheTensors, sizes: tuple[int, int], rest: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Leave the checks out of traces if they pass with fake tensors."""
+        known, options, passed = self._passed
+        if known() is not cache or options != rest:
+            passed = self._dry_runs.passes(self.model, cache, *sizes, rest)
+            self._passed = weakref.ref(cache), rest, passed
+        return checks_are_done() if passed else nullcontext()
+
     def _follow(self) -> None:
         """Copy the model again if a module, an attribute or a hook has changed."""
         hooked = self._hooks is not None and not self._hooks.unchanged()
@@ -218,6 +231,8 @@ class CompiledStep:
             self._changes += len(self._plans) > 0
             self._plans.clear()
             self.model, self._watch, self._hooks = with_methods(self._patched), Watch(), Watch()
+            self._dry_runs.forget_model()
+            self._passed = lambda: None, {}, False
             self._hooked = {
                 id(layer): index
                 for index, layer in enumerate(self.model.model.layers)

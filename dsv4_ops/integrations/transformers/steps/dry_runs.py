@@ -1,12 +1,18 @@
-"""Ask for the kernels of a step before it runs, so that workers compile them side by side."""
+"""Run a step with fake tensors before it runs.
+
+Dynamo then leaves out the argument checks, which passed, and workers compile the kernels side by
+side. Nothing is computed, and each kind of layer runs once.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from dsv4_ops.core.torch_compat import FakeTensorMode
 from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks, own_forward
@@ -29,12 +35,10 @@ BATCHES = (1, 2, 8, 16, 32)
 few others."""
 
 
-class KernelRequests:
-    """Requests for the kernels of a step whose ops choose them by the sizes of each call.
+class DryRuns:
+    """The dry runs of a step.
 
-    Nothing runs: the step is called with fake tensors, once per kind of layer, and Inductor's
-    workers compile what it would launch. A kernel that depends on more than sizes, such as the
-    alignment of a view, is compiled when it is launched.
+    A model whose forwards or hooks are a user's, or that calls other ranks, has none.
 
     Args:
         step: ``decode_step`` or ``prefill_step``.
@@ -44,11 +48,48 @@ class KernelRequests:
         self.step = step
         self._asked: set[Any] = set()
         self._has_asked_batches = False
+        self._passed: set[Any] = set()
+        self._fails = False
 
-    def request(
+    def forget_model(self) -> None:
+        """Run again for the changed model."""
+        self._passed.clear()
+        self._fails = False
+
+    def passes(
+        self, model: Any, cache: CacheTensors, num_tokens: int, num_reqs: int, rest: dict[str, Any]
+    ) -> bool:
+        """Whether the checks of a step pass for this model and a cache of this structure.
+
+        Steps of other sizes pass them too if their ``StepBatch`` is valid.
+
+        Raises:
+            ValueError, TypeError: a check failed, after it had passed for another cache.
+        """
+        structure = (_structure(cache), *rest.items())
+        if structure not in self._passed and not self._fails and num_reqs:
+            if _calls_others(model):
+                self._fails = True
+                return False
+            try:
+                self._run(model, cache, num_tokens, num_reqs, rest, nullcontext())
+            except Exception as error:
+                if self._passed:
+                    raise
+                self._fails = True
+                _log.info("Dynamo traces the checks of a step: %s", error)
+            else:
+                self._passed.add(structure)
+        return structure in self._passed
+
+    def request_kernels(
         self, model: Any, cache: CacheTensors, num_tokens: int, num_reqs: int, rest: dict[str, Any]
     ) -> None:
-        """Ask for the kernels of these sizes, unless sizes of the same class have asked."""
+        """Let workers compile the kernels of these sizes, unless sizes of their class have asked.
+
+        A kernel that depends on more than sizes, such as the alignment of a view, is compiled when
+        it is launched.
+        """
         sizes = (_class(num_tokens), _class(num_reqs), *rest.items())
         if cache.device.type != "cuda" or sizes in self._asked or not num_reqs:
             return
@@ -61,9 +102,7 @@ class KernelRequests:
         from dsv4_ops.kernels.precompile import requests
 
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), requests(submit):
-                batch = padding(num_tokens, num_reqs, cache.device)
-                PARTS[self.step](model, batch, cache, run=OncePerName(), **rest)
+            self._run(model, cache, num_tokens, num_reqs, rest, requests(submit))
         except Exception as error:  # such as experts that read values: launches compile the rest
             _log.info("not all kernels of a step were requested: %s", error)
 
@@ -73,7 +112,36 @@ class KernelRequests:
         if self.step is decode_step and not self._has_asked_batches:
             self._has_asked_batches = True
             for requests in BATCHES:
-                self.request(model, cache, requests, requests, rest)
+                self.request_kernels(model, cache, requests, requests, rest)
+
+    def _run(
+        self,
+        model: Any,
+        cache: CacheTensors,
+        num_tokens: int,
+        num_reqs: int,
+        rest: dict[str, Any],
+        kernels: AbstractContextManager[None],
+    ) -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), kernels:
+            batch = padding(num_tokens, num_reqs, cache.device)
+            PARTS[self.step](model, batch, cache, run=OncePerName(), **rest)
+
+
+def _structure(cache: CacheTensors) -> Any:
+    """What checks see of a cache's tensors, but for its numbers of rows, blocks and positions."""
+    tables = pytree.tree_leaves(cache.tables)
+    lengths = [cache.dropped, cache.seq_lens, cache.written]
+    rows = [each.shape[0] == cache.num_rows for each in (*tables, *lengths)]
+    others = pytree.tree_leaves((cache.rope, cache.layers, cache.draft))
+    inner = [(each.shape[1:], each.stride()) for each in others]
+    kinds = [(each.dtype, each.device, each.dim()) for each in (*tables, *lengths, *others)]
+    return (
+        tuple(rows),
+        tuple(each.stride(-1) for each in tables),
+        tuple(inner),
+        tuple(kinds),
+    )
 
 
 def _calls_others(model: Any) -> bool:
