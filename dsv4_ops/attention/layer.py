@@ -46,6 +46,7 @@ def attention_layer(
     *,
     schedule: str = "decode",
     state_rings: bool = True,
+    save_first: bool = False,
 ) -> Tensor | QuantizedGroups:
     """Insert a step's keys into the layer's caches and attend to all visible keys.
 
@@ -68,6 +69,13 @@ def attention_layer(
             short rings. If every request has at most the cache's ``next_n`` tokens, pass False:
             states are then saved without a launch of their own, and a "c4" decode with FP8 caches
             does all its inserts in one launch (``insert_c4_step``).
+        save_first: Whether compressor states are saved before any is read; it needs
+            ``state_rings=False``. Pass True if requests may share blocks that one of them fills in
+            this step, as in a prefix cache: otherwise compressed rows may be wrong. If they share
+            none, the result is the same, bit for bit, with one launch more per compressor. A
+            decode step never needs it if shared prefixes end at multiples of both ratios and every
+            request has fewer tokens than ``c4_ratio``: only the token that completes the first
+            window after the prefix reads its states.
 
     Returns:
         The input of the grouped output projection after inverse RoPE, [num_tokens, num_groups,
@@ -108,6 +116,15 @@ def attention_layer(
     checks = Checks("attention_layer")
     checks.one_of("schedule", schedule, "decode", "prefill")
     checks.flag("state_rings", state_rings)
+    checks.flag("save_first", save_first)
+    if save_first and state_rings:
+        raise checks.error(
+            "save_first",
+            must="be False with state_rings",
+            got=True,
+            do="Pass state_rings=False, and states in blocks that no step overwrites before it has "
+            "read them",
+        )
     if schedule == "prefill":
         table: Any = step.swa_block_table
         checks.tensor("step.swa_block_table", table, torch.int32, "num_reqs", "max_swa_blocks")
@@ -118,7 +135,7 @@ def attention_layer(
         check_ranks(ranks, step, inputs.q)
     check_layer_impl(layer, schedule)
     decode = schedule == "decode"
-    q, query = insert(layer, schedule, state_rings)
+    q, query = insert(layer, schedule, state_rings, save_first)
     if ranks is not None:
         own = None if query is None else select_own(layer, ranks, query)
         return group_output(layer, attend_own(layer, ranks, q, own), inverse_rope=False)
@@ -134,27 +151,27 @@ def attention_layer(
 
 
 def insert(
-    layer: LayerCall, schedule: str, state_rings: bool
+    layer: LayerCall, schedule: str, state_rings: bool, save_first: bool = False
 ) -> tuple[Tensor, IndexerQuery | None]:
     """Write the step to the layer's caches; return the queries of attention and indexer.
 
-    A C4 decode of the model's sizes takes one launch (``insert_c4_step``) without state rings.
+    A C4 decode of the model's sizes takes one op (``insert_c4_step``) without state rings.
     """
     spec, kind = layer.spec, layer.kind
     fp8 = (spec.layout, spec.indexer_layout) == (MainLayout.tag, IndexerLayout.tag)
     fused = kind == "c4" and schedule == "decode" and not state_rings
     if fused and fp8 and has_v4_sizes(spec, layer.inputs.q):
-        return _insert_c4(layer)
+        return _insert_c4(layer, save_first)
     q = insert_window(layer)
     if kind != "window":
-        insert_compressed(layer, state_rings)
+        insert_compressed(layer, state_rings, save_first)
     if kind != "c4":
         return q, None
-    insert_compressed(layer, state_rings, indexer=True)
+    insert_compressed(layer, state_rings, save_first, indexer=True)
     return q, indexer_query(layer)
 
 
-def _insert_c4(layer: LayerCall) -> tuple[Tensor, IndexerQuery]:
+def _insert_c4(layer: LayerCall, save_first: bool) -> tuple[Tensor, IndexerQuery]:
     spec, _, inputs, weights, caches, step = layer
     projected = (inputs.q, inputs.kv, inputs.kv_score)
     of_indexer = (inputs.indexer_q, inputs.indexer_weights, inputs.indexer_kv_score)
@@ -172,6 +189,7 @@ def _insert_c4(layer: LayerCall) -> tuple[Tensor, IndexerQuery]:
         state_block_size=spec.state_block_size("c4"),
         swa_block_size=spec.attention.swa_block_size,
         block_size=spec.block_size("c4"),
+        save_first=save_first,
     )
     return q, IndexerQuery(*query)
 
@@ -190,7 +208,9 @@ def insert_window(layer: LayerCall) -> Tensor:
     return apply_rope(normed, step.positions, table).to(q.dtype)
 
 
-def insert_compressed(layer: LayerCall, state_rings: bool, *, indexer: bool = False) -> None:
+def insert_compressed(
+    layer: LayerCall, state_rings: bool, save_first: bool = False, *, indexer: bool = False
+) -> None:
     """Insert the compressed rows (or the ``indexer``'s keys) that the step completes, and save
     their compressor's states. With state rings, save only after all states are read."""
     spec, kind, inputs, weights, caches, step = layer
@@ -214,7 +234,7 @@ def insert_compressed(layer: LayerCall, state_rings: bool, *, indexer: bool = Fa
     settings |= {"state_block_size": state_block_size, "block_size": spec.block_size(kind)}
     settings["layout"] = layout
     if not state_rings:
-        save_and_compress(*source, state_slots, *target, **settings)
+        save_and_compress(*source, state_slots, *target, **settings, save_first=save_first)
         return
     compress_and_insert(*source, *target, **settings)
     rows = (kv_score, ape, states, state_slots, step.positions)

@@ -110,12 +110,19 @@ class AttentionLayer(nn.Module):
         *,
         schedule: str = "decode",
         state_rings: bool = True,
+        save_first: bool = False,
     ) -> Tensor | QuantizedGroups:
         """Run ``attention_layer``; tensor arguments are the fields of ``LayerInputs``."""
         inputs = LayerInputs(q, kv, kv_score, indexer_q, indexer_weights, indexer_kv_score)
         tensors = (inputs, self.weights, self.caches)
         return attention_layer(
-            self.spec, self.kind, *tensors, step, schedule=schedule, state_rings=state_rings
+            self.spec,
+            self.kind,
+            *tensors,
+            step,
+            schedule=schedule,
+            state_rings=state_rings,
+            save_first=save_first,
         )
 
     def extra_repr(self) -> str:

@@ -37,7 +37,8 @@ class StateTables:
     too), one of ``c128`` ``c128_state_block_size``. Layers read at most the last two windows of 4
     or the last window of 128, so earlier entries may be stale. The step writes its states to the
     blocks of its positions; -1 discards them. If a step never overwrites states that it also reads,
-    pass ``state_rings=False`` to ``attention_layer``.
+    pass ``state_rings=False`` to ``attention_layer``; if requests share blocks that one of them
+    fills in the step, ``save_first=True`` too.
     """
 
     c4: Tensor

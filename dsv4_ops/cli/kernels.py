@@ -137,7 +137,7 @@ def _step(cache: Tensor, overlap: bool, **settings: Any) -> Call:
     return (*tensors[:4], tensors[-1], *tensors[4:]), settings
 
 
-def _c4_step() -> Call:
+def _c4_step(**order: bool) -> Call:
     """Arguments of ``insert_c4_step``."""
     window, main, keys = (kind(64).allocate(1024, "meta") for kind in _C4_LAYOUTS)
     (q, kv, _, slots, positions, table), _ = _qnorm(window, MainLayout.tag)
@@ -151,7 +151,7 @@ def _c4_step() -> Call:
     tokens = (state_table, slots, slots, positions, req_indices, table)
     del settings["overlap"], settings["layout"]
     sizes = {"softmax_scale": 0.01, "swa_block_size": 64}
-    return (q, kv, kv_score, *queries, indexer_score, *written, *tokens), settings | sizes
+    return (q, kv, kv_score, *queries, indexer_score, *written, *tokens), settings | sizes | order
 
 
 def _save() -> Call:
@@ -340,6 +340,7 @@ def examples() -> dict[str, Call]:
         "save_and_compress, C128": _step(pages_of_2, False, **fp8_of_2),
         "save_and_compress, indexer": _step(indexer, True, **keys),
         "insert_c4_step": _c4_step(),
+        "insert_c4_step, save_first": _c4_step(save_first=True),
         "inverse_rope_group": _output(),
         "inverse_rope_group_quantize": _output(scale_layout="row"),
         "inverse_rope_group_quantize, packed": _output(scale_layout="ue8m0_packed"),

@@ -22,7 +22,8 @@ _insert_c4_step = define_op(
     "Tensor(d!) indexer_states, Tensor(e!) indexer_cache, Tensor state_block_table, "
     "Tensor state_slot_mapping, Tensor slot_mapping, Tensor positions, Tensor req_indices, "
     "Tensor cos_sin_cache, *, float eps, float softmax_scale, int compress_ratio, "
-    "int state_block_size, int swa_block_size, int block_size) -> (Tensor, Tensor, Tensor)",
+    "int state_block_size, int swa_block_size, int block_size, bool save_first=False) -> "
+    "(Tensor, Tensor, Tensor)",
     lowering=KERNEL_ON_CUDA,
     dynamic=(
         *DIMENSIONS,
@@ -66,6 +67,7 @@ def insert_c4_step(
     state_block_size: int,
     swa_block_size: int,
     block_size: int,
+    save_first: bool = False,
 ) -> C4Step:
     """Run all inserts of a C4 layer before it selects rows.
 
@@ -119,18 +121,18 @@ def insert_c4_step(
         state_block_size: Rows per block of both states: 4 for C4. At least 1.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         block_size: Rows per block of ``k_cache`` and ``indexer_cache``: 64 for C4. At least 1.
+        save_first: As for ``save_and_compress``, for both compressors.
 
     Returns:
         ``C4Step(q, indexer_q, indexer_weights)``, dense: the result of ``qnorm_rope_kv_insert``,
         bfloat16, and those of ``indexer_quantize_q``, float8_e4m3fn and float32.
 
-    Mutates: ``swa_cache`` like ``qnorm_rope_kv_insert``, ``states`` and ``k_cache`` like
-        Mutates: ``swa_cache`` like ``qnorm_rope_kv_insert``; ``states`` and ``k_cache``, and
-            ``indexer_states`` and ``indexer_cache``, like ``save_and_compress``; no other value.
-            The five must be different tensors without common memory, because one launch writes them
-            all. As for ``save_and_compress``, a ring of states may be too short for a step: then
-            call ``compress_and_insert`` and afterwards ``save_compressor_states`` for each
-            compressor instead.
+    Mutates: ``swa_cache`` like ``qnorm_rope_kv_insert``; ``states`` and ``k_cache``, and
+        ``indexer_states`` and ``indexer_cache``, like ``save_and_compress``; no other value. The
+        bytes that the five write must be apart, because one launch writes them all. As for
+        ``save_and_compress``, a ring of states may be too short for a step: then call
+        ``compress_and_insert`` and afterwards ``save_compressor_states`` for each compressor
+        instead.
 
     Raises:
         ValueError: shapes that disagree, a cache or states that are not of their layout, more slots
@@ -139,10 +141,10 @@ def insert_c4_step(
         TypeError: a dtype other than the ones above.
 
     Compile: in place, never a copy of states or caches; on CUDA one Triton kernel of ours in the
-        graph and in AOTInductor packages for ratios up to 4, else those of the four ops; on CPU the
-        code of the four ops; dynamic in num_tokens, num_heads, num_reqs, num_slots,
-        max_state_blocks, num_positions and the blocks of all five; CUDA graphs and export: yes.
-        Bits and roundings are those of the four ops.
+        graph and in AOTInductor packages for ratios up to 4, with ``save_first`` after two that
+        save states, else those of the four ops; on CPU the code of the four ops; dynamic in
+        num_tokens, num_heads, num_reqs, num_slots, max_state_blocks, num_positions and the blocks
+        of all five; CUDA graphs and export: yes. Bits and roundings are those of the four ops.
 
     Source: the four ops; vLLM 0.33 runs them as separate kernels.
 
@@ -194,6 +196,7 @@ def insert_c4_step(
     check_states(checks, indexer_kv_score, indexer_ape, indexer_states, sizes, "indexer_")
     indexer.check_unquantized(checks, indexer_q, indexer_weights, "num_index_heads", "indexer_")
     softmax_scale = indexer.checked_scale(checks, indexer_q, softmax_scale)
+    checks.flag("save_first", save_first)
     if swa_cache is k_cache:  # only these two of the five can have the same shape
         raise checks.error(
             "k_cache",
@@ -208,5 +211,6 @@ def insert_c4_step(
     slots = (state_block_table, state_slot_mapping, slot_mapping)
     tensors = (*projected, *window, *compressor, *of_indexer, *slots)
     settings = {"eps": eps, "softmax_scale": softmax_scale, **windows, **blocks}
+    settings["save_first"] = save_first
     tokens = (positions, req_indices, cos_sin_cache)
     return C4Step(*_insert_c4_step(*tensors, *tokens, **settings))

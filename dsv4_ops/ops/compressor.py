@@ -322,7 +322,7 @@ _save_and_compress = define_op(
     "state_block_table, Tensor state_slot_mapping, Tensor positions, Tensor "
     "req_indices, Tensor norm_weight, Tensor cos_sin_cache, Tensor(b!) k_cache, "
     "Tensor slot_mapping, *, int compress_ratio, bool overlap, float eps, int "
-    "state_block_size, int block_size, str layout) -> ()",
+    "state_block_size, int block_size, str layout, bool save_first=False) -> ()",
     lowering=KERNEL_ON_CUDA,
     dynamic=DIMENSIONS,
     source="save_compressor_states and compress_and_insert with a launch less",
@@ -348,11 +348,12 @@ def save_and_compress(
     state_block_size: int,
     block_size: int,
     layout: str = MainLayout.tag,
+    save_first: bool = False,
 ) -> None:
     """Run ``save_compressor_states`` and ``compress_and_insert`` at once.
 
     This takes one kernel fewer than the two ops, and reads their common inputs from memory once if
-    they fit into the GPU's cache.
+    they fit into the GPU's cache. With ``save_first`` it is the two ops, in this order.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -381,25 +382,29 @@ def save_and_compress(
         state_block_size: Rows per block of the states: 4 for C4, 8 for C128. At least 1.
         block_size: Rows per block of ``k_cache``: 64 for C4, 2 for C128. At least 1.
         layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
+        save_first: Whether all states are saved before any window is read, so that a request sees
+            states that another request of the call saves to a block that both share, as in a prefix
+            cache. Without such blocks the result is the same, bit for bit.
 
     Returns:
         Nothing.
 
     Mutates: ``states`` like ``save_compressor_states``, and ``k_cache`` like
-        ``compress_and_insert``, both at once. A ring of states may be too short for a step and the
-        window before it: a window then reads an earlier step's state from a slot that this step
-        writes, and gets either value. In this case call ``compress_and_insert`` first, then
-        ``save_compressor_states``.
+        ``compress_and_insert``. Without ``save_first``, both at once: a window that reads a slot
+        that this call writes gets either value. A ring of states may be too short for a step and
+        the window before it, so that a window needs an earlier step's state from such a slot. In
+        this case call ``compress_and_insert`` first, then ``save_compressor_states``.
 
     Raises:
         ValueError: as ``compress_and_insert``, or a state_slot_mapping of another shape.
         TypeError: a dtype other than the ones above.
 
     Compile: in place, never a copy of states or cache; on CUDA our Triton kernels in the graph and
-        in AOTInductor packages, one for windows of up to 32 rows and two for longer ones; on CPU
-        the code of both ops; dynamic in num_tokens, num_reqs, max_state_blocks, num_state_blocks,
-        num_blocks and num_positions; CUDA graphs and export: yes. Implementations agree bit for bit
-        in the states, and within float32 rounding in the rows.
+        in AOTInductor packages, one for windows of up to 32 rows and two for longer ones, and one
+        more with ``save_first``; on CPU the code of both ops; dynamic in num_tokens, num_reqs,
+        max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA graphs and export:
+        yes. Implementations agree bit for bit in the states, and within float32 rounding in the
+        rows.
 
     Source: both ops; vLLM 0.33 runs them as separate kernels.
 
@@ -429,4 +434,5 @@ def save_and_compress(
     settings |= {"state_block_size": state_block_size, "block_size": block_size, "layout": layout}
     checks = check_compress("save_and_compress", *source, *rest, **settings)
     checks.tensor("state_slot_mapping", state_slot_mapping, torch.int64, "num_tokens")
-    _save_and_compress(*source, state_slot_mapping, *rest, **settings)
+    checks.flag("save_first", save_first)
+    _save_and_compress(*source, state_slot_mapping, *rest, **settings, save_first=save_first)

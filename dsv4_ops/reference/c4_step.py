@@ -43,6 +43,7 @@ def insert_c4_step(
     state_block_size: int,
     swa_block_size: int,
     block_size: int,
+    save_first: bool = False,
 ) -> C4Step:
     window = (q, kv, swa_cache, swa_slot_mapping, positions, cos_sin_cache)
     q_out = qnorm_rope_kv_insert(*window, eps=eps, block_size=swa_block_size, layout=MainLayout.tag)
@@ -52,6 +53,7 @@ def insert_c4_step(
     tokens = (state_block_table, state_slot_mapping, positions, req_indices)
     settings: dict[str, Any] = {"compress_ratio": compress_ratio, "overlap": True, "eps": eps}
     settings |= {"state_block_size": state_block_size, "block_size": block_size}
+    settings["save_first"] = save_first
     for source, weight, cache, layout in (main, indexer):
         target = (weight, cos_sin_cache, cache, slot_mapping)
         save_and_compress(*source, *tokens, *target, **settings, layout=layout)

@@ -182,12 +182,20 @@ def save_and_compress(
     state_block_size: int,
     block_size: int,
     layout: str,
+    save_first: bool = False,
 ) -> None:
     source = (kv_score, ape, states)
     windows = (positions, req_indices, norm_weight, cos_sin_cache, k_cache, slot_mapping)
     settings: dict[str, Any] = {"overlap": overlap, "eps": eps, "layout": layout}
     settings |= {"state_block_size": state_block_size, "block_size": block_size}
     ratio = compress_ratio
+
+    def save() -> None:
+        saved = (*source, state_slot_mapping, positions)
+        save_compressor_states(*saved, compress_ratio=ratio, block_size=state_block_size)
+
+    if save_first:
+        save()
     compress_and_insert(*source, state_block_table, *windows, compress_ratio=ratio, **settings)
-    saved = (*source, state_slot_mapping, positions)
-    save_compressor_states(*saved, compress_ratio=ratio, block_size=state_block_size)
+    if not save_first:
+        save()

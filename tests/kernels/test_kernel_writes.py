@@ -147,6 +147,8 @@ def test_torch_takes_no_other_argument_for_written_to(example):
     saved = {"states"} if example.startswith("save_and_compress") else set()
     wanted = [WRITTEN[launch.kernel.__name__] for launch in launches]
     wanted = [written | saved for written in wanted]
+    if example == "insert_c4_step, save_first":
+        wanted[-1] = wanted[-1] - {"states", "indexer_states"}  # the launches before it save them
     if example == "experts, codes":
         names = [launch.kernel.__name__ for launch in launches]
         for product in ("gate_up_kernel", "down_kernel"):

@@ -50,6 +50,7 @@ def by_four_ops(*tensors: Tensor, **chosen: Any) -> tuple[Tensor, ...]:
             layout=layout,
             **{name: chosen[name] for name in ("eps", "compress_ratio", "state_block_size")},
             block_size=chosen["block_size"],
+            save_first=chosen.get("save_first", False),
         )
     query = ops.indexer_quantize_q(
         of["indexer_q"],

@@ -38,6 +38,7 @@ def insert_c4_step(
     state_block_size: int,
     swa_block_size: int,
     block_size: int,
+    save_first: bool = False,
 ) -> Left:
     slots, positions = bits["swa_slot_mapping"], bits["positions"]
     window = oracles_rope.inserted(
@@ -60,10 +61,13 @@ def insert_c4_step(
             compress_ratio=compress_ratio,
             block_size=state_block_size,
         )
+        read = numbers[f"{prefix}states"]
+        if save_first:
+            read = [list(map(oracles_compressor.value_of, page)) for page in states[prefix]]
         rows[prefix] = oracles_compressor.compressed_rows(
             numbers[f"{prefix}kv_score"],
             numbers[f"{prefix}ape"],
-            numbers[f"{prefix}states"],
+            read,
             bits["state_block_table"],
             positions,
             bits["req_indices"],

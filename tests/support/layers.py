@@ -59,7 +59,7 @@ def sizes_of(spec: LayerSpec, kind: str) -> Sizes:
 class SmallLayer(nn.Module):
     """Projections, the attention layer between them, and the output projection."""
 
-    schedule, state_rings, plan_heads, ranks = "decode", False, 0, 1
+    schedule, state_rings, save_first, plan_heads, ranks = "decode", False, False, 0, 1
 
     def __init__(self, kind: str, spec: LayerSpec, device: str = "cpu") -> None:
         super().__init__()
@@ -112,14 +112,14 @@ class SmallLayer(nn.Module):
         weights, caches = self.attention.weights, self.attention.caches
         given, step = LayerInputs(**inputs), self.step(*batch)
         held, chosen = (weights, caches), {"schedule": self.schedule}
-        chosen |= {"state_rings": self.state_rings}
+        chosen |= {"state_rings": self.state_rings, "save_first": self.save_first}
         return attention_layer(self.spec, self.kind, given, *held, step, **chosen)
 
     def on_caches(self, x: Tensor, batch: tuple[Tensor, ...], caches: tuple[Tensor, ...]) -> Tensor:
         """``forward`` with caches that are arguments."""
         weights, given = self.attention.weights, LayerInputs(**self.project(x))
         step, held = self.step(*batch), LayerCaches(*caches)
-        rings = {"state_rings": self.state_rings}
+        rings = {"state_rings": self.state_rings, "save_first": self.save_first}
         grouped = attention_layer(self.spec, self.kind, given, weights, held, step, **rings)
         return grouped.flatten(1) @ self.out_proj.mT
 

@@ -15,6 +15,7 @@ from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.c4_step.fused_kernel import insert_c4_step_kernel
 from dsv4_ops.kernels.compressor import launch as compressor
 from dsv4_ops.kernels.compressor.launch import save_and_compress
+from dsv4_ops.kernels.compressor.save_states import save_compressor_states
 from dsv4_ops.kernels.indexer import logits
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.rope import qnorm_rope_insert
@@ -53,7 +54,8 @@ def _compressor(
     ratio, head_dim = call.compress_ratio, layout.head_dim
     window = (call.state_block_size, ratio, width, 2 * ratio, head_dim)
     threads, _ = compressor.thread_layout(window, head_dim, WARPS, compressor.DEPTH)
-    save = compressor.state_tile(True, width, WARPS, compressor.SHORT_SAVE_VALUES)
+    saves = not call.save_first
+    save = compressor.state_tile(saves, width, WARPS, compressor.SHORT_SAVE_VALUES)
     constants = {
         "WINDOW": window,
         "FINISH": (head_dim, int(call.cos_sin_cache.shape[1]), float(call.eps)),
@@ -75,7 +77,10 @@ def _states(block_size: int, layout: QuantizedLayout) -> StateLayout:
     return StateLayout(block_size, 4 * layout.head_dim)
 
 
-class Call(namedtuple("Call", signature(reference.insert_c4_step).parameters)):
+_NAMES = tuple(signature(reference.insert_c4_step).parameters)
+
+
+class Call(namedtuple("Call", _NAMES, defaults=(False,))):
     """The arguments of the op, as its reference names them."""
 
     __slots__ = ()
@@ -120,6 +125,11 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
     scaled = call.indexer_q.new_empty((num_tokens, num_indexer_heads), dtype=torch.float32)
     table = call.cos_sin_cache.contiguous()
     programs = main.programs + indexer.programs + row_programs + num_tokens * tiles
+    if call.save_first:
+        for kv_score, ape, _, states, _ in (call.main, call.indexer):
+            saved = (kv_score, ape, states, call.state_slot_mapping, call.positions)
+            sizes = {"compress_ratio": call.compress_ratio, "block_size": call.state_block_size}
+            save_compressor_states(launch, *saved, **sizes)
     launch(insert_c4_step_kernel)[programs,](
         *strided(call.q), q_out, num_heads, *strided(call.kv),
         *paged(call.swa_cache), *strided(call.swa_slot_mapping), num_slots,
@@ -156,6 +166,7 @@ def _one_by_one(launch: Launcher, call: Call) -> tuple[Tensor, Tensor, Tensor]:
             cache, call.slot_mapping,
             compress_ratio=call.compress_ratio, overlap=True, eps=call.eps,
             state_block_size=call.state_block_size, block_size=call.block_size, layout=layout.tag,
+            save_first=call.save_first,
         )  # fmt: skip
     queries = (call.indexer_q, call.indexer_weights, *rotation)
     codes, scaled = logits.indexer_quantize_q(launch, *queries, softmax_scale=call.softmax_scale)

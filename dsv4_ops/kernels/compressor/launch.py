@@ -69,7 +69,10 @@ FEW_TOKENS = 2176
 token may complete a window, in a prefill only one in ``compress_ratio``."""
 
 
-class Call(namedtuple("Call", signature(reference.save_and_compress).parameters)):
+_NAMES = tuple(signature(reference.save_and_compress).parameters)
+
+
+class Call(namedtuple("Call", _NAMES, defaults=(False,))):
     """The arguments of ``save_and_compress``, as its reference names them."""
 
     __slots__ = ()
@@ -103,10 +106,12 @@ def _launch(launch: Launcher, op: str, call: Call) -> None:
         return
     ratio, state_slots = call.compress_ratio, call.state_slot_mapping
     saves, state_inputs = state_slots is not None, (call.kv_score, call.ape, call.states)
-    if num_reqs == 0 or k_cache.shape[0] == 0:  # no window is stored
-        if saves:
-            settings = {"compress_ratio": ratio, "block_size": state_block_size}
-            save_compressor_states(launch, *state_inputs, state_slots, call.positions, **settings)
+    no_window = num_reqs == 0 or k_cache.shape[0] == 0
+    if saves and (call.save_first or no_window):
+        settings = {"compress_ratio": ratio, "block_size": state_block_size}
+        save_compressor_states(launch, *state_inputs, state_slots, call.positions, **settings)
+        saves = False
+    if no_window:
         return
     state_tensors, table = state_arguments(*state_inputs), call.state_block_table
     rows = (*state_tensors, *strided(table), num_reqs, table.shape[1])

@@ -37,6 +37,7 @@ def parts(case: Case) -> dict[str, Case]:
     tensors, settings = dict(zip(NAMES, case.tensors, strict=True)), case.settings
     shared = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
     shared |= {"overlap": True, "block_size": settings["block_size"]}
+    shared["save_first"] = settings.get("save_first", False)
     window = {"eps": settings["eps"], "block_size": settings["swa_block_size"], "layout": MAIN}
     scale = {"softmax_scale": settings["softmax_scale"]}
     of_indexer = [_OF_INDEXER.get(name, name) for name in _COMPRESSOR]
@@ -180,9 +181,10 @@ _OF_TOKENS = (
 )
 
 
-def _worked(name: str, expected: Any = None, **changed: Tensor) -> Case:
+def _worked(name: str, expected: Any = None, **changed: Any) -> Case:
+    settings = {**_SMALL, "save_first": changed.pop("save_first", False)}
     tensors = {**_tensors(), **changed}
-    return Case(name, tuple(tensors[each] for each in NAMES), _SMALL, expected)
+    return Case(name, tuple(tensors[each] for each in NAMES), settings, expected)
 
 
 def _cases() -> list[Case]:
@@ -208,6 +210,12 @@ def _cases() -> list[Case]:
         name: torch.tensor([_state_page(dim, *page) for page in old])
         for name, dim in (("states", 512), ("indexer_states", 128))
     }
+    shared: dict[str, Any] = {"save_first": True, "req_indices": i32([0, 0, 0, 1])}
+    shared |= {"state_block_table": i32([[0, 1]] * 2), "slot_mapping": i64([-1, -1, -1, 0])}
+    shared["state_slot_mapping"] = i64([0, 1, 2, 3])
+    for name, width in (("kv_score", 1024), ("indexer_kv_score", 256)):
+        shared[name] = tensors[name].clone()
+        shared[name][3, :width] = 1.0  # with 1, 3 and -6 of the other request below 0
     return [
         _worked("two windows", whole),
         _worked("no slot for a row", unchanged, slot_mapping=i64([-1, 2, 0, -2])),
@@ -228,6 +236,11 @@ def _cases() -> list[Case]:
             ),
             **last,
         ),
+        _worked(
+            "states of another request's tokens, which this call saves",
+            (*queries, window, *_left([[1.0, 3.0], [-6.0, 1.0]], -1)),
+            **shared,
+        ),
         _worked("no token", ([], [], [], *nothing), **no_token),
         _worked("no page", (*queries, *[[]] * 5), **no_page),
         _worked("no head of the indexer", (normed, [[]] * 4, [[]] * 4, *whole[3:]), **no_head),
@@ -239,6 +252,7 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     """A sampled step of the compressor, and around it queries, window and indexer."""
     of_step = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
     of_step |= {"overlap": True, "block_size": settings["block_size"], "layout": MAIN}
+    of_step["save_first"] = settings.get("save_first", False)
     step = compressor.save_and_compress.make(draw, of_step, min_size)
     tensors: dict[str, Any] = dict(zip(_COMPRESSOR, step.tensors, strict=True))
     num_tokens = tensors["positions"].shape[0]
@@ -305,6 +319,7 @@ insert_c4_step = OpTesting(
         _settings(1e-6, 4, 4, 256, 64),
         _settings(0.25, 4, 5, 2, 3),
         _settings(1e-6, 2, 1, 3, 64),
+        {**_settings(1e-6, 4, 4, 64, 64), "save_first": True},
     ),
     make=_call,
     precise=_precise,

@@ -251,7 +251,7 @@ def worked(name: str, expected: Any = None, **changed: Any) -> Case:
         "k_cache": torch.full((1, 2, 2), 7.0),
         "slot_mapping": i64([-1, 0, -1, 1]),
     }
-    settings = {key: changed.pop(key) for key in [*changed] if key in _SMALL}
+    settings = {key: changed.pop(key) for key in [*changed] if key in (*_SMALL, "save_first")}
     tensors.update(changed)
     return Case(name, tuple(tensors.values()), {**_SMALL, **settings}, expected)
 
@@ -395,7 +395,23 @@ def _windows_of(case: Case) -> Case:
 def precise_step(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
     """Compute the float64 values of the results of ``decode_step_outcome``; states are exact."""
     windows = _windows_of(Case("precise", tensors, settings))
+    if settings.get("save_first"):
+        windows = _with_states_saved(windows, tensors[_SLOTS])
     return None, *precise(*windows.tensors, **settings)
+
+
+def _with_states_saved(windows: Case, slots: Any) -> Case:
+    """Return the call with the states of its own tokens."""
+    call, size = Windows._make(windows.tensors), windows.settings["state_block_size"]
+    states, (ratio, width) = call.states.clone(), call.ape.shape
+    rows = StateLayout(size, 2 * width).rows(states)
+    tokens = zip(call.kv_score, slots.tolist(), call.positions.tolist(), strict=True)
+    for kv_score, slot, position in tokens:
+        if position >= 0 and 0 <= slot < states.shape[0] * size:
+            row = rows[slot // size, slot % size]
+            row.copy_(kv_score)
+            row[width:] += call.ape[position % ratio]
+    return Case(windows.name, tuple(call._replace(states=states)), windows.settings)
 
 
 def decode_step_outcome(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -423,7 +439,10 @@ def read_slots(case: Case) -> set[int]:
 
 
 def determined(case: Case) -> bool:
-    """Whether no token overwrites a state that a window of the same call reads."""
+    """Whether no token overwrites a state that a window of the same call reads, or all states are
+    saved first."""
+    if case.settings.get("save_first"):
+        return True
     slots: Any = case.tensors[_SLOTS]
     return not read_slots(_windows_of(case)) & {int(slot) for slot in slots}
 
@@ -458,6 +477,10 @@ def _compressor_step_cases() -> list[Case]:
     old = StateLayout(2, 2).allocate(2)
     StateLayout(2, 2).rows(old)[1, 0] = torch.tensor([-9.0, 0.5])
     last = _last_token(3.0, 0.0)
+    shared = {"kv_score": torch.tensor([[3.0, 0.0], [1.0, 0.0]]), "states": old.flip(0)}
+    shared |= {"positions": i64([0, 1]), "req_indices": i32([0, 1]), "slot_mapping": i64([-1, 0])}
+    shared["state_block_table"] = i32([[0], [0]])
+    both = [_compressor_step_page([3.0, 0.5], [1.0, 0.5]), zero]
     none = {name: tensor[:0] for name, tensor in last.items()}
     saved = [_compressor_step_page([-6.0, 0.5], [1.0, 0.5]), _compressor_step_page([0.0, 0.5])]
     return [
@@ -480,6 +503,13 @@ def _compressor_step_cases() -> list[Case]:
             states=old,
             **last,
         ),
+        _worked(
+            "the state of another request's token, which this call saves",
+            [0, 1],
+            (both, [[[0.5], [7.0]]]),
+            **shared,
+            save_first=True,
+        ),
         _worked("no token", [], ([zero, zero], unchanged), **none),
         _worked("no page", [1, -1, 2, 0], (saved, []), k_cache=torch.zeros(0, 2, 1)),
         _worked("no page of states", [1, -1, 2, 0], ([], rows), states=old[:0]),
@@ -489,13 +519,13 @@ def _compressor_step_cases() -> list[Case]:
 
 
 def _compressor_step_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    """A sampled step that does not save states where its windows read."""
+    """A sampled step that does not save states where its windows read, unless it saves first."""
     windows = compress_and_insert.make(draw, settings, min_size)
     call = Windows._make(windows.tensors)
     num_tokens = call.positions.shape[0]
     num_slots = call.states.shape[0] * settings["state_block_size"]
     read = read_slots(windows)
-    free = sorted(set(range(num_slots)) - read)
+    free = sorted(set(range(num_slots)) - (set() if settings.get("save_first") else read))
     if draw.flag():  # next to the slots that windows read
         free = sorted(free, key=lambda slot: _distance(slot, read))[: num_tokens + 2]
     places = slots(draw, num_tokens=num_tokens, num_slots=len(free))
@@ -512,7 +542,11 @@ def _distance(slot: int, read: set[int]) -> int:
 
 save_and_compress = OpTesting(
     cases=_compressor_step_cases,
-    settings=compress_and_insert.settings,
+    settings=(
+        *compress_and_insert.settings,
+        {**_settings(4, True, "v4_indexer_fp8", 4, 64), "save_first": True},
+        {**_settings(128, False, "plain", 8, 40), "save_first": True},
+    ),
     make=_compressor_step_call,
     precise=precise_step,
     decode=decode_step_outcome,

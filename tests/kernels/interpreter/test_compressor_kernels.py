@@ -36,3 +36,19 @@ def test_few_tokens_have_a_program_for_two_of_them(num_tokens: int, expected: in
     from dsv4_ops.kernels.compressor import launch as kernels
 
     assert kernels._long_programs(num_tokens) == expected
+
+
+def test_states_that_are_saved_first_have_launches_before_the_fused_one() -> None:
+    from dsv4_ops.cli import kernels
+
+    names = {}
+    for save_first in (False, True):
+        tensors, settings = kernels.examples()["insert_c4_step"]
+        launches = kernels.recorded(
+            "insert_c4_step", tensors, {**settings, "save_first": save_first}
+        )
+        names[save_first] = [launch.kernel.__name__ for launch in launches]
+        saved = [launches[-1].kwargs[name][0] for name in ("SAVE", "INDEXER_SAVE")]
+        assert [tokens > 0 for tokens in saved] == [not save_first] * 2
+    assert names[False] == ["insert_c4_step_kernel"]
+    assert names[True] == ["save_compressor_states_kernel"] * 2 + names[False]

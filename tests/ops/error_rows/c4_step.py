@@ -7,7 +7,7 @@ from tests.helpers import i32, i64
 from tests.ops.error_rows.cache import cache_rows
 from tests.ops.error_rows.compressor import states_rows
 from tests.ops.error_rows.valid import COUNTS, MAIN, ORDER, OWN, Valid, cache
-from tests.ops.error_rows.wording import Entry, exactly, float_rows, slots_for_tokens
+from tests.ops.error_rows.wording import Entry, exactly, flag_rows, float_rows, slots_for_tokens
 
 BFLOAT16 = torch.bfloat16
 
@@ -71,6 +71,7 @@ TABLE: dict[str, list[Entry]] = {
         *states_rows(4, 512, "state_block_size", "indexer_"),
         *float_rows("eps", 0),
         *float_rows("softmax_scale", 0, optional=True),
+        *flag_rows("save_first"),
         slots_for_tokens("swa_slot_mapping", i64([-1] * 6)),
         exactly("ape", "[4, 1024]", torch.ones(128, 1024), 0),
         exactly("indexer_ape", "[4, 256]", torch.ones(128, 256), 0),

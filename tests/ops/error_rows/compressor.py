@@ -137,6 +137,7 @@ TABLE: dict[str, list[Entry]] = {
             *float_rows("eps", 0),
             *flag_rows("overlap"),
             *compress_rows(),
+            *(flag_rows("save_first") if op in STEP else ()),
         ]
         for op in (*COMPRESS, *STEP)
     },

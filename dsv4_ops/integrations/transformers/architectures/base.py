@@ -116,6 +116,7 @@ class LayerContext:
     rope: Tensor
     schedule: str
     state_rings: bool
+    save_first: bool = False
 
 
 WITHOUT_MASKS = dict.fromkeys(("position_embeddings", "position_ids", "attention_mask"))
@@ -130,7 +131,7 @@ class StepRun:
         step: Result of ``ModelSpec.build_step``.
         cache: The caches.
         schedule: "decode" or "prefill".
-        state_rings: As for ``attention_layer``.
+        state_rings, save_first: As for ``attention_layer``.
         run: The ``Runner`` of the parts.
         output_tokens: Tokens whose final states are returned, int [n]; None for all.
     """
@@ -141,10 +142,12 @@ class StepRun:
     state_rings: bool
     run: Runner = run_part
     output_tokens: Tensor | None = None
+    save_first: bool = False
 
     def context(self, caches: Any, rope: Tensor) -> LayerContext:
         """Return the same context with the caches of one layer."""
-        return LayerContext(self.step, caches, rope, self.schedule, self.state_rings)
+        order = (self.state_rings, self.save_first)
+        return LayerContext(self.step, caches, rope, self.schedule, *order)
 
 
 class Execution(NamedTuple):

@@ -52,6 +52,7 @@ def attention(
         context.step,
         schedule=context.schedule,
         state_rings=context.state_rings,
+        save_first=context.save_first,
     )
     grouped = grouped.to(hidden.dtype) if isinstance(grouped, Tensor) else grouped
     out: Tensor = module.o_b_proj(module.o_a_proj(grouped).flatten(1).to(hidden.dtype))
