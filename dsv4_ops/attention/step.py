@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 import torch
@@ -24,6 +24,7 @@ from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.types import ABSENT, TokenMap
 from dsv4_ops.ops.context_parallel import cp_seq_lens, cp_slot_mapping
 from dsv4_ops.ops.indexer import paged_mqa_logits_metadata
+from dsv4_ops.ops.indices import swa_indices_and_lens
 from dsv4_ops.ops.sparse_mla import flash_mla_metadata, sparse_mla_plan
 
 
@@ -123,6 +124,66 @@ class AttentionStep:
     flash_mla_plan: Tensor | None = None
     share: RankShare | None = None
 
+    def with_window(
+        self, spec: LayerSpec, block_table: Tensor, slot_mapping: Tensor
+    ) -> AttentionStep:
+        """Return the step for layers whose window caches are in another group of blocks.
+
+        Only the slots of the windows are computed; all other metadata is shared.
+
+        Args:
+            spec: The spec of ``build_attention_step``.
+            block_table: Block table of the group, [num_reqs, max_blocks], int32.
+            slot_mapping: Slot of every token in the group's caches, [num_tokens], int64, as for
+                ``build_attention_step``; a token of the step without a slot attends and writes no
+                window key.
+
+        Raises:
+            ValueError, TypeError: a shape or dtype is not that of the step.
+
+        Example:
+            >>> import torch
+            >>> from dsv4_ops.attention import LayerSpec, StateTables, build_attention_step
+            >>> from dsv4_ops.attention.metadata import BlockTables
+            >>> spec, table = LayerSpec.deepseek_v4_flash(), torch.tensor([[0, 1]]).int()
+            >>> step = build_attention_step(
+            ...     spec,
+            ...     torch.tensor([0, 2], dtype=torch.int32),
+            ...     torch.tensor([66], dtype=torch.int32),
+            ...     torch.tensor([64, 65]),
+            ...     BlockTables(swa=table, c4=table, c128=table),
+            ...     StateTables(c4=table, c128=table),
+            ... )
+            >>> table, slots = torch.tensor([[7, 3]]).int(), torch.tensor([192, 193])
+            >>> other = step.with_window(spec, table, slots)
+            >>> other.swa_indices[1, 62:67].tolist(), other.c4 is step.c4
+            ([510, 511, 192, 193, -1], True)
+        """
+        checks = Checks("with_window")
+        checks.tensor("step.positions", self.positions, torch.int64, "num_tokens")
+        rows = (torch.int32, "num_reqs", "max_blocks")
+        checks.tensor("step.c4.block_table", self.c4.block_table, *rows)
+        checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
+        checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_swa_blocks")
+        window = swa_indices_and_lens(
+            self.positions,
+            self.req_indices,
+            block_table,
+            block_size=spec.attention.swa_block_size,
+            window_size=spec.attention.window_size,
+        )
+        share = self.share
+        if share is not None:
+            windows = {"swa_indices": window.indices, "swa_lens": self.swa_lens}
+            share = _share(cast(ContextParallel, spec.ranks), windows, share.cp_rank)
+        return replace(
+            self,
+            slot_mapping=torch.where(self.positions >= 0, slot_mapping, ABSENT),
+            swa_indices=window.indices,
+            swa_block_table=block_table,
+            share=share,
+        )
+
 
 pytrees.register(StateTables, CompressedStep, RankShare, AttentionStep)
 
@@ -152,7 +213,9 @@ def build_attention_step(
             that write nothing. Slots must be distinct, and must not overwrite keys that are still
             in the window of a token of the step: all keys are written before any window is read.
         block_tables: Block tables of the window and compressed caches. For a layer kind that the
-            model lacks, pass any table, [num_reqs, 0] included.
+            model lacks, pass any table, [num_reqs, 0] included. If layers have window caches in
+            several groups of blocks, pass one group's here and make the steps of the other layers
+            with ``AttentionStep.with_window``.
         state_tables: Block tables of the compressor states.
         is_valid_token: False for tokens to treat as padding, [num_tokens], bool, for example those
             of a captured step of fixed size; they write nothing, whatever their slot. If None,

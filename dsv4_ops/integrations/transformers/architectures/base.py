@@ -134,6 +134,8 @@ class StepRun:
         state_rings, save_first: As for ``attention_layer``.
         run: The ``Runner`` of the parts.
         output_tokens: Tokens whose final states are returned, int [n]; None for all.
+        layer_steps: The step of each layer, if their window caches are in several groups of blocks
+            (``AttentionStep.with_window``). Empty if all layers have ``step``.
     """
 
     step: Any
@@ -143,11 +145,13 @@ class StepRun:
     run: Runner = run_part
     output_tokens: Tensor | None = None
     save_first: bool = False
+    layer_steps: tuple[Any, ...] = ()
 
-    def context(self, caches: Any, rope: Tensor) -> LayerContext:
-        """Return the same context with the caches of one layer."""
+    def context(self, layer: int, caches: Any, rope: Tensor) -> LayerContext:
+        """Return the context of one layer, with its caches."""
+        step = self.layer_steps[layer] if self.layer_steps else self.step
         order = (self.state_rings, self.save_first)
-        return LayerContext(self.step, caches, rope, self.schedule, *order)
+        return LayerContext(step, caches, rope, self.schedule, *order)
 
 
 class Execution(NamedTuple):

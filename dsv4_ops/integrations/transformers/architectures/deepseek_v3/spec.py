@@ -245,12 +245,12 @@ class MlaModelSpec(ModelSpec):
         self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
     ) -> Tensor:
         cache = step_run.cache
-        for layer, caches in zip(body.layers, cache.layers, strict=True):
+        for number, (layer, caches) in enumerate(zip(body.layers, cache.layers, strict=True)):
             hidden = step_run.run(
                 str(class_of(layer.mlp)),
                 layer,
                 hidden,
-                dsv4_ops=step_run.context(caches, cache.rope.table),
+                dsv4_ops=step_run.context(number, caches, cache.rope.table),
                 **WITHOUT_MASKS,
             )
         return step_run.run("norm", _normed, body, hidden, step_run.output_tokens)

@@ -272,13 +272,14 @@ class DeepseekV4Spec(RingSpec):
         cache = step_run.cache
         if can_carry(self.recipe, body.layers, streams, step_run):
             streams = Carried.of(streams)
-        for kind, layer, caches in zip(self.kinds, body.layers, cache.layers, strict=True):
+        layers = zip(self.kinds, body.layers, cache.layers, strict=True)
+        for number, (kind, layer, caches) in enumerate(layers):
             streams = step_run.run(
                 f"{kind}_{class_of(layer.mlp.gate)}",
                 layer,
                 streams,
                 input_ids=ids,
-                dsv4_ops=step_run.context(caches, cache.rope.of(kind)),
+                dsv4_ops=step_run.context(number, caches, cache.rope.of(kind)),
                 **WITHOUT_MASKS,
             )
         return streams

@@ -1,0 +1,120 @@
+"""Window caches in several groups of blocks: a step for each, of one build."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dsv4_ops.attention import ContextParallel, LayerSpec, StateTables, build_attention_step
+from dsv4_ops.attention.metadata import BlockTables
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.architectures.base import StepRun
+from dsv4_ops.integrations.transformers.steps import step as steps
+from tests.attention.test_layers import layer_of
+from tests.helpers import Called, i32, i64
+from tests.support.hf_models import first_step, reference
+from tests.support.layers import SPEC, Engine
+from tests.support.sampled import sampled
+
+
+def batch_of(counts: list[int], padding: int, seed: int) -> tuple[Tensor, ...]:
+    return Engine(layer_of("c4", SPEC)[0], len(counts), seed=seed).batch(counts, padding)
+
+
+def build(
+    spec: LayerSpec, batch: tuple[Tensor, ...], swa: Tensor, slots: Tensor, **more: Any
+) -> Any:
+    starts, lens, _, _, rows, states = batch
+    tables = BlockTables(swa=swa, c4=rows, c128=rows)
+    return build_attention_step(
+        spec, starts, lens, slots, tables, StateTables(c4=states, c128=states), **more
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_window_has_the_bits_of_a_step_of_its_own(ranks: int) -> None:
+    spec, more = SPEC, {}
+    if ranks > 1:
+        spec = replace(SPEC, parallel=ContextParallel(group="none", world_size=ranks))
+        more["cp_rank"] = i32([1])
+
+    @sampled(60)
+    @given(
+        st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 17]), min_size=1, max_size=4).filter(any),
+        st.sampled_from([0, 2]),
+        st.booleans(),
+    )
+    def compare(counts: list[int], padding: int, masked: bool) -> None:
+        first, second = (batch_of(counts, padding, seed) for seed in (1, 2))
+        settings = dict(more)
+        if masked:
+            settings["is_valid_token"] = torch.arange(len(first[2])) % 3 != 1
+        own = build(spec, first, second[3], second[2], **settings)
+        step = build(spec, first, first[3], first[2], **settings)
+        with Called() as called:
+            other = step.with_window(spec, second[3], second[2])
+        assert called.names == ["swa_indices_and_lens"]
+        pairs = zip(pytree.tree_leaves(other), pytree.tree_leaves(own), strict=True)
+        assert all(torch.equal(one, another) for one, another in pairs)
+        assert other.c4 is step.c4
+        assert other.positions is step.positions
+
+    compare()
+
+
+def test_slots_by_hand() -> None:
+    """Blocks of 4; tokens at 6 and 8 of a request, padding between; the window of 8 tokens."""
+    table = i32([[7, 3, 5]])
+    rest = BlockTables(swa=table, c4=table, c128=table), StateTables(c4=table, c128=table)
+    valid = torch.tensor([True, False, True])
+    step = build_attention_step(SPEC, i32([0, 3]), i32([9]), i64([14, 15, 20]), *rest, valid)
+    other = step.with_window(SPEC, i32([[2, 0, 1]]), i64([2, 3, -1]))
+    assert other.slot_mapping.tolist() == [2, -1, -1]
+    assert other.swa_indices.tolist() == [
+        [8, 9, 10, 11, 0, 1, 2, -1],
+        [-1] * 8,
+        [9, 10, 11, 0, 1, 2, 3, 4],
+    ]
+    assert other.swa_lens.tolist() == [7, 0, 8]
+    with pytest.raises(ValueError, match=r"^with_window: slot_mapping must have shape"):
+        step.with_window(SPEC, table, i64([1]))
+    with pytest.raises(ValueError, match=r"^with_window: block_table must have shape"):
+        step.with_window(SPEC, table.repeat(2, 1), i64([1, 2, 3]))
+
+
+@torch.no_grad()
+def test_each_layer_of_a_model_takes_its_own_step() -> None:
+    """Every other layer has its windows in a group whose blocks are in another order."""
+    model = reference()
+    batch, paged = first_step(model)
+    spec, cache, body = model.dsv4_ops_spec, paged.tensors, model.model
+    for layer in cache.layers:
+        layer.swa.normal_(generator=torch.Generator().manual_seed(1))
+    moved = torch.randperm(cache.layers[0].swa.shape[0], generator=torch.Generator().manual_seed(2))
+    layers = [
+        replace(layer, swa=layer.swa.clone()) if number % 2 else layer
+        for number, layer in enumerate(cache.layers)
+    ]
+    others = replace(cache, layers=layers)
+    for number, layer in enumerate(cache.layers):
+        if number % 2:
+            layers[number].swa[moved] = layer.swa
+    batch = v4.StepBatch(batch.tokens, batch.query_start_loc, i32([40, 30]), batch.rows)
+    tokens = steps.tokens_of(batch, cache)[0]
+    step = spec.build_step(tokens, cache, "decode")
+    size = spec.layers.attention.swa_block_size
+    slots = moved[step.slot_mapping // size] * size + step.slot_mapping % size
+    window = step.with_window(spec.layers, moved[step.swa_block_table.long()].int(), slots)
+    chosen = tuple(window if number % 2 else step for number in range(len(layers)))
+    run = StepRun(step, others, "decode", state_rings=False, layer_steps=chosen)
+    found = steps.run_layers(body, spec, batch.tokens, None, run)
+    assert not torch.equal(window.swa_indices, step.swa_indices)
+    alone = StepRun(step, cache, "decode", state_rings=False)
+    assert torch.equal(found, steps.run_layers(body, spec, batch.tokens, None, alone))
+    for number, layer in enumerate(cache.layers):
+        swa = layers[number].swa
+        assert torch.equal(swa[moved] if number % 2 else swa, layer.swa)
