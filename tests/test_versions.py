@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_ops.core import versions
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 NEWEST = {"torch": "2.15", "triton": "3.9", "transformers": "5.24"}
@@ -105,7 +106,7 @@ print("between", file=sys.stderr)
 import dsv4_ops.integrations.transformers
 """
     pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = forked.python("-c", code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     first, _, second = done.stderr.partition("between")
     assert "tested with torch up to 2.15, not with 2.99.0" in first
