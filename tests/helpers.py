@@ -23,6 +23,8 @@ NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
 """Of `make test-all`: more draws, and tests marked nightly."""
 SMOKE = "DSV4_OPS_SMOKE" in os.environ
 """Of `make smoke`: few tests run, so that they show what others show in `make test`."""
+EVERY = NIGHTLY or os.environ.get("DSV4_OPS_SMOKE") == "every"
+"""Of `make lanes` too: every example of a kernel, every type of layer."""
 
 Result = Tensor | Sequence[Tensor]
 

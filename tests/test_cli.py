@@ -267,15 +267,26 @@ def test_doctor_finds_an_overwritten_cache_key_tag():
     assert any("lacks 'dsv4_ops=" in text for text in report["problems"])
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
-@pytest.mark.skipif(not (SMOKE or NIGHTLY), reason="`make smoke` runs it; `make demo` compiles")
+@pytest.mark.nightly("a doctor that takes what a process says: the next test")
 def test_doctor_compiles_a_step_of_each_family(capsys):
     pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
     status, out = run(capsys, "doctor")
     assert status == 0, out
-    for family in ("DeepSeek-V4", "DeepSeek-V3"):
+    for family in doctor.FAMILIES:
         assert re.search(rf"^  {family} +compiles, \d+\.\d s$", out, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.skipif(not SMOKE, reason="`make smoke` runs it; `make demo` compiles")
+def test_doctor_has_no_problem_and_its_steps_compile(capsys):
+    pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+    from dsv4_ops.cli import steps
+
+    status, out = run(capsys, "doctor", "--quick")
+    assert status == 0, out
+    for family in doctor.FAMILIES:
+        assert steps.check(family) > 0
 
 
 def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import SPARSE, small_model
-from tests.helpers import NIGHTLY, SMOKE
+from tests.helpers import EVERY, SMOKE
 from tests.support.hf_models import (
     LENGTH,
     REQUESTS,
@@ -56,27 +56,21 @@ def test_one_graph_of_a_changing_batch():
 
 @pytest.mark.smoke
 @pytest.mark.skipif(not SMOKE, reason="`make smoke` runs it; test_demo.py packages a step")
-def test_inductors_code_of_a_decode_step():
-    """Inductor's code of a whole step, all kinds of layers in it, and Hugging Face's logits."""
-    model, cache, tokens = reference(), new_cache(), text()
-    model(tokens[:, :120], cache=cache)
-    compiled = torch.compile(model, fullgraph=True)
-    out = compiled(tokens[:, 120:121], cache=cache)
-    torch.testing.assert_close(out.logits, expected()[:, 120:121], rtol=0, atol=1e-4)
-
-
-@pytest.mark.smoke
-@pytest.mark.skipif(not (SMOKE or NIGHTLY), reason="`make smoke` runs it")
-def test_hugging_faces_form_is_one_graph():
-    """Lengths live on the device, so that no step differs from the one before."""
-    counter = CompileCounterWithBackend("eager")
-    model, cache, tokens = reference(), new_cache(), text()
+def test_inductors_code_of_hugging_faces_form():
+    """One graph of whole steps, with Hugging Face's logits. Lengths live on the device, so that no
+    step differs from the one before. `make lanes` has layers of all types, `make smoke` one of the
+    type with most ops: steps of both families compile in test_cli.py."""
+    stock = small_model(**({} if EVERY else {"layer_types": [SPARSE], "mlp_layer_types": ["moe"]}))
+    tokens, counter = text()[:, :132], CompileCounterWithBackend("inductor")
+    expected = stock(tokens).logits
+    model = v4.patch(stock, kv="fp32", precision="reference")
+    cache = new_cache(model)
     model(tokens[:, :120], cache=cache)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for place in range(120, 132):  # past the end of a window
-        out = compiled(tokens[:, place : place + 1], cache=cache)
-        want = expected()[:, place : place + 1]
-        torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-4)
+        step = slice(place, place + 1)
+        logits = compiled(tokens[:, step], cache=cache).logits
+        torch.testing.assert_close(logits, expected[:, step], rtol=0, atol=1e-4)
     assert counter.frame_count == 1
     assert cache.seq_lens.tolist() == [132] * REQUESTS
 

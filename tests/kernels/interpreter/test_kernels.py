@@ -1,6 +1,5 @@
 """Kernels without a GPU: their logic in Triton's interpreter, their cubins for sm_90."""
 
-import os
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 import dsv4_ops
 from dsv4_ops.__main__ import main
 from dsv4_ops.core.registry import OPS
-from tests.helpers import NIGHTLY, SMOKE
+from tests.helpers import EVERY, NIGHTLY, SMOKE
 from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
@@ -93,7 +92,6 @@ def test_the_smallest_kernels_equal_their_references_in_the_interpreter():
 
 
 PARTS = 2
-EVERY = NIGHTLY or os.environ.get("DSV4_OPS_SMOKE") == "every"
 FEW = (
     "compress_and_insert",
     "gather_indexer_k",
