@@ -31,7 +31,6 @@ STEPS = (([5, 2, 0, 9], 3), ([1, 17, 6, 1], 0), ([1, 1, 1, 1], 2), ([3, 3, 2, 0]
 def scalar_code() -> Iterator[None]:
     """Half the code for g++: what is looked at here is not its speed."""
     once = {"cpp.simdlen": 1, "aot_inductor.debug_compile": True}  # and -O0 for packages
-    once |= {"aot_inductor.precompile_headers": False}
     with torch._inductor.config.patch(once):
         yield
 

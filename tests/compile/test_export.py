@@ -30,11 +30,9 @@ def decode(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
 QUICKLY = {
     "aot_inductor.debug_compile": True,
     "cpp.simdlen": 1,
-    "aot_inductor.precompile_headers": False,
 }
 """-O0, checks of the inputs, and no vectors, of which every loop has several forms: a fraction of
-the time; test_contract.py and test_indexer.py compile as users do. Headers of these flags would be
-precompiled for a package alone."""
+the time; test_contract.py and test_indexer.py compile as users do."""
 
 
 @pytest.fixture(scope="module")

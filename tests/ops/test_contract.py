@@ -361,10 +361,8 @@ def test_a_broken_lowering_is_noticed(monkeypatch):
 
 @pytest.mark.slow
 def test_assert_contract_is_what_users_call():
-    once = {"aot_inductor.debug_compile": True, "aot_inductor.precompile_headers": False}  # -O0
-    with torch._inductor.config.patch(once):
-        # the package is as any of tests/compile/test_export.py
-        testing.assert_contract("prefill_gather_lens", examples=10, package=NIGHTLY)
+    # the package is as any of tests/compile/test_export.py
+    testing.assert_contract("prefill_gather_lens", examples=10, package=NIGHTLY)
 
 
 def test_assert_contract_names_an_unknown_op():

@@ -29,6 +29,8 @@ def _quicker(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     config.cpp.threads = 2  # generated loops stay parallel, as they are without workers
+    # the flags of most packages are their own: headers that are precompiled serve none but them
+    config.aot_inductor.precompile_headers = False
 
     # Loops have one form, not several with vectors: half of Inductor's and the compiler's work.
     # Tests of vectors have the fixture; test_contract.py has every kind of loop with them.
