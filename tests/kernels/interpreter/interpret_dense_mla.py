@@ -37,6 +37,7 @@ def formats() -> dict[str, Case]:
         "fp8": mla_case(20, [3, 2], 16, longest=70, layout=FP8),
         "fp8 queries": mla_case(21, [3, 2], 16, longest=70, layout=FP8, codes=True),
         "ds_fp8": mla_case(22, [3, 2], 16, longest=70, layout=DS_FP8),
+        "heads of part of a tile": mla_case(26, [3, 2], 24, longest=70),
         "float16": mla_case(23, [3, 2], 8, longest=70, dtype=torch.float16),
         "float32": mla_case(24, [3, 2], 8, longest=50, dtype=torch.float32),
         "small rows": mla_case(
@@ -46,9 +47,8 @@ def formats() -> dict[str, Case]:
 
 
 def main(thorough: bool) -> None:
-    cases = kernel_cases()
-    if not thorough:  # test_dense_mla.py has all of them for the other kernel
-        cases = {name: cases[name] for name in ("without a hint", "two tiles of heads")}
+    # test_dense_mla.py has all of them for the other kernel
+    cases = kernel_cases() if thorough else {}
     for name, case in (cases | formats()).items():
         check(case)
         print(name)

@@ -24,15 +24,16 @@ def test_programs_of_the_compressor_that_scan_many_tokens() -> None:
     assert len(found) == (4 if NIGHTLY else 1)
 
 
-@pytest.mark.nightly("test_kernels.py interprets the cases of its op")
 def test_the_tiles_of_mla_prefill_for_every_gpu() -> None:
     """Requests of more queries and keys than a tile, without queries or keys, padding of NaN; and
     keys and values of one request that are NaN leave the bits of the others."""
-    assert passed_in("interpret_context.py", *["thorough"] * NIGHTLY) == ["128 64 2 8", "64 32 2 4"]
+    tiles = ["128 64 2 8", "64 32 2 4"]
+    found = passed_in("interpret_context.py", *["thorough"] * NIGHTLY)
+    assert found == (tiles if NIGHTLY else tiles[1:])
 
 
-@pytest.mark.nightly("test_kernels.py, and test_dense_mla.py emulates the kernel for Hopper")
 def test_dense_rows_of_all_layouts_and_plans() -> None:
+    """Most named cases have narrower rows than the kernel takes."""
     assert passed_in("interpret_dense_mla.py", *["thorough"] * NIGHTLY)[-1] == "rows of NaN"
 
 
