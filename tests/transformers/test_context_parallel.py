@@ -193,7 +193,7 @@ def rank_checks(rank, world):
         torch.testing.assert_close(got, want[:, :20], rtol=0, atol=CLOSE)
     rank_refuses(rank, model)
     rank_fp8(rank)
-    if NIGHTLY:  # test_sharded_layers.py compiles a layer of ranks
+    if NIGHTLY:  # test_tensor_parallel.py compiles a step on two ranks
         counter = CompileCounter()
         compiled = torch.compile(v4.decode_step, backend=counter, fullgraph=True)
 
@@ -243,7 +243,7 @@ def rank_package(rank, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("the step that the package holds is compiled and run by both ranks")
+@pytest.mark.nightly("both ranks run the step that it holds; test_export.py runs packages")
 def test_two_ranks_run_one_package(tmp_path):
     run_ranks(2, rank_package, tmp_path, tmp_path, seconds=600)
 

@@ -173,7 +173,7 @@ def serve(family, seed, steps, tmp_path, *, compiles):
     return happened
 
 
-@pytest.mark.nightly("test_context_parallel.py has two ranks in a model")
+@pytest.mark.nightly("test_context_parallel.py has V3, test_sharded_layers.py layers of V4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param("v3", marks=pytest.mark.nightly("the same of V4")), "v4"]
@@ -183,7 +183,7 @@ def test_a_few_steps(family, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("some eager steps of one seed")
+@pytest.mark.nightly("ranks of fewer steps: test_context_parallel.py, test_sharded_layers.py")
 @pytest.mark.parametrize("seed", [1, 2, 4])
 @pytest.mark.parametrize("family", ["v3", "v4"])
 def test_two_hundred_steps(family, seed, tmp_path):
