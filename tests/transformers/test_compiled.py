@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import SPARSE, small_model
+from dsv4_ops.testing.models import HEAVY, SPARSE, small_model
 from tests.helpers import EVERY, SMOKE
 from tests.support.hf_models import (
     LENGTH,
@@ -55,12 +55,12 @@ def test_one_graph_of_a_changing_batch():
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(not SMOKE, reason="`make smoke` runs it; test_demo.py packages a step")
+@pytest.mark.skipif(not SMOKE, reason="`make smoke` runs it; `make demo` packages a step")
 def test_inductors_code_of_hugging_faces_form():
     """One graph of whole steps, with Hugging Face's logits. Lengths live on the device, so that no
-    step differs from the one before. `make lanes` has layers of all types, `make smoke` one of the
-    type with most ops: steps of both families compile in test_cli.py."""
-    stock = small_model(**({} if EVERY else {"layer_types": [SPARSE], "mlp_layer_types": ["moe"]}))
+    step differs from the one before. `make lanes` has layers of all types, `make smoke` one: Dynamo
+    traces all of them in test_cli.py, and the contract compiles ops of the others."""
+    stock = small_model(**({} if EVERY else {"layer_types": [HEAVY], "mlp_layer_types": ["moe"]}))
     tokens, counter = text()[:, :132], CompileCounterWithBackend("inductor")
     expected = stock(tokens).logits
     model = v4.patch(stock, kv="fp32", precision="reference")

@@ -38,7 +38,7 @@ DS_FP8 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 ROPE = "dsv4_ops.apply_rope.default"
 
-ALONE = pytest.mark.nightly("the step of three layers has one of each type")
+OTHERS = pytest.mark.nightly("a step with compressed rows, whose layers have a window too")
 
 
 def cache_for(model):
@@ -79,10 +79,11 @@ def values(graph):
 @pytest.mark.parametrize(
     ("layers", "engines"),
     [
-        pytest.param((SLIDING,), 4, marks=ALONE),
-        pytest.param((SPARSE,), 4, marks=ALONE),
-        pytest.param((HEAVY,), 4, marks=ALONE),
-        (LAYER_TYPES, 8),
+        pytest.param((SLIDING,), 4, marks=OTHERS),
+        pytest.param((SPARSE,), 4, marks=OTHERS),
+        pytest.param((HEAVY,), 4, marks=OTHERS),
+        ((SPARSE, HEAVY), 6),
+        pytest.param(LAYER_TYPES, 8, marks=OTHERS),
     ],
 )
 def test_a_decode_step_writes_the_callers_caches(layers, engines):
@@ -164,7 +165,7 @@ def test_prefill_takes_any_number_of_tokens():
     assert ours.tensors.layers[0].swa.any()
 
 
-@pytest.mark.nightly("the other step of three layers is compiled")
+@pytest.mark.nightly("the steps above are compiled the same way")
 @torch.no_grad()
 def test_the_example_compares_what_it_compiled():
     enable()
