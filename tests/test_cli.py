@@ -267,7 +267,7 @@ def test_doctor_finds_an_overwritten_cache_key_tag():
     assert any("lacks 'dsv4_ops=" in text for text in report["problems"])
 
 
-@pytest.mark.nightly("a doctor that takes what a process says: the next test")
+@pytest.mark.nightly("a doctor that takes what processes say: the test after the next")
 def test_doctor_compiles_a_step_of_each_family(capsys):
     pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
     status, out = run(capsys, "doctor")

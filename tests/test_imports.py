@@ -170,7 +170,7 @@ for name in names:
 """
 
 
-@pytest.mark.nightly("modules that launches and tests import first")
+@pytest.mark.nightly("the order in which launchers import them")
 def test_each_module_of_kernels_can_be_the_first_that_is_imported():
     pytest.importorskip("triton", reason="published for Linux only")
     done = run(EACH_ALONE)

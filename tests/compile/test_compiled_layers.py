@@ -70,7 +70,7 @@ def run_beside(layer: SmallLayer, call: Any) -> None:
     [
         pytest.param("window", 0, marks=pytest.mark.nightly("every other layer has a window too")),
         ("c4", 0),
-        pytest.param("c128", 0, marks=pytest.mark.nightly("a layer with a plan is the harder")),
+        pytest.param("c128", 0, marks=pytest.mark.nightly("C4; test_compiled_plans.py")),
         pytest.param("c128", HEADS, marks=pytest.mark.nightly("test_compiled_plans.py")),
     ],
 )
@@ -106,7 +106,7 @@ class Packaged(torch.nn.Module):
         return (self.layer.on_caches(x, tensors[:6], tensors[6:]),)
 
 
-@pytest.mark.nightly("test_compiled_plans.py packages a layer, test_demo.py a model")
+@pytest.mark.nightly("test_export.py runs packages so; `make demo` packages a model")
 def test_a_package_runs_where_dsv4_ops_is_never_imported(tmp_path: Path) -> None:
     """A C4 layer, exported once with dynamic sizes; every step in another process, which writes to
     the caches that it loads."""

@@ -91,7 +91,7 @@ def test_steps_of_any_size_are_inputs_of_one_graph() -> None:
             assert torch.equal(actual, OfStep(layer)(x, step, tuple(other)))
 
 
-@pytest.mark.nightly("test_the_kernel_attends_by_the_plans_of_layers")
+@pytest.mark.nightly("plans are inputs of one graph above; test_opcheck traces their op")
 def test_compiled_steps_of_any_size_have_the_plan_of_eager_ones() -> None:
     torch._dynamo.reset()
     layer = SmallLayer("c128", SPEC)

@@ -127,7 +127,7 @@ PACKAGED = [
     "swa_indices_and_lens",
 ]
 """One op of every kind: IR, decomposed, bytes, states, several results, writes to the first, the
-second and the third argument; test_compiled_plans.py packages a layer, with attention in it."""
+second and the third argument; `make demo` packages a model, with attention in it."""
 
 
 OTHERS = [name for name in OPS if name not in PACKAGED]
@@ -155,7 +155,7 @@ PARTS = 4
 
 
 def packages():
-    every = "test_contract.py compiles every op; one of every kind is in the package beside this"
+    every = "test_opcheck traces every op; one of every kind is in the package beside this"
     parts = ([*OPS][part::PARTS] for part in range(PARTS))
     nightly = pytest.mark.nightly(every)
     return [

@@ -57,7 +57,7 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.nightly("the other blocks run; examples compile and export the same steps")
+@pytest.mark.nightly("the other blocks run, and those that compile in the next test")
 def test_the_code_that_compiles_for_long_runs_too(page, tmp_path):
     check("\n".join(block for block in blocks(page) if not block.startswith(GPU)), tmp_path)
 

@@ -105,7 +105,7 @@ def test_continuous_batching_in_eager():
 
 @pytest.mark.slow
 @pytest.mark.nightly(
-    "test_demo.py packages a step, test_compiled.py has a changing batch in one graph"
+    "`make demo` packages a step, test_deepseek_v3.py has a changing batch in one graph"
 )
 @pytest.mark.usefixtures("without_vectors")
 def test_compile_decode():
@@ -117,7 +117,7 @@ def test_compile_decode():
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("02 compiles the step of 03, 05 and 07; no other runs 03 and 07")
+@pytest.mark.nightly("test_compile_step.py compiles such steps; no other runs 03 and 07")
 @pytest.mark.usefixtures("without_vectors")
 def test_examples_of_the_compiled_step(tmp_path):
     run("02_compile_decode.py")
@@ -164,7 +164,7 @@ def test_checkpoint(options):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("the demo packages a model, test_export.py runs packages in C++")
+@pytest.mark.nightly("`make demo` packages a model, test_export.py runs packages in C++")
 @pytest.mark.usefixtures("without_vectors")
 def test_package_and_cpp_runner(tmp_path):
     """With CMake where there is one, and by the compiler alone."""

@@ -128,7 +128,7 @@ def test_arguments_may_have_any_strides() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("test_contract.py compiles it, and its parts are shown to write in place")
+@pytest.mark.nightly("test_opcheck traces it; its parts write in place in tests of their own")
 def test_compiled_it_writes_all_caches_in_place() -> None:
     """Nothing as large as one is allocated, and no copy goes back."""
     torch._dynamo.reset()

@@ -35,7 +35,7 @@ def without(op: str, dim: str) -> dict[str, Tensor | int | str | None]:
     return given
 
 
-@pytest.mark.nightly("opcheck traces cases with nothing in a dimension")
+@pytest.mark.nightly("test_fake_has_the_metadata_of_the_real_result has empty inputs")
 def test_compiled_calls_with_nothing_in_a_dimension() -> None:
     calls = [(op, without(op, dim)) for op, dim in NOTHING.items()]
 

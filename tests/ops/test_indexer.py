@@ -352,7 +352,7 @@ def rows_only(name, monkeypatch):
     return spec
 
 
-@pytest.mark.nightly("the flattened form is compiled, and has the same rows")
+@pytest.mark.nightly("test_opcheck traces the flattened form, which has the same rows")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["indexer_select", *nightly("the selection", "indexer_logits")])
 def test_rows_of_tokens_are_compiled_and_exported(name, monkeypatch):
@@ -443,7 +443,7 @@ def plain_only(name, monkeypatch):
     return spec
 
 
-@pytest.mark.nightly("test_rows_of_tokens_are_compiled_and_exported, and packages of others")
+@pytest.mark.nightly("test_opcheck traces the other layout; test_compiled_cache.py inserts in both")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_ROWS)
 def test_plain_layout_is_compiled_and_packaged(name, monkeypatch):

@@ -173,7 +173,7 @@ def test_strides_change_nothing(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["argument", *nightly("argument", "buffer")])
+@pytest.mark.parametrize("how", ["argument", *nightly("test_compiled_cache.py", "buffer")])
 def test_compiled_it_writes_the_cache_where_it_is(how):
     """Caches of both layouts, in one graph."""
     torch._dynamo.reset()
@@ -218,13 +218,8 @@ def test_compiled_it_writes_the_cache_where_it_is(how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dynamic",
-    [
-        pytest.param(False, marks=pytest.mark.nightly("sizes that are symbols are the harder")),
-        pytest.param(True, marks=pytest.mark.nightly("test_compiled_cache.py has this order")),
-    ],
-)
+@pytest.mark.nightly("test_compiled_cache.py has this order, by another op")
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_a_read_behind_it_sees_its_keys(dynamic):
     """Two inserts into one slot, each followed by a read, and queries that depend on both."""
     torch._dynamo.reset()

@@ -370,7 +370,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
         assert int(graphs) == (int(parts) if process == 0 else 0)
 
 
-@pytest.mark.parametrize("family", ["v3", *nightly("parts of V4 are counted above", "v4")])
+@pytest.mark.parametrize("family", ["v3", *nightly("test_hyper_connections.py has V4", "v4")])
 def test_one_compile_serves_every_number_of_tokens_and_requests(family):
     """The first step compiles each part, later ones none, among them calls of one token and of one
     request; logits are those of eager steps. Prefills; nightly decodes too."""

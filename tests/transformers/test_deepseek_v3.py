@@ -465,7 +465,7 @@ def test_the_exported_prefill_takes_any_number_of_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("test_demo.py packages a step of V4; test_export.py runs packages in C++")
+@pytest.mark.nightly("`make demo` packages a step of V4; test_export.py runs packages in C++")
 def test_a_package_decodes_in_cpp(tmp_path):
     """Inductor's code of a whole step, absorbed attention of every layer in it, without our ops,
     its cache in and out; in Python, and in a program linked to libtorch only."""

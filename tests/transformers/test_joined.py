@@ -100,7 +100,7 @@ REPLACED = [
 MODES = ("whole", "regional") if NIGHTLY else ("regional",)
 
 
-@pytest.mark.nightly("test_weights_that_change_are_absorbed_by_compiled_steps")
+@pytest.mark.nightly("test_what_was_moved_or_changed_since; test_deepseek_v3.py has such steps")
 @pytest.mark.parametrize(
     "form", ["data", pytest.param("assign", marks=pytest.mark.nightly("the same by .data"))]
 )

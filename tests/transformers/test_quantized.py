@@ -298,7 +298,7 @@ def tensors_of(graph):
     return [node for node in held if isinstance(node.meta["example_value"], torch.Tensor)]
 
 
-@pytest.mark.nightly("test_a_decode_step_is_one_graph, and every op by itself")
+@pytest.mark.nightly("test_a_decode_step_is_one_graph; test_opcheck traces every op")
 def test_inductors_step_and_its_package(tiny, tmp_path):
     model = v4.patch(v4.load_quantized(tiny))
     (batch, cache), (_, other), (_, third) = (step_of(model) for _ in range(3))

@@ -177,7 +177,7 @@ def test_heads_of_two_ranks(family, checkpoints, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("heads that are split; the code of experts is Hugging Face's")
+@pytest.mark.nightly("test_tensor_parallel.py; the code of experts is Hugging Face's")
 @pytest.mark.parametrize("family", ["v3", "v4"])
 def test_experts_of_two_ranks(family, checkpoints, tmp_path):
     run_ranks(2, rank_experts, tmp_path, family, checkpoints, seconds=120)
