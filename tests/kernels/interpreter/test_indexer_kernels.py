@@ -78,7 +78,7 @@ def test_rows_of_tokens_are_a_view_of_one_row_a_token(name, kernel, dtype, setti
     assert [each.shape for each in given if each.data_ptr() == places.data_ptr()] == [(24,)]
 
 
-@pytest.mark.nightly("test_kernels.py interprets the cases of its op")
+@pytest.mark.nightly("test_kernels.py has launches of one part, tests/gpu/test_indexer.py of more")
 @pytest.mark.slow
 def test_parts_reductions_and_groups_choose_the_same_rows():
     script = Path(__file__).parent / "interpret_indexer.py"

@@ -18,7 +18,7 @@ def passed_in(script: str, *arguments: str) -> list[str]:
     return forked.interpreted(Path(__file__).parent / script, *arguments)
 
 
-@pytest.mark.nightly("test_kernels.py interprets the cases of its op")
+@pytest.mark.nightly("test_kernels.py has few tokens, tests/gpu/test_compressor.py many")
 def test_programs_of_the_compressor_that_scan_many_tokens() -> None:
     found = passed_in("interpret_compressor.py", "6" if NIGHTLY else "2")
     assert len(found) == (4 if NIGHTLY else 1)
@@ -54,7 +54,7 @@ def test_prefills_plans_rotations_and_rows_with_gaps() -> None:
     assert found == ["prefill", *passed, *gaps]
 
 
-@pytest.mark.nightly("test_kernels.py interprets the cases of its op")
+@pytest.mark.nightly("test_kernels.py has programs of one step, tests/gpu/test_streams.py more")
 def test_hyper_connections_whose_programs_go_on_to_other_columns() -> None:
     (line,) = passed_in("interpret_streams.py")
     assert line.startswith("hyper_connection ")
