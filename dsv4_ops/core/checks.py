@@ -76,7 +76,8 @@ _ARE_DONE: ContextVar[bool] = ContextVar("checks_are_done", default=False)
 def checks_are_done() -> Iterator[None]:
     """Leave checks out of Dynamo's traces: the caller ran the same code with fake tensors.
 
-    Dynamo takes longer for the checks of a layer than for the layer itself.
+    Dynamo takes longer for the checks of a layer than for the layer itself. Comparisons of sizes
+    stay, as they tell the compiler which symbols are equal.
     """
     token = _ARE_DONE.set(True)
     try:
@@ -108,8 +109,28 @@ class Checks:
     def tensor(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
         """Check that ``value`` is a tensor of ``dtype``, or of one of several, with the named
         sizes, on the device of the tensors checked before."""
+        if not self.skips:
+            self._is_dense(name, value, dtype)
+        assert value is not None
+        if value.dim() != len(dims):
+            do = f"Pass a tensor of {_dimensions(dims)}"
+            raise self._wrong_shape(name, value, dims, do=do)
+        for axis in range(len(dims)):
+            self._dimension(name, value, dims, axis)
         if self.skips:
             return
+        if self.device is None:
+            self.device, self.device_owner = value.device, name
+        elif value.device != self.device:
+            raise self.error(
+                name,
+                must=f"be on {self.device} like {self.device_owner}",
+                got=value.device,
+                do="Move all tensors of a call to one device",
+            )
+
+    def _is_dense(self, name: str, value: Tensor | None, dtype: _Dtypes) -> None:
+        """Check that ``value`` is a dense tensor of ``dtype``, or of one of several."""
         if isinstance(dtype, tuple):
             self.floats(name, value, *dtype)
         if not isinstance(value, Tensor):
@@ -130,20 +151,6 @@ class Checks:
                 got=value.dtype,
                 do=_conversion(value.dtype, dtype),
                 kind=TypeError,
-            )
-        if value.dim() != len(dims):
-            do = f"Pass a tensor of {_dimensions(dims)}"
-            raise self._wrong_shape(name, value, dims, do=do)
-        for axis, dim in enumerate(dims):
-            self._dimension(name, value, dims, axis, dim)
-        if self.device is None:
-            self.device, self.device_owner = value.device, name
-        elif value.device != self.device:
-            raise self.error(
-                name,
-                must=f"be on {self.device} like {self.device_owner}",
-                got=value.device,
-                do="Move all tensors of a call to one device",
             )
 
     def error(
@@ -169,8 +176,6 @@ class Checks:
 
     def tokens(self, positions: Tensor, req_indices: Tensor, *block_table: Tensor) -> None:
         """Check the position and request of every token, and the block table if there is one."""
-        if self.skips:
-            return
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("req_indices", req_indices, torch.int32, "num_tokens")
         for table in block_table:
@@ -180,8 +185,6 @@ class Checks:
         """Check that ``value`` has one entry per token, [num_tokens] or [num_reqs, next_n].
 
         An earlier check must have set the number of tokens."""
-        if self.skips:
-            return
         if not isinstance(value, Tensor) or value.dim() != 2:
             self.tensor(name, value, dtype, "num_tokens")
             return
@@ -191,10 +194,8 @@ class Checks:
             sizes = f" of {self._num_tokens('entries')}"
             raise self._wrong_shape(name, value, dims, do="Pass one per token", sizes=sizes)
 
-    def _dimension(
-        self, name: str, value: Tensor, dims: tuple[str | int, ...], axis: int, dim: str | int
-    ) -> None:
-        size = value.shape[axis]
+    def _dimension(self, name: str, value: Tensor, dims: tuple[str | int, ...], axis: int) -> None:
+        size, dim = value.shape[axis], dims[axis]
         if isinstance(dim, int):
             if size != dim:
                 do = f"Pass exactly {dim} entries in dimension {axis}"
@@ -233,8 +234,6 @@ class Checks:
 
     def rows_of(self, name: str, value: Tensor, *dims: str) -> None:
         """Check that ``value`` is a tensor of any dtype whose leading sizes are the named ones."""
-        if self.skips:
-            return
         if not isinstance(value, Tensor):
             raise self._not_a_tensor(name, value, do="Pass a tensor of any dtype")
         if value.dim() < len(dims):
@@ -250,13 +249,10 @@ class Checks:
 
     def at_least(self, minimum: int, *, most: int = INT32_MAX, **values: int) -> None:
         """Check that every value is an int from ``minimum`` to ``most``."""
-        if not self.skips:
-            at_least(self.op, minimum, most=most, **values)
+        at_least(self.op, minimum, most=most, **values)
 
     def at_most(self, name: str, value: int, limit_name: str, limit: int) -> None:
         """Check that ``value`` is at most ``limit``, the value of ``limit_name``."""
-        if self.skips:
-            return
         if value > limit:
             raise self.error(
                 name,
@@ -277,8 +273,6 @@ class Checks:
 
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
         """Check that ``value`` has at least ``limit`` columns, the value of ``limit_name``."""
-        if self.skips:
-            return
         if value.shape[1] < limit:
             raise self.error(
                 name,
@@ -289,8 +283,6 @@ class Checks:
 
     def columns_of(self, name: str, value: Tensor, multiple: int) -> None:
         """Check that the number of columns of ``value`` is a multiple of ``multiple``."""
-        if self.skips:
-            return
         if value.shape[1] % multiple != 0:
             raise self.error(
                 name,
@@ -373,8 +365,6 @@ class Checks:
 
     def rows_for_tokens(self, name: str, value: Tensor) -> None:
         """Check that ``value`` has a row for every token; ops ignore extra rows."""
-        if self.skips:
-            return
         if value.shape[0] < self.sizes["num_tokens"]:
             raise self.error(
                 name,
@@ -385,8 +375,6 @@ class Checks:
 
     def no_more_than_tokens(self, name: str, value: Tensor) -> None:
         """Check that ``value`` has at most one entry per token, for the first tokens."""
-        if self.skips:
-            return
         if value.shape[0] > self.sizes["num_tokens"]:
             raise self.error(
                 name,
@@ -410,8 +398,6 @@ class Checks:
 
         The attention libraries would misread another layout without complaint. ``dims`` name its
         sizes, ``size_name`` the argument with the rows per block."""
-        if self.skips:
-            return
         self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
         self.tensor(name, cache, layout.storage_dtype, *dims)
         _, *sizes = layout.shape(0)
@@ -466,8 +452,6 @@ class Checks:
         """Check that ``cache`` is a plain paged cache of one of the ``dtypes``.
 
         ``dims`` name its sizes, ``size_name`` the argument with the rows per block."""
-        if self.skips:
-            return
         self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:
@@ -494,8 +478,6 @@ class Checks:
 
     def apart(self, name: str, value: Tensor, do: str = "") -> None:
         """Check that no two elements of ``value``, a mutated tensor, share memory."""
-        if self.skips:
-            return
         if not any(_nested(value, order) for order in _ORDERS):
             raise self.error(
                 name,
@@ -506,8 +488,6 @@ class Checks:
 
     def divides(self, divisor_name: str, divisor: int, name: str, value: int) -> None:
         """Check that ``value`` is a multiple of ``divisor``."""
-        if self.skips:
-            return
         if value % divisor != 0:
             raise self.error(
                 name,
@@ -518,8 +498,6 @@ class Checks:
 
     def divisor(self, name: str, value: int, whole_name: str, whole: int) -> None:
         """Check that ``value`` divides ``whole``, the value of ``whole_name``."""
-        if self.skips:
-            return
         if whole % value != 0:
             raise self.error(
                 name,
@@ -580,8 +558,6 @@ class Checks:
     def even(self, name: str, value: Tensor, most_name: str, most: int) -> None:
         """Check that the last dimension of ``value`` is even and at most ``most``, the value of
         ``most_name``."""
-        if self.skips:
-            return
         size = int(value.shape[-1])  # a row's width is configuration: constant in compiled code
         if size % 2 != 0 or size > int(most):
             raise self.error(
@@ -595,8 +571,6 @@ class Checks:
         self, positions: Tensor, cos_sin_cache: Tensor, rope_dim: str | int = "rope_dim"
     ) -> None:
         """Check ``positions`` and the RoPE table of ``rope_dim`` columns that they index."""
-        if self.skips:
-            return
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("cos_sin_cache", cos_sin_cache, torch.float32, "num_positions", rope_dim)
 
@@ -627,8 +601,6 @@ class Checks:
 
     def request_limit(self, name: str = "num_reqs") -> None:
         """Check that compiled searches cover this number of requests (or of ``name``)."""
-        if self.skips:
-            return
         if self.sizes[name] > MAX_REQUESTS:
             raise self.error(
                 name, must=f"be at most {MAX_REQUESTS}", got=self.sizes[name], do="Split the batch"

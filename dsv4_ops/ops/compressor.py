@@ -88,7 +88,7 @@ def save_compressor_states(
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     checks.tensor("positions", positions, torch.int64, "num_tokens")
     checks.tensor("ape", ape, torch.float32, compress_ratio, "width")
-    width = int(ape.shape[1])  # configuration: a constant in compiled code
+    width = int(checks.sizes["width"])  # configuration: a constant in compiled code
     checks.tensor("kv_score", kv_score, torch.float32, "num_tokens", 2 * width)
     checks.pages(
         "states", states, StateLayout(block_size, 2 * width), ("num_state_blocks", "state_values")

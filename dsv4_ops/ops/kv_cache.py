@@ -179,7 +179,7 @@ def dequantize_and_gather_k_cache(
     checks.one_of("layout", layout, MainLayout.tag)
     checks.tensor("out", out, torch.bfloat16, "num_reqs", "num_rows", MainLayout.head_dim)
     checks.apart("out", out, "Pass a tensor with memory for every row")
-    checks.at_most("offset", offset, "num_rows", out.shape[1])
+    checks.at_most("offset", offset, "num_rows", checks.sizes["num_rows"])
     checks.pages("k_cache", k_cache, MainLayout(block_size))
     _check_requests(checks, seq_lens, gather_lens, block_table)
     tensors = (out, k_cache, seq_lens, gather_lens, block_table)

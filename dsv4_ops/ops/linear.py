@@ -233,7 +233,7 @@ def fp8_grouped_linear(
     checks = Checks("fp8_grouped_linear")
     rows = ("num_tokens", "num_groups") if x_scale is None else ("num_groups", "num_tokens")
     _check_activations(checks, x, x_scale, *rows, "in_features")
-    num_groups = int(x.shape[rows.index("num_groups")])
+    num_groups = int(checks.sizes["num_groups"])
     checks.at_least(1, num_groups=num_groups)
     _check_weight(checks, weight, scale, num_groups)
     columns = int(x.shape[2]) // ACTIVATION_BLOCK

@@ -97,8 +97,6 @@ def _check_flash_mla_plan(
     name = "flash_mla_plan"
     if plan is None:
         return None
-    if checks.skips:
-        return plan.schedule if isinstance(plan, FlashMlaPlan) else plan
     if impl not in ("auto", "flash_mla"):
         raise checks.error(
             name,

@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -200,7 +200,8 @@ class CompiledStep:
             self._dry_runs.request_kernels(self.model, tensors, *sizes, rest)
         key, run = self._planned(batch, tensors, rest)
         if self.regional:
-            with self._checks(tensors, sizes, rest):
+            done = self._passes(tensors, sizes, rest)
+            with checks_are_done() if done else nullcontext():
                 logits = PARTS[self.step](self.model, batch, tensors, run=run, **rest)
         else:
             self._refresh(op, tensors.device)
@@ -212,15 +213,13 @@ class CompiledStep:
             self._write()
         return logits
 
-    def _checks(
-        self, cache: CacheTensors, sizes: tuple[int, int], rest: dict[str, Any]
-    ) -> AbstractContextManager[None]:
-        """Leave the checks out of traces if they pass with fake tensors."""
+    def _passes(self, cache: CacheTensors, sizes: tuple[int, int], rest: dict[str, Any]) -> bool:
+        """Whether all checks of the step pass with fake tensors."""
         known, options, passed = self._passed
         if known() is not cache or options != rest:
             passed = self._dry_runs.passes(self.model, cache, *sizes, rest)
             self._passed = weakref.ref(cache), rest, passed
-        return checks_are_done() if passed else nullcontext()
+        return passed
 
     def _follow(self) -> None:
         """Copy the model again if a module, an attribute or a hook has changed."""
