@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error, plain_int
 from dsv4_ops.core.ints import at_least
 from dsv4_ops.core.layout import Layout
+from dsv4_ops.dispatch import in_pool
 
 
 def mark_static(*tensors: Tensor) -> None:
@@ -23,6 +25,104 @@ def mark_static(*tensors: Tensor) -> None:
     """
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor)
+
+
+def pool_view(pool: Tensor, layout: Layout, *, block_stride: int, offset: int = 0) -> Tensor:
+    """Return one layer's cache in a pool of bytes that many layers share, as in vLLM.
+
+    A compiled function must have the pool as its argument and call this itself: the graph then has
+    one input for all caches, and our ops write to it in place. Views that are arguments are no
+    substitute. ``torch.compile`` refuses them if their dtypes differ; if they hide that they share
+    memory (``torch.from_dlpack``), compiled code may write old bytes back over what another layer
+    has written, so ``check_apart`` refuses these. Not for packages of AOTInductor, which have no
+    Python to call.
+
+    Args:
+        pool: The bytes of all blocks, [num_blocks * block_stride], uint8, contiguous.
+        layout: Layout of the cache.
+        block_stride: Bytes from one block of the pool to the next, a multiple of 16.
+        offset: First byte of the cache in each block, a multiple of 16.
+
+    Returns:
+        The cache, [num_blocks, ...] as ``layout.allocate`` makes it; it shares the pool's memory.
+
+    Raises:
+        ValueError, TypeError: the pool or a number is not as above, or the cache's part of a
+            block does not fit.
+
+    Example:
+        >>> import torch
+        >>> from dsv4_ops.attention.caches import pool_view
+        >>> from dsv4_ops.core.layout import MainLayout, StateLayout
+        >>> pool = torch.zeros(8 * 75264, dtype=torch.uint8)
+        >>> rows = pool_view(pool, MainLayout(64), block_stride=75264)
+        >>> states = pool_view(pool, StateLayout(4, 2048), block_stride=75264, offset=37440)
+        >>> rows.shape, states.shape, states.dtype
+        (torch.Size([8, 37440]), torch.Size([8, 8208]), torch.float32)
+    """
+    checks = Checks("pool_view")
+    checks.tensor("pool", pool, torch.uint8, "num_bytes")
+    checks.at_least(1, block_stride=block_stride)
+    checks.at_least(0, offset=offset)
+    page = layout.shape(1)[1:]
+    values = 1
+    for size in page:
+        values *= size
+    most = block_stride - values * layout.storage_dtype.itemsize
+    for name, value in (("block_stride", block_stride), ("offset", offset)):
+        if value % _ALIGNMENT:
+            raise checks.error(
+                name, must="be a multiple of 16", got=value, do="Kernels read 16 bytes at a time"
+            )
+    if offset > most:
+        raise checks.error(
+            "offset",
+            must=f"be at most {most}, so that it ends in its block",
+            got=offset,
+            do="Pass the offset of this layer in each block",
+        )
+    if pool.shape[0] % block_stride:
+        raise checks.error(
+            "pool",
+            must=f"have a multiple of block_stride = {block_stride} bytes",
+            got=plain_int(pool.shape[0]),
+            do="Pass the bytes of whole blocks",
+        )
+    dtype = str(layout.storage_dtype).removeprefix("torch.")
+    return in_pool.view(pool, block_stride, offset, list(page), dtype)
+
+
+_ALIGNMENT = 16
+
+
+def check_apart(**tensors: Tensor) -> None:
+    """Raise if tensors share memory in a way that a compiler cannot see.
+
+    Call it once with all caches that a compiled function has as arguments. Views of one storage
+    pass: ``torch.compile`` knows of them.
+
+    Raises:
+        ValueError: two tensors of different storages overlap, as after ``torch.from_dlpack``.
+    """
+    spans = []
+    for name, tensor in tensors.items():
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel():
+            start, storage = tensor.data_ptr(), tensor.untyped_storage()._cdata
+            spans.append((start, start + (last + 1) * tensor.itemsize, storage, name))
+    spans.sort()
+    reach: tuple[int, int, str] = (0, 0, "")
+    for start, stop, storage, name in spans:
+        if start < reach[0] and storage != reach[1]:
+            raise argument_error(
+                "check_apart",
+                name,
+                must=f"share no memory with {reach[2]}",
+                got="a storage of its own over the same bytes",
+                do="Pass the pool to the compiled function, and make the caches there with "
+                "pool_view",
+            )
+        reach = max(reach, (stop, storage, name))
 
 
 class KVCacheBuffers(nn.Module):

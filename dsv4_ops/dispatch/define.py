@@ -42,7 +42,7 @@ from dsv4_ops.core.torch_compat import (
     only_looks_ahead,
     without_autocast,
 )
-from dsv4_ops.dispatch import choice, kernel_requests, layers, limits
+from dsv4_ops.dispatch import choice, in_pool, kernel_requests, layers, limits
 from dsv4_ops.dispatch.guards import GUARDS
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -165,6 +165,9 @@ _eager = functools.cache(layers.eager)
 
 def _trace_rule(spec: OpSpec) -> Callable[..., Any]:
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        values = spec.arguments(args, kwargs or {})
+        if in_pool.writes_to_pool(spec, values):
+            return in_pool.trace(mode, spec, values)
         kept_whole = any(guard.keeps_whole(spec) for guard in GUARDS)
         if kept_whole or not decomposes_triton_ops():
             return mode.__torch_dispatch__(op, types, args, kwargs)

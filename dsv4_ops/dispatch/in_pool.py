@@ -1,0 +1,139 @@
+"""Caches that are views of one pool of bytes, and the writes of compiled code to them.
+
+A graph has one input for all of them, the pool, and ``pool_view`` makes the caches in the graph. A
+compiler rebuilds a tensor from views of it that were written to, which copies caches, or the pool.
+So an op that writes to such a view stays in the graph as a call of ``in_pool``, whose argument is
+the pool: it makes the views where it runs, and writes only what the op writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dsv4_ops.core.registry import NAMESPACE, OPS, OpSpec
+from dsv4_ops.core.torch_compat import FunctionalTensorMode
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+class _Place(NamedTuple):
+    """What ``pool_view`` takes besides the pool."""
+
+    block_stride: int
+    offset: int
+    page: Sequence[int]
+    dtype: str
+
+
+_MADE: Any = WeakIdKeyDictionary()
+"""The pool and the place of every view that ``pool_view`` has made in a trace."""
+
+
+def pages(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dtype: str) -> Tensor:
+    """Return the blocks of a cache, [num_blocks, *page]; by views that compilers can invert."""
+    of_dtype = getattr(torch, dtype)
+    size = of_dtype.itemsize
+    for each in page:
+        size *= each
+    blocks = pool.view(pool.shape[0] // block_stride, block_stride)
+    values = blocks[:, offset : offset + size].view(of_dtype)
+    return values if len(page) == 1 else values.unflatten(1, page)
+
+
+def _traced_pages(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    with mode:
+        view = pages(*args, **kwargs)
+    if args[0].is_base_tensor():  # an input of the graph, and not made of one
+        _MADE[view] = args[0], _Place(*args[1:])
+    return view
+
+
+_library.define(
+    "pool_view(Tensor(a) pool, int block_stride, int offset, int[] page, str dtype) -> Tensor(a)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("pool_view", pages, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::pool_view", pages, lib=_library)
+torch.library.register_torch_dispatch(
+    f"{NAMESPACE}::pool_view", FunctionalTensorMode, _traced_pages, lib=_library
+)
+
+
+def view(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dtype: str) -> Tensor:
+    """``pages`` as one op, so that a trace sees which cache is a view of which pool."""
+    blocks: Tensor = torch.ops.dsv4_ops.pool_view(pool, block_stride, offset, page, dtype)
+    return blocks
+
+
+def writes_to_pool(spec: OpSpec, values: Mapping[str, Any]) -> bool:
+    """Whether a traced call writes to a view of a pool."""
+    return any(values[spec.parameters[place]] in _MADE for place in spec.mutated)
+
+
+def trace(mode: Any, spec: OpSpec, values: Mapping[str, Any]) -> Any:
+    """Put a call into the graph that gets the pools; return the results of the op."""
+    mutated = {spec.parameters[place] for place in spec.mutated}
+    written: list[Tensor] = []
+    read: list[Tensor] = []
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            arguments[name] = value
+        elif value in _MADE:
+            pool, place = _MADE[value]
+            arguments[name] = ("view", _number(pool, written), *place)
+        else:
+            kind, tensors = ("written", written) if name in mutated else ("read", read)
+            arguments[name] = (kind, _number(value, tensors))
+    wanted = inspect.signature(spec.meta).parameters
+    with mode:
+        returned = spec.meta(**{name: values[name] for name in wanted})
+        written += _tensors(returned)
+        torch.ops.dsv4_ops.in_pool(written, read, spec.name, repr(arguments))
+    return returned
+
+
+def _number(tensor: Tensor, tensors: list[Tensor]) -> int:
+    """Return the index of a tensor in the list, and add it if it is not there."""
+    for number, other in enumerate(tensors):
+        if other is tensor:
+            return number
+    tensors.append(tensor)
+    return len(tensors) - 1
+
+
+def _tensors(returned: Any) -> list[Tensor]:
+    if returned is None:
+        return []
+    return [returned] if isinstance(returned, Tensor) else list(returned)
+
+
+def _run(written: Sequence[Tensor], read: Sequence[Tensor], op: str, arguments: str) -> None:
+    """Run ``op`` with the arguments that ``trace`` has described; results are the last tensors that
+    are written."""
+    values = {}
+    for name, value in ast.literal_eval(arguments).items():
+        if not isinstance(value, tuple):
+            values[name] = value
+        elif value[0] == "view":
+            values[name] = pages(written[value[1]], *value[2:])
+        else:
+            values[name] = (written if value[0] == "written" else read)[value[1]]
+    results = _tensors(OPS[op].op(**values))
+    for out, result in zip(written[len(written) - len(results) :], results, strict=True):
+        out.copy_(result)
+
+
+_library.define(
+    "in_pool(Tensor(a!)[] written, Tensor[] read, str op, str arguments) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("in_pool", _run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::in_pool", lambda *_: None, lib=_library)
