@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.registry import NAMESPACE, OPS, OpSpec
 from dsv4_ops.core.torch_compat import FunctionalTensorMode
 
@@ -48,10 +49,18 @@ def pages(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dty
 
 
 def _traced_pages(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    pool, *place = args
+    if not pool.is_base_tensor():  # writes to it would copy the tensor that it is a view of
+        raise argument_error(
+            "pool_view",
+            "pool",
+            must="be an argument of the compiled function, and share no memory with another",
+            got="a view of another tensor",
+            do="Make it before the call, and pass no view of it",
+        )
     with mode:
-        view = pages(*args, **kwargs)
-    if args[0].is_base_tensor():  # an input of the graph, and not made of one
-        _MADE[view] = args[0], _Place(*args[1:])
+        view = pages(pool, *place)
+    _MADE[view] = pool, _Place(*place)
     return view
 
 
