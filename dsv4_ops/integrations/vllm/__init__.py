@@ -1,0 +1,11 @@
+"""Run patched models in vLLM: it schedules, samples and serves, and its blocks are our caches.
+
+The plugin is installed with this package and does nothing unless the environment variable
+``DSV4_OPS_VLLM`` is 1 in the process that starts vLLM:
+
+    DSV4_OPS_VLLM=1 vllm serve path/to/model
+
+Nothing here imports vLLM before vLLM calls ``register``.
+"""
+
+from dsv4_ops.integrations.vllm.register import SWITCH as SWITCH, register as register

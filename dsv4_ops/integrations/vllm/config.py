@@ -1,0 +1,68 @@
+"""What of vLLM's configuration the model takes, and what it refuses. Imports no vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsv4_ops.core.errors import argument_error
+
+OP = "DeepseekForCausalLM"
+
+CLASSES = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "deepseek_v4": "DeepseekV4",
+}
+"""Prefix of Hugging Face's classes for each ``model_type``."""
+
+_KV = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+"""Keys in the caches for each ``--dtype``, unless ``--kv-cache-dtype`` says otherwise."""
+
+_FP8_KV = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "ds_fp8"}
+"""Keys in the caches for each ``--kv-cache-dtype`` of FP8."""
+
+
+def patch_settings(vllm_config: Any) -> dict[str, Any]:
+    """Return the arguments of ``patch``."""
+    model, more = vllm_config.model_config, vllm_config.additional_config
+    given = dict(more.get("dsv4_ops", {})) if isinstance(more, dict) else {}
+    kv = _FP8_KV.get(vllm_config.cache_config.cache_dtype, _KV[model.dtype])
+    if kv == "ds_fp8" and model.hf_config.model_type == "deepseek_v4":
+        kv = "fp8"  # vLLM's name of V4's layout too
+    return {"kv": kv} | given
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise for settings of vLLM that the model would ignore or get wrong."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    one = "1, as weights are Hugging Face's"
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        _check(name, getattr(parallel, name, 1) == 1, one, getattr(parallel, name, 1))
+    _check("enable_expert_parallel", not parallel.enable_expert_parallel, "off", "on")
+    _check("enable_lora", vllm_config.lora_config is None, "off", "on")
+    _check("dtype", model.dtype in _KV, "bfloat16 or float32", model.dtype)
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    same = str(model.dtype).removeprefix("torch.")
+    known = ("auto", same, *_FP8_KV)
+    _check("kv_cache_dtype", cache_dtype in known, "one of " + ", ".join(known), cache_dtype)
+    _check("hf_overrides", not model.hf_overrides, "empty", model.hf_overrides)
+    load = vllm_config.load_config.load_format
+    _check("load_format", load in ("auto", "hf", "safetensors"), "auto", load)
+    drafts = vllm_config.speculative_config
+    methods = ("ngram", "ngram_gpu", "suffix")
+    method = methods[0] if drafts is None else drafts.method
+    _check("speculative_config", method in methods, "of method " + " or ".join(methods), method)
+
+
+def _check(name: str, fulfilled: bool, must: str, got: object) -> None:
+    if not fulfilled:
+        raise argument_error(
+            OP, name, must=f"be {must}", got=got, do="Change it", kind=NotImplementedError
+        )

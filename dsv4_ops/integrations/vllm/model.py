@@ -1,0 +1,107 @@
+"""DeepSeek models of Hugging Face, patched, as vLLM's model class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsv4_ops.integrations.transformers import load_quantized, patch
+from dsv4_ops.integrations.transformers.architectures import spec_of_config
+from dsv4_ops.integrations.transformers.architectures.base import require_transformers
+from dsv4_ops.integrations.vllm import _compat
+from dsv4_ops.integrations.vllm.config import CLASSES, OP, check_config, patch_settings
+from dsv4_ops.integrations.vllm.pages import Pages
+from dsv4_ops.integrations.vllm.steps import EngineSteps, cache_name, family_of
+
+
+class DeepseekForCausalLM(nn.Module):
+    """A patched model whose caches are blocks of vLLM.
+
+    ``--additional-config '{"dsv4_ops": {...}}'`` has arguments of ``patch``, such as ``precision``.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        prefix: Has to be empty.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        check_config(vllm_config)
+        config = vllm_config.model_config
+        self.path, self.revision, self.dtype = config.model, config.revision, config.dtype
+        self.max_model_len = config.max_model_len
+        drafts = vllm_config.speculative_config
+        self.decode_tokens = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
+        self.target_device = torch.device(vllm_config.device_config.device)
+        self.settings = patch_settings(vllm_config)
+        library = require_transformers(OP)
+        self.prefix = CLASSES[config.hf_config.model_type]
+        # vLLM registers a config of its own for V4
+        self.config = getattr(library, f"{self.prefix}Config").from_pretrained(
+            self.path, revision=self.revision
+        )
+        self.config.dtype = self.dtype
+        settings = {"precision": "serve"} | self.settings
+        family = family_of(spec_of_config(OP, self.config, **settings))
+        self.pages = nn.ModuleDict()
+        for layer, kind in enumerate(family.spec.kinds):
+            for field, cache in family.caches(kind).items():
+                name = cache_name(layer, field)
+                self.pages[name.replace(".", "_")] = Pages(name, cache)
+        self.hf: Any = None
+        self.steps: EngineSteps | None = None
+        self._first, self._bound = next(iter(family.caches(family.spec.kinds[0]))), None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load and patch Hugging Face's model from the checkpoint; ``weights`` is not read."""
+        self.hf = self.steps = self._bound = None  # vLLM may load again
+        device = self.target_device
+        place: dict[str, Any] = {} if device.type == "cpu" else {"device_map": device}
+        if self.revision is not None:
+            place["revision"] = self.revision
+        if getattr(self.config, "quantization_config", None) is None:
+            library = require_transformers(OP)
+            causal_lm = getattr(library, f"{self.prefix}ForCausalLM")
+            model = causal_lm.from_pretrained(
+                self.path, config=self.config, dtype=self.dtype, **place
+            )
+        else:
+            model = load_quantized(self.path, config=self.config, **place)
+        self.hf = patch(model.eval().requires_grad_(False), **self.settings)
+        self.steps = EngineSteps(
+            self.hf, max_model_len=self.max_model_len, decode_tokens=self.decode_tokens
+        )
+        return {name for name, _ in self.named_parameters()}
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings of ids."""
+        embeddings: Tensor = self.hf.model.embed_tokens(input_ids)
+        return embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Return the final hidden states of a step's tokens, [num_tokens, hidden_size]."""
+        metadata = _compat.group_tensors()
+        assert self.steps is not None  # vLLM loads weights first
+        if metadata is None:
+            return self.steps.profiled(input_ids)
+        if (allocated := self._pages(0, self._first).kv_cache) is not self._bound:
+            self._bound = allocated
+            self.steps.bind(lambda layer, field: self._pages(layer, field).kv_cache)
+        return self.steps(input_ids, metadata)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return the logits of hidden states."""
+        logits: Tensor = self.hf.lm_head(hidden_states)
+        return logits
+
+    def _pages(self, layer: int, field: str) -> Any:
+        return self.pages[cache_name(layer, field).replace(".", "_")]

@@ -1,0 +1,42 @@
+"""The entry point ``vllm.general_plugins``, which vLLM calls in each of its processes."""
+
+from __future__ import annotations
+
+import os
+
+from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.versions import release
+
+SWITCH = "DSV4_OPS_VLLM"
+"""Environment variable that turns the plugin on."""
+
+RELEASES = ((0, 32), (0, 33))
+"""Releases of vLLM: names and contracts of its caches change with each."""
+
+ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
+"""Model classes of checkpoints that ours replaces."""
+
+_MODEL = "dsv4_ops.integrations.vllm.model:DeepseekForCausalLM"
+
+
+def register() -> None:
+    """Let vLLM run DeepSeek models on our ops if ``DSV4_OPS_VLLM`` is 1; else do nothing.
+
+    Raises:
+        ImportError: it is 1, and the release of vLLM is none of ``RELEASES``.
+    """
+    if os.environ.get(SWITCH, "") in ("", "0"):
+        return
+    import vllm
+
+    if release(vllm.__version__) not in RELEASES:
+        raise argument_error(
+            SWITCH,
+            "vllm",
+            must="be " + " or ".join(f"{major}.{minor}" for major, minor in RELEASES),
+            got=vllm.__version__,
+            do='Install "dsv4_ops[vllm]"',
+            kind=ImportError,
+        )
+    for architecture in ARCHITECTURES:
+        vllm.ModelRegistry.register_model(architecture, _MODEL)

@@ -1,0 +1,335 @@
+"""Steps of a patched model over caches that an engine allocates and assigns. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention import (
+    AttentionStep,
+    LayerCaches,
+    MlaCache,
+    StateTables,
+    build_attention_step,
+    build_mla_step,
+)
+from dsv4_ops.attention.metadata import BlockTables
+from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.layout import Layout, MlaFp8Layout
+from dsv4_ops.core.types import MAX_REQUESTS
+from dsv4_ops.integrations.transformers.architectures.base import (
+    ModelSpec,
+    StepRun,
+)
+from dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec import MlaModelSpec
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.spec import DeepseekV4Spec
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+from dsv4_ops.integrations.transformers.steps.step import run_layers
+
+
+class GroupTensors(NamedTuple):
+    """What an engine says of a step to the caches that share a block table.
+
+    Attributes:
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        seq_lens: Length of every request including this step's tokens, [num_reqs], int32.
+        block_table: Blocks of every request, [num_reqs, max_blocks], int32.
+        slot_mapping: Slot of every token, [num_tokens or more], int64; -1 for padding.
+        max_query_len: Most tokens of a request, on the host; a bound is enough.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    max_query_len: int
+
+
+class CacheSpec(NamedTuple):
+    """How an engine allocates a cache of a layer.
+
+    Attributes:
+        layout: Layout of a block.
+        block_tokens: Tokens of a block.
+        ratio: Tokens of a row.
+        window: Last positions that later steps read; None for all.
+    """
+
+    layout: Layout
+    block_tokens: int
+    ratio: int = 1
+    window: int | None = None
+
+
+def cache_name(layer: int, field: str) -> str:
+    """Name of a layer's cache in an engine."""
+    return f"layers.{layer}.{field}"
+
+
+@dataclass(frozen=True)
+class EngineCache:
+    """What ``run_layers`` reads of a cache.
+
+    Attributes:
+        layers: Caches of every layer.
+        rope: RoPE tables.
+    """
+
+    layers: tuple[Any, ...]
+    rope: Any
+
+
+class V4Family:
+    """DeepSeek-V4: windows, compressed rows and states, each with a block table.
+
+    Args:
+        spec: Spec of the patched model.
+    """
+
+    def __init__(self, spec: DeepseekV4Spec) -> None:
+        self.spec = spec
+
+    def caches(self, kind: str) -> dict[str, CacheSpec]:
+        """Caches of a layer, by the field names of ``LayerCaches``."""
+        layers = self.spec.layers
+        attention = layers.attention
+        windows = {"window": 0, "c4": 2 * attention.c4_ratio, "c128": attention.c128_ratio}
+        specs = {}
+        for field, layout in layers.layouts(kind).items():
+            if field in ("compressed", "indexer"):
+                specs[field] = CacheSpec(layout, attention.block_tokens, layers.ratio(kind))
+            else:
+                window = attention.window_size if field == "swa" else windows[kind]
+                specs[field] = CacheSpec(layout, layout.block_size, window=window)
+        return specs
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> LayerCaches:
+        """Return a layer's caches."""
+        return LayerCaches(**tensors)
+
+    def groups(self, of: Callable[[int, str], GroupTensors]) -> V4Groups:
+        """Find which layers share a block table, in the first step of an engine."""
+        windows: list[int] = []
+        window_of = []
+        for layer in range(len(self.spec.kinds)):
+            same = (i for i, each in enumerate(windows) if _same(of(layer, "swa"), of(each, "swa")))
+            found = next(same, len(windows))
+            window_of.append(found)
+            if found == len(windows):
+                windows.append(layer)
+        first: dict[str, int] = {}
+        for layer, kind in enumerate(self.spec.kinds):
+            if kind == "window":
+                continue
+            first.setdefault(kind, layer)
+            for field in self.caches(kind):
+                if field != "swa":
+                    shared = "states" if field.endswith("states") else "compressed"
+                    _check_shared(
+                        of(layer, field), of(first[kind], shared), cache_name(layer, field)
+                    )
+        return V4Groups(tuple(windows), tuple(window_of), first)
+
+    def build(
+        self,
+        groups: V4Groups,
+        of: Callable[[int, str], GroupTensors],
+        num_tokens: int,
+        schedule: str,
+    ) -> tuple[AttentionStep, ...]:
+        """Build the metadata of every layer: once, and the windows once a block table."""
+        windows = [of(layer, "swa") for layer in groups.windows]
+        spec, swa = self.spec, windows[0]
+        none = swa.block_table.new_zeros((swa.block_table.shape[0], 0))
+        tables = dict.fromkeys(product(("c4", "c128"), ("compressed", "states")), none)
+        for kind, layer in groups.first.items():
+            for field in ("compressed", "states"):
+                tables[kind, field] = of(layer, field).block_table
+        plans = schedule == "decode" and num_tokens <= MAX_REQUESTS
+        layers = spec.layers_for(schedule, num_tokens)
+        first = build_attention_step(
+            layers,
+            swa.query_start_loc,
+            swa.seq_lens,
+            swa.slot_mapping[:num_tokens],
+            BlockTables(swa.block_table, tables["c4", "compressed"], tables["c128", "compressed"]),
+            StateTables(tables["c4", "states"], tables["c128", "states"]),
+            plan_heads=spec.plan_heads if plans else 0,
+        )
+        steps = [
+            first,
+            *(
+                first.with_window(layers, each.block_table, each.slot_mapping[:num_tokens])
+                for each in windows[1:]
+            ),
+        ]
+        return tuple(steps[window] for window in groups.window_of)
+
+    def saves_first(self, schedule: str, decode_tokens: int) -> bool:
+        """Whether a token may read states that another request saves in the same step.
+
+        Shared prefixes end at multiples of a block. Of the tokens after one, the last of the first
+        window is the first to read states of the prefix.
+        """
+        return schedule == "prefill" or decode_tokens >= self.spec.layers.attention.c4_ratio
+
+
+class V4Groups(NamedTuple):
+    """Layers of V4 that share block tables.
+
+    Attributes:
+        windows: A layer for each block table of windows.
+        window_of: Index in ``windows`` of every layer.
+        first: A layer of every kind with a compressor.
+    """
+
+    windows: tuple[int, ...]
+    window_of: tuple[int, ...]
+    first: dict[str, int]
+
+
+class MlaFamily:
+    """DeepSeek-V3 and V2: one cache of latent rows a layer, one block table.
+
+    Args:
+        spec: Spec of the patched model.
+    """
+
+    def __init__(self, spec: MlaModelSpec) -> None:
+        self.spec = spec
+
+    def caches(self, kind: str) -> dict[str, CacheSpec]:
+        """Caches of a layer, by the field names of ``MlaCache``."""
+        layout = self.spec.layers.cache_layout()
+        return {"kv": CacheSpec(layout, layout.block_size)}
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> MlaCache:
+        """Return a layer's cache; codes have the scale 1."""
+        rows = tensors["kv"]
+        scaled = self.spec.layers.layout == MlaFp8Layout.tag
+        return MlaCache(rows, torch.ones(1, device=rows.device) if scaled else None)
+
+    def groups(self, of: Callable[[int, str], GroupTensors]) -> None:
+        """Check, in the first step of an engine, that all layers share a block table."""
+        for layer in range(len(self.spec.kinds)):
+            _check_shared(of(layer, "kv"), of(0, "kv"), cache_name(layer, "kv"))
+
+    def build(
+        self,
+        groups: None,
+        of: Callable[[int, str], GroupTensors],
+        num_tokens: int,
+        schedule: str,
+    ) -> tuple[Any, ...]:
+        """Build the metadata that all layers share; queries of prefills are absorbed too."""
+        group = of(0, "kv")
+        step = build_mla_step(
+            self.spec.layers,
+            group.query_start_loc,
+            group.seq_lens,
+            group.block_table,
+            group.slot_mapping[:num_tokens] >= 0,
+            num_tokens=num_tokens,
+        )
+        return (step,) * len(self.spec.kinds)
+
+    def saves_first(self, schedule: str, decode_tokens: int) -> bool:
+        """False: there are no states."""
+        return False
+
+
+def family_of(spec: ModelSpec) -> V4Family | MlaFamily:
+    """Return how an engine runs models with this spec."""
+    if isinstance(spec, DeepseekV4Spec):
+        return V4Family(spec)
+    assert isinstance(spec, MlaModelSpec)  # the other families
+    return MlaFamily(spec)
+
+
+class EngineSteps:
+    """Steps of a patched model over the caches of an engine.
+
+    Args:
+        model: The patched model.
+        max_model_len: Most tokens of a request.
+        decode_tokens: Most tokens of a request in a decode step, drafts included.
+    """
+
+    def __init__(self, model: Any, *, max_model_len: int, decode_tokens: int = 1) -> None:
+        self.model, self.max_model_len, self.decode_tokens = model, max_model_len, decode_tokens
+        self.spec: ModelSpec = model.dsv4_ops_spec
+        self.family: Any = family_of(self.spec)
+        self.rope = self.spec.rope_tables(max_model_len, model.device)
+        self.layers: tuple[Any, ...] = ()
+        self.groups: Any = None
+        self._found = False
+
+    def bind(self, tensors: Callable[[int, str], Tensor]) -> None:
+        """Take the caches that the engine allocated, by layer and field."""
+        self.layers = tuple(
+            self.family.bind({field: tensors(layer, field) for field in self.family.caches(kind)})
+            for layer, kind in enumerate(self.spec.kinds)
+        )
+        self._found = False
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, metadata: Mapping[str, GroupTensors]) -> Tensor:
+        """Run all layers on the tokens of a step, [num_tokens].
+
+        ``metadata`` has the tensors of each cache's group, by ``cache_name``. Returns the final
+        hidden states, [num_tokens, hidden_size].
+        """
+
+        def of(layer: int, field: str) -> GroupTensors:
+            return metadata[cache_name(layer, field)]
+
+        if not self._found:
+            self.groups, self._found = self.family.groups(of), True
+        first = of(0, "swa" if isinstance(self.family, V4Family) else "kv")
+        schedule = "decode" if first.max_query_len <= self.decode_tokens else "prefill"
+        steps = self.family.build(self.groups, of, len(tokens), schedule)
+        cache: Any = EngineCache(self.layers, self.rope)
+        save_first = self.family.saves_first(schedule, self.decode_tokens)
+        run = StepRun(
+            steps[0],
+            cache,
+            schedule,
+            state_rings=False,
+            save_first=save_first,
+            layer_steps=steps,
+        )
+        hidden = run_layers(self.model.model, self.spec, tokens.to(torch.int64), None, run)
+        return hidden.flatten(0, -2)
+
+    @torch.no_grad()
+    def profiled(self, tokens: Tensor) -> Tensor:
+        """Run as many tokens from a cache of their own, for an engine that measures memory."""
+        length = min(len(tokens), self.max_model_len)
+        rows = -(-len(tokens) // length)
+        cache = PagedCache.for_model(
+            self.model, max_batch_size=rows, max_cache_len=length, max_chunk=length
+        )
+        ids = tokens.new_zeros((rows, length), dtype=torch.int64)
+        hidden: Tensor = self.model.model(ids, cache=cache).last_hidden_state
+        return hidden.flatten(0, 1)[: len(tokens)]
+
+
+def _same(a: GroupTensors, b: GroupTensors) -> bool:
+    return a.block_table.data_ptr() == b.block_table.data_ptr()
+
+
+def _check_shared(group: GroupTensors, wanted: GroupTensors, name: str) -> None:
+    if not _same(group, wanted):
+        raise argument_error(
+            "DeepseekForCausalLM",
+            name,
+            must="share a block table with the other layers of its kind",
+            got="one of its own",
+            do="Report the layers of the model, and the release of vLLM",
+            kind=NotImplementedError,
+        )

@@ -1,0 +1,56 @@
+"""Small checkpoints with the config of released ones, as vLLM reads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dsv4_ops.testing.checkpoint import TINY
+from dsv4_ops.testing.models import small_mla_model, small_model
+from dsv4_ops.testing.text import VOCAB_SIZE
+
+_RATIOS = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+_HUGGING_FACE = ("layer_types", "mlp_layer_types", "rope_parameters", "compress_rates", "dtype")
+"""Fields that only Hugging Face's class has."""
+
+
+def write_v4(path: Path, **changed: Any) -> Path:
+    """Write a DeepSeek-V4 in float32.
+
+    vLLM's own class of its config refuses the fields that Hugging Face saves.
+    """
+    small_model(**changed).save_pretrained(path)
+    saved = json.loads((path / "config.json").read_text())
+    config = {name: value for name, value in saved.items() if name not in _HUGGING_FACE}
+    config |= {name: TINY[name] for name in ("rope_theta", "compress_rope_theta", "rope_scaling")}
+    config |= {
+        "torch_dtype": "float32",
+        "compress_ratios": [*(_RATIOS[kind] for kind in saved["layer_types"]), 0],
+        "num_hash_layers": saved["mlp_layer_types"].count("hash_moe"),
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def write_v3(path: Path) -> Path:
+    """Write a DeepSeek-V3 in float32."""
+    small_mla_model().save_pretrained(path)
+    return path
+
+
+def write_tokenizer(path: Path) -> None:
+    """Write a tokenizer of bytes with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters += [f"<{n}>" for n in range(len(letters), VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    fast.save_pretrained(path)

@@ -1,0 +1,158 @@
+"""Run requests through vLLM's engine, and compare with a step over prompt and answer."""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+def prompts(count: int, *, short: bool = False, shared: bool = False) -> list[list[int]]:
+    """Sample prompts of 3 to 250 tokens, or 30 if ``short``; after the begin of one text, if
+    ``shared``."""
+    rng = random.Random(0)
+    text = [rng.randrange(3, 250) for _ in range(600)]
+    lengths = (3, 30) if short else (3, 30, 140, 250)
+    begins = (0, 260, 520, 600) if shared else (0,)
+    return [
+        text[: rng.choice(begins)] + [rng.randrange(3, 250) for _ in range(rng.choice(lengths))]
+        for _ in range(count)
+    ]
+
+
+class Report(NamedTuple):
+    """What an engine did.
+
+    Attributes:
+        error: Largest difference of a logprob from that of a step over prompt and answer.
+        wrong: Answered tokens that are not the greedy ones there.
+        steps, computed: Steps, and tokens that they computed.
+        cached, preempted, drafted: Tokens found in the prefix cache, preemptions, tokens drafted.
+    """
+
+    error: float
+    wrong: int
+    steps: int
+    computed: int
+    cached: int
+    preempted: int
+    drafted: int
+
+
+def run(
+    path: str,
+    count: int = 20,
+    new: int = 24,
+    short: bool = False,
+    shared: bool = False,
+    given: list[list[int]] | None = None,
+    record: str = "",
+    **settings: Any,
+) -> Report:
+    """Serve ``count`` requests, or the prompts ``given``, greedily, with answers of ``new`` tokens.
+
+    With ``record``, write to this file what every step got from vLLM.
+    """
+    os.environ.update(
+        DSV4_OPS_VLLM="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="WARNING",
+    )
+    import torch
+
+    # vLLM's CPU platform turns chunked prefills and prefix caching off without AMX, which only its
+    # own kernels need
+    torch.cpu._is_amx_tile_supported = lambda: True
+    from vllm import LLM, SamplingParams
+
+    from dsv4_ops.integrations.transformers import PagedCache
+    from dsv4_ops.integrations.vllm import _compat
+
+    defaults: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8}
+    defaults |= {"skip_tokenizer_init": True, "dtype": "float32", "disable_log_stats": False}
+    defaults |= {"enable_prefix_caching": False, "max_num_batched_tokens": 64}
+    llm = LLM(model=path, **(defaults | settings))
+    core: Any = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    model = runner.model
+    counts, steps = [0, 0], []
+    before = model.forward
+
+    def counted(input_ids: Any, positions: Any, *args: Any, **rest: Any) -> Any:
+        counts[0] += 1
+        counts[1] += len(input_ids)
+        if record:
+            steps.append(_step(input_ids, _compat.group_tensors(), runner.input_batch.req_ids))
+        return before(input_ids, positions, *args, **rest)
+
+    model.forward = counted
+    given = given or prompts(count, short=short, shared=shared)
+    params = SamplingParams(
+        max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, logprobs=1
+    )
+    outs = llm.generate([{"prompt_token_ids": p} for p in given], params, use_tqdm=False)
+    if record:
+        num_blocks = core.scheduler.kv_cache_config.num_blocks
+        text = json.dumps({"num_blocks": num_blocks, "steps": steps}, separators=(",", ":"))
+        Path(record).write_text(text + "\n")
+    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    error, wrong = 0.0, 0
+    for prompt, out in zip(given, outs, strict=True):
+        answer = torch.tensor(out.outputs[0].token_ids)
+        ids = torch.cat((torch.tensor(prompt), answer))[None]
+        cache = PagedCache.for_model(model.hf, max_batch_size=1, max_cache_len=1024, max_chunk=1024)
+        with torch.no_grad():
+            logits = model.hf(ids, cache=cache).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
+        steps = zip(answer.tolist(), out.outputs[0].logprobs, strict=True)
+        said = [step[token].logprob for token, step in steps]
+        error = max(error, float((torch.tensor(said) - chosen).abs().max()))
+        wrong += int((logits.gather(-1, answer[:, None])[:, 0] < logits.amax(-1)).sum())
+    return Report(
+        error,
+        wrong,
+        *counts,
+        sum(out.num_cached_tokens or 0 for out in outs),
+        int(metrics.get("vllm:num_preemptions") or 0),
+        int(metrics.get("vllm:spec_decode_num_draft_tokens") or 0),
+    )
+
+
+def _step(tokens: Any, metadata: Any, requests: list[str]) -> dict[str, Any]:
+    """What ``EngineSteps`` gets of a step; caches with the same table are listed together."""
+    groups: dict[int, list[str]] = {}
+    for name, group in metadata.items():
+        groups.setdefault(group.block_table.data_ptr(), []).append(name)
+    first = next(iter(metadata.values()))
+    return {
+        "requests": list(requests),
+        "tokens": tokens.tolist(),
+        "query_start_loc": first.query_start_loc.tolist(),
+        "seq_lens": first.seq_lens.tolist(),
+        "max_query_len": int(first.max_query_len),
+        "groups": [
+            {
+                "caches": names,
+                "block_table": _trimmed(metadata[names[0]].block_table),
+                "slot_mapping": metadata[names[0]].slot_mapping[: len(tokens)].tolist(),
+            }
+            for names in groups.values()
+        ],
+    }
+
+
+def _trimmed(table: Any) -> list[list[int]]:
+    """Rows of a block table without the null blocks at their ends."""
+    rows = []
+    for row in table.tolist():
+        while row and row[-1] == 0:
+            row.pop()
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":  # a process for each engine
+    print(json.dumps(run(**json.loads(sys.argv[1]))._asdict()))

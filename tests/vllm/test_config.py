@@ -1,0 +1,78 @@
+"""Settings of vLLM that the plugin takes or refuses, without vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsv4_ops.integrations.vllm.config import check_config, patch_settings
+
+
+def config(dtype=torch.bfloat16, cache_dtype="auto", family="deepseek_v4", **changed):
+    """What the plugin reads of a ``VllmConfig``; ``changed`` has fields of any part."""
+    parts = {
+        "model_config": {
+            "dtype": dtype,
+            "hf_overrides": {},
+            "hf_config": SimpleNamespace(model_type=family),
+        },
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "enable_expert_parallel": False,
+        },
+        "cache_config": {"cache_dtype": cache_dtype},
+        "load_config": {"load_format": "auto"},
+    }
+    whole = {"additional_config": {}, "lora_config": None, "speculative_config": None}
+    for name, value in changed.items():
+        part = next((part for part in parts.values() if name in part), whole)
+        part[name] = value
+    made = {name: SimpleNamespace(**values) for name, values in parts.items()}
+    return SimpleNamespace(**made, **whole)
+
+
+@pytest.mark.parametrize(
+    ("given", "kv"),
+    [
+        ({}, "bf16"),
+        ({"dtype": torch.float32, "cache_dtype": "float32"}, "fp32"),
+        ({"cache_dtype": "fp8"}, "fp8"),
+        ({"cache_dtype": "fp8_ds_mla"}, "fp8"),
+        ({"cache_dtype": "fp8_ds_mla", "family": "deepseek_v3"}, "ds_fp8"),
+    ],
+)
+def test_the_cache_dtype_is_kv_of_patch(given, kv):
+    check_config(config(**given))
+    assert patch_settings(config(**given)) == {"kv": kv}
+
+
+def test_additional_config_has_arguments_of_patch():
+    given = {"dsv4_ops": {"precision": "reference", "kv": "fp8"}}
+    found = patch_settings(config(additional_config=given))
+    assert found == {"kv": "fp8", "precision": "reference"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
+        ("decode_context_parallel_size", 2),
+        ("prefill_context_parallel_size", 2),
+        ("enable_expert_parallel", True),
+        ("lora_config", SimpleNamespace()),
+        ("dtype", torch.float16),
+        ("cache_dtype", "fp8_e5m2"),
+        ("cache_dtype", "float32"),
+        ("hf_overrides", {"num_hidden_layers": 2}),
+        ("load_format", "dummy"),
+        ("speculative_config", SimpleNamespace(method="mtp")),
+    ],
+)
+def test_what_the_model_would_ignore_is_refused_by_name(name, value):
+    said = {"lora_config": "enable_lora", "cache_dtype": "kv_cache_dtype"}.get(name, name)
+    with pytest.raises(NotImplementedError, match=f"DeepseekForCausalLM: {said} must be "):
+        check_config(config(**{name: value}))

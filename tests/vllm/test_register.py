@@ -1,0 +1,46 @@
+"""The plugin without vLLM: off by default, and by name in other releases."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from dsv4_ops.integrations.vllm import SWITCH, register
+
+ALONE = """
+import sys, torch
+from importlib.metadata import EntryPoint
+EntryPoint("dsv4_ops", "dsv4_ops.integrations.vllm:register", "vllm.general_plugins").load()()
+print(*{name.partition(".")[0] for name in sys.modules} & {"vllm", "transformers", "triton"})
+"""
+
+
+def test_installed_alone_it_imports_neither_vllm_nor_transformers(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    command = [sys.executable, "-c", ALONE]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
+
+
+class Registry(SimpleNamespace):
+    def register_model(self, name, path):
+        self.models[name] = path
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1+cpu"])
+def test_switched_on_it_registers_one_class_for_all_families(monkeypatch, version):
+    registry = Registry(models={})
+    monkeypatch.setenv(SWITCH, "1")
+    module = SimpleNamespace(__version__=version, ModelRegistry=registry)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    register()
+    assert sorted(registry.models) == [f"DeepseekV{n}ForCausalLM" for n in (2, 3, 4)]
+    (path,) = set(registry.models.values())
+    assert path == "dsv4_ops.integrations.vllm.model:DeepseekForCausalLM"
+
+
+def test_other_releases_are_refused(monkeypatch):
+    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.34.0"))
+    with pytest.raises(ImportError, match=r"vllm must be 0.32 or 0.33, got 0.34.0"):
+        register()

@@ -1,0 +1,180 @@
+"""Steps that vLLM recorded, over one pool whose bytes all groups share, without vLLM."""
+
+import json
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from dsv4_ops.integrations.transformers import PagedCache, patch
+from dsv4_ops.integrations.vllm.steps import EngineSteps, GroupTensors, V4Family, cache_name
+from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.vllm.record import RECORDED, SIZES
+
+LONGEST = 512
+
+
+class Recorded(NamedTuple):
+    """What vLLM handed over.
+
+    Attributes:
+        model: A patched model.
+        steps, num_blocks: As ``tests.vllm.record`` wrote them.
+        alone: Logits of all tokens of each request, by its name, in a step of its own.
+    """
+
+    model: Any
+    steps: list[dict[str, Any]]
+    num_blocks: int
+    alone: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def v4():
+    return read("v4", patch(small_model(), kv="fp32"))
+
+
+@pytest.fixture(scope="module")
+def v3():
+    return read("v3", patch(small_mla_model(), kv="fp32"))
+
+
+@pytest.fixture(params=["v4", "v3"])
+def recorded(request):
+    return request.getfixturevalue(request.param)
+
+
+def read(name, model):
+    recording = json.loads((RECORDED / f"{name}.json").read_text())
+    texts = {}
+    for step in recording["steps"]:
+        for name, first, (start, stop) in spans_of(step):
+            before = texts.get(name) or texts.get(step["requests"][0], [])  # the shared prefix
+            texts[name] = before[:first] + step["tokens"][start:stop]
+    assert len(texts) == len(SIZES)
+    with torch.no_grad():
+        alone = {name: logits_of(model, text) for name, text in texts.items()}
+    return Recorded(model, **recording, alone=alone)
+
+
+def spans_of(step):
+    """Name, first position and range of tokens of each request in a step."""
+    ranges = pairwise(step["query_start_loc"])
+    for name, end, (start, stop) in zip(step["requests"], step["seq_lens"], ranges, strict=True):
+        yield name, end - (stop - start), (start, stop)
+
+
+def logits_of(model, text):
+    size = len(text)
+    cache = PagedCache.for_model(model, max_batch_size=1, max_cache_len=size, max_chunk=size)
+    return model(torch.tensor([text]), cache=cache).logits[0]
+
+
+def pool_of(steps, recorded):
+    """Caches as vLLM lays them out: a block has the bytes of any of the groups."""
+    num_blocks, offsets = recorded.num_blocks, {}
+    layouts = {
+        cache_name(layer, field): cache.layout
+        for layer, kind in enumerate(steps.spec.kinds)
+        for field, cache in steps.family.caches(kind).items()
+    }
+    sizes = []
+    for group in recorded.steps[0]["groups"]:
+        size = 0
+        for name in group["caches"]:
+            offsets[name], size = size, size + layouts[name].page_bytes
+        sizes.append(size)
+    pool = torch.zeros(num_blocks * max(sizes), dtype=torch.uint8)
+
+    def cache(layer, field):
+        name = cache_name(layer, field)
+        typed = pool.view(layouts[name].storage_dtype)
+        shape = layouts[name].shape(num_blocks)
+        strides = torch.empty(shape, device="meta").stride()
+        block = max(sizes) // typed.itemsize
+        return typed.as_strided(shape, (block, *strides[1:]), offsets[name] // typed.itemsize)
+
+    return cache
+
+
+def tensors_of(step):
+    """The metadata of a step, by name of cache."""
+    names = ("query_start_loc", "seq_lens")
+    starts, lens = (torch.tensor(step[name], dtype=torch.int32) for name in names)
+    metadata = {}
+    for group in step["groups"]:
+        width = max(map(len, group["block_table"]))
+        rows = [blocks + [0] * (width - len(blocks)) for blocks in group["block_table"]]
+        table = torch.tensor(rows, dtype=torch.int32)  # block 0 is nobody's
+        slots = torch.tensor(group["slot_mapping"])
+        tensors = GroupTensors(starts, lens, table, slots, step["max_query_len"])
+        metadata |= dict.fromkeys(group["caches"], tensors)
+    return metadata
+
+
+@torch.no_grad()
+def largest_error(recorded, caches, change=None):
+    """How far the logits of all tokens are from those of their requests alone."""
+    steps, errors = EngineSteps(recorded.model, max_model_len=LONGEST), []
+    steps.bind(caches(steps, recorded))
+    for step in recorded.steps:
+        metadata = tensors_of(step)
+        if change is not None:
+            change(metadata)
+        logits = recorded.model.lm_head(steps(torch.tensor(step["tokens"]), metadata))
+        for name, first, (start, stop) in spans_of(step):
+            alone = recorded.alone[name][first : first + stop - start]
+            errors.append((alone - logits[start:stop]).abs().max())
+    return float(max(errors))
+
+
+def test_requests_that_share_blocks_get_the_logits_of_each_alone(recorded):
+    assert largest_error(recorded, pool_of) < 1e-4
+
+
+def test_states_that_are_saved_late_would_show(v4, monkeypatch):
+    """The recorded step has a request whose prefix a neighbour computes in that step."""
+    monkeypatch.setattr(V4Family, "saves_first", lambda *call: False)
+    assert largest_error(v4, pool_of) > 0.01
+
+
+def apart(steps, recorded):
+    """A tensor for each cache."""
+    return lambda layer, field: steps.family.caches(steps.spec.kinds[layer])[field].layout.allocate(
+        recorded.num_blocks
+    )
+
+
+def test_windows_may_be_in_several_groups(v4):
+    """Of released models vLLM splits them in two; here one layer gets a table of its own."""
+    last, size = v4.num_blocks - 1, v4.model.dsv4_ops_spec.layers.attention.swa_block_size
+
+    def change(metadata):
+        group = metadata["layers.1.swa"]
+        table, slots = group.block_table, group.slot_mapping
+        metadata["layers.1.swa"] = group._replace(
+            block_table=torch.where(table > 0, last - table, 0),
+            slot_mapping=(last - slots // size) * size + slots % size,
+        )
+
+    assert largest_error(v4, apart, change) < 1e-4
+
+
+def test_a_cache_with_a_table_of_its_own_is_refused(recorded):
+    model = recorded.model
+    name = cache_name(1, "indexer" if "c4" in model.dsv4_ops_spec.kinds else "kv")
+
+    def change(metadata):
+        metadata[name] = metadata[name]._replace(block_table=metadata[name].block_table.clone())
+
+    with pytest.raises(NotImplementedError, match=f"{name} must share a block table"):
+        largest_error(recorded, apart, change)
+
+
+def test_a_profiling_run_writes_to_no_cache_of_the_engine(recorded):
+    model = recorded.model
+    tokens = torch.arange(70, dtype=torch.int32)  # more than the longest request
+    hidden = EngineSteps(model, max_model_len=64).profiled(tokens)
+    assert hidden.shape == (70, model.config.hidden_size)
+    assert bool(hidden.isfinite().all())
