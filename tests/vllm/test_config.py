@@ -25,6 +25,7 @@ def config(dtype=torch.bfloat16, cache_dtype="auto", family="deepseek_v4", **cha
         },
         "cache_config": {"cache_dtype": cache_dtype},
         "load_config": {"load_format": "auto"},
+        "compilation_config": {"mode": SimpleNamespace(name="VLLM_COMPILE")},
     }
     whole = {"additional_config": {}, "lora_config": None, "speculative_config": None}
     for name, value in changed.items():
@@ -58,6 +59,7 @@ def test_additional_config_has_arguments_of_patch():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("hf_config", SimpleNamespace(model_type="kimi_k2")),
         ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
         ("decode_context_parallel_size", 2),
@@ -69,10 +71,14 @@ def test_additional_config_has_arguments_of_patch():
         ("cache_dtype", "float32"),
         ("hf_overrides", {"num_hidden_layers": 2}),
         ("load_format", "dummy"),
+        ("mode", SimpleNamespace(name="STOCK_TORCH_COMPILE")),
         ("speculative_config", SimpleNamespace(method="mtp")),
     ],
 )
 def test_what_the_model_would_ignore_is_refused_by_name(name, value):
-    said = {"lora_config": "enable_lora", "cache_dtype": "kv_cache_dtype"}.get(name, name)
-    with pytest.raises(NotImplementedError, match=f"DeepseekForCausalLM: {said} must be "):
+    said = {"lora_config": "enable_lora", "cache_dtype": "kv_cache_dtype"}
+    said |= {"hf_config": "model_type", "mode": "compilation_config.mode"}
+    with pytest.raises(
+        NotImplementedError, match=f"DeepseekForCausalLM: {said.get(name, name)} must be "
+    ):
         check_config(config(**{name: value}))

@@ -37,6 +37,8 @@ def patch_settings(vllm_config: Any) -> dict[str, Any]:
 def check_config(vllm_config: Any) -> None:
     """Raise for settings of vLLM that the model would ignore or get wrong."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    family, families = model.hf_config.model_type, " or ".join(CLASSES)
+    _check("model_type", family in CLASSES, families, family)
     one = "1, as weights are Hugging Face's"
     for name in (
         "tensor_parallel_size",
@@ -53,6 +55,9 @@ def check_config(vllm_config: Any) -> None:
     known = ("auto", same, *_FP8_KV)
     _check("kv_cache_dtype", cache_dtype in known, "one of " + ", ".join(known), cache_dtype)
     _check("hf_overrides", not model.hf_overrides, "empty", model.hf_overrides)
+    compiled = getattr(vllm_config.compilation_config.mode, "name", "NONE")
+    fits = compiled != "STOCK_TORCH_COMPILE"  # over one pool, whose caches share storage
+    _check("compilation_config.mode", fits, "another", compiled)
     load = vllm_config.load_config.load_format
     _check("load_format", load in ("auto", "hf", "safetensors"), "auto", load)
     drafts = vllm_config.speculative_config
