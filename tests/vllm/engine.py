@@ -4,14 +4,17 @@ import json
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 
-def prompts(count: int, *, short: bool = False, shared: bool = False) -> list[list[int]]:
+def prompts(
+    count: int, seed: int = 0, *, short: bool = False, shared: bool = False
+) -> list[list[int]]:
     """Sample prompts of 3 to 250 tokens, or 30 if ``short``; after the begin of one text, if
     ``shared``."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     text = [rng.randrange(3, 250) for _ in range(600)]
     lengths = (3, 30) if short else (3, 30, 140, 250)
     begins = (0, 260, 520, 600) if shared else (0,)
@@ -47,12 +50,15 @@ def run(
     short: bool = False,
     shared: bool = False,
     given: list[list[int]] | None = None,
+    seed: int = 0,
+    arrivals: bool = False,
     record: str = "",
     **settings: Any,
 ) -> Report:
     """Serve ``count`` requests, or the prompts ``given``, greedily, with answers of ``new`` tokens.
 
-    With ``record``, write to this file what every step got from vLLM.
+    With ``arrivals``, a few arrive in each step, and some are cancelled. With ``record``, write to
+    this file what every step got from vLLM.
     """
     os.environ.update(
         DSV4_OPS_VLLM="1",
@@ -89,19 +95,23 @@ def run(
         return before(input_ids, positions, *args, **rest)
 
     model.forward = counted
-    given = given or prompts(count, short=short, shared=shared)
+    given = given or prompts(count, seed, short=short, shared=shared)
     params = SamplingParams(
         max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, logprobs=1
     )
-    outs = llm.generate([{"prompt_token_ids": p} for p in given], params, use_tqdm=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in given]
+    if arrivals:
+        outs = list(_arriving(llm.llm_engine, asked, params, random.Random(seed)))
+    else:
+        outs = llm.generate(asked, params, use_tqdm=False)
     if record:
         num_blocks = core.scheduler.kv_cache_config.num_blocks
         text = json.dumps({"num_blocks": num_blocks, "steps": steps}, separators=(",", ":"))
         Path(record).write_text(text + "\n")
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
     error, wrong = 0.0, 0
-    for prompt, out in zip(given, outs, strict=True):
-        answer = torch.tensor(out.outputs[0].token_ids)
+    for out in outs:
+        prompt, answer = out.prompt_token_ids, torch.tensor(out.outputs[0].token_ids)
         ids = torch.cat((torch.tensor(prompt), answer))[None]
         cache = PagedCache.for_model(model.hf, max_batch_size=1, max_cache_len=1024, max_chunk=1024)
         with torch.no_grad():
@@ -119,6 +129,20 @@ def run(
         int(metrics.get("vllm:num_preemptions") or 0),
         int(metrics.get("vllm:spec_decode_num_draft_tokens") or 0),
     )
+
+
+def _arriving(engine: Any, asked: list[Any], params: Any, rng: random.Random) -> Iterator[Any]:
+    """Yield the last output of every request, cancelled ones included."""
+    waiting, last = list(enumerate(asked)), {}
+    while waiting or engine.has_unfinished_requests():
+        for number, prompt in waiting[: rng.choice((0, 0, 1, 1, 3))]:
+            engine.add_request(str(number), prompt, params)
+            waiting.pop(0)
+        for out in engine.step():
+            last[out.request_id] = out
+            if not out.finished and rng.random() < 0.02:
+                engine.abort_request([out.request_id])
+    yield from last.values()
 
 
 def _step(tokens: Any, metadata: Any, requests: list[str]) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""Requests through vLLM's engine on a CPU; ``make test-vllm`` runs these."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dsv4_ops.testing.checkpoint import write_checkpoint
+from tests.vllm.checkpoints import write_v3, write_v4
+from tests.vllm.engine import Report
+
+pytest.importorskip("vllm", reason="make test-vllm has an environment with it")
+
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A small V4 and V3 in float32, and a V4 in FP8 and FP4."""
+    path = tmp_path_factory.mktemp("models")
+    write_checkpoint(path / "released")
+    return {
+        "v4": write_v4(path / "v4"),
+        "v3": write_v3(path / "v3"),
+        "released": path / "released",
+    }
+
+
+def serve(path, **settings):
+    """Run requests in an engine of a process of its own."""
+    settings = json.dumps({"path": str(path), **settings})
+    command = [sys.executable, "-m", "tests.vllm.engine", settings]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = Report(**json.loads(done.stdout.splitlines()[-1]))
+    print(report)
+    assert report.wrong == 0  # no token but the greedy ones
+    return report
+
+
+def test_whole_prefills_get_the_logprobs_of_a_step_alone(folders):
+    report = serve(folders["v4"], max_num_batched_tokens=1024)
+    assert report.error <= 1e-5
+
+
+def test_chunks_of_prefills_do_too(folders):
+    report = serve(folders["v4"])
+    assert report.error <= 1e-5
+    assert report.steps > 80  # 64 tokens at most in each
+
+
+def test_requests_that_lose_their_blocks_run_again(folders):
+    few = {"max_model_len": 512, "num_gpu_blocks_override": 120}
+    report = serve(folders["v4"], count=8, new=150, short=True, **few)
+    assert report.error <= 1e-5
+    assert report.preempted > 0
+
+
+def test_requests_share_prefixes_that_others_fill_in_the_same_step(folders):
+    report = serve(folders["v4"], shared=True, enable_prefix_caching=True)
+    assert report.error <= 1e-5
+    assert report.cached > 5000
+
+
+def test_drafts_by_ngrams_change_no_token(folders):
+    shares = {"shared": True, "enable_prefix_caching": True}
+    report = serve(folders["v4"], count=10, speculative_config=NGRAM, **shares)
+    assert report.error <= 1e-5
+    assert report.drafted > 0
+
+
+def test_a_released_folder_is_served_from_fp8_and_fp4(folders):
+    """In bfloat16 a chunk rounds otherwise than a whole prompt."""
+    settings = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "enable_prefix_caching": True}
+    report = serve(folders["released"], count=10, shared=True, **settings)
+    assert report.error <= 0.02
+
+
+def test_v3_shares_prefixes_of_latent_rows(folders):
+    settings = {"shared": True, "enable_prefix_caching": True, "block_size": 64}
+    report = serve(folders["v3"], count=10, **settings)
+    assert report.error <= 1e-5
+    assert report.cached > 1000
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_requests_that_come_and_leave_at_any_time(folders, seed):
+    """With few blocks, prefixes of others, drafts, and chunks."""
+    settings = {"num_gpu_blocks_override": 260, "speculative_config": NGRAM}
+    settings |= {"shared": True, "enable_prefix_caching": True, "arrivals": True}
+    report = serve(folders["v4"], count=40, new=12, seed=seed, **settings)
+    assert report.error <= 1e-5
+    assert report.cached > 0
