@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from dsv4_ops.attention import AttentionStep
 from dsv4_ops.integrations.transformers import PagedCache, patch
 from dsv4_ops.integrations.vllm.steps import EngineSteps, GroupTensors, V4Family, cache_name
 from dsv4_ops.testing.models import small_mla_model, small_model
@@ -146,19 +147,10 @@ def apart(steps, recorded):
     )
 
 
-def test_windows_may_be_in_several_groups(v4):
-    """Of released models vLLM splits them in two; here one layer gets a table of its own."""
-    last, size = v4.num_blocks - 1, v4.model.dsv4_ops_spec.layers.attention.swa_block_size
-
-    def change(metadata):
-        group = metadata["layers.1.swa"]
-        table, slots = group.block_table, group.slot_mapping
-        metadata["layers.1.swa"] = group._replace(
-            block_table=torch.where(table > 0, last - table, 0),
-            slot_mapping=(last - slots // size) * size + slots % size,
-        )
-
-    assert largest_error(v4, apart, change) < 1e-4
+def test_windows_of_another_group_have_a_table_of_their_own(v4, monkeypatch):
+    """vLLM made a group for each of three layers; of released models it makes two."""
+    monkeypatch.setattr(AttentionStep, "with_window", lambda step, *call: step)
+    assert largest_error(v4, pool_of) > 0.01
 
 
 def test_a_cache_with_a_table_of_its_own_is_refused(recorded):
