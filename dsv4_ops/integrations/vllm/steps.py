@@ -170,6 +170,12 @@ class V4Family:
         ]
         return tuple(steps[window] for window in groups.window_of)
 
+    def used(self, groups: V4Groups) -> list[str]:
+        """Names of the caches whose tensors ``build`` reads."""
+        of_kinds = [(layer, f) for layer in groups.first.values() for f in ("compressed", "states")]
+        names = [*((layer, "swa") for layer in groups.windows), *of_kinds]
+        return [cache_name(*each) for each in names]
+
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """Whether a token may read states that another request saves in the same step.
 
@@ -238,6 +244,10 @@ class MlaFamily:
         )
         return (step,) * len(self.spec.kinds)
 
+    def used(self, groups: None) -> list[str]:
+        """Names of the caches whose tensors ``build`` reads."""
+        return [cache_name(0, "kv")]
+
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """False: there are no states."""
         return False
@@ -290,10 +300,29 @@ class EngineSteps:
 
         if not self._found:
             self.groups, self._found = self.family.groups(of), True
-        first = of(0, "swa" if isinstance(self.family, V4Family) else "kv")
+        used = {name: metadata[name] for name in self.family.used(self.groups)}
+        first = next(iter(used.values()))
         schedule = "decode" if first.max_query_len <= self.decode_tokens else "prefill"
+        used = {
+            name: group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
+            for name, group in used.items()
+        }
+        return self._run(tokens, used, self.layers, schedule)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        used: Mapping[str, GroupTensors],
+        layers: tuple[Any, ...],
+        schedule: str,
+    ) -> Tensor:
+        """The step as a function of tensors, metadata included."""
+
+        def of(layer: int, field: str) -> GroupTensors:
+            return used[cache_name(layer, field)]
+
         steps = self.family.build(self.groups, of, len(tokens), schedule)
-        cache: Any = EngineCache(self.layers, self.rope)
+        cache: Any = EngineCache(layers, self.rope)
         save_first = self.family.saves_first(schedule, self.decode_tokens)
         run = StepRun(
             steps[0],
