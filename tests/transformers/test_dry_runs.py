@@ -47,8 +47,8 @@ def _nothing_fails(monkeypatch):
 
 
 def test_other_sizes_ask_for_others_alone(step):
-    """Small batches share all kernels, and so do caches of any length: Triton would compile others
-    where a count is 1, or a multiple of 16."""
+    """Small batches share all kernels but the fused insert, and caches of any length all: Triton
+    would compile others where a count is 1, or a multiple of 16."""
     model, cache, workers, longer = step
     decodes, prefills = dry_runs.DryRuns(decode_step), dry_runs.DryRuns(prefill_step)
     others = dry_runs.DryRuns(decode_step)
@@ -67,7 +67,7 @@ def test_other_sizes_ask_for_others_alone(step):
         requests.request_kernels(model, tensors, *sizes, rest)
         counts.append(len(workers.asked) - before)
     assert min(counts[0], counts[5]) > 5
-    assert counts[1:5] + counts[6:] == [0] * 6
+    assert counts[1:5] + counts[6:] == [0, 1, 0, 0, 0, 0]
     assert workers.ran == 0
 
 
@@ -141,7 +141,7 @@ def test_a_trace_checks_what_no_dry_run_did(compiled, monkeypatch):
     monkeypatch.setattr(dry_runs, "_calls_others", lambda model: True)
     torch._dynamo.reset()
     other = v4.compile_step(step.model, mode="regional", dynamic=True, backend="eager")
-    with pytest.raises(Exception, match=r"attention_layer: caches.swa must have shape"):
+    with pytest.raises(Exception, match=r"caches\.swa"):
         other(batch, pages_of_another_size(cache))
     cache.free("a")
     assert cache.add("a", num_tokens=9) == int(batch.rows)

@@ -6,13 +6,13 @@ The parts are independent, and each alone takes about as long as its longest cha
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.sizes import SIZES
+from dsv4_ops.kernels.common.sizes import SIZES_BUT_TOKENS
 from dsv4_ops.kernels.compressor.pool_short import compress_and_insert
 from dsv4_ops.kernels.indexer.quantize_q import quantize_queries  # by name: Inductor copies kernels
 from dsv4_ops.kernels.rope.qnorm_rope_insert import normalise_and_insert
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES_BUT_TOKENS)
 def insert_c4_step_kernel(
     q, q_stride, q_head_stride, q_dim_stride,
     q_out, num_heads,

@@ -1,13 +1,12 @@
 """Arguments that differ from call to call, for which Triton must not compile a kernel again.
 
 Triton compiles a kernel once more where an integer is 1, and where it is a multiple of 16. That
-speeds up loads whose stride it knows so. It gains nothing from a count that only ends loops or
-masks, and costs a user seconds at each new batch size and length of a cache.
+speeds up loads whose stride, or whose mask along contiguous values, it knows so. It gains nothing
+from a count of rows, and costs a user seconds at each new batch size and length of a cache.
 """
 
-SIZES = (
+SIZES_BUT_TOKENS = (
     "capacity",
-    "columns",
     "extra_blocks",
     "extra_max_blocks",
     "extra_rows",
@@ -16,11 +15,9 @@ SIZES = (
     "indexer_programs",
     "max_blocks",
     "max_extra_blocks",
-    "max_len",
     "max_parts",
     "max_swa_blocks",
     "num_blocks",
-    "num_columns",
     "num_early",
     "num_indexer_blocks",
     "num_indexer_state_blocks",
@@ -32,22 +29,21 @@ SIZES = (
     "num_rows",
     "num_slots",
     "num_state_blocks",
-    "num_tokens",
     "num_valid",
     "offset",
-    "out_columns",
     "padded",
     "programs",
     "row_programs",
-    "size",
     "state_columns",
     "swa_blocks",
     "swa_max_blocks",
     "swa_rows",
     "swa_table_stride",
-    "swa_width",
     "table_stride",
-    "topk",
     "wave",
 )
 """Names of such arguments in all kernels, for ``do_not_specialize``."""
+
+SIZES = (*SIZES_BUT_TOKENS, "num_tokens")
+"""The same for kernels that gain nothing from a multiple of 16 tokens. Others load and store more
+values at once then, as a mask of 16 tokens is all true or all false."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4_ops.core.types import Routing
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import multiply_add  # by name: Inductor copies kernels
-from dsv4_ops.kernels.common.sizes import SIZES
+from dsv4_ops.kernels.common.sizes import SIZES, SIZES_BUT_TOKENS
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
@@ -24,7 +24,7 @@ FEW, MANY = (32, 16, 16), (64, 64, 4)
 one."""
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES_BUT_TOKENS)
 def router_products_kernel(
     hidden, token_stride, width_stride,
     weight, row_stride, column_stride,

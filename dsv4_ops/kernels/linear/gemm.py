@@ -16,7 +16,7 @@ from dsv4_ops.kernels.common.dequant_gemm import (
     tile_rows,
 )
 from dsv4_ops.kernels.common.fp8 import round_to  # by name: Inductor copies kernels
-from dsv4_ops.kernels.common.sizes import SIZES
+from dsv4_ops.kernels.common.sizes import SIZES, SIZES_BUT_TOKENS
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear import block_gemm
 from dsv4_ops.reference.linear import quantized
@@ -48,7 +48,7 @@ SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
 whole batch, which may be large."""
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES_BUT_TOKENS)
 def fp8_linear_kernel(
     x, token_stride, group_stride,
     x_scale, scale_token_stride, scale_group_stride, scale_block_stride,

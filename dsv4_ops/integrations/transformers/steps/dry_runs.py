@@ -155,10 +155,10 @@ def _calls_others(model: Any) -> bool:
     )
 
 
-def _class(size: int) -> int:
+def _class(size: int) -> tuple[bool, bool, int]:
     """Sizes of a class have the same kernels, but for a few: launchers choose tiles by powers of
-    two."""
-    return (size - 1).bit_length()
+    two, and Triton compiles some kernels again for 1 and for multiples of 16."""
+    return size == 1, size % 16 == 0, (size - 1).bit_length()
 
 
 def padding(num_tokens: int, num_reqs: int, device: torch.device) -> StepBatch:
