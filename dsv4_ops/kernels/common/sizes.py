@@ -45,5 +45,5 @@ SIZES_BUT_TOKENS = (
 """Names of such arguments in all kernels, for ``do_not_specialize``."""
 
 SIZES = (*SIZES_BUT_TOKENS, "num_tokens")
-"""The same for kernels that gain nothing from a multiple of 16 tokens. Others load and store more
+"""Names for kernels that gain nothing from a multiple of 16 tokens. Others load and store more
 values at once then, as a mask of 16 tokens is all true or all false."""
