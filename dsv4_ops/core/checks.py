@@ -1,7 +1,8 @@
 """Argument checks of the public functions.
 
 A check looks at shapes, dtypes, devices and Python ints, never at tensor values. It therefore costs
-no device synchronisation, works on symbolic sizes, and stays on under ``torch.compile``.
+no device synchronisation, works on symbolic sizes, and stays on under ``torch.compile``, unless
+the caller has ``checks_are_done``.
 """
 
 from __future__ import annotations

@@ -141,8 +141,10 @@ def test_a_trace_checks_what_no_dry_run_did(compiled, monkeypatch):
     monkeypatch.setattr(dry_runs, "_calls_others", lambda model: True)
     torch._dynamo.reset()
     other = v4.compile_step(step.model, mode="regional", dynamic=True, backend="eager")
+    layer = cache.tensors.layers[0]
+    signed = layer.swa.view(torch.int8)
     with pytest.raises(Exception, match=r"caches\.swa"):
-        other(batch, pages_of_another_size(cache))
+        other(batch, replace(cache.tensors, layers=(replace(layer, swa=signed),)))
     cache.free("a")
     assert cache.add("a", num_tokens=9) == int(batch.rows)
     assert torch.equal(other(batch, cache), logits)

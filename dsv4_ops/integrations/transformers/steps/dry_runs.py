@@ -1,7 +1,7 @@
 """Run a step with fake tensors before it runs.
 
-Dynamo then leaves out the argument checks, which passed, and workers compile the kernels side by
-side. Nothing is computed, and each kind of layer runs once.
+Dynamo then leaves out the checks of kinds, dtypes and devices, which passed, and workers compile
+the kernels side by side. Nothing is computed, and each kind of layer runs once.
 """
 
 from __future__ import annotations
