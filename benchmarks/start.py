@@ -26,7 +26,7 @@ from benchmarks.memory import SMALL
 from benchmarks.run import BenchError, WrongResult
 from dsv4_ops.testing.checkpoint import FLASH
 
-_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DSV4_OPS_CACHE")
 _SMALL = {**SMALL, "index_n_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
 _MOST_ERROR = 0.05
 """Of the largest logit, between the eager and the compiled step: both are in bfloat16."""

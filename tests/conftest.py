@@ -22,6 +22,8 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # Images often forbid bytecode files; then each process compiles all of torch that it imports: 10 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# No test finds code that another one, or a run before, compiled.
+os.environ.setdefault("DSV4_OPS_CACHE", "off")
 # A crashed compile leaves Inductor's worker pool waiting for minutes at exit; one thread has no
 # pool.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

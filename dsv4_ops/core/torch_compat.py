@@ -6,8 +6,11 @@ for it in the installed release.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -40,6 +43,8 @@ __all__ = [
     "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "has_function_modes",  # torch._C._len_torch_function_stack: 2.13
+    "note_trace",
+    "noted_trace",  # torch._guards.TracingContext, ShapeEnv.guards and var_to_sources: 2.11, 2.15
     "one_graph_for_all_sizes",  # backed_size_oblivious, use_duck_shape: 2.11, 2.15
     "only_looks_ahead",  # torch.fx.experimental.proxy_tensor.get_proxy_mode: 2.13
     "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
@@ -52,6 +57,8 @@ __all__ = [
     "without_autocast",  # torch._C._ExcludeDispatchKeyGuard: 2.11, 2.13
     "without_kernel_table",  # torch._higher_order_ops.triton_kernel_wrap.kernel_side_table: 2.13
 ]
+
+_log = logging.getLogger(__name__)
 
 AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
 """Dispatch keys under which ``torch.autocast`` reaches an op."""
@@ -80,14 +87,68 @@ def allows_aot_compile() -> AbstractContextManager[Any]:
     return allowed
 
 
-def one_graph_for_all_sizes() -> AbstractContextManager[Any]:
+@contextmanager
+def one_graph_for_all_sizes() -> Iterator[None]:
     """Let ``torch.compile(dynamic=True)`` trace graphs that hold for a size of 1 too, and do not
-    assume that equal sizes stay equal."""
+    assume that equal sizes stay equal. Floats are constants: they are a model's, not a batch's."""
+    import torch._dynamo.config as dynamo
     import torch.fx.experimental._config as config
 
-    settings = {"backed_size_oblivious": True, "use_duck_shape": False}
-    patched: AbstractContextManager[Any] = config.patch(settings)  # type: ignore[attr-defined]
-    return patched
+    shapes: Any = config
+    with ExitStack() as stack:
+        stack.enter_context(shapes.patch(backed_size_oblivious=True, use_duck_shape=False))
+        stack.enter_context(dynamo.patch(specialize_float=True))
+        yield
+
+
+@dataclass(frozen=True)
+class SizeGuards:
+    """What a graph with symbolic sizes takes for granted of the sizes of its inputs.
+
+    Attributes:
+        condition: Python expression of the symbols.
+        symbols: Python expression of the arguments of each symbol, in terms of ``L``.
+    """
+
+    condition: str
+    symbols: dict[str, str]
+
+    def hold(self, arguments: dict[str, Any]) -> bool:
+        """Whether the condition is true of these arguments, by name."""
+        if not self.symbols:
+            return True
+        try:
+            values = {name: eval(at, {"L": arguments}) for name, at in self.symbols.items()}
+            return bool(eval(self.condition, {"math": math}, values))
+        except Exception as error:  # of any class: an attribute may be missing, or None
+            _log.info("a size is not known: %s", error)
+            return False
+
+
+_traces: list[Any] = []
+
+
+@contextmanager
+def noted_trace() -> Iterator[Callable[[], SizeGuards]]:
+    """Yield what returns the guards of the trace that called ``note_trace`` inside."""
+    _traces.clear()
+    try:
+        yield lambda: _size_guards(*_traces)
+    finally:
+        _traces.clear()
+
+
+def _size_guards(shapes: Any) -> SizeGuards:
+    from torch.utils._sympy.printers import PythonPrinter
+
+    printer = PythonPrinter()
+    expressions = [guard.expr for guard in shapes.guards]
+    used = {str(symbol): symbol for each in expressions for symbol in each.free_symbols}
+    names = {each: shapes.var_to_sources[symbol][0].name for each, symbol in used.items()}
+    return SizeGuards(
+        " and ".join(f"({printer.doprint(each)})" for each in expressions) or "True",
+        {each: name if isinstance(name, str) else name() for each, name in sorted(names.items())},
+    )
 
 
 def aot_settings() -> dict[str, Any]:
@@ -149,6 +210,16 @@ def constant_in_traces(function: Callable[..., Any]) -> Callable[..., Any]:
     ``torch.compiler.assume_constant_result`` does, which imports Dynamo."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+@constant_in_traces
+def note_trace() -> None:
+    """Tell ``noted_trace`` of the trace that calls this."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        _traces[:] = [context.fake_mode.shape_env]
 
 
 def group_members(name: str) -> list[int]:

@@ -27,7 +27,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
 from dsv4_ops.dispatch.kernel_requests import kernel_requests
-from dsv4_ops.kernels.common.triton_compat import FUSION, cache_folder, forget_ptxas
+from dsv4_ops.kernels.common.triton_compat import (
+    FUSION,
+    cache_folder,
+    forget_ptxas,
+    is_compiled,
+)
 from dsv4_ops.kernels.launcher import Launcher
 
 Wait = Callable[[], Any]
@@ -85,7 +90,7 @@ class _Jobs:
 
     def __init__(self, kernel: Any) -> None:
         self.compile = kernel._do_compile
-        self.kernel, self.jobs = kernel, dict[Any, Wait]()
+        self.kernel, self.jobs = kernel, dict[Any, Wait | None]()
 
     @classmethod
     def of(cls, kernel: Any) -> _Jobs | None:
@@ -117,8 +122,11 @@ class _Jobs:
         if (device, key) not in self.jobs:
             target = self.kernel.device_caches[device][2]
             source = (self.kernel.ASTSource, self.kernel, signature, constexprs, attrs)
-            content = _pickled((*source, target, options.__dict__, _environment()))
-            self.jobs[device, key] = submit(compile_kernel, content)
+            if is_compiled(source[0](*source[1:]), target, options):
+                self.jobs[device, key] = None
+            else:
+                content = _pickled((*source, target, options.__dict__, _environment()))
+                self.jobs[device, key] = submit(compile_kernel, content)
         return None
 
     def _wait(self, job: Wait) -> None:

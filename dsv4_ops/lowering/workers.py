@@ -19,16 +19,26 @@ def compile_workers() -> Callable[..., Wait] | None:
     if _compat.get_compile_threads() <= 1:
         return None
     _compat.set_ptxas_path()  # as Inductor does later: files of other releases have other names
-    pool = _compat.AsyncCompile.process_pool()
 
     def submit(function: Callable[..., Any], *args: Any) -> Wait:
-        sent: Future[Future[Any]] = _sender().submit(pool.submit, function, *args)
+        _compat.AsyncCompile.process_pool()  # starts with the first job
+        sent: Future[Future[Any]] = _sender().submit(_send, function, *args)
         return lambda: sent.result().result()
 
     return submit
 
 
+def _send(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Send a job once the pool's process has imported torch: until then a few of them fill its
+    pipe, and Inductor, whose jobs go the same way, would wait too."""
+    from dsv4_ops.lowering import _compat
+
+    _compat.AsyncCompile.wait_pool_ready()
+    job: Future[Any] = _compat.AsyncCompile.process_pool().submit(function, *args)
+    return job
+
+
 @functools.cache
 def _sender() -> ThreadPoolExecutor:
-    """A thread that sends jobs: the pool takes none until its process has imported torch."""
+    """A thread that waits for the pool and sends jobs."""
     return ThreadPoolExecutor(1, thread_name_prefix="dsv4_ops_jobs")

@@ -10,6 +10,7 @@ from dsv4_ops.core.torch_compat import FakeTensorMode
 from dsv4_ops.dispatch import kernel_requests as requested
 from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.kernels import precompile
+from dsv4_ops.kernels.kv_cache import plain
 from dsv4_ops.testing import op_testing
 from tests.support.attention_batches import GATHERED, gathered_case
 from tests.support.hopper import Workers, hopper, on_cuda  # noqa: F401  # a fixture
@@ -96,3 +97,19 @@ def test_every_launcher_runs_with_fake_tensors(name, monkeypatch):
         for case in [LARGER[name]] if name in LARGER else op_testing(name).cases():
             called(name, case)
     assert launched
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_folder_has_is_not_asked_for():
+    """A process before compiled it: no worker starts."""
+    kernel, asked = plain.insert_rows_kernel, []
+    for _ in range(2):  # each begins as a process of its own
+        vars(kernel).pop("_do_compile", None)
+        kernel.device_caches.clear()
+        workers = Workers()
+        with precompile.requests(workers.submit):
+            first()
+        asked.append(len(workers.asked))
+        with kernel_requests(precompile.REQUESTED):
+            first()
+    assert asked == [1, 0]

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
+from dsv4_ops.core.torch_compat import SizeGuards
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.steps import compiled
@@ -197,11 +198,14 @@ def parts(monkeypatch):
 
     def compile_one(function, args, settings):
         made["compiled"].append(function.__code__.co_name)
-        return function, function.__code__.co_name.encode()
+        return part(function), function.__code__.co_name.encode()
 
     def load_one(content, names):
         made["loaded"].append(content.decode())
-        return compiled._part_named(content.decode())
+        return part(compiled._part_named(content.decode()))
+
+    def part(function):
+        return precompiled.Part(function, SizeGuards("True", {}))
 
     monkeypatch.setattr(compiled, "compiled", compile_one)
     monkeypatch.setattr(compiled, "loaded", load_one)

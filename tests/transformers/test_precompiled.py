@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from pathlib import Path
 from types import MethodType
 
 import pytest
@@ -10,13 +11,16 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
+from dsv4_ops.core.torch_compat import SizeGuards
 from dsv4_ops.integrations.transformers import patch
 from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     PartsFile,
+    PartsFolder,
     Undescribed,
     Watch,
     compiled,
+    default_folder,
     described,
     environment,
     loaded,
@@ -139,10 +143,11 @@ def test_switches_are_described():
         assert state(device) != before
     assert state(device) == before
     expected = environment(SETTINGS)
+    assert environment({**SETTINGS, "dynamic": True}) != expected
     assert environment({**SETTINGS, "options": {"max_autotune": True}}) != expected
     with torch._inductor.config.patch(epilogue_fusion=False):
         assert environment(SETTINGS) != expected
-    for settings in ({"backend": "eager"}, {"mode": "max-autotune"}, {"dynamic": True}):
+    for settings in ({"backend": "eager"}, {"mode": "max-autotune"}, {"dynamic": None}):
         with pytest.raises(Undescribed):
             environment({**SETTINGS, **settings})
 
@@ -169,8 +174,8 @@ def test_a_part_is_loaded_without_a_trace(tmp_path):
     assert again.find("another") is None
     found = loaded(again.find("a part"), globals())
     for block in blocks:
-        torch.testing.assert_close(found(block, x), scaled(block, x))
-        assert torch.equal(found(block, x), part(block, x))
+        torch.testing.assert_close(found.run(block, x), scaled(block, x))
+        assert torch.equal(found.run(block, x), part.run(block, x))
     assert counters["stats"]["unique_graphs"] == 0
     other = {**SETTINGS, "options": {"max_autotune": True}}
     assert PartsFile(tmp_path / "step.cache", other).find("a part") is None
@@ -205,7 +210,7 @@ def test_a_part_that_asks_for_a_replaced_forward_is_kept():
     x = torch.ones(3)
     for block, expected in ((replaced, x + 1), (own, x)):
         part, _ = compiled(asking, (block, x), SETTINGS)
-        assert torch.equal(part(block, x), expected)
+        assert torch.equal(part.run(block, x), expected)
 
 
 def test_a_part_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
@@ -223,3 +228,47 @@ def test_a_part_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
     del sys.modules[source.stem]
     assert loaded(content, {}) is None
     assert loaded(b"something else", {}) is None
+
+
+def test_a_damaged_part_is_not_loaded():
+    _, content = compiled(scaled, (Block(), torch.ones(3, 4)), SETTINGS)
+    damaged = bytearray(content)
+    damaged[-20] ^= 1
+    assert loaded(bytes(damaged), globals()) is None
+    assert loaded(content[:-1], globals()) is None
+    assert loaded(content, globals()) is not None
+
+
+def test_guards_of_sizes():
+    """Seven tokens of two requests, and what is not as the trace took for granted."""
+    guards = SizeGuards(
+        "((s1) == (s2 + 1)) and (s0 >= s2)",
+        {"s0": "L['args'][0].size()[0]", "s1": "L['args'][1].size()[0]", "s2": "L['args'][2]"},
+    )
+    cases = (((7, 3, 2), True), ((7, 4, 2), False), ((1, 3, 2), False), ((2, 3, 2), True))
+    for (tokens, starts, requests), holds in cases:
+        args = torch.zeros(tokens), torch.zeros(starts), requests
+        assert guards.hold({"args": args}) is holds
+    assert not guards.hold({"args": (torch.zeros(7), None, 2)})
+
+
+def test_a_folder_of_parts(tmp_path, monkeypatch):
+    """For two processes with equal settings; a folder that cannot be written costs time only."""
+    ours, others = (PartsFolder(tmp_path / "parts", SETTINGS) for _ in range(2))
+    ours.keep("a layer/123.0", b"of code")
+    assert others.find("a layer/123.0") == b"of code"
+    assert others.find("a layer/124.0") is None
+    assert (
+        PartsFolder(tmp_path / "parts", SETTINGS | {"dynamic": True}).find("a layer/123.0") is None
+    )
+    (tmp_path / "a file").touch()
+    blocked = PartsFolder(tmp_path / "a file", SETTINGS)
+    blocked.keep("a layer/123.0", b"of code")
+    assert blocked.find("a layer/123.0") is None
+    monkeypatch.setenv("DSV4_OPS_CACHE", "off")
+    assert default_folder() is None
+    monkeypatch.setenv("DSV4_OPS_CACHE", str(tmp_path))
+    assert default_folder() == tmp_path
+    monkeypatch.delenv("DSV4_OPS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/a/cache")
+    assert default_folder() == Path("/a/cache/dsv4_ops")

@@ -7,6 +7,7 @@ installed version has them all.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 from base64 import b32encode
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ __all__ = [
     "cache_folder",
     "compiled_folders",
     "forget_ptxas",
+    "is_compiled",
     "ptxas",
     "reinterpret",
     "takes_options_in_graphs",
@@ -131,6 +133,23 @@ def forget_ptxas() -> None:
 def cache_folder() -> str:
     """Return the folder of compiled kernels; ``knobs.cache.dir``, 3.6 to 3.9."""
     return str(knobs.cache.dir)
+
+
+def is_compiled(source: Any, target: GPUTarget, options: Any) -> bool:
+    """Return whether Triton's folder has the binary of a kernel, and no compiler need run.
+
+    ``triton.compiler.compile`` begins with these steps: 3.6 to 3.9.
+    """
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_key, get_cache_manager
+
+    backend = make_backend(target)
+    options = backend.parse_options(options.__dict__ | source.parse_options())
+    key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    name = f"{source.name[:150]}.json"
+    files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name)
+    return name in (files or {})
 
 
 def compiled_folders(functions: Iterable[Any]) -> list[Path]:

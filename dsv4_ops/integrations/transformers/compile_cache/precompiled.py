@@ -8,6 +8,7 @@ digest of all that a trace can read.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -21,7 +22,9 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType
@@ -31,7 +34,13 @@ import torch
 import torch.compiler.config as compiler_config
 from torch import Tensor, nn
 
-from dsv4_ops.core.torch_compat import allows_aot_compile, aot_settings, without_kernel_table
+from dsv4_ops.core.torch_compat import (
+    SizeGuards,
+    allows_aot_compile,
+    aot_settings,
+    noted_trace,
+    without_kernel_table,
+)
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.integrations.transformers.compile_cache import kernel_files
 from dsv4_ops.integrations.transformers.modules.replacement import SOURCE
@@ -256,15 +265,20 @@ def environment(settings: Mapping[str, Any]) -> str:
     options = settings.get("options") or {}
     if settings.get("backend", "inductor") != "inductor" or "mode" in settings:
         raise Undescribed("a backend or a mode")
-    if not (settings["fullgraph"] is True and settings["dynamic"] is False):
-        raise Undescribed("dynamic shapes, or several graphs")
+    if not (settings["fullgraph"] is True and isinstance(settings["dynamic"], bool)):
+        raise Undescribed("several graphs, or sizes that become symbols after a change")
     if not all(isinstance(value, (str, int, float, NoneType)) for value in options.values()):
         raise Undescribed("an option that is a function")
     import transformers
 
     from dsv4_ops.lowering import _compat
 
-    found = [repr(sorted(options.items())), torch.__version__, transformers.__version__]
+    found = [
+        repr(sorted(options.items())),
+        str(settings["dynamic"]),
+        torch.__version__,
+        transformers.__version__,
+    ]
     found += [sys.version, platform.machine(), str(torch.version.cuda), str(torch.version.hip)]
     found += [torch.backends.cpu.get_cpu_capability(), _sources(), *_libraries()]
     # leave out the tags of our own libraries, which a trace adds
@@ -302,9 +316,26 @@ class _Reads:
         return [False] * len(guards)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A compiled part.
+
+    Attributes:
+        run: The code. It has no guards.
+        sizes: What it takes for granted of the sizes of its arguments.
+    """
+
+    run: Callable[..., Any]
+    sizes: SizeGuards
+
+    def takes(self, function: Any, args: tuple[Any, ...], rest: dict[str, Any]) -> bool:
+        """Whether it holds for the sizes of these arguments."""
+        return self.sizes.hold({"function": function, "args": args, "rest": rest})
+
+
 def compiled(
     function: Callable[..., Any], args: tuple[Any, ...], settings: Mapping[str, Any]
-) -> tuple[Callable[..., Any], bytes] | None:
+) -> tuple[Part, bytes] | None:
     """Compile a function for these arguments; return it and the bytes that ``loaded`` takes.
 
     Returns:
@@ -313,39 +344,68 @@ def compiled(
     reads = _Reads()
     options = {**settings.get("options", {}), "guard_filter_fn": reads}
     try:
-        with allows_aot_compile():
+        with allows_aot_compile(), _without_collections(), noted_trace() as guards:
             jitted: Any = torch.compile(function, **{**settings, "options": options})
-        made = jitted.aot_compile((args, {}))
+            made = jitted.aot_compile((args, {}))
+            sizes = guards() if settings["dynamic"] else SizeGuards("True", {})
         if reads.found is not None:
             raise Undescribed(reads.found)
         with tempfile.TemporaryDirectory() as folder, without_kernel_table():
             path = Path(folder) / "part"
             made.save_compiled_function(str(path))
-            sources = {source.module for source in made.source_info().inlined_sources}
-            found = {name: _text_hash(name) for name in sorted(sources)}
-            kept = json.dumps(found).encode() + b"\n" + path.read_bytes()
+            content = path.read_bytes()
+        sources = {source.module for source in made.source_info().inlined_sources}
+        header = {
+            "digest": hashlib.sha256(content).hexdigest(),
+            "sources": {name: _text_hash(name) for name in sorted(sources)},
+            "modules": sorted(name for name in sys.modules if name.startswith(_WITH_OPS)),
+            "libraries": _libraries() if libraries.load.cache_info().currsize else [],
+            "sizes": asdict(sizes),
+        }
         made.disable_guard_check()
     except Exception as error:
         # torch's errors have no common class; Dynamo raises an error of the function again later
         _log.info("%s is not kept: %s", function.__name__, error)
         return None
-    return made, kept
+    return Part(made, sizes), json.dumps(header).encode() + b"\n" + content
 
 
-def loaded(kept: bytes, names: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Load what ``compiled`` returned; None if sources, versions or libraries differ."""
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A compile makes a million objects, few of them garbage: to look for it takes a tenth of the
+    time."""
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        sources, _, content = kept.partition(b"\n")
-        for name, text_hash in json.loads(sources).items():
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def loaded(kept: bytes, names: Mapping[str, Any]) -> Part | None:
+    """Load what ``compiled`` returned; None if it is damaged, or sources, versions or libraries
+    differ."""
+    try:
+        line, _, content = kept.partition(b"\n")
+        header = json.loads(line)
+        if hashlib.sha256(content).hexdigest() != header["digest"]:
+            raise ValueError("damaged")
+        for name, text_hash in header["sources"].items():
             if _text_hash(name) != text_hash:
                 raise ImportError(f"another {name}")
-        file = io.BytesIO(content)
-        made: Any = torch.compiler.load_compiled_function(file, f_globals=dict(names))
+        for name in header["modules"]:  # they register the ops that the part calls
+            importlib.import_module(name)
+        for name in header["libraries"]:
+            libraries.load(name)
+        made: Any = torch.compiler.load_compiled_function(
+            io.BytesIO(content), f_globals=dict(names)
+        )
         made.disable_guard_check()
+        return Part(made, SizeGuards(**header["sizes"]))
     except Exception as error:  # of any class: versions, libraries and files differ
         _log.info("a part is not loaded: %s", error)
         return None
-    return made
 
 
 @functools.cache
@@ -370,7 +430,7 @@ class PartsFile:
         takes_parts: Whether parts compiled with these settings can be saved.
     """
 
-    _CACHES, _MODULES, _LIBRARIES = "caches", "modules", "libraries"
+    _CACHES = "caches"
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
@@ -407,14 +467,6 @@ class PartsFile:
                 if name.startswith(self._binaries)
             }
         )
-        # these modules register the ops that the parts call
-        for name in self._words(self._MODULES):
-            _tried(importlib.import_module, name)
-        for name in self._words(self._LIBRARIES):
-            _tried(libraries.load, name)
-
-    def _words(self, name: str) -> list[str]:
-        return self._parts.get(self._prefix + name, b"").decode().split()
 
     def find(self, name: str) -> bytes | None:
         """Return the part that ``keep`` stored under this name, or None."""
@@ -428,12 +480,8 @@ class PartsFile:
     def write(self, caches: bytes | None) -> None:
         """Replace the file as a whole, so that readers see the old or the new one."""
         if self.takes_parts:
-            modules = [name for name in sys.modules if name.startswith(_WITH_OPS)]
-            called = _libraries() if libraries.load.cache_info().currsize else []
             for place, content in kernel_files.collect().items():
                 self._parts[self._binaries + place] = content
-            for name, words in ((self._MODULES, modules), (self._LIBRARIES, called)):
-                self._parts[self._prefix + name] = "\n".join(sorted(words)).encode()
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         with zipfile.ZipFile(partial, "w") as file:
             if caches is not None:
@@ -444,8 +492,57 @@ class PartsFile:
         self.has_more = False
 
 
-def _tried(load: Callable[[str], Any], name: str) -> None:
+class PartsFolder:
+    """A folder of compiled parts that all processes of a user share, one file a part.
+
+    torch's own folders keep the rest: the kernels that Inductor and Triton compiled.
+
+    Args:
+        settings: Settings of ``torch.compile``.
+
+    Raises:
+        Undescribed: parts compiled with these settings cannot be saved.
+    """
+
+    caches: bytes | None = None
+    has_more, takes_parts = False, True
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._folder = folder / environment(settings) / kernel_files.processor()
+        kernel_files.agree_with_workers()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / name.replace("/", "-")
+
+    def find(self, name: str) -> bytes | None:
+        """Return the part that a process stored under this name, or None."""
+        try:
+            return self._path(name).read_bytes()
+        except OSError:
+            return None
+
+    def keep(self, name: str, part: bytes) -> None:
+        """Store a part, so that other processes see all of it or nothing."""
+        path = self._path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            partial = path.with_name(f"{path.name}.{os.getpid()}")
+            partial.write_bytes(part)
+            partial.replace(path)
+        except OSError as error:  # such as a full or read-only disk: the part serves this process
+            _log.info("%s is not kept: %s", name, error)
+
+
+def default_folder() -> Path | None:
+    """Return the folder in ``DSV4_OPS_CACHE``, else one in the user's cache folder; None if the
+    variable is "off"."""
+    setting = os.environ.get("DSV4_OPS_CACHE", "")
+    if setting == "off":
+        return None
+    if setting:
+        return Path(setting)
     try:
-        load(name)
-    except Exception as error:  # parts that call it cannot be loaded either, and are compiled
-        _log.info("%s is not loaded: %s", name, error)
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no home
+        return None
+    return home / "dsv4_ops"

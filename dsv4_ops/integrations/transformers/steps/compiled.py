@@ -12,23 +12,27 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsv4_ops.core.checks import Checks, checks_are_done
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.torch_compat import (
     group_sends,
     has_function_modes,
+    note_trace,
     one_graph_for_all_sizes,
 )
 from dsv4_ops.dispatch.run_time_launches import run_time_launches
-from dsv4_ops.integrations.transformers.architectures.base import Runner
+from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, Runner
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
+    Part,
     PartsFile,
+    PartsFolder,
     Undescribed,
     Watch,
     compiled,
+    default_folder,
     described,
     loaded,
     state,
@@ -38,7 +42,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     local,
     with_methods,
 )
-from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, DryRuns
+from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, DryRuns, structure_of
 from dsv4_ops.integrations.transformers.steps.step import (
     check_model,
     check_tensors,
@@ -50,6 +54,12 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 MOST_WHOLE = 8
 """Maximum layers that "auto" compiles as one graph: compile time grows faster than their number."""
+
+MOST_PLANS = 256
+"""Maximum sizes of steps whose parts are remembered; more begin anew."""
+
+MOST_VARIANTS = 4
+"""Maximum parts of a kind of layer, for different sizes."""
 
 MOST_CHANGES = 8
 """Maximum changes of a model before Dynamo's guards alone select compiled parts."""
@@ -160,14 +170,15 @@ class CompiledStep:
         self.settings = {"fullgraph": True, "dynamic": False, **settings}
         self.parts: dict[str, Callable[..., Any]] = {}
         self._jits: dict[str, Callable[..., Any]] = {}
-        self._file = None if cache_file is None else PartsFile(cache_file, self.settings)
+        self._file = _parts(cache_file, self.settings)
         self._loaded: frozenset[str] | None = None
         self._compiled = False
-        self._kept: dict[str, Callable[..., Any]] = {}
+        self._kept: dict[str, Part] = {}
+        self._digests, self._described = dict[Any, str](), Watch()
         self._plans: dict[Any, _Plan] = {}
         self._changes = 0
         self._shared: list[tuple[dict[str, Any], str, int]] | None = None
-        self._cache: tuple[Any, str] = (lambda: None, "")
+        self._cache: tuple[Any, str, Any] = (lambda: None, "", None)
         self._spec = spec_of("compile_step", model)
         self._dry_runs = DryRuns(step)
         self._passed: tuple[Any, dict[str, Any], bool] = (lambda: None, {}, False)
@@ -198,9 +209,9 @@ class CompiledStep:
         sizes = len(batch.tokens), len(batch.rows)
         if self.settings["dynamic"]:
             self._dry_runs.request_kernels(self.model, tensors, *sizes, rest)
-        key, run = self._planned(batch, tensors, rest)
+        done = self.regional and self._passes(tensors, sizes, rest)
+        key, run = self._planned(batch, tensors, rest, done)
         if self.regional:
-            done = self._passes(tensors, sizes, rest)
             with checks_are_done() if done else nullcontext():
                 logits = PARTS[self.step](self.model, batch, tensors, run=run, **rest)
         else:
@@ -229,6 +240,7 @@ class CompiledStep:
         if self._watch is None or hooked or not self._watch.unchanged():
             self._changes += len(self._plans) > 0
             self._plans.clear()
+            self._digests.clear()
             self.model, self._watch, self._hooks = with_methods(self._patched), Watch(), Watch()
             self._dry_runs.forget_model()
             self._passed = lambda: None, {}, False
@@ -258,16 +270,18 @@ class CompiledStep:
             self._shared = _shared_weights(body)
 
     def _planned(
-        self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any]
+        self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any], checked: bool
     ) -> tuple[Any, Runner]:
         """Return the runner of an earlier call with equal inputs, or a new one."""
         if self._file is None or not self._file.takes_parts or self._changes > MOST_CHANGES:
             return None, self._run
         if has_global_hooks() or has_function_modes():
             return None, self._run
+        if self.settings["dynamic"] and not checked:  # no guard would look for what checks refuse
+            return None, self._run
         try:
             if self._cache[0]() is not cache:
-                self._cache = (weakref.ref(cache), described([cache]))
+                self._cache = weakref.ref(cache), described([cache]), structure_of(cache)
             key = (state(cache.device), self._cache[1], described([batch, rest]))
         except Undescribed as error:
             _log.info("a step is not kept: %s", error)
@@ -276,36 +290,67 @@ class CompiledStep:
         if plan is not None and plan.watch.unchanged():
             return key, plan.runner()
         self._changes += plan is not None
-        return key, _Recorder(self._part_of, key[0])
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        if not self.settings["dynamic"]:
+            return key, _Recorder(self._part_of, _Plan(key[0], Watch()))
+        if not self._described.unchanged():
+            self._digests, self._described = {}, Watch()
+        shared = self.step.__name__, key[0], self._cache[2], rest
+        return key, _Recorder(self._part_of, _Plan(key[0], self._described, shared))
 
     def _part_of(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the part compiled for this call; compile it at the first call."""
         assert self._file is not None
-        function, args, rest = call
-        name = self._name_of(name, function)
+        name = self._name_of(name, call[0])
         try:
-            values = [plan.state, function, *args, *rest, *rest.values()]
-            key = f"{name}/{described(values, plan.watch)}"
+            key = f"{name}/{self._digest(plan, name, call)}"
         except Undescribed as error:
             _log.info("%s is not kept: %s", name, error)
             return self._jitted(name)
-        if key in self._kept:
-            return self._kept[key]
-        self._announce(name)
-        content = self._file.find(key)
-        part = None if content is None else loaded(content, globals())
-        if part is None and name not in plan.compiled:
-            # leave other variants of a name to Dynamo, which guards only what a trace reads
-            plan.compiled.add(name)
-            self._load()
-            made = compiled(_part_named(name), call, self.settings)
-            if made is not None:
-                part, content = made
-                self._file.keep(key, content)
+        part = self._variant(plan, name, key, call)
         if part is None:
             return self._jitted(name)
-        self._kept[key] = self.parts[name] = part
-        return part
+        self.parts.setdefault(name, part.run)
+        return part.run
+
+    def _variant(self, plan: _Plan, name: str, key: str, call: tuple[Any, ...]) -> Part | None:
+        """Return the part under this key that holds for the sizes of a call. Most have one; a graph
+        may take for granted, say, that there are two tokens or more."""
+        assert self._file is not None
+        for number in range(MOST_VARIANTS):
+            place = f"{key}.{number}"
+            part = self._kept.get(place)
+            if part is None:
+                self._announce(name)
+                content = self._file.find(place)
+                part = None if content is None else loaded(content, globals())
+            if part is None and name not in plan.compiled:
+                # leave other variants of a name to Dynamo, which guards only what a trace reads
+                plan.compiled.add(name)
+                self._load()
+                made = compiled(_part_named(name), call, self.settings)
+                if made is not None:
+                    part, content = made
+                    self._file.keep(place, content)
+            if part is None:
+                return None
+            self._kept[place] = part
+            if part.takes(*call):
+                return part
+        return None
+
+    def _digest(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> str:
+        """Describe a call. With symbolic sizes, all but modules follows from the structure of the
+        cache, which checks compared."""
+        function, args, rest = call
+        if plan.shared is None:
+            return described([plan.state, function, *args, *rest, *rest.values()], plan.watch)
+        place = (name, id(function), repr(plan.shared))
+        if place not in self._digests:
+            modules = [each for each in args if isinstance(each, (nn.Module, ModelSpec))]
+            self._digests[place] = described([plan.shared, function, *modules], plan.watch)
+        return self._digests[place]
 
     def _run(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
         return self._jitted(self._name_of(name, function))(function, args, rest)
@@ -336,7 +381,7 @@ class CompiledStep:
 
     def _write(self) -> None:
         """Write what this process compiled, unless it compiled nothing new."""
-        if self._file is None:
+        if not isinstance(self._file, PartsFile):
             return
         saved = torch.compiler.save_cache_artifacts()
         caches, keys = (None, frozenset()) if saved is None else (saved[0], _keys(saved[1]))
@@ -378,11 +423,23 @@ def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
     ]
 
 
+def _parts(cache_file: Path | None, settings: dict[str, Any]) -> PartsFile | PartsFolder | None:
+    """Where parts are kept."""
+    if cache_file is not None:
+        return PartsFile(cache_file, settings)
+    folder = default_folder()
+    try:
+        return None if folder is None else PartsFolder(folder, settings)
+    except Undescribed as error:
+        _log.info("no part is kept: %s", error)
+        return None
+
+
 class _Plan:
     """The parts of a call in order, and a watch of the objects that they depend on."""
 
-    def __init__(self, state: Any) -> None:
-        self.state, self.watch = state, Watch()
+    def __init__(self, state: Any, watch: Watch, shared: Any = None) -> None:
+        self.state, self.watch, self.shared = state, watch, shared
         self.parts: list[Callable[..., Any]] = []
         self.compiled: set[str] = set()
 
@@ -399,8 +456,8 @@ class _Plan:
 class _Recorder:
     """A ``Runner`` that records a plan."""
 
-    def __init__(self, part_of: Callable[..., Any], state: Any) -> None:
-        self.plan, self._part_of = _Plan(state), part_of
+    def __init__(self, part_of: Callable[..., Any], plan: _Plan) -> None:
+        self.plan, self._part_of = plan, part_of
 
     def __call__(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
         part = self._part_of(self.plan, name, (function, args, rest))
@@ -414,6 +471,7 @@ def _part_named(name: str) -> FunctionType:
 
 
 def _part(function: Callable[..., Any], args: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+    note_trace()
     return function(*args, **rest)
 
 

@@ -47,7 +47,7 @@ class DryRuns:
     def __init__(self, step: Callable[..., Any]) -> None:
         self.step = step
         self._asked: set[Any] = set()
-        self._has_asked_batches = False
+        self._has_asked_batches, self._has_jobs = False, False
         self._passed: set[Any] = set()
         self._fails = False
 
@@ -66,7 +66,7 @@ class DryRuns:
         Raises:
             ValueError, TypeError: a check failed, after it had passed for another cache.
         """
-        structure = (_structure(cache), *rest.items())
+        structure = (structure_of(cache), *rest.items())
         if structure not in self._passed and not self._fails and num_reqs:
             if _calls_others(model):
                 self._fails = True
@@ -101,15 +101,21 @@ class DryRuns:
             return
         from dsv4_ops.kernels.precompile import requests
 
+        def noted(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+            self._has_jobs = True
+            return submit(function, *args)
+
         try:
-            self._run(model, cache, num_tokens, num_reqs, rest, requests(submit))
+            self._run(model, cache, num_tokens, num_reqs, rest, requests(noted))
         except Exception as error:  # such as experts that read values: launches compile the rest
             _log.info("not all kernels of a step were requested: %s", error)
+        else:
+            self._passed.add((structure_of(cache), *rest.items()))
 
     def request_batches(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
-        """Ask for the kernels of other decode steps, which workers compile while this one goes
-        on."""
-        if self.step is decode_step and not self._has_asked_batches:
+        """Ask for the kernels of other decode steps, which workers compile while this one goes on;
+        if Triton's folder had all kernels of this one, a process before asked for the others."""
+        if self.step is decode_step and self._has_jobs and not self._has_asked_batches:
             self._has_asked_batches = True
             for requests in BATCHES:
                 self.request_kernels(model, cache, requests, requests, rest)
@@ -128,19 +134,24 @@ class DryRuns:
             PARTS[self.step](model, batch, cache, run=OncePerName(), **rest)
 
 
-def _structure(cache: CacheTensors) -> Any:
-    """What checks see of a cache's tensors, but for its numbers of rows, blocks and positions."""
+def structure_of(cache: CacheTensors) -> Any:
+    """What checks and traces see of a cache's tensors, but for its numbers of rows, blocks and
+    positions."""
     tables = pytree.tree_leaves(cache.tables)
-    lengths = [cache.dropped, cache.seq_lens, cache.written]
-    rows = [each.shape[0] == cache.num_rows for each in (*tables, *lengths)]
+    lengths = [cache.seq_lens, cache.written]
+    rows = [each.shape[0] == cache.num_rows for each in (*tables, *lengths) if each.dim()]
     others = pytree.tree_leaves((cache.rope, cache.layers, cache.draft))
     inner = [(each.shape[1:], each.stride()) for each in others]
-    kinds = [(each.dtype, each.device, each.dim()) for each in (*tables, *lengths, *others)]
+    every = (*tables, *lengths, *others, cache.dropped)
+    kinds = [(each.dtype, each.device, each.dim(), each.is_inference()) for each in every]
+    storages: dict[int, int] = {}
+    numbers = [storages.setdefault(each.untyped_storage()._cdata, len(storages)) for each in every]
     return (
         tuple(rows),
-        tuple(each.stride(-1) for each in tables),
+        tuple((each.stride(-1), each.is_contiguous()) for each in tables),
         tuple(inner),
         tuple(kinds),
+        tuple(numbers),
     )
 
 
