@@ -1,18 +1,21 @@
 """When imported: torch does once what it does again for each node of each graph it compiles.
 
-A sixth of the time of a compile, and nothing that a test looks at.
+A quarter of the time of a compile, and nothing that a test looks at.
 """
 
 import logging
 import os
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo import config, guards
 from torch._inductor import compile_fx, dtype_propagation, utils
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental import recording, sym_node
+from torch.fx.experimental import _config as fx_config, recording, sym_node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _config_module
 
 _handler: Any = dtype_propagation.DtypePropagationOpsHandler
 _mode: Any = FakeTensorMode
@@ -61,17 +64,43 @@ class _Known(FakeTensorProp):
         return known
 
 
+def _at_hand(module: Any, name: str) -> None:
+    """Make a setting a property. Torch lets the module fail to find it and looks for an alias, a
+    knob and the environment, for each instruction that Dynamo traces."""
+    entry, torchs = module._config[name], type(module).__getattr__
+    unset = _config_module._UNSET_SENTINEL
+    given = entry.alias, entry.justknob, entry.env_value_force, entry.env_value_default
+    if given != (None, None, unset, unset) or entry.deprecated:
+        return
+
+    def value(module: Any) -> Any:
+        if entry.hide:
+            return torchs(module, name)
+        set_here = entry.user_override.get()
+        return entry.default if set_here is unset else set_here
+
+    setattr(type(module), name, property(value))
+
+
 def _silent(*event: Any) -> None:
     """What a log does that nobody reads, without a look at its level."""
 
 
-# names of 2.13; a torch without them does all of it again, and so does `make test-all`
+# names of 2.13 and 2.15; a torch without them does all of it again, and so does `make test-all`
 if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
     if hasattr(utils, "op_dtype_propagation_rules"):
         _handler.__init__ = _rules
     if _output_info is not None and hasattr(_mode, "_output_from_cache_entry"):
         _mode._get_output_info_for_cache_entry = _info
     compile_fx.FakeTensorProp = _Known
+    if hasattr(_config_module._ConfigEntry, "deprecated"):
+        for _name in ("verbose", "nested_graph_breaks", "rewrite_assert_with_torch_assert"):
+            _at_hand(config, _name)
+        _at_hand(fx_config, "backed_size_oblivious")
+    if hasattr(guards, "profile_guard_manager"):  # with a flush of the caches, for a log
+        vars(guards)["profile_guard_manager"] = lambda *call: 0.0
+    # Python parses the line of each call again for the carets in the stack trace of a node.
+    vars(traceback)["_extract_caret_anchors_from_line_segment"] = lambda line: None
     for _log in (
         getattr(recording, "trace_shape_events_log", None),
         getattr(sym_node, "log", None),
