@@ -104,17 +104,14 @@ def test_a_step_that_reads_values_is_left_to_its_launches(step, monkeypatch):
 
 
 @pytest.fixture
-def compiled():
-    """A decode of one layer on the CPU, compiled by Dynamo and called once, and what it was called
-    with."""
-    torch._dynamo.reset()
+def decode():
+    """A decode of one layer on the CPU: the model, the batch and the cache."""
     model = v4.patch(small_model(layer_types=["sliding_attention"], mlp_layer_types=["moe"]))
     cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=256)
     row = cache.add("a", num_tokens=9)
     starts, lens, rows = (torch.tensor(v, dtype=torch.int32) for v in ([0, 1], [1], [row]))
     batch = v4.StepBatch(torch.tensor([7]), starts, lens, rows)
-    step = v4.compile_step(model, mode="regional", dynamic=True, backend="eager")
-    return step, batch, cache, step(batch, cache)
+    return model, batch, cache
 
 
 def pages_of_another_size(cache):
@@ -123,9 +120,11 @@ def pages_of_another_size(cache):
     return replace(cache.tensors, layers=(replace(layer, swa=pages),))
 
 
-def test_a_cache_of_another_structure_is_checked_before_anything_is_written(compiled):
+def test_a_cache_of_another_structure_is_checked_before_anything_is_written(decode):
     """The graphs hold for any number of blocks, and do not check the blocks again."""
-    step, batch, cache, _ = compiled
+    model, batch, cache = decode
+    step = v4.compile_step(model, mode="regional", dynamic=True, backend="eager")
+    step(batch, cache)
     other = pages_of_another_size(cache)
     before = [each.clone() for each in pytree.tree_leaves(other)]
     with pytest.raises(
@@ -135,12 +134,12 @@ def test_a_cache_of_another_structure_is_checked_before_anything_is_written(comp
     assert all(map(torch.equal, pytree.tree_leaves(other), before))
 
 
-def test_a_trace_checks_what_no_dry_run_did(compiled, monkeypatch):
+def test_a_trace_checks_what_no_dry_run_did(decode, monkeypatch):
     """Such as a model with a forward of the user's, of which a dry run knows nothing."""
-    step, batch, cache, logits = compiled
+    model, batch, cache = decode
+    logits = v4.decode_step(model, batch, cache.tensors)
     monkeypatch.setattr(dry_runs, "_calls_others", lambda model: True)
-    torch._dynamo.reset()
-    other = v4.compile_step(step.model, mode="regional", dynamic=True, backend="eager")
+    other = v4.compile_step(model, mode="regional", dynamic=True, backend="eager")
     layer = cache.tensors.layers[0]
     signed = layer.swa.view(torch.int8)
     with pytest.raises(Exception, match=r"caches\.swa"):
