@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import config, guards
-from torch._inductor import compile_fx, dtype_propagation, utils
+from torch._inductor import compile_fx, config as inductor_config, dtype_propagation, utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config, recording, sym_node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -21,6 +21,7 @@ _handler: Any = dtype_propagation.DtypePropagationOpsHandler
 _mode: Any = FakeTensorMode
 _make_rules: Callable[[Any], None] = _handler.__init__
 _output_info: Any = getattr(_mode, "_get_output_info_for_cache_entry", None)
+_CONSTANTS = (bool, int, float, str, type(None))
 _rules_of = -1
 _seen: set[Any] = set()
 
@@ -64,22 +65,34 @@ class _Known(FakeTensorProp):
         return known
 
 
-def _at_hand(module: Any, name: str) -> None:
-    """Make a setting a property. Torch lets the module fail to find it and looks for an alias, a
-    knob and the environment, for each instruction that Dynamo traces."""
-    entry, torchs = module._config[name], type(module).__getattr__
-    unset = _config_module._UNSET_SENTINEL
-    given = entry.alias, entry.justknob, entry.env_value_force, entry.env_value_default
-    if given != (None, None, unset, unset) or entry.deprecated:
-        return
+def _at_hand(module: Any) -> None:
+    """Make settings properties. Torch lets the module fail to find them, and looks for an alias, a
+    knob and the environment each time: for each instruction that Dynamo traces."""
+    kind, unset = type(module), _config_module._UNSET_SENTINEL
+    torchs: Callable[[Any, str], Any] = kind.__getattr__
+    follow = getattr(module, "_implications", ())
+    known: dict[str, Callable[[Any], Any]] = {}
 
-    def value(module: Any) -> Any:
-        if entry.hide:
-            return torchs(module, name)
-        set_here = entry.user_override.get()
-        return entry.default if set_here is unset else set_here
+    def know(name: str, entry: Any) -> None:
+        def value(module: Any) -> Any:
+            if entry.hide:
+                return torchs(module, name)
+            set_here = entry.user_override.get()
+            return entry.default if set_here is unset else set_here
 
-    setattr(type(module), name, property(value))
+        known[name] = value
+        if "." not in name:
+            setattr(kind, name, property(value))
+
+    def setting(module: Any, name: str) -> Any:
+        return known[name](module) if name in known else torchs(module, name)
+
+    for name, entry in module._config.items():
+        given = entry.alias, entry.justknob, entry.env_value_force, entry.env_value_default
+        plain = given == (None, None, unset, unset) and not entry.deprecated
+        if plain and type(entry.default) in _CONSTANTS and name not in follow:
+            know(name, entry)
+    kind.__getattr__ = setting
 
 
 def _silent(*event: Any) -> None:
@@ -94,9 +107,8 @@ if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
         _mode._get_output_info_for_cache_entry = _info
     compile_fx.FakeTensorProp = _Known
     if hasattr(_config_module._ConfigEntry, "deprecated"):
-        for _name in ("verbose", "nested_graph_breaks", "rewrite_assert_with_torch_assert"):
-            _at_hand(config, _name)
-        _at_hand(fx_config, "backed_size_oblivious")
+        for _settings in (config, inductor_config, fx_config):
+            _at_hand(_settings)
     if hasattr(guards, "profile_guard_manager"):  # with a flush of the caches, for a log
         vars(guards)["profile_guard_manager"] = lambda *call: 0.0
     # Python parses the line of each call again for the carets in the stack trace of a node.
