@@ -146,7 +146,9 @@ def test_inputs_of_other_objects():
 def test_experts_that_need_python_are_refused(tmp_path, capsys, monkeypatch):
     """A package of them would be built, and fail where it runs. A terminal shows the phases."""
     model = v4.patch(
-        small_model(experts_implementation="grouped_mm"), kv="fp32", precision="reference"
+        small_model(experts_implementation="grouped_mm", num_hidden_layers=1),
+        kv="fp32",
+        precision="reference",
     )
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.raises(NotImplementedError, match="must be made of ops that exist without Python"):

@@ -24,12 +24,19 @@ PROMPT = torch.tensor([[3, 5, 7, 11, 13, 17, 19], [2, 4, 6, 8, 10, 12, 14]])
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
 
 
-@pytest.fixture(scope="module", params=["v3", *nightly("the loop knows no family", "v4")])
-def model(request):
-    made = small_model() if request.param == "v4" else small_mla_model()
+FAMILIES = ["v3", *nightly("the loop knows no family", "v4")]
+
+
+def patched(family, **sizes):
+    made = small_model(**sizes) if family == "v4" else small_mla_model(**sizes)
     made = v4.patch(made, kv="fp32", precision="reference")
     made.generation_config.eos_token_id = None
     return made
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return patched(request.param)
 
 
 class Same(LogitsProcessor):
@@ -322,10 +329,13 @@ def test_hooks_of_the_model_are_called(model, calls):
     assert calls.texts == []
 
 
-def test_one_compile_serves_batches_and_lengths(model, calls):
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_compile_serves_batches_and_lengths(family):
     """Compiled with the eager backend: another batch, prompt or length compiles nothing."""
     from transformers import CompileConfig
 
+    model = patched(family, num_hidden_layers=1)
     counted = []
 
     def backend(graph, inputs):

@@ -384,7 +384,11 @@ def test_weights_by_their_names_in_the_files(path, model):
 # Steps
 
 
-def test_a_step_is_one_graph(model, text):
+def test_a_step_is_one_graph(text, tmp_path):
+    """Of one layer and the draft layer."""
+    path = write_checkpoint(tmp_path, {**CONFIG, "num_hidden_layers": 1, "compress_ratios": [4, 0]})
+    patched = v4.patch(float32_model(path), kv="fp32", precision="reference")
+    model = v4.load_mtp(patched, path)
     counter = CompileCounter()
     compiled = torch.compile(v4.speculative_step, backend=counter, fullgraph=True)
     pairs = zip(speculate(model, text, 1), speculate(model, text, 1, compiled), strict=True)

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.steps import padded, step as step_module
-from dsv4_ops.testing.models import SPARSE, small_mla_model, small_model
+from dsv4_ops.testing.models import SLIDING, small_mla_model, small_model
 from tests.helpers import i32
 from tests.support.hf_models import expected, new_cache, reference, text
 
@@ -256,7 +256,7 @@ def test_graphs_count_what_they_drop(case):
 def test_a_compiled_step_counts_too():
     """In one graph, and two requests that change their rows."""
     step = torch.compile(v4.decode_step, backend="eager", fullgraph=True, dynamic=False)
-    model = v4.patch(small_model(layer_types=[SPARSE]), kv="fp32", precision="reference")
+    model = v4.patch(small_model(layer_types=[SLIDING]), kv="fp32", precision="reference")
     cache = pooled(model=model)
     for rows in ([0, 1, 2], [0, 2, 2], [0, 0, 0], [0, 9, -1]):
         step(model, batch_of([1, 2, 3], [0, 1, 2, 3], [10, 11, 12], rows), cache)
