@@ -12,6 +12,7 @@ import pytest
 import dsv4_ops
 from dsv4_ops.__main__ import main
 from dsv4_ops.core.versions import release
+from tests.helpers import nightly
 from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,14 @@ def check(code, folder):
     assert run(code, folder).splitlines() == printed
 
 
-@pytest.mark.parametrize("page", PAGES)
+COMPILED = ["engines.md", "transformers.md"]
+"""Pages with code to compile, which a test below runs eagerly, behind all other code."""
+OTHERS = [page for page in PAGES if page not in COMPILED]
+
+
+@pytest.mark.parametrize(
+    "page", [*OTHERS, *nightly("test_code_to_compile_runs_eagerly_too runs it", *COMPILED)]
+)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, tmp_path):
     chosen = [block for block in blocks(page) if not block.startswith((GPU, LONG))]
     check("\n".join(chosen), tmp_path)
@@ -62,7 +70,7 @@ def test_the_code_that_compiles_for_long_runs_too(page, tmp_path):
     check("\n".join(block for block in blocks(page) if not block.startswith(GPU)), tmp_path)
 
 
-@pytest.mark.parametrize("page", ["engines.md", "transformers.md"])
+@pytest.mark.parametrize("page", COMPILED)
 def test_code_to_compile_runs_eagerly_too(page, tmp_path, monkeypatch):
     """An eager step refuses tokens that a compiled one only counts."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

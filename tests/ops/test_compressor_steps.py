@@ -144,6 +144,7 @@ def by_two_ops(*tensors: Any, **settings: Any) -> None:
     ops.compress_and_insert(kv_score, ape, states, table, positions, *rest, **settings)
 
 
+@pytest.mark.nightly("test_pool.py has the code of this op, for caches that are views of a pool")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "step",

@@ -390,6 +390,7 @@ def test_hidden_states(chunk, settings):
             check_states(one, other)
 
 
+@pytest.mark.nightly("test_decoding.py compiles V3's loop, test_compile_step.py parts of V4")
 def test_transformers_compiles_it_by_itself():
     """With Dynamo alone, as all graphs are compiled elsewhere: a graph of each kind of layer, and
     three around them; in Hugging Face's loop, as on a GPU, one graph."""
