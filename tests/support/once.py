@@ -7,6 +7,7 @@ import logging
 import os
 import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ def _at_hand(module: Any) -> None:
         def value(module: Any) -> Any:
             if entry.hide:
                 return torchs(module, name)
-            set_here = entry.user_override.get()
-            return entry.default if set_here is unset else set_here
+            own = entry.user_override
+            own = own.get() if isinstance(own, ContextVar) else own  # before 2.15
+            return entry.default if own is unset else own
 
         known[name] = value
         if "." not in name:
@@ -89,7 +91,7 @@ def _at_hand(module: Any) -> None:
 
     for name, entry in module._config.items():
         given = entry.alias, entry.justknob, entry.env_value_force, entry.env_value_default
-        plain = given == (None, None, unset, unset) and not entry.deprecated
+        plain = given == (None, None, unset, unset) and not getattr(entry, "deprecated", False)
         if plain and type(entry.default) in _CONSTANTS and name not in follow:
             know(name, entry)
     kind.__getattr__ = setting
@@ -106,9 +108,8 @@ if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
     if _output_info is not None and hasattr(_mode, "_output_from_cache_entry"):
         _mode._get_output_info_for_cache_entry = _info
     compile_fx.FakeTensorProp = _Known
-    if hasattr(_config_module._ConfigEntry, "deprecated"):
-        for _settings in (config, inductor_config, fx_config):
-            _at_hand(_settings)
+    for _settings in (config, inductor_config, fx_config):
+        _at_hand(_settings)
     if hasattr(guards, "profile_guard_manager"):  # with a flush of the caches, for a log
         vars(guards)["profile_guard_manager"] = lambda *call: 0.0
     # Python parses the line of each call again for the carets in the stack trace of a node.
