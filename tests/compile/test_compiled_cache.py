@@ -129,23 +129,39 @@ each_kind_of_size = pytest.mark.parametrize(
 
 
 @each_kind_of_size
-def test_inserts_and_reads_keep_their_order(dynamic):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *nightly("plain rows; test_contract.py reads in the graph what this insert wrote", LAYOUT),
+        PlainLayout(64),
+    ],
+    ids=["fp8", "plain"],
+)
+def test_inserts_and_reads_keep_their_order(layout, dynamic):
     """Two inserts into the same slots and a read after each: every read sees its own insert."""
     torch._dynamo.reset()
     table = torch.tensor([[0, 1, 2, 3, 4]], dtype=torch.int32)
     lens = torch.tensor([320], dtype=torch.int32)
 
     def read(cache):
-        return ops.gather_k_cache(cache, lens, None, table, block_size=64, num_rows=320)
+        sizes = {"block_size": 64, "num_rows": 320, "layout": layout.tag}
+        return ops.gather_k_cache(cache, lens, None, table, **sizes)
+
+    def write(k, cache, slots):
+        if layout is LAYOUT:
+            insert(k, cache, slots)
+        else:
+            ops.insert_k_cache(k, cache, slots)
 
     def step(first, second, cache, slots):
         before = read(cache)
-        insert(first, cache, slots)
+        write(first, cache, slots)
         between = read(cache)
-        insert(second * 2, cache, slots)
+        write(second * 2, cache, slots)
         return before, between, read(cache)
 
-    cache = garbage() & 0x3F  # small codes and scales: no NaN, no infinity
+    # small codes and scales: no NaN, no infinity
+    cache = garbage() & 0x3F if layout is LAYOUT else layout.allocate(BLOCKS).normal_()
     copy = cache.clone()
     expected = step(keys(1), keys(2), copy, SLOTS)
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
