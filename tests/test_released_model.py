@@ -1,13 +1,26 @@
 """``testing.released_model``: what ``load_quantized`` would have loaded, without files."""
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 
+from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.modules import split
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
-from dsv4_ops.testing.released_model import released_model
+from dsv4_ops.testing.released_model import released_model, split_over
+from tests.helpers import NIGHTLY
+from tests.support.ranks import run_ranks
+
+SPLIT = {**TINY, "moe_intermediate_size": 256}
+"""Its shared experts have whole blocks on each of two ranks."""
+PLANS = ({}, {"experts": "parts"}, {"heads": False}) if NIGHTLY else ({},)
+CLOSE = 0.02
+"""Of the norm of a token's logits: both models are in bfloat16."""
 
 
 def kinds(model):
@@ -47,3 +60,72 @@ def test_it_is_patched_and_decodes():
     logits = v4.prefill_step(model, batch, cache)
     assert logits.isfinite().all()
     assert 0.1 < float(logits.std()) < 10
+
+
+def logits(model):
+    """Of a prefill past a window, and of steps behind it."""
+    cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
+    row, found = cache.add("a", num_tokens=140), []
+    for count, length in ((130, 130), (1, 131), (2, 133)):
+        tokens = torch.arange(length - count, length) % 500
+        ints = [torch.tensor(values, dtype=torch.int32) for values in ([0, count], [length], [row])]
+        step = v4.prefill_step if count > 2 else v4.decode_step
+        found.append(step(model, v4.StepBatch(tokens, *ints), cache))
+    return torch.cat(found)
+
+
+def as_bytes(tensor):
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.contiguous().view(torch.uint8)
+
+
+@torch.no_grad()
+def rank_parts(rank, folder):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    whole = released_model(SPLIT, device="cpu")
+    state, want = whole.state_dict(), logits(v4.patch(whole))
+    for settings in PLANS:
+        model = released_model(SPLIT, device="cpu", distributed=split_over(2, **settings))
+        parts = {
+            name: each for name, each in model.state_dict().items() if each.is_floating_point()
+        }
+        shared = [name for name, each in parts.items() if hasattr(each, "to_local")]
+        for name in shared:
+            (place,), tensor = parts[name].placements, state[name].view(torch.uint8)
+            tensor = state[name] if tensor.shape != state[name].shape else tensor
+            if not place.is_shard():  # gate and up of each expert
+                pieces = torch.cat([half.chunk(2, 1)[rank] for half in tensor.chunk(2, 1)], 1)
+            else:
+                pieces = tensor.chunk(2, place.dim)[rank]
+            assert torch.equal(as_bytes(parts[name]), as_bytes(pieces)), name
+        heads = settings.get("heads", True)
+        v4.patch(model, parallel=ContextParallel.of() if heads else None)
+        errors = (logits(model) - want).norm(dim=-1) / want.norm(dim=-1)
+        assert errors.max() < CLOSE, settings
+        forward = v4.unpatch(model).lm_head.forward
+        assert forward.__qualname__.endswith("tp_forward"), "that of Hugging Face's plan"
+    loaded = v4.load_quantized(folder / "files", distributed_config=split_over(2))
+    model = released_model(SPLIT, device="cpu", distributed=split_over(2))
+    assert placed(model) == placed(loaded)
+    assert logits(v4.patch(loaded, parallel=ContextParallel.of())).isfinite().all()
+    rows, group = torch.full((3, 4), 1.0 + rank).bfloat16(), dist.group.WORLD.group_name
+    for via in ("symmetric_memory", "all_gather"):
+        total = split._sum(rows, split.Split(group, 2, via, sums=True))
+        assert torch.equal(total, torch.full((3, 4), 3.0).bfloat16()), via
+
+
+def placed(model):
+    return {
+        name: (each.dtype, tuple(as_bytes(each).shape), each.placements)
+        for name, each in model.state_dict().items()
+        if hasattr(each, "placements")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_ranks_have_their_parts_of_the_whole(tmp_path):
+    """Parts are slices, as loading places them, and logits are those of one process."""
+    pytest.importorskip("accelerate", reason="transformers loads split models with it")
+    write_checkpoint(tmp_path / "files", SPLIT)
+    run_ranks(2, rank_parts, tmp_path, tmp_path, seconds=120)

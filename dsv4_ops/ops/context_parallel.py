@@ -493,7 +493,11 @@ def gather_each(
     if via == "symmetric_memory" and parts[0].device.type == "cuda":
         gathered: list[Tensor] = _gather_ranks(list(parts), group, world, dim)
         return gathered
-    return [_gather(part.transpose(0, dim), world, group).transpose(0, dim) for part in parts]
+    if dim == 0:
+        return [_gather(part, world, group) for part in parts]
+    # contiguous() would guard a graph of any size on a size of 1, which needs no copy
+    rows = [part.transpose(0, 1).clone(memory_format=torch.contiguous_format) for part in parts]
+    return [_gather(each, world, group).transpose(0, 1) for each in rows]
 
 
 def cp_combine(

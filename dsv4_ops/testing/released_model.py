@@ -19,12 +19,19 @@ NOT_QUANTIZED = (r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_he
 _CODES, _SCALES, _EXPERT_SCALES = (0, 256), (119, 122), (117, 120)
 """Ranges of the sampled bytes. Scales are 2^-8 to 2^-6, with which sums of thousands of products
 are near one. e2m1 codes are larger than e4m3 codes, so their scales are a quarter of that."""
+_COLUMNS, _ROWS = "colwise", "rowwise"
+_HEADS = {"q_b_proj": _COLUMNS, "sinks": _COLUMNS, "o_a_proj": _COLUMNS, "o_b_proj": _ROWS}
+_SHARED_EXPERTS = {"gate_proj": _COLUMNS, "up_proj": _COLUMNS, "down_proj": _ROWS}
 _BELOW_TWO = 0xBF
 """Mask of an e4m3 code's bits that makes it less than 2, and never NaN."""
 
 
 def released_model(
-    config: Mapping[str, Any], *, device: torch.device | str = "cuda", seed: int = 0
+    config: Mapping[str, Any],
+    *,
+    device: torch.device | str = "cuda",
+    seed: int = 0,
+    distributed: Any = None,
 ) -> Any:
     """Build Hugging Face's DeepSeek-V4 with FP8 linears and FP4 experts.
 
@@ -35,18 +42,25 @@ def released_model(
         config: A ``config.json``, such as ``testing.checkpoint.FLASH`` with fewer layers.
         device: Device of the weights.
         seed: Seed of the weights.
+        distributed: ``transformers.distributed.DistributedConfig``, such as ``split_over(2)``:
+            Hugging Face's plans place the weights, and this process gets its part of each.
 
     Returns:
         ``DeepseekV4ForCausalLM`` in evaluation mode, not patched.
     """
     model = on_meta(config)
+    if distributed is not None:
+        kind = type(model)
+        distributed, _, mesh = kind.prepare_distribute_model(distributed)
+        model = kind.maybe_distribute_model(model, distributed, mesh)
     num_experts = model.config.n_routed_experts
     for prefix, module in list(model.named_modules()):
         if "rotary_emb" in prefix.rpartition(".")[2]:
             continue  # its buffers are computed later
         for name, weight in list(module.named_parameters(recurse=False)):
             sampled = _sampled(f"{prefix}.{name}", weight, num_experts, device, seed)
-            module._parameters[name] = nn.Parameter(sampled, requires_grad=False)
+            own = _own_part(sampled, weight) if hasattr(weight, "to_local") else sampled
+            module._parameters[name] = nn.Parameter(own, requires_grad=False)
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = _sampled(f"{prefix}.{name}", buffer, num_experts, device, seed)
     for prefix, module in list(model.named_modules()):
@@ -55,6 +69,40 @@ def released_model(
             with torch.device(device):
                 setattr(model.get_submodule(parent), name, type(module)(model.config))
     return model
+
+
+def split_over(ranks: int, *, heads: bool = True, experts: str = "whole") -> Any:
+    """Return Hugging Face's ``DistributedConfig`` that splits a released DeepSeek-V4 over ranks.
+
+    The indexer is whole on every rank: its weights are few, and its queries need not be gathered.
+
+    Args:
+        ranks: Number of processes.
+        heads: Whether attention heads are split. Such a model is patched with ``parallel``.
+        experts: "whole": every rank has some of the experts; "parts": a part of each.
+    """
+    from transformers.distributed import DistributedConfig
+
+    shards = ("grouped_gemm", "grouped_gemm") if experts == "whole" else ("packed_colwise", _ROWS)
+    of_layer = {f"self_attn.{name}": style for name, style in _HEADS.items() if heads}
+    of_layer |= {f"mlp.shared_experts.{name}": style for name, style in _SHARED_EXPERTS.items()}
+    of_layer["mlp.experts"] = "moe_tp_experts"
+    for name, style in zip(("gate_up_proj", "down_proj"), shards, strict=True):
+        of_layer |= dict.fromkeys((f"mlp.experts.{name}", f"mlp.experts.{name}_scale_inv"), style)
+    plan = {f"model.layers.*.{name}": style for name, style in of_layer.items()}
+    plan |= {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    return DistributedConfig(tp_size=ranks, tp_plan=plan)
+
+
+def _own_part(sampled: Tensor, placed: Any) -> Any:
+    """Copy this rank's part of a tensor, as ``from_pretrained`` reads it from a file."""
+    from transformers.distributed import sharding_utils
+
+    part = sharding_utils.DtensorShardOperation(placed).shard_tensor
+    # devices copy few of the dtypes of a byte
+    own = part(sampled.view(torch.uint8) if sampled.element_size() == 1 else sampled)
+    own = own.clone(memory_format=torch.contiguous_format).view(sampled.dtype)
+    return sharding_utils._dtensor_from_local_like(own, placed)
 
 
 def on_meta(config: Mapping[str, Any], not_quantized: Sequence[str] = NOT_QUANTIZED) -> Any:

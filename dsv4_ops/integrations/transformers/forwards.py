@@ -31,6 +31,12 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     unwrapped,
 )
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
+from dsv4_ops.integrations.transformers.modules.split import (
+    SplitModules,
+    gathered_columns,
+    own_weight,
+    split_of,
+)
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps.padded import OP, check_inputs, padded_step
 from dsv4_ops.integrations.transformers.steps.step import run_layers
@@ -232,6 +238,7 @@ def rewrites(model: Any, spec: ModelSpec, score: bool = False) -> tuple[Rewrite,
     A module with a forward of its own keeps it.
     """
     return (
+        SplitModules(model, spec.parallel, spec.recipe.logits_float32),
         ModelForward(spec, score),
         AttentionForward(spec),
         Float32Norms(spec.recipe),
@@ -242,6 +249,8 @@ def rewrites(model: Any, spec: ModelSpec, score: bool = False) -> tuple[Rewrite,
 
 def _logits_forward(before: Forward) -> Forward:
     def forward(self: Any, hidden: Tensor) -> Tensor:
+        if split_of(self) is not None:
+            return gathered_columns(self, linear_float32(hidden, own_weight(self)))
         if not has_plain_weight(self):
             return before(self, hidden)
         return linear_float32(hidden, self.weight)

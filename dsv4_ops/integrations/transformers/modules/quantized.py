@@ -5,7 +5,8 @@ downloaded from a hub at the first call. A module is quantised if it has FP8 cod
 ``*_scale_inv`` as parameters. Compilers do not support float8_e8m0fnu, so buffers hold the scales
 as bytes, in the storage of the parameters. Ops take codes in whole blocks of 128 rows, so a layer
 that ends within a block, such as DeepSeek-V3's ``kv_a_proj_with_mqa`` with 576 rows, has its codes
-in a larger buffer too, which the parameter shares.
+in a larger buffer too, which the parameter shares. Where Hugging Face split a module over ranks,
+buffers hold this rank's part of codes and scales.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     Forward,
     Maker,
     has_global_hooks,
+    is_split,
     local,
     own_forward,
     quantized_weights,
@@ -35,13 +37,15 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     unwrapped,
 )
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
+from dsv4_ops.integrations.transformers.modules.split import own_experts, split_of, summed
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import experts
 from dsv4_ops.ops.linear import fp8_grouped_linear, fp8_linear, quantize_rows
 from dsv4_ops.reference.linear import weight_values
 
 _CODES = "dsv4_ops_weight_codes"
-"""Buffer with a linear layer's codes in whole blocks, if the parameter ends within a block."""
+"""Buffer with a linear layer's codes in whole blocks, if the parameter ends within a block, or with
+this rank's part."""
 
 _AGAIN = "Load the released checkpoint again; check_checkpoint says what is wrong with a file"
 _OTHER = "Load it with FineGrainedFP8Config(dequantize=True)"
@@ -95,8 +99,8 @@ class QuantizedWeights(Rewrite):
         """Remove the scales and the codes in whole blocks."""
         for weight in quantized_weights(module):
             delattr(module, _buffer(weight))
-        if hasattr(module, _CODES):
-            delattr(module, _CODES)
+            if hasattr(module, _own(weight)):
+                delattr(module, _own(weight))
 
 
 def _adapts_codes(module: Any) -> bool:
@@ -129,7 +133,7 @@ def _codes(module: Any, name: str) -> Tensor:
     if name not in module._parameters:
         raise _adapted("model", name)
     codes: Tensor = module._parameters[name]
-    return codes.detach()
+    return codes.detach() if split_of(module) is None else module._buffers[_own(name)]
 
 
 def share_scales(module: Any) -> None:
@@ -144,14 +148,18 @@ def share_scales(module: Any) -> None:
     for weight in weights:
         scale = _op_scale(_scale(module, weight))
         module.register_buffer(_buffer(weight), scale, persistent=False)
-    if weights == QUANTIZED_LINEAR:
+        codes = module._parameters[weight]
+        if is_split(codes):
+            module.register_buffer(_own(weight), local(codes).detach(), persistent=False)
+    if weights == QUANTIZED_LINEAR and not is_split(module.weight):
         _fill_blocks(module)
 
 
 def _shares_storage(module: Any, weight: str) -> bool:
-    scale, codes = getattr(module, _buffer(weight), None), getattr(module, _CODES, None)
-    shared = scale is not None and scale.data_ptr() == _scale(module, weight).data_ptr()
-    return shared and (codes is None or codes.data_ptr() == module.weight.data_ptr())
+    scale, codes = (getattr(module, name, None) for name in (_buffer(weight), _own(weight)))
+    if scale is None or scale.data_ptr() != local(_scale(module, weight)).data_ptr():
+        return False
+    return codes is None or codes.data_ptr() == local(module._parameters[weight]).data_ptr()
 
 
 def takes_codes(module: Any) -> bool:
@@ -171,7 +179,7 @@ def _scale(module: Any, weight: str) -> Tensor:
 
 def _op_scale(scale: Tensor) -> Tensor:
     """Return scales in a dtype that ops take, without a copy."""
-    scale = scale.detach()
+    scale = local(scale.detach())
     return scale if scale.dtype in (torch.float32, torch.uint8) else scale.view(torch.uint8)
 
 
@@ -201,8 +209,13 @@ def _buffer(weight: str) -> str:
     return f"dsv4_ops_{weight}_scale"
 
 
+def _own(weight: str) -> str:
+    return f"dsv4_ops_{weight}_codes"
+
+
 def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
-    codes, scale, label = module._parameters[weight], _scale(module, weight), f"{name}_scale_inv"
+    of_ranks, label = module._parameters[weight], f"{name}_scale_inv"
+    codes, scale = (local(each) for each in (of_ranks, _scale(module, weight)))
     *lead, rows, columns = codes.shape
     if codes.dtype in (torch.int8, torch.uint8):
         dtypes: tuple[torch.dtype, ...] = (torch.float8_e8m0fnu, torch.uint8)
@@ -211,7 +224,8 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
         dtypes = (torch.float8_e8m0fnu, torch.uint8, torch.float32)
         shape = (*lead, -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK))
         whole = columns % WEIGHT_BLOCK == 0
-        if not whole or (rows % WEIGHT_BLOCK and weight not in QUANTIZED_LINEAR):
+        may_end = weight in QUANTIZED_LINEAR and not is_split(of_ranks)
+        if not whole or (rows % WEIGHT_BLOCK and not may_end):
             raise argument_error(
                 op,
                 name,
@@ -220,8 +234,9 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
                 do=_OTHER,
                 kind=NotImplementedError,
             )
-    from_file = getattr(codes, "_is_hf_initialized", False)
-    if scale is None or (from_file and not getattr(scale, "_is_hf_initialized", False)):
+    from_file = getattr(of_ranks, "_is_hf_initialized", False)
+    has_scale = getattr(_scale(module, weight), "_is_hf_initialized", False)
+    if scale is None or (from_file and not has_scale):
         raise argument_error(
             op,
             label,
@@ -247,8 +262,8 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
             do=_AGAIN,
             kind=TypeError,
         )
-    check_values(op, label, local(scale.detach()), _AGAIN, scale=True)
-    check_values(op, name, local(codes.detach()), _AGAIN)
+    check_values(op, label, scale.detach(), _AGAIN, scale=True)
+    check_values(op, name, codes.detach(), _AGAIN)
 
 
 def _check_settings(op: str, name: str, module: Any) -> None:
@@ -294,7 +309,8 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
             out = _differentiable(rows, weight, scale, groups)
         else:
             out = product(recipe, impl, rows, weight, scale, groups)
-        return out[..., : codes.shape[0]].reshape(*lead, -1).to(x.dtype)
+        out = out[..., : codes.shape[0]].reshape(*lead, -1).to(x.dtype)
+        return summed(self, out)
 
     return forward
 
@@ -329,11 +345,12 @@ def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) ->
 
 def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        codes = _codes(self, "gate_up_proj")
         out = experts(
             x.to(torch.bfloat16),
             weights.float(),
-            expert_ids.to(torch.int32),
-            _codes(self, "gate_up_proj"),
+            own_experts(self, expert_ids.to(torch.int32), codes.shape[0]),
+            codes,
             self.dsv4_ops_gate_up_proj_scale,
             _codes(self, "down_proj"),
             self.dsv4_ops_down_proj_scale,
@@ -341,6 +358,6 @@ def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
             activations=recipe.expert_activations,
             impl=impl,
         )
-        return out.to(x.dtype)
+        return summed(self, out.to(x.dtype))
 
     return forward

@@ -267,10 +267,15 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
+def is_split(weight: Any) -> bool:
+    """Whether Hugging Face's tensor parallelism split a weight. Only for the host."""
+    return hasattr(weight, "to_local")
+
+
 def local(weight: Any, split: bool | None = None) -> Tensor:
     """Return this rank's part of a weight that Hugging Face's tensor parallelism split.
 
     ``split`` says whether it is split, which Dynamo cannot see in a step.
     """
-    split = hasattr(weight, "to_local") if split is None else split
+    split = is_split(weight) if split is None else split
     return weight.to_local() if split else weight

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from dsv4_ops.core.torch_compat import FakeTensorMode
 from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks, own_forward
+from dsv4_ops.integrations.transformers.modules.split import split_of
 from dsv4_ops.integrations.transformers.steps.step import (
     decode,
     decode_step,
@@ -161,7 +162,10 @@ def _calls_others(model: Any) -> bool:
     if has_global_hooks() or spec_of("compile_step", model).parallel is not None:
         return True
     return any(
-        module._forward_hooks or module._forward_pre_hooks or own_forward(module) is not None
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or own_forward(module) is not None
+        or split_of(module) is not None
         for module in model.modules()
     )
 

@@ -28,6 +28,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     runs_ours,
 )
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
+from dsv4_ops.integrations.transformers.modules.split import summed
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import route
 from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
@@ -207,7 +208,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
         routing = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
     out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape)
     shared: Tensor = block.shared_experts(x)
-    return out + shared
+    return summed(block, out + shared)
 
 
 def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:

@@ -322,10 +322,8 @@ class DeepseekV4Spec(RingSpec):
 
     @property
     def family_rewrites(self) -> tuple[Rewrite, ...]:
-        # Hugging Face split these weights over ranks; they cannot be fused
-        if self.shards_heads:
-            return OutputGroups(self.num_groups), FamilyForwards(self.recipe)
-        return FusedProjections(self.recipe, self.impl), FamilyForwards(self.recipe)
+        own = FusedProjections(self.recipe, self.impl), FamilyForwards(self.recipe)
+        return (OutputGroups(self.num_groups), *own) if self.shards_heads else own
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         return skipped_modules(attention)

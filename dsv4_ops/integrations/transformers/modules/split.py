@@ -1,0 +1,228 @@
+"""Run modules of a quantised model that Hugging Face's plans split over ranks.
+
+Hugging Face replaces the forward of such a module by one around its own kernels. Ours read this
+rank's part of the weights, and add or gather what the ranks computed by collectives that a graph
+can contain. The placement of a weight says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dsv4_ops.attention import ContextParallel
+from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.torch_compat import group_members, group_rank, group_size
+from dsv4_ops.integrations.transformers.modules.replacement import (
+    QUANTIZED_EXPERTS,
+    QUANTIZED_LINEAR,
+    Forward,
+    Maker,
+    class_of,
+    in_place_of,
+    is_split,
+    local,
+    own_forward,
+    quantized_weights,
+)
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
+from dsv4_ops.ops.context_parallel import cp_gather_heads, cp_gather_rows
+
+SPLIT = "dsv4_ops_split"
+"""Attribute of a split module with its ``Split``."""
+_OWN = "dsv4_ops_own_weight"
+"""Buffer with this rank's rows of an embedding or a head."""
+_BEFORE = "_dsv4_ops_split_forward"
+"""Attribute with the forward that Hugging Face's plan set."""
+
+
+class Split(NamedTuple):
+    """How the weights of a module are split over ranks.
+
+    Attributes:
+        group: Name of the process group.
+        ranks: Number of its processes.
+        via: How ranks send: "symmetric_memory", or else torch's collectives.
+        sums: Whether the module's output is the sum over the ranks' outputs.
+        first: First expert, or row of a table, on this rank; None if it has a part of each.
+    """
+
+    group: str
+    ranks: int
+    via: str
+    sums: bool = False
+    first: int | None = None
+
+
+def split_of(module: Any) -> Split | None:
+    """Return how a module of a patched model is split, or None."""
+    split: Split | None = vars(module).get(SPLIT)
+    return split
+
+
+def summed(module: Any, out: Tensor) -> Tensor:
+    """Return the sum of the ranks' outputs of a module whose output is one, else ``out``."""
+    split = split_of(module)
+    return out if split is None or not split.sums else _sum(out, split)
+
+
+def _sum(out: Tensor, split: Split) -> Tensor:
+    if split.via == "symmetric_memory":
+        rows = out.reshape(-1, out.shape[-1])
+        parts = cp_gather_rows(rows, split.group, via=split.via)
+        return parts.view(split.ranks, *out.shape).sum(0)
+    collectives = torch.ops._c10d_functional
+    sent = collectives.all_reduce(out.contiguous(), "sum", split.group)
+    total: Tensor = collectives.wait_tensor(sent)
+    return total
+
+
+def own_weight(module: Any) -> Tensor:
+    """Return this rank's rows of a split embedding or head."""
+    weight: Tensor = module._buffers[_OWN]
+    return weight
+
+
+def gathered_columns(module: Any, out: Tensor) -> Tensor:
+    """Return the columns of all ranks, [num_tokens, columns], of a split head's output."""
+    split = split_of(module)
+    if split is None:
+        return out
+    return cp_gather_heads(out[..., None], split.group).squeeze(-1)
+
+
+class SplitModules(Rewrite):
+    """Let split modules of a quantised model run our forwards.
+
+    Args:
+        model: The model.
+        parallel: The ranks that share the cache, or None.
+        splits_head: Whether we compute the logits.
+    """
+
+    def __init__(self, model: Any, parallel: ContextParallel | None, splits_head: bool) -> None:
+        self.parallel = parallel
+        is_quantized = getattr(model.config, "quantization_config", None) is not None
+        self.tables = (model.lm_head,) if splits_head else ()
+        self.tables = (*self.tables, model.model.embed_tokens)
+        self.runs = is_quantized and any(map(is_split, model.parameters()))
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is split, or holds experts that are."""
+        if not self.runs:
+            return False
+        if hasattr(module, "shared_experts"):
+            return True
+        weight = _weight(module, self.tables)
+        return weight is not None and is_split(weight)
+
+    def check(self, op: str, name: str, module: Any) -> None:
+        """Raise if a router numbers the experts of its rank, which ``ep_router`` lets it do."""
+        gate = getattr(module, "gate", None)
+        if (
+            hasattr(module, "shared_experts")
+            and own_forward(gate) is not None
+            and any(map(is_split, module.experts.parameters()))
+        ):
+            raise argument_error(
+                op,
+                f"{name}.gate",
+                must="number the experts of all ranks",
+                got="a forward of its own",
+                do="Split the model with a plan that has no ep_router",
+                kind=NotImplementedError,
+            )
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Add this rank's part, and yield the forwards of embeddings and blocks of experts."""
+        if hasattr(module, "shared_experts"):
+            if class_of(module) == "DeepseekV4SparseMoeBlock":
+                yield from self._sum_once(module)
+            return
+        setattr(module, _BEFORE, vars(module).pop("forward", None))
+        if split_of(module) is None:
+            setattr(module, SPLIT, self._split(module))
+        if any(module is table for table in self.tables):
+            module.register_buffer(_OWN, local(module.weight).detach(), persistent=False)
+            if isinstance(module, nn.Embedding):
+                yield "forward", in_place_of(_embed)
+
+    def restore(self, module: Any) -> None:
+        """Put back the forward of Hugging Face's plan."""
+        before = vars(module).pop(_BEFORE, None)
+        if before is not None:
+            module.forward = before
+        vars(module).pop(SPLIT, None)
+        module._buffers.pop(_OWN, None)
+        module._non_persistent_buffers_set.discard(_OWN)
+
+    def _sum_once(self, block: Any) -> Iterator[tuple[str, Maker]]:
+        """Let routed and shared experts be added before their sum over the ranks."""
+        parts = (block.experts, block.shared_experts.down_proj)
+        splits = [self._split(part) for part in parts if quantized_weights(part)]
+        if len(splits) == 2 and all(split.sums for split in splits):
+            for part, split in zip(parts, splits, strict=True):
+                setattr(part, SPLIT, split._replace(sums=False))
+            setattr(block, SPLIT, splits[0])
+            yield "forward", _block_forward
+
+    def _split(self, module: Any) -> Split:
+        weight: Any = _weight(module, self.tables)
+        if not is_split(weight):
+            return Split("", 1, "")
+        (placement,) = weight.placements
+        group, via = self._ranks(weight.device_mesh)
+        if placement.is_replicate() or (placement.is_shard(0) and not _adds(module)):
+            return Split(group, group_size(group), via)
+        first = group_rank(group) * local(weight).shape[0] if placement.is_shard(0) else None
+        return Split(group, group_size(group), via, sums=True, first=first)
+
+    def _ranks(self, mesh: Any) -> tuple[str, str]:
+        """Name of the group of a mesh, and how its ranks send: as ``parallel``, if it has both."""
+        members = mesh.mesh.flatten().tolist()
+        if self.parallel is not None and group_members(self.parallel.group) == members:
+            return self.parallel.group, self.parallel.gathers_via
+        return mesh.get_group().group_name, "all_gather"
+
+
+def _weight(module: Any, tables: tuple[Any, ...]) -> Any:
+    """Return a weight of a module that we run, or None."""
+    weights = quantized_weights(module)
+    if not weights and not any(module is table for table in tables):
+        return None
+    return module._parameters[weights[0] if weights else QUANTIZED_LINEAR[0]]
+
+
+def _adds(module: Any) -> bool:
+    """Whether ranks with other rows of the weights add to the output: not those of a linear
+    layer."""
+    return isinstance(module, nn.Embedding) or quantized_weights(module) == QUANTIZED_EXPERTS
+
+
+def own_experts(module: Any, expert_ids: Tensor, count: int) -> Tensor:
+    """Return the ids of experts among the ``count`` of this rank, and -1 for those of others."""
+    split = split_of(module)
+    if split is None or split.first is None:
+        return expert_ids
+    own = expert_ids - split.first
+    return torch.where((own >= 0) & (own < count), own, -1)
+
+
+def _embed(self: Any, ids: Tensor) -> Tensor:
+    split, weight = split_of(self), own_weight(self)
+    assert split is not None
+    assert split.first is not None
+    own = ids - split.first
+    is_own = (own >= 0) & (own < weight.shape[0])
+    rows = torch.nn.functional.embedding(own.clamp(0, weight.shape[0] - 1), weight)
+    return _sum(rows * is_own[..., None], split)
+
+
+def _block_forward(before: Forward) -> Forward:
+    def forward(self: Any, *args: Any, **rest: Any) -> Tensor:
+        return summed(self, before(self, *args, **rest))
+
+    return forward
