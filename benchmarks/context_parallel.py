@@ -165,7 +165,11 @@ def time_us(calls: Sequence[Callable[[], Any]], device: torch.device, replays: i
     """Per call, in as many replays a sample on every rank: what one sends, another waits for."""
     if device.type != "cuda":
         return float(wall_us(calls[0], device, budget_s=0).median)
-    graph = Capture(calls).graph
+    return replays_us(Capture(calls).graph, replays) / len(calls)
+
+
+def replays_us(graph: Any, replays: int) -> float:
+    """Of one replay, in as many a sample on every rank."""
     samples = []
     for _ in range(_SAMPLES + 1):  # the first brings clocks up
         dist.barrier()
@@ -176,7 +180,7 @@ def time_us(calls: Sequence[Callable[[], Any]], device: torch.device, replays: i
             graph.replay()
         stop.record()
         torch.cuda.synchronize()
-        samples.append(start.elapsed_time(stop) * 1e3 / (replays * len(calls)))
+        samples.append(start.elapsed_time(stop) * 1e3 / replays)
     return float(statistics.median(samples[1:]))
 
 

@@ -198,7 +198,7 @@ def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
     cache = v4.PagedCache.for_model(
         model, max_batch_size=batch, max_cache_len=longest + 256, max_chunk=256
     )
-    _fill(cache)
+    fill(cache)
     torch._dynamo.reset()
     options: dict[str, Any] = {}
     if cuda:
@@ -286,7 +286,7 @@ def _batch(model: Any, batch: int, context: int) -> Any:
     return v4.StepBatch(rows.long(), starts, torch.full_like(rows, context + 1), rows)
 
 
-def _fill(cache: Any) -> None:
+def fill(cache: Any) -> None:
     """Random keys in every row of every block, and random states."""
     from dsv4_ops import quantize_and_insert_indexer_k, quantize_and_insert_k_cache
 

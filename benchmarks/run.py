@@ -24,6 +24,7 @@ BENCHES = {
     "compressor": "the KV compressor, decode and prefill: against its roofline",
     "model": "a decode step of a whole model: patched, and Hugging Face's own",
     "start": "from a model on the device to its first tokens: cold, warm, and at other sizes",
+    "flash": "the whole of DeepSeek-V4-Flash on several GPUs: decode, prefill, start",
     "memory": "what weights, caches, steps and graphs take: computed, and by the allocator",
     "layer": "an attention layer, decode: against its roofline and baselines",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",

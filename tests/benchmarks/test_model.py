@@ -81,7 +81,7 @@ def test_one_row_is_measured():
     v4.patch(keep_float32(model))
     assert model.model.layers[0].self_attn.sinks.dtype == torch.float32
     cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=300, max_chunk=64)
-    model_bench._fill(cache)
+    model_bench.fill(cache)
     cache.seq_lens.fill_(256)
     batch = model_bench._batch(model, 2, 256)
     logits = v4.decode_step(model, batch, cache.tensors)

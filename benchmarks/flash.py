@@ -1,0 +1,588 @@
+"""Benchmark the whole of DeepSeek-V4-Flash on several GPUs: decode steps, prefills and the start.
+
+It starts a process per GPU (of gloo on a CPU, which checks and times small layers only). Each
+builds its part of a model in the released precision with random weights: Hugging Face's plans split
+experts, attention heads and the head over the GPUs, which share the rows of the caches. Before
+anything is timed, six layers on all GPUs are compared with six on one.
+
+Contexts are not prefilled: caches hold random rows, and lengths are set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.context_parallel import replays_us
+from benchmarks.harness.options import chosen_device, size, sizes
+from benchmarks.harness.report import Report, one_line
+from benchmarks.harness.timing import Capture, device_activities, wait, wall_us
+from benchmarks.memory import INDEX_TOPK, SMALL
+from benchmarks.model import fill
+from benchmarks.run import BenchError, WrongResult
+from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.testing.checkpoint import FLASH
+
+_SMALL = {**SMALL, "index_n_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
+_SMALL |= {"moe_intermediate_size": 256, "index_topk": 16}
+_CHECKED_LAYERS, _MOST_ERROR = 6, 0.05
+"""Error of a token's logits relative to their norm, for half of the tokens: both models are in
+bfloat16, and a near tie of a router falls differently."""
+_DRAFTED = 2
+"""Tokens of a request in a step that verifies one draft."""
+_ACCEPTED = (0.0, 0.5, 0.9)
+"""Shares of drafts that are right."""
+_REPLAYS, _PREFILLS = 8, 3
+_CHUNK = 4096
+_BYTES_PER_MS = 3.35e9
+"""Of an H100."""
+_RESERVED_GB = 1.6
+"""For graphs and activations of decode steps, beside the cache."""
+_TIMEOUT = timedelta(seconds=570)
+"""Of ranks that wait while another compiles."""
+_COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
+
+
+@dataclass(kw_only=True)
+class FlashRow:
+    """A phase of the start, a decode step or a prefill; the same time on all ranks.
+
+    Args:
+        part: "start", "check", "decode", "draft" (a step that verifies one draft of each request,
+            without the draft layer) or "prefill".
+        phase: Of a start.
+        ranks: Processes, a GPU each.
+        requests: Of the step.
+        tokens: New tokens of all requests.
+        context: Tokens that each request has already.
+        seconds: Wall time of a phase.
+        step_ms: Median of replays of a CUDA graph; of a prefill, of all its chunks by the clock.
+        tokens_per_s: New tokens of all requests.
+        per_s_none, per_s_half, per_s_most: The same if as many drafts are right as ``_ACCEPTED``
+            has: none, half of them, or 9 of 10.
+        roofline_ms: Bytes of weights and cache rows that a GPU has to read, over 3.35 TB/s.
+        kernels: Of a layer, all kernels of the step divided by the layers.
+        collectives_pct: Share of the kernels' time that is collectives, waiting included.
+        weights_gb, cache_gb, peak_gb: Of this GPU: weights, the cache, and the allocator's peak.
+        logits_error: Of the check, the median over tokens; ``worst_error`` that of the worst token.
+        error: What went wrong.
+    """
+
+    part: str
+    layers: int
+    ranks: int
+    phase: str | None = None
+    requests: int | None = None
+    tokens: int | None = None
+    context: int | None = None
+    seconds: float | None = None
+    step_ms: float | None = None
+    tokens_per_s: float | None = None
+    per_s_none: float | None = None
+    per_s_half: float | None = None
+    per_s_most: float | None = None
+    roofline_ms: float | None = None
+    kernels: float | None = None
+    collectives_pct: float | None = None
+    weights_gb: float | None = None
+    cache_gb: float | None = None
+    peak_gb: float | None = None
+    logits_error: float | None = None
+    worst_error: float | None = None
+    error: str | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    add = parser.add_argument
+    add("--gpus", type=size, metavar="N", help="default: all")
+    add("--layers", type=size, help="default: 43; 4 on a CPU")
+    add("--batches", type=sizes, help="requests; default: 1,8,32")
+    add("--contexts", type=sizes, help="tokens; default: 4096,32768,131072")
+    add("--prefills", type=sizes, help="tokens; default: 1024,4096,16384")
+    add("--heads", choices=("split", "whole"), default="split", help="default: %(default)s")
+    add("--experts", choices=("whole", "parts"), default="whole", help="default: %(default)s")
+    add("--via", default="symmetric_memory", help="of collectives; default: %(default)s")
+    add("--backend", help="of torch.compile; default: inductor, and none on a CPU")
+    add("--no-check", action="store_true", help="time without the comparison with one GPU")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure on all GPUs; rows and the table go to ``options.out``."""
+    device = chosen_device(options)
+    on_cpu = device.type == "cpu"
+    world = options.gpus or (2 if on_cpu else torch.cuda.device_count())
+    if not on_cpu and world > torch.cuda.device_count():
+        raise BenchError(f"flash: it takes a GPU for each of {world} processes")
+    options.layers = options.layers or (4 if on_cpu else FLASH["num_hidden_layers"])
+    options.batches = options.batches or ((1, 2) if on_cpu else (1, 8, 32))
+    options.contexts = options.contexts or ((64, 300) if on_cpu else (4096, 32768, 131072))
+    options.prefills = options.prefills or ((48,) if on_cpu else (1024, 4096, 16384))
+    options.backend = options.backend or (None if on_cpu else "inductor")
+    output = Report(options, device)
+    output.stamp["device"] = f"{world} x {output.stamp['device']}"
+    # parts of the weights are copied from tensors that are twice as large
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    failed = None
+    with tempfile.TemporaryDirectory() as folder:
+        start: Any = importlib.import_module("torch.multiprocessing").spawn
+        try:
+            start(_process, (world, device.type, folder, options, output), nprocs=world)
+        except Exception as error:  # what was measured until then is shown
+            print(error, file=sys.stderr, flush=True)
+            failed = "a process failed; its output is above"
+    output.read()
+    output.finish(f"{options.layers} layers of Flash in the released precision", *_NOTES)
+    for row in output.rows:
+        if row["part"] == "check" and row["error"]:
+            raise WrongResult(f"flash: {row['error']}")
+    failed = failed or next((row["error"] for row in output.rows if row["error"]), None)
+    if failed:
+        raise BenchError(f"flash: {failed}")
+
+
+def _process(
+    rank: int, world: int, kind: str, folder: str, options: argparse.Namespace, output: Report
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    if options.threads or kind == "cpu":
+        torch.set_num_threads(options.threads or 1)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=_TIMEOUT,
+    )
+    with torch.no_grad():
+        Ranks(rank, world, device, options, output).run()
+    dist.barrier()
+    os._exit(0)  # a captured collective may outlive its group
+
+
+class Ranks:
+    """What a process builds and measures; rank 0 keeps the rows."""
+
+    def __init__(
+        self, rank: int, world: int, device: torch.device, options: Any, output: Report
+    ) -> None:
+        self.rank, self.world, self.device = rank, world, device
+        self.options, self.output = options, output
+        self.cuda = device.type == "cuda"
+        self.layers: int = options.layers
+        self.began = time.perf_counter()
+
+    def run(self) -> None:
+        """All phases, the most wanted rows first."""
+        if self.world > 1 and not self.options.no_check:
+            self.check()
+        with self.phase("build") as row:
+            model = self.model(self.layers, split=True)
+            row.weights_gb = sum(each.nbytes for each in _own(model.parameters())) / 1e9
+        with self.phase("patch"):
+            self.patch(model, split=True)
+        weights = Weights.of(model)
+        Decodes(self, model, weights).run()
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+        self.prefills(model)
+
+    def row(self, part: str, **fields: Any) -> FlashRow:
+        """A row of this run."""
+        return FlashRow(part=part, layers=self.layers, ranks=self.world, **fields)
+
+    def say(self, text: str) -> None:
+        """Print on rank 0, with the seconds since the process began."""
+        if self.rank == 0:
+            print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
+
+    def keep(self, row: FlashRow) -> None:
+        """Print and write a row on rank 0."""
+        if self.cuda:
+            row.peak_gb = torch.cuda.max_memory_allocated() / 1e9
+            torch.cuda.reset_peak_memory_stats()
+        shown = {name: value for name, value in vars(row).items() if value is not None}
+        self.say(" ".join(f"{name}={_short(value)}" for name, value in shown.items()))
+        if self.rank == 0:
+            self.output.add(row)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[FlashRow]:
+        """Time a phase of the start."""
+        row, began = self.row("start", phase=name), time.perf_counter()
+        self.say(f"{name} ...")
+        yield row
+        wait(self.device)
+        row.seconds = time.perf_counter() - began
+        self.keep(row)
+
+    @contextmanager
+    def measured(self, row: FlashRow) -> Iterator[None]:
+        """Keep a row, whatever becomes of it."""
+        try:
+            yield
+        except Exception as error:
+            row.error = one_line(error)
+        self.keep(row)
+
+    def model(self, layers: int, *, split: bool) -> Any:
+        """The first layers of Flash: this rank's part, or all of it."""
+        from dsv4_ops.testing.released_model import released_model, split_over
+
+        config: dict[str, Any] = {**FLASH, "index_topk": INDEX_TOPK}
+        config |= {} if self.cuda else _SMALL
+        config["num_hidden_layers"] = layers
+        config["compress_ratios"] = [*FLASH["compress_ratios"][:layers], 0]
+        plan = None
+        if split and self.world > 1:
+            settings = {"heads": self.options.heads == "split", "experts": self.options.experts}
+            plan = split_over(self.world, **settings)
+        return released_model(config, device=self.device, distributed=plan)
+
+    def patch(self, model: Any, *, split: bool) -> Any:
+        """Patch a model; ranks that split its heads share its caches."""
+        from dsv4_ops.attention import ContextParallel
+        from dsv4_ops.integrations import transformers as v4
+
+        parallel = None
+        if split and self.world > 1 and self.options.heads == "split":
+            via = self.options.via if self.cuda else "reduce_scatter"
+            parallel = ContextParallel.of(via=via)
+        return v4.patch(model, parallel=parallel)
+
+    def check(self) -> None:
+        """Compare logits of a few layers on all ranks with those on one."""
+        layers = min(_CHECKED_LAYERS, self.layers)
+        row = self.row("check")
+        row.layers, began = layers, time.perf_counter()
+        self.say(f"{layers} layers on {self.world} ranks against one ...")
+        logits = []
+        for split in (True, False):
+            if split or self.rank == 0:
+                model = self.patch(self.model(layers, split=split), split=split)
+                logits.append(_checked_logits(model))
+                del model
+                gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+        dist.barrier()
+        if self.rank == 0:
+            ours, one = logits
+            errors = (ours - one).norm(dim=-1) / one.norm(dim=-1)
+            row.logits_error, row.worst_error = float(errors.median()), float(errors.max())
+            if not row.logits_error < _MOST_ERROR:
+                row.error = f"{layers} layers on several ranks differ by {row.logits_error:.3f}"
+        row.seconds = time.perf_counter() - began
+        self.keep(row)
+        wrong = [row.error]
+        dist.broadcast_object_list(wrong, src=0, device=self.device)
+        if wrong[0]:
+            raise WrongResult(wrong[0])
+
+    def compiled(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step by kinds of layers, for all sizes; eager without a backend."""
+        from dsv4_ops.integrations import transformers as v4
+
+        if self.options.backend is None:
+            return functools.partial(step, model)
+        settings = {"mode": "regional", "dynamic": True, "backend": self.options.backend}
+        return v4.compile_step(model, step, **settings)
+
+    def prefills(self, model: Any) -> None:
+        """Prompts of one request in chunks, by the clock."""
+        from dsv4_ops.integrations import transformers as v4
+
+        prompts = sorted(self.options.prefills)
+        chunk = min(_CHUNK, max(prompts))
+        cache = v4.PagedCache.for_model(
+            model, max_batch_size=1, max_cache_len=max(prompts), max_chunk=chunk
+        )
+        row, step = cache.add("prompt", max(prompts)), self.compiled(model, v4.prefill_step)
+
+        def prefill(tokens: int) -> None:
+            cache.seq_lens.zero_()
+            for first in range(0, tokens, chunk):
+                count = min(chunk, tokens - first)
+                step(_batch([count], [first + count], [row], self.device), cache.tensors)
+
+        with self.phase("first prefill"):
+            prefill(prompts[0])
+        for tokens in prompts:
+            found = self.row("prefill", requests=1, tokens=tokens, context=0)
+            with self.measured(found):
+                prefill(tokens)  # kernels of these sizes are compiled
+                seconds = []
+                for _ in range(_PREFILLS if self.cuda else 1):
+                    wait(self.device)
+                    dist.barrier()
+                    began = time.perf_counter()
+                    prefill(tokens)
+                    wait(self.device)
+                    seconds.append(time.perf_counter() - began)
+                found.step_ms = statistics.median(seconds) * 1e3
+                found.tokens_per_s = tokens / found.step_ms * 1e3
+                _raise_if_dropped(cache)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of weights of this rank: those that every step reads, and those of one expert's share.
+
+    Args:
+        dense: All but experts and the embedding.
+        experts: Routed experts.
+        chosen: Share of the experts that a token takes.
+    """
+
+    dense: int
+    experts: int
+    chosen: float
+
+    @classmethod
+    def of(cls, model: Any) -> Weights:
+        """Count those of a model."""
+        sizes = {
+            name: each.nbytes
+            for name, each in zip(
+                dict(model.named_parameters()), _own(model.parameters()), strict=True
+            )
+        }
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        dense = sum(sizes.values()) - experts - sizes["model.embed_tokens.weight"]
+        config = model.config
+        return cls(dense, experts, config.num_experts_per_tok / config.n_routed_experts)
+
+    def read(self, tokens: int) -> float:
+        """Bytes that a step of so many tokens reads, if routers choose at random."""
+        hit: float = 1 - (1 - self.chosen) ** tokens
+        return self.dense + self.experts * hit
+
+
+class Decodes:
+    """Decode steps of all batches and contexts, from one cache and one compiled step."""
+
+    def __init__(self, ranks: Ranks, model: Any, weights: Weights) -> None:
+        from dsv4_ops.integrations import transformers as v4
+
+        self.ranks, self.model, self.weights = ranks, model, weights
+        self.spec = model.dsv4_ops_spec
+        self.shares = 1 if self.spec.parallel is None else ranks.world
+        self.batches, self.contexts = ranks.options.batches, ranks.options.contexts
+        self.sizes = {
+            "max_batch_size": max(self.batches),
+            "max_cache_len": max(self.contexts) + _DRAFTED + 1,
+            "max_chunk": min(256, max(self.contexts)),
+            "next_n": _DRAFTED,
+        }
+        most = self._most_blocks(v4)
+        points = [(batch, context) for context in self.contexts for batch in self.batches]
+        needed = {point: self._blocks(*point) for point in points}
+        self.fits = [point for point in points if needed[point] <= most]
+        self.left_out = [point for point in points if needed[point] > most]
+        blocks = max((needed[point] for point in self.fits), default=1)
+        self.cache = v4.PagedCache.for_model(model, num_blocks=blocks, **self.sizes)
+        fill(self.cache)
+        self.bytes = sum(self.cache.memory().values())
+        step = ranks.compiled(model, v4.decode_step)
+        self.step = functools.partial(step, state_rings=False)
+        self.eager = functools.partial(v4.decode_step, model, state_rings=False)
+        self.graphs: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def run(self) -> None:
+        """Short contexts first; profiles and drafts after all of them."""
+        ranks = self.ranks
+        with ranks.phase("first decode") as row:
+            self.place(1, min(self.contexts), 1)
+            self.step(self.batch(1, min(self.contexts), 1), self.cache.tensors)
+            row.cache_gb = self.bytes / 1e9
+        for batch, context in self.left_out:
+            needed = self._blocks(batch, context)
+            error = f"{needed} blocks do not fit beside the weights"
+            ranks.keep(ranks.row("decode", requests=batch, context=context, error=error))
+        for batch, context in self.fits:
+            self.measure("decode", batch, context, 1)
+        for batch, context in self.fits:
+            self.measure("draft", batch, context, _DRAFTED)
+        self.graphs.clear()
+
+    def measure(self, part: str, requests: int, context: int, each: int) -> None:
+        """A row: checked against the eager step, timed and profiled where its graph is new."""
+        ranks, tokens = self.ranks, requests * each
+        row = ranks.row(part, requests=requests, tokens=tokens, context=context)
+        with ranks.measured(row):
+            self.place(requests, context, each)
+            is_new = (requests, each) not in self.graphs
+            if is_new:
+                self._capture(requests, context, each)
+            batch, capture = self.graphs[requests, each]
+            batch.seq_lens.fill_(context + each)
+            self.cache.seq_lens.fill_(context)
+            read = self.weights.read(tokens) + requests * self.row_bytes(context)
+            row.roofline_ms = read / _BYTES_PER_MS
+            if capture is None:
+                call = functools.partial(self.step, batch, self.cache.tensors)
+                row.step_ms = wall_us(call, ranks.device, budget_s=0).median / 1e3
+            else:
+                row.step_ms = replays_us(capture.graph, _REPLAYS) / 1e3
+                if is_new:
+                    self._profile(row, capture)
+            row.tokens_per_s = requests / row.step_ms * 1e3
+            if each > 1:
+                per_s, row.tokens_per_s = row.tokens_per_s, None
+                row.per_s_none, row.per_s_half, row.per_s_most = (
+                    per_s * (1 + accepted) for accepted in _ACCEPTED
+                )
+            _raise_if_dropped(self.cache)
+
+    def place(self, requests: int, context: int, each: int) -> None:
+        """Give requests blocks, and rows in the order of their numbers."""
+        for number in list(self.cache.requests):
+            self.cache.free(number)
+        for number in range(requests):
+            assert self.cache.add(number, context + each) == number
+        self.cache.seq_lens.fill_(context)
+
+    def batch(self, requests: int, context: int, each: int) -> Any:
+        """The next tokens of all requests."""
+        device = self.ranks.device
+        return _batch([each] * requests, [context + each] * requests, range(requests), device)
+
+    def row_bytes(self, context: int) -> float:
+        """Bytes of cache that a decode of one request reads on this rank: the window, of C4 layers
+        the indexer's keys and the selected rows, of C128 layers all rows."""
+        config, row = self.model.config, MainLayout.data_bytes + MainLayout.scale_bytes
+        key = IndexerLayout.data_bytes + IndexerLayout.scale_bytes
+        window = min(config.sliding_window, context) * row
+        compressed = {
+            "window": 0,
+            "c4": context // 4 * key + min(config.index_topk, context // 4) * row,
+            "c128": context // 128 * row,
+        }
+        return float(sum(window + compressed[kind] / self.shares for kind in self.spec.kinds))
+
+    def _capture(self, requests: int, context: int, each: int) -> None:
+        """Compare a compiled step with the eager one, and make its graph."""
+        ranks, batch = self.ranks, self.batch(requests, context, each)
+        capture = None
+        if ranks.options.backend is not None:
+            expected = self.eager(batch, self.cache.tensors)
+            self.cache.seq_lens.fill_(context)
+            errors = (self.step(batch, self.cache.tensors) - expected).norm(dim=-1)
+            error = float((errors / expected.norm(dim=-1)).median())
+            ranks.say(f"decode of {requests} x {each}: compiled and eager differ by {error:.4f}")
+            if not error < _MOST_ERROR:
+                raise WrongResult(f"a compiled decode of {requests} x {each} is off by {error:.3f}")
+        if ranks.cuda:
+            self.cache.seq_lens.fill_(context)
+            capture = Capture([lambda: self.step(batch, self.cache.tensors)])
+        self.graphs[requests, each] = batch, capture
+
+    def _profile(self, row: FlashRow, capture: Capture) -> None:
+        """Kernels of one replay."""
+        activities = device_activities(capture.graph.replay)
+        busy = sum(activity.us for activity in activities)
+        sent = sum(
+            activity.us
+            for activity in activities
+            if any(name in activity.name.lower() for name in _COLLECTIVES)
+        )
+        row.kernels = len(activities) / self.ranks.layers
+        row.collectives_pct = 100 * sent / max(busy, 1e-9)
+
+    def _blocks(self, requests: int, context: int) -> int:
+        tokens: int = self.spec.block_tokens
+        return requests * -(-(context + _DRAFTED) // tokens)
+
+    def _most_blocks(self, v4: Any) -> float:
+        """Blocks that fit into the memory that is free."""
+        if not self.ranks.cuda:
+            return float("inf")
+        # a block has as many bytes without ranks, and a cache on meta cannot ask them
+        made = functools.partial(v4.PagedCache, self.model.config, device="meta", **self.sizes)
+        one, two = (sum(made(num_blocks=count).memory().values()) for count in (1, 2))
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        left = torch.tensor([free], device=self.ranks.device)
+        dist.all_reduce(left, dist.ReduceOp.MIN)  # ranks make the same cache
+        return float((float(left) - _RESERVED_GB * 1e9 - (2 * one - two)) // (two - one))
+
+
+def _own(parameters: Any) -> Iterator[Tensor]:
+    """This rank's parts of parameters."""
+    for each in parameters:
+        yield each.to_local() if hasattr(each, "to_local") else each
+
+
+def _batch(
+    counts: Sequence[int], lens: Sequence[int], rows: Sequence[int], device: torch.device
+) -> Any:
+    """The next ``counts`` tokens of requests that then have ``lens``; ids are the same on every
+    rank."""
+    from dsv4_ops.integrations import transformers as v4
+
+    made = torch.Generator().manual_seed(sum(lens))
+    ids = torch.randint(3, 250, (sum(counts),), generator=made).to(device)
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    lengths, places = (torch.tensor(list(each), dtype=torch.int32) for each in (lens, rows))
+    return v4.StepBatch(ids, starts, lengths.to(device), places.to(device))
+
+
+def _checked_logits(model: Any) -> Tensor:
+    """Logits of a prefill of several requests past a window of 128, and of decodes behind it."""
+    from dsv4_ops.integrations import transformers as v4
+
+    requests, length, steps = (4, 300, 4) if model.device.type == "cuda" else (2, 140, 2)
+    cache = v4.PagedCache.for_model(
+        model, max_batch_size=requests, max_cache_len=length + steps, max_chunk=length
+    )
+    rows = [cache.add(number, length + steps) for number in range(requests)]
+    batch = _batch([length] * requests, [length] * requests, rows, cache.device)
+    logits = [v4.prefill_step(model, batch, cache)]
+    for number in range(1, steps + 1):
+        batch = _batch([1] * requests, [length + number] * requests, rows, cache.device)
+        logits.append(v4.decode_step(model, batch, cache))
+    _raise_if_dropped(cache)
+    return torch.cat(logits).float()
+
+
+def _raise_if_dropped(cache: Any) -> None:
+    if int(cache.tensors.dropped):
+        raise WrongResult(f"the cache dropped {int(cache.tensors.dropped)} tokens")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_NOTES = (
+    "step_ms: of a decode, median over replays of a CUDA graph on all GPUs at once; of a prefill, "
+    "of chunks of at most 4096 tokens by the clock. tokens_per_s: of all requests.",
+    "roofline_ms: bytes of one GPU over 3.35 TB/s: weights without experts and embedding, experts "
+    "* (1 - (1 - 6 / 256) ** tokens), and cache rows. These are, in a layer, 128 of 584 bytes; in "
+    "C4 layers a key of 132 bytes for every 4 tokens and 512 rows, in C128 layers a row for every "
+    "128 tokens, both divided by the GPUs that share them.",
+    "draft: a step that verifies one draft of each request; models that are split have no draft "
+    "layer, so its time is missing. per_s_none, per_s_half, per_s_most: tokens per second if none, "
+    "half or 9 of 10 drafts are right.",
+    "kernels and collectives_pct: of one replay on the first GPU, by torch.profiler.",
+)

@@ -1,0 +1,31 @@
+"""``bench flash``: every phase, on two processes of a CPU."""
+
+import pytest
+
+pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
+
+from tests.helpers import NIGHTLY
+
+SIZES = ["--layers", "3", "--batches", "1", "--contexts", "40", "--prefills", "9"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--gpus", "2"],
+        pytest.param(["--gpus", "1"], marks=pytest.mark.nightly("two processes run the same")),
+    ],
+    ids=" ".join,
+)
+def test_every_phase_has_a_row(smoke, more):
+    checked = [] if NIGHTLY else ["--no-check"]
+    status, rows = smoke("flash", "--threads", "1", *SIZES, *more, *checked)
+    assert status == 0
+    parts = [row["part"] for row in rows]
+    expected = ["start", "start", "start", "decode", "draft", "start", "prefill"]
+    assert parts[parts[0] == "check" :] == expected
+    assert ("check" in parts) == (NIGHTLY and "2" in more)
+    assert all(row["step_ms"] > 0 for row in rows if row["part"] in ("decode", "draft", "prefill"))
+    one, two = (row["roofline_ms"] for row in rows if row["roofline_ms"])
+    assert one < two, "of twice the tokens"
