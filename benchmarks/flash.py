@@ -81,6 +81,7 @@ class FlashRow:
         collectives_pct: Share of the kernels' time that is collectives, waiting included.
         weights_gb, cache_gb, peak_gb: Of this GPU: weights, the cache, and the allocator's peak.
         logits_error: Of the check, the median over tokens; ``worst_error`` that of the worst token.
+        note: Why a point was not run.
         error: What went wrong.
     """
 
@@ -105,6 +106,7 @@ class FlashRow:
     peak_gb: float | None = None
     logits_error: float | None = None
     worst_error: float | None = None
+    note: str | None = None
     error: str | None = None
 
 
@@ -417,8 +419,8 @@ class Decodes:
             row.cache_gb = self.bytes / 1e9
         for batch, context in self.left_out:
             needed = self._blocks(batch, context)
-            error = f"{needed} blocks do not fit beside the weights"
-            ranks.keep(ranks.row("decode", requests=batch, context=context, error=error))
+            note = f"not run: {needed} blocks of a cache do not fit beside the weights"
+            ranks.keep(ranks.row("decode", requests=batch, context=context, note=note))
         for batch, context in self.fits:
             self.measure("decode", batch, context, 1)
         for batch, context in self.fits:

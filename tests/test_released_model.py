@@ -10,7 +10,7 @@ pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.modules import split
+from dsv4_ops.integrations.transformers.modules import fused_projections, split
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from dsv4_ops.testing.released_model import released_model, split_over
 from tests.helpers import NIGHTLY
@@ -84,6 +84,7 @@ def rank_parts(rank, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     whole = released_model(SPLIT, device="cpu")
     state, want = whole.state_dict(), logits(v4.patch(whole))
+    fused_projections.FUSED_ON = ("cpu",)  # of this process, which ends with the test
     for settings in PLANS:
         model = released_model(SPLIT, device="cpu", distributed=split_over(2, **settings))
         parts = {
@@ -102,6 +103,7 @@ def rank_parts(rank, folder):
         v4.patch(model, parallel=ContextParallel.of() if heads else None)
         errors = (logits(model) - want).norm(dim=-1) / want.norm(dim=-1)
         assert errors.max() < CLOSE, settings
+        assert model.model.layers[0].mlp.shared_experts.dsv4_ops_fused.weight.shape == (256, 256)
         forward = v4.unpatch(model).lm_head.forward
         assert forward.__qualname__.endswith("tp_forward"), "that of Hugging Face's plan"
     loaded = v4.load_quantized(folder / "files", distributed_config=split_over(2))

@@ -495,9 +495,7 @@ def gather_each(
         return gathered
     if dim == 0:
         return [_gather(part, world, group) for part in parts]
-    # contiguous() would guard a graph of any size on a size of 1, which needs no copy
-    rows = [part.transpose(0, 1).clone(memory_format=torch.contiguous_format) for part in parts]
-    return [_gather(each, world, group).transpose(0, 1) for each in rows]
+    return [_gather(_heads_first(part), world, group).transpose(0, 1) for part in parts]
 
 
 def cp_combine(
@@ -587,9 +585,8 @@ def cp_combine(
     if via == "reduce_scatter":
         lses = _gather(lse[None], world, group)
         share = cp_correct_out(out, lse, lses, lse_base=lse_base)
-        summed = torch.ops._c10d_functional.reduce_scatter_tensor(
-            share.out.transpose(0, 1).contiguous(), "sum", world, group
-        )
+        sent_heads = _heads_first(share.out)
+        summed = torch.ops._c10d_functional.reduce_scatter_tensor(sent_heads, "sum", world, group)
         merged = share.lse.view(num_tokens, world, own)
         if cp_rank is None:
             merged = merged[:, group_rank(group)]
@@ -660,6 +657,14 @@ def process_group_size(op: str, group: str) -> int:
             got=repr(group),
             do="Pass torch.distributed.group.WORLD.group_name after init_process_group",
         ) from error
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Copy [num_tokens, num_heads, ...] to [num_heads, num_tokens, ...].
+
+    ``contiguous`` would guard a graph of any size on one token, which needs no copy.
+    """
+    return x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
 def _gather(x: Tensor, world: int, group: str) -> Tensor:

@@ -20,6 +20,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     class_of,
     is_linear,
     linear_float32,
+    local,
     own_forward,
     quantized_weights,
 )
@@ -40,7 +41,7 @@ class FusedLinear(nn.Module):
     def __init__(self, layers: list[Any], recipe: Recipe, impl: str) -> None:
         super().__init__()
         self.recipe, self.impl = recipe, impl
-        self.sizes = [int(layer.weight.shape[0]) for layer in layers]
+        self.sizes = [int(local(layer.weight).shape[0]) for layer in layers]
         self.gather(layers)
 
     @torch.no_grad()
@@ -71,7 +72,7 @@ class FusedLinear(nn.Module):
 def _holds(whole: Tensor, layers: list[Any], name: str) -> bool:
     at = whole.data_ptr()
     for layer in layers:
-        part = layer._parameters[name]
+        part = local(layer._parameters[name])
         if part.data_ptr() != at:
             return False
         at += part.nbytes
@@ -79,12 +80,13 @@ def _holds(whole: Tensor, layers: list[Any], name: str) -> bool:
 
 
 def _gathered(layers: list[Any], name: str) -> Tensor:
-    parts = [layer._parameters[name].detach() for layer in layers]
+    weights = [local(layer._parameters[name]) for layer in layers]
+    parts = [weight.detach() for weight in weights]
     dtype = parts[0].dtype
     whole = parts if dtype.itemsize > 1 else [part.view(torch.uint8) for part in parts]
     fused = torch.cat(whole).view(dtype)
-    for layer, part in zip(layers, fused.split([len(part) for part in parts]), strict=True):
-        layer._parameters[name].data = part
+    for weight, part in zip(weights, fused.split([len(part) for part in parts]), strict=True):
+        weight.data = part
     return fused
 
 

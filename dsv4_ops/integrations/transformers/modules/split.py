@@ -104,20 +104,17 @@ class SplitModules(Rewrite):
     """
 
     def __init__(self, model: Any, parallel: ContextParallel | None, splits_head: bool) -> None:
-        self.parallel = parallel
+        self.model, self.parallel = model, parallel
         is_quantized = getattr(model.config, "quantization_config", None) is not None
         self.tables = (model.lm_head,) if splits_head else ()
         self.tables = (*self.tables, model.model.embed_tokens)
         self.runs = is_quantized and any(map(is_split, model.parameters()))
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is split, or holds experts that are."""
-        if not self.runs:
-            return False
-        if hasattr(module, "shared_experts"):
-            return True
-        weight = _weight(module, self.tables)
-        return weight is not None and is_split(weight)
+        """Whether a module is split, or holds modules that are."""
+        return self.runs and (
+            module is self.model or hasattr(module, "shared_experts") or self._takes(module)
+        )
 
     def check(self, op: str, name: str, module: Any) -> None:
         """Raise if a router numbers the experts of its rank, which ``ep_router`` lets it do."""
@@ -137,18 +134,14 @@ class SplitModules(Rewrite):
             )
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Add this rank's part, and yield the forwards of embeddings and blocks of experts."""
-        if hasattr(module, "shared_experts"):
-            if class_of(module) == "DeepseekV4SparseMoeBlock":
-                yield from self._sum_once(module)
-            return
-        setattr(module, _BEFORE, vars(module).pop("forward", None))
-        if split_of(module) is None:
-            setattr(module, SPLIT, self._split(module))
-        if any(module is table for table in self.tables):
-            module.register_buffer(_OWN, local(module.weight).detach(), persistent=False)
-            if isinstance(module, nn.Embedding):
-                yield "forward", in_place_of(_embed)
+        """Take split modules, and yield the forwards of embeddings and blocks of experts."""
+        if module is self.model:  # before other rewrites ask whose their forwards are
+            for each in filter(self._takes, module.modules()):
+                self._take(each)
+        elif class_of(module) == "DeepseekV4SparseMoeBlock":
+            yield from _sum_once(module)
+        elif isinstance(module, nn.Embedding):
+            yield "forward", in_place_of(_embed)
 
     def restore(self, module: Any) -> None:
         """Put back the forward of Hugging Face's plan."""
@@ -159,20 +152,26 @@ class SplitModules(Rewrite):
         module._buffers.pop(_OWN, None)
         module._non_persistent_buffers_set.discard(_OWN)
 
-    def _sum_once(self, block: Any) -> Iterator[tuple[str, Maker]]:
-        """Let routed and shared experts be added before their sum over the ranks."""
-        parts = (block.experts, block.shared_experts.down_proj)
-        splits = [self._split(part) for part in parts if quantized_weights(part)]
-        if len(splits) == 2 and all(split.sums for split in splits):
-            for part, split in zip(parts, splits, strict=True):
-                setattr(part, SPLIT, split._replace(sums=False))
-            setattr(block, SPLIT, splits[0])
-            yield "forward", _block_forward
+    def _takes(self, module: Any) -> bool:
+        weight = self._weight(module)
+        return weight is not None and is_split(weight)
+
+    def _weight(self, module: Any) -> Any:
+        """Return a weight of a module that we run, or None."""
+        weights = quantized_weights(module)
+        if not weights and not any(module is table for table in self.tables):
+            return None
+        return module._parameters[weights[0] if weights else QUANTIZED_LINEAR[0]]
+
+    def _take(self, module: Any) -> None:
+        """Set Hugging Face's forward aside, and say how the module is split."""
+        setattr(module, _BEFORE, vars(module).pop("forward", None))
+        setattr(module, SPLIT, self._split(module))
+        if not quantized_weights(module):
+            module.register_buffer(_OWN, local(module.weight).detach(), persistent=False)
 
     def _split(self, module: Any) -> Split:
-        weight: Any = _weight(module, self.tables)
-        if not is_split(weight):
-            return Split("", 1, "")
+        weight: Any = self._weight(module)
         (placement,) = weight.placements
         group, via = self._ranks(weight.device_mesh)
         if placement.is_replicate() or (placement.is_shard(0) and not _adds(module)):
@@ -188,12 +187,15 @@ class SplitModules(Rewrite):
         return mesh.get_group().group_name, "all_gather"
 
 
-def _weight(module: Any, tables: tuple[Any, ...]) -> Any:
-    """Return a weight of a module that we run, or None."""
-    weights = quantized_weights(module)
-    if not weights and not any(module is table for table in tables):
-        return None
-    return module._parameters[weights[0] if weights else QUANTIZED_LINEAR[0]]
+def _sum_once(block: Any) -> Iterator[tuple[str, Maker]]:
+    """Let routed and shared experts be added before their sum over the ranks."""
+    parts = (block.experts, block.shared_experts.down_proj)
+    splits = [split for split in map(split_of, parts) if split is not None and split.sums]
+    if len(splits) == len(parts):
+        for part, split in zip(parts, splits, strict=True):
+            setattr(part, SPLIT, split._replace(sums=False))
+        setattr(block, SPLIT, splits[0])
+        yield "forward", _block_forward
 
 
 def _adds(module: Any) -> bool:
