@@ -9,8 +9,11 @@ import torch.distributed as dist
 pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 
 from dsv4_ops.attention import ContextParallel
+from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.modules import fused_projections, split
+from dsv4_ops.integrations.transformers.modules.replacement import with_methods
+from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from dsv4_ops.testing.released_model import released_model, split_over
 from tests.helpers import NIGHTLY
@@ -74,6 +77,15 @@ def logits(model):
     return torch.cat(found)
 
 
+def ask_for_kernels(model):
+    """A step with fake tensors asks for kernels, calls no other rank and changes no module."""
+    cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
+    before = [each.data_ptr() for each in model.buffers()]
+    dry_run = DryRuns(v4.decode_step)
+    dry_run._run(with_methods(model), cache.tensors, 2, 2, {}, kernel_requests(object()))
+    assert [each.data_ptr() for each in model.buffers()] == before
+
+
 def as_bytes(tensor):
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.contiguous().view(torch.uint8)
@@ -104,6 +116,7 @@ def rank_parts(rank, folder):
         errors = (logits(model) - want).norm(dim=-1) / want.norm(dim=-1)
         assert errors.max() < CLOSE, settings
         assert model.model.layers[0].mlp.shared_experts.dsv4_ops_fused.weight.shape == (256, 256)
+        ask_for_kernels(model)
         forward = v4.unpatch(model).lm_head.forward
         assert forward.__qualname__.endswith("tp_forward"), "that of Hugging Face's plan"
     loaded = v4.load_quantized(folder / "files", distributed_config=split_over(2))

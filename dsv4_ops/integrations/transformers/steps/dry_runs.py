@@ -39,7 +39,8 @@ few others."""
 class DryRuns:
     """The dry runs of a step.
 
-    A model whose forwards or hooks are a user's, or that calls other ranks, has none.
+    A model whose forwards or hooks are a user's has none. One that calls other ranks has those for
+    kernels, which update no module: fake parts of its weights would become buffers.
 
     Args:
         step: ``decode_step`` or ``prefill_step``.
@@ -98,7 +99,7 @@ class DryRuns:
         from dsv4_ops.lowering.workers import compile_workers
 
         submit = compile_workers()
-        if submit is None or _calls_others(model):
+        if submit is None or _calls_users(model):
             return
         from dsv4_ops.kernels.precompile import requests
 
@@ -157,15 +158,16 @@ def structure_of(cache: CacheTensors) -> Any:
 
 
 def _calls_others(model: Any) -> bool:
-    """Whether a step calls other ranks, or hooks or forwards of a user, which may not take fake
-    tensors."""
-    if has_global_hooks() or spec_of("compile_step", model).parallel is not None:
-        return True
-    return any(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or own_forward(module) is not None
-        or split_of(module) is not None
+    """Whether a step calls other ranks, or what ``_calls_users`` names."""
+    ranks = spec_of("compile_step", model).parallel
+    split = any(split_of(module) is not None for module in model.modules())
+    return ranks is not None or split or _calls_users(model)
+
+
+def _calls_users(model: Any) -> bool:
+    """Whether a step calls hooks or forwards of a user, which may not take fake tensors."""
+    return has_global_hooks() or any(
+        module._forward_hooks or module._forward_pre_hooks or own_forward(module) is not None
         for module in model.modules()
     )
 
