@@ -11,6 +11,7 @@ pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
 from dsv4_ops.integrations.transformers.modules import fused_projections, split
 from dsv4_ops.integrations.transformers.modules.replacement import with_methods
 from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns
@@ -96,7 +97,8 @@ def rank_parts(rank, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     whole = released_model(SPLIT, device="cpu")
     state, want = whole.state_dict(), logits(v4.patch(whole))
-    fused_projections.FUSED_ON = ("cpu",)  # of this process, which ends with the test
+    for module in (forwards, fused_projections):  # of this process, which ends with the test
+        module.FUSED_ON = ("cpu",)
     for settings in PLANS:
         model = released_model(SPLIT, device="cpu", distributed=split_over(2, **settings))
         parts = {
