@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.context_parallel import replays_us
+from benchmarks.flash_soak import Soak
 from benchmarks.harness.options import chosen_device, size, sizes
 from benchmarks.harness.report import Report, one_line
 from benchmarks.harness.timing import Capture, device_activities, wait, wall_us
@@ -65,7 +66,7 @@ class FlashRow:
 
     Args:
         part: "start", "check", "decode", "draft" (a step that verifies one draft of each request,
-            without the draft layer) or "prefill".
+            without the draft layer), "soak" or "prefill".
         phase: Of a start.
         ranks: Processes, a GPU each.
         requests: Of the step.
@@ -81,7 +82,7 @@ class FlashRow:
         collectives_pct: Share of the kernels' time that is collectives, waiting included.
         weights_gb, cache_gb, peak_gb: Of this GPU: weights, the cache, and the allocator's peak.
         logits_error: Of the check, the median over tokens; ``worst_error`` that of the worst token.
-        note: Why a point was not run.
+        note: Why a point was not run, or what a soak did.
         error: What went wrong.
     """
 
@@ -122,6 +123,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--experts", choices=("whole", "parts"), default="whole", help="default: %(default)s")
     add("--via", default="symmetric_memory", help="of collectives; default: %(default)s")
     add("--backend", help="of torch.compile; default: inductor, and none on a CPU")
+    add("--soak", type=size, metavar="N", help="decode steps of requests that come and go")
     add("--no-check", action="store_true", help="time without the comparison with one GPU")
 
 
@@ -425,7 +427,32 @@ class Decodes:
             self.measure("decode", batch, context, 1)
         for batch, context in self.fits:
             self.measure("draft", batch, context, _DRAFTED)
+        if ranks.options.soak:
+            self.soak(ranks.options.soak)
         self.graphs.clear()
+
+    def soak(self, steps: int) -> None:
+        """Requests that come and go, in the graph of the largest batch."""
+        ranks, requests = self.ranks, max(batch for batch, each in self.graphs if each == 1)
+        batch, capture = self.graphs[requests, 1]
+        for number in list(self.cache.requests):
+            self.cache.free(number)
+
+        def step() -> Tensor:
+            if capture is not None:
+                capture.graph.replay()
+            logits: Tensor = capture.outputs[0] if capture else self.step(batch, self.cache.tensors)
+            return logits
+
+        row, began = ranks.row("soak", requests=requests), time.perf_counter()
+        with ranks.measured(row):
+            run = Soak(self.cache, batch, step)
+            row.logits_error = run.run(steps)
+            row.seconds, row.tokens = time.perf_counter() - began, run.tokens
+            row.note = f"{steps} steps, {run.arrivals} arrivals, {run.preemptions} preemptions"
+            _raise_if_dropped(self.cache)
+            if not row.logits_error < _MOST_ERROR:
+                raise WrongResult(f"a request is off by {row.logits_error:.3f} among others")
 
     def measure(self, part: str, requests: int, context: int, each: int) -> None:
         """A row: checked against the eager step, timed and profiled where its graph is new."""

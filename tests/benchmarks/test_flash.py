@@ -6,7 +6,7 @@ pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 
 from tests.helpers import NIGHTLY
 
-SIZES = ["--layers", "3", "--batches", "1", "--contexts", "40", "--prefills", "9"]
+SIZES = ["--layers", "3", "--batches", "2", "--soak", "20", "--contexts", "40", "--prefills", "9"]
 
 
 @pytest.mark.slow
@@ -23,9 +23,12 @@ def test_every_phase_has_a_row(smoke, more):
     status, rows = smoke("flash", "--threads", "1", *SIZES, *more, *checked)
     assert status == 0
     parts = [row["part"] for row in rows]
-    expected = ["start", "start", "start", "decode", "draft", "start", "prefill"]
+    expected = ["start", "start", "start", "decode", "draft", "soak", "start", "prefill"]
     assert parts[parts[0] == "check" :] == expected
     assert ("check" in parts) == (NIGHTLY and "2" in more)
     assert all(row["step_ms"] > 0 for row in rows if row["part"] in ("decode", "draft", "prefill"))
     one, two = (row["roofline_ms"] for row in rows if row["roofline_ms"])
     assert one < two, "of twice the tokens"
+    (soak,) = (row for row in rows if row["part"] == "soak")
+    assert soak["logits_error"] < 0.05
+    assert soak["tokens"] > 20
