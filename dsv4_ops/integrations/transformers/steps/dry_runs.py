@@ -112,7 +112,8 @@ class DryRuns:
         except Exception as error:  # such as experts that read values: launches compile the rest
             _log.info("not all kernels of a step were requested: %s", error)
         else:
-            self._passed.add((structure_of(cache), *rest.items()))
+            if not _calls_others(model):
+                self._passed.add((structure_of(cache), *rest.items()))
 
     def request_batches(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
         """Ask for the kernels of other decode steps, which workers compile while this one goes on;
