@@ -87,11 +87,12 @@ def own_weight(module: Any) -> Tensor:
 
 
 def gathered_columns(module: Any, out: Tensor) -> Tensor:
-    """Return the columns of all ranks, [num_tokens, columns], of a split head's output."""
+    """Return the columns of all ranks of a split head's output, [.., columns]."""
     split = split_of(module)
     if split is None:
         return out
-    return cp_gather_heads(out[..., None], split.group).squeeze(-1)
+    rows = out.reshape(-1, out.shape[-1], 1)
+    return cp_gather_heads(rows, split.group).view(*out.shape[:-1], -1)
 
 
 class SplitModules(Rewrite):
