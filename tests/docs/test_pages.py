@@ -52,7 +52,7 @@ def check(code, folder):
 
 
 COMPILED = ["engines.md", "transformers.md"]
-"""Pages with code to compile, which a test below runs eagerly, behind all other code."""
+"""What has code to compile, which a test below runs eagerly after all other code."""
 OTHERS = [page for page in PAGES if page not in COMPILED]
 
 
