@@ -123,6 +123,9 @@ def rank_parts(rank, folder):
         assert errors.max() < 10 * CLOSE, (settings, errors)
         assert model.model.layers[0].mlp.shared_experts.dsv4_ops_fused.weight.shape == (256, 256)
         ask_for_kernels(model)
+        shared = model.model.layers[0].mlp.shared_experts
+        rows, compiled = torch.randn(3, 256).bfloat16(), torch.compile(shared, backend="eager")
+        assert torch.equal(compiled(rows), shared(rows))  # reads no part of a fused weight
         forward = v4.unpatch(model).lm_head.forward
         assert forward.__qualname__.endswith("tp_forward"), "that of Hugging Face's plan"
     gate = model.model.layers[0].mlp.gate

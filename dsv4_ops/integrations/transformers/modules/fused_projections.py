@@ -25,6 +25,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     quantized_weights,
 )
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
+from dsv4_ops.integrations.transformers.modules.split import split_of
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
 FUSED = "dsv4_ops_fused"
@@ -100,9 +101,11 @@ def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
 
 def _is_own(layer: Any) -> bool:
     """Whether a layer is Hugging Face's, in bf16 or FP8, and has no hooks."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    if split_of(layer) is not None:  # of FP8: a trace cannot read parts that share a fused weight
+        return not hooks and own_forward(layer) is None
     if is_linear(layer):
         return bool(layer.weight.dtype == torch.bfloat16)
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
     fp8 = quantized_weights(layer) == QUANTIZED_LINEAR
     return fp8 and not hooks and own_forward(layer) is None
 
