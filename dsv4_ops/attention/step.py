@@ -21,6 +21,7 @@ from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.ints import single
 from dsv4_ops.core.types import ABSENT, TokenMap
 from dsv4_ops.ops.context_parallel import cp_seq_lens, cp_slot_mapping
 from dsv4_ops.ops.indexer import paged_mqa_logits_metadata
@@ -410,7 +411,7 @@ def _share(parallel: ContextParallel, rows: dict[str, Tensor], cp_rank: Tensor) 
     indices, lens, ranks = rows["swa_indices"], rows["swa_lens"], parallel.world_size
     width = indices.shape[1]
     share = -(-width // ranks)
-    first = cp_rank.clamp(0, ranks - 1) * share
+    first = single(cp_rank).clamp(0, ranks - 1) * share
     columns = first + torch.arange(share, device=first.device)
     own = indices.index_select(1, columns.clamp(max=width - 1))
     return RankShare(cp_rank, own, (lens - first).clamp(0, share))

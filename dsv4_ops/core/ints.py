@@ -13,6 +13,15 @@ from dsv4_ops.core.types import INT32_MAX
 INT64_MAX = 2**63 - 1
 
 
+def single(value: torch.Tensor) -> torch.Tensor:
+    """Return the element of a tensor [1], without a dimension.
+
+    In a graph with symbolic sizes, Inductor may not know that a symbol is 1, and reads what lies
+    behind the element where torch repeats it.
+    """
+    return value[0]
+
+
 def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> None:
     """Check that every value is an int from ``minimum`` to ``most``."""
     for name, value in values.items():

@@ -97,7 +97,7 @@ def one_graph_for_all_sizes() -> Iterator[None]:
     shapes: Any = config
     with ExitStack() as stack:
         stack.enter_context(shapes.patch(backed_size_oblivious=True, use_duck_shape=False))
-        stack.enter_context(dynamo.patch(specialize_float=True))
+        stack.enter_context(dynamo.patch(specialize_float=True, specialize_int=True))
         yield
 
 

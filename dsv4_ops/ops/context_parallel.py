@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.gradient import INTEGERS
+from dsv4_ops.core.ints import single
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.torch_compat import (
     group_rank,
@@ -591,7 +592,7 @@ def cp_combine(
         if cp_rank is None:
             merged = merged[:, group_rank(group)]
         else:  # an invalid rank must not read out of bounds
-            merged = merged.index_select(1, cp_rank.clamp(0, world - 1)).squeeze(1)
+            merged = merged.index_select(1, single(cp_rank).clamp(0, world - 1)).squeeze(1)
         return MergedStates(_arrived(summed).transpose(0, 1), merged)
     if via == "symmetric_memory":
         return MergedStates(*_combine_ranks(out, lse, group, world, lse_base))

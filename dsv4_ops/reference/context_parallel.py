@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4_ops.core.ints import single
 from dsv4_ops.core.types import ABSENT, INT32_MAX
 from dsv4_ops.reference.common import dense, gather_rows, table_entries, valid_tokens
 from dsv4_ops.reference.indexer import ABSENT_KEY, best, sortable
@@ -15,10 +16,11 @@ def cp_seq_lens(
     seq_lens: Tensor, cp_rank: Tensor | None, *, cp_world_size: int, cp_interleave: int
 ) -> Tensor:
     lens = seq_lens.long().clamp(min=0)
-    rank = cp_rank
-    if rank is None:
+    if cp_rank is None:
         lens = lens[:, None]
         rank = torch.arange(cp_world_size, device=seq_lens.device)
+    else:
+        rank = single(cp_rank)
     rounds, rest = lens // (cp_interleave * cp_world_size), lens % (cp_interleave * cp_world_size)
     turn = (rest - rank.long() * cp_interleave).clamp(0, cp_interleave)
     local_lens = rounds * cp_interleave + turn
@@ -40,7 +42,7 @@ def cp_slot_mapping(
     row = position
     if cp_world_size > 1:
         owner, row = _placed(position, cp_world_size, cp_interleave)
-        exists = exists & (owner == cp_rank)
+        exists = exists & (owner == single(cp_rank))
     pages = table_entries(block_table, req_indices, row // block_size, exists).long()
     return torch.where(pages >= 0, pages * block_size + row % block_size, ABSENT)
 
@@ -85,7 +87,7 @@ def cp_local_rows(
 ) -> tuple[Tensor, Tensor]:
     num_tokens, topk = rows.shape
     owner, local = _placed(rows, cp_world_size, cp_interleave)
-    own = (rows >= 0) & (owner == cp_rank)
+    own = (rows >= 0) & (owner == single(cp_rank))
     # rows of other ranks all go into a spare column after the result
     place = torch.where(own, own.cumsum(1) - 1, topk)
     packed = rows.new_full((num_tokens, topk + 1), ABSENT).scatter(1, place, local)

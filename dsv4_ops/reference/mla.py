@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4_ops.core.ints import single
 from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 from dsv4_ops.core.types import MlaAttention, PerTensor
 from dsv4_ops.reference.common import dense, materialized
@@ -49,7 +50,7 @@ def codes_of(scaled: Tensor) -> Tensor:
 def per_tensor_codes(x: Tensor, scale: Tensor | None) -> Tensor:
     """Return the uint8 codes of ``x`` divided by the scale of its tensor."""
     values = rounded_values(x)
-    return codes_of(values if scale is None else quotient(values, scale))
+    return codes_of(values if scale is None else quotient(values, single(scale)))
 
 
 def per_tile_codes(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ def _bf16_of(stored: Tensor, scale: Tensor | None, layout: str) -> Tensor:
     """Return the bf16 patterns of FP8 rows, rounded once."""
     values = values_of(stored, torch.uint8, layout)
     if scale is not None:
-        values = values * scale
+        values = values * single(scale)
     return values.to(torch.bfloat16).view(torch.int16)
 
 
@@ -146,7 +147,7 @@ def mla_absorb_q(
 
 
 def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
-    is_valid = torch.arange(kv_c.shape[0], device=kv_c.device) < num_valid
+    is_valid = torch.arange(kv_c.shape[0], device=kv_c.device) < single(num_valid)
     expanded = torch.nn.functional.linear(kv_c, w_kv_b.flatten(0, 1))
     result: Tensor = dense(torch.where(is_valid[:, None], expanded, 0.0))
     return result.view(kv_c.shape[0], *w_kv_b.shape[:2])
@@ -275,7 +276,7 @@ def start_decode(
     """Return the call, and its state before the first key."""
     scale = torch.full((1,), softmax_scale, dtype=torch.float32, device=q.device)
     for each in scales:
-        scale = scale if each is None else scale * each
+        scale = scale if each is None else scale * single(each)
     rounded = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     tensors = (q.to(torch.float32), seq_lens, req_indices, block_table, kv_cache, scale)
     call = Decode(*tensors, kv_lora_rank, block_size, layout, rounded)
@@ -290,7 +291,7 @@ def finish_decode(call: Decode, running: Running, kv_scale: Tensor | None) -> Ml
     none = row_sum == 0.0
     out = total / row_sum[..., None]
     if kv_scale is not None:
-        out = out * kv_scale
+        out = out * single(kv_scale)
     lse = torch.where(none, -torch.inf, row_max + torch.log(row_sum))
     out = torch.where(none[..., None], 0.0, out)
     return MlaAttention(dense(out.to(call.rounded)), dense(lse))

@@ -10,6 +10,8 @@ import torch
 
 import dsv4_ops
 from dsv4_ops.core import torch_compat
+from dsv4_ops.core.ints import single
+from dsv4_ops.core.torch_compat import one_graph_for_all_sizes
 from dsv4_ops.lowering import _compat
 
 pytestmark = pytest.mark.smoke
@@ -157,3 +159,21 @@ def test_triton_is_imported_by_its_old_names_in_one_file_only():
         and re.search(r"\._reinterpret\(|copy_global_to", path.read_text())
     ]
     assert offenders == []
+
+
+def lens_of_rank(lens, rank):
+    own = dsv4_ops.cp_seq_lens(lens, rank, cp_world_size=2)
+    first = single(rank) * 4
+    return own, lens.index_select(0, (first + torch.arange(4)).clamp(max=len(lens) - 1))
+
+
+def test_an_element_is_not_read_past_where_sizes_are_symbols():
+    """Inductor of torch 2.11 reads cp_rank[i] for a tensor [1] whose size is a symbol."""
+    rank = torch.tensor([1], dtype=torch.int32)
+    with one_graph_for_all_sizes():
+        compiled = torch.compile(lens_of_rank, dynamic=True, fullgraph=True)
+        for count in (1, 8, 5):
+            lens = torch.arange(5, 5 + count, dtype=torch.int32)
+            found = compiled(lens, rank)
+            assert found[0].tolist() == [length // 2 for length in range(5, 5 + count)]
+            assert found[1].tolist() == [5 + min(each, count - 1) for each in range(4, 8)]
