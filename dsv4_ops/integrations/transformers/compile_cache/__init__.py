@@ -1,1 +1,1 @@
-"""A file of compiled parts of steps, for the next process."""
+"""Compiled parts of steps, for the next process."""

@@ -1,8 +1,17 @@
 """Parts of a step that another process compiled.
 
 Inductor's cache saves compilation, but Dynamo still traces a part for seconds to find the entry. A
-file of parts has Dynamo's results too. It has no guards: a part is looked up by ``described``, a
-digest of all that a trace can read.
+kept part has Dynamo's results too, and none of its guards. What they would compare is in the part's
+name, by ``environment`` and ``described``:
+
+- with fixed sizes, all that a trace can read of the process, the model, the batch and the cache;
+- with symbolic sizes, all that it can read of the process and the model, and the cache's structure.
+  The batch, and the cache with the model, have passed the checks of the step. What the graph takes
+  for granted of sizes is stored with it (``SizeGuards``), and checked once for each new set of
+  sizes. If it does not hold, another part of that name may: its variants are numbered.
+
+No name depends on numbers in tensors. A step looks its parts up again when ``Watch`` finds another
+object in what was described.
 """
 
 from __future__ import annotations

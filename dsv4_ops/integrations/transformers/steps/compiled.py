@@ -86,17 +86,19 @@ def compile_step(
             depth) and three for the rest; a CUDA graph can still capture the whole step. "auto" is
             "regional" for more than 8 layers.
         cache_file: File that keeps compiled code for the next process. It is read if it exists, and
-            written after a step that compiled something new. A part is reused, without a trace, if
-            the sources of this package, the versions, the settings, the device, and everything that
-            a trace can read of the model and its inputs are the same; so an old file costs only
-            time. Triton's autotuning is reused if TORCHINDUCTOR_CACHE_DIR has the same path, and
-            repeated otherwise. Loading the file runs its code: load only files that you wrote.
+            written after a step that compiled something new. None keeps parts in the folder
+            DSV4_OPS_CACHE (``~/.cache/dsv4_ops`` if not set, no folder if "off"), and their kernels
+            in torch's and Triton's folders. A part is reused, without a trace, if the sources of
+            this package, the versions, the settings, the device, and everything that a trace can
+            read of the model and its inputs are the same; so old code costs only time. Triton's
+            autotuning is reused if TORCHINDUCTOR_CACHE_DIR has the same path, and repeated
+            otherwise. Loading a part runs its code: load only what you wrote.
         on_part: Called with the name of every part before it is compiled, to show progress.
         settings: Settings of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by
-            default. With ``dynamic=True`` one graph per part serves all numbers of tokens and
-            requests, and all cache sizes. On CUDA, our ops then stay calls in the graph, which
-            choose tiles by the real sizes as in eager mode: capture the step in CUDA graphs to hide
-            their host time.
+            default. Parts of other backends than Inductor are not kept. With ``dynamic=True`` one
+            graph per part serves all numbers of tokens and requests, and all cache sizes. On CUDA,
+            our ops then stay calls in the graph, which choose tiles by the real sizes as in eager
+            mode: capture the step in CUDA graphs to hide their host time.
 
     Returns:
         A function of the batch, the cache, and the keyword arguments of ``step``, with the results
