@@ -298,7 +298,8 @@ class CompiledStep:
             return key, _Recorder(self._part_of, _Plan(key[0], Watch()))
         if not self._described.unchanged():
             self._digests, self._described = {}, Watch()
-        shared = self.step.__name__, key[0], self._cache[2], rest
+        gaps = [None if each.is_contiguous() else each.stride() for each in vars(batch).values()]
+        shared = self.step.__name__, key[0], self._cache[2], gaps, rest
         return key, _Recorder(self._part_of, _Plan(key[0], self._described, shared))
 
     def _part_of(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> Callable[..., Any]:
