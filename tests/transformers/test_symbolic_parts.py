@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from dsv4_ops.core.torch_compat import SizeGuards
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.compile_cache import precompiled
+from dsv4_ops.integrations.transformers.steps import compiled as compiled_steps
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
 from dsv4_ops.testing.models import SLIDING, small_mla_model, small_model
+from tests.helpers import nightly
 from tests.support.hf_models import Engine, new_cache, text
 
 SIZES = {
@@ -24,14 +27,23 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def one_layer(family):
-    if family == "v3":
-        return small_mla_model(num_hidden_layers=1)
-    return small_model(layer_types=[SLIDING], mlp_layer_types=["moe"])
+def patched(family, kv="fp32", **constants):
+    """A model of one layer."""
+    kinds = {"layer_types": [SLIDING], "mlp_layer_types": ["moe"]}
+    model = (
+        small_mla_model(num_hidden_layers=1)
+        if family == "v3"
+        else small_model(**kinds, **constants)
+    )
+    return v4.patch(model, kv=kv, precision="reference")
 
 
 def leaves(engine):
     return torch.utils._pytree.tree_leaves(engine.cache.tensors)
+
+
+def files(folder):
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
 
 
 def ran(model, step):
@@ -50,42 +62,77 @@ def ran(model, step):
     return counters["stats"]["unique_graphs"], list(compiled.parts)
 
 
-@pytest.mark.parametrize("step", [prefill_step, decode_step])
-@pytest.mark.parametrize("family", ["v4", "v3"])
-def test_a_second_process_traces_nothing(folder, family, step):
+@pytest.fixture(scope="module")
+def traced():
+    """What the first process leaves, of each family and step: its parts, and the files of them."""
+    return {}
+
+
+@pytest.fixture
+def fill(folder, traced):
+    """Put the files of a family and step into the folder; return the parts."""
+
+    def fill(family, step):
+        if (family, step) not in traced:
+            graphs, parts = ran(patched(family), step)
+            contents = {path: (folder / path).read_bytes() for path in files(folder)}
+            assert graphs == len(parts) == len(contents) == 4
+            traced[family, step] = parts, contents
+        parts, contents = traced[family, step]
+        for path, content in contents.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        return parts
+
+    return fill
+
+
+@pytest.mark.parametrize(
+    ("family", "step"),
+    [
+        ("v4", prefill_step),
+        ("v3", decode_step),
+        *nightly(
+            "the pairs above have each family and each step",
+            ("v4", decode_step),
+            ("v3", prefill_step),
+        ),
+    ],
+)
+def test_a_second_process_traces_nothing(folder, fill, family, step):
     """One part serves all sizes; the next process, of another copy of the model, loads it."""
-    models = [v4.patch(one_layer(family), kv="fp32", precision="reference") for _ in range(2)]
-    graphs, parts = ran(models[0], step)
-    files = sorted(path.name for path in folder.rglob("*") if path.is_file())
-    assert graphs == len(parts) == len(files) == 4
-    assert ran(models[1], step) == (0, parts)
-    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == files
+    parts = fill(family, step)
+    before = files(folder)
+    assert ran(patched(family), step) == (0, parts)
+    assert files(folder) == before
 
 
-def test_a_part_is_for_its_model_and_its_cache(folder):
+def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):
     """Another constant of the layer, or a cache of another format, is another part."""
-    kinds = {"layer_types": [SLIDING], "mlp_layer_types": ["moe"]}
-    model = v4.patch(small_model(**kinds), kv="fp32", precision="reference")
-    assert ran(model, prefill_step)[0] == 4
-    other = v4.patch(
-        small_model(**kinds, routed_scaling_factor=3.0), kv="fp32", precision="reference"
-    )
-    assert ran(other, prefill_step)[0] == 2  # the layer, and the norm, which is given the model
-    stored = v4.patch(small_model(**kinds), kv="fp8", precision="reference")
-    assert ran(stored, prefill_step)[0] == 4
+
+    def untraced(function, args, settings):
+        run = lambda called, args, rest: called(*args, **rest)  # noqa: E731
+        return precompiled.Part(run, SizeGuards("True", {})), b""
+
+    fill("v4", prefill_step)
+    monkeypatch.setattr(compiled_steps, "compiled", untraced)
+    ran(patched("v4", routed_scaling_factor=3.0), prefill_step)
+    assert len(files(folder)) == 4 + 2  # the layer, and the norm, which is given the model
+    ran(patched("v4", kv="fp8"), prefill_step)
+    assert len(files(folder)) == 4 + 2 + 4
 
 
-def test_a_damaged_file_costs_time_only(folder):
-    model = v4.patch(one_layer("v4"), kv="fp32", precision="reference")
-    assert ran(model, prefill_step)[0] == 4
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for path, content in zip(files, (b"", b"{}\n", b"{", files[3].read_bytes()[:-9]), strict=True):
-        path.write_bytes(content)
-    assert ran(model, prefill_step)[0] == 4
-    assert ran(model, prefill_step)[0] == 0
+def test_a_damaged_file_costs_time_only(folder, fill):
+    fill("v4", prefill_step)
+    norm, head = (next(folder.rglob(f"{name}-*")) for name in ("norm", "head"))
+    for damaged in ((b"", b"{}\n"), (b"{", norm.read_bytes()[:-9])):
+        for path, content in zip((head, norm), damaged, strict=True):
+            path.write_bytes(content)
+        assert ran(patched("v4"), prefill_step)[0] == 2
+    assert ran(patched("v4"), prefill_step)[0] == 0
 
 
-def test_a_graph_that_holds_for_some_sizes_has_variants(folder, monkeypatch):
+def test_a_graph_that_holds_for_some_sizes_has_variants(folder, fill, monkeypatch):
     """A trace of two tokens that takes for granted that there are several is not run for one."""
     from dsv4_ops.integrations.transformers.steps import step as steps
 
@@ -96,15 +143,18 @@ def test_a_graph_that_holds_for_some_sizes_has_variants(folder, monkeypatch):
         return is_read if len(tokens) > 1 else is_read & (tokens == tokens)
 
     monkeypatch.setattr(steps, "in_vocabulary", several)
-    model = v4.patch(one_layer("v4"), kv="fp32", precision="reference")
+    fill("v4", prefill_step)
+    next(folder.rglob("metadata-*")).unlink()
+    model = patched("v4")
     graphs, parts = ran(model, prefill_step)
-    assert (graphs, len(parts)) == (5, 4)
+    assert (graphs, len(parts)) == (2, 4)
     assert ran(model, prefill_step) == (0, parts)
 
 
-def test_caches_of_other_sizes_share_parts(folder):
+def test_caches_of_other_sizes_share_parts(fill):
     """Of one row, which is the size of other tensors too, or of five; and longer ones."""
-    model = v4.patch(one_layer("v4"), kv="fp32", precision="reference")
+    fill("v4", prefill_step)
+    model = patched("v4")
     torch._dynamo.reset()
     counters.clear()
     compiled = v4.compile_step(model, prefill_step, mode="regional", dynamic=True, backend="eager")
@@ -115,4 +165,4 @@ def test_caches_of_other_sizes_share_parts(folder):
         found = compiled(batches[0], engines[0].cache)
         expected = prefill_step(model, batches[1], engines[1].cache)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        assert counters["stats"]["unique_graphs"] == 4
+    assert counters["stats"]["unique_graphs"] == 0
