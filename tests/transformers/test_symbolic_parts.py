@@ -1,5 +1,7 @@
 """Parts of steps with symbolic sizes, which the next process takes from a folder."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -120,6 +122,13 @@ def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):
     assert len(files(folder)) == 4 + 2  # the layer, and the norm, which is given the model
     ran(patched("v4", kv="fp8"), prefill_step)
     assert len(files(folder)) == 4 + 2 + 4
+    model = patched("v4")
+    compiled = v4.compile_step(model, prefill_step, mode="regional", dynamic=True, backend="eager")
+    engine = Engine(model, new_cache(model), text())
+    batch = engine.batch({0: 7})
+    gaps = torch.stack((batch.tokens, batch.tokens), 1)[:, 0]
+    compiled(replace(batch, tokens=gaps), engine.cache)
+    assert len(files(folder)) == 4 + 2 + 4 + 4  # a graph asserts the strides of its inputs
 
 
 def test_a_damaged_file_costs_time_only(folder, fill):
