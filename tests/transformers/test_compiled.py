@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from dsv4_ops.core.versions import release, supported
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import HEAVY, SPARSE, small_model
+from dsv4_ops.testing.models import HEAVY, SPARSE, small_mla_model, small_model
 from tests.helpers import EVERY, SMOKE
 from tests.support.hf_models import (
     LENGTH,
@@ -23,6 +24,7 @@ from tests.support.hf_models import (
 )
 
 BUDGET = 6
+OLDEST, _ = supported("torch")
 
 
 @pytest.mark.nightly("test_deepseek_v3.py has V3's, test_dynamo.py one graph of V4")
@@ -54,13 +56,25 @@ def test_one_graph_of_a_changing_batch():
     assert engine.worst(expected()) < 1e-4
 
 
+def of_lane(family):
+    """Whether a lane compiles this family: `make lanes` both, CI's oldest V3, the other one V4."""
+    return EVERY or (family == "v3") == (release(torch.__version__) == release(OLDEST))
+
+
 @pytest.mark.smoke
 @pytest.mark.skipif(not SMOKE, reason="`make smoke` runs it; `make demo` packages a step")
-def test_inductors_code_of_hugging_faces_form():
+@pytest.mark.parametrize("family", ["v3", "v4"])
+def test_inductors_code_of_hugging_faces_form(family):
     """One graph of whole steps, with Hugging Face's logits. Lengths live on the device, so that no
     step differs from the one before. `make lanes` has layers of all types, `make smoke` one: Dynamo
     traces all of them in test_cli.py, and the contract compiles ops of the others."""
-    stock = small_model(**({} if EVERY else {"layer_types": [HEAVY], "mlp_layer_types": ["moe"]}))
+    if not of_lane(family):
+        pytest.skip("another lane of CI compiles this family, `make lanes` both")
+    one = {"layer_types": [HEAVY], "mlp_layer_types": ["moe"]}
+    if family == "v3":
+        stock = small_mla_model(num_hidden_layers=2 if EVERY else 1)
+    else:
+        stock = small_model(**({} if EVERY else one))
     tokens, counter = text()[:, :132], CompileCounterWithBackend("inductor")
     expected = stock(tokens).logits
     model = v4.patch(stock, kv="fp32", precision="reference")
