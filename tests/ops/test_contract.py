@@ -12,7 +12,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.reference.common import buffers_by
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_precise, equal
-from tests.helpers import NIGHTLY, SMOKE
+from tests.helpers import EVERY, NIGHTLY, SMOKE
 from tests.oracles import (
     batch as oracles,
     compressor as oracles_compressor,
@@ -252,7 +252,7 @@ def split(names):
     """Runs of ``names`` with at most AT_ONCE tensor arguments; an op with more is alone."""
     group, count = [], 0
     for name in names:
-        added = AT_ONCE if name in ALONE else num_tensors(name) * (1 + is_fused(name))
+        added = AT_ONCE if name in ALONE else num_tensors(name) * (1 + (EVERY and is_fused(name)))
         if group and count + added > AT_ONCE:
             yield group
             group, count = [], 0
@@ -276,10 +276,13 @@ def groups():
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [*groups()])
 def test_compiled_equals_the_reference(names):
-    """One graph, nothing opaque, no recompile over sampled batches of any size, between a producer
-    and a consumer too; those of SMOKE_OPS with the flags that users get, in `make smoke`."""
-    specs = [OPS[name] for name in names]
+    """One graph, nothing opaque, no recompile over sampled batches of any size; those of SMOKE_OPS
+    with the flags that users get, in `make smoke`.
+
+    An op that is fused by IR of its own is between a producer and a consumer, where it may go
+    wrong in more ways. `make test-all` and `make lanes` have it by itself too."""
     fused = [OPS[name] for name in names if is_fused(name)]
+    specs = [OPS[name] for name in names if EVERY or not is_fused(name)]
     of_users = SMOKE_OPS.issuperset(names) and (SMOKE or NIGHTLY)
     flags = flags_of_users() if of_users else contextlib.nullcontext()
     with torch._inductor.config.patch({"cpp.simdlen": None}), flags:
