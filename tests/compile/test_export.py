@@ -2,6 +2,7 @@
 to libtorch only."""
 
 import subprocess
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from tests.helpers import nightly
 from tests.support import forked
 from tests.support.cpp import build_cpp_runner, read_tensors, write_tensors
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
+
+try:
+    from tests.support import played_launch
+    from tests.support.played_launch import Launch, played
+except ImportError:  # triton is published for Linux only
+    played_launch = None
 
 pytestmark = pytest.mark.slow
 
@@ -167,8 +174,11 @@ def packages():
 @pytest.mark.parametrize("names", packages())
 def test_ops_survive_packages(names, runner, tmp_path):
     """Many ops in one package: none of them needs a registration where the package runs, and those
-    that write do so to the caller's tensors, in Python and in C++."""
+    that write do so to the caller's tensors, in Python and in C++. With them a launch of a kernel
+    in Gluon, of which the package has the binary."""
     ops = [Packaged(OPS[name]) for name in names]
+    launches = [] if names is not PACKAGED or played_launch is None else [*map(Launch, (7, 2, 200))]
+    ops += launches[:1]
     inputs = [tensor for op in ops for tensor in op.inputs]
 
     def run_ops(*tensors):
@@ -177,11 +187,14 @@ def test_ops_survive_packages(names, runner, tmp_path):
         return sum((results(op.call(*own)) for op, own in zip(ops, given, strict=True)), ())
 
     program = checks.export_dynamic(run_ops, inputs)
-    with torch._inductor.config.patch(QUICKLY):
+    with torch._inductor.config.patch(QUICKLY), played() if launches else nullcontext():
         package = build_package(program, tmp_path / "part.pt2")
     torch.save(tuple(inputs), tmp_path / "in.pt")
     write_tensors(tmp_path / "inputs", inputs)
-    forked.python("-c", RUN_IN_PYTHON, package, tmp_path / "in.pt", cwd=tmp_path).check_returncode()
+    paths = [tmp_path / "in.pt", *(tmp_path / f"{at}.pt" for at in range(len(launches[1:])))]
+    for launch, path in zip(launches[1:], paths[1:], strict=True):
+        torch.save((*inputs[: -len(launch.inputs)], *launch.inputs), path)
+    forked.python("-c", RUN_IN_PYTHON, package, *paths, cwd=tmp_path).check_returncode()
     subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
     in_python, in_cpp = torch.load(tmp_path / "in.pt.out"), read_tensors(tmp_path / "outputs")
     for runtime, outputs in (("Python", in_python), ("C++", in_cpp)):
@@ -191,3 +204,7 @@ def test_ops_survive_packages(names, runner, tmp_path):
         assert next(rest, None) is None
         for op, *found in zip(ops, returned, left, strict=True):
             op.assert_agrees(runtime, *found)
+    first = sum(op.num_results for op in ops[:-1])
+    for launch, path in zip(launches[1:], paths[1:], strict=True):
+        returned = torch.load(f"{path}.out")[first : first + launch.num_results]
+        launch.assert_agrees("other sizes", returned, launch.inputs)

@@ -315,7 +315,7 @@ def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("compiled code calls it above; test_packaged.py packages an opaque op")
+@pytest.mark.nightly("compiled code calls it above; test_export.py packages an opaque op")
 def test_a_package_needs_the_library_only(flash_mla, tmp_path):
     """In this process; in one that has only torch and the library: tests/gpu/test_providers.py."""
     case = decode_case(3, 7, 64)

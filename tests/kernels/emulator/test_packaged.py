@@ -1,5 +1,5 @@
-"""What an AOTInductor package has of kernels in Gluon: their binaries, and C++ that calls them. The
-GPU is played by C++ that does what can be told of every argument."""
+"""What an AOTInductor package has of kernels in Gluon: launches that are ops, and what those write.
+tests/compile/test_export.py builds and runs such a package."""
 
 import functools
 
@@ -17,7 +17,6 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla import gathered
 from dsv4_ops.kernels.sparse_mla.decode import hopper_split_keys_kernel
 from dsv4_ops.lowering import gluon
-from dsv4_ops.lowering.inspect import build_package, load_package
 from dsv4_ops.testing.contract.compare import equal
 from tests.support.attention_batches import (
     DECODE,
@@ -25,97 +24,14 @@ from tests.support.attention_batches import (
     PAGED,
     case_of,
     gathered_case,
-    generator,
-    integers,
 )
 from tests.support.mla_batches import DENSE, mla_case
+from tests.support.played_launch import Gathered, launch_inputs
 from tests.support.prefill_batches import PREFILL, prefill_case, unsplit
 
 emulate_gluon = pytest.importorskip(
     "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
 )
-
-PLAYED = """
-#include <algorithm>
-#include <string>
-using CUfunction = const void*;
-static CUfunction loadKernel(const void* start, const std::string& name, uint32_t shared) {
-    bool elf = !std::memcmp(start, "\\177ELF", 4);
-    return elf && name == "hopper_gathered_keys_kernel" && shared > 200000 ? start : nullptr;
-}
-template <class T> static T value(void** all, int place) { return *static_cast<T*>(all[place]); }
-static float wide(uint16_t bits) {
-    uint32_t word = uint32_t(bits) << 16;
-    float made;
-    std::memcpy(&made, &word, 4);
-    return made;
-}
-static void launchKernel(CUfunction kernel, uint32_t x, uint32_t y, uint32_t z, uint32_t warps,
-                         uint32_t shared, void** all, void*) {
-    if (!kernel) return;
-    auto q = value<uint16_t*>(all, 0), out = value<uint16_t*>(all, 3);
-    auto lse = value<float*>(all, 4), largest = value<float*>(all, 5);
-    auto sink = value<float*>(all, 6);
-    auto kv = value<uint16_t*>(all, 7);
-    auto indices = value<int32_t*>(all, 10), lens = value<int32_t*>(all, 12);
-    int32_t stride = value<int32_t>(all, 1), head = value<int32_t>(all, 2);
-    int32_t tokens = value<int32_t>(all, 14), heads = value<int32_t>(all, 15);
-    for (int t = 0; t < tokens; ++t)
-        for (int h = 0; h < heads; ++h) {
-            int place = t * heads + h;
-            std::copy_n(q + t * stride + h * head, 512, out + place * 512);
-            int row = indices[t * value<int32_t>(all, 11)];
-            lse[place] = wide(kv[row * value<int32_t>(all, 8)]) + sink[h];
-            largest[place] = lens[t] + 1e3f * value<int32_t>(all, 13) + value<int32_t>(all, 9);
-        }
-    bool well = shared > 200000 && !value<void*>(all, 16) && !value<void*>(all, 17);
-    well &= (reinterpret_cast<uintptr_t>(q) | reinterpret_cast<uintptr_t>(kv)) % 16 == 0;
-    lse[0] = well ? x + 1000.0f * y + 10000.0f * z + 100000.0f * warps : 0;
-}
-"""
-"""Results say what it was given: a launch of a token too few, of other strides, of another address
-or with arguments in another order shows."""
-
-
-@pytest.fixture
-def played(monkeypatch):
-    """The driver, in C++."""
-    definition = gluon.definition
-    monkeypatch.setattr(gluon, "definition", lambda made: [*PLAYED.splitlines(), *definition(made)])
-    gluon.register()
-
-
-class Gathered(torch.nn.Module):
-    """As the trace of a package calls it."""
-
-    def forward(self, q, kv, indices, lens, sink):
-        rows = (q, kv, indices[:, 1:], lens)
-        return gathered.launch_gathered_keys(launch_op.PACKAGED, *rows, sink, 0.1)
-
-
-def rows_of(tokens, heads=8, width=65, rows=40):
-    made = generator(tokens)
-    q = torch.randn(tokens, heads, 2, 512, generator=made).bfloat16()[:, :, 1]
-    kv = torch.randn(rows, 512, generator=made).bfloat16()
-    indices, lens = integers(made, 0, rows, tokens, width), integers(made, 0, width, tokens)
-    return q, kv, indices, lens, torch.randn(heads, generator=made)
-
-
-@pytest.mark.slow
-def test_a_package_launches_the_binary(played, tmp_path):
-    """For any number of tokens, of which 132 programs take turns; queries have gaps."""
-    given, tokens = rows_of(7), torch.export.Dim("tokens", min=2)
-    dims = {0: tokens}
-    program = torch.export.export(Gathered(), given, dynamic_shapes=(dims, None, dims, dims, None))
-    run = load_package(build_package(program, tmp_path / "gathered.pt2"))
-    for count in (7, 2, 200):
-        q, kv, indices, lens, sink = given = rows_of(count)
-        out, row_max, lse = run(*given)
-        assert torch.equal(out, q)
-        assert torch.equal(row_max, (lens + 1e3 * 64 + 40)[:, None].expand(-1, 8))
-        assert lse[0, 0] == min(count, 132) + 1000 + 10000 + 12 * 100000
-        want = kv[indices[:, 1].long(), 0].float()[:, None] + sink
-        assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
 
 
 def test_a_kernel_that_needs_memory_is_refused(monkeypatch):
@@ -157,7 +73,8 @@ def taken(monkeypatch):
 def test_an_op_of_a_launch_is_the_launch(taken):
     """Every argument in its place, the ones that stand for none too: without a sink the kernel is
     given a tensor that it writes to."""
-    q, kv, indices, lens, sink = rows_of(5)
+    pairs, kv, indices, lens, sink = launch_inputs(5)
+    q = pairs[:, :, 1]
     for given in (sink, None):
         expected = gathered.launch_gathered_keys(
             Launcher(lambda kernel: kernel), q, kv, indices, lens, given, 0.25
@@ -181,14 +98,14 @@ def test_an_op_of_a_launch_is_the_launch(taken):
 def test_compiled_as_python(taken):
     """Inductor runs a graph in Python first where it is told to tune kernels then."""
     gluon.register()
-    given, tokens = rows_of(6), torch.export.Dim("tokens", min=2)
+    given, tokens = launch_inputs(6), torch.export.Dim("tokens", min=2)
     dims = {0: tokens}
     shapes = (dims, None, dims, dims, None)
     program = torch.export.export(Gathered(), given, dynamic_shapes=shapes)
     compiled = torch.compile(program.module(), fullgraph=True, dynamic=True)
     for count in (6, 9):
-        given = rows_of(count)
-        assert torch.equal(compiled(*given)[0], 2 * given[0])
+        given = launch_inputs(count)
+        assert torch.equal(compiled(*given)[0], 2 * given[0][:, :, 1])
         (grid, args, _) = taken.calls[-1]
         assert (grid, args[-2:]) == ((count,), (count, 8))
 
