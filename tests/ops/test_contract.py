@@ -279,8 +279,8 @@ def test_compiled_equals_the_reference(names):
     """One graph, nothing opaque, no recompile over sampled batches of any size; those of SMOKE_OPS
     with the flags that users get, in `make smoke`.
 
-    An op that is fused by IR of its own is between a producer and a consumer, where it may go
-    wrong in more ways. `make test-all` and `make lanes` have it by itself too."""
+    An op that is fused by IR of its own is between a producer and a consumer, where more can go
+    wrong. `make test-all` and `make lanes` have it by itself too."""
     fused = [OPS[name] for name in names if is_fused(name)]
     specs = [OPS[name] for name in names if EVERY or not is_fused(name)]
     of_users = SMOKE_OPS.issuperset(names) and (SMOKE or NIGHTLY)
