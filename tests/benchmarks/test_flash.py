@@ -1,10 +1,12 @@
 """``bench flash``: every phase, on two processes of a CPU."""
 
 import pytest
+import torch.multiprocessing
 
 pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 
 from tests.helpers import NIGHTLY
+from tests.support.ranks import start_forked
 
 SIZES = ["--layers", "3", "--batches", "2", "--soak", "20", "--contexts", "40", "--prefills", "9"]
 
@@ -18,7 +20,8 @@ SIZES = ["--layers", "3", "--batches", "2", "--soak", "20", "--contexts", "40", 
     ],
     ids=" ".join,
 )
-def test_every_phase_has_a_row(smoke, more):
+def test_every_phase_has_a_row(smoke, more, monkeypatch):
+    monkeypatch.setattr(torch.multiprocessing, "spawn", start_forked)
     checked = [] if NIGHTLY else ["--no-check"]
     status, rows = smoke("flash", "--threads", "1", *SIZES, *more, *checked)
     assert status == 0

@@ -13,13 +13,14 @@ def until_now() -> float:
     return sum(os.times()[:4]) + sum(_of_others.values())
 
 
-def of_process(pid: int) -> float:
-    """CPU seconds of a process without its children; 0 where there is no /proc."""
+def of_process(pid: int, *, children: bool = False) -> float:
+    """CPU seconds of a process, or of its children that ended; 0 where there is no /proc."""
     stat = Path(f"/proc/{pid}/stat")
     if not stat.exists():
         return 0.0
     fields = stat.read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    first = 13 if children else 11
+    return (int(fields[first]) + int(fields[first + 1])) / os.sysconf("SC_CLK_TCK")
 
 
 def add(pid: int, seconds: float) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.multiprocessing as multiprocessing
 
 from tests.support import cpu_seconds
 
+_starts = itertools.count(1)
 IMPORTED = [
     "tests.support.once",
     "tests.support.quick",
@@ -62,6 +65,18 @@ def run_ranks(
     failed = [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(results) if error]
     assert not failed, "\n".join(failed)
     return [found for found, _, _ in results]
+
+
+def start_forked(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    """As ``torch.multiprocessing.spawn``, forked from the process that ``run_ranks`` takes."""
+    pid = forkserver._forkserver._forkserver_pid
+    before = cpu_seconds.of_process(pid, children=True) if pid else 0.0
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    multiprocessing.start_processes(function, args, nprocs=nprocs, start_method="forkserver")
+    pid = forkserver._forkserver._forkserver_pid
+    taken = cpu_seconds.of_process(pid, children=True) - before
+    cpu_seconds.add(pid, cpu_seconds.of_process(pid))
+    cpu_seconds.add(-next(_starts), taken)
 
 
 def gpu_ranks() -> int:
