@@ -175,3 +175,12 @@ def test_caches_of_other_sizes_share_parts(fill):
         expected = prefill_step(model, batches[1], engines[1].cache)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_what_a_part_is_for():
+    """Kinds of tensors and plain values, such as the size of the vocabulary; no sizes."""
+    form, x = compiled_steps._form, torch.zeros(4, 6)
+    assert form(x) == form(torch.ones(1, 9))
+    for other in (x.double(), x[0], x.t(), x[:, ::2], torch.nn.Parameter(x)):
+        assert form(other) != form(x)
+    assert (form(260), form("decode"), form(None)) == (260, "decode", None)

@@ -254,6 +254,8 @@ def state(device: torch.device) -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -543,15 +545,6 @@ class PartsFolder:
 
 
 def default_folder() -> Path | None:
-    """Return the folder in ``DSV4_OPS_CACHE``, else one in the user's cache folder; None if the
-    variable is "off"."""
+    """Return the folder in ``DSV4_OPS_CACHE``; None if it is not set, or "off"."""
     setting = os.environ.get("DSV4_OPS_CACHE", "")
-    if setting == "off":
-        return None
-    if setting:
-        return Path(setting)
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no home
-        return None
-    return home / "dsv4_ops"
+    return None if setting in ("", "off") else Path(setting)

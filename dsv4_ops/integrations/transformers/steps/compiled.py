@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dsv4_ops.core.checks import Checks, checks_are_done
 from dsv4_ops.core.errors import argument_error
@@ -87,8 +88,8 @@ def compile_step(
             "regional" for more than 8 layers.
         cache_file: File that keeps compiled code for the next process. It is read if it exists, and
             written after a step that compiled something new. None keeps parts in the folder
-            DSV4_OPS_CACHE (``~/.cache/dsv4_ops`` if not set, no folder if "off"), and their kernels
-            in torch's and Triton's folders. A part is reused, without a trace, if the sources of
+            DSV4_OPS_CACHE, if it is set and not "off", and their kernels in torch's and Triton's
+            folders. A part is reused, without a trace, if the sources of
             this package, the versions, the settings, the device, and everything that a trace can
             read of the model and its inputs are the same; so old code costs only time. Triton's
             autotuning is reused if TORCHINDUCTOR_CACHE_DIR has the same path, and repeated
@@ -344,15 +345,15 @@ class CompiledStep:
         return None
 
     def _digest(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> str:
-        """Describe a call. With symbolic sizes, all but modules follows from the structure of the
-        cache, which checks compared."""
+        """Describe a call; with symbolic sizes, all but sizes. What a ``StepRun`` holds follows
+        from the structure of the cache, which checks compared."""
         function, args, rest = call
         if plan.shared is None:
             return described([plan.state, function, *args, *rest, *rest.values()], plan.watch)
         place = (name, id(function), repr(plan.shared))
         if place not in self._digests:
-            modules = [each for each in args if isinstance(each, (nn.Module, ModelSpec))]
-            self._digests[place] = described([plan.shared, function, *modules], plan.watch)
+            leaves = [_form(each) for each in pytree.tree_leaves((args, rest))]
+            self._digests[place] = described([plan.shared, function, *leaves], plan.watch)
         return self._digests[place]
 
     def _run(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
@@ -391,6 +392,15 @@ class CompiledStep:
         if self._file.has_more or not keys <= (self._loaded or frozenset()):
             self._file.write(caches)
             self._loaded = (self._loaded or frozenset()) | keys
+
+
+def _form(leaf: Any) -> Any:
+    """What a part with symbolic sizes is compiled for, of one of its arguments."""
+    if isinstance(leaf, Tensor):
+        gaps = None if leaf.is_contiguous() else leaf.stride()
+        return leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad, gaps
+    plain = (nn.Module, ModelSpec, bool, int, float, str, NoneType)
+    return leaf if isinstance(leaf, plain) else type(leaf)
 
 
 def _check_options(op: str, options: dict[str, Any]) -> None:
