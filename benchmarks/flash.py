@@ -44,7 +44,7 @@ _SMALL = {**SMALL, "index_n_heads": 16, "n_routed_experts": 8, "num_experts_per_
 _SMALL |= {"moe_intermediate_size": 256, "index_topk": 16}
 _CHECKED_LAYERS, _CHECKED_TOKENS, _MOST_ERROR = 6, 9, 0.05
 """Error of a token's logits relative to their norm, for half of the tokens: both models are in
-bfloat16, and a near tie of a router falls differently."""
+bfloat16, and a near tie of a router falls differently. A decode is compared at no fewer tokens."""
 _DRAFTED = 2
 """Tokens of a request in a step that verifies one draft."""
 _ACCEPTED = (0.0, 0.5, 0.9)
@@ -80,7 +80,7 @@ class FlashRow:
         roofline_ms: Bytes of weights and cache rows that a GPU has to read, over 3.35 TB/s.
         kernels: Of a layer, all kernels of the step divided by the layers.
         collectives_pct: Share of the kernels' time that is collectives, waiting included.
-        weights_gb, cache_gb, peak_gb: Of this GPU: weights, the cache, and the allocator's peak.
+        weights_gb, cache_gb, peak_gb: Of this GPU: weights, the cache, and the allocator's maximum.
         logits_error: Of the check, the median over tokens; ``worst_error`` that of the worst token.
         note: Why a point was not run, or what a soak did.
         error: What went wrong.

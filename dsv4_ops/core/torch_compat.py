@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -125,17 +126,18 @@ class SizeGuards:
             return False
 
 
-_traces: list[Any] = []
+_TRACES: ContextVar[list[Any] | None] = ContextVar("noted_trace", default=None)
 
 
 @contextmanager
 def noted_trace() -> Iterator[Callable[[], SizeGuards]]:
     """Yield what returns the guards of the trace that called ``note_trace`` inside."""
-    _traces.clear()
+    traces: list[Any] = []
+    token = _TRACES.set(traces)
     try:
-        yield lambda: _size_guards(*_traces)
+        yield lambda: _size_guards(*traces)
     finally:
-        _traces.clear()
+        _TRACES.reset(token)
 
 
 def _size_guards(shapes: Any) -> SizeGuards:
@@ -217,9 +219,9 @@ def note_trace() -> None:
     """Tell ``noted_trace`` of the trace that calls this."""
     from torch._guards import TracingContext
 
-    context = TracingContext.try_get()
-    if context is not None and context.fake_mode is not None:
-        _traces[:] = [context.fake_mode.shape_env]
+    context, traces = TracingContext.try_get(), _TRACES.get()
+    if traces is not None and context is not None and context.fake_mode is not None:
+        traces[:] = [context.fake_mode.shape_env]
 
 
 def group_members(name: str) -> list[int]:

@@ -48,6 +48,8 @@ def released_model(
     Returns:
         ``DeepseekV4ForCausalLM`` in evaluation mode, not patched.
     """
+    from dsv4_ops.integrations.transformers.modules.replacement import is_split
+
     model = on_meta(config)
     if distributed is not None:
         kind = type(model)
@@ -59,7 +61,7 @@ def released_model(
             continue  # its buffers are computed later
         for name, weight in list(module.named_parameters(recurse=False)):
             sampled = _sampled(f"{prefix}.{name}", weight, num_experts, device, seed)
-            own = _own_part(sampled, weight) if hasattr(weight, "to_local") else sampled
+            own = _own_part(sampled, weight) if is_split(weight) else sampled
             module._parameters[name] = nn.Parameter(own, requires_grad=False)
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = _sampled(f"{prefix}.{name}", buffer, num_experts, device, seed)

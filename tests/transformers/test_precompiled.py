@@ -19,10 +19,10 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     Undescribed,
     Watch,
     compiled,
-    default_folder,
     described,
     environment,
     loaded,
+    named_folder,
     state,
 )
 from dsv4_ops.integrations.transformers.modules.replacement import REPLACED, own_forward
@@ -268,8 +268,8 @@ def test_a_folder_of_parts(tmp_path, monkeypatch):
     blocked.keep("a layer/123.0", b"of code")
     assert blocked.find("a layer/123.0") is None
     monkeypatch.setenv("DSV4_OPS_CACHE", "off")
-    assert default_folder() is None
+    assert named_folder() is None
     monkeypatch.setenv("DSV4_OPS_CACHE", str(tmp_path))
-    assert default_folder() == tmp_path
+    assert named_folder() == tmp_path
     monkeypatch.delenv("DSV4_OPS_CACHE")
-    assert default_folder() is None
+    assert named_folder() is None

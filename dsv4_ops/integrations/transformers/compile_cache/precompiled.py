@@ -516,7 +516,7 @@ class PartsFolder:
     """
 
     caches: bytes | None = None
-    has_more, takes_parts = False, True
+    takes_parts = True
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._folder = folder / environment(settings) / kernel_files.processor()
@@ -544,7 +544,7 @@ class PartsFolder:
             _log.info("%s is not kept: %s", name, error)
 
 
-def default_folder() -> Path | None:
+def named_folder() -> Path | None:
     """Return the folder in ``DSV4_OPS_CACHE``; None if it is not set, or "off"."""
     setting = os.environ.get("DSV4_OPS_CACHE", "")
     return None if setting in ("", "off") else Path(setting)

@@ -33,9 +33,9 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     Undescribed,
     Watch,
     compiled,
-    default_folder,
     described,
     loaded,
+    named_folder,
     state,
 )
 from dsv4_ops.integrations.transformers.modules.replacement import (
@@ -440,7 +440,7 @@ def _parts(cache_file: Path | None, settings: dict[str, Any]) -> PartsFile | Par
     """Where parts are kept."""
     if cache_file is not None:
         return PartsFile(cache_file, settings)
-    folder = default_folder()
+    folder = named_folder()
     try:
         return None if folder is None else PartsFolder(folder, settings)
     except Undescribed as error:

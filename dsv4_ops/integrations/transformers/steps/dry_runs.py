@@ -142,7 +142,7 @@ def structure_of(cache: CacheTensors) -> Any:
     positions."""
     tables = pytree.tree_leaves(cache.tables)
     lengths = [cache.seq_lens, cache.written]
-    rows = [each.shape[0] == cache.num_rows for each in (*tables, *lengths) if each.dim()]
+    rows = [each.shape[0] == cache.num_rows for each in (*tables, *lengths)]
     others = pytree.tree_leaves((cache.rope, cache.layers, cache.draft))
     inner = [(each.shape[1:], each.stride()) for each in others]
     every = (*tables, *lengths, *others, cache.dropped)
