@@ -99,6 +99,8 @@ def one_graph_for_all_sizes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(shapes.patch(backed_size_oblivious=True, use_duck_shape=False))
         stack.enter_context(dynamo.patch(specialize_float=True, specialize_int=True))
+        # to look up a call of symbolic sizes takes longer than to infer its result
+        stack.enter_context(dynamo.patch(fake_tensor_cache_enabled=False))
         yield
 
 

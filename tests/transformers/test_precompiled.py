@@ -1,6 +1,8 @@
 """What a part is found by, and that it is what was compiled."""
 
 import importlib
+import os
+import stat
 import sys
 from types import MethodType
 
@@ -21,8 +23,8 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     compiled,
     described,
     environment,
+    folder_of_parts,
     loaded,
-    named_folder,
     state,
 )
 from dsv4_ops.integrations.transformers.modules.replacement import REPLACED, own_forward
@@ -113,13 +115,75 @@ def test_what_cannot_be_compared_is_not_described(value):
         described([value])
 
 
-def test_a_change_is_seen():
+class Scale:
+    """An object without a dictionary."""
+
+    __slots__ = ("by",)
+
+    def __init__(self, by):
+        self.by = by
+
+
+class Scaled(nn.Module):
+    """A module of a user, with what a trace reads of it in every place."""
+
+    power = 2.0
+
+    def __init__(self, by=3.0):
+        super().__init__()
+        self.scale = Scale(by)
+        self.register_buffer("shift", torch.zeros(4))
+        self.act = self.closure()
+
+    def closure(self):
+        factor = 1.0
+
+        def act(x):
+            return x * factor
+
+        return act
+
+    def forward(self, x):
+        return self.act(x) ** self.power * self.scale.by + self.shift
+
+
+def test_classes_are_described(monkeypatch):
+    """Constants and methods, which a program can assign, of a user's class and of transformers'."""
+    norm = type(patch(small_mla_model()).model.norm)
+    for kind, make in ((Scaled, Scaled), (norm, lambda: norm(4))):
+        found = [described([make()])]
+        assert described([make()]) == found[0]
+        monkeypatch.setattr(kind, "power", 3.0, raising=False)
+        found.append(described([make()]))
+        monkeypatch.setattr(kind, "forward", lambda self, x: x)
+        found.append(described([make()]))
+        monkeypatch.setattr(kind, "forward", lambda self, x, by=2.0: x)
+        found.append(described([make()]))
+        monkeypatch.setattr(kind, "power", property(lambda self: 2.0))
+        found.append(described([make()]))
+        assert len(set(found)) == len(found)
+
+
+def test_a_set_in_code_is_described_in_one_order():
+    """Python orders strings by a number of the process."""
+    names = frozenset({"b", "a", "c"})
+    assert precompiled._constant(names) == "[\"'a'\", \"'b'\", \"'c'\"]"
+
+
+def test_a_change_is_seen(monkeypatch):
     def watched():
         block, watch = Block(), Watch()
+        block.more = Scaled()
         described([block, [block.inner]], watch)
         return block, watch
 
     changes = {
+        "slot": lambda block: setattr(block.more.scale, "by", 4.0),
+        "slot left empty": lambda block: delattr(block.more.scale, "by"),
+        "buffer": lambda block: block.more.shift.resize_(5),
+        "closure": lambda block: setattr(block.more.act.__closure__[0], "cell_contents", 2.0),
+        "class": lambda block: monkeypatch.setattr(Scaled, "power", 4.0),
+        "method": lambda block: monkeypatch.setattr(Scaled, "forward", lambda self, x: x),
         "constant": lambda block: setattr(block, "factor", 3.0),
         "weight": lambda block: setattr(block.inner, "weight", nn.Parameter(torch.zeros(4, 4))),
         "data": lambda block: setattr(block.inner.weight, "data", torch.zeros(4, 4).double()),
@@ -232,6 +296,29 @@ def test_a_part_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
     assert loaded(b"something else", {}) is None
 
 
+def calling(module, x):
+    return module.function(x)
+
+
+def test_a_part_is_for_the_names_that_its_modules_had(tmp_path, monkeypatch):
+    """A program that assigns a name in a module neither gives its part to others nor takes one."""
+    source = tmp_path / "assigned_by_a_program.py"
+    source.write_text("BY = 2.0\n\ndef inner(x):\n    return x * BY\n\n")
+    source.write_text(source.read_text() + "def function(x):\n    return inner(x)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module(source.stem)
+    makes = [lambda: None, lambda: monkeypatch.setattr(module, "BY", 3.0)]
+    makes += [lambda: monkeypatch.setattr(module, "inner", lambda x: x)]
+    contents = []
+    for make in makes:
+        make()
+        torch._dynamo.reset()
+        contents.append(compiled(calling, (module, torch.ones(3)), SETTINGS)[1])
+        assert [loaded(each, globals()) is not None for each in contents] == [
+            each is contents[-1] for each in contents
+        ]
+
+
 def test_a_damaged_part_is_not_loaded():
     _, content = compiled(scaled, (Block(), torch.ones(3, 4)), SETTINGS)
     damaged = bytearray(content)
@@ -267,9 +354,26 @@ def test_a_folder_of_parts(tmp_path, monkeypatch):
     blocked = PartsFolder(tmp_path / "a file", SETTINGS)
     blocked.keep("a layer/123.0", b"of code")
     assert blocked.find("a layer/123.0") is None
-    monkeypatch.setenv("DSV4_OPS_CACHE", "off")
-    assert named_folder() is None
-    monkeypatch.setenv("DSV4_OPS_CACHE", str(tmp_path))
-    assert named_folder() == tmp_path
+
+
+def test_where_parts_are_kept(tmp_path, monkeypatch):
+    """Among the user's caches; not in a folder that another user could write to."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    for setting, expected in (("off", None), (str(tmp_path), tmp_path)):
+        monkeypatch.setenv("DSV4_OPS_CACHE", setting)
+        assert folder_of_parts() == expected
     monkeypatch.delenv("DSV4_OPS_CACHE")
-    assert named_folder() is None
+    folder = folder_of_parts()
+    assert folder == tmp_path / "caches" / "dsv4_ops"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    assert folder_of_parts() is None
+    folder.chmod(0o700)
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    assert folder_of_parts() is None
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert folder_of_parts() == tmp_path / "home" / ".cache" / "dsv4_ops"
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    assert folder_of_parts() is None

@@ -36,7 +36,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
 from typing import Any
 
 import torch
@@ -61,31 +71,45 @@ _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _WITH_OPS = ("dsv4_ops.kernels.", "dsv4_ops.lowering.")
 """Modules that register ops at import; a trace imports some of them."""
 
-_UNREAD = ("layer_idx", SOURCE)
-"""Attributes that differ between layers of a kind; ``_Reads`` checks that no trace reads them."""
+_UNREAD = ("layer_idx", SOURCE, "generation_config")
+"""Attributes of modules that differ between layers of a kind, or between processes; ``_Reads``
+checks that no trace reads them."""
+
+
+_UNREAD_NAMES = (
+    "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate_func__",
+    "__dataclass_fields__", "__dataclass_params__", "__abstractmethods__", "_abc_impl",
+    "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__",
+)  # fmt: skip
+"""Names in classes that a trace does not read."""
 
 
 class Watch:
-    """The dictionaries, lists and parameters that a description read, with their contents."""
+    """What a description read and a program can change, with the contents that it had."""
 
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}
         self._sizes: list[int] = []
         self._items: list[Any] = []
-        self._parameters: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self._inner: list[tuple[Any, str, Any]] = []
+        self._tensors: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
 
-    def add(self, held: dict[str, Any] | list[Any]) -> None:
+    def add(self, held: Mapping[str, Any] | list[Any]) -> None:
         """Record the contents of a dictionary or a list."""
         if id(held) not in self._held:
-            values = held.values() if isinstance(held, dict) else held
+            values = held if isinstance(held, list) else held.values()
             # one view per call would cost more than the comparison
             self._held[id(held)] = (held, values)
             self._sizes.append(len(values))
             self._items += values
 
-    def add_parameter(self, parameter: Tensor, form: tuple[Any, ...]) -> None:
-        """Record dtype, device, shape and strides of a parameter, whose data may be replaced."""
-        self._parameters[id(parameter)] = (parameter, form)
+    def add_attribute(self, owner: Any, name: str) -> None:
+        """Record an attribute that no dictionary has: of an object with slots, or a closure's."""
+        self._inner.append((owner, name, _attribute(owner, name)))
+
+    def add_tensor(self, tensor: Tensor, form: tuple[Any, ...]) -> None:
+        """Record dtype, device, shape and strides of a tensor, whose data may be replaced."""
+        self._tensors[id(tensor)] = (tensor, form)
 
     def unchanged(self) -> bool:
         """Whether all hold the same objects as before."""
@@ -94,7 +118,9 @@ class Watch:
             return False
         if not all(map(operator.is_, itertools.chain.from_iterable(views), self._items)):
             return False
-        return all(_form(parameter) == form for parameter, form in self._parameters.values())
+        if not all(_attribute(owner, name) is value for owner, name, value in self._inner):
+            return False
+        return all(_form(tensor) == form for tensor, form in self._tensors.values())
 
 
 class Undescribed(Exception):
@@ -114,6 +140,14 @@ def described(values: Sequence[Any], watch: Watch | None = None) -> str:
     for value in values:
         walk.add(value)
     return hashlib.sha256("\n".join(walk.words).encode()).hexdigest()[:32]
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """The value of an attribute, or ``Watch`` if it has none."""
+    try:
+        return getattr(owner, name)
+    except (AttributeError, ValueError):  # the latter for an empty cell of a closure
+        return Watch
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
@@ -154,7 +188,7 @@ class _Walk:
     def _add_parts(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self._add_tensor(value)
-        elif isinstance(value, (tuple, list, dict, set, frozenset)):
+        elif isinstance(value, (tuple, list, dict, MappingProxyType, set, frozenset)):
             self._add_items(value)
         elif isinstance(value, MethodType):
             self._add_all(value.__func__, value.__self__)
@@ -176,7 +210,7 @@ class _Walk:
         if isinstance(value, (set, frozenset)):
             self._add_all(*sorted(value, key=repr))
             return
-        if isinstance(value, dict):
+        if isinstance(value, (dict, MappingProxyType)):
             self._watch.add(value)
             self._add_all(*value)
             self._add_all(*value.values())
@@ -189,8 +223,7 @@ class _Walk:
         if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
             raise Undescribed(f"a tensor of {type(tensor).__name__}, {tensor.layout}")
         form = _form(tensor)
-        if isinstance(tensor, nn.Parameter):
-            self._watch.add_parameter(tensor, form)
+        self._watch.add_tensor(tensor, form)
         storage = tensor.untyped_storage()._cdata
         offset = int(tensor.storage_offset())
         number, first = self._storages.setdefault(storage, (len(self._storages), offset))
@@ -202,9 +235,9 @@ class _Walk:
     def _add_function(self, function: FunctionType) -> None:
         self.words.append(f"{function.__module__}.{function.__qualname__}")
         self.words.append(_code(function.__code__))
-        cells = () if function.__closure__ is None else function.__closure__
         self._add_all(function.__defaults__, function.__kwdefaults__)
-        self._add_all(*(cell.cell_contents for cell in cells))
+        for cell in function.__closure__ or ():
+            self._add_attribute(cell, "cell_contents")
 
     def _add_attributes(self, value: Any) -> None:
         held = getattr(value, "__dict__", None)
@@ -220,8 +253,73 @@ class _Walk:
                 self.words.append(name)
                 self.add(attribute)
         for name in slots:
-            self.words.append(name)
-            self._add_all(*(getattr(value, name),) if hasattr(value, name) else ())
+            self._add_attribute(value, name)
+        for kind in type(value).__mro__:
+            self._add_class(kind)
+
+    def _add_attribute(self, owner: Any, name: str) -> None:
+        self.words.append(name)
+        self._watch.add_attribute(owner, name)
+        self.add(_attribute(owner, name))
+
+    def _add_class(self, kind: type) -> None:
+        """Methods and constants, which a program can assign; those of torch and of Python follow
+        from the versions."""
+        if id(kind) in self._seen or _belongs_to(kind.__module__, "torch"):
+            return
+        self._seen[id(kind)] = len(self._seen)
+        self._alive.append(kind)
+        self._watch.add(vars(kind))
+        if _belongs_to(kind.__module__, "transformers", "dsv4_ops"):
+            self.words.append(outline(vars(kind)))
+            return
+        for name, item in vars(kind).items():
+            if name not in _UNREAD_NAMES:
+                self.words.append(name)
+                self._add_of_class(item)
+
+    def _add_of_class(self, item: Any) -> None:
+        if isinstance(item, (staticmethod, classmethod)):
+            self.add(item.__func__)
+        elif isinstance(item, property):
+            self._add_all(item.fget, item.fset)
+        elif isinstance(item, (MemberDescriptorType, GetSetDescriptorType)):
+            self.words.append(item.__name__)
+        else:
+            self.add(item)
+
+
+def outline(names: Mapping[str, Any]) -> str:
+    """Return the code and the constants in a namespace, which tell whether a program has assigned
+    something else to one of its names. Contents of lists and dictionaries are left out: they
+    change."""
+    return str(sorted((n, _outline(item)) for n, item in names.items() if n not in _UNREAD_NAMES))
+
+
+def _outline(item: Any, depth: int = 4) -> str:
+    inner = functools.partial(_outline, depth=depth - 1)
+    if depth == 0:
+        return ""
+    if isinstance(item, (staticmethod, classmethod)):
+        return inner(item.__func__)
+    if isinstance(item, property):
+        return inner((item.fget, item.fset))
+    if isinstance(item, FunctionType):
+        cells = [_attribute(cell, "cell_contents") for cell in item.__closure__ or ()]
+        keywords = tuple((item.__kwdefaults__ or {}).items())
+        return _code(item.__code__) + inner((item.__defaults__, keywords, *cells))
+    if isinstance(item, type):
+        return _name(item)
+    if isinstance(item, tuple):
+        return str([inner(each) for each in item])
+    is_plain = item is None or isinstance(item, (bool, *_PLAIN))
+    return f"{_name(type(item))} {item!r}" if is_plain else _name(type(item))
+
+
+def _belongs_to(module: str, *packages: str) -> bool:
+    """Whether a module is part of Python or of one of the packages."""
+    top = module.partition(".")[0]
+    return top in packages or top in sys.stdlib_module_names
 
 
 def _name(kind: type) -> str:
@@ -241,9 +339,16 @@ def _is_frozen(value: Any) -> bool:
 
 @functools.cache
 def _code(code: CodeType) -> str:
-    constants = [_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    constants = list(map(_constant, code.co_consts))
     parts = (code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return _code(value)
+    # the order of a set depends on the process
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def state(device: torch.device) -> tuple[Any, ...]:
@@ -366,9 +471,13 @@ def compiled(
             made.save_compiled_function(str(path))
             content = path.read_bytes()
         sources = {source.module for source in made.source_info().inlined_sources}
+        others = sources - {function.__module__}  # to whose names Dynamo adds its own
         header = {
             "digest": hashlib.sha256(content).hexdigest(),
             "sources": {name: _text_hash(name) for name in sorted(sources)},
+            "names": {
+                name: _names_hash(name) for name in sorted(others) if not _belongs_to(name, "torch")
+            },
             "modules": sorted(name for name in sys.modules if name.startswith(_WITH_OPS)),
             "libraries": _libraries() if libraries.load.cache_info().currsize else [],
             "sizes": asdict(sizes),
@@ -407,6 +516,9 @@ def loaded(kept: bytes, names: Mapping[str, Any]) -> Part | None:
                 raise ImportError(f"another {name}")
         for name in header["modules"]:  # they register the ops that the part calls
             importlib.import_module(name)
+        for name, names_hash in header["names"].items():
+            if _names_hash(name) != names_hash:
+                raise ImportError(f"other names in {name}")
         for name in header["libraries"]:
             libraries.load(name)
         made: Any = torch.compiler.load_compiled_function(
@@ -426,6 +538,16 @@ def _text_hash(name: str) -> str:
     if file is None:  # part of Python, whose version is in the environment
         return ""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:32]
+
+
+def _names_hash(name: str) -> str:
+    """Return the hash of what a module and its classes hold in this process."""
+    held = vars(importlib.import_module(name))
+    names = {name: item for name, item in held.items() if not name.startswith("__")}
+    classes = [each for each in names.values() if isinstance(each, type)]
+    own = [vars(each) for each in classes if each.__module__ == name]
+    text = "".join(map(outline, (names, *own)))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class PartsFile:
@@ -544,7 +666,25 @@ class PartsFolder:
             _log.info("%s is not kept: %s", name, error)
 
 
-def named_folder() -> Path | None:
-    """Return the folder in ``DSV4_OPS_CACHE``; None if it is not set, or "off"."""
+def folder_of_parts() -> Path | None:
+    """Return the folder in ``DSV4_OPS_CACHE``, or else ``dsv4_ops`` among the user's caches.
+
+    Returns:
+        None: the variable is "off"; or it is not set, and the user has no folder of caches, or
+            others can write to it. To load a part runs its code.
+    """
     setting = os.environ.get("DSV4_OPS_CACHE", "")
-    return None if setting in ("", "off") else Path(setting)
+    if setting:
+        return None if setting == "off" else Path(setting)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home) / "dsv4_ops"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except OSError as error:
+        _log.info("no part is kept: %s", error)
+        return None
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        _log.warning("no part is kept: others own %s, or can write to it", folder)
+        return None
+    return folder

@@ -34,8 +34,8 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     Watch,
     compiled,
     described,
+    folder_of_parts,
     loaded,
-    named_folder,
     state,
 )
 from dsv4_ops.integrations.transformers.modules.replacement import (
@@ -88,8 +88,8 @@ def compile_step(
             "regional" for more than 8 layers.
         cache_file: File that keeps compiled code for the next process. It is read if it exists, and
             written after a step that compiled something new. None keeps parts in the folder
-            DSV4_OPS_CACHE, if it is set and not "off", and their kernels in torch's and Triton's
-            folders. A part is reused, without a trace, if the sources of
+            DSV4_OPS_CACHE, by default ``~/.cache/dsv4_ops``, unless it is "off", and their kernels
+            in torch's and Triton's folders. A part is reused, without a trace, if the sources of
             this package, the versions, the settings, the device, and everything that a trace can
             read of the model and its inputs are the same; so old code costs only time. Triton's
             autotuning is reused if TORCHINDUCTOR_CACHE_DIR has the same path, and repeated
@@ -440,7 +440,7 @@ def _parts(cache_file: Path | None, settings: dict[str, Any]) -> PartsFile | Par
     """Where parts are kept."""
     if cache_file is not None:
         return PartsFile(cache_file, settings)
-    folder = named_folder()
+    folder = folder_of_parts()
     try:
         return None if folder is None else PartsFolder(folder, settings)
     except Undescribed as error:

@@ -7,11 +7,12 @@ the kernels side by side. Nothing is computed, and each kind of layer runs once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.core.torch_compat import FakeTensorMode
@@ -147,15 +148,28 @@ def structure_of(cache: CacheTensors) -> Any:
     inner = [(each.shape[1:], each.stride()) for each in others]
     every = (*tables, *lengths, *others, cache.dropped)
     kinds = [(each.dtype, each.device, each.dim(), each.is_inference()) for each in every]
-    storages: dict[int, int] = {}
-    numbers = [storages.setdefault(each.untyped_storage()._cdata, len(storages)) for each in every]
     return (
         tuple(rows),
         tuple((each.stride(-1), each.is_contiguous()) for each in tables),
         tuple(inner),
         tuple(kinds),
-        tuple(numbers),
+        _shared_memory(every),
     )
+
+
+def _shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Which tensors are the same, and which parts of one buffer they are where they differ."""
+    first: dict[int, int] = {}
+    of_storage: dict[int, set[int]] = {}
+    for number, each in enumerate(tensors):
+        same = first.setdefault(id(each), number)
+        of_storage.setdefault(each.untyped_storage()._cdata, set()).add(same)
+    views = [sorted(numbers) for numbers in of_storage.values() if len(numbers) > 1]
+    parts = [
+        [(n, tensors[n].storage_offset(), tensors[n].shape, tensors[n].stride()) for n in numbers]
+        for numbers in views
+    ]
+    return tuple(first[id(each)] for each in tensors), repr(parts)
 
 
 def _calls_others(model: Any) -> bool:
