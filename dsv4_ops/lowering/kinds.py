@@ -36,12 +36,10 @@ def _traced(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> 
     from dsv4_ops.lowering.materialize import materialize
 
     if inductor_is_loaded():
-        from dsv4_ops.lowering import workers
         from dsv4_ops.lowering.inductor_fixes import fix_scheduler, fix_while_loop
 
         fix_scheduler()
         fix_while_loop()
-        workers.wait_until_ready()
     with mode, buffers_by(materialize):
         return function(*args, **kwargs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 Wait = Callable[[], Any]
@@ -21,27 +21,11 @@ def compile_workers() -> Callable[..., Wait] | None:
     _compat.set_ptxas_path()  # as Inductor does later: files of other releases have other names
 
     def submit(function: Callable[..., Any], *args: Any) -> Wait:
-        start()
+        _compat.AsyncCompile.process_pool()  # starts with the first job
         sent: Future[Future[Any]] = _sender().submit(_send, function, *args)
         return lambda: sent.result().result()
 
     return submit
-
-
-@functools.cache
-def start() -> Future[None]:
-    """Start the pool, whose process imports torch for seconds before it takes jobs."""
-    from dsv4_ops.lowering import _compat
-
-    _compat.AsyncCompile.process_pool()
-    return _sender().submit(_compat.AsyncCompile.wait_pool_ready)
-
-
-def wait_until_ready() -> None:
-    """Wait for the pool, if it was started: until it is ready, Inductor compiles the kernels of a
-    graph in this process, one after the other."""
-    if start.cache_info().currsize:
-        wait([start()])
 
 
 def _send(function: Callable[..., Any], *args: Any) -> Future[Any]:
