@@ -121,14 +121,16 @@ def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):
     ran(patched("v4", routed_scaling_factor=3.0), prefill_step)
     assert len(files(folder)) == 4 + 2  # the layer, and the norm, which is given the model
     ran(patched("v4", kv="fp8"), prefill_step)
-    assert len(files(folder)) == 4 + 2 + 4
+    assert len(files(folder)) == 4 + 2 + 3  # the head takes a tensor alone, as in a decode
+    ran(patched("v4"), decode_step)
+    assert len(files(folder)) == 4 + 2 + 3 + 3
     model = patched("v4")
     compiled = v4.compile_step(model, prefill_step, mode="regional", dynamic=True, backend="eager")
     engine = Engine(model, new_cache(model), text())
     batch = engine.batch({0: 7})
     gaps = torch.stack((batch.tokens, batch.tokens), 1)[:, 0]
     compiled(replace(batch, tokens=gaps), engine.cache)
-    assert len(files(folder)) == 4 + 2 + 4 + 4  # a graph asserts the strides of its inputs
+    assert len(files(folder)) == 4 + 2 + 3 + 3 + 3  # a graph asserts the strides of its inputs
 
 
 def test_a_damaged_file_costs_time_only(folder, fill):

@@ -540,14 +540,23 @@ def _text_hash(name: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:32]
 
 
+_NAMES: dict[str, tuple[Watch, str]] = {}
+
+
 def _names_hash(name: str) -> str:
     """Return the hash of what a module and its classes hold in this process."""
+    watch, known = _NAMES.get(name, (None, ""))
+    if watch is not None and watch.unchanged():
+        return known
     held = vars(importlib.import_module(name))
     names = {name: item for name, item in held.items() if not name.startswith("__")}
     classes = [each for each in names.values() if isinstance(each, type)]
-    own = [vars(each) for each in classes if each.__module__ == name]
-    text = "".join(map(outline, (names, *own)))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    watch, text = Watch(), ""
+    for each in (held, *(vars(kind) for kind in classes if kind.__module__ == name)):
+        watch.add(each)
+        text += outline({n: item for n, item in each.items() if each is not held or n in names})
+    _NAMES[name] = watch, hashlib.sha256(text.encode()).hexdigest()[:32]
+    return _NAMES[name][1]
 
 
 class PartsFile:

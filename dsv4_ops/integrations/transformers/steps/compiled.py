@@ -350,10 +350,13 @@ class CompiledStep:
         function, args, rest = call
         if plan.shared is None:
             return described([plan.state, function, *args, *rest, *rest.values()], plan.watch)
-        place = (name, id(function), repr(plan.shared))
+        # a part of tensors alone, such as the head, serves other steps and caches too
+        takes_tensors = all(isinstance(each, Tensor) for each in (*args, *rest.values()))
+        shared = plan.state if takes_tensors else plan.shared
+        place = (name, id(function), repr(shared))
         if place not in self._digests:
             leaves = [_form(each) for each in pytree.tree_leaves((args, rest))]
-            self._digests[place] = described([plan.shared, function, *leaves], plan.watch)
+            self._digests[place] = described([shared, function, *leaves], plan.watch)
         return self._digests[place]
 
     def _run(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
