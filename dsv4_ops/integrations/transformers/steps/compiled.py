@@ -44,6 +44,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     with_methods,
 )
 from dsv4_ops.integrations.transformers.steps.dry_runs import PARTS, DryRuns, structure_of
+from dsv4_ops.integrations.transformers.steps.progress import PartsBar
 from dsv4_ops.integrations.transformers.steps.step import (
     check_model,
     check_tensors,
@@ -94,7 +95,8 @@ def compile_step(
             read of the model and its inputs are the same; so old code costs only time. Triton's
             autotuning is reused if TORCHINDUCTOR_CACHE_DIR has the same path, and repeated
             otherwise. Loading a part runs its code: load only what you wrote.
-        on_part: Called with the name of every part before it is compiled, to show progress.
+        on_part: Called with the name of every part before it is compiled or loaded. None shows a
+            progress bar on a terminal, unless transformers' progress bars are disabled.
         settings: Settings of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by
             default. Parts of other backends than Inductor are not kept. With ``dynamic=True`` one
             graph per part serves all numbers of tokens and requests, and all cache sizes. On CUDA,
@@ -170,6 +172,7 @@ class CompiledStep:
         self._hooks: Watch | None = None
         self._hooked: dict[int, int] = {}
         self.step, self.regional, self._on_part = step, regional, on_part
+        self._bar = PartsBar(step.__name__)
         self.settings = {"fullgraph": True, "dynamic": False, **settings}
         self.parts: dict[str, Callable[..., Any]] = {}
         self._jits: dict[str, Callable[..., Any]] = {}
@@ -190,7 +193,7 @@ class CompiledStep:
 
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         """Run the step; the first call compiles."""
-        with torch.no_grad():
+        with torch.no_grad(), self._bar:
             if not self.settings["dynamic"]:
                 return self._stepped(batch, cache, **rest)
             with one_graph_for_all_sizes(), run_time_launches():
@@ -377,7 +380,11 @@ class CompiledStep:
         return self._jits[name]
 
     def _announce(self, name: str) -> None:
-        if self._on_part is not None and name not in self.parts:
+        if name in self.parts:
+            return
+        if self._on_part is None:
+            self._bar.begin(name, self._dry_runs.num_parts if self.regional else 1)
+        else:
             self._on_part(name)
 
     def _load(self) -> None:

@@ -45,6 +45,9 @@ class DryRuns:
 
     Args:
         step: ``decode_step`` or ``prefill_step``.
+
+    Attributes:
+        num_parts: Parts of a step, one a kind of layer; None before a dry run has ended.
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
@@ -53,6 +56,7 @@ class DryRuns:
         self._has_asked_batches, self._has_jobs = False, False
         self._passed: set[Any] = set()
         self._fails = False
+        self.num_parts: int | None = None
 
     def forget_model(self) -> None:
         """Run again for the changed model."""
@@ -135,7 +139,9 @@ class DryRuns:
     ) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), kernels:
             batch = padding(num_tokens, num_reqs, cache.device)
-            PARTS[self.step](model, batch, cache, run=OncePerName(), **rest)
+            once = OncePerName()
+            PARTS[self.step](model, batch, cache, run=once, **rest)
+            self.num_parts = len(once.results)
 
 
 def structure_of(cache: CacheTensors) -> Any:
