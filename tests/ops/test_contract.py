@@ -183,14 +183,19 @@ def test_reference_equals_the_oracle(name):
 def test_reference_is_within_the_budget_of_float64(name):
     spec = OPS[name]
 
+    def check(case):
+        outcome = case.run(spec.reference, spec.mutated)
+        assert_precise(f"{name}, {case.name}", spec.implementation("testing"), case, outcome)
+
     @same_each_run
     @sampled
     @given(testing.strategy(name))
     def compare(case):
-        outcome = case.run(spec.reference, spec.mutated)
-        assert_precise(name, spec.implementation("testing"), case, outcome)
+        check(case)
 
     compare()
+    for case in testing.cases_of(name):
+        check(case)
 
 
 @each_op

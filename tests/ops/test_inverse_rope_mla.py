@@ -1,19 +1,20 @@
 """Sparse MLA whose output is rotated back: by hand, and against the two ops in sequence."""
 
 import math
-from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from torch import Tensor
 
 import dsv4_ops as ops
+from dsv4_ops import testing
 from dsv4_ops.attention import layer, output
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.helpers import BAD_POSITIONS, i32, i64
-from tests.oracles import mla as oracles
-from tests.oracles.mla import BF16, F32, KINDS, random_call, random_paged
+from tests.helpers import i32, i64
 from tests.support.layers import (
     KINDS as LAYERS,
     LENGTH,
@@ -23,13 +24,12 @@ from tests.support.layers import (
     in_chunks,
     projected,
 )
+from tests.support.sampled import sampled
+
+BF16, F32 = torch.bfloat16, torch.float32
 
 QUARTERS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 """No turn at position 0, a quarter of one at position 1."""
-
-ROTATION = ("positions", "cos_sin_cache")
-each_kind = pytest.mark.parametrize("kind", KINDS)
-each_op = pytest.mark.parametrize("make", [random_call, random_paged], ids=["listed", "paged"])
 
 
 def attend(rows: list[list[float]], positions: list[int], table: Tensor, dtype: Any = F32) -> Any:
@@ -65,57 +65,29 @@ def test_the_output_is_rounded_before_it_is_rotated_and_after() -> None:
     assert out.tolist() == [[[1.515625, 0.0]]]  # 1.51171875, to even
 
 
-def test_nothing_to_turn() -> None:
-    """No token, no position in the table, no pair."""
-    rows = [[1.0, 2.0], [3.0, 6.0]]
-    assert attend(rows, [], QUARTERS).out.shape == (0, 1, 2)
-    for table in (QUARTERS[:0], QUARTERS[:, :0]):
-        assert attend(rows, [0, 1], table).out.tolist() == [[[2.0, 4.0]]] * 2
-
-
-def with_rotation(call: oracles.Call, seed: int, rope_dim: int | None = None) -> oracles.Call:
-    """The call with a table of nine positions, and positions of which a third do not exist."""
-    rng, (tokens, _, width) = Random(seed), call.tensors["q"].shape
-    rope_dim = rng.choice((2, width // 4, width)) if rope_dim is None else rope_dim
-    angles = torch.rand(9, rope_dim // 2, generator=torch.Generator().manual_seed(seed)) * 7
-    table = torch.cat([angles.cos(), angles.sin()], 1)
-    places = [rng.choice((rng.randrange(9), 0, 8, 9, rng.choice(BAD_POSITIONS))) for _ in range(9)]
-    call.tensors |= {"positions": None, "cos_sin_cache": None}
-    return call.but(positions=i64(places[:tokens]), cos_sin_cache=table)
-
-
-@each_op
-@each_kind
-@pytest.mark.parametrize("seed", range(12))
-def test_it_is_the_two_ops_in_sequence(make: Any, kind: str, seed: int) -> None:
+@pytest.mark.parametrize("name", ["sparse_mla_decode", "sparse_mla_decode_paged"])
+def test_it_is_the_two_ops_in_sequence(name: str) -> None:
     """Bit for bit."""
-    call = with_rotation(make(seed, kind), seed)
-    positions, table = call.tensors["positions"], call.tensors["cos_sin_cache"]
-    out, lse = call.but(positions=None, cos_sin_cache=None).run()
-    rotated = call.run()
-    if out.dtype == BF16:
-        expected = ops.inverse_rope_group(out, positions, table, num_groups=1)
-    else:
-        expected = ops.apply_rope(out, positions, table, inverse=True)
-    assert equal(rotated.out, expected.view(out.shape))
-    assert equal(rotated.lse, lse)
-    assert rotated.out.is_contiguous()
+    op, rotated_calls = OPS[name].op, [0]
 
+    @sampled(100)
+    @given(testing.strategy(name))
+    def compare(case: Case) -> None:
+        *apart, positions, table = case.tensors
+        if table is None:
+            return
+        rotated_calls[0] += 1
+        out, lse = op(*apart, None, None, **case.settings)
+        rotated = op(*case.tensors, **case.settings)
+        if out.dtype == BF16:
+            expected = ops.inverse_rope_group(out, positions, table, num_groups=1)
+        else:
+            expected = ops.apply_rope(out, positions, table, inverse=True)
+        assert equal(rotated[0], expected.view(out.shape))
+        assert equal(rotated[1], lse)
 
-@pytest.mark.parametrize("how", ["every other", "one for all", "wide table"])
-def test_positions_and_tables_of_any_strides(how: str) -> None:
-    call = with_rotation(random_call(4, "fp8", tokens=3), 4, 64)
-    positions, table = i64([5, 2, 8]), call.tensors["cos_sin_cache"]
-    if how == "every other":
-        positions = torch.stack([positions, positions * 0 - 1], 1).flatten()[::2]
-    elif how == "one for all":
-        positions = positions[:1].expand(3)
-    else:
-        table = torch.cat([table, table * math.nan], 1)[:, :64]
-    given = call.but(positions=positions, cos_sin_cache=table)
-    dense = call.but(positions=positions.clone(), cos_sin_cache=table.clone())
-    dense.tensors["cos_sin_cache"] = table.contiguous()
-    assert all(map(torch.equal, given.run(), dense.run()))
+    compare()
+    assert rotated_calls[0] > 3
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -3,18 +3,13 @@ Plans by hand, sampled plans, fakes, graphs and exports: tests/ops/test_contract
 plans in Triton's interpreter: tests/kernels/interpreter/interpret_kernels.py."""
 
 from itertools import pairwise
-from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 
 import dsv4_ops as ops
-from dsv4_ops import testing
-from dsv4_ops.testing.contract.compare import assert_agrees
-from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, call, i32, strided
-from tests.oracles import mla as oracles_mla, plan as oracle
+from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, call, i32
+from tests.oracles import plan as oracle
 
 ABSENT = [-1, -1, -1, -1]
 LENS = (0, 1, 63, 64, 65, 127, 128, 129, 640, 8192, INT32_MAX, -1, INT32_MIN)
@@ -74,65 +69,3 @@ def test_properties(
             used |= places
     assert used == set(range(len(used)))
     assert len(used) <= programs
-
-
-def planned_call(kind: str, op: str, seed: int) -> oracles_mla.Call:
-    if op == "sparse_mla_decode":
-        return oracles_mla.random_call(seed, kind)
-    return oracles_mla.random_paged(seed, kind)
-
-
-def plans(found: oracles_mla.Call) -> dict[str, Tensor]:
-    """Plans of this batch, of others, and of what no lengths give."""
-    tensors, tokens = found.tensors, found.tensors["q"].shape[0]
-    own: Any = tensors["swa_lens"], tensors["extra_lens"]
-    stale = i32([640, 0, 8192, 65][:tokens])
-    wide = ops.sparse_mla_plan(stale, num_heads=64, num_programs=5)
-    return {
-        "own": ops.sparse_mla_plan(*own, num_heads=found.tensors["q"].shape[1]),
-        "stale": ops.sparse_mla_plan(stale, stale, num_heads=64, num_programs=7),
-        "one program": ops.sparse_mla_plan(*own, num_heads=64, num_programs=1),
-        "column slice": torch.cat([wide, wide], 1)[:, 2:6].roll(2, 1),
-        "strided": strided(wide),
-        "many heads": ops.sparse_mla_plan(*own, num_heads=1000),
-    }
-
-
-@pytest.mark.parametrize("op", ["sparse_mla_decode", "sparse_mla_decode_paged"])
-@pytest.mark.parametrize("kind", oracles_mla.KINDS)
-@pytest.mark.parametrize("seed", range(6))
-def test_a_plan_changes_no_result_of_the_reference(seed: int, kind: str, op: str) -> None:
-    found = planned_call(kind, op, seed)
-    expected, exact = found.run(), found.expected()
-    found = found.but()
-    for name, plan in plans(found).items():
-        found.tensors["plan"] = plan
-        actual = found.run()
-        assert all(map(torch.equal, actual, expected)), name
-        oracles_mla.assert_attended(actual, exact, expected.out.dtype)
-        outcome = (expected.out, expected.lse)
-        assert_agrees(name, testing.op_testing(op), found.case(), tuple(actual), outcome)
-
-
-@pytest.mark.nightly("test_compiled_plans.py compiles plans of any size")
-def test_plans_with_compile() -> None:
-    """A plan made inside of the graph that uses it, for batches of any size; no recompile."""
-    torch._dynamo.reset()
-
-    def step(q: Tensor, cache: Tensor, indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-        plan = ops.sparse_mla_plan(lens, num_heads=q.shape[1], num_programs=5)
-        rest = {"plan": plan, "softmax_scale": 0.5, "swa_block_size": 2, "layout": "plain"}
-        out, _ = ops.sparse_mla_decode(q, cache, indices, lens, **rest)
-        return out, plan
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    made = torch.Generator().manual_seed(0)
-    cache = torch.randn(9, 2, 8, generator=made)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for tokens in (3, 2, 7, 64):
-            q = torch.randn(tokens, 2, 8, generator=made)
-            indices = torch.randint(-1, 19, (tokens, 5), generator=made).int()
-            lens = torch.randint(-1, 7, (tokens,), generator=made).int()
-            actual, expected = compiled(q, cache, indices, lens), step(q, cache, indices, lens)
-            assert torch.equal(actual[1], expected[1])
-            torch.testing.assert_close(actual[0], expected[0])

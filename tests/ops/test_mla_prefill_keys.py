@@ -78,14 +78,6 @@ def test_the_window_is_the_token_and_those_before_it(window: int) -> None:
         assert seen(position, window=window, extra=False) == window_of(*rows)
 
 
-def test_the_edges_of_the_window() -> None:
-    """Window 3: tokens 1, 2 and 3 see two keys, three keys, and no longer the first."""
-    assert seen(1, window=3, extra=False) == {"w0": 1, "w1": 1}
-    assert seen(2, window=3, extra=False) == {"w0": 1, "w1": 1, "w2": 1}
-    assert seen(3, window=3, extra=False) == {"w1": 1, "w2": 1, "w3": 1}
-    assert seen(7, window=1000, extra=False) == window_of(*range(8))
-
-
 @pytest.mark.parametrize(
     ("ratio", "counts"),
     [
@@ -121,13 +113,6 @@ def test_selected_rows() -> None:
         assert seen(7, window=2, ratio=2, topk=topk) == {**both, **expected}, topk
 
 
-def test_rows_of_the_window_and_compressed_rows_both_count() -> None:
-    """The same positions, as four keys and as two compressed rows."""
-    expected = {"w0": 1, "w1": 1, "w2": 1, "w3": 1, "c0": 1, "c1": 1}
-    assert seen(3, window=4, ratio=2) == expected
-    assert seen(3, window=4, ratio=2, topk=[1, 0]) == expected
-
-
 @pytest.mark.parametrize("bad", [-1, -2, INT32_MIN, 6, 7, INT32_MAX])
 def test_pages_that_do_not_exist(bad: int) -> None:
     """The second block of each: w2, w3 and c2, c3."""
@@ -137,11 +122,6 @@ def test_pages_that_do_not_exist(bad: int) -> None:
     assert seen(5, window=4, topk=[2, 5, 3], **tables) == {"w4": 1, "w5": 1, "c5": 1}
     nothing = {name: torch.full_like(table, bad) for name, table in tables.items()}
     assert seen(5, window=4, **nothing) == {}
-
-
-def test_one_page_for_several_blocks() -> None:
-    tables = {"swa_block_table": i32([[2, 2, 2, 2]]), "extra_block_table": i32([[1, 1]])}
-    assert seen(5, window=4, **tables) == {"w0": 2, "w1": 2, "c2": 2, "c3": 2}
 
 
 def test_tables_that_end_before_the_token() -> None:
@@ -164,43 +144,3 @@ def test_padding_and_positions_that_no_request_has(position: int, topk: list[int
 @pytest.mark.parametrize("request_", [*BAD_REQUESTS, 1])
 def test_requests_that_do_not_exist(request_: int, topk: list[int] | None) -> None:
     assert seen(3, window=4, topk=topk, req_indices=i32([request_])) == {}
-
-
-def test_every_token_has_the_pages_of_its_request() -> None:
-    """Tokens of two requests in turns, whose blocks are one after the other."""
-    cache = torch.arange(1.0, 9.0).view(4, 2, 1)
-    out, lse = ops.sparse_mla_prefill(
-        torch.zeros(5, 1, 1),
-        cache,
-        i64([0, 3, 1, -1, 2]),
-        i32([1, 0, 0, 0, 1]),
-        i32([[0, 2], [1, 3]]),  # values 1 2 5 6 and 3 4 7 8
-        softmax_scale=1.0,
-        window_size=2,
-        swa_block_size=2,
-        layout="plain",
-    )
-    assert out.flatten().tolist() == pytest.approx([3.0, 5.5, 1.5, 0.0, 5.5])
-    logs = [0.0, math.log(2), math.log(2), -INF, math.log(2)]
-    assert lse.flatten().tolist() == pytest.approx(logs)
-
-
-@pytest.mark.parametrize("sink", [None, -INF, -2.0, 0.0, 3.0, INF])
-def test_one_key_and_a_sink(sink: float | None) -> None:
-    """l = 0.5 (1 * 2 + 1 * 4) = 3; out = v / (1 + exp(sink - l)); no sink in the lse."""
-    cache = torch.tensor([[[2.0, 4.0], [NAN, NAN]]])
-    share = 1.0 if sink is None else 1 / (1 + math.exp(sink - 3)) if sink < INF else 0.0
-    out, lse = ops.sparse_mla_prefill(
-        torch.ones(2, 1, 2),
-        cache,
-        i64([0, -1]),
-        i32([0, -1]),
-        i32([[0]]),
-        attn_sink=None if sink is None else torch.tensor([sink]),
-        softmax_scale=0.5,
-        window_size=9,
-        swa_block_size=2,
-        layout="plain",
-    )
-    torch.testing.assert_close(out[:, 0], torch.tensor([[2 * share, 4 * share], [0.0, 0.0]]))
-    assert lse.flatten().tolist() == pytest.approx([3.0, -INF])

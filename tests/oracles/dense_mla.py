@@ -1,21 +1,22 @@
 """Rows of dense MLA once more, slowly, in Python ints and fractions: what the spec says.
 
 Tensors are nested lists of ints, floats their unsigned bits; a writing op returns the new content
-of what it writes to. Nothing here imports torch. Beside them: decode, in Python floats.
+of what it writes to. Nothing here imports torch.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from fractions import Fraction
 
-from tests.oracles.kv import places
-from tests.oracles.mla import CODES as CODE_VALUES, Attended, attend
-from tests.oracles.rope import value_of
+from tests.oracles.kv import CODES as MAGNITUDES, places
 
 Row = list[int]
 Rows = Sequence[Sequence[int]]
 Pages = Sequence[Rows]
 
 NAN_CODE, CODE_SIGN, MOST = 0x7F, 0x80, Fraction(448)
+CODE_VALUES = [*(each / 512 for each in MAGNITUDES), math.nan]
+CODE_VALUES += [-value for value in CODE_VALUES]
 BF16_NAN = 0x7FC0
 ZERO = Fraction(0)
 CODES = {Fraction(value): code for code, value in enumerate(CODE_VALUES[:NAN_CODE])}
@@ -244,56 +245,3 @@ def quantize_per_tensor(x: Rows, *, dtype: str) -> tuple[list[Row], Row]:
         for row, line in zip(x, numbers, strict=True)
     ]
     return codes, [bits_of(1 / factor, "float32")]
-
-
-# Decode
-
-
-def cached_values(row: Sequence[int] | Sequence[float], layout: str, scale: float) -> list[float]:
-    """Values of a stored row; of a plain one its floats."""
-    if layout == "plain":
-        return list(row)
-    if layout == "mla_fp8":
-        return [CODE_VALUES[code] * scale for code in row]
-    return [value_of(bits) for bits in tile_values(row)]
-
-
-def seen(
-    kv_cache: Pages,
-    table: Sequence[Sequence[int]],
-    request: int,
-    length: int,
-    block_size: int,
-    layout: str,
-    scale: float,
-) -> Iterator[list[float]]:
-    """The first ``length`` rows of a request, but for those on no block."""
-    if not 0 <= request < len(table):
-        return
-    for place in range(min(length, len(table[request]) * block_size)):
-        page = table[request][place // block_size]
-        if 0 <= page < len(kv_cache):
-            yield cached_values(kv_cache[page][place % block_size], layout, scale)
-
-
-def mla_decode(
-    q: Sequence[Sequence[Sequence[float]]],
-    kv_cache: Pages,
-    seq_lens: Sequence[int],
-    req_indices: Sequence[int],
-    block_table: Sequence[Sequence[int]],
-    *,
-    softmax_scale: float,
-    block_size: int,
-    kv_lora_rank: int,
-    layout: str,
-    kv_scale: float = 1.0,
-) -> list[list[Attended]]:
-    """Every head of every token; its values are the first of the row."""
-    found = []
-    for heads, length, request in zip(q, seq_lens, req_indices, strict=True):
-        rows = list(seen(kv_cache, block_table, request, length, block_size, layout, kv_scale))
-        each = [attend(head, rows, None, softmax_scale) for head in heads]
-        rank = kv_lora_rank
-        found.append([one._replace(out=one.out[:rank], sizes=one.sizes[:rank]) for one in each])
-    return found

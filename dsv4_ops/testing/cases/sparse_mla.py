@@ -14,7 +14,7 @@ from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
 from dsv4_ops.testing.float64.rope import positions, tables, worked_table
 from dsv4_ops.testing.float64.sparse_mla import exact_attention, exact_inverse_rope, exact_over_both
-from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS
+from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS, ADVERSARIAL_POSITIONS
 from dsv4_ops.testing.strategies.caches import random_bytes
 from dsv4_ops.testing.strategies.draw import Draw
 
@@ -259,6 +259,26 @@ def _decode_cases() -> list[Case]:
         case("plan of a longer batch", (*both, sink, plan, None, None)),
         case("inverse RoPE, with a plan", (*both, sink, plan, i64([1]), worked_table())),
         case("no sink", (*both, None, *BARE)),
+        *_unlike_decode_cases(),
+    ]
+
+
+def _unlike_decode_cases() -> list[Case]:
+    """Make calls over four rows, one of them NaN, whose values or logits are not alike."""
+    rows = torch.tensor([[[300.0, 1.0], [0.0, 2.0], [torch.nan, 0.0], [0.5, 3.0]]])
+    q = torch.tensor([300.0, -300.0, 1.0]).view(1, 3, 1) * torch.tensor([1.0, 0.0])
+    far = torch.tensor([1e30, -1e30, 0.0])
+    settings = _settings(4, 4, layout="plain")
+
+    def case(name: str, q: Tensor, slots: list[list[int]], sink: Tensor | None = far) -> Case:
+        lists = _lists(slots, [len(slots[0])] * len(slots))
+        return Case(name, (q, rows, *lists, None, None, None, sink, *BARE), settings)
+
+    return [
+        case("logits of which exp holds none", q, [[0, 1]]),
+        case("and no sink", q, [[0, 1]], None),
+        case("a row named twice", q[:, 2:], [[3, 1, 3]], None),
+        case("a row of NaN, which one token sees", q.repeat(2, 1, 1), [[0, 2], [0, 1]]),
     ]
 
 
@@ -358,7 +378,7 @@ def queries(draw: Draw, seed: torch.Generator, settings: dict[str, Any], least: 
 
 def sink_of(seed: torch.Generator) -> Tensor:
     sink = torch.randn(HEADS, generator=seed)
-    sink[0], sink[1] = torch.inf, -torch.inf
+    sink[:4] = torch.tensor([torch.inf, -torch.inf, 1e30, -1e30])
     return sink
 
 
@@ -567,10 +587,14 @@ def _mla_prefill_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Ca
         num_blocks = max(draw.one_of(4, 1, 3), min_size)
         columns = max(draw.one_of(3, 1, 5), min_size)
         cache = full_cache(seed, settings, size, num_blocks, q)
-        tensors += [cache, _table(draw, seed, num_reqs, columns, num_blocks)]
+        table = _table(draw, seed, num_reqs, columns, num_blocks)
+        unnamed = ~torch.isin(torch.arange(num_blocks), table)
+        cache[unnamed] = 0xFF if cache.dtype == torch.uint8 else torch.nan
+        tensors += [cache, table]
     last = settings["swa_block_size"] * 4
-    places = draw.st.sampled_from((last - 1, 0, 1, 2, settings["window_size"], last, -1, 2**31 - 1))
-    positions = i64([draw(places) for _ in range(num_tokens)])
+    real = (last - 1, 0, 1, 2, settings["window_size"], settings["compress_ratio"] - 1, last)
+    positions = i64([draw.one_of(*real, *real) for _ in range(num_tokens)])
+    draw.spoil(positions, ADVERSARIAL_POSITIONS, 2)
     requests = [draw.one_of(0, 1, -1, num_reqs, 2**31 - 1) for _ in range(num_tokens)]
     token = (positions, i32(requests))
     swa_cache, swa_table, extra_cache, extra_table = tensors

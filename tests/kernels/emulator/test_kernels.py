@@ -86,7 +86,12 @@ def with_tensors(case, changed):
 @each_op
 def test_named_cases(name):
     for case in testing.cases_of(name):
-        check(name, case)
+        if is_taken(name, case):
+            check(name, case)
+
+
+def is_taken(name, case):
+    return limit(name, TRITON, OPS[name].arguments(case.tensors, case.settings)) is None
 
 
 @pytest.mark.parametrize(("name", "chosen"), SETTINGS)
@@ -100,8 +105,7 @@ def test_sampled_calls(name, chosen):
     )
     @given(OPS[name].implementation("testing").strategy(settings=chosen))
     def sampled(case):
-        spec = OPS[name]
-        if limit(name, TRITON, spec.arguments(case.tensors, case.settings)) is None:
+        if is_taken(name, case):
             check(name, case)
 
     sampled()

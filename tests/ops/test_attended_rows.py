@@ -1,0 +1,42 @@
+"""The rows that tokens attend to, which the float64 results of the contract have from the
+reference: against plain Python, over the calls of the contract."""
+
+import pytest
+import torch
+from hypothesis import given
+
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import tensor_names
+from dsv4_ops.testing.contract.compare import exact_results
+from tests.oracles import attention as oracles
+from tests.support.sampled import sampled
+
+ATTENTION = (
+    *("sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"),
+    *("sparse_mla_prefill", "mla_decode"),
+)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_float64_results_are_over_the_rows_of_the_oracle(name):
+    spec, op_testing = OPS[name], testing.op_testing(name)
+    names, attended = tensor_names(spec.reference), []
+
+    def check(case):
+        expected = oracles.attended(name, names, case)
+        for exact, value in zip(exact_results(op_testing, case), expected, strict=True):
+            torch.testing.assert_close(
+                exact.value, value, rtol=1e-9, atol=1e-12, equal_nan=True, msg=case.name
+            )
+        attended.append(bool((expected[-1] > -torch.inf).any()))
+
+    @sampled(100)
+    @given(testing.strategy(name))
+    def compare(case):
+        check(case)
+
+    compare()
+    for case in testing.cases_of(name):
+        check(case)
+    assert sum(attended) > len(attended) / 4
