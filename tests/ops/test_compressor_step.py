@@ -11,53 +11,10 @@ from dsv4_ops import testing
 from dsv4_ops.core.layout import StateLayout
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.compressor import read_slots
-from tests.helpers import i32, i64, strided
+from tests.helpers import i32, i64
 from tests.support.sampled import sampled
 
 LN2, LN3 = math.log(2), math.log(3)
-
-
-def unit(*row: float) -> list[float]:
-    """A row over the root of its mean square."""
-    root = math.sqrt(sum(value * value for value in row) / len(row))
-    return [value / root for value in row]
-
-
-def test_a_step_of_two_requests() -> None:
-    """Request 0 finishes the window that it began in the states, (4, 3) and (8, 9) with weights 1/4
-    and 3/4, 2/3 and 1/3; request 1 begins one. Each keeps its projections and biased scores."""
-    layout = StateLayout(block_size=2, width=4)
-    states = layout.allocate(3)
-    layout.rows(states)[2, 0] = torch.tensor([4.0, 3.0, 0.0, LN2])
-    k_cache = torch.full((2, 1, 2), 7.0)
-    assert (
-        ops.save_and_compress(
-            torch.tensor([[8.0, 9.0, 1.0, -1.0], [5.0, 6.0, 7.0, 8.0]]),
-            torch.tensor([[0.25, 0.5], [LN3 - 1, 1.0]]),
-            states,
-            i32([[2], [0]]),
-            i64([5, 0]),
-            i64([1, 0]),
-            i32([0, 1]),
-            torch.ones(2),
-            torch.zeros(0, 0),
-            k_cache,
-            i64([1, -1]),
-            compress_ratio=2,
-            overlap=False,
-            eps=1e-30,
-            state_block_size=2,
-            block_size=1,
-            layout="plain",
-        )
-        is None
-    )
-    expected = torch.zeros(3, 2, 4)
-    expected[2] = torch.tensor([[4.0, 3.0, 0.0, LN2], [8.0, 9.0, LN3, 0.0]])
-    expected[0, 0] = torch.tensor([5.0, 6.0, 7.25, 8.5])
-    torch.testing.assert_close(layout.rows(states), expected, rtol=2e-7, atol=0)
-    assert k_cache[0].tolist() == [[7.0, 7.0]]
-    torch.testing.assert_close(k_cache[1, 0], torch.tensor(unit(7, 5)), rtol=3e-7, atol=0)
 
 
 def test_a_ring_that_is_shorter_than_a_step_is_read_before_it_is_saved_to() -> None:
@@ -133,35 +90,6 @@ def test_sampled_calls_save_next_to_what_they_read() -> None:
 
     look()
     assert beside[0] > 3
-
-
-def test_arguments_may_have_any_strides() -> None:
-    @sampled(40)
-    @given(testing.strategy("save_and_compress"))
-    def compare(case: Case) -> None:
-        views = [
-            tensor if index in (2, 9) else strided(tensor)
-            for index, tensor in enumerate(case.copy().tensors)
-        ]
-        ops.save_and_compress(*views, **case.settings)
-        assert same_bytes([views[2], views[9]], by_two_ops(case))
-
-    compare()
-
-
-def test_a_plain_cache_of_pages_that_lie_apart() -> None:
-    """Blocks of states and cache at a distance, with other values between them."""
-    case = next(c for c in testing.cases_of("save_and_compress") if c.name == "two windows")
-    expected, values = by_two_ops(case), case.tensors[2].shape[1]
-    wide, apart = torch.full((2, 2 * values), 3.0), torch.full((1, 5, 1), 3.0)
-    wide[:, :values], apart[:, 1:3] = case.tensors[2], case.tensors[9]
-    tensors = [*case.copy().tensors]
-    tensors[2], tensors[9] = wide[:, :values], apart[:, 1:3]
-    ops.save_and_compress(*tensors, **case.settings)
-    assert torch.equal(tensors[2], expected[0])
-    assert torch.equal(tensors[9], expected[1])
-    assert (wide[:, values:] == 3).all()
-    assert (apart[:, [0, 3, 4]] == 3).all()
 
 
 def test_slots_of_another_dtype_are_refused_before_anything_is_written() -> None:

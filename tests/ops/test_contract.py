@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.reference.common import buffers_by
+from dsv4_ops.testing.case import results
 from dsv4_ops.testing.contract import checks
-from dsv4_ops.testing.contract.compare import assert_precise, equal
+from dsv4_ops.testing.contract.compare import assert_agrees, assert_precise, equal
 from tests.helpers import EVERY, NIGHTLY, SMOKE
 from tests.oracles import (
     batch as oracles,
@@ -211,6 +212,36 @@ def test_the_form_that_is_traced_gives_the_same_bits(name):
         with buffers_by(lambda values: values):
             traced = case.copy().run(spec.reference, spec.mutated)
         assert all(map(equal, eager, traced))
+
+    compare()
+
+
+def apart(tensor):
+    """The same values in reversed dimensions of memory, each beside a copy of itself."""
+    order = [*range(tensor.dim())][::-1]
+    return torch.stack([tensor.permute(order)] * 2, -1)[..., 0].permute(order)
+
+
+@each_op
+def test_strides_change_nothing(name):
+    """But for caches, whose rows are dense; ``check_cases`` has those with gaps between rows."""
+    spec = OPS[name]
+    dense = {*spec.mutated}
+    caches = [each for each in spec.parameters if each.endswith("cache")]
+    dense |= {spec.parameters.index(each) for each in caches if each != "cos_sin_cache"}
+
+    @same_each_run
+    @settings(sampled, max_examples=EXAMPLES if NIGHTLY else 3)
+    @given(testing.strategy(name))
+    def compare(case):
+        tensors = [
+            tensor if tensor is None or place in dense else apart(tensor)
+            for place, tensor in enumerate(case.copy().tensors)
+        ]
+        result = spec.op(*tensors, **case.settings)
+        outcome = results(result, *(tensors[place] for place in spec.mutated))
+        expected = case.run(spec.op, spec.mutated)
+        assert_agrees("strided", spec.implementation("testing"), case, outcome, expected)
 
     compare()
 

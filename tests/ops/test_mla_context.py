@@ -179,20 +179,6 @@ def lses(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers).view(1, -1)
 
 
-def test_merges_by_hand() -> None:
-    outs, parts = (values(1.0), values(5.0)), (lses(0.0), lses(LN[3]))
-    merged = ops.merge_attn_states(outs[0], parts[0], outs[1], parts[1])
-    torch.testing.assert_close(merged, (values(4.0), lses(LN[4])))
-    outs, parts = (values(0.0), values(10.0)), (lses(LN[2]), lses(LN[8]))
-    merged = ops.merge_attn_states(outs[0], parts[0], outs[1], parts[1])
-    torch.testing.assert_close(merged, (values(8.0), lses(LN[10])))
-    powers = ops.merge_attn_states(outs[0], lses(1.0), outs[1], lses(3.0), lse_base="2")
-    torch.testing.assert_close(powers, (values(8.0), lses(math.log2(10))))
-    four = torch.stack([values(each) for each in (8.0, 0.0, NAN, 2.0)])
-    parts4 = torch.stack([lses(each) for each in (0.0, LN[3], -INF, LN[4])])
-    torch.testing.assert_close(ops.merge_states(four, parts4), (values(2.0), lses(LN[8])))
-
-
 @pytest.mark.parametrize("empty", [-INF, INF, NAN])
 def test_a_side_without_keys_is_the_other_one(empty: float) -> None:
     """To the bit, whatever its output holds, and whichever side it is."""
@@ -229,28 +215,6 @@ def test_merging_parts_one_by_one_is_merging_all() -> None:
     for out, lse in zip(outs, parts, strict=True):
         run = ops.merge_attn_states(*run, out, lse)
     torch.testing.assert_close(run, ops.merge_states(outs, parts), rtol=1e-5, atol=1e-6)
-
-
-HAND = {
-    "q": torch.tensor([[[1.0, 0.0]], [[0.0, LN[3]]]]),
-    "new": (torch.zeros(2, 1, 1), torch.tensor([[0.0], [1.0]]), torch.tensor([[[1.0]], [[5.0]]])),
-    "context": (torch.zeros(2, 1, 1), torch.zeros(2, 1), torch.tensor([[[7.0]], [[9.0]]])),
-}
-
-
-def test_a_chunk_and_the_new_tokens_by_hand() -> None:
-    """Keys (0, 0) and (0, 1), values 1 and 5; a context of two keys (0, 0), values 7 and 9."""
-    bounds = i32([0, 2])
-    run = {"softmax_scale": 1.0}
-    new = ops.mla_prefill(HAND["q"], *HAND["new"], bounds, bounds, causal=True, **run)
-    torch.testing.assert_close(new.out.flatten(), torch.tensor([1.0, 4.0]))
-    torch.testing.assert_close(new.lse.flatten(), torch.tensor([0.0, LN[4]]))
-    chunk = ops.mla_prefill(HAND["q"], *HAND["context"], bounds, bounds, causal=False, **run)
-    torch.testing.assert_close(chunk.out.flatten(), torch.tensor([8.0, 8.0]))
-    torch.testing.assert_close(chunk.lse.flatten(), torch.tensor([LN[2], LN[2]]))
-    both = ops.merge_attn_states(*chunk, *new)
-    torch.testing.assert_close(both.out.flatten(), torch.tensor([17 / 3, 32 / 6]))
-    torch.testing.assert_close(both.lse.flatten(), torch.tensor([LN[3], LN[6]]))
 
 
 def attention(q, k_nope, k_pe, v, scale, context):
@@ -327,15 +291,3 @@ def test_nan_stays_in_its_request(causal: bool) -> None:
         assert_exact((left[:3], left[7:]), (right[:3], right[7:]))
     assert found.out[6].isnan().all()
     assert found.lse[6].isnan().all()
-
-
-def test_strided_views_and_any_order_of_dimensions() -> None:
-    seed = torch.Generator().manual_seed(0)
-    dense = ragged_prefill(seed, [(3, 5), (4, 4)], dtype=torch.float32)
-    transposed = [each.transpose(0, -1).contiguous().transpose(0, -1) for each in dense[:4]]
-    for causal in (False, True):
-        run = {"softmax_scale": 0.2, "causal": causal}
-        expected = ops.mla_prefill(*dense, **run)
-        found = ops.mla_prefill(*transposed, *dense[4:], **run)
-        torch.testing.assert_close(found, expected)
-        assert found.out.is_contiguous()

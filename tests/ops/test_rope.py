@@ -121,51 +121,6 @@ def test_rotation_is_float32_with_one_cast(dtype):
         assert actual[token] == values[:32] + tail
 
 
-def test_back_is_the_inverse():
-    table, x = ops.rope_cos_sin_cache(4096, **YARN), normal(64, 2, 512, dtype=torch.float32)
-    positions = torch.arange(64) * 63
-    there = ops.apply_rope(x, positions, table)
-    assert (there - x)[1:, :, 448:].abs().max() > 1
-    torch.testing.assert_close(there.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
-    back = ops.apply_rope(there, positions, table, inverse=True)
-    torch.testing.assert_close(back, x, rtol=0, atol=2e-6)
-
-
-def test_products_of_rotated_rows_depend_on_the_distance():
-    table = ops.rope_cos_sin_cache(1100, theta=10000.0)
-    q, k = normal(1, 64, seed=1, dtype=torch.float32), normal(1, 64, seed=2, dtype=torch.float32)
-
-    def product_at(query: int, key: int) -> float:
-        left = ops.apply_rope(q, i64([query]), table)
-        return (left * ops.apply_rope(k, i64([key]), table)).sum().item()
-
-    assert product_at(1033, 1003) == pytest.approx(product_at(30, 0), abs=1e-4)
-    assert product_at(30, 0) != pytest.approx(product_at(0, 30), abs=1e-2)
-
-
-@pytest.mark.parametrize("name", ["apply_rope", "inverse_rope_group"])
-def test_strides_change_nothing(name):
-    op = getattr(ops, name)
-    kwargs = {"num_groups": 2} if name == "inverse_rope_group" else {}
-    x, table = normal(5, 4, 128), ops.rope_cos_sin_cache(9, theta=10000.0, rope_dim=64)
-    positions = i64([3, -1, 8, 9, 0])
-    expected = op(x, positions, table, **kwargs)
-    permuted = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    sliced = torch.cat([x, x, x], 2)[:, :, 128:256]
-    columns = torch.stack([positions, positions], 1)[:, 1]
-    for values, where, angles in (
-        (permuted, columns, table.t().contiguous().t()),
-        (sliced, positions, torch.cat([table, table], 1)[:, 64:]),
-        (x[:, :1].expand(5, 4, 128), positions, table),
-    ):
-        wanted = expected if values is not None else None
-        if values.stride(1) == 0:
-            wanted = op(values.contiguous(), positions, table, **kwargs)
-        actual = op(values, where, angles, **kwargs)
-        assert torch.equal(actual, wanted)
-        assert actual.is_contiguous()
-
-
 def wrong_rotations():
     """Mistakes that implementations make, as what they do to rows, cosines and sines."""
 
@@ -213,17 +168,6 @@ def test_the_budget_refuses_a_wrong_rotation(wrong, dtype):
         assert_agrees("wrong", op_testing, case, (result,), expected)
 
 
-def test_groups_are_heads_side_by_side():
-    o, table = normal(3, 8, 512), ops.rope_cos_sin_cache(9, **YARN)
-    where = i64([5, 0, 2**40])
-    heads = ops.apply_rope(o, where, table, inverse=True)
-    groups = ops.inverse_rope_group(o, where, table, num_groups=4)
-    assert groups.shape == (3, 4, 1024)
-    for group, side in product(range(4), range(2)):
-        part = groups[:, group, 512 * side : 512 * (side + 1)]
-        assert torch.equal(part, heads[:, 2 * group + side])
-
-
 LAYOUTS = ("row", "column_padded", "ue8m0_packed")
 
 
@@ -253,20 +197,6 @@ def test_fp8_form_has_the_bytes_of_the_oracle(scale_layout):
                 assert stored.tolist() == [2.0 ** (byte - 127) for byte in expected]
 
     compare()
-
-
-def test_scales_view_of_the_matrix_product():
-    """[num_tokens, num_groups, blocks] with a token stride of 1."""
-    o, table = normal(5, 4, 512), ops.rope_cos_sin_cache(9, **YARN)
-    where, options = torch.arange(5), {"num_groups": 2}
-    column = ops.inverse_rope_group_quantize(
-        o, where, table, scale_layout="column_padded", **options
-    )
-    row = ops.inverse_rope_group_quantize(o, where, table, scale_layout="row", **options)
-    view = column.scales.permute(2, 0, 1)[:5]
-    assert view.stride() == (1, 64, 8)
-    assert torch.equal(view, row.scales.permute(1, 0, 2))
-    assert torch.equal(column.values.view(torch.uint8), row.values.view(torch.uint8))
 
 
 @pytest.mark.slow

@@ -289,7 +289,23 @@ def _compressor_cases() -> list[Case]:
         worked("no token", unchanged, **{name: each[:0] for name, each in last.items()}),
         worked("no page", ([],), k_cache=torch.zeros(0, 2, 2)),
         worked("bfloat16", k_cache=torch.full((1, 2, 2), 7.0, dtype=torch.bfloat16)),
+        worked("a row of NaN", kv_score=_spoiled(0, torch.nan)),
+        worked("a score of -inf", kv_score=_spoiled(2, -torch.inf)),
+        worked("a score of inf", kv_score=_spoiled(2, torch.inf)),
+        worked(
+            "the last positions of all, and later ones",
+            ([[[7.0], [0.5]]],),
+            **{**one, "ape": torch.zeros(1, 1), "compress_ratio": 1},
+            positions=i64([2**31 - 1, 2**31 - 2, 2**40 + 1, 2**63 - 1]),
+            slot_mapping=i64([0, 1, 0, 0]),
+        ),
     ]
+
+
+def _spoiled(place: int, value: float) -> Tensor:
+    kv_score = torch.tensor([[1.0, 3, 0, 0], [3, 5, 0, 0], [0, 0, 0, 0], [6, -8, 0, 0]])
+    kv_score[0, place] = value
+    return kv_score
 
 
 def _tokens(draw: Draw, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
