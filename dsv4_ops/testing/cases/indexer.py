@@ -61,6 +61,18 @@ def _gather_cases() -> list[Case]:
         ),
         _many_requests("a key for two requests of three", cache, [0, 1, 1] * 30),
         _many_requests("few keys of many requests", cache, ([0] * 99 + [1, 0]) * 20),
+        *(
+            Case(name, (cache, i32(starts), i32(table)), {**_PAGES_OF_1, "num_rows": 4})
+            for name, starts, table in (
+                ("the first request starts later", [2, 4], [[1, 1]]),
+                ("the first request started before", [-3, 2], [[1, 0, 1, 1, 1]]),
+                ("all before, all behind", [-5, -2, 0, 5, 9], [[1] * 5] * 4),
+                ("starts at the end of int32", [0, 2**31 - 1, 2**31 - 1], [[1, 1], [1, 1]]),
+                ("positions beyond int32", [-(2**31), 2, 4], [[1, 1], [1, 1]]),
+                ("pages past the end", [0, 4], [[2, 1, 2**31 - 1, -(2**31)]]),
+                ("no column", [0, 2], [[]]),
+            )
+        ),
     ]
 
 

@@ -98,17 +98,41 @@ def _gather_cases() -> list[Case]:
     ]
 
 
+_MOST, _LEAST = 2**31 - 1, -(2**31)
+_GATHERS: tuple[tuple[str, list[int], list[int] | None, list[list[int]], int], ...] = (
+    ("more rows than the sequence has", [1], [3], [[2, 0]], 0),
+    ("past the end of the table", [5], [4], [[2, 0]], 0),
+    ("more than there is room for, later", [4], [3], [[2, 0]], 2),
+    ("no sequence, and negative lengths", [0, -1, 3], [2, 3, -1], [[2]] * 3, 0),
+    ("the longest", [_MOST] * 4, [_MOST, _MOST - 1, 2, _LEAST], [[2, 0]] * 4, 0),
+    # in int32 the first request's would be positions 1 and 2
+    ("far below zero", [_LEAST, _LEAST, 0], [_MOST, 1, _MOST], [[2, 0]] * 3, 0),
+    ("pages that do not exist", [8], [7], [[-1, 3, 4, _MOST, _LEAST, 0]], 0),
+    ("no column", [2], None, [[]], 0),
+)
+"""Sequence and gather lengths, tables and offsets, over four blocks of two rows."""
+
+
 def _gather_all_cases() -> list[Case]:
     cache, lens, row, zeros = _worked_gather()
     settings = {**_PAGES_OF_1, "offset": 1, "num_rows": 4}
     gathered = [[zeros, row, zeros, zeros], [zeros, zeros, row, row]]
     rows = torch.arange(8, dtype=torch.float32).reshape(2, 2, 2)
+    four = torch.arange(1.0, 17.0).reshape(4, 2, 2)
     plain = {"block_size": 2, "layout": "plain", "offset": 0, "num_rows": 3}
     moved = [[[4.0, 5.0], [6.0, 7.0], [0.0, 1.0]]]
     return [
         Case("page, no page, before the start", (cache, *lens), settings, (gathered,)),
         Case("no row", (cache, *lens), {**settings, "num_rows": 1}, ([[zeros]] * 2,)),
         Case("plain rows", (rows, i32([3]), None, i32([[1, 0]])), plain, (moved,)),
+        *(
+            Case(
+                name,
+                (four, i32(lens), None if some is None else i32(some), i32(table)),
+                {**plain, "offset": offset, "num_rows": 4},
+            )
+            for name, lens, some, table, offset in _GATHERS
+        ),
     ]
 
 
