@@ -7,12 +7,10 @@ import torch
 import torch._inductor.config
 
 import dsv4_ops as ops
-from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, providers
 from dsv4_ops.lowering.inspect import (
     build_package,
     compile_and_get_code,
-    load_package,
     opaque_calls,
 )
 from tests.fakes import flash_mla as fake_flash_mla
@@ -311,25 +309,6 @@ def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
         backend="aot_eager",
     )
     fixed(*case.tensors[:8])
-    assert flash_mla.calls == ["decode"]
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("compiled code calls it above; test_export.py packages an opaque op")
-def test_a_package_needs_the_library_only(flash_mla, tmp_path):
-    """In this process; in one that has only torch and the library: tests/gpu/test_providers.py."""
-    case = decode_case(3, 7, 64)
-    given = case.tensors[:8]
-
-    class Call(torch.nn.Module):
-        def forward(self, *tensors):
-            return tuple(ops.sparse_mla_decode(*tensors, **case.settings, impl="flash_mla"))
-
-    program = torch.export.export(Call(), given, dynamic_shapes=None)
-    assert [node.target for node in program.graph.nodes if node.target is OPS[DECODE].op]
-    run = load_package(build_package(program, tmp_path / "decode.pt2"))
-    flash_mla.calls.clear()
-    check(DECODE, case, run(*given), "packaged")
     assert flash_mla.calls == ["decode"]
 
 

@@ -12,7 +12,6 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, prefill, providers
 from dsv4_ops.reference.bf16_workspace import Prefill, Source, find_spans, list_rows
 from dsv4_ops.testing.case import Case
-from dsv4_ops.testing.cases.sparse_mla import one_key_page
 from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, i64, nightly, strided, widened
 from tests.support.attention_batches import generator, integers
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
@@ -44,58 +43,6 @@ def agrees(case: Case) -> None:
 
 
 # --- by hand
-
-
-def by_hand(positions: list[int], requests: list[int], *extra: Tensor, **changed: object):
-    """Means of the keys 2, 4 and 6, which are blocks 0, 1 and 2, and the sums of as many ones."""
-    pages = torch.cat([one_key_page(value) for value in (2, 4, 6)])
-    q = torch.zeros(len(positions), 64, 512, dtype=torch.bfloat16)
-    table = i32([[0, 1, 2, 0], [2, -1, 9, 1]])
-    given = (pages, *extra) if extra else ()
-    out, lse = ops.sparse_mla_prefill(
-        q, pages, i64(positions), i32(requests), table, *given,
-        **{**SETTINGS, **changed}, impl="flash_mla",
-    )  # fmt: skip
-    assert bool((out == out[:, :1, :1]).all())
-    assert bool((lse == lse[:, :1]).all())
-    return out[:, 0, 0].tolist(), [round(value, 4) for value in lse.exp()[:, 0].tolist()]
-
-
-def test_windows_by_hand(flash_mla):
-    """In any order; of request 1 only the first and the last block exist; padding and requests that
-    do not exist."""
-    positions = [2, 0, -1, 3, 1, 3, 0, 2, 2, INT32_MAX, 2**40, 1]
-    requests = [0, 0, 0, 0, 1, 1, 1, 1, -1, 0, 0, 2]
-    out, keys = by_hand(positions, requests)
-    assert out == [5, 2, 0, 4, 6, 4, 6, 0, 0, 0, 0, 0]
-    assert keys == [2, 1, 0, 2, 1, 1, 1, 0, 0, 0, 0, 0]
-    assert flash_mla.calls == ["prefill"]
-
-
-def test_selected_rows_by_hand(flash_mla):
-    """Of 2 positions each: the first of them at position 1. A row that is selected twice counts
-    twice, also beside the window; rows of the future and on no block do not."""
-    table, chosen = i32([[1, 2], [0, -1]]), i32([[0, 0, 1], [0, -5, 1], [1, 0, 0], [1, 0, 9]])
-    out, keys = by_hand([3, 0, 1, 3], [0, 0, 0, 1], table, chosen)
-    # 6 2 and 4 4 6;  2;  2 4 and 4 4;  block 1 and row 0, block 0
-    assert out == [pytest.approx(4.4, rel=4e-3), 2, 3.5, 3]
-    assert keys == [5, 1, 4, 2]
-
-
-def test_all_rows_by_hand(flash_mla):
-    out, keys = by_hand([3, 2, 0, 3, 9], [0, 0, 0, 1, 0], i32([[1, 2], [0, -1]]))
-    # 6 2 and 4 6;  4 6 and 4;  2;  4 and 2;  past the window's table: 4 6
-    assert out == [4.5, pytest.approx(14 / 3, rel=4e-3), 2, 3, 5]
-    assert keys == [4, 3, 1, 2, 2]
-
-
-def test_a_window_wider_than_the_table(flash_mla):
-    for size in (4, 5, 64, 2**31 - 1):
-        out, keys = by_hand([3, 0, 6, 2**31 - 2], [0, 0, 0, 0], window_size=size)
-        wide = size > 6
-        last = 14 / 4 if size > 2**31 - 2 else 0
-        assert out == [3.5, 2, 3.5 if wide else 2 if size == 4 else 4, last]
-        assert keys == [4, 1, 4 if wide else size - 3, 4 if last else 0]
 
 
 def test_what_is_gathered_by_hand():
@@ -136,22 +83,6 @@ def test_the_adapter_gives_what_the_reference_gives(mode, heads, flash_mla):
 @pytest.mark.parametrize("block", [1, 53, 256])
 def test_windows_and_page_sizes(window, block, flash_mla):
     agrees(prefill_case(3, 12, 64, "C4", window=window, block=block, longest=300, topk=1))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_tokens_in_any_order_without_a_sink(mode, flash_mla):
-    case = prefill_case(4, 30, 64, mode, **SMALL)
-    order = torch.randperm(30, generator=generator(1))
-    moved = {
-        name: case.tensors[PLACES[name]][order]
-        for name in PER_TOKEN
-        if case.tensors[PLACES[name]] is not None
-    }
-    expected = call(PREFILL, case, impl="flash_mla")
-    actual = call(PREFILL, but(case, **moved), impl="flash_mla")
-    for left, right in zip(actual, expected, strict=True):
-        torch.testing.assert_close(left, right[order], rtol=0, atol=0)
-    agrees(but(case, attn_sink=None))
 
 
 @settings(

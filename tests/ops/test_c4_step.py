@@ -16,8 +16,6 @@ from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.c4_step import NAMES
 from dsv4_ops.testing.contract.compare import equal
 from dsv4_ops.testing.strategies.calls import primer, stays_determined
-from tests.ops.test_contract import patterns
-from tests.oracles import c4_step as oracles
 from tests.support.sampled import sampled
 
 SPEC = OPS["insert_c4_step"]
@@ -131,35 +129,3 @@ def test_the_scale_is_that_of_the_model() -> None:
     )
     assert torch.equal(weights, query.weights)
     assert weights[0, 0] == 2.0**-7 * 128**-0.5
-
-
-def test_exact_bytes_and_float64_rows_are_those_of_the_oracles() -> None:
-    """Each part takes the tensors that are its own."""
-    rows = [0, 0]
-
-    @sampled(30)
-    @given(testing.strategy("insert_c4_step"))
-    def compare(case: Case) -> None:
-        bits, numbers = (
-            {name: convert(tensor) for name, tensor in zip(NAMES, case.tensors, strict=True)}
-            for convert in (patterns, Tensor.tolist)
-        )
-        bf16_weights = case.tensors[NAMES.index("indexer_weights")].dtype == torch.bfloat16
-        want = oracles.insert_c4_step(bits, numbers, bf16_weights=bf16_weights, **case.settings)
-        _, codes, weights, window, states, _, indexer_states, _ = outcome(ops.insert_c4_step, case)
-        assert patterns(codes) == want.indexer_q
-        assert patterns(weights) == want.indexer_weights
-        assert window.tolist() == want.swa_cache
-        assert patterns(states) == want.states
-        assert patterns(indexer_states) == want.indexer_states
-        exact = OP_TESTING.precise(*case.tensors, **case.settings)
-        _, main, rope, keys, tail = (each.value for each in exact if each is not None)
-        pairs = ((main, rope), want.rows), ((keys, tail), want.indexer_rows)
-        for number, (parts, expected) in enumerate(pairs):
-            actual = torch.cat(parts, -1)
-            wanted = torch.tensor(expected, dtype=torch.float64).reshape(actual.shape)
-            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12, equal_nan=True)
-            rows[number] += len(expected)
-
-    compare()
-    assert min(rows) > 5

@@ -45,18 +45,6 @@ def test_slots_of_positions_beyond_int32_rounds() -> None:
     assert_exact(slots, i64([28, 13, -1]))
 
 
-def test_shares_by_hand() -> None:
-    """Log-sum-exps ln 2 and ln 8: factors 0.2 and 0.8."""
-    lses = torch.tensor([2.0, 8.0]).log().view(2, 1, 1)
-    parts = [
-        ops.cp_correct_out(torch.full((1, 1, 1), out), lse, lses)
-        for out, lse in zip((0.0, 10.0), lses, strict=True)
-    ]
-    torch.testing.assert_close(parts[0].out + parts[1].out, torch.full((1, 1, 1), 8.0))
-    for part in parts:
-        torch.testing.assert_close(part.lse, torch.full((1, 1), math.log(10)))
-
-
 @pytest.mark.parametrize("base", ["e", "2"])
 def test_shares_sum_to_the_merge(base: str) -> None:
     """Of ranks without keys, whatever their output and their log-sum-exp hold, too."""

@@ -252,7 +252,6 @@ VECTORS = {
     "dense_compressed_indices",
     "indexer_quantize_q",
     "indexer_topk",
-    "inverse_rope_group_quantize",
     "quantize_and_insert_k_cache",
     "save_compressor_states",
     "sinkhorn",

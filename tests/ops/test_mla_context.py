@@ -207,16 +207,6 @@ def test_merges_of_large_log_sum_exps() -> None:
     torch.testing.assert_close(merged, (values(3.0, 4.0), lses(1e4 + LN[2], 1e4)))
 
 
-def test_merging_parts_one_by_one_is_merging_all() -> None:
-    torch.manual_seed(0)
-    outs, parts = torch.randn(6, 7, 3, 8), torch.randn(6, 7, 3) * 5
-    parts[torch.rand(parts.shape) < 0.3] = -INF
-    run = (torch.zeros(7, 3, 8), torch.full((7, 3), -INF))
-    for out, lse in zip(outs, parts, strict=True):
-        run = ops.merge_attn_states(*run, out, lse)
-    torch.testing.assert_close(run, ops.merge_states(outs, parts), rtol=1e-5, atol=1e-6)
-
-
 def attention(q, k_nope, k_pe, v, scale, context):
     """Causal attention of one request in float64: queries behind ``context`` keys."""
     k = torch.cat([k_nope, k_pe[:, None].expand(-1, q.shape[1], -1)], 2).double()

@@ -106,45 +106,6 @@ def test_a_signalling_nan_stays_one(dtype: torch.dtype, quiet: int) -> None:
     assert bits(back).tolist() == [[values]]
 
 
-LAYERS, OF_LAYER = 3, 4
-LAYER_1 = {
-    "select": lambda c: c[1],
-    "select of a select": lambda c: c[None][0][1],
-    "unbind": lambda c: c.unbind()[1],
-    "iteration": lambda c: list(c)[1],
-    "narrow": lambda c: c.narrow(0, 1, 1)[0],
-    "slice": lambda c: c[1:2].squeeze(0),
-    "slice behind a select": lambda c: c[1][1:],
-    "split": lambda c: c.split(1)[1][0],
-    "chunk": lambda c: c.chunk(3)[1][0],
-    "flatten": lambda c: c.flatten(0, 1)[OF_LAYER : 2 * OF_LAYER],
-    "view behind a select": lambda c: c[1].view(-1, 2, 3),
-    "as_strided": lambda c: c.as_strided(c.shape[1:], c.stride()[1:], c.stride(0)),
-    "transpose": lambda c: c.transpose(0, 1)[:, 1],
-}
-
-
-@pytest.mark.nightly("test_compiled_cache.py writes one of a stacked cache, by another op")
-def test_views_of_one_tensor_for_all_layers():
-    """A graph writes where eager does, in any form of "the blocks of layer 1" (torch rebuilds such
-    views of graph inputs at offset 0 for an op that stays in the graph:
-    tests/compile/test_upstream.py)."""
-
-    def write(caches, k, slots):
-        for cache, view in zip(caches, LAYER_1.values(), strict=True):
-            ops.insert_k_cache(k, view(cache), slots)
-
-    k, slots = torch.arange(1.0, 7).view(2, 3), i64([5, 2])
-    eager, compiled = ([torch.zeros(LAYERS, OF_LAYER, 2, 3) for _ in LAYER_1] for _ in range(2))
-    write(eager, k, slots)
-    torch._dynamo.reset()
-    torch.compile(write, fullgraph=True, dynamic=True)(compiled, k, slots)
-    for name, want, got in zip(LAYER_1, eager, compiled, strict=True):
-        assert want[1].any()
-        assert not want[[0, 2]].any()
-        assert torch.equal(got, want), name
-
-
 @pytest.mark.parametrize("stride", [(3, 12, 1), (16, 5, 1), (6, 3, 1)])
 def test_rows_may_be_in_any_order_in_memory(stride):
     """Row by row of all blocks, with gaps behind rows and blocks, or dense."""

@@ -12,7 +12,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.compile.test_compiled_cache import cache_sized_buffers
-from tests.helpers import i64, nightly
+from tests.helpers import NIGHTLY, i64, nightly
 from tests.ops.test_contract import one_nan, patterns
 from tests.oracles import rope as oracles
 from tests.support.sampled import sampled
@@ -80,29 +80,6 @@ def test_queries_are_normalised_without_a_rounding_between():
     assert (twice != once)[..., 448:].float().mean() > 0.1
 
 
-@pytest.mark.parametrize("mistake", ["weighted", "whole row", "no epsilon", "no rotation"])
-def test_the_budget_refuses_wrong_queries(mistake):
-    op_testing = testing.op_testing("qnorm_rope_kv_insert")
-    tensors = arguments()
-    tensors[0] = tensors[0] * 2.0**-10  # of the size of the epsilon
-    case = testing.Case("called", tuple(tensors), {**FP8, "layout": "v4_fp8"})
-    outcome = case.run(ops.qnorm_rope_kv_insert, (2,))
-    assert_agrees("right", op_testing, case, outcome, outcome)
-    values = tensors[0].float()
-    square = values.square().mean(-1, keepdim=True)
-    normed = values * torch.rsqrt(square + 1e-6)
-    wrong = {
-        "weighted": normed * 1.02,
-        "whole row": values * torch.rsqrt(square.mean(1, keepdim=True) + 1e-6),
-        "no epsilon": values * torch.rsqrt(square),
-        "no rotation": normed,
-    }[mistake]
-    if mistake != "no rotation":
-        wrong = ops.apply_rope(wrong, WHERE, TABLE)
-    with pytest.raises(AssertionError, match="budgets from float64"):
-        assert_agrees("wrong", op_testing, case, (wrong.to(torch.bfloat16), outcome[1]), outcome)
-
-
 def test_values_beyond_float32_become_zero():
     q = torch.full((1, 1, 512), 3e38, dtype=torch.bfloat16)
     where, rest = i64([5]), (normal(1, 512), garbage("v4_fp8"), i64([-1]))
@@ -115,9 +92,8 @@ def test_values_beyond_float32_become_zero():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["argument", *nightly("test_compiled_cache.py", "buffer")])
 def test_compiled_it_writes_the_cache_where_it_is(how):
-    """Caches of both layouts, in one graph."""
     torch._dynamo.reset()
-    layouts = {"v4_fp8": MainLayout(64), "plain": PlainLayout(64)}
+    layouts = {"v4_fp8": MainLayout(64), **({"plain": PlainLayout(64)} if NIGHTLY else {})}
     given = {layout: arguments(layout) for layout in layouts}
     copies = {layout: [tensor.clone() for tensor in given[layout]] for layout in layouts}
     expected = {
@@ -132,9 +108,9 @@ def test_compiled_it_writes_the_cache_where_it_is(how):
     held = {layout: tensors[2] for layout, tensors in given.items()}
     addresses = [cache.data_ptr() for cache in held.values()]
 
-    def call(fp8, plain):
+    def call(*tensors):
         results = []
-        for layout, (q, kv, cache, *rest) in (("v4_fp8", fp8), ("plain", plain)):
+        for layout, (q, kv, cache, *rest) in zip(layouts, tensors, strict=True):
             written = held[layout] if how == "buffer" else cache
             settings = {**FP8, "layout": layout}
             results.append(ops.qnorm_rope_kv_insert(q, kv, written, *rest, **settings))

@@ -7,6 +7,7 @@ of what it writes to. Nothing here imports torch.
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 
 from tests.oracles.kv import CODES as MAGNITUDES, places
 
@@ -44,6 +45,7 @@ def f32(x: Fraction) -> Fraction:
     return nearest(x, 24, -149)
 
 
+@cache
 def read(bits: int, dtype: str) -> Number:
     """The number with these bits."""
     _, smallest, width, mantissa_bits = FORMATS[dtype]
@@ -70,6 +72,7 @@ def bits_of(x: Fraction, dtype: str, sign: bool = False) -> int:
     return negative | min(exponent << mantissa_bits | whole, (2**width - 1) << mantissa_bits)
 
 
+@cache
 def code_of(x: Number, scale: Fraction, negative: bool) -> int:
     """The e4m3 code of ``x / scale``, a quotient in float32, saturated."""
     if x == "nan":
@@ -176,6 +179,7 @@ def code_number(code: int) -> Number:
     return "nan" if code & 0x7F == NAN_CODE else Fraction(CODE_VALUES[code])
 
 
+@cache
 def product_bits(code: int, scale: Number) -> int:
     """bf16 bits of a code times a scale: a float32 product, rounded once more."""
     negative, x = code >= CODE_SIGN, code_number(code)
@@ -199,6 +203,7 @@ def tile_values(row: Sequence[int]) -> Row:
     return found + [int.from_bytes(rope[at : at + 2], "little") for at in range(0, len(rope), 2)]
 
 
+@cache
 def scaled_bits(code: int, scale_bits: int) -> int:
     scale = read(scale_bits, "float32")
     if scale == 0:  # of either sign

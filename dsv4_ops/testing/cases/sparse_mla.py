@@ -627,6 +627,7 @@ sparse_mla_prefill = OpTesting(
         _mla_prefill_settings(100, 3, 16, 2),
         _mla_prefill_settings(1, 128, 64, 2),
         _mla_prefill_settings(7, 2, 4, 2, layout="plain"),
+        _mla_prefill_settings(3, 2**31 - 1, 4, 2, layout="plain"),
     ),
     make=_mla_prefill_call,
     precise=_precise,
