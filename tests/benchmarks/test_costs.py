@@ -1,11 +1,9 @@
 """Bytes and FLOP of rooflines by hand, the sizes of a whole run, and the inputs of cases."""
 
-import itertools
-
 import pytest
 import torch
 
-from benchmarks import compressor, indexer, kv_cache, layer, metadata, packages, sparse_mla
+from benchmarks import kv_cache, layer, packages, sparse_mla
 from benchmarks.cases import (
     attention_cases,
     gathered_cases,
@@ -13,14 +11,12 @@ from benchmarks.cases import (
     layer_cases,
     prefill_cases,
 )
-from benchmarks.cases.attention_calls import prefill_by_copy
 from benchmarks.cases.attention_cases import uniform
 from benchmarks.cases.compressor_cases import KINDS, decode_step, moved_bytes, prefill_step
 from benchmarks.cases.gathered_cases import gathered_work
-from benchmarks.cases.prefill_cases import dense_cases, selecting_cases
+from benchmarks.cases.prefill_cases import dense_cases
 from benchmarks.cases.token_check import Tolerance, outside
 from benchmarks.mla import Row, roofline_us
-from dsv4_ops.core.registry import OPS
 
 CPU = torch.device("cpu")
 
@@ -135,42 +131,6 @@ def test_a_dense_prefill_sees_the_rows_that_are_finished(monkeypatch):
     assert work.moved_bytes == (6 + 143) * 584 + 16 * 4 * 512 * 4
 
 
-def prefill_of_16():
-    return selecting_cases((16,), ((64, 64),), prefix=512)[0]
-
-
-def dense_prefill_of_16():
-    return dense_cases((16,), (64,), prefix=512)[0]
-
-
-@pytest.mark.parametrize("make", [prefill_of_16, dense_prefill_of_16])
-def test_the_way_by_a_copy_is_asked_for_as_the_launcher_does(monkeypatch, make):
-    """Its rows and lists by ops of torch, its attention by the reference: they agree with the
-    reference of the prefill if every argument is in its place."""
-    pytest.importorskip("triton", reason="published for Linux only")
-    from dsv4_ops.kernels import launcher
-    from dsv4_ops.kernels.sparse_mla import prefill
-    from dsv4_ops.reference import bf16_workspace
-
-    asked = []
-
-    def rows(how, call, sink, multiple, wanted):
-        asked.append((how, wanted))
-        return bf16_workspace.gather_rows(call, sink, multiple)
-
-    def attend(how, *args, results):
-        asked.append((how, results))
-        *given, scale = args
-        return OPS["sparse_mla_gathered"].reference(*given, softmax_scale=scale)
-
-    monkeypatch.setattr(prefill, "gather_rows", rows)
-    monkeypatch.setattr(prefill, "launch_gathered_keys", attend)
-    work = make().build(CPU)
-    results = prefill_by_copy(work.context.ratio, *work.sets[0])
-    assert asked == [(launcher.EAGER, 1), (launcher.EAGER, None)]
-    assert work.difference(work.sets[0], results, work.expected()) is None
-
-
 def test_input_sets_share_no_block(monkeypatch):
     monkeypatch.setattr(attention_cases, "rotating_sets", lambda *_: 3)
     sets = small(sparse_mla, "ragged", variant="C128").build(CPU).sets
@@ -196,23 +156,6 @@ def test_sizes_that_differ_between_cases_are_symbols_of_the_package(monkeypatch)
                 dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1
             }
             assert differing <= set(form.dims[place]), f"{form.name}, argument {place}"
-
-
-def test_the_whole_run_has_the_sizes_of_the_stored_rows():
-    def counts(module):
-        cases = {group: module.chosen_cases((group,), smoke=False) for group in module.CASES}
-        return [sum(case.timed for case in found) for found in cases.values()]
-
-    assert counts(kv_cache) == [11, 8, 10, 2, 2, 2]
-    assert counts(indexer) == [16, 16]
-    assert counts(compressor) == [8, 8, 8]
-    assert counts(layer) == [8, 10, 14]
-    assert counts(metadata) == [15, 4]
-    assert counts(sparse_mla) == [28, 7, 4, 24, 84, 37, 27, 20]
-    cases = sparse_mla.chosen_cases(("decode",), smoke=False)[1:]
-    batches = (1, 2, 8, 32, 64, 128, 256)
-    grid = itertools.product((64, 128), ("128+512", "128+1024"), batches)
-    assert [(case.labels["heads"], case.labels["keys"], case.rows) for case in cases] == [*grid]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 from tests.helpers import NIGHTLY
 from tests.support.ranks import start_forked
 
-SIZES = ["--layers", "3", "--batches", "2", "--soak", "20", "--contexts", "40", "--prefills", "9"]
+SIZES = ["--layers", "3", "--batches", "2", "--soak", "8", "--contexts", "40", "--prefills", "9"]
 
 
 @pytest.mark.slow
@@ -34,4 +34,4 @@ def test_every_phase_has_a_row(smoke, more, monkeypatch):
     assert one < two, "of twice the tokens"
     (soak,) = (row for row in rows if row["part"] == "soak")
     assert soak["logits_error"] < 0.05
-    assert soak["tokens"] > 20
+    assert soak["tokens"] > 8

@@ -12,7 +12,6 @@ import transformers
 
 from benchmarks import model as model_bench
 from benchmarks.baselines.stock_model import filled_cache, flash_shaped, same_again
-from benchmarks.harness.rows import ModelRow
 from benchmarks.run import main
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
@@ -87,37 +86,6 @@ def test_one_row_is_measured():
     logits = v4.decode_step(model, batch, cache.tensors)
     assert logits.isfinite().all()
     assert 0.1 < logits.std() < 10
-
-
-def test_what_does_not_fit_is_said_in_short():
-    row = ModelRow(batch=1, context=4, layers=4, weights_gb=1.0)
-
-    class Full:
-        device = torch.device("cpu")
-
-        def __getattr__(self, name):
-            raise torch.OutOfMemoryError("Tried to allocate 2 GiB. GPU 0 has less. And so on")
-
-    model_bench._measure_stock(row, Full())
-    assert row.stock_error == "OutOfMemoryError: Tried to allocate 2 GiB."
-    assert row.stock_ms is None
-
-
-@pytest.mark.parametrize(
-    ("kernel", "stage"),
-    [
-        ("_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel", "experts"),
-        ("gate_up_by_blocks_kernel", "experts"),
-        ("nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT", "projections"),
-        ("split_keys_kernel", "attention"),
-        ("select_keys_kernel", "indexer"),
-        ("save_compressor_states_kernel", "compressor"),
-        ("qnorm_rope_kv_insert_kernel", "insert"),
-        ("triton_poi_fused_add_div_sum_13", "norms, routers, streams, metadata"),
-    ],
-)
-def test_stage_of_a_kernel(kernel, stage):
-    assert model_bench.stage_of(kernel) == stage
 
 
 @pytest.mark.slow

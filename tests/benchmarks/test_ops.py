@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks import compressor, indexer, kv_cache, layer, metadata, sparse_mla
-from benchmarks.baselines import vllm_metadata
 from benchmarks.cases import cache_cases, indexer_cases
 from benchmarks.harness import measure
 from benchmarks.harness.work import differing_bytes
@@ -155,17 +154,6 @@ def test_what_does_not_exist_is_checked(monkeypatch, name):
         assert "The case was not timed." in made.measure(case).error
 
 
-def test_results_that_are_not_written_are_found(monkeypatch):
-    kept = {}
-
-    def lazy(call):
-        return lambda *args: kept.setdefault("first", call(*args))  # the poisoned memory
-
-    monkeypatch.setattr(measure, "compiled_op", lazy)
-    row = bench("sparse_mla").measure(timed("sparse_mla", "decode"))
-    assert "The case was not timed." in row.error
-
-
 def test_a_failing_op_is_a_row_and_an_error_at_the_end(monkeypatch, uncompiled, smoke, capsys):
     def failing(function):
         def fail(*_):
@@ -188,23 +176,6 @@ def test_a_wrong_dtype_or_number_of_results_is_a_wrong_result():
         differing_bytes([lens.int()], [lens])
     with pytest.raises(WrongResult):
         differing_bytes([lens, lens], [lens])
-
-
-def test_a_package_that_cannot_be_built_is_said_and_not_tried_again(monkeypatch, uncompiled):
-    tried = []
-
-    def broken(form, device):
-        tried.append(form.name)
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(sparse_mla.Packages.of.__globals__["report"], "progress", iter)
-    monkeypatch.setitem(sparse_mla.Packages.of.__globals__, "build", broken)
-    made = bench("sparse_mla")
-    first, second = (made.measure(case) for case in cases("sparse_mla", "packages")[:2])
-    assert tried == ["decode"]
-    for row in (first, second):
-        assert row.note == "package_us: RuntimeError: no compiler"
-        assert (row.error, row.compiled_us, row.more.get("package_us")) == (None, 2.0, None)
 
 
 def test_a_package_is_checked_and_timed_beside_the_call(uncompiled):
@@ -337,13 +308,3 @@ def test_a_broken_baseline_is_a_note(uncompiled):
     row = bench("sparse_mla", object()).measure(timed("sparse_mla", "window"))
     assert "AttributeError" in row.baseline_error
     assert row.compiled_us == 2.0
-
-
-def test_other_metadata_of_vllms_is_said(monkeypatch, uncompiled):
-    def differs(*_):
-        raise vllm_metadata.BaselineMismatch("swa_lens differs")
-
-    monkeypatch.setattr(vllm_metadata, "measure", differs)
-    row = bench("metadata", object()).measure(timed("metadata", "mixed"))
-    assert (row.baseline_agrees, row.error) == (False, None)
-    assert row.baseline_error == "BaselineMismatch: swa_lens differs"
