@@ -4,7 +4,6 @@ baselines."""
 
 import math
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import pytest
 import torch
 
 import dsv4_ops as ops
-from dsv4_ops.attention.caches import KVCacheBuffers, mark_static
-from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
-from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package
+from dsv4_ops.attention.caches import KVCacheBuffers
+from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.testing.contract import checks
 from tests.compile.test_compiled_cache import LAYOUT, SLOTS, garbage, insert, keys
-from tests.support.attention_batches import graph_of, no_host_sync
+from tests.support.attention_batches import no_host_sync
 from tests.support.prefill_batches import GRAPHS
 
 BASELINES = Path(os.environ.get("ANCHOR_DIR", Path(__file__).parents[2] / ".anchor"))
@@ -101,27 +99,6 @@ def test_captured_inserts_and_reads_keep_their_order():
     assert before == [cache.data_ptr() for cache in step.caches]
 
 
-@pytest.mark.parametrize("how", ["marked", "argument"])
-def test_a_cache_argument_is_written_in_place(how):
-    """A marked argument is captured; a plain one is written in place without CUDA graphs."""
-    torch._dynamo.reset()
-    cache, k, slots = garbage().cuda(), keys(0).cuda(), SLOTS.cuda()
-    start, address = cache.clone(), cache.data_ptr()
-    options = GRAPHS if how == "marked" else {}
-    if how == "marked":
-        mark_static(cache)
-    compiled = torch.compile(insert, fullgraph=True, dynamic=False, options=options)
-    _, code = compile_and_get_code(compiled, k, cache, slots)
-    for _ in range(3):
-        cache.copy_(start)
-        compiled(k, cache, slots)
-        assert torch.equal(cache.cpu(), expected_cache(k, start, slots))
-    assert cache.data_ptr() == address
-    assert "quantize_and_insert_kernel" in code
-    assert ".copy_(" not in code
-    assert "empty_strided_cuda((" not in code.partition("def call(")[2], "nothing is allocated"
-
-
 @pytest.mark.parametrize("where", ["graph", "buffer", "argument"])
 def test_a_layer_of_a_stacked_cache_is_the_one_that_is_written(where):
     """Selected in a graph of fixed sizes, from a buffer, or before the call with any sizes."""
@@ -160,46 +137,6 @@ def test_a_layer_at_a_symbolic_offset_is_refused():
     with pytest.raises(Exception, match=message):
         compiled(keys(4).cuda(), stacked, SLOTS.cuda())
     assert torch.equal(stacked, before)
-
-
-def test_package_writes_the_callers_cache(tmp_path):
-    """AOTInductor: dynamic sizes, the kernels inside the package, the caller's tensors written, and
-    captured."""
-
-    def call(k, cache, indexer, k_indexer, slots, lens, table):
-        insert(k, cache, slots)
-        ops.quantize_and_insert_indexer_k(k_indexer, indexer, slots, block_size=64)
-        rows = ops.gather_k_cache(cache, lens, None, table, block_size=64, num_rows=99)
-        out = torch.zeros_like(rows)
-        ops.dequantize_and_gather_k_cache(out, cache, lens, None, table, block_size=64)
-        return rows, out
-
-    def inputs(seed, tokens, blocks):
-        generator = torch.Generator().manual_seed(seed)
-        slots = torch.randperm(blocks * 64, generator=generator)[:tokens]
-        lens = torch.randint(0, 64 * blocks, (3,), generator=generator).int()
-        table = torch.randint(-1, blocks + 1, (3, blocks + 2), generator=generator).int()
-        layouts = LAYOUT.allocate(blocks), IndexerLayout(64).allocate(blocks)
-        return (keys(seed, tokens), *layouts, keys(seed, tokens, 128), slots, lens, table)
-
-    static = tuple(tensor.cuda() for tensor in inputs(0, 7, 5))
-    package = build_package(checks.export_dynamic(call, static), tmp_path / "cache.pt2")
-    run = load_package(package)
-    for seed in range(4):
-        on_cpu = inputs(seed, 3 + 5 * seed, 2 + seed)
-        moved = tuple(tensor.cuda() for tensor in on_cpu)
-        actual = [tensor.cpu() for tensor in run(*moved)]
-        checks.assert_same("package", actual, call(*on_cpu))
-        checks.assert_same("written", [tensor.cpu() for tensor in moved], on_cpu)
-    run = load_package(package, run_single_threaded=True)
-    graph, captured = graph_of(lambda: run(*static))
-    for seed in range(10):
-        on_cpu = inputs(seed, 7, 5)
-        for tensor, fresh in zip(static, on_cpu, strict=True):
-            tensor.copy_(fresh)
-        graph.replay()
-        checks.assert_same("replay", [tensor.cpu() for tensor in captured], call(*on_cpu))
-        checks.assert_same("written", [tensor.cpu() for tensor in static], on_cpu)
 
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
@@ -269,18 +206,3 @@ def test_garbage_in_unused_bytes_changes_nothing():
     assert not results[0].isnan().any()
     for result in results[1:]:
         assert torch.equal(result, results[0])
-
-
-@pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
-def test_a_cache_that_starts_between_multiples_of_16_is_refused(compile_it):
-    torch._dynamo.reset()
-    storage = torch.zeros(2 * LAYOUT.page_bytes + 16, dtype=torch.uint8, device="cuda")
-    cache = storage[8 : 8 + 2 * LAYOUT.page_bytes].view(2, LAYOUT.page_bytes)
-    call = torch.compile(insert, fullgraph=True) if compile_it else insert
-    message = (
-        "quantize_and_insert_k_cache: k_cache must have pages that start at multiples of 16 bytes, "
-        "got storage offset 8."
-    )
-    with pytest.raises(Exception, match=re.escape(message)):
-        call(keys(0).cuda(), cache, SLOTS.cuda())
-    assert not cache.any()

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout, PlainLayout, StateLayout
-from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
-from dsv4_ops.testing.contract.compare import assert_agrees, assert_precise
-from tests.support.attention_batches import graph_of, no_host_sync
+from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.support.compressor_steps import (
     KINDS,
     LAYOUTS,
@@ -31,37 +28,6 @@ from tests.support.compressor_steps import (
 DEVICE = "cuda"
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LENS = {"C4": [410, 0, 193, 4, 3], "C4 indexer": [410, 0, 193, 4, 3], "C128": [300, 127, 128, 513]}
-
-
-def on_device(case: Case) -> Case:
-    return case.on(DEVICE)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["save_compressor_states", "compress_and_insert", "save_and_compress", "insert_c4_step"],
-)
-def test_kernels_agree_with_the_reference(name: str) -> None:
-    """Sampled calls of every configuration, the e4m3 cast of the hardware included."""
-    spec = OPS[name]
-    op_testing = spec.implementation("testing")
-
-    @settings(
-        max_examples=100 if name == "insert_c4_step" else 400,  # its reference takes half a second
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(testing.strategy(name))
-    def compare(case: Case) -> None:
-        expected = case.run(spec.reference, spec.mutated)
-        actual = [tensor.cpu() for tensor in on_device(case).run(spec.op, spec.mutated)]
-        assert_agrees(name, op_testing, case, actual, expected)
-        if op_testing.precise is not None:
-            assert_precise(name, op_testing, case, actual)
-
-    compare()
 
 
 def filled(kind: str, layout: str, lens: list[int], seed: int = 2) -> tuple[Engine, list[Any]]:
@@ -129,24 +95,11 @@ def test_every_request_of_a_decode_batch_may_finish_a_window(kind: str) -> None:
     cache_layout = PlainLayout(spec["block_size"], spec["head_dim"], torch.float32)
     together = cache_layout.allocate(count // spec["block_size"] + 1, DEVICE)
     alone = together.clone()
-    shared = {"compress_ratio": spec["ratio"], "overlap": spec["overlap"], "eps": 1e-6}
-    shared |= {"state_block_size": spec["state_block_size"], "layout": "plain"}
 
     def call(cache: torch.Tensor, part: slice) -> None:
-        ops.compress_and_insert(
-            kv_score[part],
-            weights["ape"],
-            states,
-            table,
-            positions[part],
-            requests[part],
-            weights["norm_weight"],
-            weights["cos_sin_cache"],
-            cache,
-            slots[part],
-            block_size=spec["block_size"],
-            **shared,
-        )
+        tensors = (kv_score[part], weights["ape"], states, table, positions[part], requests[part])
+        tensors += (weights["norm_weight"], weights["cos_sin_cache"], cache, slots[part])
+        ops.compress_and_insert(*tensors, **settings_of(kind, "plain"))
 
     call(together, slice(None))
     for token in range(0, count, 7):
@@ -158,6 +111,12 @@ def test_every_request_of_a_decode_batch_may_finish_a_window(kind: str) -> None:
     assert int(together.abs().amax(-1).count_nonzero()) == count
 
 
+def settings_of(kind: str, layout: str) -> dict[str, Any]:
+    names = ("overlap", "state_block_size", "block_size")
+    settings = {name: KINDS[kind][name] for name in names}
+    return {"compress_ratio": KINDS[kind]["ratio"], "eps": 1e-6, "layout": layout, **settings}
+
+
 def step(
     kind: str, weights: dict[str, torch.Tensor], inputs: tuple[Any, ...], fused: bool = False
 ) -> None:
@@ -166,26 +125,12 @@ def step(
     kv_score, states, table, positions, requests, cache, state_slots, slots = inputs
     first = (kv_score, weights["ape"], states, table)
     rest = (positions, requests, weights["norm_weight"], weights["cos_sin_cache"], cache, slots)
-    settings = {
-        "compress_ratio": spec["ratio"],
-        "overlap": spec["overlap"],
-        "eps": 1e-6,
-        "state_block_size": spec["state_block_size"],
-        "block_size": spec["block_size"],
-        "layout": LAYOUTS[kind],
-    }
+    settings = settings_of(kind, LAYOUTS[kind])
     if fused:
         ops.save_and_compress(*first, state_slots, *rest, **settings)
         return
-    ops.save_compressor_states(
-        kv_score,
-        weights["ape"],
-        states,
-        state_slots,
-        positions,
-        compress_ratio=spec["ratio"],
-        block_size=spec["state_block_size"],
-    )
+    sizes = {"compress_ratio": spec["ratio"], "block_size": spec["state_block_size"]}
+    ops.save_compressor_states(kv_score, weights["ape"], states, state_slots, positions, **sizes)
     ops.compress_and_insert(*first, *rest, **settings)
 
 
@@ -218,34 +163,13 @@ def agrees(kind: str, weights: Any, start: tuple[Any, ...], actual: tuple[Any, .
     cpu = {name: tensor.cpu() for name, tensor in weights.items()}
     step(kind, cpu, expected)
     assert torch.equal(actual[1].cpu(), expected[1]), "states"
-    spec = KINDS[kind]
-    case_settings = {"compress_ratio": spec["ratio"], "overlap": spec["overlap"], "eps": 1e-6}
-    case_settings |= {"state_block_size": spec["state_block_size"], "layout": LAYOUTS[kind]}
-    case_settings |= {"block_size": spec["block_size"]}
     kv_score, _, table, positions, requests, cache, _, slots = start
     tensors = (kv_score, cpu["ape"], expected[1], table, positions, requests)
     tensors += (cpu["norm_weight"], cpu["cos_sin_cache"], cache, slots)
-    case = Case(kind, tensors, case_settings)
+    case = Case(kind, tensors, settings_of(kind, LAYOUTS[kind]))
     op_testing = testing.op_testing("compress_and_insert")
     assert_agrees(kind, op_testing, case, (actual[5].cpu(),), (expected[5],))
     assert not torch.equal(actual[5].cpu(), cache)
-
-
-@each_kind
-@pytest.mark.parametrize("fused", [False, True])
-def test_captured_steps_follow_their_inputs(kind: str, fused: bool) -> None:
-    """One CUDA graph of both ops, or of the one that is both, replayed after all inputs changed in
-    place, without a host sync."""
-    weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}
-    static = tuple(tensor.to(DEVICE) for tensor in decode_inputs(kind, weights, 0))
-    graph, _ = graph_of(lambda: step(kind, weights, static, fused))
-    for seed in range(1, 9):
-        fresh = decode_inputs(kind, weights, seed)
-        for tensor, value in zip(static, fresh, strict=True):
-            tensor.copy_(value)
-        with no_host_sync():
-            graph.replay()
-        agrees(kind, weights, fresh, static)
 
 
 @each_kind

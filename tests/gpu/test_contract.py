@@ -15,10 +15,16 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package
 from dsv4_ops.testing.contract import checks
 from tests.attention.test_metadata import assert_equal, decode, prefill
-from tests.support.attention_batches import graph_of, no_host_sync
+from tests.support.attention_batches import (
+    DECODE,
+    PAGED,
+    agrees_when_sampled,
+    graph_of,
+    no_host_sync,
+)
 from tests.support.inductor_bugs import mended
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
-from tests.support.prefill_batches import GRAPHS
+from tests.support.prefill_batches import GRAPHS, PREFILL
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -33,6 +39,26 @@ def test_contract_on_cuda(name):
         compiled.fuzz(200)
         checks.check_fusion(spec, "cuda")
         checks.check_cuda_graph(spec)
+
+
+COMPRESSORS = ("save_compressor_states", "compress_and_insert", "save_and_compress")
+OTHERS = (
+    *(DECODE, PAGED, PREFILL),
+    *("apply_rope", "inverse_rope_group", "pack_seq", "unpack_seq"),
+)
+OTHERS += ("inverse_rope_group_quantize", "qnorm_rope_kv_insert")
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("name", [*COMPRESSORS, *OTHERS])
+def test_sampled_calls_of_every_configuration(name, part):
+    """Eager kernels, or separate ones of torch, with NaN, infinities, adversarial slots and
+    positions; plain layouts, one head, nothing at all."""
+    agrees_when_sampled(name, part, precise=name in COMPRESSORS)
+
+
+def test_sampled_calls_of_a_reference_that_takes_half_a_second():
+    agrees_when_sampled("insert_c4_step", 0, precise=True)
 
 
 @pytest.mark.parametrize("build", [decode, prefill], ids=lambda build: build.__name__)

@@ -12,7 +12,6 @@ from dsv4_ops.testing.contract.compare import assert_precise
 from dsv4_ops.testing.float64.indexer import HOPPER_UNIT
 from tests.ops.test_indexer import plain_only
 from tests.support.attention_batches import graph_of, no_host_sync
-from tests.support.prefill_batches import GRAPHS
 
 
 class Batch:
@@ -259,21 +258,6 @@ def test_compiled_selection_takes_any_sizes():
             chosen, slots = compiled(batch.q, batch.weights, *tensors)
         assert torch.equal(chosen, batch.expected(512))
         assert torch.equal(slots, batch.slots(chosen))
-
-
-def test_selection_under_the_cuda_graphs_of_inductor():
-    torch._dynamo.reset()
-    batch = Batch(num_tokens=8, max_rows=8192)
-    tensors = [batch.q, batch.weights, batch.cache, batch.positions, batch.requests, batch.table]
-    for tensor in tensors:
-        torch._dynamo.mark_static_address(tensor)
-    sizes = {"block_size": 64, "compress_ratio": 4, "topk": 512}
-    compiled = torch.compile(
-        lambda *tensors: ops.indexer_select(*tensors, **sizes), fullgraph=True, options=GRAPHS
-    )
-    for limit in (32768, 32768, 32768, 4000, 20000):
-        batch.positions.copy_(batch.integers(0, limit, (8,)))
-        assert torch.equal(compiled(*tensors), batch.expected(512))
 
 
 def test_memory_does_not_grow_with_the_context():

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-import dsv4_ops as ops
-from dsv4_ops.attention import LayerInputs, LayerSpec, attention_layer
+from dsv4_ops.attention import LayerSpec
 from dsv4_ops.lowering.inspect import (
     build_package,
     compile_and_get_code,
@@ -95,29 +94,6 @@ def test_any_cut_into_steps_gives_the_same(kind: str, plan_heads: int) -> None:
     outputs = in_chunks(layer, inputs[:3], CUTS, padding=3, seed=5)
     for out, expected in zip(outputs, whole, strict=True):
         assert_close(out.cpu(), expected[: len(out)].cpu(), 0.01)
-
-
-@pytest.mark.parametrize("spec", [replace(PLAIN, dtype=torch.bfloat16), SPEC], ids=["bf16", "fp8"])
-def test_plans_change_only_rounding(spec: LayerSpec) -> None:
-    """That of the step, and that of another one of as many tokens; each call writes the same to the
-    same slots."""
-    layer, inputs = on_device("c128", spec)
-    poison(layer)
-    counts = [37, 1, 50, 5]
-    step = layer.step(*(tensor.to(DEVICE) for tensor in Engine(layer).batch(counts)))
-    parts = list(zip(inputs, counts, strict=True))
-    given = {name: torch.cat([rows[name][:n] for rows, n in parts]) for name in inputs[0]}
-    held = (LayerInputs(**given), layer.attention.weights, layer.attention.caches)
-    other = (torch.arange(sum(counts), device=DEVICE) * 7 % 300).int()
-    rows = step.c128.lens
-    plans = [ops.sparse_mla_plan(lens, rows, num_heads=HEADS) for lens in (step.swa_lens, other)]
-    assert not torch.equal(*plans)
-    out, *planned = (
-        attention_layer(spec, "c128", *held, replace(step, c128=replace(step.c128, plan=plan)))
-        for plan in (None, *plans)
-    )
-    for each in planned:
-        assert_close(each, out, 0.01)
 
 
 def steps_beside(layer: SmallLayer, call, steps) -> None:

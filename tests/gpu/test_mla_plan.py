@@ -3,28 +3,22 @@ batches, CUDA graphs, adversarial plans. Run there with ``pytest -m gpu tests``.
 
 import pytest
 import torch
-from torch import Tensor
 
-import dsv4_ops as ops
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.support.attention_batches import (
     DECODE,
-    DEVICE,
     PAGED,
     agrees,
     case_of,
     decode_case,
     generator,
     kernel,
-    launches_both,
     paged_case,
 )
 from tests.support.prefill_batches import (
     adversarial_plan,
-    compiled_and_captured,
     plan_of,
-    replayed,
     stale_plan,
     with_plan,
 )
@@ -116,23 +110,3 @@ def test_plans_with_partial_results_anywhere(name: str, seed: int) -> None:
         torch.cuda.synchronize()
         for left, right in zip(actual, expected, strict=True):
             assert equal(left[alone], right[alone])
-
-
-@both_ops
-@pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
-def test_captured_plans_follow_their_lens(name: str, captured_by: str) -> None:
-    """The plan is made in the graph; lengths, indices and queries change in place."""
-    case = case_of(name, 0, 32, 64)
-    op, numbers, lens = getattr(ops, name), case.settings, 6 if name == DECODE else 5
-
-    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
-        plan = ops.sparse_mla_plan(tensors[3], tensors[lens], num_heads=64)
-        return tuple(op(*tensors, plan, **numbers))
-
-    static = [tensor.to(DEVICE) for tensor in case.tensors[:-3]]
-    replay, code = compiled_and_captured(step, static, captured_by)
-    assert launches_both(code)
-    for seed in range(1, 6):
-        fresh = case_of(name, seed, 32, 64)
-        results = replayed(replay, static, list(fresh.tensors[:-3]))
-        agrees(name, fresh, results)

@@ -15,7 +15,6 @@ from tests.support.attention_batches import (
     DECODE,
     DEVICE,
     PAGED,
-    agrees_when_sampled,
     generator,
     kernel,
     some_tokens,
@@ -23,20 +22,12 @@ from tests.support.attention_batches import (
 from tests.support.prefill_batches import (
     MODES,
     PREFILL,
-    compiled_and_captured,
     plain_case,
     prefill_case,
-    replayed,
     unsplit,
 )
 
 each_mode = pytest.mark.parametrize("mode", MODES)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_sampled_calls(part: int) -> None:
-    """Every configuration, plain layouts and batches of nothing included."""
-    agrees_when_sampled(PREFILL, part)
 
 
 def on_device(case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
@@ -143,41 +134,6 @@ def test_plain_rows_with_gaps_between_them(name: str) -> None:
     for case in (dense, gaps):
         actual = tuple(spec.op(*case.tensors, **case.settings))
         assert_agrees(name, spec.implementation("testing"), dense, actual, expected)
-
-
-class Layer(torch.nn.Module):
-    """The attention of one layer whose caches are buffers."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.settings = case.settings
-        self.register_buffer("swa_cache", case.tensors[1])
-        self.register_buffer("extra_cache", case.tensors[5])
-
-    def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, positions, owners, table, extra_table, rows, sink = tensors
-        both = (self.extra_cache, extra_table, rows, sink)
-        call = (q, self.swa_cache, positions, owners, table, *both)
-        return tuple(ops.sparse_mla_prefill(*call, **self.settings))
-
-
-def inputs_of(case: Case) -> list[Tensor | None]:
-    return [tensor for place, tensor in enumerate(case.tensors) if place not in (1, 5)]
-
-
-@each_mode
-@pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
-def test_captured_steps_follow_their_batches(mode: str, captured_by: str) -> None:
-    """One compiled graph with our kernel, replayed over other requests, tables and queries."""
-    case = prefill_case(0, 64, 64, mode)
-    layer = Layer(case).to(DEVICE)
-    static = [None if tensor is None else tensor.to(DEVICE) for tensor in inputs_of(case)]
-    replay, code = compiled_and_captured(layer, static, captured_by)
-    assert "prefill_keys" in code
-    for seed in range(1, 6):
-        fresh = prefill_case(seed, 64, 64, mode)  # over the same caches
-        assert torch.equal(fresh.tensors[1], case.tensors[1])
-        on_device(fresh, replayed(replay, static, inputs_of(fresh)))
 
 
 @each_mode

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import dsv4_ops as ops
-from benchmarks import choice as bench_choice
 from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
@@ -43,11 +42,8 @@ from tests.support.attention_batches import (
     no_host_sync,
     normal,
     paged_case,
-    settings_of,
-    with_inverse_rope,
 )
 from tests.support.prefill_batches import GRAPHS, PREFILL, prefill_case
-from tests.support.providers_on_cpu import faster_from
 
 pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
 pytest_plugins = ("tests.gpu.providers",)
@@ -102,14 +98,6 @@ def test_flash_mla_decodes(tokens, heads, extra, sizes):
 def test_flash_mla_decodes_pages(tokens, heads):
     case = paged_case(tokens, tokens, heads).on(DEVICE)
     check(PAGED, case, call(PAGED, case, impl="flash_mla"))
-
-
-@pytest.mark.parametrize("name", [DECODE, PAGED])
-def test_the_rotation_is_undone_behind_flash_mla(name):
-    case = with_inverse_rope(
-        decode_case(5, 40, 64) if name == DECODE else paged_case(5, 40, 64)
-    ).on(DEVICE)
-    check(name, case, call(name, case, impl="flash_mla"))
 
 
 def adversarial_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
@@ -194,18 +182,6 @@ def test_one_plan_is_right_for_any_lens(tokens, heads, extra):
         case = decode_case(seed, tokens, heads, extra).on(DEVICE)
         plan = plan or plan_of(case)
         check(DECODE, case, planned(case, plan))
-
-
-def test_a_plan_of_other_sizes_raises():
-    case = decode_case(0, 33, 64).on(DEVICE)
-    plan = plan_of(case)
-    for field in ("num_tokens", "num_heads", "swa_width", "extra_width"):
-        with pytest.raises(ValueError, match=f"flash_mla_plan must be made for {field} = "):
-            planned(case, plan._replace(**{field: getattr(plan, field) + 64}))
-    # what only FlashMLA sees: a schedule for another number of programs
-    shorter = plan._replace(schedule=torch.cat([plan.schedule[:-42], plan.schedule[-34:]]))
-    with pytest.raises(RuntimeError):
-        planned(case, shorter)
 
 
 LENS = ("none", "one key", "random", "mostly none", "whole blocks", "full", "one long")
@@ -294,43 +270,6 @@ def test_a_captured_step_makes_its_metadata(name, extra):
         for found in outputs:
             check(name, case, found)
             assert all(torch.equal(ours, other) for ours, other in zip(found, own, strict=True))
-
-
-@pytest.mark.parametrize("impl", ["flash_mla", "deep_gemm"])
-def test_a_patched_model_shares_the_schedules_of_a_library(impl, monkeypatch):
-    """One compiled graph for decodes that end and begin; no bit of an eager step changes."""
-    pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-    from dsv4_ops.integrations import transformers as v4
-    from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import DeepseekV4Spec
-    from dsv4_ops.testing.models import small_model
-    from tests.support.hf_models import REQUESTS, Engine, new_cache, text
-
-    sizes = {"num_attention_heads": 64, "index_n_heads": 64, "dtype": torch.bfloat16}
-    sizes |= {"mlp_layer_types": ["hash_moe"] * 3, "index_topk": 128}  # no choices that round
-    logits = {}
-    for shared in (True, False):
-        with monkeypatch.context() as unshared, torch.no_grad():
-            if not shared:
-                unshared.setattr(DeepseekV4Spec, "scheduled", lambda spec, device: spec)
-            model = v4.patch(small_model(device=DEVICE, **sizes), impl=impl)
-        layers = model.dsv4_ops_spec.step_layers
-        assert bool(layers.sm_parts or layers.schedule_sms) == shared
-        steps = {"eager": v4.decode_step}
-        if shared:
-            steps["compiled"] = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
-        for name, step in steps.items():
-            engine = Engine(model, new_cache(model), text())
-            engine.prefill({0: 130, 1: 3, 2: 64})
-            found = []
-            for _ in range(6):
-                batch = engine.batch(dict.fromkeys(range(REQUESTS), 1))
-                with torch.no_grad():
-                    found.append(step(model, batch, engine.cache.tensors).clone())
-                engine.done = [done + 1 for done in engine.done]
-            logits[name, shared] = torch.stack(found)
-    assert torch.equal(logits["eager", True], logits["eager", False])
-    drift = logits["compiled", True] - logits["eager", True]
-    assert float(drift.square().mean().sqrt()) < 0.3  # of logits of one, as in test_gpu_model
 
 
 def run_of(name: str, case: Case, present: list[int], **settings):
@@ -436,48 +375,6 @@ def test_a_package_needs_the_library_only(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith("right")
-
-
-@pytest.mark.parametrize("planned", [False, True])
-def test_auto_takes_the_library_where_the_table_says_so(monkeypatch, planned):
-    monkeypatch.setattr(choice, "is_faster", faster_from(DECODE, "flash_mla", 24))
-    case = decode_case(0, 24, 64, 512).on(DEVICE)
-    plan = plan_of(case) if planned else None
-    settings = {**case.settings, "flash_mla_plan": plan}
-    assert providers.choice_of(DECODE, *case.tensors, **settings).impl == "flash_mla"
-    auto = ops.sparse_mla_decode(*case.tensors, **settings)
-    explicit = ops.sparse_mla_decode(*case.tensors, **settings, impl="flash_mla")
-    check(DECODE, case, auto)
-    check(DECODE, case, explicit)
-    fewer = decode_case(0, 1, 64, 512).on(DEVICE)
-    assert providers.choice_of(DECODE, *fewer.tensors, **fewer.settings).impl == "triton"
-
-
-def test_a_symbolic_batch_has_auto_take_ours():
-    compiled = torch.compile(
-        lambda *tensors: ops.sparse_mla_decode(*tensors, **settings_of(64, 64)).out,
-        fullgraph=True,
-        dynamic=True,
-    )
-    for tokens in (150, 300):
-        case = decode_case(1, tokens, 128).on(DEVICE)
-        _, code = (
-            compile_and_get_code(compiled, *case.tensors[:8])
-            if tokens == 150
-            else (compiled(*case.tensors[:8]), "")
-        )
-        assert "_flashmla_C" not in code
-
-
-def test_the_benchmark_of_the_table_runs():
-    for op, rows in ((DECODE, 512), (PAGED, 128), (GATHERED, 128)):
-        made = bench_choice.example(op, bench_choice.like(op, 64, 64, rows))
-        for impl in ("flash_mla", "reference" if op == GATHERED else "triton"):
-            assert bench_choice.device_us(op, impl, [made, made]) > 0
-        if op == DECODE:
-            assert bench_choice.device_us(op, "flash_mla", [made], planned=True) > 0
-    made = bench_choice.example("indexer_select", bench_choice.like("indexer_select", 64, 64, 1024))
-    assert bench_choice.device_us("indexer_select", "deep_gemm", [made, made]) > 0
 
 
 def test_both_libraries_run_here():

@@ -10,9 +10,6 @@ from torch import Tensor
 import dsv4_ops as ops
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.dispatch.providers import deep_gemm_num_sms
-from dsv4_ops.lowering.inspect import (
-    build_package,
-)
 from tests.gpu.test_cache import needs_baselines
 from tests.gpu.test_indexer import Batch
 from tests.helpers import INT32_MAX, INT32_MIN
@@ -84,19 +81,6 @@ def test_deep_gemm_compiled_and_captured(topk):
         batch.positions.copy_(batch.integers(0, limit, batch.positions.shape))
         graph.replay()
         assert torch.equal(outputs, deep_gemm(batch, topk, "triton"))
-
-
-def test_deep_gemm_is_in_no_package(tmp_path):
-    batch = Batch(num_tokens=24, max_rows=4096)
-
-    class Call(torch.nn.Module):
-        def forward(self, q):
-            batch.q = q
-            return deep_gemm(batch, 512)
-
-    program = torch.export.export(Call(), (batch.q,))
-    with pytest.raises(Exception, match=r"impl must be another in an AOTInductor package"):
-        build_package(program, tmp_path / "call.pt2")
 
 
 def lens_of(what: str, rows: int) -> Tensor:

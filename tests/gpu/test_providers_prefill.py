@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import choice as bench_choice
-from dsv4_ops.dispatch import providers
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import bf16_workspace as kernels
 from dsv4_ops.lowering.inspect import compile_and_get_code
@@ -19,7 +17,7 @@ from dsv4_ops.testing.case import Case
 from tests.gpu.test_cache import needs_baselines
 from tests.gpu.test_providers import call, check, run_of
 from tests.helpers import INT32_MAX, INT32_MIN
-from tests.support.attention_batches import DEVICE, generator, graph_of, integers, no_host_sync
+from tests.support.attention_batches import DEVICE, generator, graph_of, integers
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
 pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
@@ -143,29 +141,3 @@ def test_compiled_code_has_one_workspace(mode: str) -> None:
     if tables[1] is not None:
         rows += tables[1].shape[1] * sizes["extra_block_size"]
     assert code.count(f"empty_strided_cuda(({tables[0].shape[0] * rows}, 512)") == 1
-
-
-def test_nothing_synchronises() -> None:
-    case = prefill_case(2, 60, 64, "C4").on(DEVICE)
-    call(PREFILL, case, impl="flash_mla")
-    with no_host_sync():
-        actual = call(PREFILL, case, impl="flash_mla")
-    check(PREFILL, case, actual)
-
-
-@pytest.mark.parametrize("heads", [64, 128])
-def test_auto_has_ours_where_the_library_runs(heads: int) -> None:
-    """By way of a copy of many tokens' rows, or from the blocks: neither is FlashMLA's bits."""
-    case = prefill_case(1, 512, heads, "C4", max_reqs=2).on(DEVICE)
-    assert providers.choice_of(PREFILL, *case.tensors, **case.settings).impl == "triton"
-    auto, upstream = call(PREFILL, case), call(PREFILL, case, impl="flash_mla")
-    ours = call(PREFILL, case, impl="triton")
-    for left, right, other in zip(auto, upstream, ours, strict=True):
-        torch.testing.assert_close(left, right, atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(left, other, atol=2e-2, rtol=2e-2)
-
-
-def test_the_benchmark_of_the_table_runs() -> None:
-    made = bench_choice.example(PREFILL, bench_choice.like(PREFILL, 512, 64, 512))
-    for impl in ("flash_mla", "triton"):
-        assert bench_choice.device_us(PREFILL, impl, [made, made]) > 0

@@ -5,9 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-import dsv4_ops as ops
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
@@ -18,27 +16,17 @@ from tests.support.attention_batches import (
     DEVICE,
     PAGED,
     agrees,
-    agrees_when_sampled,
     case_of,
     decode_case,
     generator,
     kernel,
-    launches_both,
     magnified,
     paged_case,
     some_tokens,
     with_settings,
 )
-from tests.support.prefill_batches import compiled_and_captured, replayed
 
 both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
-
-
-@both_ops
-@pytest.mark.parametrize("part", range(4))
-def test_sampled_calls(name: str, part: int) -> None:
-    """Every configuration, plain layouts and one-head batches included."""
-    agrees_when_sampled(name, part)
 
 
 @both_ops
@@ -193,38 +181,3 @@ def test_a_token_has_the_same_bits_in_every_batch(name: str, heads: int, fixed: 
         alone = kernel(name, some_tokens(case, slice(token, token + 1)))
         for left, right in zip(alone, whole, strict=True):
             assert equal(left[0], right[token]), token
-
-
-class Layer(torch.nn.Module):
-    """A decode step of one layer whose caches are buffers."""
-
-    def __init__(self, name: str, case: Case) -> None:
-        super().__init__()
-        self.op, self.settings = getattr(ops, name), case.settings
-        self.register_buffer("swa_cache", case.tensors[1])
-        self.register_buffer("extra_cache", case.tensors[4])
-
-    def forward(self, q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        swa = (self.swa_cache, *rest[:2])
-        return tuple(self.op(q, *swa, self.extra_cache, *rest[2:], **self.settings))
-
-
-def inputs_of(case: Case) -> tuple[Tensor, ...]:
-    """All but the caches, which are buffers, and what is none."""
-    return tuple(tensor for place, tensor in enumerate(case.tensors[:-3]) if place not in (1, 4))
-
-
-@both_ops
-@pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
-@pytest.mark.parametrize("tokens", [4, 64])
-def test_captured_steps_follow_their_lens(name: str, captured_by: str, tokens: int) -> None:
-    """One compiled graph with our kernels, replayed after lengths, indices and queries changed in
-    place, without a host sync."""
-    case = case_of(name, 0, tokens, 64)
-    layer, static = Layer(name, case).to(DEVICE), [t.to(DEVICE) for t in inputs_of(case)]
-    replay, code = compiled_and_captured(layer, static, captured_by)
-    assert launches_both(code)
-    for seed in range(1, 7):
-        fresh = case_of(name, seed, tokens, 64)  # over the same caches
-        assert all(torch.equal(fresh.tensors[place], case.tensors[place]) for place in (1, 4))
-        agrees(name, fresh, replayed(replay, static, list(inputs_of(fresh))))

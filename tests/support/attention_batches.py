@@ -15,7 +15,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.sparse_mla import BARE
-from dsv4_ops.testing.contract.compare import assert_agrees
+from dsv4_ops.testing.contract.compare import assert_agrees, assert_precise
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -244,8 +244,9 @@ def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: floa
     return Case("gathered", tensors, {"softmax_scale": SCALE})
 
 
-def agrees_when_sampled(name: str, part: int) -> None:
-    """75 of the calls that the op's strategy draws: a part, as most of their time is compiling."""
+def agrees_when_sampled(name: str, part: int, *, precise: bool = False) -> None:
+    """75 of the calls that the op's strategy draws: a part, as most of their time is compiling.
+    ``precise`` compares with float64, too."""
     spec = OPS[name]
 
     @seed(part)
@@ -254,9 +255,12 @@ def agrees_when_sampled(name: str, part: int) -> None:
     )
     @given(testing.strategy(name))
     def compare(case: Case) -> None:
-        expected = case.run(spec.reference)
-        actual = [tensor.cpu() for tensor in kernel(name, case)]
-        assert_agrees(name, spec.implementation("testing"), case, actual, expected)
+        expected = case.run(spec.reference, spec.mutated)
+        actual = [tensor.cpu() for tensor in case.on(DEVICE).run(spec.op, spec.mutated)]
+        op_testing = spec.implementation("testing")
+        assert_agrees(name, op_testing, case, actual, expected)
+        if precise and op_testing.precise is not None:
+            assert_precise(name, op_testing, case, actual)
 
     compare()
 
