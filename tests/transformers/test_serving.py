@@ -16,15 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from dsv4_ops.__main__ import main
 from dsv4_ops.core.versions import release
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.batching import hooks
 from dsv4_ops.testing.models import small_mla_model
-from dsv4_ops.testing.text import VOCAB_SIZE
+from tests.support.tokenizer import write_tokenizer
 
 SERVES = release(transformers.__version__) >= hooks.OLDEST
 needs_server = pytest.mark.skipif(not SERVES, reason="transformers is refused by name")
@@ -38,14 +37,7 @@ def folder(tmp_path_factory):
     model = small_mla_model(num_hidden_layers=1)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letters += [f"<{n}>" for n in range(len(letters), VOCAB_SIZE)]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    fast.save_pretrained(path)
+    write_tokenizer(path)
     return str(path)
 
 

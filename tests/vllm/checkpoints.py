@@ -6,7 +6,6 @@ from typing import Any
 
 from dsv4_ops.testing.checkpoint import TINY
 from dsv4_ops.testing.models import small_mla_model, small_model
-from dsv4_ops.testing.text import VOCAB_SIZE
 
 _RATIOS = {
     "sliding_attention": 0,
@@ -39,18 +38,3 @@ def write_v3(path: Path) -> Path:
     """Write a DeepSeek-V3 in float32."""
     small_mla_model().save_pretrained(path)
     return path
-
-
-def write_tokenizer(path: Path) -> None:
-    """Write a tokenizer of bytes with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letters += [f"<{n}>" for n in range(len(letters), VOCAB_SIZE)]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    fast.save_pretrained(path)

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 
 from dsv4_ops.integrations.transformers import patch
 from dsv4_ops.testing.models import small_model
-from tests.vllm.checkpoints import write_tokenizer, write_v4
+from tests.support.tokenizer import write_tokenizer
+from tests.vllm.checkpoints import write_v4
 
 
 @pytest.fixture(scope="module")

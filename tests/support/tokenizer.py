@@ -1,0 +1,19 @@
+"""A tokenizer of bytes with a chat template, for small models on disk."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dsv4_ops.testing.text import VOCAB_SIZE
+
+
+def write_tokenizer(path: Path | str) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters += [f"<{n}>" for n in range(len(letters), VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    fast.save_pretrained(path)
