@@ -62,7 +62,8 @@ def vectors() -> Iterator[None]:
     """Compile loops with vectors, as users get them, in workers too."""
     from torch._inductor import config
 
-    with config.patch({"cpp.simdlen": None}):
+    # headers that are precompiled for one graph cost more than they save
+    with config.patch({"cpp.simdlen": None, "cpp_cache_precompile_headers": False}):
         yield
 
 

@@ -217,13 +217,6 @@ def test_doctor_json_parses_and_says_the_same(capsys):
     assert set(report["providers"]) == set(probes.NAMES)
 
 
-@pytest.mark.nightly("test_imports.py compiles in a fresh process")
-def test_doctor_selftest_compiles_in_a_fresh_process():
-    section = doctor.collect(steps=False, selftest=True)["lowerings"]
-    assert section["self-test"] == "passed"
-    assert section["active"] is True
-
-
 def test_doctor_reports_a_failed_selftest(monkeypatch):
     monkeypatch.setattr(doctor, "_selftest_outcome", lambda: "exit status 1: opaque")
     report = doctor.collect(steps=False, selftest=True)
@@ -265,15 +258,6 @@ def test_doctor_finds_an_overwritten_cache_key_tag():
         report = doctor.collect(steps=False)
     assert report["cache"]["included"] is False
     assert any("lacks 'dsv4_ops=" in text for text in report["problems"])
-
-
-@pytest.mark.nightly("a doctor that takes what processes say: the test after the next")
-def test_doctor_compiles_a_step_of_each_family(capsys):
-    pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-    status, out = run(capsys, "doctor")
-    assert status == 0, out
-    for family in doctor.FAMILIES:
-        assert re.search(rf"^  {family} +compiles, \d+\.\d s$", out, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -409,13 +393,6 @@ def test_doctor_warns_of_a_compiler_that_links_libstdcxx_statically(static_cxx):
     (problem,) = (text for text in report["problems"] if "libstdc++" in text)
     assert problem.startswith("export CXX=g++ (a compiler that links libstdc++ dynamically);")
     assert "crash at load" in problem
-
-
-@needs_gxx
-def test_doctor_is_content_with_plain_gxx():
-    report = json.loads(doctor_of("g++").stdout)
-    assert report["aot_inductor"]["links libstdc++"] == "dynamically"
-    assert not any("CXX" in text for text in report["problems"])
 
 
 def test_doctor_says_what_to_do_without_a_compiler():
