@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import dsv4_ops as ops
 from dsv4_ops.__main__ import main
 from dsv4_ops.checkpoint import format as checkpoint
 from dsv4_ops.checkpoint.format import (
@@ -302,7 +301,7 @@ def test_numbers_past_the_first_chunk_are_checked(small, monkeypatch):
     monkeypatch.setattr(checkpoint, "_CHUNK", 64)
     header, weights = header_of(small / SHARD)
     start = header[NORM]["data_offsets"][0]
-    for value in (0, 63, 64, 127):  # of 128 in bf16: four chunks
+    for value in (63, 127):  # of 128 in bf16: four chunks
         at = start + 2 * value
         write_header(small / SHARD, header, weights[:at] + b"\xc0\x7f" + weights[at + 2 :])
         with pytest.raises(ValueError, match=rf"^check_checkpoint: {re.escape(NORM)} must hold "):
@@ -629,80 +628,6 @@ def test_the_command_line_writes_and_checks(tmp_path, capsys):
     config.unlink()
     assert main(["checkpoint", folder, "--check"]) == 1
     assert "check_checkpoint: path must hold config.json" in capsys.readouterr().err
-
-
-# --- Hugging Face
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny):
-    """Hugging Face's model, dequantised to bfloat16."""
-    transformers = pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
-    pytest.importorskip("accelerate", reason="Hugging Face loads FP8 with it")
-    model, info = transformers.DeepseekV4ForCausalLM.from_pretrained(
-        tiny,
-        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
-        output_loading_info=True,
-    )
-    assert not any(info.values()), info
-    return model.eval().requires_grad_(False)
-
-
-def value(found, name):
-    """Of the files, dequantised by the definitions in float64."""
-    codes, scale = found[f"{name}.weight"], found[f"{name}.scale"].view(torch.uint8)
-    if codes.dtype == torch.int8:
-        return fp4_values(codes, scale).to(torch.bfloat16)
-    return block_values(codes, scale, 128, 128).to(torch.bfloat16)
-
-
-def test_hugging_face_dequantises_what_was_written(tiny, loaded):
-    found, weights = dict(tensors(tiny)), loaded.state_dict()
-    pairs = {
-        "layers.1.self_attn.q_b_proj": "layers.1.attn.wq_b",
-        "layers.3.self_attn.o_a_proj": "layers.3.attn.wo_a",
-        "layers.0.mlp.shared_experts.down_proj": "layers.0.ffn.shared_experts.w2",
-        "layers.1.self_attn.compressor.indexer.q_b_proj": "layers.1.attn.indexer.wq_b",
-    }
-    for expected, ours in pairs.items():
-        assert torch.equal(weights[f"model.{expected}.weight"], value(found, ours)), ours
-    for expert in (0, 7):
-        prefix = f"layers.2.ffn.experts.{expert}"
-        up = torch.cat([value(found, f"{prefix}.w1"), value(found, f"{prefix}.w3")])
-        assert torch.equal(weights["model.layers.2.mlp.experts.gate_up_proj"][expert], up)
-
-
-def test_the_model_runs_and_its_logits_are_near_one(loaded):
-    ids = torch.arange(2, 152)[None]
-    logits = loaded(ids).logits
-    assert logits.isfinite().all()
-    assert 0.3 < logits.std() < 3
-
-
-def test_our_ops_multiply_the_stored_codes_as_hugging_face_the_values(tiny, loaded):
-    """W8A16 and W4A16: a product in bf16 and one of float32 differ by a rounding."""
-    found, layer = dict(tensors(tiny)), loaded.model.layers[2]
-    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-
-    def stored(name):
-        return found[f"{name}.weight"], found[f"{name}.scale"].view(torch.uint8)
-
-    product = ops.fp8_linear(x, *stored("layers.2.attn.wkv"))
-    torch.testing.assert_close(product, layer.self_attn.kv_proj(x), rtol=2e-2, atol=2e-2)
-    up, down = (
-        [torch.stack(parts) for parts in zip(*(stored(each) for each in names), strict=True)]
-        for names in (
-            [f"layers.2.ffn.experts.{e}.{w}" for e in range(8) for w in ("w1", "w3")],
-            [f"layers.2.ffn.experts.{e}.w2" for e in range(8)],
-        )
-    )
-    up = [part.unflatten(0, (8, 2)).flatten(1, 2) for part in up]
-    ids = torch.tensor([[0, 7], [3, 3], [2, 1], [6, 5], [4, 0]], dtype=torch.int32)
-    weights = torch.rand(5, 2, generator=torch.Generator().manual_seed(4))
-    routed = ops.experts(x, weights, ids, *up, *down, swiglu_limit=10.0)
-    expected = layer.mlp.experts(x, ids.long(), weights.to(torch.bfloat16))
-    assert routed.std() > 0.1
-    torch.testing.assert_close(routed, expected, rtol=3e-2, atol=3e-2)
 
 
 def test_given_weights_are_quantised_and_the_rest_is_random(tmp_path):

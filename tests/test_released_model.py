@@ -20,7 +20,8 @@ from dsv4_ops.testing.released_model import released_model, split_over
 from tests.helpers import NIGHTLY
 from tests.support.ranks import run_ranks
 
-SPLIT = {**TINY, "moe_intermediate_size": 256}
+SPLIT = {**TINY, "num_hidden_layers": 2, "num_hash_layers": 1, "compress_ratios": [4, 128, 0]}
+SPLIT |= {"moe_intermediate_size": 256}
 """Its shared experts have whole blocks on each of two ranks."""
 PLANS = ({}, {"experts": "parts"}, {"heads": False}) if NIGHTLY else ({},)
 CLOSE = 0.015
@@ -67,10 +68,15 @@ def test_it_is_patched_and_decodes():
     assert 0.1 < float(logits.std()) < 10
 
 
-def logits(model):
-    """Of a call of Hugging Face's form, of a prefill past a window, and of steps behind it."""
+def called(model):
+    """Logits of a call of Hugging Face's form."""
     cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
-    found = [model(torch.arange(10).view(2, 5), cache=cache).logits.flatten(0, 1)]
+    return model(torch.arange(10).view(2, 5), cache=cache).logits.flatten(0, 1)
+
+
+def logits(model):
+    """Of such a call, of a prefill past a window, and of steps behind it."""
+    found = [called(model)]
     cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
     row = cache.add("a", num_tokens=140)
     for count, length in ((130, 130), (1, 131), (2, 133)):
@@ -81,9 +87,8 @@ def logits(model):
     return torch.cat(found)
 
 
-def ask_for_kernels(model):
+def ask_for_kernels(model, cache):
     """A step with fake tensors asks for kernels, calls no other rank and changes no module."""
-    cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
     before = [each.data_ptr() for each in model.buffers()]
     dry_run = DryRuns(v4.decode_step)
     dry_run._run(with_methods(model), cache.tensors, 2, 2, {}, kernel_requests(object()))
@@ -99,7 +104,7 @@ def as_bytes(tensor):
 def rank_parts(rank, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     whole = released_model(SPLIT, device="cpu")
-    state, want = whole.state_dict(), logits(v4.patch(whole))
+    state, want = whole.state_dict(), torch.load(folder / "want.pt")
     for module in (forwards, fused_projections):  # of this process, which ends with the test
         module.FUSED_ON = ("cpu",)
     for settings in PLANS:
@@ -122,7 +127,9 @@ def rank_parts(rank, folder):
         assert errors.median() < CLOSE, (settings, errors)
         assert errors.max() < 10 * CLOSE, (settings, errors)
         assert model.model.layers[0].mlp.shared_experts.dsv4_ops_fused.weight.shape == (256, 256)
-        ask_for_kernels(model)
+        cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
+        if rank == 0:
+            ask_for_kernels(model, cache)
         shared = model.model.layers[0].mlp.shared_experts
         rows, compiled = torch.randn(3, 256).bfloat16(), torch.compile(shared, backend="eager")
         assert torch.equal(compiled(rows), shared(rows))  # reads no part of a fused weight
@@ -137,7 +144,7 @@ def rank_parts(rank, folder):
     loaded = v4.load_quantized(folder / "files", distributed_config=split_over(2))
     model = released_model(SPLIT, device="cpu", distributed=split_over(2))
     assert placed(model) == placed(loaded)
-    assert logits(v4.patch(loaded, parallel=ContextParallel.of())).isfinite().all()
+    assert called(v4.patch(loaded, parallel=ContextParallel.of())).isfinite().all()
     rows, group = torch.full((3, 4), 1.0 + rank).bfloat16(), dist.group.WORLD.group_name
     for via in ("symmetric_memory", "all_gather"):
         total = split._sum(rows, split.Split(group, 2, via, sums=True))
@@ -158,4 +165,7 @@ def test_ranks_have_their_parts_of_the_whole(tmp_path):
     """Parts are slices, as loading places them, and logits are those of one process."""
     pytest.importorskip("accelerate", reason="transformers loads split models with it")
     write_checkpoint(tmp_path / "files", SPLIT)
+    with torch.no_grad():
+        want = logits(v4.patch(released_model(SPLIT, device="cpu")))
+    torch.save(want, tmp_path / "want.pt")
     run_ranks(2, rank_parts, tmp_path, tmp_path, seconds=120)

@@ -11,7 +11,7 @@ pytest.importorskip("accelerate", reason="transformers loads split models with i
 import transformers
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.models import SLIDING, small_model
 from tests.helpers import NIGHTLY
 from tests.support.hf_models import text
 from tests.support.ranks import run_ranks
@@ -49,7 +49,7 @@ def rank_checks(rank, folder):
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_two_processes(tmp_path):
     """Both have Hugging Face's logits of the whole model, eager and in one graph."""
-    model, tokens = small_model(layer_types=["compressed_sparse_attention"]), text()[:1, :LENGTH]
+    model, tokens = small_model(layer_types=[SLIDING]), text()[:1, :LENGTH]
     model.save_pretrained(tmp_path / "model")
     torch.save({"tokens": tokens.clone(), "logits": model(tokens).logits}, tmp_path / "want.pt")
     run_ranks(2, rank_checks, tmp_path, tmp_path)
