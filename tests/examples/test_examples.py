@@ -85,17 +85,8 @@ def test_fuzz_your_model():
 
 
 def test_continuous_batching_in_eager():
-    lines = run(
-        "05_continuous_batching.py",
-        "--eager",
-        "--steps",
-        10,
-        "--rate",
-        0.3,
-        "--seed",
-        38,
-        "--check",
-    )
+    options = ("--eager", "--steps", 10, "--rate", 0.3, "--seed", 38, "--check")
+    lines = run("05_continuous_batching.py", *options)
     assert re.fullmatch(
         r"shown: \d+ steps of changing batches, eager, no block leaked, logits of \d+ requests "
         r"bit-equal to each alone",
@@ -104,23 +95,12 @@ def test_continuous_batching_in_eager():
 
 
 @pytest.mark.slow
-@pytest.mark.nightly(
-    "`make demo` packages a step, test_deepseek_v3.py has a changing batch in one graph"
-)
-@pytest.mark.usefixtures("without_vectors")
-def test_compile_decode():
-    lines = run("02_compile_decode.py")
-    shown = (
-        r"shown: graphs = 1, graph breaks = 0, recompiles = 0 in (\d+) steps; 0 tokens differ .*"
-    )
-    assert int(re.fullmatch(shown, lines[-1]).group(1)) >= 64
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("test_compile_step.py compiles such steps; no other runs 03 and 07")
+@pytest.mark.nightly("test_compile_step.py compiles such steps; no other runs 02, 03 and 07")
 @pytest.mark.usefixtures("without_vectors")
 def test_examples_of_the_compiled_step(tmp_path):
-    run("02_compile_decode.py")
+    last = run("02_compile_decode.py")[-1]
+    shown = "graphs = 1, graph breaks = 0, recompiles = 0 in"
+    assert int(re.fullmatch(rf"shown: {shown} (\d+) steps; 0 tokens differ .*", last)[1]) >= 64
     plot = tmp_path / "blocks.png"
     lines = run("05_continuous_batching.py", "--steps", 100, "--check", "--plot", plot)
     assert "compiled, from Inductor's cache, in" in "\n".join(lines)

@@ -12,7 +12,6 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from continuous_batching.scheduler import Request, Scheduler
-from continuous_batching.workload import Workload
 
 from dsv4_ops.integrations.transformers import PagedCache
 from dsv4_ops.testing.models import small_config
@@ -200,27 +199,3 @@ def test_what_never_fits_is_refused_at_once(prompt, output):
     with pytest.raises(ValueError, match="together at most 700 tokens"):
         scheduler.submit(Request(0, prompt, output))
     assert not scheduler.waiting
-
-
-def test_a_step_holds_more_tokens_than_requests():
-    with pytest.raises(ValueError, match="more than the 4 rows of the cache, got 4"):
-        Scheduler(new_cache(), num_tokens=4)
-
-
-def test_the_workload_is_ragged_and_repeatable():
-    def first(count):
-        arrivals = Workload().arrivals(seed=0)
-        return [next(arrivals) for _ in range(count)]
-
-    sampled, again = first(300), first(300)
-    assert [(step, r.prompt, r.max_new, leaves) for step, r, leaves in sampled] == [
-        (step, r.prompt, r.max_new, leaves) for step, r, leaves in again
-    ]
-    steps = [step for step, _, _ in sampled]
-    assert steps == sorted(steps)
-    assert 300 / steps[-1] == pytest.approx(Workload().per_step, rel=0.2)
-    lengths = sorted(len(request.prompt) for _, request, _ in sampled)
-    assert lengths[0] <= 4
-    assert 15 < lengths[150] < 40
-    assert lengths[-1] > 256
-    assert 0.05 < sum(leaves is not None for *_, leaves in sampled) / 300 < 0.15
