@@ -99,32 +99,3 @@ def test_what_a_score_does_not_do():
         model(IDS[:, 3:4], cache=out.past_key_values if "cache" not in out else out.cache)
     with pytest.raises(ValueError, match="model: input_ids must"):
         model()
-
-
-@pytest.mark.parametrize("score", [False, True])
-def test_lm_eval_scores_what_runs(score, caches, tmp_path):
-    """Its log-likelihoods are those of FP8 rows with ``score`` alone."""
-    pytest.importorskip("lm_eval", reason="needs lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AutoTokenizer
-
-    from tests.docs.checkpoint import save
-
-    save(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.pad_token_id = tokenizer.eos_token_id = 0
-    pairs = [("The sky is", " blue"), ("Beautiful is better than", " ugly"), ("One", " two three")]
-
-    def likelihoods(model):
-        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, device="cpu", max_length=64)
-        requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
-        return [value for value, _ in lm.loglikelihood(requests, disable_tqdm=True)]
-
-    want = likelihoods(MAKERS["v4"]())
-    assert not caches
-    found = likelihoods(v4.patch(MAKERS["v4"](), precision="reference", score=score))
-    assert (len(caches) > 0) == score
-    close = found == pytest.approx(want, abs=1e-5)
-    assert close is not score
-    assert found == pytest.approx(want, abs=1.0)
