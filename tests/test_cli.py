@@ -217,6 +217,13 @@ def test_doctor_json_parses_and_says_the_same(capsys):
     assert set(report["providers"]) == set(probes.NAMES)
 
 
+@pytest.mark.nightly("test_imports.py compiles in a fresh process")
+def test_doctor_selftest_compiles_in_a_fresh_process():
+    section = doctor.collect(steps=False, selftest=True)["lowerings"]
+    assert section["self-test"] == "passed"
+    assert section["active"] is True
+
+
 def test_doctor_reports_a_failed_selftest(monkeypatch):
     monkeypatch.setattr(doctor, "_selftest_outcome", lambda: "exit status 1: opaque")
     report = doctor.collect(steps=False, selftest=True)
@@ -273,6 +280,15 @@ def test_doctor_has_no_problem_and_its_steps_compile(capsys):
         assert steps.check(family) > 0
 
 
+@pytest.mark.nightly("a doctor that takes what processes say: the next test")
+def test_doctor_compiles_a_step_of_each_family(capsys):
+    pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+    status, out = run(capsys, "doctor")
+    assert status == 0, out
+    for family in doctor.FAMILIES:
+        assert re.search(rf"^  {family} +compiles, \d+\.\d s$", out, re.MULTILINE)
+
+
 def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):
     stderr = (
         "Traceback ...\n  File ...\nValueError: broken on purpose\n\nSet a variable to see more\n"
@@ -294,55 +310,38 @@ def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):
     assert f"`{sys.executable} -m dsv4_ops.cli.steps DeepSeek-V4` prints" in problem
 
 
-def found_versions(monkeypatch, torch_version, transformers_version):
-    """Problems and warnings of an installation with these versions."""
+TESTED = "torch 2.11 to 2.15 were tested."
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "transformers", "said"),
+    [
+        ("2.15.0+cu132", "5.24.0", ""),
+        ("2.15.0+cu132", "5.23.1", ""),
+        ("2.15.0+cu132", None, ""),
+        ("2.15.0+cu132", "5.17.0", "torch 2.15.0+cu132 with transformers 5.17.0 was not tested: "
+         "torch 2.15.0+cu132 was tested with transformers 5.21, 5.23, 5.24."),
+        ("2.16.0a0+git123", "5.24.0", "torch 2.16.0a0+git123 with transformers 5.24.0 was not "
+         f"tested: {TESTED}"),
+        ("3.0", None, f"torch 3.0 was not tested: {TESTED}"),
+        ("2.10.1", "5.24.0", 'pip install "torch>=2.11"'),
+        ("2.15.0", "5.16.1", 'pip install "transformers>=5.17"'),
+    ],
+)  # fmt: skip
+def test_doctor_knows_versions_that_were_tested_together(
+    monkeypatch, torch_version, transformers, said
+):
+    """It warns of others, and too old ones are a problem."""
     monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(probes, "distribution_version", lambda name: transformers_version)
+    monkeypatch.setattr(probes, "distribution_version", lambda name: transformers)
     problems, warnings = [], []
-    return doctor._versions(problems, warnings), problems, warnings
-
-
-@pytest.mark.parametrize("transformers", ["5.24.0", "5.23.1", None])
-def test_doctor_is_content_with_versions_that_were_tested_together(monkeypatch, transformers):
-    section, *said = found_versions(monkeypatch, "2.15.0+cu132", transformers)
-    assert section["tested together"] is True
-    assert said == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "transformers", "warning"),
-    [
-        (
-            "2.15.0+cu132",
-            "5.17.0",
-            "torch 2.15.0+cu132 with transformers 5.17.0 was not tested: torch 2.15.0+cu132 was "
-            "tested with transformers 5.21, 5.23, 5.24.",
-        ),
-        (
-            "2.16.0a0+git123",
-            "5.24.0",
-            "torch 2.16.0a0+git123 with transformers 5.24.0 was not tested: torch 2.11 to 2.15 "
-            "were tested.",
-        ),
-        ("3.0", None, "torch 3.0 was not tested: torch 2.11 to 2.15 were tested."),
-    ],
-)
-def test_doctor_warns_of_versions_that_were_not(monkeypatch, torch_version, transformers, warning):
-    section, problems, warnings = found_versions(monkeypatch, torch_version, transformers)
-    assert section["tested together"] is False
-    assert (problems, warnings) == ([], [warning])
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "transformers", "advice"),
-    [
-        ("2.10.1", "5.24.0", '"torch>=2.11"'),
-        ("2.15.0", "5.16.1", '"transformers>=5.17"'),
-    ],
-)
-def test_doctor_finds_versions_that_are_too_old(monkeypatch, torch_version, transformers, advice):
-    _, (problem,), _ = found_versions(monkeypatch, torch_version, transformers)
-    assert f"pip install {advice}" in problem
+    section = doctor._versions(problems, warnings)
+    if said.startswith("pip"):
+        assert len(problems) == 1
+        assert said in problems[0]
+    else:
+        assert section["tested together"] is (said == "")
+        assert (problems, warnings) == ([], [said] if said else [])
 
 
 needs_gxx = pytest.mark.skipif(

@@ -267,14 +267,15 @@ def test_methods_of_a_subclass_are_called(calls, mixin):
     assert calls.texts == []
 
 
-def test_hooks_of_the_head_get_their_shapes(model, calls):
-    shapes = []
-    hook = model.lm_head.register_forward_hook(lambda head, args, out: shapes.append(out.dim()))
+@pytest.mark.parametrize("name", ["", "lm_head"], ids=["the model", "its head"])
+def test_hooks_are_called_and_get_their_shapes(model, calls, name):
+    seen = []
+    hook = model.get_submodule(name).register_forward_hook(lambda *call: seen.append(call[2]))
     try:
         model.generate(PROMPT, max_new_tokens=3, do_sample=False, pad_token_id=0)
     finally:
         hook.remove()
-    assert shapes == [3, 3, 3]
+    assert [getattr(out, "logits", out).dim() for out in seen] == [3, 3, 3]
     assert calls.texts == []
 
 
@@ -316,17 +317,6 @@ def test_the_random_state_after_a_text_is_hugging_faces(model, calls, monkeypatc
         after.append(torch.rand(1).item())
     assert after[0] == after[1]
     assert len(calls.texts) == 2
-
-
-def test_hooks_of_the_model_are_called(model, calls):
-    seen = []
-    hook = model.register_forward_hook(lambda *args: seen.append(1))
-    try:
-        model.generate(PROMPT, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    finally:
-        hook.remove()
-    assert len(seen) == 3
-    assert calls.texts == []
 
 
 @pytest.mark.usefixtures("calls")

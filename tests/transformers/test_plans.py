@@ -147,12 +147,6 @@ def test_a_model_without_indexers_has_no_schedule():
     assert model.dsv4_ops_spec.step_layers.schedule_sms == 0
 
 
-def test_a_model_is_patched_where_its_library_is_not():
-    """It may be moved to where it is."""
-    patched = v4.patch(small_model(dtype=torch.bfloat16), impl="deep_gemm")
-    assert patched.dsv4_ops_spec.step_layers.schedule_sms == 0
-
-
 @pytest.mark.parametrize("impl", ["flash_mla", "deep_gemm"])
 def test_patch_refuses_a_library_that_its_gpu_lacks(impl, monkeypatch):
     """A model on a CPU may be moved; one on a GPU stays."""

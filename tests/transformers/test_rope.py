@@ -133,13 +133,9 @@ def test_buffers_that_are_not_the_configurations():
     """Of a model that was changed, or whose configuration was, after it was made."""
     model = small_model()
     model.config.rope_parameters["main"]["rope_theta"] = 20000.0
-    with pytest.raises(ValueError, match="rotary_emb must be that of config") as raised:
+    name = "patch: model.layers.1.self_attn.compressor.rotary_emb must be that of config"
+    with pytest.raises(ValueError, match=f"^{name}.*got {{'frequency of pair 1': 0.74989"):
         v4.patch(model)
-    assert str(raised.value) == (
-        "patch: model.layers.1.self_attn.compressor.rotary_emb must be that of "
-        "config.rope_parameters['main'], got {'frequency of pair 1': 0.7498942017555237}. "
-        "Make the model from the configuration that it has now."
-    )
     model = small_model()
     model.model.layers[1].self_attn.compressor.indexer.rotary_emb.compress_inv_freq *= 0.5
     name = r"model.layers.1.self_attn.compressor.indexer.rotary_emb must be that of"
