@@ -5,11 +5,8 @@ On a CPU, Inductor takes a minute for the code of one C4 layer: that is packaged
 compiled, and of the others only the graphs are taken. On a GPU all are compiled and packaged.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +14,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, opaque_calls
+from dsv4_ops.lowering.inspect import compile_and_get_code, opaque_calls
 from tests.compile.test_compiled_cache import cache_sized_buffers
-from tests.compile.test_export import RUN_IN_PYTHON
 from tests.support.layers import HEADS, HIDDEN, SPEC, Engine, SmallLayer, caches_of, poison
 
 pytestmark = pytest.mark.slow
@@ -104,36 +100,3 @@ class Packaged(torch.nn.Module):
 
     def forward(self, x: Tensor, *tensors: Tensor) -> tuple[Tensor]:
         return (self.layer.on_caches(x, tensors[:6], tensors[6:]),)
-
-
-@pytest.mark.nightly("test_export.py runs packages so; `make demo` packages a model")
-def test_a_package_runs_where_dsv4_ops_is_never_imported(tmp_path: Path) -> None:
-    """A C4 layer, exported once with dynamic sizes; every step in another process, which writes to
-    the caches that it loads."""
-    layer = SmallLayer("c4", SPEC)
-    poison(layer)
-    engine, inputs, expected = Engine(layer), [], []
-    for number, (counts, padding) in enumerate(STEPS):
-        caches = [cache.clone() for cache in caches_of(layer).values()]
-        given = (hidden(counts, padding), *engine.batch(counts, padding), *caches)
-        inputs.append(given)
-        torch.save(given, tmp_path / f"{number}.pt")
-        expected.append(layer(*given[:7]))
-        engine.finish(counts)
-    dims = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for tensor in inputs[0])
-    program = torch.export.export(Packaged(layer), inputs[0], dynamic_shapes=(dims[0], dims[1:]))
-    with scalar_code():
-        package = build_package(program, tmp_path / "layer.pt2")
-    paths = [tmp_path / f"{number}.pt" for number in range(len(STEPS))]
-    command = [sys.executable, "-c", RUN_IN_PYTHON, package, *paths]
-    subprocess.run(command, check=True, cwd=tmp_path)
-    for given, want, path in zip(inputs, expected, paths, strict=True):
-        out, *after = torch.load(f"{path}.out")
-        torch.testing.assert_close(out.float(), want.float(), rtol=0.02, atol=0.03)
-        written = [
-            int((left.view(torch.uint8) != right.view(torch.uint8)).sum())
-            for left, right in zip(after[7:], given[7:], strict=True)
-        ]
-        tokens = int(given[1][-1])
-        # a key in the window, and two states
-        assert min(written[0], written[2], written[4]) >= 500 * tokens

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from dsv4_ops.attention import AttentionStep, LayerCaches, LayerInputs, attention_layer
 from dsv4_ops.lowering.inspect import build_package, load_package
 from tests.attention.test_layer_plans import changed
-from tests.attention.test_layers import leaves
 from tests.compile.test_compiled_layers import STEPS, hidden, scalar_code
 from tests.helpers import NIGHTLY
 from tests.support.layers import HEADS, PLAIN, SPEC, Engine, SmallLayer, caches_of, poison
@@ -89,17 +88,3 @@ def test_steps_of_any_size_are_inputs_of_one_graph() -> None:
             x, ours, other = hidden(counts, padding), *(map(torch.clone, held) for _ in range(2))
             actual = compiled(x, step, tuple(ours))
             assert torch.equal(actual, OfStep(layer)(x, step, tuple(other)))
-
-
-@pytest.mark.nightly("plans are inputs of one graph above; test_opcheck traces their op")
-def test_compiled_steps_of_any_size_have_the_plan_of_eager_ones() -> None:
-    torch._dynamo.reset()
-    layer = SmallLayer("c128", SPEC)
-    with changed(layer, plan_heads=HEADS), scalar_code():
-        compiled = torch.compile(layer.step, fullgraph=True, dynamic=True)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for counts, padding in STEPS:
-                batch = Engine(layer).batch(counts, padding)
-                step, expected = compiled(*batch), layer.step(*batch)
-                assert step.c128.plan.shape == (sum(counts) + padding + 132, 4)
-                assert all(map(torch.equal, leaves(step), leaves(expected)))

@@ -27,7 +27,7 @@ def written_layer(caches: torch.Tensor) -> list[int]:
 def test_mutating_op_on_a_layer_of_a_graph_input_writes_layer_0():
     """With symbolic sizes, `op(cache[layer])` of an input writes elsewhere.
 
-    Hence caches are registered buffers or one tensor per layer (the tests below).
+    Hence caches are registered buffers or one tensor per layer (test_compiled_cache.py).
     """
     torch._dynamo.reset()
     caches, rows = torch.zeros(3, 8, 6), torch.tensor([2, 5])
@@ -36,31 +36,3 @@ def test_mutating_op_on_a_layer_of_a_graph_input_writes_layer_0():
     )
     compiled(caches, rows)
     assert written_layer(caches) == [0], "fixed upstream: allow cache[layer] of graph inputs"
-
-
-@pytest.mark.slow
-def test_one_tensor_per_layer_is_right():
-    torch._dynamo.reset()
-    separate, rows = [torch.zeros(8, 6) for _ in range(3)], torch.tensor([2, 5])
-
-    def write(first, second, third, rows):
-        fill_row(second, rows, 1.0)
-
-    torch.compile(write, fullgraph=True, dynamic=True)(*separate, rows)
-    assert written_layer(torch.stack(separate)) == [1]
-
-
-@pytest.mark.slow
-def test_layer_of_a_registered_buffer_is_right():
-    class Layers(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("caches", torch.zeros(3, 8, 6))
-
-        def forward(self, rows):
-            fill_row(self.caches[1], rows, 1.0)
-
-    torch._dynamo.reset()
-    layers = Layers()
-    torch.compile(layers, fullgraph=True, dynamic=True)(torch.tensor([2, 5]))
-    assert written_layer(layers.caches) == [1]

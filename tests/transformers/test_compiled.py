@@ -2,7 +2,6 @@
 examples (``test_examples.py``) and on a GPU (``tests/gpu/test_model.py``)."""
 
 import sys
-from random import Random
 
 import pytest
 import torch
@@ -10,50 +9,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from dsv4_ops.core.versions import release, supported
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import HEAVY, SPARSE, small_mla_model, small_model
+from dsv4_ops.testing.models import HEAVY, small_mla_model, small_model
 from tests.helpers import EVERY, SMOKE
 from tests.support.hf_models import (
-    LENGTH,
     REQUESTS,
     Engine,
-    expected,
     new_cache,
-    padded_to,
     reference,
     text,
 )
 
-BUDGET = 6
 OLDEST, _ = supported("torch")
-
-
-@pytest.mark.nightly("test_deepseek_v3.py has V3's, test_dynamo.py one graph of V4")
-def test_one_graph_of_a_changing_batch():
-    """Requests that start, rest, end and give their rows to others; decodes beside chunks."""
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
-    cache, rng = new_cache(num_blocks=4, max_chunk=BUDGET), Random(0)
-    engine, finished = Engine(reference(), cache, text()), 0
-
-    def step(model, batch, cache):
-        return compiled(model, padded_to(batch, BUDGET, REQUESTS), cache)
-
-    for _ in range(200):
-        waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
-        counts, left = {}, BUDGET - REQUESTS
-        for request in rng.sample(waiting, rng.randint(1, len(waiting))):
-            counts[request] = min(1 + rng.randint(0, left), LENGTH - engine.done[request])
-            left -= counts[request] - 1
-        engine.decode(dict(sorted(counts.items(), key=lambda item: item[1])), step=step)
-        for request in rng.sample(range(REQUESTS), REQUESTS):
-            over = engine.done[request] > 150 or rng.random() < 0.01
-            if request in cache.requests and over:
-                cache.free(request)
-                engine.done[request] = 0
-                finished += 1
-    assert finished > 2
-    assert counter.frame_count == 1
-    assert engine.worst(expected()) < 1e-4
 
 
 def of_lane(family):
@@ -168,19 +134,3 @@ def test_experts_that_need_python_are_refused(tmp_path, capsys, monkeypatch):
     with pytest.raises(NotImplementedError, match="must be made of ops that exist without Python"):
         v4.export_decode(model, new_cache(model), path=tmp_path / "decode.pt2")
     assert capsys.readouterr().err == "export_decode: tracing the step\n"
-
-
-@pytest.mark.nightly("test_compile_step.py has prefills by parts")
-def test_prefill_compiles_twice_for_any_number_of_tokens():
-    """For the first one, and for all others; compile/test_compiled_layers.py has layers of all
-    kinds."""
-    model = small_model(layer_types=[SPARSE])
-    want = model(text()[:, :130]).logits
-    v4.patch(model, kv="fp32", precision="reference")
-    counter = CompileCounterWithBackend("eager")
-    step = torch.compile(v4.prefill_step, fullgraph=True, backend=counter)
-    engine = Engine(model, new_cache(model, num_blocks=6, max_chunk=64), text())
-    for counts in ((5, 9, 30), (7, 20, 3), (1, 1, 64), (33, 2, 9), (4, 4, 4)):
-        engine.prefill(dict(enumerate(counts)), step=step)
-    assert counter.frame_count == 2
-    assert engine.worst(want) < 1e-4

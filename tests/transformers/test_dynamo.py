@@ -10,10 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
-from dsv4_ops.integrations.transformers.steps.export import (
-    DecodeModule,
-)
-from dsv4_ops.testing.models import HEAVY, small_model
+from dsv4_ops.integrations.transformers.steps.export import DecodeModule
+from dsv4_ops.testing.models import HEAVY, small_mla_model, small_model
 from tests.helpers import nightly
 from tests.support.hf_models import Engine, expected, new_cache, reference, text
 
@@ -26,16 +24,19 @@ def cache_of(model=None, **sizes):
 
 
 @lru_cache
-def one_layer():
+def one_layer(family="v4"):
     """A patched model, and Hugging Face's logits: what arguments become, all layers share."""
-    stock = small_model(layer_types=[HEAVY])
+    if family == "v4":
+        stock = small_model(layer_types=[HEAVY])
+    else:
+        stock = small_mla_model(num_hidden_layers=1)
     logits = stock(text()[:2]).logits
     return v4.patch(stock, kv="fp32", precision="reference"), logits
 
 
-def decode(step, cache, steps=STEPS, **given):
+def decode(step, cache, steps=STEPS, family="v4", **given):
     """Steps of one token; ``given`` are arguments as functions of the position."""
-    (model, logits), tokens = one_layer(), text()[:2]
+    (model, logits), tokens = one_layer(family), text()[:2]
     model(tokens[:, :START], cache=cache)
     for place in range(START, START + steps):
         rest = {name: at(place) for name, at in given.items()}
@@ -78,15 +79,15 @@ def test_one_graph_for_caches_of_equal_sizes():
     ids=lambda given: "+".join(given),
 )
 def test_one_graph_with_more_arguments(given):
-    counter = CompileCounter()
-    step = torch.compile(one_layer()[0], fullgraph=True, backend=counter)
-    decode(step, cache_of(), **given)
+    counter, (model, _) = CompileCounter(), one_layer("v3")
+    step = torch.compile(model, fullgraph=True, backend=counter)
+    decode(step, cache_of(model), 3, "v3", **given)
     assert counter.frame_count == 1
 
 
 def test_errors_are_the_same_when_compiled():
-    step = torch.compile(one_layer()[0], backend="eager")
-    cache = cache_of()
+    model, _ = one_layer("v3")
+    step, cache = torch.compile(model, backend="eager"), cache_of(model)
     with pytest.raises(
         Exception, match="batch_size must be at most max_batch_size of the cache = 2"
     ):
@@ -100,7 +101,7 @@ def test_the_exported_step():
     caches = [cache_of(reference(), max_cache_len=160, num_blocks=2) for _ in range(2)]
     engines = [Engine(reference(), cache, text()) for cache in caches]
     for engine in engines:
-        engine.prefill({0: 120, 1: 9})
+        engine.prefill({0: 125, 1: 9})
     inputs = v4.decode_inputs(engines[0].batch({0: 1, 1: 1}), caches[0])
     program = torch.export.export(DecodeModule(reference(), caches[0]), inputs, strict=False)
     names = {str(node.target) for node in program.graph.nodes}
@@ -111,8 +112,8 @@ def test_the_exported_step():
     def exported(model, batch, tensors):
         return step(*v4.decode_inputs(batch, caches[0]))
 
-    for place in range(12):
-        counts = {0: 1} if place == 5 else {0: 1, 1: 1}
+    for place in range(5):
+        counts = {0: 1} if place == 1 else {0: 1, 1: 1}
         padding = 2 - len(counts)
         engines[0].decode(counts, padding=padding, step=exported)
         engines[1].decode(counts, padding=padding)

@@ -252,15 +252,6 @@ def test_a_saved_program_writes_too(tmp_path):
     assert ours.any()
 
 
-def test_segments_are_counted():
-    """One engine, then the write: our ops split a graph only where they stand."""
-    enable()
-    k, slots = rows()
-    function = by_export(OnlyWrites(), k, slots, torch.zeros(4, 2, 8))
-    names = [name for name, _ in function.named_children()]
-    assert names == ["_run_on_acc_0", "_run_on_gpu_1"]
-
-
 def test_enable_twice_adds_its_passes_once():
     enable()
     enable()
