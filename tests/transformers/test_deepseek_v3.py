@@ -2,7 +2,6 @@
 every split of requests into steps, with absorbed and with expanded contexts."""
 
 import io
-import subprocess
 from copy import deepcopy
 from functools import lru_cache
 from random import Random
@@ -25,7 +24,7 @@ from dsv4_ops.integrations.transformers.steps.export import (
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
 from tests.helpers import Called, i32, nightly
-from tests.support.cpp import build_cpp_runner, read_tensors, write_tensors
+from tests.support import hf_models
 from tests.support.hf_models import Engine, padded_to, text
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 70, 3
@@ -106,13 +105,6 @@ def called_by(run):
 
 
 # Logits
-
-
-@pytest.mark.parametrize("seed", [0, *nightly("seed 0", 1)])
-def test_random_chunks_of_ragged_batches(seed):
-    """Decodes beside chunks, requests that rest, padding requests, blocks from a pool."""
-    engine = run_randomly(reference(), new_cache(num_blocks=6), Random(seed))
-    assert engine.worst(expected()) < CLOSE
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -225,23 +217,6 @@ def test_one_step_serves_all_layers():
     assert "mla_prefill" not in names
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("context", ["absorbed", "expanded"])
-def test_padding(side, context, request):
-    if context == "expanded":
-        request.getfixturevalue("expands")
-    lens, width, cache = [30, 7, 23], 30, new_cache()
-    ids = torch.full((REQUESTS, width), 99)
-    mask = torch.zeros(REQUESTS, width, dtype=torch.int64)
-    places = [slice(width - count, None) if side == "left" else slice(count) for count in lens]
-    for row, (place, count) in enumerate(zip(places, lens, strict=True)):
-        ids[row, place], mask[row, place] = tokens()[row, :count], 1
-    got = reference()(ids, attention_mask=mask, cache=cache).logits
-    for row, (place, count) in enumerate(zip(places, lens, strict=True)):
-        torch.testing.assert_close(got[row, place], expected()[row, :count], rtol=0, atol=CLOSE)
-    assert cache.seq_lens.tolist() == lens
-
-
 def test_positions_may_go_back():
     """Nothing of a latent cache is overwritten."""
     model, cache = reference(), new_cache()
@@ -252,34 +227,23 @@ def test_positions_may_go_back():
     assert cache.seq_lens.tolist() == [14] * REQUESTS
 
 
-@pytest.mark.parametrize(("kv", "near"), [("bf16", 0.1), ("fp8", 0.3)])
-def test_smaller_caches_are_near(kv, near):
+BYTES_656 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("kv", "sizes", "near", "width"),
+    [("bf16", {}, 0.1, 160), ("fp8", {}, 0.3, 80), ("ds_fp8", BYTES_656, 0.3, 656)],
+)
+def test_smaller_caches_are_near(kv, sizes, near, width):
     """Dense layers only: an expert that flips would move a whole token."""
-    changed = {"first_k_dense_replace": 3}
-    want = small_mla_model(**changed)(tokens()).logits
-    model = v4.patch(small_mla_model(**changed), kv=kv, precision="serve")
-    cache = new_cache(model)
-    got = torch.cat(
-        [
-            model(tokens()[:, part], cache=cache).logits
-            for part in (slice(0, 60), slice(60, LENGTH))
-        ],
-        1,
-    )
+    sizes = {"first_k_dense_replace": 3, **sizes}
+    want = small_mla_model(**sizes)(tokens()).logits
+    model = v4.patch(small_mla_model(**sizes), kv=kv, precision="serve")
+    cache, parts = new_cache(model), (slice(0, 60), slice(60, LENGTH))
+    got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
     error = (got - want).square().mean().sqrt() / want.std()
-    assert near / 30 < error < near
-    width = {"bf16": 160, "fp8": 80}[kv]
+    assert near / 60 < error < near
     assert cache.memory()["latents"] // (3 * 6 * 64) == width
-
-
-def test_rows_of_656_bytes():
-    changed = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3}
-    want = small_mla_model(**changed)(tokens()).logits
-    model = v4.patch(small_mla_model(**changed), kv="ds_fp8")
-    cache = new_cache(model)
-    got = model(tokens(), cache=cache).logits
-    assert cache.tensors.layers[0].kv.shape[1:] == (64, 656)
-    assert 0.001 < (got - want).square().mean().sqrt() / want.std() < 0.3
 
 
 def errors_of(model, want):
@@ -353,30 +317,38 @@ def test_queries_in_codes_are_one_graph_after_a_cast():
 # Batches that do not fit
 
 
-@pytest.mark.parametrize("context", ["absorbed", "expanded"])
-def test_adversarial_batches_touch_no_one_else(context, request, monkeypatch):
-    """Rows that do not exist, ids of padding, lengths beyond the cache: counted, not read."""
-    if context == "expanded":
+@pytest.mark.parametrize("model", ["absorbed", "expanded", "V4"])
+@pytest.mark.parametrize("step", [v4.prefill_step, v4.decode_step])
+def test_adversarial_batches_touch_no_one_else(model, step, request, monkeypatch):
+    """Rows that do not exist, ids of padding, lengths beyond the cache: counted, not read; bits of
+    other requests stay. An eager step on a CPU would refuse them where values are read."""
+    if model == "expanded":
         request.getfixturevalue("expands")
+    patched, want = reference(), expected()
+    if model == "V4":
+        patched, want = hf_models.reference(), hf_models.expected()
     monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
     monkeypatch.setattr(padded, "may_wait", lambda tensor: False)
     outs = []
     for adversarial in (False, True):
-        cache = new_cache(max_batch_size=2)
-        engine = Engine(reference(), cache, tokens())
-        engine.prefill({0: 30, 1: 20})
+        cache = new_cache(patched, max_batch_size=2, max_cache_len=160)
+        engine = Engine(patched, cache, text())
+        length = 130 if model == "V4" else 30
+        engine.prefill({0: length, 1: 20})
         batch = v4.StepBatch(
-            torch.tensor([int(tokens()[0, 30]), -5, 2**40, 3]),
+            torch.tensor([int(text()[0, length]), -5, 2**40, 3]),
             i32([0, 1, 2, 4]),
-            i32([31, 2**31 - 1 if adversarial else 0, -9]),
+            i32([length + 1, 2**31 - 1 if adversarial else 0, -9]),
             i32([0, 7 if adversarial else -1, -(2**31)]),
         )
-        got = v4.prefill_step(reference(), batch, cache)
+        got = step(patched, batch, cache)
         assert got.isfinite().all()
-        torch.testing.assert_close(got[0], expected()[0, 30], rtol=0, atol=CLOSE)
+        torch.testing.assert_close(got[0], want[0, length], rtol=0, atol=1e-4)
         engine.decode({1: 1})
-        assert engine.worst(expected()) < CLOSE
-        outs.append([got[0], *(layer.kv for layer in cache.tensors.layers)])
+        assert engine.worst(want) < 1e-4
+        assert (int(cache.tensors.dropped) > 0) == adversarial
+        kept = [leaf for leaf in tree_leaves(cache.tensors) if leaf is not cache.tensors.dropped]
+        outs.append([got[0], *(leaf.clone() for leaf in kept)])
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
@@ -416,37 +388,40 @@ def test_generate_is_hugging_faces():
 
 def test_one_graph_of_a_changing_batch():
     """Requests that rest, end, and give their rows to others."""
-    counter, budget = CompileCounterWithBackend("eager"), 6
+    model = small_mla_model(num_hidden_layers=1)
+    want = model(tokens()).logits
+    v4.patch(model, kv="fp32", precision="reference")
+    counter, rng, finished = CompileCounterWithBackend("eager"), Random(0), 0
     compiled = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
-    cache, rng = new_cache(num_blocks=4), Random(0)
-    engine, finished = Engine(reference(), cache, tokens()), 0
+    engine = Engine(model, cache := new_cache(model, num_blocks=4), tokens())
 
     def step(model, batch, cache):
-        return compiled(model, padded_to(batch, budget, REQUESTS), cache)
+        return compiled(model, padded_to(batch, 6, REQUESTS), cache)
 
-    for _ in range(40):
+    for _ in range(25):
         waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
         chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
         counts = {chosen[0]: min(rng.choice([1, 4]), LENGTH - engine.done[chosen[0]])}
         engine.decode(counts | dict.fromkeys(chosen[1:], 1), step=step)
         for request in range(REQUESTS):
-            if request in cache.requests and (engine.done[request] > 40 or rng.random() < 0.05):
+            if request in cache.requests and (engine.done[request] > 20 or rng.random() < 0.05):
                 cache.free(request)
                 engine.done[request] = 0
                 finished += 1
     assert finished > 2
     assert counter.frame_count == 1
-    assert engine.worst(expected()) < CLOSE
+    assert engine.worst(want) < CLOSE
 
 
 @pytest.mark.usefixtures("expands")
 def test_the_exported_prefill_takes_any_number_of_tokens():
     """The module behind ``export_prefill``, with contexts expanded in chunks, and its caches."""
-    caches = [new_cache(max_batch_size=2, num_blocks=4) for _ in range(2)]
-    engines = [Engine(reference(), cache, tokens()) for cache in caches]
-    inputs = v4.decode_inputs(padding_batch(caches[0], 2, 7), caches[0])
+    model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
+    engines = [Engine(model, new_cache(model, max_batch_size=2), tokens()) for _ in range(2)]
+    cache = engines[0].cache
+    inputs = v4.decode_inputs(padding_batch(cache, 2, 7), cache)
     shapes = prefill_shapes(inputs, 20_000)
-    module = PrefillModule(reference(), caches[0])
+    module = PrefillModule(model, cache)
     program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
     (size,) = program.range_constraints.values()
     assert (size.lower, size.upper) == (1, 20_000)
@@ -454,69 +429,60 @@ def test_the_exported_prefill_takes_any_number_of_tokens():
     for counts in ({0: 9, 1: 40}, {0: 1}, {1: 1, 0: 20}, {0: 30, 1: 2}):
         padding = 2 - len(counts)
         engines[0].prefill(
-            counts,
-            padding=padding,
-            step=lambda _, batch, __: step(*v4.decode_inputs(batch, caches[0])),
+            counts, padding=padding, step=lambda _, batch, __: step(*v4.decode_inputs(batch, cache))
         )
         engines[1].prefill(counts, padding=padding)
-    assert engines[0].worst(expected()) < CLOSE
+    for ours, eager in zip(*(engine.logits for engine in engines), strict=True):
+        assert all(torch.equal(logits, eager[place]) for place, logits in ours.items())
     pairs = zip(*(tree_leaves(engine.cache.tensors) for engine in engines), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly("`make demo` packages a step of V4; test_export.py runs packages in C++")
-def test_a_package_decodes_in_cpp(tmp_path):
-    """Inductor's code of a whole step, absorbed attention of every layer in it, without our ops,
-    its cache in and out; in Python, and in a program linked to libtorch only."""
-    changed = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-    model = v4.patch(small_mla_model(**changed), kv="fp32", precision="reference")
+def test_a_package_decodes(tmp_path):
+    """Inductor's code of a whole step, absorbed attention in it, its cache in and out."""
+    model = small_mla_model(num_hidden_layers=1, first_k_dense_replace=0)
+    want = model(tokens()).logits
+    v4.patch(model, kv="fp32", precision="reference")
     cache = new_cache(model, max_batch_size=2)
-    path = v4.export_decode(model, cache, path=tmp_path / "decode.pt2")
-    runner, package = build_cpp_runner(tmp_path), load_package(path)
+    package = load_package(v4.export_decode(model, cache, path=tmp_path / "decode.pt2"))
     engine = Engine(model, cache, tokens()[:2])
     engine.prefill({0: 60, 1: 9})
-    ran = []
 
-    def step(_, batch, __):
-        inputs = v4.decode_inputs(batch, cache)
-        given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        write_tensors(tmp_path / "inputs", given)
-        logits = package(*inputs)
-        subprocess.run([runner, path, tmp_path / "inputs", tmp_path / "outputs"], check=True)
-        in_cpp = read_tensors(tmp_path / "outputs")
-        assert len(in_cpp) == 1 + len(given)
-        assert all(map(torch.equal, in_cpp, [logits, *given]))
-        ran.append(logits)
-        return logits
+    def step(model, batch, tensors):
+        return package(*v4.decode_inputs(batch, cache))
 
     for counts in ({0: 1, 1: 1}, {1: 1}):
         engine.decode(counts, padding=2 - len(counts), step=step)
-    assert engine.worst(small_mla_model(**changed)(tokens()).logits) < CLOSE
-    assert len(ran) == 2
+    assert engine.worst(want) < CLOSE
 
 
 # Patching
 
 
-def test_patch_and_unpatch():
-    """State dict, modules and attributes stay as they are; the halves of kv_b_proj are buffers."""
-    model = small_mla_model()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    want = model(tokens()[:1, :9]).logits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("make", "added"), [(small_mla_model, 6), (small_model, 0)])
+def test_unpatching_gives_the_same_bits(make, added, dtype):
+    """State dict, modules and attributes stay as they are; halves of kv_b_proj are buffers."""
+    model = make(dtype=dtype)
+    kept = {name: weight.clone() for name, weight in model.state_dict().items()}
+    before = model(tokens()[:1, :9]).logits
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    kinds = {name: type(module) for name, module in model.named_modules()}
     buffers = {name for name, _ in model.named_buffers()}
-    assert v4.patch(model, kv="fp32") is model
-    assert model.state_dict().keys() == before.keys()
-    added = {name for name, _ in model.named_buffers()} - buffers
-    assert len(added) == 6
-    assert all(name.endswith(("dsv4_ops_w_uk_t", "dsv4_ops_w_uv")) for name in added)
-    torch.testing.assert_close(model(tokens()[:1, :9]).logits, want, rtol=0, atol=CLOSE)
+    assert v4.patch(model) is model
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    halves = {name for name, _ in model.named_buffers()} - buffers
+    assert len(halves) == added
+    assert all(name.endswith(("dsv4_ops_w_uk_t", "dsv4_ops_w_uv")) for name in halves)
+    assert list(model.state_dict()) == list(kept)
+    model(tokens()[:1, :9], cache=new_cache(model))
     assert v4.unpatch(model) is model
     assert {name for name, _ in model.named_buffers()} == buffers
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
-    assert torch.equal(model(tokens()[:1, :9]).logits, want)
-    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    assert torch.equal(model(tokens()[:1, :9]).logits, before)
+    assert all(torch.equal(kept[name], weight) for name, weight in model.state_dict().items())
 
 
 def test_weights_that_change_are_absorbed_again():
@@ -588,80 +554,40 @@ def changed(**fields):
     return model
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+OTHER_YARN = {**MLA_YARN, "rope_theta": 20000.0}
+UNKNOWN = NotImplementedError
 REFUSED = {
-    "experts": (
-        lambda: with_experts("eager"),
+    "experts": (lambda: with_experts("eager"), {}, UNKNOWN, "experts_impl.* no graph, got 'eager'"),
+    "rope": (lambda: changed(rope_parameters=DYNAMIC), {}, UNKNOWN, ".*'llama3', got 'dynamic'"),
+    "buffers": (
+        lambda: changed(rope_parameters=OTHER_YARN),
         {},
-        NotImplementedError,
-        "experts_implementation must be 'grouped_mm' or 'batched_mm', as a loop over experts is no "
-        "graph, got 'eager'. Call model.set_experts_implementation('grouped_mm').",
-    ),
-    "rope": (
-        lambda: changed(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        {},
-        NotImplementedError,
-        "config.rope_parameters['rope_type'] must be 'default' or 'linear' or 'yarn' or 'llama3', "
-        "got 'dynamic'. Other types depend on the length.",
-    ),
-    "656 bytes": (
-        small_mla_model,
-        {"kv": "ds_fp8"},
-        NotImplementedError,
-        "kv must be another than 'ds_fp8' unless kv_lora_rank is 512 with 64 rotated, got 'ds_fp8' "
-        "with kv_lora_rank 64 and 16 rotated. Pass another kv.",
-    ),
-    "kv": (
-        small_mla_model,
-        {"kv": "int8"},
         ValueError,
-        "kv must be 'fp8' or 'ds_fp8' or 'bf16' or 'fp32', got 'int8'. "
-        "Pass the kv that the cache shall hold.",
+        "model.rotary_emb mus",
     ),
-    "query": (
-        small_mla_model,
-        {"query": "int8"},
-        ValueError,
-        "query must be 'fp8', got 'int8'. Pass the query that queries shall be, or None.",
-    ),
+    "656 bytes": (small_mla_model, {"kv": "ds_fp8"}, UNKNOWN, "kv must .*unless kv_lora_rank is 5"),
+    "kv": (small_mla_model, {"kv": "int8"}, ValueError, "kv must .*'ds_fp8' or .*, got 'int8'"),
+    "query": (small_mla_model, {"query": "int8"}, ValueError, "query must be 'fp8', got 'int8'"),
     "a query of other rows": (
         small_mla_model,
         {"query": "fp8", "kv": "bf16"},
         ValueError,
-        "query must be None with kv 'bf16', got 'fp8'. Pass kv='fp8', or leave it out.",
+        "query must be None with kv 'bf16', got 'fp8'",
     ),
-    "a query of V4": (
-        small_model,
-        {"query": "fp8"},
-        NotImplementedError,
-        "query must be None for DeepSeek-V4, got 'fp8'. Its attention takes queries in bfloat16.",
-    ),
+    "a query of V4": (small_model, {"query": "fp8"}, UNKNOWN, "query must be None for DeepSeek-V4"),
     "float32 by our kernels": (
         small_mla_model,
         {"kv": "fp32", "impl": "triton"},
-        NotImplementedError,
-        "impl must be 'auto' or 'reference' with torch.float32, got 'triton'. "
-        "Our kernel takes bfloat16 or float16.",
+        UNKNOWN,
+        "impl must be 'auto' or 'reference' with torch.float32, got 'triton'",
     ),
-    "library": (
-        small_mla_model,
-        {"impl": "deep_gemm"},
-        NotImplementedError,
-        "impl must be 'auto', 'triton' or 'reference' for dense MLA, got 'deep_gemm'. "
-        "Pass one of them.",
-    ),
+    "library": (small_mla_model, {"impl": "deep_gemm"}, UNKNOWN, "impl must .*, got 'deep_gemm'"),
     "another head": (
         lambda: small_mla_model().model,
         {},
         TypeError,
-        "model must be a DeepseekV2ForCausalLM or DeepseekV3ForCausalLM, got DeepseekV3Model. "
-        "Pass the model with its output projection.",
-    ),
-    "buffers": (
-        lambda: changed(rope_parameters={**MLA_YARN, "rope_theta": 20000.0}),
-        {},
-        ValueError,
-        "model.rotary_emb must be that of config.rope_parameters, got one of other frequencies or "
-        "another scaling. Make the model from it.",
+        "model must be a Deepseek.*V3",
     ),
 }
 
@@ -671,9 +597,8 @@ def test_what_patch_refuses(case):
     make, settings, error, message = REFUSED[case]
     model = make()
     before = [set(vars(module)) for module in model.modules()]
-    with pytest.raises(error) as raised:
+    with pytest.raises(error, match=f"^patch: {message}"):
         v4.patch(model, **settings)
-    assert str(raised.value) == f"patch: {message}"
     assert [set(vars(module)) for module in model.modules()] == before
 
 
