@@ -27,13 +27,6 @@ LARGEST_TOPK = 4096
 START_TILES = 4
 """Fixed cost of a program, in key tiles (H200: about 10 us, at 2 to 3 us per tile)."""
 
-PLAN_SIZES, PLAN_STEPS = 33, 8
-"""Split sizes that a plan considers, and how many of them lie between the mean and twice the
-mean."""
-
-PLAN_EXTRA_SPLIT_TILES = 3
-"""Cost of one extra split per program in a plan, in key tiles."""
-
 PLAN_COLUMNS = 4
 """Columns of a plan: token, split index, number of splits of the token, first partial result."""
 
@@ -54,10 +47,10 @@ EXTRA_SPLIT_SHARE = 4
 as other tokens' single split would add a wave."""
 
 SPLIT_SIZES, SPLIT_STEPS = 16, 4
-"""Split sizes that the tile scheduler considers, and how many of them per doubling."""
+"""Split sizes that a plan or the tile scheduler considers, and how many of them per doubling."""
 
 COMBINE_TILES, EXTRA_SPLIT_TILES = 2, 1
-"""Cost of a combine, and of one extra split per program, in key tiles."""
+"""Cost of a combine per program, and of one extra split, in key tiles."""
 
 COMBINE_COLUMNS = 4
 """Columns of the list of tokens to combine: token, splits, first partial result, unused. The first

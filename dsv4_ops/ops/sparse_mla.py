@@ -206,9 +206,10 @@ def sparse_mla_plan(
         at least one split, even without keys.
 
         The split size is the one with the least expected time among candidates from the mean on:
-        the time of one split, or of all splits and program starts divided by the programs. Extra
-        splits are limited to the programs without a first split, or to a quarter of the programs:
-        beyond one wave an extra split costs another round.
+        the time of one split, or of all splits and program starts divided by the programs, and of
+        the combines. No token is split if that does not gain a combine. Extra splits are limited to
+        the programs without a first split, or to a quarter of the programs: beyond one wave an
+        extra split costs another round.
 
         A split is a share of its token's keys, not a range, so a plan made from other lengths gives
         the same attention, only with a worse balance.

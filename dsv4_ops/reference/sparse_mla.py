@@ -10,13 +10,14 @@ from torch.nn.functional import pad
 
 from dsv4_ops.core.tiles import (
     CLASSES,
+    COMBINE_TILES,
     EXTRA_SPLIT_SHARE,
+    EXTRA_SPLIT_TILES,
     KEY_TILE,
     METADATA_COLUMNS,
     PART_OVERHEAD,
-    PLAN_EXTRA_SPLIT_TILES,
-    PLAN_SIZES,
-    PLAN_STEPS,
+    SPLIT_SIZES,
+    SPLIT_STEPS,
     START_TILES,
     programs_per_tile,
 )
@@ -27,8 +28,6 @@ from dsv4_ops.reference.common import masked_rows, take, valid_tokens, visible_r
 from dsv4_ops.reference.kv_cache import row_bits
 from dsv4_ops.reference.pages import locate, words
 from dsv4_ops.reference.rotation import rotate_tail
-
-_PACKED = 2 * PLAN_SIZES
 
 
 def sparse_mla_plan(
@@ -65,23 +64,27 @@ def _tiles(lens: Tensor) -> Tensor:
 def _split_size(tiles: Tensor, programs: int) -> Tensor:
     """Choose the split size, in key tiles, with the least expected time.
 
-    Candidates start at the mean size. Each must need no more extra splits than there are free
-    programs, or than a fixed share of all programs. The expected time is that of one split, or of a
-    program's share of all splits with their start-up costs, plus the time to combine them. Ties go
-    to the smallest size."""
+    Candidates are the mean size, up to 12 times as much, and the longest token. Each must need no
+    more extra splits than there are free programs, or than a fixed share of all programs. The
+    expected time is that of one split, or of a program's share of all splits with their start-up
+    costs, plus the time to combine them. Ties go to the smallest size. No token is split if the
+    longest is not longer than a split and a combine."""
     total, num_tokens = tiles.sum(), tiles.shape[0]
     mean = ((total + programs - 1) // programs).clamp(min=1)
     longest = pad(tiles, (0, 1)).amax().clamp(min=1)
-    index = torch.arange(PLAN_SIZES, device=tiles.device)
-    step = (mean + PLAN_STEPS - 1) // PLAN_STEPS
-    sizes = torch.minimum(mean + index * step, longest)
-    sizes = torch.where(index == PLAN_SIZES - 1, longest, sizes)
+    index = torch.arange(SPLIT_SIZES, device=tiles.device)
+    steps = mean * (SPLIT_STEPS + index % SPLIT_STEPS) << index // SPLIT_STEPS
+    sizes = torch.minimum((steps + SPLIT_STEPS - 1) // SPLIT_STEPS, longest)
+    sizes = torch.where(index == SPLIT_SIZES - 1, longest, sizes)
     counts = ((tiles + sizes[:, None] - 1) // sizes[:, None]).clamp(min=1).sum(1)
     shared, extra = total + START_TILES * (counts - programs), counts - num_tokens
-    time = torch.maximum(sizes * programs, shared) + PLAN_EXTRA_SPLIT_TILES * extra
+    combines = torch.where(extra > 0, COMBINE_TILES * programs, 0) + EXTRA_SPLIT_TILES * extra
+    time = torch.maximum(sizes * programs, shared) + combines
     most = sym_max(programs - num_tokens, programs // EXTRA_SPLIT_SHARE)
-    least = torch.where(extra <= most, time * _PACKED + index, 2**62).amin() % _PACKED
-    return torch.where(index == least, sizes, 0).sum()
+    least = torch.where(extra <= most, time * SPLIT_SIZES + index, 2**62).amin() % SPLIT_SIZES
+    size = torch.where(index == least, sizes, 0).sum()
+    is_longer = (longest - COMBINE_TILES - 1) * sym_max(programs, num_tokens) >= total
+    return torch.where(is_longer, size, longest)
 
 
 def rows(order: Tensor, counts: Tensor, places: Tensor, index: Tensor) -> Tensor:

@@ -105,15 +105,15 @@ NAMES = ("build_attention_step", "attention_step", "attention_step_of_tokens")
 @pytest.mark.parametrize("name", [*NAMES, "of prefills"])
 def test_a_plan_by_hand(name: str) -> None:
     """Windows of 8, 8, 3 and 0 rows, 3, 3, 0 and 0 compressed ones: 2, 2, 1 and 0 blocks of 64,
-    for which 132 programs have splits of one; of 65 heads on, half as many programs."""
+    which are no longer than a split of one and a combine; of 65 heads on, half as many programs."""
     build = made()[name]
     step = build(plan_heads=4)
     assert step.swa_lens.tolist() == [8, 8, 3, 0]
     assert step.c128.lens.tolist() == [3, 3, 0, 0]
-    splits = [[0, 0, 2, 0], [1, 0, 2, 2], [0, 1, 2, 0], [1, 1, 2, 2], [2, 0, 1, 0], [3, 0, 1, 0]]
+    tokens = [[token, 0, 1, 0] for token in range(4)]
     assert step.c128.plan.dtype == torch.int32
-    assert step.c128.plan.tolist() == splits + [[-1] * 4] * (4 + 132 - 6)
-    assert build(plan_heads=65).c128.plan.tolist() == splits + [[-1] * 4] * (4 + 66 - 6)
+    assert step.c128.plan.tolist() == tokens + [[-1] * 4] * 132
+    assert build(plan_heads=65).c128.plan.tolist() == tokens + [[-1] * 4] * 66
     assert step.c4.plan is None
     bare = build()
     assert (bare.c4.plan, bare.c128.plan) == (None, None)

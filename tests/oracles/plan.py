@@ -20,22 +20,25 @@ def tiles_of(swa_lens: Sequence[int], extra_lens: Sequence[int] | None) -> list[
     return [sum(up(max(n, 0), TILE_KEYS) for n in token) for token in zip(*sources, strict=True)]
 
 
-def split_size(tiles: Sequence[int], programs: int) -> int:
-    """33 sizes in steps of an eighth of the mean, the last of them the longest token. All programs
-    take as long as their number times a split, or as all blocks and 4 for each split but as many as
-    there are programs; and 3 for each extra split, of which there are no more than programs
-    without a first one, or a quarter of all programs."""
-    total = sum(tiles)
-    mean, longest = max(1, up(total, programs)), max([1, *tiles])
-    sizes = [min(mean + k * up(mean, 8), longest) for k in range(32)] + [longest]
+def split_size(tiles: Sequence[int], programs: int, most_extra: int) -> int:
+    """The mean, up to 12 times as much, four sizes for each power of two, and the longest token.
+    All programs take as long as their number times a split, or as all blocks and 4 for each split
+    but as many as there are programs; 1 for each extra split, and where there is any 2 for each
+    program, which combine. Where all tokens are about as long none is split."""
+    total, longest = sum(tiles), max([1, *tiles])
+    if longest <= up(total, max(programs, len(tiles))) + 2:
+        return longest
+    mean = max(1, up(total, programs))
+    sizes = [min(up(mean * (4 + k % 4) * 2 ** (k // 4), 4), longest) for k in range(15)]
     costs: list[float] = []
-    for size in sizes:
+    for size in [*sizes, longest]:
         count = sum(max(1, up(each, size)) for each in tiles)
         shared = total + 4 * (count - programs)
         extra = count - len(tiles)
-        fits = extra <= max(programs - len(tiles), programs // 4)
-        costs.append(max(size * programs, shared) + 3 * extra if fits else float("inf"))
-    return sizes[costs.index(min(costs))]
+        combines = 2 * programs * (extra > 0) + extra
+        fits = extra <= most_extra
+        costs.append(max(size * programs, shared) + combines if fits else float("inf"))
+    return [*sizes, longest][costs.index(min(costs))]
 
 
 def order_of(tiles: Sequence[int], size: int) -> list[int]:
@@ -53,7 +56,8 @@ def sparse_mla_plan(
 ) -> list[list[int]]:
     programs = programs_of(num_heads, num_programs)
     tiles = tiles_of(swa_lens, extra_lens)
-    size, start = split_size(tiles, programs), 0
+    # programs without a first split, or a quarter of all programs
+    size, start = split_size(tiles, programs, max(programs - len(tiles), programs // 4)), 0
     first: list[list[int]] = []
     extra: list[list[int]] = []
     whole: list[list[int]] = []

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from dsv4_ops.core.tiles import (
     CLASSES,
+    COMBINE_TILES,
     EXTRA_SPLIT_SHARE,
+    EXTRA_SPLIT_TILES,
     KEY_TILE,
     PLAN_COLUMNS,
-    PLAN_EXTRA_SPLIT_TILES,
-    PLAN_SIZES,
-    PLAN_STEPS,
+    SPLIT_SIZES,
+    SPLIT_STEPS,
     START_TILES,
     programs_per_tile,
 )
@@ -28,9 +29,9 @@ TOKENS = tl.constexpr(128)
 WARPS = 8
 
 _KEYS, _CLASSES, _COLUMNS = (tl.constexpr(each) for each in (KEY_TILE, CLASSES, PLAN_COLUMNS))
-_SIZES, _STEPS, _START = (tl.constexpr(each) for each in (PLAN_SIZES, PLAN_STEPS, START_TILES))
-_EXTRA, _SHARE = tl.constexpr(PLAN_EXTRA_SPLIT_TILES), tl.constexpr(EXTRA_SPLIT_SHARE)
-_CANDIDATES = tl.constexpr(triton.next_power_of_2(PLAN_SIZES))
+_SIZES, _STEPS, _START = (tl.constexpr(each) for each in (SPLIT_SIZES, SPLIT_STEPS, START_TILES))
+_COMBINE, _EXTRA = tl.constexpr(COMBINE_TILES), tl.constexpr(EXTRA_SPLIT_TILES)
+_SHARE = tl.constexpr(EXTRA_SPLIT_SHARE)
 
 
 @triton.jit
@@ -48,24 +49,28 @@ def _splits_of(tiles, size):
 
 @triton.jit
 def _candidates(total, longest, programs):
-    """Return candidate sizes of a split; the first _SIZES are considered."""
+    """Return candidate sizes of a split, as the tile scheduler of Hopper's decode kernel does."""
     mean = tl.maximum((total + programs - 1) // programs, 1)
-    index = tl.arange(0, _CANDIDATES)
-    sizes = mean + index.to(tl.int64) * ((mean + _STEPS - 1) // _STEPS)
+    index = tl.arange(0, _SIZES)
+    sizes = ((mean * (_STEPS + index % _STEPS) << (index // _STEPS)) + _STEPS - 1) // _STEPS
     sizes = tl.minimum(sizes, longest.to(tl.int64)).to(tl.int32)
-    return tl.where(index >= _SIZES - 1, longest, sizes)
+    return tl.where(index == _SIZES - 1, longest, sizes)
 
 
 @triton.jit
-def _best_size(counts, sizes, total, num_tokens, programs):
-    """Return the cheapest size; the smallest on a tie."""
-    index = tl.arange(0, _CANDIDATES)
+def _best_size(counts, sizes, total, longest, num_tokens, programs):
+    """Return the cheapest size; the smallest on a tie. No token is split if the longest is not
+    longer than a split and a combine."""
+    index = tl.arange(0, _SIZES)
     counts = counts.to(tl.int64)  # _START times the programs could overflow int32
     shared, extra = total + _START * (counts - programs), counts - num_tokens
     cost = tl.maximum(sizes.to(tl.int64) * programs, shared) + _EXTRA * extra
-    allowed = (index < _SIZES) & (extra <= tl.maximum(programs - num_tokens, programs // _SHARE))
-    best = tl.min(tl.where(allowed, cost * _CANDIDATES + index, 2**62), axis=0) % _CANDIDATES
-    return tl.sum(tl.where(index == best.to(tl.int32), sizes, 0), axis=0)
+    cost += tl.where(extra > 0, _COMBINE, 0) * programs
+    allowed = extra <= tl.maximum(programs - num_tokens, programs // _SHARE)
+    best = tl.min(tl.where(allowed, cost * _SIZES + index, 2**62), axis=0) % _SIZES
+    size = tl.sum(tl.where(index == best.to(tl.int32), sizes, 0), axis=0)
+    rows = tl.maximum(programs, num_tokens).to(tl.int64)
+    return tl.where((longest - _COMBINE - 1) * rows >= total, size, longest)
 
 
 @triton.jit
@@ -103,9 +108,9 @@ def sparse_mla_plan_kernel(
     for PASS in tl.static_range(4):
         if PASS == 1:
             sizes = _candidates(total, longest, programs)
-            counts = tl.zeros((_CANDIDATES,), tl.int32)
+            counts = tl.zeros((_SIZES,), tl.int32)
         elif PASS == 2:
-            size = _best_size(counts, sizes, total, num_tokens, programs)
+            size = _best_size(counts, sizes, total, longest, num_tokens, programs)
             members = tl.zeros((_CLASSES,), tl.int32)
             num_extra = 0  # splits beyond the first of each token
         elif PASS == 3:

@@ -60,13 +60,13 @@ def _cases() -> list[Case]:
     one = ([2, 0, 2, 0], [2, 1, 2, 0], *_whole(0, 1))
     # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: splits of up to 5 leave one free
     two = ([1, 0, 2, 0], [2, 0, 2, 2], [1, 1, 2, 0], [2, 1, 2, 2], [0, 0, 1, 0])
-    # splits of up to 2 tiles take 2 * 12 + 3 * 5 = 39, of up to 3 take 3 * 12 + 3 * 3 = 45; tokens
-    # of 2 tiles or more come first, then those of 1, of 0
+    # splits of up to 2 tiles take 2 * 12 + 2 * 12 + 5 = 53, of up to 3 take 36 + 2 * 12 + 3 = 63;
+    # tokens of several splits come first, then those of 2 tiles, of 1, of 0
     twelve = ([0, 0, 4, 0], [3, 0, 3, 4], [0, 1, 4, 0], [0, 2, 4, 0], [0, 3, 4, 0], [3, 1, 3, 4])
     # combines look up to as many rows as there are programs: split tokens come first
     late = (*_splits(150, 4), *_whole(*range(150)))
     pairs = [[token, split, 2, 2 * token] for split in range(2) for token in range(32)]
-    lengths = ((0, 1), (1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (192, 3), (193, 2), (256, 2))
+    lengths = ((0, 1), (1, 1), (64, 1), (65, 1), (256, 1), (257, 3), (384, 3))
     tiles = ((1, 6), (64, 6), (65, 3), (128, 3), (129, 2), (192, 2), (384, 1))
     return [
         case("one long token", [64, 0, 640], None, 64, 4, *one, absent=3),
@@ -78,29 +78,30 @@ def _cases() -> list[Case]:
         case("no token, and extra rows", [], [], 64, 3, absent=3),
         case("longest", [most] * 3, [most] * 3, 64, 2, *_whole(0, 1, 2), absent=2),
         case("longest and least", [most], [-(2**31)], 64, 7, *_splits(0, 7), absent=1),
-        # 4 tiles on 3 programs are splits of 2, so two of them
+        # 4 tiles on 3 programs are not longer than a split of 2 and a combine; 5 tiles take
+        # 2 * 3 + 2 * 3 + 2 = 14 in splits of 2, 3 * 3 + 2 * 3 + 1 = 16 in splits of 3, and 15 whole
         *[
             case(f"{keys} keys", [keys], None, 8, 3, *_splits(0, count), absent=4 - count)
-            for keys, count in (*lengths, (257, 3))
+            for keys, count in lengths
         ],
         # 60 tiles are splits of 10, 20, 30 and 60
         *[
             case(f"{heads} heads", [3840], None, heads, 6, *_splits(0, count), absent=1)
             for heads, count in tiles
         ],
-        # one tile of keys each, although two keys fit in one
-        case("apart", [1, 64], [1, -9], 1, 3, *_splits(0, 2), *_whole(1), absent=2),
+        # 4 tiles and 1, although the keys of both fit in 4
+        case("apart", [193], [63], 1, 3, *_splits(0, 3), absent=1),
         case("window only", [2, 64], None, 1, 3, *_whole(0, 1), absent=3),
         blocks("12 programs", few, 12, *twelve, [3, 2, 3, 4], *_whole(4, 1, 2), absent=7),
-        # splits of 5 tiles take 5 * 5 + 3, of 6 take 33 and whole tokens 35
-        blocks("5 programs", few, 5, *_splits(0, 2), *_whole(3, 4, 1, 2), absent=4),
-        # splits of 10 tiles take 53, of 11 take 58
+        # splits of 5 tiles take 5 * 5 + 2 * 5 + 1 = 36, of 6 take 41 and whole tokens 35
+        blocks("5 programs", few, 5, *_whole(0, 3, 4, 1, 2), absent=5),
+        # splits of 10 tiles take 61, of 12 take 71
         blocks("40 tiles", [20, 10, 1, 2, 7], 5, *_splits(0, 2), *_whole(1, 4, 3, 2), absent=4),
-        # splits of 8 tiles take 6 * 8 + 3 * 2; of 6, the mean, there would be 3 extra ones
+        # splits of 8 tiles take 6 * 8 + 2 * 6 + 2; of 6, the mean, there would be 4 extra ones
         blocks("two extra splits", [16, 10, 1, 7], 6, *six, *_whole(3, 2), absent=4),
         # 14ths of 31 tiles: 31 are 14, 30 are 13, 3 and 4 are 1, 1 is 0
         blocks("longer first", [3, 30, 1, 31, 1, 4], 2, *_whole(3, 1, 0, 5, 2, 4), absent=2),
-        # splits of 10 tiles, the mean, take 1240 + 4 * (154 - 132) + 3 * 3 or 10 * 132
+        # splits of 10 tiles, the mean, take 1240 + 4 * (154 - 132) + 2 * 132 + 3
         *[
             blocks(f"one long token of 151, {size}", [size] * 150 + [40], 132, *late, absent=129)
             for size in (8, 10)

@@ -1,8 +1,6 @@
 """How a batch is split by its lengths: the oracle, in plain Python, and a kernel that writes down
 what each program finds."""
 
-import math
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,8 +8,9 @@ from triton.experimental.gluon import language as gl
 from dsv4_ops.kernels.common.hopper.mma import KEYS
 from dsv4_ops.kernels.common.hopper.tile_scheduler import Batch, Grid, PerToken, schedule_by_lengths
 from tests.helpers import INT32_MAX, INT32_MIN, i32
+from tests.oracles.plan import split_size, up
 
-BLOCK, SIZES, COMBINE, EXTRA, START, MOST_BLOCKS = 64, 16, 2, 1, 4, 2**15
+BLOCK, MOST_BLOCKS = 64, 2**15
 WIDTHS = (128, 4096)
 ADVERSARIAL = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT32_MAX]
 
@@ -93,29 +92,6 @@ def blocks(swa, extra, requests, num_reqs, widths):
     ]  # fmt: skip
 
 
-def extra_splits(count, size):
-    return max(-(-count // size), 1) - 1
-
-
-def split_size(counts, programs, at_once):
-    """The mean, up to 12 times as much, of each power of two four steps, and the longest."""
-    longest, total, tokens = max(*counts, 1), sum(counts), len(counts)
-    mean = max(math.ceil(total / at_once), 1)
-    sizes = [
-        min(math.ceil(mean * (4 + index % 4) * 2 ** (index // 4) / 4), longest)
-        for index in range(SIZES - 1)
-    ]
-    best = None
-    for size in [*sizes, longest]:
-        extra = sum(extra_splits(count, size) for count in counts)
-        shared = total + START * (tokens + extra - at_once)
-        combined = (COMBINE if extra else 0) * at_once + EXTRA * extra
-        time = max(size * at_once, shared) + combined
-        if tokens + extra <= max(programs, tokens) and (best is None or time < best[0]):
-            best = time, size
-    return best[1]
-
-
 def order(counts, size, programs, at_once):
     """Tokens in the order of their programs: as they are, or those of several splits, then those of
     so many fourteenths of one."""
@@ -129,10 +105,10 @@ def expected(swa, extra, requests, num_reqs, programs, widths=WIDTHS, at_once=No
     at_once = programs if at_once is None else at_once
     counts = blocks(swa, extra, requests, num_reqs, widths)
     tokens, longest = len(counts), max(*counts, 1)
-    if longest <= math.ceil(sum(counts) / max(at_once, tokens)) + COMBINE:  # all about as long
+    size = split_size(counts, at_once, max(programs - tokens, 0))
+    splits = [max(up(count, size), 1) for count in counts]
+    if size == longest and longest <= up(sum(counts), max(at_once, tokens)) + 2:
         return [(token, 0, 1) for token in range(tokens)] + [None] * (programs - tokens), []
-    size = split_size(counts, programs, at_once)
-    splits = [1 + extra_splits(count, size) for count in counts]
     combines, places = [], []
     place = 0
     for token, count in enumerate(splits):
