@@ -156,8 +156,17 @@ def _serve(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from dsv4_ops.cli import doctor
 
-    report = doctor.collect(steps=not options.quick, selftest=options.selftest)
-    print(json.dumps(report, indent=2, default=str) if options.json else doctor.render(report))
+    def show(name: str, section: doctor.Section) -> None:
+        if not options.json:
+            print(doctor.section_lines(name, section), flush=True)
+
+    report = doctor.collect(
+        steps=not options.quick,
+        selftest=options.selftest,
+        progress=lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True),
+        on_section=show,
+    )
+    print(json.dumps(report, indent=2, default=str) if options.json else doctor.verdict(report))
     return 0 if doctor.healthy(report) else 1
 
 

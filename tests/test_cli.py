@@ -299,8 +299,8 @@ def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):
         doctor.subprocess, "run", lambda command, **_: wrong if "V4" in command[-1] else right
     )
     monkeypatch.setattr(probes, "distribution_version", lambda name: "5.24.0")
-    problems = []
-    section = doctor._steps(problems, True)
+    problems, said = [], []
+    section = doctor._steps(problems, True, said.append)
     assert section == {
         "DeepSeek-V4": "fails: ValueError: broken on purpose",
         "DeepSeek-V3": "compiles, 8.5 s",
@@ -308,6 +308,38 @@ def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):
     (problem,) = problems
     assert "DeepSeek-V4 fails with torch" in problem
     assert f"`{sys.executable} -m dsv4_ops.cli.steps DeepSeek-V4` prints" in problem
+    (line,) = said
+    assert line.startswith("compiling a decode step of DeepSeek-V4 and of DeepSeek-V3, in about")
+
+
+def test_doctor_prints_what_it_knows_before_it_compiles(capsys, monkeypatch):
+    printed = []
+
+    def child(command):
+        printed.append(capsys.readouterr())
+        return 0, "8.5", ""
+
+    monkeypatch.setattr(doctor, "_child", child)
+    monkeypatch.setattr(probes, "distribution_version", lambda name: "5.24.0")
+    main(["doctor"])
+    assert len(printed) == len(doctor.FAMILIES)
+    assert "\nversions\n" in printed[0].out
+    assert "DeepSeek-V4" not in printed[0].out
+    assert printed[0].err.startswith("doctor: compiling a decode step of DeepSeek-V4 and of")
+    assert re.search(r"^  DeepSeek-V3 +compiles, 8\.5 s$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("setting", [None, "", "off", "a/folder"])
+def test_doctor_names_the_folder_of_kept_steps(monkeypatch, setting):
+    pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+    from dsv4_ops.integrations.transformers.compile_cache.precompiled import named_folder
+
+    if setting is None:
+        monkeypatch.delenv("DSV4_OPS_CACHE")
+    else:
+        monkeypatch.setenv("DSV4_OPS_CACHE", setting)
+    said = doctor._cache([])["DSV4_OPS_CACHE"]
+    assert said == str(named_folder() or "no folder, so no step is kept")
 
 
 TESTED = "torch 2.11 to 2.15 were tested."

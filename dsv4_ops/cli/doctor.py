@@ -1,4 +1,5 @@
-"""Report the capabilities of this machine and installation: ``collect``, ``render``, ``healthy``.
+"""Report the capabilities of this machine and installation: ``collect``, ``section_lines``,
+``verdict``, ``healthy``.
 
 A probe that fails becomes a line with its error and a problem, never an exception.
 """
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,13 @@ extern "C" void dsv4_ops_probe(int fail) { if (fail) throw std::runtime_error("p
 """
 
 
-def collect(*, steps: bool = True, selftest: bool = False) -> dict[str, Any]:
+def collect(
+    *,
+    steps: bool = True,
+    selftest: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    on_section: Callable[[str, Section], None] = lambda _name, _section: None,
+) -> dict[str, Any]:
     """Probe this machine.
 
     Args:
@@ -39,6 +47,8 @@ def collect(*, steps: bool = True, selftest: bool = False) -> dict[str, Any]:
             own. Takes seconds.
         selftest: Also compile an op in a fresh process and import the optional libraries.
             Takes seconds.
+        progress: Receives a line before what takes seconds.
+        on_section: Receives the name of each section and the section, once it is complete.
 
     Returns:
         One entry per section; ``warnings`` about untested releases; and ``problems``, with their
@@ -50,17 +60,18 @@ def collect(*, steps: bool = True, selftest: bool = False) -> dict[str, Any]:
         "system": _system,
         "torch": _torch,
         "versions": lambda problems: _versions(problems, warnings),
-        "steps": lambda problems: _steps(problems, steps),
+        "steps": lambda problems: _steps(problems, steps, progress),
         "gpu": _gpu,
         "providers": lambda problems: _providers(problems, selftest),
         "torch-tensorrt": _tensorrt,
-        "lowerings": lambda problems: _lowerings(problems, selftest),
+        "lowerings": lambda problems: _lowerings(problems, selftest, progress),
         "cache": _cache,
         "aot_inductor": _aot_inductor,
     }
-    report: dict[str, Any] = {
-        name: _guarded(name, probe, problems) for name, probe in probes.items()
-    }
+    report: dict[str, Any] = {}
+    for name, probe in probes.items():
+        report[name] = _guarded(name, probe, problems)
+        on_section(name, report[name])
     report["warnings"] = warnings
     report["problems"] = problems
     return report
@@ -83,16 +94,16 @@ def healthy(report: dict[str, Any]) -> bool:
     return not report["problems"]
 
 
-def render(report: dict[str, Any]) -> str:
-    """Render ``report`` as text."""
-    lines = []
-    for name, section in report.items():
-        if name in ("problems", "warnings"):
-            continue
-        lines.append(name)
-        width = max((len(key) for key in section), default=0)
-        lines += [f"  {key:<{width}}  {_text(value)}" for key, value in section.items()]
-    lines += [f"warning: {text}" for text in report["warnings"]]
+def section_lines(name: str, section: Section) -> str:
+    """Render a section of a report as text."""
+    width = max((len(key) for key in section), default=0)
+    lines = (f"  {key:<{width}}  {_text(value)}" for key, value in section.items())
+    return "\n".join([name, *lines])
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Render the warnings and the problems of a report as text."""
+    lines = [f"warning: {text}" for text in report["warnings"]]
     lines.append("problems" if report["problems"] else "no problems found")
     lines += [f"  {number}. {text}" for number, text in enumerate(report["problems"], 1)]
     return "\n".join(lines)
@@ -162,8 +173,9 @@ def _versions(problems: Problems, warnings: list[str]) -> Section:
     }
 
 
-def _steps(problems: Problems, run: bool) -> Section:
-    """Compile a decode step of a tiny model of each family, without Inductor's code."""
+def _steps(problems: Problems, run: bool, progress: Callable[[str], None]) -> Section:
+    """Compile a decode step of a tiny model of each family, without Inductor's code, all families
+    at once."""
     import torch
 
     from dsv4_ops.dispatch.probes import distribution_version
@@ -173,10 +185,15 @@ def _steps(problems: Problems, run: bool) -> Section:
     installed = distribution_version("transformers")
     if installed is None:
         return {"compiled": "not run, transformers is not installed"}
+    progress(
+        f"compiling a decode step of {' and of '.join(FAMILIES)}, in about half a minute "
+        "(--quick leaves it out)"
+    )
+    commands = {family: ["-m", "dsv4_ops.cli.steps", family] for family in FAMILIES}
+    with ThreadPoolExecutor(len(commands)) as pool:
+        ended = list(pool.map(_child, commands.values()))
     section: Section = {}
-    for family in FAMILIES:
-        command = ["-m", "dsv4_ops.cli.steps", family]
-        status, out, message = _child(command)
+    for (family, command), (status, out, message) in zip(commands.items(), ended, strict=True):
         section[family] = f"compiles, {out} s" if status == 0 else f"fails: {message}"
         if status:
             problems.append(
@@ -248,7 +265,7 @@ def _tensorrt(problems: Problems) -> Section:
     }
 
 
-def _lowerings(problems: Problems, run_selftest: bool) -> Section:
+def _lowerings(problems: Problems, run_selftest: bool, progress: Callable[[str], None]) -> Section:
     from torch._library.simple_registry import find_torch_dispatch_rule
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
@@ -272,6 +289,7 @@ def _lowerings(problems: Problems, run_selftest: bool) -> Section:
             f"Reinstall dsv4_ops {dsv4_ops.__version__} and a supported torch."
         )
     if run_selftest:
+        progress("compiling an op in a fresh process, in seconds")
         section["self-test"] = outcome = _selftest_outcome()
         if outcome != "passed":
             section["active"] = False
@@ -365,7 +383,14 @@ def _cache(problems: Problems) -> Section:
             f"the cache folder {folder} is not writable. "
             "Set TORCHINDUCTOR_CACHE_DIR to one that is."
         )
-    return {"cache_key_tag": tag, "ours": ours, "included": included, "folder": str(folder)}
+    kept = os.environ.get("DSV4_OPS_CACHE", "")
+    return {
+        "cache_key_tag": tag,
+        "ours": ours,
+        "included": included,
+        "folder": str(folder),
+        "DSV4_OPS_CACHE": kept if kept not in ("", "off") else "no folder, so no step is kept",
+    }
 
 
 def _aot_inductor(problems: Problems) -> Section:
