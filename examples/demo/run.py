@@ -12,7 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from dsv4_ops._version import __version__
 from dsv4_ops.testing.models import LAYER_TYPES, require_transformers
 from dsv4_ops.testing.text import real_text
-from examples.demo import measure, stock, table
+from examples.demo import measure, ours, stock, table
 from examples.demo.jobs import (
     BACKEND,
     JOBS,
@@ -43,6 +45,7 @@ GENERATED = 8  # tokens asked of generate
 
 NEEDS_GPU = Unmeasured("needs a GPU")
 NOT_BUILT = Unmeasured("left out by --fast")
+NO_PACKAGE = Unmeasured("there is no package")
 TOO_LONG = Unmeasured("Inductor takes minutes")
 
 
@@ -57,14 +60,22 @@ def main(argv: Sequence[str]) -> int:
     try:
         require_transformers()
         enough = options.stock_graphs or None
-        work = Work(_device(options.device), options.layers, options.steps, options.model, enough)
+        work = Work(
+            _device(options.device),
+            options.layers,
+            options.steps,
+            options.model,
+            enough,
+            package=not options.fast,
+            folder=options.folder,
+        )
     except (ImportError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     if options.job:
         run_job(options.job, work, progress, attempted=options.since is not None)
         return 0
-    found = run(work, with_package=not options.fast, progress=progress)
+    found = run(work, progress)
     return _report(found, work, options.out)
 
 
@@ -90,20 +101,22 @@ def _job_of(problem: str) -> str | None:
     return next((job for text, job in shown_by.items() if problem.startswith(text)), None)
 
 
-def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
+def run(work: Work, progress: Progress) -> table.Demo:
     """Measure both sides."""
     from dsv4_ops.integrations import transformers as v4
 
     steps = work.steps
     # Inductor tries the compiler with each set of vector instructions: in processes, so beside us
-    threading.Thread(target=lambda: attempt(pick_vec_isa), daemon=True).start()
-    with progress.during(f"build a small {MODELS[work.of][0]} on {work.device}"):
-        model, ids = work.model(), work.prompts()
-        stock_model = stock.Stock(model, ids)
+    isa = threading.Thread(target=lambda: attempt(pick_vec_isa), daemon=True)
+    isa.start()
     with ExitStack() as stack:
-        if with_package:
+        work = replace(work, folder=Path(stack.enter_context(TemporaryDirectory())))
+        if work.package:
             progress.say("dsv4_ops: AOTInductor package of the decode step, in its own process")
             package = stack.enter_context(Job("package", work, progress))
+        with progress.during(f"build a small {MODELS[work.of][0]} on {work.device}"):
+            model, ids = work.model(), work.prompts()
+            stock_model = stock.Stock(model, ids)
         progress.say("stock Hugging Face: compile decode and count graphs, in its own process")
         count = stack.enter_context(Job("count-stock", work, progress))
         with progress.during("stock Hugging Face: decode, export, static cache"):
@@ -116,21 +129,27 @@ def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
         with progress.during("dsv4_ops: decode, static cache"):
             side = work.ours(model)
             eager, found = _eager(side, model, ids, steps)
-        compiled = torch.compile(side.step, fullgraph=True, backend=BACKEND)
-        with progress.during("dsv4_ops: compile the decode step with Inductor"):
+        compiled = torch.compile(side.step, fullgraph=True, backend=work.backend)
+        with progress.during(
+            f"dsv4_ops: compile the decode step and count graphs, with backend {work.backend}"
+        ):
             found["graphs"] = attempt(
-                lambda: measure.count_graphs(side, steps, backend=BACKEND, compiled=compiled)
+                lambda: measure.count_graphs(side, steps, backend=work.backend, compiled=compiled)
             )
-        with progress.during("wait for the other processes"):
+        with progress.during("wait for the process that counts graphs of stock Hugging Face"):
             stock_found["graphs"] = count.result()
-            found["package"] = package.result() if with_package else NOT_BUILT
-    with progress.during("both: tokens per second, with nothing beside"):
-        found["compiled_speed"] = attempt(lambda: measure.tokens_per_second(side, steps, compiled))
-        found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(side, steps, compiled))
-        found["cuda_graph"] = _on_gpu(work, lambda: measure.capture(side, steps, compiled))
-        found["eager_speed"] = measure.tokens_per_second(side, steps)
-        v4.unpatch(model)
-        stock_found["eager_speed"] = measure.tokens_per_second(stock_model, steps)
+        found["package"] = NOT_BUILT
+        if work.package:
+            with progress.during("wait for the process that builds the package"):
+                found["package"] = package.result()
+        isa.join()  # loading a package asks for its result
+        with progress.during("both: tokens per second, with nothing beside"):
+            found |= _compiled_speed(work, side, compiled, found["package"])
+            found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(side, steps, compiled))
+            found["cuda_graph"] = _on_gpu(work, lambda: measure.capture(side, steps, compiled))
+            found["eager_speed"] = measure.tokens_per_second(side, steps)
+            v4.unpatch(model)
+            stock_found["eager_speed"] = measure.tokens_per_second(stock_model, steps)
     return table.Demo(
         setting=_setting(work),
         stock=table.Figures(compiled_speed=TOO_LONG, **stock_found),
@@ -138,6 +157,25 @@ def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
         logits_difference=(expected.logits - eager.logits).abs().max().item(),
         seconds=progress.seconds,
     )
+
+
+def _compiled_speed(
+    work: Work, side: ours.Ours, compiled: Callable[..., Tensor], package: Any
+) -> dict[str, Any]:
+    """Speed of the step that Inductor compiled, and for what it did."""
+    if work.backend == BACKEND:
+        speed = attempt(lambda: measure.tokens_per_second(side, work.steps, compiled))
+        return {"compiled_speed": speed, "compiled_by": "torch.compile"}
+    if work.folder is None or isinstance(package, Failed):
+        return {"compiled_speed": NO_PACKAGE}
+
+    path = work.folder / ours.PACKAGE
+
+    def packaged() -> float:
+        step = ours.packaged_step(side, path)
+        return measure.tokens_per_second(side, work.steps, step)
+
+    return {"compiled_speed": attempt(packaged), "compiled_by": "AOTInductor package"}
 
 
 def _eager(
@@ -204,6 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="FILE", help="write all measurements there, as JSON")
     add("--job", choices=tuple(JOBS), help="one measurement alone, with its traceback")
     add("--since", type=float, help=argparse.SUPPRESS)
+    add("--folder", type=Path, help=argparse.SUPPRESS)
     return parser
 
 

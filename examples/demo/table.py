@@ -45,6 +45,7 @@ class Figures:
     eager_speed: float
     """Tokens per second."""
     compiled_speed: float | Unmeasured | Failed
+    """By Inductor."""
     graphs: Graphs | Failed
     host_syncs: float | Unmeasured | Failed
     """Per decode step, eager for stock and compiled for ours."""
@@ -52,6 +53,8 @@ class Figures:
     static_generate: Tokens | Failed
     """What ``generate(cache_implementation="static")`` gives."""
     package: Package | Unmeasured | Failed
+    compiled_by: str = ""
+    """For what Inductor compiled the step of ``compiled_speed``."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,12 @@ def rows(demo: Demo) -> list[Row]:
         ),
         both("  compiled", lambda side: _graphs(side.graphs, lambda g: same(g.tokens, expected))),
         both("tokens/s, eager", lambda side: _number(side.eager_speed)),
-        both("tokens/s, compiled", lambda side: _or_reason(side.compiled_speed, _number)),
+        both(
+            "tokens/s, compiled by Inductor",
+            lambda side: _or_reason(
+                side.compiled_speed, lambda speed: f"{_number(speed)} ({side.compiled_by})"
+            ),
+        ),
         both(
             "generate(cache_implementation='static')",
             lambda side: _or_reason(side.static_generate, lambda found: same(found, expected)),
@@ -231,7 +239,7 @@ def _graphs(found: Graphs | Failed, describe: Callable[[Graphs], str]) -> str:
 
 def _graph_count(found: Graphs) -> str:
     more = " and more" if found.stopped_at is not None else ""
-    return f"{found.graphs}{more} ({found.backend}, {found.seconds:.0f} s)"
+    return f"{found.graphs}{more} (backend {found.backend}, {found.seconds:.0f} CPU s)"
 
 
 def _recompiles(found: Graphs) -> str:
@@ -260,7 +268,7 @@ def _captured(found: Captured | Unmeasured | Failed, expected: Tokens) -> str:
 
 
 def _package(found: Package) -> str:
-    return f"{found.megabytes:.1f} MB in {found.seconds:.0f} s"
+    return f"{found.megabytes:.1f} MB in {found.seconds:.0f} CPU s"
 
 
 def _number(value: float) -> str:

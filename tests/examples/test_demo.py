@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +130,23 @@ def test_a_package_that_does_not_load_says_how_its_process_ended(tmp_path):
         ours.decode_in_process(bad, tmp_path / "inputs.pt")
 
 
+def test_both_files_of_a_package_compile_at_once_and_before_the_linker(monkeypatch):
+    both, done = threading.Barrier(2, timeout=60), []
+
+    def build(builder):
+        if builder.name.endswith(".o"):
+            both.wait()
+        done.append(builder.name)
+
+    monkeypatch.setattr(ours.CppBuilder, "build", build)
+    with ours._compilers_at_once():
+        for name in ("x.wrapper.o", "x.kernel.o", "x.so"):
+            ours.CppBuilder.build(SimpleNamespace(name=name, get_target_file_path=lambda n=name: n))
+    assert sorted(done[:2]) == ["x.kernel.o", "x.wrapper.o"]
+    assert done[2:] == ["x.so"]
+    assert ours.CppBuilder.build is build
+
+
 @pytest.mark.parametrize("name", ["dsv4_ops", "transformers"])
 def test_the_process_of_a_package_can_import_neither(name):
     code = (
@@ -202,6 +221,7 @@ def fake_demo(**changed):
         cuda_graph=Captured(TOKENS),
         static_generate=[[1, 2], [4, 5]],
         package=ours.Package(3.25, 100.4, TOKENS, []),
+        compiled_by="torch.compile",
     )
     setting = table.Setting("CPU", 2, "2.13", "5.23", "0.1", 2, "The Zen", 100, 2, 2, 3)
     return table.Demo(setting, stock_figures, replace(good, **changed), 1.2e-5, 3.0)
@@ -209,7 +229,7 @@ def fake_demo(**changed):
 
 def test_the_table_says_what_was_measured_and_what_was_not():
     assert table.rows(fake_demo()) == [
-        ("compiled decode: graphs", "16 (eager, 2 s)", "1 (inductor, 2 s)"),
+        ("compiled decode: graphs", "16 (backend eager, 2 CPU s)", "1 (backend inductor, 2 CPU s)"),
         ("  graph breaks", "0", "0"),
         ("  recompiles over 2 steps", "15", "0"),
         ("  torch's recompile limit", "reached at step 9 (8)", "not reached (8)"),
@@ -218,9 +238,9 @@ def test_the_table_says_what_was_measured_and_what_was_not():
         ("greedy tokens", "6 (reference)", "6 of 6 the same, logits within 1.2e-05"),
         ("  compiled", "6 of 6 the same", "6 of 6 the same"),
         ("tokens/s, eager", "12.3", "7"),
-        ("tokens/s, compiled", "not measured: a reason", "463"),
+        ("tokens/s, compiled by Inductor", "not measured: a reason", "463 (torch.compile)"),
         ("generate(cache_implementation='static')", "unsupported (KeyError)", "4 of 4 the same"),
-        ("torch.export and AOTInductor package", "unsupported (ValueError)", "3.2 MB in 100 s"),
+        ("torch.export and AOTInductor package", "unsupported (ValueError)", "3.2 MB in 100 CPU s"),
         ("  its tokens, in a process with torch only", "-", "6 of 6 the same"),
     ]
 
@@ -230,7 +250,7 @@ def test_the_table_says_where_counting_stopped():
     some = graphs(graphs=3, recompiles=2, stopped_at=3, tokens=[row[:2] for row in TOKENS])
     found = table.rows(replace(demo, stock=replace(demo.stock, graphs=some)))
     rows = {name: stock for name, stock, _ in found}
-    assert rows["compiled decode: graphs"] == "3 and more (eager, 2 s)"
+    assert rows["compiled decode: graphs"] == "3 and more (backend eager, 2 CPU s)"
     assert rows["  recompiles over 2 steps"] == "2 in 3 steps, where counting stopped"
     assert rows["  torch's recompile limit"] == "not counted so far (8)"
     assert rows["  compiled"] == "4 of 4 the same"
@@ -292,7 +312,7 @@ def test_all_measurements_are_json():
     found = json.loads(json.dumps(table.as_json(fake_demo())))
     assert found["ours"]["graphs"]["graphs"] == 1
     assert found["stock"]["host_syncs"] == {"reason": "needs a GPU"}
-    assert found["table"][0]["stock"] == "16 (eager, 2 s)"
+    assert found["table"][0]["stock"] == "16 (backend eager, 2 CPU s)"
 
 
 @pytest.mark.parametrize(("wrong", "status"), [({}, 0), ({"tokens": WRONG}, 1)])
@@ -304,7 +324,7 @@ def test_the_exit_status_says_whether_tokens_differ(monkeypatch, capsys, tmp_pat
     assert ("differ from stock Hugging Face" in printed.err) == bool(status)
     again = "-m examples.demo --model=v4 --steps=64 --layers=3 --device=cpu --stock-graphs=3"
     assert (again in printed.err) == bool(status)
-    assert "16 (eager, 2 s)" in printed.out
+    assert "16 (backend eager, 2 CPU s)" in printed.out
     assert json.loads(out.read_text())["setting"]["torch"] == "2.13"
 
 
@@ -318,6 +338,25 @@ def test_a_failure_says_what_shows_it_alone(monkeypatch, capsys, failed, job):
     assert line.startswith(f"demo:   `{sys.executable} -m examples.demo --model=v4")
     assert line.endswith("runs it alone")
     assert re.findall(r"--job=(\w+)`", line) == ([job] if job else [])
+
+
+@pytest.mark.parametrize(
+    ("device", "package", "backend"),
+    [("cpu", True, "eager"), ("cpu", False, "inductor"), ("cuda", True, "inductor")],
+)
+def test_inductor_compiles_the_step_once_on_a_cpu(device, package, backend):
+    work = jobs.Work(torch.device(device), 3, 64, package=package)
+    assert work.backend == backend
+    again = run._parser().parse_args(jobs.arguments(work, "compile")[2:])
+    assert (again.fast, again.job) == (not package, "compile")
+
+
+@pytest.mark.parametrize(
+    ("package", "folder"), [(Failed("Error: x"), jobs.ROOT), (ours.Package(1, 1, [], []), None)]
+)
+def test_without_a_package_its_speed_is_not_measured(package, folder):
+    work = jobs.Work(torch.device("cpu"), 1, 8, folder=folder)
+    assert run._compiled_speed(work, None, None, package) == {"compiled_speed": run.NO_PACKAGE}
 
 
 def test_a_job_by_itself_raises(monkeypatch):
@@ -386,12 +425,11 @@ class Here:
 @pytest.mark.nightly("an example; its jobs, its clock and its table have tests of their own")
 @pytest.mark.parametrize("how", ["here", "command"])
 def test_the_demo_of_one_layer_from_end_to_end(tmp_path, monkeypatch, capfd, how):
-    """In one process with Inductor in the package alone, or as users run it."""
+    """In one process, or as users run it."""
     out = tmp_path / "demo.json"
     arguments = ["--layers=1", "--steps=8", "--device=cpu", f"--out={out}"]
     if how == "here":
         monkeypatch.setattr(run, "Job", Here)
-        monkeypatch.setattr(run, "BACKEND", "aot_eager")
         assert main(arguments) == 0
         said = capfd.readouterr().err
     else:
@@ -409,6 +447,8 @@ def test_the_demo_of_one_layer_from_end_to_end(tmp_path, monkeypatch, capfd, how
     assert mine["package"]["imported"] == []
     assert mine["package"]["megabytes"] > 0
     assert found["stock"]["graphs"]["graphs"] > 1
+    assert (mine["graphs"]["backend"], mine["compiled_by"]) == ("eager", "AOTInductor package")
+    assert mine["compiled_speed"] > 0
     assert "s] dsv4_ops: compile the decode step" in said
 
 
