@@ -37,11 +37,6 @@ def nightly(shown_by: str, *values: Any) -> list[Any]:
     ]
 
 
-def rows32(rows: Sequence[Sequence[int]], columns: int) -> Tensor:
-    """An int32 matrix whose width is known even if it has no rows."""
-    return i32(list(rows)).reshape(len(rows), columns)
-
-
 def strided(tensor: Tensor) -> Tensor:
     """The same values in a view that is not contiguous, with junk between them."""
     if tensor.dim() == 1:

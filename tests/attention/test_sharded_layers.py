@@ -173,6 +173,8 @@ def rank_quantised(
         part = RankLayer(kind, spec, rank, parallel, device)
         inputs = [whole.project(rows.to(device)) for rows in hidden_states(2)]
         how = [[30, *[1] * 7], [7, 2, 1, 20, *[1] * 3]]
+        if not NIGHTLY and device == "cpu":
+            how = [[30, 1, 1], [7, 2, 1]]
         for out, expected in zip(
             in_chunks(part, inputs, how), in_chunks(whole, inputs, how), strict=True
         ):

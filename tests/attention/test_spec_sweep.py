@@ -89,7 +89,8 @@ def test_every_layer_of_v4_is_right_or_refused(kind: str) -> None:
         exact = spec.layout == "plain" and spec.dtype == F32
         budget = 3e-6 if exact else 0.01 if spec.scale_layout is None else 0.08
         found = {}
-        for layer.schedule, layer.state_rings in product(("decode", "prefill"), (False, True)):
+        ways = [*product(("decode", "prefill"), (False, True))]
+        for layer.schedule, layer.state_rings in ways if NIGHTLY else ways[::3]:
             for cache in caches_of(layer).values():
                 cache.view(torch.uint8).fill_(0xFF)
             out = of_groups(layer.attend(inputs, *batch))

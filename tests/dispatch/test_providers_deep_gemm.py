@@ -13,8 +13,6 @@ import dsv4_ops as ops
 from dsv4_ops.dispatch import choice, libraries, providers
 from dsv4_ops.lowering.inspect import (
     build_package,
-    compile_and_get_code,
-    opaque_calls,
 )
 from tests.fakes.deep_gemm import indexer_call
 from tests.support.providers_on_cpu import (
@@ -116,26 +114,6 @@ def test_no_token_no_page_and_no_table(deep_gemm):
         found = ops.indexer_logits(*queries[:2], cache, lens, requests, held, **settings)
         assert bool((found == -torch.inf).all())
     assert deep_gemm.calls == 0
-
-
-@pytest.mark.nightly("test_providers_flash_mla.py compiles calls of a library")
-@pytest.mark.parametrize(
-    "dynamic", [pytest.param(False, marks=pytest.mark.nightly("symbols are the harder")), True]
-)
-def test_compiled_code_calls_deep_gemm(dynamic, deep_gemm):
-    queries, _, rows = indexer_call(1)
-    positions = torch.arange(9) * 100
-    settings = {"block_size": 64, "compress_ratio": 4, "topk": 60, "slots": True}
-    compiled = torch.compile(
-        lambda *tensors: ops.indexer_select(*tensors, **settings, impl="deep_gemm") + 1,
-        fullgraph=True,
-        dynamic=dynamic,
-    )
-    actual, code = compile_and_get_code(compiled, *queries, positions, *rows)
-    assert torch.equal(actual, reference_select(*queries, positions, *rows, **settings) + 1)
-    assert deep_gemm.calls == 1
-    called = [line for line in opaque_calls(code) if not line.startswith("assert_")]
-    assert ["_deep_gemm_logits" in line for line in called] == [True]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, prefill, providers
 from dsv4_ops.reference.bf16_workspace import Prefill, Source, find_spans, list_rows
 from dsv4_ops.testing.case import Case
-from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, i64, nightly, strided, widened
+from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, i64, nightly
 from tests.support.attention_batches import generator, integers
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 from tests.support.providers_on_cpu import CASES, call, check, message
@@ -126,20 +126,6 @@ def test_adversarial_calls(flash_mla, seed, mode, tokens, window, block, max_req
     if case.tensors[7] is not None:
         changed["topk_indices"] = sampled(case.tensors[7], *bad, 25, 24)
     agrees(but(case, **changed))
-
-
-def test_arguments_of_any_strides(flash_mla):
-    case = prefill_case(3, 11, 64, "C4", **SMALL)
-    expected = call(PREFILL, case, impl="flash_mla")
-    tensors = dict(zip(PLACES, case.tensors, strict=True))
-    for name in ("positions", "req_indices"):
-        tensors[name] = strided(tensors[name])
-    for name in ("swa_block_table", "extra_block_table", "topk_indices"):
-        tensors[name] = strided(widened(tensors[name]))
-    tensors["q"] = tensors["q"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    actual = call(PREFILL, but(case, **tensors), impl="flash_mla")
-    for left, right in zip(actual, expected, strict=True):
-        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("name", CASES)

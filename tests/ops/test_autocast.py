@@ -7,13 +7,14 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing import cases_of
 from dsv4_ops.testing.case import results
 from dsv4_ops.testing.contract.compare import assert_same
+from tests.helpers import nightly
 
 
 def autocast(dtype=torch.bfloat16):
     return torch.autocast("cpu", dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *nightly("bfloat16", torch.float16)])
 @pytest.mark.parametrize("name", OPS)
 def test_results_are_those_without_it(name, dtype):
     spec = OPS[name]

@@ -83,17 +83,6 @@ def test_any_cut_into_steps_gives_the_same_rows(kind: str, seed: int, call: Any)
 
 
 @each_narrow
-def test_decode_token_by_token_gives_the_same_rows(kind: str) -> None:
-    """A window is summed in one order, wherever its rows come from."""
-    whole, sequences = in_one_pass(kind)
-    engine = Engine(kind, whole.weights, LENS[kind])
-    for token in range(max(LENS[kind])):
-        engine.step([rows[token : token + 1] for rows in sequences], save_first=token % 2 == 0)
-    for request in range(len(sequences)):
-        torch.testing.assert_close(engine.rows(request), whole.rows(request), rtol=0, atol=1e-6)
-
-
-@each_narrow
 def test_several_tokens_per_request_and_step(kind: str) -> None:
     """Speculative decoding: three tokens a step, of which one to three are kept."""
     whole, sequences = in_one_pass(kind)
@@ -105,17 +94,3 @@ def test_several_tokens_per_request_and_step(kind: str) -> None:
             engine.done[request] = start + min(stop - start, rng.randint(1, 3))
     for request in range(len(sequences)):
         torch.testing.assert_close(engine.rows(request), whole.rows(request), rtol=0, atol=1e-6)
-
-
-def test_what_a_request_leaves_behind_is_of_no_use_to_the_next() -> None:
-    """Two requests, one after the other, in the same blocks: the second is as if it were alone."""
-    kind = "C4"
-    weights = random_weights(kind, 1)
-    first, second = random_sequences(kind, [37, 30], 4)
-    alone = Engine(kind, weights, [30])
-    alone.step([second])
-    engine = Engine(kind, weights, [37])
-    engine.step([first])
-    engine.done, engine.pages, engine.free = [0], {}, list(range(engine.states.shape[0]))
-    run_in_chunks(engine, [second], Random(1), 5)
-    torch.testing.assert_close(engine.rows(0), alone.rows(0), rtol=0, atol=1e-6)

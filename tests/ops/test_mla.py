@@ -40,20 +40,6 @@ def test_offsets_of_rows_of_656_bytes():
     assert stored[offsets[0] + 656 :].count_nonzero() == 0
 
 
-def test_context_rows_by_the_slots_of_a_token_map():
-    table, cu_seq_lens, starts = i32([[3, 0], [2, 5]]), i32([0, 3, 5]), i32([2, 5])
-    lens = cu_seq_lens.diff()
-    found = ops.token_map(cu_seq_lens, (starts + lens).int(), num_tokens=6)
-    given = torch.arange(6)
-    slots = ops.compressed_slot_mapping(
-        found.positions, found.req_indices, table, given, block_size=4, compress_ratio=1
-    )
-    assert slots.tolist() == [14, 15, 0, 21, 22, -1]
-    cache = torch.arange(24.0).view(6, 4, 1)
-    rows = ops.mla_gather_kv(cache, slots, block_size=4)
-    assert rows.flatten().tolist() == [14.0, 15.0, 0.0, 21.0, 22.0, 0.0]
-
-
 # Absorption
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout, mla_layout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import exact_results
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
 DENSE = "mla_decode"
@@ -133,41 +134,6 @@ def rows_of(
     return found
 
 
-def stored(cache: Tensor, layout: str) -> Tensor:
-    """float64 values of all rows, codes of "mla_fp8" without their scale."""
-    if layout == PlainLayout.tag:
-        return cache.double()
-    if layout == FP8:
-        return cache.view(torch.float8_e4m3fn).double()
-    codes = cache[..., :RANK].view(torch.float8_e4m3fn).float()
-    scales = cache[..., RANK : RANK + 16].contiguous().view(torch.float32)
-    latent = (codes.unflatten(-1, (4, 128)) * scales[..., None]).flatten(-2).bfloat16()
-    rope = cache[..., RANK + 16 :].contiguous().view(torch.bfloat16)
-    return torch.cat([latent, rope], -1).double()
-
-
-def exact(case: Case) -> tuple[Tensor, Tensor]:
-    """Results in float64."""
-    q, cache, seq_lens, requests, table, _, _, q_scale, kv_scale = case.tensors
-    block_size, rank = case.settings["block_size"], case.settings["kv_lora_rank"]
-    values = stored(cache, case.settings["layout"])
-    of_keys = 1.0 if kv_scale is None else float(kv_scale)
-    scale = case.settings["softmax_scale"] * of_keys * (1.0 if q_scale is None else float(q_scale))
-    out = torch.zeros(*q.shape[:2], rank, dtype=torch.float64)
-    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
-    for token in range(q.shape[0]):
-        args = (seq_lens[token], requests[token], table, cache.shape[0], block_size)
-        places = rows_of(*args)
-        if not places:
-            continue
-        page, row = torch.tensor(places).T
-        keys = values[page, row]
-        logits = (q[token].double() @ keys.T) * scale
-        lse[token] = logits.logsumexp(-1)
-        out[token] = torch.softmax(logits, -1) @ keys[:, :rank] * of_keys
-    return out, lse
-
-
 def kernel_cases() -> dict[str, Case]:
     """What every kernel over bf16 rows of 576 has to get right, in a few blocks of keys."""
     short = [129, 1, 0, 64, 128, 127, 63, 65]
@@ -226,7 +192,8 @@ def planned(case: Case, plan: Tensor) -> Case:
 def assert_exact(actual: tuple[Tensor, Tensor], case: Case, more: float = 1.6) -> None:
     """Results as near to float64 as those of the reference, up to a factor; without a key exact."""
     out, lse = (each.cpu().double() for each in actual)
-    expected, expected_lse = exact(case)
+    results = exact_results(OPS[DENSE].implementation("testing"), case)
+    expected, expected_lse = (result.value for result in results)
     reference = OPS[DENSE].reference(*case.tensors, **case.settings)[0].double()
     without = expected_lse == -math.inf
     assert torch.equal(lse == -math.inf, without)

@@ -34,6 +34,7 @@ def _cases() -> list[Case]:
     even, odd = _page(1, 2, 3.5, 3), _page(5, 6, 17, 28)
     return [
         case("an even and an odd position", [2, 0], [4, 9], odd, sevens, even),
+        case("the first position", [1, -1], [0, 1], sevens, even, sevens),
         case("no slot", [-1, 3], [4, 5], *[sevens] * 3),
         case("no position", [0, 1], [-1, 7], sevens, odd, sevens),
         case("a late position", [0, -1], [2**63 - 2, 1], even, sevens, sevens),

@@ -14,7 +14,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
 from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, nightly
-from tests.support.attention_batches import GATHERED, gathered_case, generator, integers
+from tests.support.attention_batches import GATHERED, gathered_case
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
 pytest.importorskip("triton", reason="published for Linux only")
@@ -114,16 +114,6 @@ def test_a_token_has_the_same_bits_in_every_batch():
             assert equal(left, right[chosen])
 
 
-def test_keys_in_another_order_and_twice():
-    """A row that is listed twice counts twice."""
-    case = gathered_case(1, 2, 8, 128)
-    q, kv, indices, lens, sink = case.tensors
-    twice = Case("twice", (q, kv, indices.repeat(1, 2), lens * 0 + 256, sink), case.settings)
-    once = Case("once", (q, kv, indices, lens * 0 + 128, sink), case.settings)
-    lse = [kernel(GATHERED, each)[2] for each in (twice, once)]
-    torch.testing.assert_close(lse[0], lse[1] + math.log(2), rtol=0, atol=1e-5)
-
-
 def test_logits_of_any_magnitude():
     """The largest comes first, last, or in either block of a pair; sums against another maximum are
     scaled, and none overflows."""
@@ -218,16 +208,3 @@ def test_asked_for_our_kernel_a_prefill_reads_the_pages():
         OPS[PREFILL].implementation("kernels")(emulator, *args, **case.settings, impl=impl)
         launched += emulator.launched
     assert launched == [KERNEL, "hopper_prefill_keys_kernel"]
-
-
-def test_rows_of_lists_are_integers_of_any_tensor():
-    """Random lists of few rows: every count of a row."""
-    made = generator(0)
-    q, kv = torch.zeros(4, 1, 512).bfloat16(), torch.eye(4, 512).bfloat16()
-    indices, lens = integers(made, 0, 4, 4, 77), i32([77, 64, 1, 65])
-    case = Case("counts", (q, kv, indices, lens, None), {"softmax_scale": 1.0})
-    out = kernel(GATHERED, case)[0]
-    for token in range(4):
-        count = int(lens[token])
-        shares = torch.bincount(indices[token, :count].long(), minlength=4) / count
-        torch.testing.assert_close(out[token, 0, :4].float(), shares, rtol=2**-8, atol=1e-3)

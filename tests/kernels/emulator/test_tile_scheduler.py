@@ -64,15 +64,6 @@ def test_where_a_program_looks_no_further():
     assert combines == [(0, 4, 0)]
 
 
-def test_several_tokens_of_several_splits():
-    """40 blocks for 8 programs: 5 each would be 11 splits, 7 (6.25, rounded up) each 9. 8 each are
-    7, of which 3 are extra ones: (8 + 2) * 8 + 3 = 83. 13 each: (13 + 2) * 8 + 2."""
-    rows, combines = scheduled(*of_blocks(1, 22, 1, 16), 4, 8)
-    assert rows[:4] == [(0, 0, 1), (1, 0, 3, 0), (1, 1, 3, 0), (1, 2, 3, 0)]
-    assert rows[4:] == [(2, 0, 1), (3, 0, 2, 3), (3, 1, 2, 3), None]
-    assert combines == [(1, 3, 0), (3, 2, 3)]
-
-
 def test_rows_of_requests_that_do_not_exist_have_no_weight():
     """Padding of a captured batch: as many rows of tables as they like."""
     swa, extra, _ = of_blocks(1, 8, 1)
@@ -91,16 +82,6 @@ def test_more_tokens_than_run_at_once_take_the_longest_first():
     rows, combines = scheduled(*of_blocks(1, 1, 12, 1, 1), 5, 6, at_once=2)
     assert rows == [(token, 0, 1) for token in (2, 0, 1, 3, 4)] + [None]
     assert combines == []
-
-
-def test_a_token_that_takes_longer_than_its_share_is_cut_beyond_what_runs_at_once():
-    """44 blocks of 5 tokens for 4 at once. 11 each (the mean): 4 splits of 40 blocks, more than
-    there are programs; 14 (13.75): 3 splits, max(14 * 4, 44 + 4 * 3) + 2 * 4 + 2 = 66, as 17; 20:
-    2 splits, max(20 * 4, 44 + 4 * 2) + 8 + 1 = 89; whole 160."""
-    rows, combines = scheduled(*of_blocks(1, 1, 40, 1, 1), 5, 7, at_once=4)
-    assert rows[:3] == [(2, split, 3, 0) for split in range(3)]
-    assert rows[3:] == [(token, 0, 1) for token in (0, 1, 3, 4)]
-    assert combines == [(2, 3, 0)]
 
 
 def test_tokens_about_as_long_as_each_other_keep_their_order():
