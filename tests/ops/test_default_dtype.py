@@ -1,7 +1,8 @@
-"""Ops under ``torch.set_default_dtype``, as models in bfloat16 are often run: neither results nor
-what is computed between follow it."""
+"""Ops under ``torch.set_default_dtype``, as models in bfloat16 are often run, and under
+``torch.autocast``: neither results nor what is computed between follow them."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -27,22 +28,50 @@ def default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
+def autocast(dtype=torch.bfloat16):
+    return torch.autocast("cpu", dtype)
+
+
 @pytest.mark.check
 @pytest.mark.parametrize(
-    "dtype",
+    "under",
     [
-        torch.float64,
-        pytest.param(torch.bfloat16, marks=pytest.mark.nightly("the same under float64")),
+        partial(default_dtype, torch.float64),
+        autocast,
+        *nightly(
+            "the same under float64",
+            partial(default_dtype, torch.bfloat16),
+            partial(autocast, torch.float16),
+        ),
     ],
+    ids=["float64", "autocast", "bfloat16", "autocast to float16"],
 )
 @pytest.mark.parametrize("name", OPS)
-def test_results_are_those_of_float32(name, dtype):
+def test_results_are_those_of_float32(name, under):
     spec = OPS[name]
     for case in cases_of(name):
         want = case.run(spec.op, spec.mutated)
-        with default_dtype(dtype):
+        with under():
             got = case.run(spec.op, spec.mutated)
         assert_same(f"{name}, {case.name}", got, want)
+
+
+def test_a_graph_has_the_results_of_one_without_autocast():
+    op, case = OPS["mla_v_up"].op, cases_of("mla_v_up")[-1]
+    call = torch.compile(lambda *tensors: op(*tensors, **case.settings), fullgraph=True)
+    want = results(call(*case.tensors))
+    with autocast():
+        got = results(call(*case.tensors))
+    assert_same(case.name, got, want)
+
+
+def test_what_is_around_an_op_is_cast():
+    case = cases_of("sinkhorn")[0]
+    (logits,) = case.tensors
+    with autocast():
+        mixed = torch.ops.dsv4_ops.sinkhorn(logits, **case.settings)
+        assert (mixed.flatten(1) @ logits.flatten(1).mT).dtype == torch.bfloat16
+    assert mixed.dtype == logits.dtype
 
 
 @pytest.mark.parametrize("dtype", [DTYPES[0], *nightly("the same under float64", *DTYPES[1:])])

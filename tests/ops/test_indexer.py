@@ -3,7 +3,7 @@ schedules of them."""
 
 import pytest
 import torch
-from hypothesis import assume, given, strategies as st
+from hypothesis import given, strategies as st
 
 import dsv4_ops as ops
 from dsv4_ops import testing
@@ -43,13 +43,15 @@ def select(tensors, *, topk=64, ratio=1, **settings):
 @pytest.mark.parametrize("name", ["indexer_select"])
 def test_selection_equals_the_oracle_where_scores_are_exact(name):
     op_testing = testing.op_testing(name)
-    used = [0]
+    used = [0, 0]
 
-    @sampled(60)
+    @sampled(120)
     @given(testing.strategy(name))
     def compare(case):
-        assume(len(op_testing.precise(*case.tensors, **case.settings)) == 1)
-        used[0] += 1
+        exact = len(op_testing.precise(*case.tensors, **case.settings)) == 1
+        used[exact] += bool(case.tensors[0].shape[0])
+        if not exact:
+            return
         lists = [patterns(tensor) for tensor in case.tensors]
         plain = case.settings["layout"] == "plain"
         bf16 = case.tensors[0].dtype == torch.bfloat16 if plain else None
@@ -58,7 +60,7 @@ def test_selection_equals_the_oracle_where_scores_are_exact(name):
         )
 
     compare()
-    assert used[0] >= 10
+    assert min(used) >= 5
 
 
 def test_both_kinds_of_scores_are_sampled():

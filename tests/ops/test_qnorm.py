@@ -6,13 +6,12 @@ from hypothesis import given
 
 import dsv4_ops as ops
 from dsv4_ops import testing
-from dsv4_ops.attention.caches import KVCacheBuffers
-from dsv4_ops.core.layout import MainLayout, PlainLayout
+from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.compile.test_compiled_cache import cache_sized_buffers
-from tests.helpers import NIGHTLY, i64, nightly
+from tests.helpers import i64, nightly
 from tests.ops.test_contract import one_nan, patterns
 from tests.oracles import rope as oracles
 from tests.support.sampled import sampled
@@ -90,46 +89,24 @@ def test_values_beyond_float32_become_zero():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["argument", *nightly("test_compiled_cache.py", "buffer")])
-def test_compiled_it_writes_the_cache_where_it_is(how):
+@pytest.mark.parametrize("layout", ["v4_fp8", *nightly("the other layout", "plain")])
+def test_compiled_it_writes_the_cache_where_it_is(layout):
     torch._dynamo.reset()
-    layouts = {"v4_fp8": MainLayout(64), **({"plain": PlainLayout(64)} if NIGHTLY else {})}
-    given = {layout: arguments(layout) for layout in layouts}
-    copies = {layout: [tensor.clone() for tensor in given[layout]] for layout in layouts}
-    expected = {
-        layout: ops.qnorm_rope_kv_insert(*copies[layout], **FP8 | {"layout": layout})
-        for layout in layouts
-    }
-    if how == "buffer":
-        for layout, shape in layouts.items():
-            caches = KVCacheBuffers(shape, num_layers=2, num_blocks=5)
-            caches[1].copy_(given[layout][2])
-            given[layout][2] = caches[1]
-    held = {layout: tensors[2] for layout, tensors in given.items()}
-    addresses = [cache.data_ptr() for cache in held.values()]
+    settings = {**FP8, "layout": layout}
+    given, expected = arguments(layout), arguments(layout)
+    case = testing.Case("called", tuple(arguments(layout)), settings)
+    queries = ops.qnorm_rope_kv_insert(*expected, **settings)
+    address = given[2].data_ptr()
 
     def call(*tensors):
-        results = []
-        for layout, (q, kv, cache, *rest) in zip(layouts, tensors, strict=True):
-            written = held[layout] if how == "buffer" else cache
-            settings = {**FP8, "layout": layout}
-            results.append(ops.qnorm_rope_kv_insert(q, kv, written, *rest, **settings))
-        return results
+        return ops.qnorm_rope_kv_insert(*tensors, **settings)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=False)
-    actual, code = compile_and_get_code(compiled, *given.values())
-    assert addresses == [cache.data_ptr() for cache in held.values()]
-    for layout, found in zip(layouts, actual, strict=True):
-        case = testing.Case("called", tuple(arguments(layout)), {**FP8, "layout": layout})
-        assert torch.equal(held[layout], copies[layout][2])
-        assert_agrees(
-            f"compiled, {layout}",
-            testing.op_testing("qnorm_rope_kv_insert"),
-            case,
-            (found, held[layout]),
-            (expected[layout], copies[layout][2]),
-        )
-        assert cache_sized_buffers(code, held[layout]) == []
+    found, code = compile_and_get_code(compiled, *given)
+    assert given[2].data_ptr() == address
+    outcomes = (found, given[2]), (queries, expected[2])
+    assert_agrees("compiled", testing.op_testing("qnorm_rope_kv_insert"), case, *outcomes)
+    assert cache_sized_buffers(code, given[2]) == []
     assert ".copy_(" not in code
 
 

@@ -52,9 +52,3 @@ def test_prefills_plans_rotations_and_rows_with_gaps() -> None:
         passed += [f"{what} {name}" for name in (DECODES if NIGHTLY else DECODES[:1])]
     found = passed_in("interpret_mla.py", *["thorough"] * NIGHTLY)
     assert found == ["prefill", *passed, *gaps]
-
-
-@pytest.mark.nightly("test_kernels.py has programs of one step, tests/gpu/test_streams.py more")
-def test_hyper_connections_whose_programs_go_on_to_other_columns() -> None:
-    (line,) = passed_in("interpret_streams.py")
-    assert line.startswith("hyper_connection ")
