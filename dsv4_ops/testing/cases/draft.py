@@ -28,6 +28,12 @@ def _cases() -> list[Case]:
         _greedy("drafts of no token", eye, [-1, 4], ([[2, -1, -1]], [0])),
         _greedy("no drafts", eye[:, 2:], [], ([[3]], [0])),
         _greedy("ties and no token", no_token, [1], ([[1, -1]], [1])),
+        Case(
+            "no token to sample",
+            (no_token[:, 1:], i64([[]]), None, torch.tensor([[0.5]])),
+            SAMPLED,
+            ([[-1]], [0]),
+        ),
         # q is 1 at token 0: accepted below 0.5; then 0.7 of _P[1], or 0.4 of [0, 1/4, 1/4]
         _sampled(
             "certain drafts", [0, 0], None, [[0.4, 0.7], [0.6, 0.4]], ([[0, 2], [1, -1]], [1, 0])
