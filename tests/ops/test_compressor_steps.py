@@ -69,7 +69,7 @@ def test_one_pass_is_what_the_oracle_says(kind: str) -> None:
 
 
 @each_narrow
-@pytest.mark.parametrize("seed", [0, 3, *nightly("those before", 1, 2, 4, 5)])
+@pytest.mark.parametrize("seed", [3, *nightly("seed 3", 0, 1, 2, 4, 5)])
 @pytest.mark.parametrize("call", [None, together()], ids=["two ops", "one op"])
 def test_any_cut_into_steps_gives_the_same_rows(kind: str, seed: int, call: Any) -> None:
     """Chunks that straddle windows, empty ones, padding tokens; states saved before or after, all
