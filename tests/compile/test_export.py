@@ -2,6 +2,7 @@
 to libtorch only."""
 
 import subprocess
+import zipfile
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -9,17 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_ops.attention.metadata import build_decode_metadata
 from dsv4_ops.core.registry import OPS, OpSpec
 from dsv4_ops.lowering.inspect import build_package
 from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_agrees
 from dsv4_ops.testing.strategies.calls import as_case, op_testing, reference
-from tests.helpers import nightly
+from tests.helpers import NIGHTLY, nightly
 from tests.support import forked
 from tests.support.cpp import build_cpp_runner, read_tensors, write_tensors
-from tests.support.metadata_batches import SPEC, random_inputs, tables_of
 
 try:
     from tests.support import played_launch
@@ -30,29 +29,10 @@ except ImportError:  # triton is published for Linux only
 pytestmark = pytest.mark.slow
 
 
-def decode(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return build_decode_metadata(SPEC, *inputs[:3], tables_of(inputs)).as_tuple()
-
-
-QUICKLY = {
-    "aot_inductor.debug_compile": True,
-    "cpp.simdlen": 1,
-}
+QUICKLY = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1}
 """-O0, checks of the inputs, and no vectors, of which every loop has several forms: a fraction of
 the time; test_contract.py and test_indexer.py compile as users do."""
 
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory) -> Path:
-    """The decode metadata build, exported once for the tests of this file."""
-    program = checks.export_dynamic(decode, random_inputs(0, num_reqs=5, num_tokens=23))
-    names = {node.target for node in program.graph.nodes}
-    assert OPS["token_map"].op in names, "an exported program names the stages"
-    with torch._inductor.config.patch(QUICKLY):
-        return build_package(program, tmp_path_factory.mktemp("package") / "decode_metadata.pt2")
-
-
-BATCHES = [(1, 9, 31), (2, 3, 8), (3, 40, 120)]
 
 RUN_IN_PYTHON = """
 import sys, torch, torch._inductor
@@ -64,37 +44,22 @@ assert not any(name.startswith("dsv4_ops") for name in sys.modules)
 """
 
 
-@pytest.mark.nightly("test_ops_survive_packages, in the same process")
-def test_package_runs_where_dsv4_ops_is_never_imported(package, tmp_path):
-    paths = []
-    for seed, num_reqs, num_tokens in BATCHES:
-        paths.append(tmp_path / f"{seed}.pt")
-        torch.save(random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens), paths[-1])
-    forked.python("-c", RUN_IN_PYTHON, package, *paths, cwd=tmp_path).check_returncode()
-    for path in paths:
-        inputs = torch.load(path)
-        checks.assert_same("package", torch.load(f"{path}.out"), (*decode(*inputs), *inputs))
-
-
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory) -> Path:
     """The C++ program, compiled once for the tests of this file."""
     made = build_cpp_runner(tmp_path_factory.mktemp("runner"))
-    linked = subprocess.run(["ldd", made], check=True, capture_output=True, text=True).stdout
-    assert "libtorch_cpu" in linked
-    assert "libpython" not in linked
-    assert "libtorch_python" not in linked
+    assert "libtorch_cpu" in linked(made)
+    assert_without_python(made)
     return made
 
 
-@pytest.mark.nightly("test_ops_survive_packages, in the same program")
-def test_package_runs_in_a_cpp_program(package, runner, tmp_path):
-    for seed, num_reqs, num_tokens in BATCHES:
-        inputs = random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens)
-        write_tensors(tmp_path / "inputs", inputs)
-        subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
-        outputs = read_tensors(tmp_path / "outputs")
-        checks.assert_same("C++", outputs, (*decode(*inputs), *inputs))
+def linked(binary: Path) -> str:
+    return subprocess.run(["ldd", binary], check=True, capture_output=True, text=True).stdout
+
+
+def assert_without_python(binary: Path) -> None:
+    assert "libpython" not in linked(binary)
+    assert "libtorch_python" not in linked(binary)
 
 
 def writes(spec: OpSpec, case: Case) -> bool:
@@ -172,10 +137,10 @@ def packages():
 
 
 @pytest.mark.parametrize("names", packages())
-def test_ops_survive_packages(names, runner, tmp_path):
+def test_ops_survive_packages(names, request, tmp_path):
     """Many ops in one package: none of them needs a registration where the package runs, and those
-    that write do so to the caller's tensors, in Python and in C++. With them a launch of a kernel
-    in Gluon, of which the package has the binary."""
+    that write do so to the caller's tensors, in Python and, nightly, in C++. With them a launch of
+    a kernel in Gluon, of which the package has the binary. No library of Python is linked."""
     ops = [Packaged(OPS[name]) for name in names]
     launches = [] if names is not PACKAGED or played_launch is None else [*map(Launch, (7, 2, 200))]
     ops += launches[:1]
@@ -189,15 +154,21 @@ def test_ops_survive_packages(names, runner, tmp_path):
     program = checks.export_dynamic(run_ops, inputs)
     with torch._inductor.config.patch(QUICKLY), played() if launches else nullcontext():
         package = build_package(program, tmp_path / "part.pt2")
+    with zipfile.ZipFile(package) as files:
+        (library,) = (name for name in files.namelist() if name.endswith(".so"))
+        assert_without_python(Path(files.extract(library, tmp_path)))
     torch.save(tuple(inputs), tmp_path / "in.pt")
-    write_tensors(tmp_path / "inputs", inputs)
     paths = [tmp_path / "in.pt", *(tmp_path / f"{at}.pt" for at in range(len(launches[1:])))]
     for launch, path in zip(launches[1:], paths[1:], strict=True):
         torch.save((*inputs[: -len(launch.inputs)], *launch.inputs), path)
     forked.python("-c", RUN_IN_PYTHON, package, *paths, cwd=tmp_path).check_returncode()
-    subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
-    in_python, in_cpp = torch.load(tmp_path / "in.pt.out"), read_tensors(tmp_path / "outputs")
-    for runtime, outputs in (("Python", in_python), ("C++", in_cpp)):
+    found = {"Python": torch.load(tmp_path / "in.pt.out")}
+    if NIGHTLY:
+        write_tensors(tmp_path / "inputs", inputs)
+        runner = request.getfixturevalue("runner")
+        subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
+        found["C++"] = read_tensors(tmp_path / "outputs")
+    for runtime, outputs in found.items():
         rest = iter(outputs)
         returned = [[next(rest) for _ in range(op.num_results)] for op in ops]
         left = [[next(rest) for _ in op.inputs] for op in ops]
