@@ -274,12 +274,7 @@ def test_every_number_is_checked(small):
     """--check reads all that can be none: FP8 codes, scales, and what is not quantised."""
     file, whole = small / SHARD, (small / SHARD).read_bytes()
     header, weights = header_of(file)
-    bits = {
-        "F8_E4M3": b"\xff",
-        "F8_E8M0": b"\xff",
-        "BF16": b"\x80\x7f",
-        "F32": b"\x00\x00\x80\xff",
-    }
+    bits = {"F8_E4M3": b"\xff", "F8_E8M0": b"\xff", "BF16": b"\x80\x7f", "F32": b"\x00\x00\x80\xff"}
     kinds = set()
     for name, entry in header.items():
         if entry.get("dtype") in bits:
@@ -392,14 +387,10 @@ def _moved(start, stop):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_entry(dtype=None), f"{NORM} must have a dtype, a shape and two data_offsets in its hea"),
-        (_entry(shape="128"), f"{NORM} must have a dtype, a shape and two data_offsets in its he"),
-        (_entry(shape=[128.0]), f"{NORM} must have a dtype, a shape and two data_offsets in its "),
-        (_entry(shape=[True, 128]), f"{NORM} must have a dtype, a shape and two data_offsets in "),
-        (_entry(shape=[-1, -128]), f"{NORM} must have a dtype, a shape and two data_offsets in "),
-        (_entry(data_offsets=[0]), f"{NORM} must have a dtype, a shape and two data_offsets in i"),
-        (_entry(data_offsets=[0, 1, 2]), f"{NORM} must have a dtype, a shape and two data_offset"),
-        (_entry(strides=[1]), f"{NORM} must have a dtype, a shape and two data_offsets in its he"),
+        *((_entry(**entry), f"{NORM} must have a dtype, a shape and two data_offsets in its hea")
+          for entry in ({"dtype": None}, {"shape": "128"}, {"shape": [128.0]},
+                        {"shape": [True, 128]}, {"shape": [-1, -128]}, {"data_offsets": [0]},
+                        {"data_offsets": [0, 1, 2]}, {"strides": [1]})),
         (lambda header: header[NORM].pop("shape"), f"{NORM} must have a dtype, a shape and two "),
         (lambda header: header.update({NORM: []}), f"{NORM} must have a dtype, a shape and two "),
         (_entry(dtype="BF17"), f"{NORM} must be of a dtype that safetensors has, got BF17. "),
@@ -584,25 +575,17 @@ def test_a_path_is_one():
         check_checkpoint(3)
 
 
-def test_experts_of_another_dtype_than_the_config_says_are_refused(small):
-    config = {**SMALL, "expert_dtype": "fp8"}
-    (small / "config.json").write_text(json.dumps(config))
-    assert refused(small) == (
-        "check_checkpoint: expert_dtype must be 'fp4' for experts of I8, got 'fp8'. "
-        "Correct config.json."
-    )
-
-
-def test_experts_in_fp4_need_scales_of_bytes(small):
-    config = {
-        **SMALL,
-        "quantization_config": {**SMALL["quantization_config"], "scale_fmt": "float"},
-    }
-    (small / "config.json").write_text(json.dumps(config))
-    assert refused(small) == (
-        "check_checkpoint: quantization_config.scale_fmt must be 'ue8m0' for experts in FP4, got "
-        "'float'. Correct config.json."
-    )
+@pytest.mark.parametrize(
+    ("changed_config", "rule"),
+    [
+        ({"expert_dtype": "fp8"}, "expert_dtype must be 'fp4' for experts of I8, got 'fp8'. "),
+        ({"quantization_config": {**SMALL["quantization_config"], "scale_fmt": "float"}},
+         "quantization_config.scale_fmt must be 'ue8m0' for experts in FP4, got 'float'. "),
+    ],
+)  # fmt: skip
+def test_a_config_that_contradicts_its_experts_is_refused(small, changed_config, rule):
+    (small / "config.json").write_text(json.dumps({**SMALL, **changed_config}))
+    assert refused(small) == f"check_checkpoint: {rule}Correct config.json."
 
 
 def test_a_draft_of_dspark_is_recognised(small):

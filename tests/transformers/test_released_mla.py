@@ -13,7 +13,7 @@ from dsv4_ops.__main__ import main
 from dsv4_ops.checkpoint.format import check_checkpoint
 from dsv4_ops.checkpoint.mla_format import mla_tensors
 from dsv4_ops.integrations import transformers as hf
-from tests.helpers import NIGHTLY
+from tests.helpers import NIGHTLY, nightly
 from tests.support import v3_checkpoint
 from tests.support.mutated import accepts, mutated
 
@@ -22,11 +22,14 @@ ATTENTION = "model.layers.0.self_attn"
 FILE = "model.safetensors"
 
 
-@pytest.fixture(scope="module", params=[3, 2], ids=["v3", "v2"])
+@pytest.fixture(scope="module", params=[3, *nightly("tests with both_versions", 2)])
 def released(request, tmp_path_factory):
     """A folder, and the state of the same model with the values of its codes."""
     path = tmp_path_factory.mktemp(f"v{request.param}")
     return path, v3_checkpoint.write(path, v3_checkpoint.random_model(request.param))
+
+
+both_versions = pytest.mark.parametrize("released", [3, 2], indirect=True)
 
 
 @pytest.fixture
@@ -72,6 +75,7 @@ def test_v3_has_the_tensors_that_its_headers_were_seen_with():
     assert found["model.layers.2.mlp.down_proj.weight_scale_inv"].shape == (56, 144)
 
 
+@both_versions
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_whole_checkpoint_is_what_it_says(copied, shards, capsys):
     files, config, write = copied
@@ -88,6 +92,7 @@ def test_a_whole_checkpoint_is_what_it_says(copied, shards, capsys):
     assert type(hf.load_quantized(path)).__name__ in config["architectures"]
 
 
+@both_versions
 @pytest.mark.parametrize("tokens", [20, 190])
 def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
     """As close to float32 as the same values in bf16 are; short prompts are absorbed."""
@@ -121,10 +126,11 @@ def test_other_sizes(tmp_path, changed, expected):
 
 
 def test_a_draft_layer_and_what_is_computed_are_skipped(copied):
-    """V3's is behind the others; V2 has none."""
+    """V3's is behind the others; V2 has none. And scales of other engines' caches."""
     files, config, write = copied
     layer = config["num_hidden_layers"]
-    files[f"{ATTENTION}.rotary_emb.inv_freq"] = torch.ones(32)
+    for name in ("rotary_emb.inv_freq", "k_scale", "v_scale"):
+        files[f"{ATTENTION}.{name}"] = torch.ones(1)
     assert check_checkpoint(write()).draft == "none"
     config["num_nextn_predict_layers"] = 1
     files[f"model.layers.{layer}.eh_proj.weight"] = torch.ones(3)
@@ -155,6 +161,7 @@ def test_modules_that_are_not_converted(copied):
         check_checkpoint(write())
 
 
+@both_versions
 def test_every_tensor_is_required_by_name(copied):
     """Norms too, in place of which Hugging Face makes random ones."""
     files, _, write = copied
@@ -214,19 +221,7 @@ def test_what_is_not_as_released_is_refused(copied, name, change, message, monke
     refused(write(), message, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("quant_method", "awq", "quantization_config.quant_method must be 'fp8', got 'awq'. "),
-        ("weight_block_size", [64, 128], "weight_block_size must be [128, 128], got [64, 128]. "),
-        ("activation_scheme", "static", "activation_scheme must be 'dynamic', got 'static'. "),
-        ("scale_fmt", "bytes", "scale_fmt must be one of float, ue8m0, got 'bytes'. "),
-    ],
-)
-def test_other_quantisation_is_refused(copied, setting, value, message, monkeypatch, capsys):
-    _, config, write = copied
-    config["quantization_config"][setting] = value
-    refused(write(), message, monkeypatch, capsys)
+QUANTIZATION = ("quant_method", "weight_block_size", "activation_scheme", "scale_fmt")
 
 
 @pytest.mark.parametrize(
@@ -245,11 +240,16 @@ def test_other_quantisation_is_refused(copied, setting, value, message, monkeypa
         ("attention_bias", True, "config.attention_bias must be false, got True. "),
         ("num_nextn_predict_layers", "1", "num_nextn_predict_layers must be an integer of at"),
         ("quantization_config", None, "config.quantization_config must say how weights are"),
+        ("quant_method", "awq", "quantization_config.quant_method must be 'fp8', got 'awq'. "),
+        ("weight_block_size", [64, 128], "weight_block_size must be [128, 128], got [64, 128]. "),
+        ("activation_scheme", "static", "activation_scheme must be 'dynamic', got 'static'. "),
+        ("scale_fmt", "bytes", "scale_fmt must be one of float, ue8m0, got 'bytes'. "),
     ],
 )
 def test_a_config_of_another_model_is_refused(copied, name, value, message, monkeypatch, capsys):
     _, config, write = copied
-    config[name] = value
+    quantization = config["quantization_config"]
+    (quantization if name in QUANTIZATION else config)[name] = value
     refused(write(), message, monkeypatch, capsys)
 
 
@@ -340,13 +340,7 @@ def test_other_names_of_the_codes_format(copied, name):
         check_checkpoint(write())
 
 
-def test_scales_of_other_engines_caches_are_skipped(copied):
-    files, _, write = copied
-    files[f"{ATTENTION}.k_scale"] = torch.ones(1)
-    files[f"{ATTENTION}.v_scale"] = torch.ones(1)
-    assert check_checkpoint(write()).num_tensors == len(files)
-
-
+@both_versions
 def test_shared_experts_have_hugging_faces_default(copied):
     """1 of V3 and 2 of V2, whose files here have 1."""
     _, config, write = copied
