@@ -450,10 +450,7 @@ def test_a_library_that_fails_to_import_is_unusable_once_asked(monkeypatch):
     monkeypatch.setattr(probes.importlib, "import_module", fails)
     assert probes.probe("transformers").usable
     broken = probes.probe("transformers", load=True)
-    assert (broken.usable, broken.reason) == (
-        False,
-        "import failed: Exception: broken on purpose",
-    )
+    assert (broken.usable, broken.reason) == (False, "import failed: Exception: broken on purpose")
 
 
 def test_a_gpu_library_needs_a_gpu(monkeypatch):

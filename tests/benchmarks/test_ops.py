@@ -195,10 +195,7 @@ def vllm_modules(wrong_bytes=0):
         assert (gather_lens, block_size, offset) == (None, 64, 0)
         cache_cases.gather_into(out, k_cache, seq_lens, block_table)
 
-    names = {
-        "quantize_and_insert_k_cache": insert,
-        "dequantize_and_gather_k_cache_triton": gather,
-    }
+    names = {"quantize_and_insert_k_cache": insert, "dequantize_and_gather_k_cache_triton": gather}
     return SimpleNamespace(cache=SimpleNamespace(**names))
 
 

@@ -16,10 +16,7 @@ from dsv4_ops.testing.models import YARN
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/memory.md"
 SLIDING, C4, C128, _ = LAYER_TYPES
-LAYERS = {
-    "Flash": [SLIDING, SLIDING, *[C4, C128] * 20, C4],
-    "Pro": [C128, *[C128, C4] * 30],
-}
+LAYERS = {"Flash": [SLIDING, SLIDING, *[C4, C128] * 20, C4], "Pro": [C128, *[C128, C4] * 30]}
 CONFIGS = {"Flash": FLASH, "Pro": PRO}
 
 

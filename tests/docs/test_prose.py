@@ -14,10 +14,7 @@ WIDTH = 120
 NAMED = re.compile(r"(?<![\w/<*{-])(?:\.\./)*((?:\.?[\w-]+/)*[\w-]+\.(?:py|md))\b(?!\.\w|/)")
 BEGINS = re.compile(r"(Of|By|Likewise|The same)\b")
 
-MAY_BEGIN = {
-    "Of sparse MLA: rows of 512",
-    "The same in words.",
-}
+MAY_BEGIN = {"Of sparse MLA: rows of 512", "The same in words."}
 """The first six words of docstrings of old that do: rewrite them, and add none."""
 
 

@@ -16,12 +16,7 @@ from tests.support.attention_batches import (
     kernel,
     paged_case,
 )
-from tests.support.prefill_batches import (
-    adversarial_plan,
-    plan_of,
-    stale_plan,
-    with_plan,
-)
+from tests.support.prefill_batches import adversarial_plan, plan_of, stale_plan, with_plan
 
 both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
 

@@ -11,21 +11,8 @@ import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
-from tests.support.attention_batches import (
-    DECODE,
-    DEVICE,
-    PAGED,
-    generator,
-    kernel,
-    some_tokens,
-)
-from tests.support.prefill_batches import (
-    MODES,
-    PREFILL,
-    plain_case,
-    prefill_case,
-    unsplit,
-)
+from tests.support.attention_batches import DECODE, DEVICE, PAGED, generator, kernel, some_tokens
+from tests.support.prefill_batches import MODES, PREFILL, plain_case, prefill_case, unsplit
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 

@@ -49,8 +49,7 @@ def test_head_counts_of_no_whole_tile(name: str, heads: int) -> None:
 def test_splits(name: str, tokens: int, num_splits: int, batch_invariant: bool) -> None:
     """More splits than blocks of keys too."""
     agrees(
-        name,
-        case_of(name, 3, tokens, 64, num_splits=num_splits, batch_invariant=batch_invariant),
+        name, case_of(name, 3, tokens, 64, num_splits=num_splits, batch_invariant=batch_invariant)
     )
 
 

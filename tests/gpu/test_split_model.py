@@ -20,14 +20,7 @@ from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import head_plan
 from tests.support.hf_models import Engine, padded_to
 from tests.support.ranks import free_collectives, gpu_ranks, of_ranks, run_ranks
-from tests.transformers.test_split_heads import (
-    LENGTHS,
-    MODELS,
-    REQUESTS,
-    patched,
-    split,
-    text,
-)
+from tests.transformers.test_split_heads import LENGTHS, MODELS, REQUESTS, patched, split, text
 
 DEVICE = os.environ.get("DSV4_OPS_SPLIT_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(

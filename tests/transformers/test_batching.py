@@ -156,10 +156,7 @@ def test_each_request_gets_the_tokens_of_generate(name, scheduler, steps, caches
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        ("v3", 21),
-        pytest.param("v3", 200, marks=pytest.mark.nightly("the same of 21 requests")),
-    ],
+    [("v3", 21), pytest.param("v3", 200, marks=pytest.mark.nightly("the same of 21 requests"))],
 )
 def test_requests_come_go_and_stream(name, count, caches):
     """A third is cancelled after its first token; memory stays what it was."""

@@ -62,10 +62,7 @@ def test_outputs():
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
-FAMILIES = {
-    "V4": (reference, stock),
-    "V3": (lambda: mla(True), lambda: mla(False)),
-}
+FAMILIES = {"V4": (reference, stock), "V3": (lambda: mla(True), lambda: mla(False))}
 
 
 @lru_cache

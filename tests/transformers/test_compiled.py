@@ -11,13 +11,7 @@ from dsv4_ops.core.versions import release, supported
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import HEAVY, small_mla_model, small_model
 from tests.helpers import EVERY, SMOKE
-from tests.support.hf_models import (
-    REQUESTS,
-    Engine,
-    new_cache,
-    reference,
-    text,
-)
+from tests.support.hf_models import REQUESTS, Engine, new_cache, reference, text
 
 OLDEST, _ = supported("torch")
 

@@ -26,11 +26,7 @@ def folders(tmp_path_factory):
     """A small V4 and V3 in float32, and a V4 in FP8 and FP4."""
     path = tmp_path_factory.mktemp("models")
     write_checkpoint(path / "released")
-    return {
-        "v4": write_v4(path / "v4"),
-        "v3": write_v3(path / "v3"),
-        "released": path / "released",
-    }
+    return {"v4": write_v4(path / "v4"), "v3": write_v3(path / "v3"), "released": path / "released"}
 
 
 def serve(path, **settings):

@@ -54,13 +54,7 @@ class Combine(nn.Module):
         return torch.ops.dsv4_ops.combine_topk_swa_indices(indices + 1, *tensors, **SETTINGS)[0] + 1
 
 
-SETTINGS = {
-    "window_size": 4,
-    "compress_ratio": 4,
-    "topk": 2,
-    "workspace_rows": 20,
-    "swa_offset": 8,
-}
+SETTINGS = {"window_size": 4, "compress_ratio": 4, "topk": 2, "workspace_rows": 20, "swa_offset": 8}
 
 
 def test_two_outputs_join_an_engine():
