@@ -7,14 +7,13 @@ from functools import lru_cache
 import pytest
 import torch
 import transformers
-from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.testing.models import small_mla_model, small_model
 from dsv4_ops.testing.text import PAD
-from tests.helpers import NIGHTLY, nightly
+from tests.helpers import nightly
 from tests.support.hf_models import check_states, new_cache, reference, stock, text
 
 PROMPT, NEW = 12, 6
@@ -40,16 +39,7 @@ def wanted():
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"cache_implementation": "static"},
-        {"cache_implementation": "dynamic"},
-        *nightly(
-            "test_left_padding; no cache: test_patch.py",
-            {"prefill_chunk_size": 5},
-            {"use_cache": False},
-        ),
-    ],
+    [{}, {"cache_implementation": "static"}, {"cache_implementation": "dynamic"}],
     ids=str,
 )
 def test_greedy_tokens(settings):
@@ -58,8 +48,6 @@ def test_greedy_tokens(settings):
     cache = getattr(out, cache_argument())
     if settings.get("cache_implementation") == "dynamic":
         assert type(cache) is transformers.DynamicCache
-    elif "use_cache" in settings:
-        assert cache is None
     else:
         assert isinstance(cache, v4.PagedCache)
         assert cache.seq_lens.tolist() == [PROMPT + NEW - 1] * 2
@@ -70,9 +58,7 @@ def test_greedy_tokens(settings):
     [
         ({"max_batch_size": 5, "num_blocks": 2}, {}),
         ({"max_cache_len": PROMPT + NEW - 1}, {}),  # the last token is not stored
-        *nightly(
-            "these, and test_hidden_states", ({}, {}), ({"max_chunk": 5}, {"prefill_chunk_size": 5})
-        ),
+        ({"max_chunk": 5}, {"prefill_chunk_size": 5}),
     ],
     ids=str,
 )
@@ -107,23 +93,6 @@ def test_samples_with_a_seed():
     assert torch.equal(found[0], found[2])
 
 
-def test_a_streamer_gets_every_token():
-    class Streamer(transformers.generation.streamers.BaseStreamer):
-        def __init__(self):
-            self.seen, self.ended = [], False
-
-        def put(self, value):
-            self.seen += value.flatten().tolist()
-
-        def end(self):
-            self.ended = True
-
-    streamer = Streamer()
-    out = generate(reference(), ids()[:1], streamer=streamer)
-    assert streamer.seen == out[0].tolist()
-    assert streamer.ended
-
-
 def test_requests_that_end_early():
     """Padding follows an end, as in Hugging Face's ``generate``."""
     eos = int(wanted()[0, PROMPT + 2])
@@ -141,88 +110,6 @@ def test_embeddings():
     v4.patch(model, kv="fp32", precision="reference")
     got = model.generate(inputs_embeds=embeddings, **GREEDY)
     assert torch.equal(got[:, -NEW:], want)
-
-
-# Padding on the left, which Hugging Face's compressors take for tokens
-
-
-def padded(lens, width):
-    tokens = torch.full((len(lens), width), PAD)
-    for row, count in enumerate(lens):
-        tokens[row, width - count :] = text()[row, :count]
-    return tokens, (tokens != PAD).long()
-
-
-def logits_of_each(sequences, lens, width):
-    """Hugging Face's logits of the last ``NEW`` tokens, of every request alone."""
-    return torch.stack(
-        [
-            stock()(sequences[row : row + 1, width - count :]).logits[0, -NEW - 1 : -1]
-            for row, count in enumerate(lens)
-        ],
-        1,
-    )
-
-
-def check(out, lens, width):
-    want = logits_of_each(out.sequences, lens, width)
-    torch.testing.assert_close(torch.stack(out.logits), want, rtol=0, atol=1e-4)
-    assert torch.equal(out.sequences[:, -NEW:].T, want.argmax(-1))
-
-
-RECORD = {"output_logits": True, "return_dict_in_generate": True}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"prefill_chunk_size": 5},
-        {"attention_mask": None},
-        *nightly("those before", {}, {"cache_implementation": "static"}),
-    ],
-    ids=str,
-)
-def test_left_padding(settings):
-    lens, width = [9, 5], 12
-    tokens, mask = padded(lens, width)
-    given = {"attention_mask": mask, **RECORD, **settings}
-    check(generate(reference(), tokens, **given), lens, width)
-    hf = generate(stock(), tokens, attention_mask=mask, **RECORD)
-    want = logits_of_each(hf.sequences, lens, width)
-    assert (torch.stack(hf.logits) - want).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("lens", "padding", "chunk"),
-    [([9, 5], 3, 7), *nightly("padded rows in chunks", ([12, 5], 0, None), ([61, 30], 21, None))],
-)
-def test_a_conversation(lens, padding, chunk):
-    """Where all rows are padded, ``generate`` repeats the last tokens of the turn before; their
-    states are no longer all there."""
-    width = max(lens) + padding
-    tokens, mask = padded(lens, width)
-    cache = cache_of(max_cache_len=300)
-    first = generate(reference(), tokens, attention_mask=mask, cache=cache, **RECORD)
-    check(first, lens, width)
-    turn = text()[:2, 250:255]
-    tokens = torch.cat([first.sequences, turn], 1)
-    mask = torch.cat([mask, torch.ones(2, NEW + 5, dtype=torch.int64)], 1)
-    given = {"attention_mask": mask, "cache": cache, "prefill_chunk_size": chunk}
-    check(generate(reference(), tokens, **given, **RECORD), lens, width)
-    assert cache.seq_lens.tolist() == [count + 2 * NEW + 4 for count in lens]
-
-
-def test_a_turn_of_new_tokens_only():
-    found = []
-    for model, cache in (
-        (reference(), cache_of()),
-        (stock(), transformers.DynamicCache(config=stock().config)),
-    ):
-        first = generate(model, **{cache_argument(): cache})
-        turn = torch.cat([first[:, -1:], text()[:2, 50:55]], 1)
-        mask = torch.ones(2, PROMPT + NEW + 5, dtype=torch.int64)
-        found.append(generate(model, turn, attention_mask=mask, **{cache_argument(): cache}))
-    assert torch.equal(found[0], found[1])
 
 
 def test_copies_of_a_cache_share_a_prompt():
@@ -249,65 +136,37 @@ def added(*requests, **sizes):
 
 
 BEAMS = "num_beams must be 1 with a PagedCache, got 2. Pass cache_implementation='dynamic' instead."
+NO_BLOCKS = "max_length must fit into the free blocks, 3 of 3, got tokens for 4 more blocks"
+MOST = "batch size must be at most max_batch_size of the cache = {}, got {}"
+TWO = {"do_sample": True, "num_return_sequences": 2}
+FEW = {"num_blocks": 3, "max_cache_len": 600}
 REFUSED = {
     "too long": (
         lambda: cache_of(max_cache_len=PROMPT + NEW - 2),
         {},
-        ValueError,
-        "max_length must be at most max_cache_len of the cache = 16, got 17. "
-        "Lower max_length, or raise max_cache_len of the cache.",
+        "max_length must be at most max_cache_len of the cache = 16, got 17",
     ),
-    "too wide": (
-        lambda: cache_of(max_batch_size=1),
-        {},
-        ValueError,
-        "batch size must be at most max_batch_size of the cache = 1, got 2. "
-        "Lower batch size, or raise max_batch_size of the cache.",
-    ),
-    "too many samples": (
-        cache_of,
-        {"do_sample": True, "num_return_sequences": 2},
-        ValueError,
-        "batch size must be at most max_batch_size of the cache = 2, got 4. "
-        "Lower batch size, or raise max_batch_size of the cache.",
-    ),
-    "no blocks for all": (
-        lambda: cache_of(num_blocks=3, max_cache_len=600),
-        {"max_new_tokens": 400},
-        v4.OutOfBlocks,
-        "max_length must fit into the free blocks, 3 of 3, got tokens for 4 more blocks. "
-        "Free a request, or pass a smaller max_new_tokens.",
-    ),
-    "no blocks for more": (
-        lambda: added("a", "b", num_blocks=3, max_cache_len=600),
-        {"max_new_tokens": 400},
-        v4.OutOfBlocks,
-        "max_length must fit into the free blocks, 3 of 3, got tokens for 4 more blocks. "
-        "Free a request, or pass a smaller max_new_tokens.",
-    ),
-    "a row of nobody": (
-        lambda: added("a", num_blocks=3),
-        {},
-        ValueError,
-        "cache must have a request in each of its first 2 rows, or none at all, got "
-        "none in row 1. Add requests, or free them all.",
-    ),
-    "beams": (cache_of, {"num_beams": 2}, NotImplementedError, BEAMS),
+    "too wide": (lambda: cache_of(max_batch_size=1), {}, MOST.format(1, 2)),
+    "too many samples": (cache_of, TWO, MOST.format(2, 4)),
+    "no blocks for all": (lambda: cache_of(**FEW), {"max_new_tokens": 400}, NO_BLOCKS),
+    "no blocks for more": (lambda: added("a", "b", **FEW), {"max_new_tokens": 400}, NO_BLOCKS),
+    "a row of nobody": (lambda: added("a", num_blocks=3), {}, "cache must have a request in each"),
+    "beams": (cache_of, {"num_beams": 2}, BEAMS),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_errors_before_anything_is_written(case):
-    make, settings, error, message = REFUSED[case]
+    make, settings, message = REFUSED[case]
     cache = make()
 
     def state():
         return [leaf.clone() for leaf in tree_leaves((cache.seq_lens, cache.tensors))]
 
     before, requests, free = state(), cache.requests, cache.num_free_blocks
-    with pytest.raises(error) as raised:
+    with pytest.raises((ValueError, v4.OutOfBlocks, NotImplementedError)) as raised:
         generate(reference(), cache=cache, **settings)
-    assert str(raised.value) == f"generate: {message}"
+    assert str(raised.value).startswith(f"generate: {message}")
     assert all(torch.equal(old, new) for old, new in zip(before, state(), strict=True))
     assert (cache.requests, cache.num_free_blocks) == (requests, free)
 
@@ -340,12 +199,9 @@ def test_masks_are_of_the_prompts(mask):
         {"input_ids": ids(), "prefill_chunk_size": 4},
         {"inputs_embeds": embedded, "cache_implementation": "dynamic"},
     ):
-        with pytest.raises(ValueError, match="attention_mask must have shape") as raised:
+        with pytest.raises(ValueError, match=r"^generate: attention_mask must have") as raised:
             reference().generate(attention_mask=mask, **given, **GREEDY)
-        assert str(raised.value) == (
-            f"generate: attention_mask must have shape [2, 12 or more], got {found}. "
-            "Pass the mask of the tokens, 0 for padding."
-        )
+        assert f"shape [2, 12 or more], got {found}. Pass the mask" in str(raised.value)
     assert cache.requests == {}
 
 
@@ -356,12 +212,8 @@ def test_what_hugging_face_refuses():
     assert cache.requests == {}
     with pytest.raises(ValueError, match="not supported with stateful models"):
         generate(reference(), prompt_lookup_num_tokens=3)
-    with pytest.raises(NotImplementedError) as raised:
+    with pytest.raises(NotImplementedError, match=r"^generate: use_mtp .*got True. Pass num_draft"):
         generate(reference(), use_mtp=True)
-    assert str(raised.value) == (
-        "generate: use_mtp must be False with a patched model, got True. Pass num_draft_tokens; "
-        "load_mtp loads the draft layer of a checkpoint."
-    )
     with pytest.raises(NotImplementedError, match="output_attentions must be False"):
         generate(reference(), output_attentions=True, return_dict_in_generate=True)
 
@@ -390,24 +242,6 @@ def test_hidden_states(chunk, settings):
             check_states(one, other)
 
 
-@pytest.mark.nightly("test_decoding.py compiles V3's loop, test_compile_step.py parts of V4")
-def test_transformers_compiles_it_by_itself():
-    """With Dynamo alone, as all graphs are compiled elsewhere: a graph of each kind of layer, and
-    three around them; in Hugging Face's loop, as on a GPU, one graph."""
-    settings = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
-    settings._compile_all_devices = True
-    model = small_model(num_hidden_layers=1)
-    want = generate(model)
-    v4.patch(model, kv="fp32", precision="reference")
-    calls = (({}, 1 + 3), ({"return_dict_in_generate": True}, 1))
-    for rest, graphs in calls if NIGHTLY else calls[:1]:
-        torch._dynamo.reset()
-        counters.clear()
-        out = generate(model, cache=cache_of(model=model), compile_config=settings, **rest)
-        assert torch.equal(out.sequences if rest else out, want)
-        assert counters["stats"]["unique_graphs"] == graphs
-
-
 @pytest.mark.parametrize("shape", [(1, 0), (2, 0), (0, 5), (0,)], ids=str)
 def test_empty_prompts(shape):
     """Hugging Face's errors are of its tensors, whatever the cache is."""
@@ -419,12 +253,8 @@ def test_empty_prompts(shape):
     for name, prompt in kinds:
         for settings in ({}, {"cache_implementation": "dynamic"}, {"use_cache": False}):
             for cache in (None, cache_of()) if not settings else (None,):
-                with pytest.raises(ValueError, match="must have a row and a token") as raised:
+                with pytest.raises(ValueError, match=f"^generate: {name} must have a row and a"):
                     model.generate(**{name: prompt}, cache=cache, **settings, **GREEDY)
-                assert str(raised.value) == (
-                    f"generate: {name} must have a row and a token, got shape "
-                    f"{list(prompt.shape)}. Pass a prompt, or none to begin with bos_token_id."
-                )
     with pytest.raises(ValueError, match="must have a row and a token"):
         model.generate(ids, **GREEDY)
 
@@ -507,12 +337,8 @@ def test_assisted_decoding_from_a_given_cache():
     second = generate(model, turn, cache=cache, **drafts)
     assert torch.equal(second, generate(mla(3, False), turn))
     small = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=24 + NEW + 1)
-    with pytest.raises(ValueError, match="must be at most max_cache_len") as raised:
+    with pytest.raises(ValueError, match=r"^generate: max_length and its drafts .*= 31, got 32."):
         generate(model, repeated(), cache=small, **drafts)
-    assert str(raised.value) == (
-        "generate: max_length and its drafts must be at most max_cache_len of the cache = 31, got "
-        "32. Lower max_length and its drafts, or raise max_cache_len of the cache."
-    )
     assert small.requests == {}
 
 
@@ -527,15 +353,6 @@ def test_assisted_decoding_that_ends_and_of_padded_prompts(pad):
     assert want.shape[1] < plain.shape[1]
     for drafts in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": mla(3, True)}):
         assert torch.equal(generate(mla(3, True), tokens, **drafts, **settings), want)
-
-
-@pytest.mark.nightly("drafts of a look-up, and prompts in chunks, each")
-def test_a_long_look_up_and_a_long_prompt():
-    """Of more tokens than a step of a cache has by default, and drafts behind the longest text."""
-    tokens = text()[:1, :8].repeat(1, 300)
-    drafts = {"prompt_lookup_num_tokens": 40, "max_new_tokens": 4}
-    got = generate(mla(3, True), tokens, **drafts)
-    assert torch.equal(got, generate(mla(3, False), tokens, **drafts))
 
 
 def test_crop_moves_lengths_back():
@@ -553,11 +370,5 @@ def test_crop_moves_lengths_back():
     assert cache.seq_lens is lens
     assert cache.is_croppable
     assert not cache_of().is_croppable
-    with pytest.raises(NotImplementedError) as raised:
+    with pytest.raises(NotImplementedError, match=r"^PagedCache: crop .*make the cache with next_"):
         cache_of().crop(-1)
-    assert str(raised.value) == (
-        "PagedCache: crop must be called on a cache that keeps every key, got one that overwrites "
-        "old window keys and compressor states. To take back drafts, make the cache with next_n = "
-        "1 + their number and pass position_ids from the first rejected one; to begin anew, call "
-        "reset."
-    )
