@@ -23,13 +23,12 @@ from dsv4_ops.attention import (
     mla_layer,
 )
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.testing.contract.compare import equal
 from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import NIGHTLY, i32
 from tests.support.hf_models import Engine, padded_to, text
-from tests.support.ranks import free_collectives, of_ranks, run_ranks
+from tests.support.ranks import run_ranks
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 150, 3  # past a block of 64 rows on each of two ranks
 V3 = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
@@ -219,35 +218,6 @@ def test_ranks_have_the_logits_of_one(world, tmp_path):
         )
 
 
-def rank_package(rank, folder):
-    """Rank 0 makes the package, for all ranks: the rank is one of its inputs."""
-    with torch.no_grad():
-        want = small_mla_model(num_hidden_layers=2)(text()[:, :LENGTH]).logits
-    model = patched(interleave=4)
-    cache = cache_of(model, max_batch_size=2, num_blocks=None)
-    path = folder / "decode.pt2"
-    if rank == 0:
-        v4.export_decode(model, cache, path=path)
-    dist.barrier()
-    package = of_ranks(load_package(path))
-    engine = Engine(model, cache, text()[:2, :LENGTH].contiguous())
-    engine.prefill({0: 140, 1: 3})
-    free_collectives()
-    for counts in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1}):
-        engine.decode(
-            counts,
-            padding=2 - len(counts),
-            step=lambda _, batch, __: package(*v4.decode_inputs(batch, cache)),
-        )
-    assert engine.worst(want) < CLOSE
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("both ranks run the step that it holds; test_export.py runs packages")
-def test_two_ranks_run_one_package(tmp_path):
-    run_ranks(2, rank_package, tmp_path, tmp_path, seconds=600)
-
-
 def rank_dies(rank):
     model = patched(interleave=4)
     cache = cache_of(model)
@@ -274,26 +244,3 @@ def rank_dies(rank):
 @pytest.mark.nightly("steps of ranks that live; the error of one that left is torch's")
 def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path):
     assert max(run_ranks(2, rank_dies, tmp_path, seconds=20, together=False)) < 40
-
-
-@pytest.mark.nightly("test_sharded_layers.py has a layer of V4")
-def test_one_rank_has_the_graph_of_none():
-    """tests/attention/test_sharded_layers.py has a layer of V4."""
-    graphs, caches = [], []
-
-    def keep(graph, _):
-        graphs.append(graph.print_readable(print_output=False))
-        return graph
-
-    for parallel in (None, ContextParallel(group="none", world_size=1)):
-        model = small_mla_model(num_hidden_layers=1)
-        v4.patch(model, kv="fp32", precision="reference", parallel=parallel)
-        cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=64)
-        batch = v4.StepBatch(torch.tensor([1, 2]), i32([0, 2]), i32([2]), i32([0]))
-        torch._dynamo.reset()
-        torch.compile(v4.decode_step, backend=keep, fullgraph=True)(model, batch, cache.tensors)
-        caches.append(repr(cache))
-    assert graphs[0] == graphs[1]
-    assert caches[0] == caches[1]
-    assert "c10d" not in graphs[0]
-    assert "dsv4_ops.cp_" not in graphs[0]

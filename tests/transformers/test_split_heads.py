@@ -61,13 +61,18 @@ def cache_of(model: Any) -> v4.PagedCache:
 
 
 def run(model: Any, seed: int, step: Any = None, most: int = 40) -> tuple[Engine, list[Any]]:
-    """A changing batch, and the rows that its C4 layers select."""
+    """A changing batch, of which requests are preempted and start again, and the rows that its C4
+    layers select."""
     rng, engine, rows = Random(seed), Engine(model, cache_of(model), text()), []
     with SelectedRows(TOPK) as selected:
         while engine.done != list(LENGTHS):
             left = [stop - done for stop, done in zip(LENGTHS, engine.done, strict=True)]
             waiting = [request for request, count in enumerate(left) if count]
             chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
+            victim = rng.choice(waiting)
+            if victim not in chosen and engine.done[victim] and rng.random() < 0.5:
+                engine.cache.free(victim)
+                engine.done[victim] = 0
             counts = {each: min(rng.choice((1, 2, 5, 31, 33)), most, left[each]) for each in chosen}
             counts = dict(sorted(counts.items(), key=lambda item: item[1]))
             padding = rng.randrange(2)
