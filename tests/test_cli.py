@@ -329,17 +329,16 @@ def test_doctor_prints_what_it_knows_before_it_compiles(capsys, monkeypatch):
     assert re.search(r"^  DeepSeek-V3 +compiles, 8\.5 s$", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("setting", [None, "", "off", "a/folder"])
-def test_doctor_names_the_folder_of_kept_steps(monkeypatch, setting):
+def test_doctor_names_the_folder_of_compiled_steps(monkeypatch, tmp_path):
     pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-    from dsv4_ops.integrations.transformers.compile_cache.precompiled import named_folder
-
-    if setting is None:
-        monkeypatch.delenv("DSV4_OPS_CACHE")
-    else:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for setting, said in (
+        ("", str(tmp_path / "dsv4_ops")),
+        ("a/folder", "a/folder"),
+        ("off", "not kept (DSV4_OPS_CACHE)"),
+    ):
         monkeypatch.setenv("DSV4_OPS_CACHE", setting)
-    said = doctor._cache([])["DSV4_OPS_CACHE"]
-    assert said == str(named_folder() or "no folder, so no step is kept")
+        assert doctor._cache([])["compiled steps"] == said
 
 
 TESTED = "torch 2.11 to 2.15 were tested."

@@ -383,14 +383,21 @@ def _cache(problems: Problems) -> Section:
             f"the cache folder {folder} is not writable. "
             "Set TORCHINDUCTOR_CACHE_DIR to one that is."
         )
-    kept = os.environ.get("DSV4_OPS_CACHE", "")
     return {
         "cache_key_tag": tag,
         "ours": ours,
         "included": included,
         "folder": str(folder),
-        "DSV4_OPS_CACHE": kept if kept not in ("", "off") else "no folder, so no step is kept",
+        "compiled steps": _folder_of_parts(),
     }
+
+
+def _folder_of_parts() -> str:
+    try:
+        from dsv4_ops.integrations.transformers.compile_cache.precompiled import folder_of_parts
+    except ImportError:
+        return "none without transformers"
+    return str(folder_of_parts() or "not kept (DSV4_OPS_CACHE)")
 
 
 def _aot_inductor(problems: Problems) -> Section:

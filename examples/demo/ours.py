@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._inductor.cpp_builder import CppBuilder
 
 from examples.demo.measure import cpu_seconds
 
@@ -107,15 +106,16 @@ def package(
     from dsv4_ops.integrations import transformers as v4
 
     path, inputs = folder / PACKAGE, folder / "inputs.pt"
-    start = cpu_seconds()
-    with torch._inductor.config.patch(_SETTINGS), _compilers_at_once():
-        v4.export_decode(side.model, side.cache, path=path)
-    seconds = cpu_seconds() - start
-    progress("dsv4_ops: decode with the package, in a process with torch only")
-    logits = side.start()
-    batch, _ = side.arguments(logits.argmax(-1))
-    torch.save({"inputs": v4.decode_inputs(batch, side.cache), "steps": steps}, inputs)
-    found = decode_in_process(path, inputs)
+    with decoding_process(path, inputs) as process:
+        start = cpu_seconds()
+        with torch._inductor.config.patch(_SETTINGS), _compilers_at_once():
+            v4.export_decode(side.model, side.cache, path=path)
+        seconds = cpu_seconds() - start
+        progress("dsv4_ops: decode with the package, in a process with torch only")
+        logits = side.start()
+        batch, _ = side.arguments(logits.argmax(-1))
+        torch.save({"inputs": v4.decode_inputs(batch, side.cache), "steps": steps}, inputs)
+        found = decoded(process)
     first = logits.argmax(-1).tolist()
     tokens = [[token, *row] for token, row in zip(first, found["tokens"], strict=True)]
     return Package(path.stat().st_size / 1e6, seconds, tokens, found["imported"])
@@ -124,6 +124,8 @@ def package(
 @contextmanager
 def _compilers_at_once() -> Iterator[None]:
     """Compile the two C++ files of a package in parallel, which Inductor does one by one."""
+    from torch._inductor.cpp_builder import CppBuilder
+
     build = CppBuilder.build
     begun: list[Future[None]] = []
 
@@ -152,18 +154,24 @@ def packaged_step(side: Ours, path: Path) -> Callable[..., Tensor]:
     return step
 
 
-def decode_in_process(package_path: Path, inputs: Path) -> dict[str, Any]:
-    """Run ``package_process.py``: its tokens and what it imported.
+def decoding_process(package_path: Path, inputs: Path) -> subprocess.Popen[str]:
+    """Start ``package_process.py``, which imports torch before the files are there."""
+    command = [sys.executable, "-I", str(RUNNER), str(package_path), str(inputs)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=inputs.parent
+    )
+
+
+def decoded(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Let it decode: its tokens and what it imported.
 
     Raises:
         RuntimeError: it failed.
     """
-    command = [sys.executable, "-I", str(RUNNER), str(package_path), str(inputs)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=_RUNNER_SECONDS, cwd=inputs.parent
-    )
-    if ended.returncode:
-        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"the process of the package ended with {ended.returncode}: {last}")
-    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    out, errors = process.communicate("decode\n", timeout=_RUNNER_SECONDS)
+    if process.returncode:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"the process of the package ended with {process.returncode}: {last}")
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result

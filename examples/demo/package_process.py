@@ -24,10 +24,12 @@ class Refuse:
 
 
 def main(package: str, inputs: str) -> None:
-    """Decode, and print tokens and unwanted modules as JSON."""
+    """Decode once a line comes in, and print tokens and unwanted modules as JSON."""
     sys.meta_path.insert(0, Refuse)
     import torch
 
+    if not sys.stdin.readline():
+        return  # there is no package
     saved = torch.load(inputs)
     tokens, starts, seq_lens, *rest = saved["inputs"]
     step = torch._inductor.aoti_load_package(package)
