@@ -1,16 +1,21 @@
 """The lightning indexer on a GPU: exact selections at full size, the precision of its scores,
 graphs, memory, and DeepGEMM's logits. Run there with ``pytest -m gpu tests``."""
 
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
 
 import dsv4_ops as ops
+from dsv4_ops import testing
 from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch.layers import module_of
 from dsv4_ops.reference.indexer import ABSENT_KEY, best, sortable
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_precise
 from dsv4_ops.testing.float64.indexer import HOPPER_UNIT
-from tests.ops.test_indexer import plain_only
 from tests.support.attention_batches import graph_of, no_host_sync
 
 
@@ -316,6 +321,15 @@ def test_ragged_logits_are_those_of_the_pages(num_tokens, num_k):
     assert torch.equal(ragged == -torch.inf, paged == -torch.inf)
     seen = paged > -torch.inf
     torch.testing.assert_close(ragged[seen], paged[seen], rtol=1e-3, atol=0.1)
+
+
+def plain_only(name, monkeypatch):
+    """The op, under a contract of its plain layout alone."""
+    spec, op_testing = OPS[name], testing.op_testing(name)
+    plain = tuple(chosen for chosen in op_testing.settings if chosen["layout"] == "plain")
+    module = importlib.import_module(module_of("testing", spec.stem))
+    monkeypatch.setattr(module, name, replace(op_testing, settings=plain))
+    return spec
 
 
 @pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])

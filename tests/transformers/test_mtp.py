@@ -365,6 +365,20 @@ def test_prompts_in_chunks_draft_as_whole_ones(model, text, chunk):
     torch.testing.assert_close(keys[1][0], keys[0][0], rtol=1e-4, atol=1e-4)
 
 
+def test_the_draft_after_position_0_reads_the_streams_only(model):
+    """Prompts that differ in their second token have the same draft keys at position 0."""
+    keys = []
+    for second in (0, 1):
+        cache = new_cache(model, 1, max_batch_size=1)
+        row = i32([cache.add(0, num_tokens=160)])
+        batch = v4.StepBatch(torch.tensor([2, second, 1]), i32([0, 3]), i32([3]), row)
+        v4.speculative_prefill(model, batch, cache, num_drafts=1)
+        block = int(cache.tensors.tables.swa[row, 0])
+        keys.append(cache.tensors.draft[0].swa[block].flatten(1))
+    torch.testing.assert_close(keys[0][0], keys[1][0], rtol=1e-5, atol=1e-5)
+    assert (keys[0][1] - keys[1][1]).abs().max() > 0.1
+
+
 def test_padding_requests_stay_empty(model, text):
     cache = new_cache(model, 1)
     found = v4.speculative_prefill(model, prompts(text, cache), cache, num_drafts=1)

@@ -2,7 +2,7 @@
 
 Torch counts a tensor as written if its pointer reaches a store through the result of a function. A
 function that stores at slots therefore loads the slots itself, or takes values that a kernel has
-loaded, and passes them to ``place_slots``.
+loaded, and passes them to ``locate_slots``.
 """
 
 import triton
@@ -20,7 +20,7 @@ def valid_tokens(position, request, num_reqs):
 
 
 @triton.jit
-def place_slots(slot, num_blocks, block_size):
+def locate_slots(slot, num_blocks, block_size):
     """Return the int64 page and row of each slot, and which slots exist."""
     slot = slot.to(tl.uint64)  # a negative slot becomes one past every page: half the instructions
     size = tl.full((), block_size, tl.uint64)

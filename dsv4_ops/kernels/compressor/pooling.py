@@ -23,7 +23,7 @@ from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     round_to,
     round_to_bf16,
 )
-from dsv4_ops.kernels.common.paging import place_slots, valid_tokens
+from dsv4_ops.kernels.common.paging import locate_slots, valid_tokens
 from dsv4_ops.kernels.common.rope import rotate_tail
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
@@ -36,7 +36,7 @@ def completes_window(
 ):
     """Return which tokens are the last of a window whose compressed row has a slot. The kernel
     loads the slots, positions and requests, all three at once."""
-    _page, _row, slot_valid = place_slots(slot, num_blocks, BLOCK_SIZE)
+    _page, _row, slot_valid = locate_slots(slot, num_blocks, BLOCK_SIZE)
     valid = valid_tokens(position, request, num_reqs)
     position = tl.where(valid, position, 0).to(tl.int32)
     return slot_valid & valid & (position % RATIO == RATIO - 1)

@@ -8,7 +8,7 @@ import triton.language as tl
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import StateLayout
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.paging import place_slots
+from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -95,7 +95,7 @@ def save_tile(
         mask=in_range[:, None] & (column < 2 * WIDTH),
         other=0.0,
     )
-    page, row, slot_valid = place_slots(slot, num_blocks, BLOCK_SIZE)
+    page, row, slot_valid = locate_slots(slot, num_blocks, BLOCK_SIZE)
     slot_valid = slot_valid & (position >= 0)
     offset = (tl.where(slot_valid, position, 0) % RATIO).to(tl.int32)
     has_bias = (column >= WIDTH) & (column < 2 * WIDTH)

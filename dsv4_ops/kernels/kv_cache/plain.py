@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.arguments import listed, strided
-from dsv4_ops.kernels.common.paging import locate_positions, place_slots
+from dsv4_ops.kernels.common.paging import locate_positions, locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -39,7 +39,7 @@ def insert_rows_kernel(
     in_batch = token < num_tokens
     words = tl.load(source, mask=in_batch[:, None] & (dim < width), other=0)
     slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=in_batch, other=-1)
-    page, row, slot_valid = place_slots(slot, num_blocks, block_size)
+    page, row, slot_valid = locate_slots(slot, num_blocks, block_size)
     target = k_cache.to(word_pointer(WORD_BYTES), bitcast=True)
     target += (page * page_stride + row * cache_row_stride)[:, None] + dim
     tl.store(target, words, mask=slot_valid[:, None] & (dim < width))

@@ -8,7 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import quantize  # by name: Inductor copies kernels, not modules
-from dsv4_ops.kernels.common.paging import place_slots
+from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -61,7 +61,7 @@ def quantize_and_insert_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     in_batch = token < num_tokens
     slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=in_batch, other=-1)
-    page, row, slot_valid = place_slots(slot, num_blocks, BLOCK_SIZE)
+    page, row, slot_valid = locate_slots(slot, num_blocks, BLOCK_SIZE)
     source = k + token.to(tl.int64) * row_stride
     page_start = k_cache + page * page_stride
     if CODE_DIM < HEAD_DIM:

@@ -8,7 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout
 from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.common.fp8 import encode, round_to_bf16, widen
-from dsv4_ops.kernels.common.paging import place_slots
+from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.kv_cache.plain import word_pointer
 from dsv4_ops.kernels.launcher import Launcher
@@ -62,7 +62,7 @@ def mla_insert_kernel(
     values."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1)
-    page, row, valid = place_slots(slot, num_blocks, block_size)
+    page, row, valid = locate_slots(slot, num_blocks, block_size)
     target = (kv_cache + page * page_stride + row * ROW)[:, None]
     dim, rope_dim = tl.arange(0, LORA_TILE), tl.arange(0, ROPE_TILE)
     latent_mask = valid[:, None] & (dim < LORA)[None, :]

@@ -8,7 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import angles, strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
-from dsv4_ops.kernels.common.paging import place_slots
+from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.rope import rotate_pairs
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert_codes
@@ -89,7 +89,7 @@ def _insert_keys(
     slot_mapping, slot_stride, num_slots = slots
     mask = token < num_slots
     slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=mask, other=-1)
-    page, row, slot_valid = place_slots(slot, num_blocks, BLOCK_SIZE)
+    page, row, slot_valid = locate_slots(slot, num_blocks, BLOCK_SIZE)
     src = kv + token.to(tl.int64) * row_stride
     block = k_cache + page * page_stride
     if SCALE_BYTES == 0:  # a plain cache: copy words, which keep the payload of a NaN
