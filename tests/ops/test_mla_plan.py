@@ -55,8 +55,8 @@ def test_properties(
     assert rows == real + [ABSENT] * (len(rows) - len(real))
     assert all(value >= 0 for row in real for value in row)
     tiles = oracle.tiles_of(swa, more)
-    extra_room = max(programs - len(lens), programs // 4)
-    size, used = oracle.split_size(tiles, programs, extra_room), set()
+    capacity = max(programs - len(lens), programs // 4)
+    size, used = oracle.split_size(tiles, programs, capacity), set()
     for token, count in enumerate(tiles):
         mine = [row[1:] for row in real if row[0] == token]
         splits = len(mine)

@@ -1,7 +1,11 @@
-"""Hypothesis settings of tests that draw the same calls in each run."""
+"""Sampled calls of ops, the same in each run."""
 
-from hypothesis import HealthCheck, settings
+from collections.abc import Callable
+from typing import Any
 
+from hypothesis import HealthCheck, given, settings
+
+from dsv4_ops import testing
 from tests.helpers import NIGHTLY
 
 
@@ -14,3 +18,16 @@ def sampled(max_examples: int) -> settings:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def for_each_call(name: str, check: Callable[[Any], None], chosen: Callable[[Any], Any]) -> None:
+    """Check sampled calls of an op, with settings that decorate a test, and its named cases."""
+
+    @chosen
+    @given(testing.strategy(name))
+    def compare(case: Any) -> None:
+        check(case)
+
+    compare()
+    for case in testing.cases_of(name):
+        check(case)

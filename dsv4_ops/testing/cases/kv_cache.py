@@ -102,7 +102,7 @@ _MOST, _LEAST = 2**31 - 1, -(2**31)
 _GATHERS: tuple[tuple[str, list[int], list[int] | None, list[list[int]], int], ...] = (
     ("more rows than the sequence has", [1], [3], [[2, 0]], 0),
     ("past the end of the table", [5], [4], [[2, 0]], 0),
-    ("more than there is room for, later", [4], [3], [[2, 0]], 2),
+    ("more than fit, later", [4], [3], [[2, 0]], 2),
     ("no sequence, and negative lengths", [0, -1, 3], [2, 3, -1], [[2]] * 3, 0),
     ("the longest", [_MOST] * 4, [_MOST, _MOST - 1, 2, _LEAST], [[2, 0]] * 4, 0),
     # in int32 the first request's would be positions 1 and 2
