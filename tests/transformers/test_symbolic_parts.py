@@ -46,11 +46,11 @@ def files(folder):
     return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
 
 
-def ran(model, step):
+def ran(model, step, backend="eager"):
     """Run steps of all sizes; return the graphs that were traced, and check the logits."""
     torch._dynamo.reset()
     counters.clear()
-    compiled = v4.compile_step(model, step, mode="regional", dynamic=True, backend="eager")
+    compiled = v4.compile_step(model, step, mode="regional", dynamic=True, backend=backend)
     engines = [Engine(model, new_cache(model), text()) for _ in range(2)]
     for counts in SIZES[step]:
         batches = [engine.batch(counts) for engine in engines]
@@ -129,6 +129,12 @@ def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):
     gaps = torch.stack((batch.tokens, batch.tokens), 1)[:, 0]
     compiled(replace(batch, tokens=gaps), engine.cache)
     assert len(files(folder)) == 4 + 2 + 3 + 3 + 3  # a graph asserts the strides of its inputs
+
+
+def test_inductors_loop_over_keys_takes_all_sizes(folder):
+    """On a CPU. Its inputs must have sizes that are symbols, not products of batch and tokens."""
+    graphs, parts = ran(patched("v3"), decode_step, "inductor")
+    assert graphs <= 2 * len(parts)  # a CPU's Inductor takes two tokens or more for granted
 
 
 def test_a_damaged_file_costs_time_only(folder, fill):

@@ -152,6 +152,15 @@ def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
         context = rest.pop("dsv4_ops", None)
         if context is None:
             return before(self, hidden_states, *args, **rest)
+        if hidden_states.shape[0] != 1:
+            # a graph for all sizes learns here that the first one is 1, not a factor of the tokens
+            raise argument_error(
+                "decode_step",
+                "hidden_states",
+                must="be [1, num_tokens, hidden_size] at each attention",
+                got=list(hidden_states.shape),
+                do="Let hooks and wrappers keep the shape",
+            )
         return spec.attention(self, hidden_states, context), None
 
     return forward
