@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ _MOST_ERROR = 0.05
 class StartRow:
     """One phase of a start.
 
-    ``seconds`` is the wall time of the phase, ``graphs`` the number of graphs that it compiled, and
-    ``step_ms`` the median time of the captured step afterwards.
+    ``seconds`` is the wall time of the phase, ``graphs`` the number of graphs that it compiled;
+    afterwards, ``clock_ms`` is the median wall time of the step, and ``step_ms`` its median time in
+    a CUDA graph.
     """
 
     start: str
@@ -45,6 +47,7 @@ class StartRow:
     layers: int
     seconds: float | None = None
     graphs: int | None = None
+    clock_ms: float | None = None
     step_ms: float | None = None
 
 
@@ -114,21 +117,24 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
     )
     steps = Steps(v4, model, cache, options.backend)
 
-    def row(phase: str, seconds: float, graphs: int, step_ms: float | None = None) -> StartRow:
+    def row(phase: str, seconds: float, graphs: int, **times: float | None) -> StartRow:
         return StartRow(
-            start=options.child, phase=phase, layers=layers, seconds=seconds, graphs=graphs,
-            step_ms=step_ms,
-        )  # fmt: skip
+            start=options.child, phase=phase, layers=layers, seconds=seconds, graphs=graphs, **times
+        )
 
     wait(device)
     yield row("build and patch", time.perf_counter() - began, 0)
     for tokens in options.prefills:
-        yield row(f"prefill of {tokens}", *steps.first(steps.prefill, [tokens]))
+        seconds, graphs = steps.first(steps.prefill, [tokens])
+        clock_ms = steps.clock_ms(steps.prefill, [tokens])
+        yield row(f"prefill of {tokens}", seconds, graphs, clock_ms=clock_ms)
     for requests in options.batches:
         seconds, graphs = steps.first(steps.decode, [1] * requests)
         steps.check(requests)
+        clock_ms = steps.clock_ms(steps.decode, [1] * requests)
         step_ms = steps.captured_ms(requests) if device.type == "cuda" else None
-        yield row(f"decode of {requests}", seconds, graphs, step_ms)
+        phase = f"decode of {requests}"
+        yield row(phase, seconds, graphs, clock_ms=clock_ms, step_ms=step_ms)
 
 
 class Steps:
@@ -172,6 +178,16 @@ class Steps:
                 f"start: a compiled decode of {requests} is off by {float(error):.3f}"
             )
 
+    def clock_ms(self, step: Callable[..., Any], counts: Sequence[int]) -> float:
+        """Median wall time of the step, repeated at the same positions."""
+        batch, times = self.batch(counts), list[float]()
+        for _ in range(5):
+            began = time.perf_counter()
+            step(batch, self.cache)
+            wait(self.cache.device)
+            times.append(1e3 * (time.perf_counter() - began))
+        return median(times)
+
     def captured_ms(self, requests: int) -> float:
         """Median time of replays of a CUDA graph of the step."""
         batch = self.batch([1] * requests)
@@ -186,5 +202,6 @@ def _graphs() -> int:
 
 _NOTES = (
     "seconds: wall time of the first step of that size; graphs: those that it compiled.",
+    "clock_ms: median wall time of later steps of that size, launched one by one.",
     "step_ms: median over replays of a CUDA graph of the step; checked against the eager step.",
 )

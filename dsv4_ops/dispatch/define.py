@@ -138,16 +138,30 @@ def _load_kernels(stem: str) -> None:
 def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
     """Run the implementation that ``choice.choose`` selects, outside a compiler.
 
-    If a kernel supports every call, skip the selection: it takes a large part of an eager call.
+    On a GPU, a call like an earlier one repeats its launches: to choose them takes longer than they
+    take to run.
     """
+    repeats = "group" not in spec.parameters  # addresses of other ranks may change
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def choose(args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any, bool]:
         impl, args, kwargs = _chosen(spec, args, kwargs)
         if impl == REFERENCE:
-            return spec.reference(*args, **kwargs)
+            return spec.reference, args, kwargs, False
+        function = spec.launcher(impl)
+        if impl == TRITON:
+            return function, args, kwargs, True
+        return functools.partial(function, _eager()), args, kwargs, False
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
         first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        if repeats and first.is_cuda:
+            with torch.cuda.device_of(first):
+                return _plans().run(spec.name, choose, args, kwargs)
+        function, args, kwargs, is_ours = choose(args, kwargs)
+        if function is spec.reference:
+            return function(*args, **kwargs)
         with torch.cuda.device_of(first):
-            return spec.launcher(impl)(_eager(), *args, **kwargs)
+            return function(*((_eager(),) if is_ours else ()), *args, **kwargs)
 
     return rule
 
@@ -161,6 +175,7 @@ def _chosen(spec: OpSpec, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
 
 
 _eager = functools.cache(layers.eager)
+_plans = functools.cache(layers.launch_plans)
 
 
 def _trace_rule(spec: OpSpec) -> Callable[..., Any]:

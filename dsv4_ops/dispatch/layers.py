@@ -51,3 +51,8 @@ def load_kernels(stem: str) -> None:
 def eager() -> Any:
     """Return the launcher for calls outside a compiler."""
     return importlib.import_module("dsv4_ops.kernels.launcher").EAGER
+
+
+def launch_plans() -> Any:
+    """Return the launches that later calls repeat."""
+    return importlib.import_module("dsv4_ops.kernels.launch_plans").PLANS

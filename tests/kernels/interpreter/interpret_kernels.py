@@ -3,6 +3,8 @@ tests/kernels/interpreter/test_kernels.py starts it with TRITON_INTERPRET=1. Lea
 kernel does not take. Prints the number of calls per op."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +13,7 @@ from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS, TRITON
 from dsv4_ops.dispatch import limits
+from dsv4_ops.kernels.launch_plans import LaunchPlans
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract.compare import assert_agrees
@@ -29,15 +32,36 @@ def tamed(name: str, case: Case) -> Case:
     return Case(case.name, tuple(tensors), case.settings)
 
 
-def check(name: str, case: Case) -> None:
+def repeated(name: str, case: Case) -> tuple[torch.Tensor, ...]:
+    """A call that repeats the launches of another one, whose tensors are spoiled before."""
+    spec, plans = OPS[name], LaunchPlans()
+
+    def choose(args, kwargs):
+        return spec.implementation("kernels"), args, kwargs, True
+
+    first, again = case.copy(), case.copy()
+    plans.run(name, choose, first.tensors, first.settings)
+    for tensor in first.tensors:
+        if tensor is not None:
+            tensor.zero_()
+    assert None not in plans.plans.values(), name
+    returned = plans.run(name, None, again.tensors, again.settings)
+    return results(returned, *(again.tensors[place] for place in spec.mutated))
+
+
+def run(name: str, case: Case) -> tuple[torch.Tensor, ...]:
+    spec, copy = OPS[name], case.copy()
+    returned = spec.implementation("kernels")(EAGER, *copy.tensors, **copy.settings)
+    return results(returned, *(copy.tensors[place] for place in spec.mutated))
+
+
+def check(name: str, case: Case, run: Callable[[str, Case], Any] = run) -> None:
     spec = OPS[name]
     case = tamed(name, case)
     if limits.limit(name, TRITON, spec.arguments(case.tensors, case.settings)) is not None:
         return
     expected = case.run(spec.reference, spec.mutated)
-    copy = case.copy()
-    returned = spec.implementation("kernels")(EAGER, *copy.tensors, **copy.settings)
-    actual = results(returned, *(copy.tensors[place] for place in spec.mutated))
+    actual = run(name, case)
     assert_agrees(f"{name}, {case.name}", spec.implementation("testing"), case, actual, expected)
 
 
@@ -63,6 +87,7 @@ def main(examples: int, *names: str) -> None:
         if spec.has_kernel and name != "sparse_mla_gathered":  # in Gluon: test_gathered.py
             for case in testing.cases_of(name):
                 check(name, case)
+            check(name, case, repeated)
             fuzz(name, examples)
             print(name, len(testing.cases_of(name)) + examples)
 
