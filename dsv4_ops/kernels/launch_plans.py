@@ -26,8 +26,8 @@ Plan = Callable[..., Any]
 
 Choose = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Callable[..., Any], Any, Any, bool]]
 
-_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
-_TENSORS = (Tensor, torch.nn.Parameter)
+_PLAIN = {bool, int, float, str, torch.dtype, torch.device, type(None)}
+_TENSORS = {Tensor, torch.nn.Parameter}
 _CHANGING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -72,12 +72,13 @@ def form(
     """Return all that a launcher may read of a call; None if an argument is of another kind."""
     parts: list[Any] = [name, *kwargs]
     for value in (*args, *kwargs.values()):
-        if type(value) in _TENSORS:
+        kind = type(value)
+        if kind in _TENSORS:
             offset = value.data_ptr() % CACHE_ALIGNMENT
-            parts.append((value.dtype, value.device, value.shape, value.stride(), offset))
-        elif isinstance(value, _PLAIN):
-            parts.append((type(value), value))
-        elif isinstance(value, (list, tuple)) and all(isinstance(each, _PLAIN) for each in value):
+            parts += (value.dtype, value.device, value.shape, value.stride(), offset)
+        elif kind in _PLAIN:
+            parts += (kind, value)
+        elif kind in (list, tuple) and all(type(each) in _PLAIN for each in value):
             parts.append(tuple(value))
         else:
             return None

@@ -218,8 +218,11 @@ class CompiledStep:
         done = self.regional and self._passes(tensors, sizes, rest)
         key, run = self._planned(batch, tensors, rest, done)
         if self.regional:
+            rest = {**rest, "run": run, "shared": self._shares()}
             with checks_are_done() if done else nullcontext():
-                logits = PARTS[self.step](self.model, batch, tensors, run=run, **rest)
+                logits = PARTS[self.step](self.model, batch, tensors, **rest)
+            if self._shared is None:
+                self._shared = _shared_weights(self.model.model)
         else:
             self._refresh(op, tensors.device)
             logits = run("step", self.step, self.model, batch, tensors, **rest)
@@ -248,6 +251,7 @@ class CompiledStep:
             self._plans.clear()
             self._digests.clear()
             self.model, self._watch, self._hooks = with_methods(self._patched), Watch(), Watch()
+            self._shared = None
             self._dry_runs.forget_model()
             self._passed = lambda: None, {}, False
             self._hooked = {
@@ -264,16 +268,23 @@ class CompiledStep:
     def _refresh(self, op: str, device: torch.device) -> None:
         """Check the modules and refresh what ``patch`` added from the weights; a graph cannot."""
         body = self.model.model
-        shared = self._shared is not None and all(
-            name in parameters and local(parameters[name]).data_ptr() == at
-            for parameters, name, at in self._shared
-        )
-        if shared:
+        if self._shares():
             self._spec.refresh(op, body, copies_only=True)
         else:
             check_model(op, self.model, device)
             self._spec.refresh(op, body)
             self._shared = _shared_weights(body)
+
+    def _shares(self) -> bool:
+        """Whether what ``patch`` added shares the weights' memory, as it did in the last step."""
+        if self._shared is None:
+            return False
+        kept = all(
+            name in parameters and local(parameters[name]).data_ptr() == at
+            for parameters, name, at in self._shared
+        )
+        self._shared = self._shared if kept else None
+        return kept
 
     def _planned(
         self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any], checked: bool

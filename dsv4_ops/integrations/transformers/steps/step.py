@@ -92,9 +92,11 @@ def decode(
     *,
     state_rings: bool = True,
     run: Runner = run_part,
+    shared: bool = False,
 ) -> Tensor:
-    """``decode_step``, as parts for ``run``."""
-    hidden = _run("decode_step", model, batch, cache, "decode", state_rings, run)
+    """``decode_step``, as parts for ``run``; ``shared`` says that what ``patch`` added to the
+    modules still shares the weights' memory."""
+    hidden = _run("decode_step", model, batch, cache, "decode", state_rings, run, shared)
     return run("head", model.lm_head, hidden)
 
 
@@ -123,10 +125,15 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
 
 
 def prefill(
-    model: Any, batch: StepBatch, cache: CacheTensors | PagedCache, *, run: Runner = run_part
+    model: Any,
+    batch: StepBatch,
+    cache: CacheTensors | PagedCache,
+    *,
+    run: Runner = run_part,
+    shared: bool = False,
 ) -> Tensor:
-    """``prefill_step``, as parts for ``run``."""
-    hidden = _run("prefill_step", model, batch, cache, "prefill", True, run, last=True)
+    """``prefill_step``, as parts for ``run``; ``shared`` as for ``decode``."""
+    hidden = _run("prefill_step", model, batch, cache, "prefill", True, run, shared, last=True)
     return run("head", model.lm_head, hidden)
 
 
@@ -138,11 +145,12 @@ def _run(
     schedule: str,
     state_rings: bool,
     run: Runner,
+    shared: bool,
     last: bool = False,
 ) -> Tensor:
     """Hidden states of all tokens, or of every request's last token if ``last``."""
     Checks(op).flag("state_rings", state_rings)
-    spec, cache = checked(op, model, batch, paged)
+    spec, cache = checked(op, model, batch, paged, shared)
     num_tokens = batch.tokens.shape[0]
     if num_tokens == 0 or batch.rows.shape[0] == 0:
         starts = batch.query_start_loc
@@ -156,16 +164,21 @@ def _run(
 
 
 def checked(
-    op: str, model: Any, batch: StepBatch, paged: CacheTensors | PagedCache
+    op: str,
+    model: Any,
+    batch: StepBatch,
+    paged: CacheTensors | PagedCache,
+    shared: bool = False,
 ) -> tuple[ModelSpec, CacheTensors]:
-    """Raise if a step cannot run, before it writes; return its spec and its caches."""
+    """Raise if a step cannot run, before it writes; return its spec and its caches. ``shared`` as
+    for ``decode``."""
     spec = spec_of(op, model)
     cache = tensors_of(op, paged)
     check_tensors(op, batch, cache)
     starts = batch.query_start_loc
     check_cache(op, spec, cache)
     check_model(op, model, cache.device)
-    spec.refresh(op, model.model)
+    spec.refresh(op, model.model, copies_only=shared)
     of_batch = (batch.tokens, starts, batch.seq_lens, batch.rows)
     if values_are_free(*of_batch, cache.tables.pool):
         sizes = (spec.block_tokens, spec.most_tokens(cache))
