@@ -4,7 +4,9 @@
 ``generated`` adds what all arguments of a kind have in common.
 """
 
+import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,45 +15,9 @@ import torch
 import dsv4_ops as ops
 from dsv4_ops.attention.metadata import AttentionSpec
 from dsv4_ops.core.registry import OPS
-from tests.ops.error_rows import (
-    batch,
-    c4_step,
-    cache,
-    compressor,
-    context,
-    dense_mla,
-    draft,
-    experts,
-    indexer,
-    linear,
-    metadata,
-    mla,
-    prefill,
-    rope,
-    schedule,
-    sinkhorn,
-    sparse,
-)
-from tests.ops.error_rows.valid import (
-    MINIMUM,
-    ORDER,
-    SUMS,
-    valid_tensor,
-    valid_value,
-)
-from tests.ops.error_rows.wording import (
-    Entry,
-    agree,
-    at_least,
-    dtype,
-    elsewhere,
-    exactly,
-    no_int,
-    no_tensor,
-    of_type,
-    rank,
-    wrong,
-)
+from tests.ops import error_rows
+from tests.ops.error_rows import wording as says
+from tests.ops.error_rows.valid import MINIMUM, ORDER, SUMS, valid_tensor, valid_value
 
 
 class Row(NamedTuple):
@@ -76,12 +42,10 @@ CALLABLES: dict[str, Callable[..., Any]] = {**FUNCTIONS, "AttentionSpec": Attent
 TENSOR_KINDS = ("Tensor", "Tensor | None")
 INT_KINDS = ("int", "int | None")
 DTYPES = (torch.int32, torch.int64, torch.float32, torch.bool)
-TABLE: dict[str, list[Entry]] = {}
-for stem in (
-    *(batch, c4_step, cache, compressor, context, dense_mla, draft, experts, indexer, linear),
-    *(metadata, mla, prefill, rope, schedule, sinkhorn, sparse),
-):
-    TABLE |= stem.TABLE
+TABLE: dict[str, list[says.Entry]] = {}
+for stem in pkgutil.iter_modules(error_rows.__path__, f"{error_rows.__name__}."):
+    if stem.name != __name__:
+        TABLE |= getattr(importlib.import_module(stem.name), "TABLE", {})
 
 
 def valid_arguments(op: str) -> dict[str, Any]:
@@ -98,7 +62,7 @@ def rows() -> Iterator[Row]:
             yield Row(op, entry.spoiled, entry.error, f"{op}: {entry.text}")
 
 
-def generated(op: str) -> Iterator[Entry]:
+def generated(op: str) -> Iterator[says.Entry]:
     """Every tensor and every int of a function, spoiled in every way that its kind can be."""
     parameters = inspect.signature(CALLABLES[op]).parameters.values()
     kinds = {each.name: each.annotation for each in parameters}
@@ -114,26 +78,26 @@ def generated(op: str) -> Iterator[Entry]:
     yield from size_rows(op, order)
 
 
-def tensor_rows(op: str, name: str, first: str, *, optional: bool) -> Iterator[Entry]:
+def tensor_rows(op: str, name: str, first: str, *, optional: bool) -> Iterator[says.Entry]:
     value, shape, dtypes, layout, advice, any_rank = valid_tensor(op, name)
     for other in (value.tolist(), 3) if optional else (value.tolist(), None, 3):
-        yield no_tensor(name, other, advice or f"Pass a {value.dtype} tensor")
+        yield says.no_tensor(name, other, advice or f"Pass a {value.dtype} tensor")
     none = torch.zeros(value.dim(), 0, dtype=torch.int64), torch.zeros(0, dtype=value.dtype)
     sparse = torch.sparse_coo_tensor(*none, value.shape)
     do = "Pass .to_dense() of a sparse one, or .values() of a nested one"
     got = "a torch.sparse_coo"
-    yield wrong(name, "be a dense tensor", got, do, TypeError, **{name: sparse})
+    yield says.wrong(name, "be a dense tensor", got, do, TypeError, **{name: sparse})
     dtypes = dtypes or str(value.dtype)
     for other in DTYPES:
         if str(other) not in dtypes:
-            yield dtype(name, dtypes, value.to(other), advice, layout)
+            yield says.dtype(name, dtypes, value.to(other), advice, layout)
     for other in () if any_rank else (value[None], value[0]):
-        yield rank(name, shape, other)
+        yield says.rank(name, shape, other)
     if name != first:
-        yield elsewhere(name, "cpu", first, "meta", **{name: value.to("meta")})
+        yield says.elsewhere(name, "cpu", first, "meta", **{name: value.to("meta")})
 
 
-def size_rows(op: str, order: Iterable[str]) -> Iterator[Entry]:
+def size_rows(op: str, order: Iterable[str]) -> Iterator[says.Entry]:
     """Tensors with one entry more or less than those before them say, or than there may be."""
     owners = dict(SUMS.get(op, {}))
     for name in order:
@@ -143,36 +107,36 @@ def size_rows(op: str, order: Iterable[str]) -> Iterator[Entry]:
             more = torch.cat([value, value.narrow(axis, 0, 1)], axis)
             for other in (more, value.narrow(axis, 1, size - 1)):
                 if dim.isdigit():
-                    yield exactly(name, shape, other, axis)
+                    yield says.exactly(name, shape, other, axis)
                 elif owners.setdefault(word, name) != name:
                     count = size - dim.endswith(" + 1")
-                    yield agree(name, shape, word, count, owners[word], other)
+                    yield says.agree(name, shape, word, count, owners[word], other)
 
 
-def int_rows(name: str, *lowest: int, optional: bool) -> Iterator[Entry]:
+def int_rows(name: str, *lowest: int, optional: bool) -> Iterator[says.Entry]:
     for value in (True, 2.0, torch.tensor(2), "2", None):
         if value is not None or not optional:
-            yield no_int(name, value)
+            yield says.no_int(name, value)
     least = MINIMUM.get(name, 1)
     for low in (least - 1, *lowest):
-        yield at_least(name, least, low)
+        yield says.at_least(name, least, low)
     long = ("max_context_tokens", "max_logits_bytes", "workspace_size")
     most = 2**63 - 1 if name in long else 2**31 - 1
     why = "Indices are int32, so that larger ones address nothing"
     for high in (most + 1, 2**80):
         do = why if most == 2**31 - 1 else "Numbers are int64"
-        yield wrong(name, f"be at most {most}", high, do)
+        yield says.wrong(name, f"be at most {most}", high, do)
 
 
-def impl_rows(op: str) -> Iterator[Entry]:
+def impl_rows(op: str) -> Iterator[says.Entry]:
     """Executions that there are not, or not on CPU."""
     impls = [repr(impl) for impl in ("auto", *OPS[op].providers)]
     allowed = ", ".join(impls[:-1]) + f" or {impls[-1]}"
-    yield of_type("impl", "be a str", None, f"Pass {allowed}")
-    yield wrong("impl", f"be {allowed}", "'cutlass'", "Pass one of these", impl="cutlass")
+    yield says.of_type("impl", "be a str", None, f"Pass {allowed}")
+    yield says.wrong("impl", f"be {allowed}", "'cutlass'", "Pass one of these", impl="cutlass")
     must, do = "be 'auto' or 'reference' on cpu", "Move the tensors to a CUDA device"
     for impl in sorted({*OPS[op].providers} - {"reference"}):
-        yield wrong("impl", must, repr(impl), do, RuntimeError, impl=impl)
+        yield says.wrong("impl", must, repr(impl), do, RuntimeError, impl=impl)
 
 
 ROWS = [*rows()]

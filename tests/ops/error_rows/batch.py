@@ -1,43 +1,36 @@
 """Rows of the ops that describe a batch and plan its prefills."""
 
 from tests.helpers import i32
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.context import host_rows
 from tests.ops.error_rows.valid import TENSORS
-from tests.ops.error_rows.wording import (
-    Entry,
-    elsewhere,
-    flag_rows,
-    no_entry,
-    too_many,
-    wrong,
-)
 
 NONE, MANY, MANY_STARTS = i32([]), i32([0] * 16384), i32([0] * 16385)
-SPLIT_MANY = too_many(query_start_loc=MANY_STARTS, seq_lens=MANY)
+SPLIT_MANY = says.too_many(query_start_loc=MANY_STARTS, seq_lens=MANY)
 PAIRED = "Pass one length per request in both"
 
-TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[says.Entry]] = {
     "split_decodes_and_prefills": [
-        no_entry("query_start_loc"),
-        too_many(query_start_loc=MANY_STARTS),
-        *flag_rows("require_uniform"),
+        says.no_entry("query_start_loc"),
+        says.too_many(query_start_loc=MANY_STARTS),
+        *says.flag_rows("require_uniform"),
     ],
     "token_map": [
-        no_entry("query_start_loc", seq_lens=NONE),
+        says.no_entry("query_start_loc", seq_lens=NONE),
         SPLIT_MANY,
-        elsewhere(
+        says.elsewhere(
             *("seq_lens", "meta", "query_start_loc", "cpu"),
             query_start_loc=TENSORS["query_start_loc"].value.to("meta"),
         ),
     ],
-    "flatten_decode": [no_entry("query_start_loc"), SPLIT_MANY],
-    "mtp_seq_lens": [no_entry("query_start_loc")],
-    "split_prefill_chunks": [too_many(seq_lens=MANY, query_lens=MANY)],
+    "flatten_decode": [says.no_entry("query_start_loc"), SPLIT_MANY],
+    "mtp_seq_lens": [says.no_entry("query_start_loc")],
+    "split_prefill_chunks": [says.too_many(seq_lens=MANY, query_lens=MANY)],
     "plan_prefill_chunks": [
         *host_rows("seq_lens"),
         *host_rows("query_lens"),
         *[
-            wrong(
+            says.wrong(
                 "query_lens", f"have as many entries as seq_lens ({lens})", got, PAIRED, **spoiled
             )
             for lens, got, spoiled in (
@@ -46,6 +39,6 @@ TABLE: dict[str, list[Entry]] = {
             )
         ],
     ],
-    "prefill_chunk_row_bounds": [no_entry("query_start_loc", seq_lens=NONE)],
-    "prefill_gather_lens": [no_entry("query_start_loc")],
+    "prefill_chunk_row_bounds": [says.no_entry("query_start_loc", seq_lens=NONE)],
+    "prefill_gather_lens": [says.no_entry("query_start_loc")],
 }

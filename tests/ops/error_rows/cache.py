@@ -1,6 +1,7 @@
 """Rows of the ops of paged caches, which other stems share, and the errors of what makes caches."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +18,8 @@ from dsv4_ops.core.layout import (
     StateLayout,
 )
 from tests.helpers import i32, i64
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.valid import INSERT_PLAIN, MAIN, QUANTIZE_INDEXER, QUANTIZE_K
-from tests.ops.error_rows.wording import (
-    Entry,
-    at_least,
-    at_most,
-    dtype,
-    elsewhere,
-    no_entry,
-    no_int,
-    no_tensor,
-    of_shape,
-    of_type,
-    rank,
-    rows_for_tokens,
-    too_many,
-    word_rows,
-    wrong,
-)
 
 ALLOCATE_PLAIN = "Allocate it with PlainLayout(block_size).allocate(num_blocks)"
 PLAIN_DTYPES = "torch.bfloat16 or torch.float32"
@@ -49,21 +34,21 @@ def made_by(layout: Layout) -> str:
 
 def no_pages(
     name: str, layout: Layout, shape: str, value: Tensor, size_name: str, /, **spoiled: Any
-) -> Entry:
+) -> says.Entry:
     """A cache of another layout or block size."""
     must = f"have shape {shape} for layout {layout.tag!r} with {size_name} = {layout.block_size}"
-    return of_shape(name, must, value, f"{made_by(layout)}, or correct {size_name}", **spoiled)
+    return says.of_shape(name, must, value, f"{made_by(layout)}, or correct {size_name}", **spoiled)
 
 
-def loose_pages(name: str, layout: Layout, value: Tensor) -> Entry:
+def loose_pages(name: str, layout: Layout, value: Tensor) -> says.Entry:
     must = f"have dense pages, none inside another, that {ALIGNED}"
     got = f"strides {list(value.stride())}"
-    return wrong(name, must, got, made_by(layout), **{name: value})
+    return says.wrong(name, must, got, made_by(layout), **{name: value})
 
 
-def shifted_pages(name: str, layout: Layout, value: Tensor) -> Entry:
+def shifted_pages(name: str, layout: Layout, value: Tensor) -> says.Entry:
     got = f"storage offset {value.storage_offset()}"
-    return wrong(name, f"have pages that {ALIGNED}", got, made_by(layout), **{name: value})
+    return says.wrong(name, f"have pages that {ALIGNED}", got, made_by(layout), **{name: value})
 
 
 def bytes_from(offset: int, page_stride: int, byte_stride: int, layout: Layout) -> Tensor:
@@ -80,7 +65,7 @@ def cache_rows(
     blocks: str = "num_blocks",
     size_name: str = "block_size",
     size: int = 64,
-) -> Iterator[Entry]:
+) -> Iterator[says.Entry]:
     """Caches that are not of the layout: what libraries would misread without complaint."""
     layout, wider = kind(size), kind(size + 8)
     page = layout.page_bytes
@@ -99,14 +84,14 @@ def cache_rows(
         yield shifted_pages(name, layout, bytes_from(offset, page, 1, layout))
 
 
-def layout_rows(*allowed: str) -> Iterator[Entry]:
+def layout_rows(*allowed: str) -> Iterator[says.Entry]:
     tags = {"v4_fp8", "v4_indexer_fp8", "plain", "v4_state", "v4.1_fp8", ""} - {*allowed}
     kinds = (None, 64, MainLayout(64), ["v4_fp8"])
     belongs_to = "the cache was written with"
-    return word_rows("layout", belongs_to, *allowed, unknown=(*sorted(tags),), no_str=kinds)
+    return says.word_rows("layout", belongs_to, *allowed, unknown=(*sorted(tags),), no_str=kinds)
 
 
-def inside_rows(name: str, width: int) -> Iterator[Entry]:
+def inside_rows(name: str, width: int) -> Iterator[says.Entry]:
     """Plain caches to write to, rows of which share memory."""
     memory = torch.zeros(4 * 64 * width, dtype=torch.bfloat16)
     must = "have no row inside another, as it is written to"
@@ -115,67 +100,69 @@ def inside_rows(name: str, width: int) -> Iterator[Entry]:
         *((63 * width, width, 1), (width, 3 * width, 1)),
     ):
         call = {"layout": "plain", name: memory.as_strided((4, 64, width), stride)}
-        yield wrong(name, must, f"strides {[*stride]}", ALLOCATE_PLAIN, **call)
+        yield says.wrong(name, must, f"strides {[*stride]}", ALLOCATE_PLAIN, **call)
 
 
 def gaps(width: int, kind: torch.dtype = torch.bfloat16, size: int = 64) -> Tensor:
     return torch.zeros(4, size, 2 * width, dtype=kind)[..., ::2]
 
 
-def other_size(name: str, width: int, size_name: str, size: int, value: Tensor) -> Entry:
+def other_size(name: str, width: int, size_name: str, size: int, value: Tensor) -> says.Entry:
     must, got = f"have pages of {size_name} = {size} rows", [4, value.shape[1], width]
     do = f"Correct {size_name}, or pass the cache that it belongs to"
-    return wrong(name, must, got, do, **{name: value})
+    return says.wrong(name, must, got, do, **{name: value})
 
 
-def row_rows(name: str, values: Tensor) -> Iterator[Entry]:
+def row_rows(name: str, values: Tensor) -> Iterator[says.Entry]:
     """Blocks without rows, and rows with gaps; ``values`` have gaps."""
     none, strides = values[:, :0], list(values.stride())
-    yield of_shape(name, "have pages of at least 1 row", none, ALLOCATE_PLAIN)
-    yield wrong(name, "have dense rows", f"strides {strides}", ALLOCATE_PLAIN, **{name: values})
+    yield says.of_shape(name, "have pages of at least 1 row", none, ALLOCATE_PLAIN)
+    yield says.wrong(
+        name, "have dense rows", f"strides {strides}", ALLOCATE_PLAIN, **{name: values}
+    )
 
 
 def plain_rows(
     name: str, width: int, shape: str, size_name: str, size: int, kind: torch.dtype = torch.bfloat16
-) -> Iterator[Entry]:
+) -> Iterator[says.Entry]:
     """Caches that are not plain ones; the calls need the tag."""
     for value in (MAIN.value, torch.zeros(4, size, width, dtype=torch.float16)):
-        yield dtype(name, PLAIN_DTYPES, value, ALLOCATE_PLAIN, "plain")
-    yield no_tensor(name, 3, ALLOCATE_PLAIN)
-    yield rank(name, shape, torch.zeros(64, width, dtype=kind))
+        yield says.dtype(name, PLAIN_DTYPES, value, ALLOCATE_PLAIN, "plain")
+    yield says.no_tensor(name, 3, ALLOCATE_PLAIN)
+    yield says.rank(name, shape, torch.zeros(64, width, dtype=kind))
     yield other_size(name, width, size_name, size, PlainLayout(3, width, kind).allocate(4))
     yield from row_rows(name, gaps(width, kind, size))
 
 
-def tagged(entries: Iterator[Entry]) -> Iterator[Entry]:
+def tagged(entries: Iterator[says.Entry]) -> Iterator[says.Entry]:
     for entry in entries:
         yield entry._replace(spoiled={"layout": "plain", **entry.spoiled})
 
 
-def row_count_rows(width: int) -> Iterator[Entry]:
+def row_count_rows(width: int) -> Iterator[says.Entry]:
     for count in (4, 0):
         rows = torch.ones(count, width, dtype=torch.bfloat16)
-        yield rows_for_tokens("k", 5, "slot_mapping", count, k=rows)
-    yield rows_for_tokens("k", 6, "slot_mapping", 5, slot_mapping=i64([-1] * 6))
+        yield says.rows_for_tokens("k", 5, "slot_mapping", count, k=rows)
+    yield says.rows_for_tokens("k", 6, "slot_mapping", 5, slot_mapping=i64([-1] * 6))
 
 
-def insert_plain_rows() -> Iterator[Entry]:
+def insert_plain_rows() -> Iterator[says.Entry]:
     """``insert_k_cache``: a cache without quantisation."""
     floats = PlainLayout(64, dtype=torch.float32).allocate(4)
-    yield dtype("k", "torch.float32", torch.bfloat16, k_cache=floats)
+    yield says.dtype("k", "torch.float32", torch.bfloat16, k_cache=floats)
     for value in (MAIN.value, torch.zeros(4, 64, 512, dtype=torch.float16)):
-        yield dtype("k_cache", PLAIN_DTYPES, value, ALLOCATE_PLAIN, "plain")
+        yield says.dtype("k_cache", PLAIN_DTYPES, value, ALLOCATE_PLAIN, "plain")
     yield from row_rows("k_cache", gaps(512))
     for entry in inside_rows("k_cache", 512):
         yield entry._replace(spoiled={"k_cache": entry.spoiled["k_cache"]})
 
 
 PLAIN_CACHE = PlainLayout(64).allocate(4)
-FAR_OFFSET = at_most("offset", "num_rows", 4, 5)
+FAR_OFFSET = says.at_most("offset", "num_rows", 4, 5)
 TABLES = i32([[0]] * 16384)
 MANY: dict[str, Any] = {"seq_lens": TABLES[:, 0], "gather_lens": None, "block_table": TABLES}
 OUT = torch.zeros(3, 4, 512, dtype=torch.bfloat16)
-TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[says.Entry]] = {
     **{
         op: [*cache_rows(kind, other), *layout_rows(tag), *row_count_rows(width)]
         for ops, kind, other, tag, width in (
@@ -190,7 +177,7 @@ TABLE: dict[str, list[Entry]] = {
         *layout_rows("v4_fp8"),
         FAR_OFFSET,
         *[
-            wrong(
+            says.wrong(
                 "out",
                 "have no row inside another, as it is written to",
                 f"strides {[*stride]}",
@@ -199,29 +186,27 @@ TABLE: dict[str, list[Entry]] = {
             )
             for stride in ((0, 512, 1), (512, 0, 1), (2048, 512, 0), (1, 2, 4))
         ],
-        too_many(out=OUT[:1, :1].expand(16384, 1, 512)[:, :0], offset=0, **MANY),
-        elsewhere("k_cache", "meta", "out", "cpu", out=OUT.to("meta")),
+        says.too_many(out=OUT[:1, :1].expand(16384, 1, 512)[:, :0], offset=0, **MANY),
+        says.elsewhere("k_cache", "meta", "out", "cpu", out=OUT.to("meta")),
     ],
     "gather_k_cache": [
         *cache_rows(MainLayout, IndexerLayout),
         *layout_rows("v4_fp8", "plain"),
-        *tagged(
-            plain_rows("k_cache", 512, "[num_blocks, block_size, width]", "block_size", 64),
-        ),
-        dtype("k_cache", "torch.uint8", PLAIN_CACHE, MAIN.advice, "v4_fp8"),
-        elsewhere(
+        *tagged(plain_rows("k_cache", 512, "[num_blocks, block_size, width]", "block_size", 64)),
+        says.dtype("k_cache", "torch.uint8", PLAIN_CACHE, MAIN.advice, "v4_fp8"),
+        says.elsewhere(
             "seq_lens", "meta", "k_cache", "cpu", layout="plain", k_cache=PLAIN_CACHE.to("meta")
         ),
         FAR_OFFSET,
-        at_most("offset", "num_rows", 0, 1, num_rows=0),
-        too_many(**MANY),
+        says.at_most("offset", "num_rows", 0, 1, num_rows=0),
+        says.too_many(**MANY),
     ],
     "gather_indexer_k": [
         *cache_rows(IndexerLayout, MainLayout),
         *layout_rows("v4_indexer_fp8"),
-        no_entry("cu_seq_lens"),
-        too_many(cu_seq_lens=i32([0] * 16385), block_table=TABLES),
-        elsewhere(
+        says.no_entry("cu_seq_lens"),
+        says.too_many(cu_seq_lens=i32([0] * 16385), block_table=TABLES),
+        says.elsewhere(
             "cu_seq_lens",
             *("meta", "k_cache", "cpu"),
             k_cache=IndexerLayout(64).allocate(4, "meta"),
@@ -230,59 +215,37 @@ TABLE: dict[str, list[Entry]] = {
 }
 
 
-def caches(num_layers: int, num_blocks: int) -> KVCacheBuffers:
-    return KVCacheBuffers(MainLayout(2), num_layers=num_layers, num_blocks=num_blocks)
+SMALL = MainLayout(2)
+
+
+def buffers(
+    layout: Any = SMALL, num_layers: int = 2, num_blocks: int = 1, layer: int = 0
+) -> Tensor:
+    return KVCacheBuffers(layout, num_layers=num_layers, num_blocks=num_blocks)[layer]
 
 
 LAYOUTS = (MainLayout, IndexerLayout, PlainLayout, StateLayout, MlaFp8Layout, MlaDsFp8Layout)
+MAKERS: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: partial(kind, block_size=4) for kind in LAYOUTS},
+    "KVCacheBuffers": buffers,
+}
 DTYPES = "torch.bfloat16, torch.float16 or torch.float32"
-# what makes caches: who complains, call, error
-CONSTRUCTORS: list[tuple[str, Callable[[], Any], Entry]] = [
+PAD, LAYER = "Pad kv_lora_rank or qk_rope_head_dim", "Construct it with more layers"
+A_LAYOUT = "Pass one of dsv4_ops.core.layout, such as MainLayout(block_size=64)"
+# of what makes caches
+MAKER_ROWS = [
+    *(("MainLayout", says.no_int("block_size", size)) for size in (True, 2.5, None)),
+    *((name, says.at_least("block_size", 1, n)) for name in [*MAKERS][:-1] for n in (0, -64)),
+    ("PlainLayout", says.at_least("width", 1, 0)),
+    ("PlainLayout", says.dtype("dtype", DTYPES, torch.int8, "Pass the dtype of the rows")),
+    ("MlaFp8Layout", says.at_least("width", 16, 8)),
+    ("MlaFp8Layout", says.wrong("width", "be a multiple of 16", 24, PAD)),
+    ("StateLayout", says.at_least("width", 1, -1)),
+    ("KVCacheBuffers", says.of_type("layout", "be a layout", "v4_fp8", A_LAYOUT)),
+    *(("KVCacheBuffers", says.at_least("num_layers", 1, layers)) for layers in (0, -1)),
+    ("KVCacheBuffers", says.at_least("num_blocks", 0, -1)),
     *(
-        ("MainLayout", lambda size=size: MainLayout(size), no_int("block_size", size))
-        for size in (True, 2.5, None)
-    ),
-    ("PlainLayout", lambda: PlainLayout(4, width=0), at_least("width", 1, 0)),
-    (
-        "PlainLayout",
-        lambda: PlainLayout(4, dtype=torch.int8),
-        wrong("dtype", f"be {DTYPES}", torch.int8, "Pass the dtype of the rows", TypeError),
-    ),
-    ("MlaFp8Layout", lambda: MlaFp8Layout(4, width=8), at_least("width", 16, 8)),
-    (
-        "MlaFp8Layout",
-        lambda: MlaFp8Layout(4, width=24),
-        wrong("width", "be a multiple of 16", 24, "Pad kv_lora_rank or qk_rope_head_dim"),
-    ),
-    ("StateLayout", lambda: StateLayout(4, width=-1), at_least("width", 1, -1)),
-    (
-        "KVCacheBuffers",
-        lambda: KVCacheBuffers("v4_fp8", num_layers=1, num_blocks=1),
-        of_type(
-            *("layout", "be a layout", "v4_fp8"),
-            "Pass one of dsv4_ops.core.layout, such as MainLayout(block_size=64)",
-        ),
-    ),
-    *(
-        (kind.__name__, lambda kind=kind, size=size: kind(size), at_least("block_size", 1, size))
-        for kind in LAYOUTS
-        for size in (0, -64)
-    ),
-    *(
-        (
-            "KVCacheBuffers",
-            lambda layers=layers: caches(layers, 1),
-            at_least("num_layers", 1, layers),
-        )
-        for layers in (0, -1)
-    ),
-    ("KVCacheBuffers", lambda: caches(1, -1), at_least("num_blocks", 0, -1)),
-    *(
-        (
-            "KVCacheBuffers",
-            lambda layer=layer: caches(2, 1)[layer],
-            wrong("layer", "be in -2..1", layer, "Construct it with more layers", IndexError),
-        )
-        for layer in (2, -3)
+        ("KVCacheBuffers", says.wrong("layer", "be in -2..1", n, LAYER, IndexError))
+        for n in (2, -3)
     ),
 ]

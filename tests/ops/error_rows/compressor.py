@@ -6,6 +6,7 @@ import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
 from tests.helpers import i32, i64
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.cache import (
     ALLOCATE_PLAIN,
     PLAIN_DTYPES,
@@ -19,15 +20,6 @@ from tests.ops.error_rows.cache import (
     tagged,
 )
 from tests.ops.error_rows.valid import MAIN, NUMBERS, ORDER, OWN, Valid
-from tests.ops.error_rows.wording import (
-    Entry,
-    angle_rows,
-    dtype,
-    exactly,
-    flag_rows,
-    float_rows,
-    wrong,
-)
 
 SAVE, COMPRESS, STEP = ("save_compressor_states",), ("compress_and_insert",), ("save_and_compress",)
 ALLOCATE = "Allocate it with StateLayout(block_size).allocate(num_blocks)"
@@ -85,7 +77,9 @@ ORDER |= {
 }
 
 
-def states_rows(block_size: int, width: int, size_name: str, prefix: str = "") -> Iterator[Entry]:
+def states_rows(
+    block_size: int, width: int, size_name: str, prefix: str = ""
+) -> Iterator[says.Entry]:
     """States that are not those of the compressor, or that kernels cannot read 16 bytes at a
     time."""
     layout, name = StateLayout(block_size, width), f"{prefix}states"
@@ -99,8 +93,8 @@ def states_rows(block_size: int, width: int, size_name: str, prefix: str = "") -
     yield shifted_pages(name, layout, memory[2:][: 4 * values].view(4, values))
 
 
-def plain_compress_rows() -> Iterator[Entry]:
-    yield wrong(
+def plain_compress_rows() -> Iterator[says.Entry]:
+    yield says.wrong(
         "norm_weight",
         "have an even size where rows are rotated",
         3,
@@ -109,17 +103,17 @@ def plain_compress_rows() -> Iterator[Entry]:
         norm_weight=torch.ones(3),
         cos_sin_cache=torch.ones(9, 2),
     )
-    yield dtype("k_cache", PLAIN_DTYPES, MAIN.value, ALLOCATE_PLAIN, "plain")
+    yield says.dtype("k_cache", PLAIN_DTYPES, MAIN.value, ALLOCATE_PLAIN, "plain")
     narrow, norm = PlainLayout(64, 128).allocate(4), torch.ones(512)
-    yield exactly("norm_weight", "[128]", norm, 0, k_cache=narrow)
+    yield says.exactly("norm_weight", "[128]", norm, 0, k_cache=narrow)
     yield other_size("k_cache", 512, "block_size", 64, PlainLayout(2).allocate(4))
 
 
-def compress_rows() -> Iterator[Entry]:
-    yield from angle_rows("head_dim", 512)
+def compress_rows() -> Iterator[says.Entry]:
+    yield from says.angle_rows("head_dim", 512)
     ape = torch.ones(4, 1024)
-    yield exactly("ape", "[4, 512]", ape, 1, overlap=False)
-    yield exactly("ape", "[128, 1024]", ape, 0, compress_ratio=128)
+    yield says.exactly("ape", "[4, 512]", ape, 1, overlap=False)
+    yield says.exactly("ape", "[128, 1024]", ape, 0, compress_ratio=128)
     layout = {"layout": "v4_indexer_fp8"}
     shape = "[num_blocks, 8640]"
     yield no_pages("k_cache", IndexerLayout(64), shape, MAIN.value, "block_size", **layout)
@@ -127,17 +121,17 @@ def compress_rows() -> Iterator[Entry]:
     yield from inside_rows("k_cache", 512)
 
 
-TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[says.Entry]] = {
     **{op: [*states_rows(64, 12, "block_size")] for op in SAVE},
     **{
         op: [
             *cache_rows(MainLayout, IndexerLayout),
             *layout_rows("v4_fp8", "v4_indexer_fp8", "plain"),
             *states_rows(4, 2048, "state_block_size"),
-            *float_rows("eps", 0),
-            *flag_rows("overlap"),
+            *says.float_rows("eps", 0),
+            *says.flag_rows("overlap"),
             *compress_rows(),
-            *(flag_rows("save_first") if op in STEP else ()),
+            *(says.flag_rows("save_first") if op in STEP else ()),
         ]
         for op in (*COMPRESS, *STEP)
     },

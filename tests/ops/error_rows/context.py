@@ -3,19 +3,9 @@
 import torch
 
 from tests.helpers import i32
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, MINIMUM, NUMBERS, OWN, Valid
-from tests.ops.error_rows.wording import (
-    Entry,
-    at_least,
-    exactly,
-    flag_rows,
-    float_rows,
-    no_entry,
-    too_many,
-    word_rows,
-    wrong,
-)
 
 FLOATS = "torch.bfloat16 or torch.float16 or torch.float32"
 OUT = Valid(bf16(5, 4, 8), "[num_tokens, num_heads, width]", FLOATS)
@@ -79,64 +69,66 @@ COUNTS |= {
     "num_rows": "the rows of the result",
 }
 
-BASES = [*word_rows("lse_base", "the log-sum-exps have", "e", "2")]
+BASES = [*says.word_rows("lse_base", "the log-sum-exps have", "e", "2")]
 PLANS = [
-    *word_rows("chunk_plan", "the chunks are read by", "packed", "equal"),
-    wrong(
+    *says.word_rows("chunk_plan", "the chunks are read by", "packed", "equal"),
+    says.wrong(
         "workspace_rows",
         "be at least cp_world_size * cp_interleave = 8",
         *(7, "Raise it, or lower cp_interleave"),
     ),
 ]
-NO_RANK = at_least("cp_world_size", 1, 0, lses=torch.ones(0, 5, 4))
+NO_RANK = says.at_least("cp_world_size", 1, 0, lses=torch.ones(0, 5, 4))
 
 
-def equal_row(num_reqs: int) -> Entry:
+def equal_row(num_reqs: int) -> says.Entry:
     must = f"be at least {64 * num_reqs} for an equal plan of {num_reqs} contexts"
     do = "Raise it, or pass chunk_plan='packed'"
-    return wrong("workspace_rows", must, 20, do, chunk_plan="equal")
+    return says.wrong("workspace_rows", must, 20, do, chunk_plan="equal")
 
 
-def host_rows(name: str) -> list[Entry]:
+def host_rows(name: str) -> list[says.Entry]:
     """Lengths on the host that are none."""
     none, convert = "Give padding requests length 0", "Convert the lengths with int()"
     return [
-        wrong(name, "be non-negative", "-1 at index 1", none, **{name: [3, -1]}),
-        wrong(name, "be non-negative", "-1 at index 2", none, **{name: i32([3, 0, -1])}),
+        says.wrong(name, "be non-negative", "-1 at index 1", none, **{name: [3, -1]}),
+        says.wrong(name, "be non-negative", "-1 at index 2", none, **{name: i32([3, 0, -1])}),
         *[
-            wrong(name, "hold ints", f"{kind} at index 0", convert, TypeError, **{name: [value]})
+            says.wrong(
+                name, "hold ints", f"{kind} at index 0", convert, TypeError, **{name: [value]}
+            )
             for kind, value in (("float", 2.0), ("bool", True))
         ],
     ]
 
 
-TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[says.Entry]] = {
     "context_chunks": PLANS,
     "plan_context_chunks": [*PLANS, *host_rows("context_lens"), equal_row(2)],
     "max_context_chunks": [*PLANS, equal_row(3)],
     "merge_attn_states": BASES,
     "merge_states": [
         *BASES,
-        at_least("num_parts", 1, 0, outs=bf16(0, 5, 4, 8), lses=torch.ones(0, 5, 4)),
+        says.at_least("num_parts", 1, 0, outs=bf16(0, 5, 4, 8), lses=torch.ones(0, 5, 4)),
     ],
     "mla_prefill": [
-        *float_rows("softmax_scale", 0),
-        *flag_rows("causal"),
-        wrong(
+        *says.float_rows("softmax_scale", 0),
+        *says.flag_rows("causal"),
+        says.wrong(
             "q",
             "have qk_nope_head_dim + qk_rope_head_dim = 12 columns",
             *(8, "Pass [nope | rope] of each head"),
             q=bf16(5, 4, 8),
         ),
-        too_many(query_start_loc=i32([0] * 16385), cu_seq_lens=i32([0] * 16385)),
+        says.too_many(query_start_loc=i32([0] * 16385), cu_seq_lens=i32([0] * 16385)),
     ],
-    "cp_slot_mapping": [exactly("cp_rank", "[1]", i32([0, 1, 0]), 0)],
-    "cp_row_indices": [no_entry("local_cu_seq_lens")],
+    "cp_slot_mapping": [says.exactly("cp_rank", "[1]", i32([0, 1, 0]), 0)],
+    "cp_row_indices": [says.no_entry("local_cu_seq_lens")],
     "cp_topk": [
-        at_least(
+        says.at_least(
             *("cp_world_size", 1, 0), scores=torch.ones(0, 5, 3), rows=torch.ones(0, 5, 3).int()
         )
     ],
-    "cp_local_rows": [exactly("cp_rank", "[1]", i32([0, 1, 0, 1, 0]), 0)],
+    "cp_local_rows": [says.exactly("cp_rank", "[1]", i32([0, 1, 0, 1, 0]), 0)],
     "cp_correct_out": [*BASES, NO_RANK],
 }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 from tests.helpers import i32, i64
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.cache import (
     inside_rows,
     layout_rows,
@@ -17,20 +18,6 @@ from tests.ops.error_rows.cache import (
 from tests.ops.error_rows.mla import plan_rows
 from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, NUMBERS, ORDER, OWN, Valid
-from tests.ops.error_rows.wording import (
-    Entry,
-    at_most,
-    dtype,
-    exactly,
-    flag_rows,
-    float_rows,
-    not_with,
-    of_type,
-    rank,
-    rows_for_tokens,
-    word_rows,
-    wrong,
-)
 
 INSERTS = ("mla_insert_kv",)
 GATHERS = ("mla_gather_kv", "mla_gather_codes")
@@ -115,71 +102,73 @@ def far_apart(page: int, row: int, byte: int, offset: int = 0) -> Tensor:
     return room.as_strided((4, 64, 32), (page, row, byte), offset)
 
 
-def tiled_row(**more: object) -> Entry:
+def tiled_row(**more: object) -> says.Entry:
     shape, value = "[num_blocks, 64, 656]", CACHE.value
     return no_pages("kv_cache", MlaDsFp8Layout(64), shape, value, "block_size", **TILED, **more)
 
 
-def stride_rows() -> Iterator[Entry]:
+def stride_rows() -> Iterator[says.Entry]:
     for strides in ((2056, 32, 1), (4096, 64, 1), (4096, 64, 2), (1024, 32, 1)):
         yield loose_pages("kv_cache", LAYOUT, far_apart(*strides))
     yield shifted_pages("kv_cache", LAYOUT, far_apart(2048, 32, 1, offset=8))
 
 
-def insert_rows() -> Iterator[Entry]:
+def insert_rows() -> Iterator[says.Entry]:
     yield from layout_rows("plain", "mla_fp8", "mla_ds_fp8")
     yield from stride_rows()
     formats = {"unknown": ("ue8m0", "float"), "no_str": ()}
-    yield from word_rows("scale_format", "layout 'mla_fp8' has", "float32", **formats)
-    yield rows_for_tokens("kv_c", 5, "slot_mapping", 4, kv_c=bf16(4, 24))
+    yield from says.word_rows("scale_format", "layout 'mla_fp8' has", "float32", **formats)
+    yield says.rows_for_tokens("kv_c", 5, "slot_mapping", 4, kv_c=bf16(4, 24))
     plain = PlainLayout(64, 32).allocate(4)
     bare = {"layout": "plain", "kv_cache": plain}
-    yield not_with("scale", "layout 'plain'", "a tensor", **bare)
+    yield says.not_with("scale", "layout 'plain'", "a tensor", **bare)
     narrow = {**bare, "kv_cache": plain[..., :16]}
-    yield exactly("kv_cache", "[num_blocks, block_size, 32]", narrow["kv_cache"], 2, **narrow)
+    yield says.exactly("kv_cache", "[num_blocks, block_size, 32]", narrow["kv_cache"], 2, **narrow)
     floats = {**bare, "kv_cache": plain.float()}
-    yield dtype("kv_cache", "torch.bfloat16", torch.float32, **floats)
+    yield says.dtype("kv_cache", "torch.bfloat16", torch.float32, **floats)
     yield from inside_rows("kv_cache", 32)
-    yield exactly("kv_c", "[num_rows, 512]", bf16(5, 24), 1, **TILED)
+    yield says.exactly("kv_c", "[num_rows, 512]", bf16(5, 24), 1, **TILED)
 
 
-def decode_rows() -> Iterator[Entry]:
+def decode_rows() -> Iterator[says.Entry]:
     yield from layout_rows("plain", "mla_fp8", "mla_ds_fp8")
-    yield from float_rows("softmax_scale", 0)
-    yield from flag_rows("batch_invariant")
+    yield from says.float_rows("softmax_scale", 0)
+    yield from says.flag_rows("batch_invariant")
     yield from (row for row in plan_rows() if "plan" not in row.spoiled)
     for other in (MlaFp8Layout(64, 48), MlaDsFp8Layout(64), MlaFp8Layout(2, 32)):
         cache, shape = other.allocate(4), "[num_blocks, 64, 32]"
         yield no_pages("kv_cache", LAYOUT, shape, cache, "block_size")
     yield from stride_rows()
     yield tiled_row(q=bf16(5, 4, 576), kv_lora_rank=512)
-    yield rows_for_tokens("plan", 5, "q", 4, plan=PLAN.value[:4])
-    yield at_most("kv_lora_rank", "the width of q", 32, 33)
+    yield says.rows_for_tokens("plan", 5, "q", 4, plan=PLAN.value[:4])
+    yield says.at_most("kv_lora_rank", "the width of q", 32, 33)
     q = bf16(5, 4, 32)
-    yield not_with("q_scale", "a q of torch.bfloat16", "a tensor", q=q)
+    yield says.not_with("q_scale", "a q of torch.bfloat16", "a tensor", q=q)
     cache = PlainLayout(64, 32).allocate(4)
     plain = {"layout": "plain", "q": q, "q_scale": None, "kv_cache": cache}
-    yield not_with("kv_scale", "layout 'plain'", "a tensor", **plain)
-    yield dtype("q", HALVES, torch.float8_e4m3fn, "Pass the result of mla_absorb_q", layout="plain")
+    yield says.not_with("kv_scale", "layout 'plain'", "a tensor", **plain)
+    yield says.dtype(
+        "q", HALVES, torch.float8_e4m3fn, "Pass the result of mla_absorb_q", layout="plain"
+    )
     floats = {**plain, "kv_cache": cache.float()}
-    yield dtype("kv_cache", "torch.bfloat16", torch.float32, **floats)
+    yield says.dtype("kv_cache", "torch.bfloat16", torch.float32, **floats)
     rule = "be 512 with layout 'mla_ds_fp8'"
-    yield wrong("kv_lora_rank", rule, 24, "Pass 512", **TILED, q=bf16(5, 4, 576))
-    yield exactly("q", "[num_tokens, num_heads, 576]", q, 2, **TILED)
+    yield says.wrong("kv_lora_rank", rule, 24, "Pass 512", **TILED, q=bf16(5, 4, 576))
+    yield says.exactly("q", "[num_tokens, num_heads, 576]", q, 2, **TILED)
 
 
-def weight_rows() -> Iterator[Entry]:
+def weight_rows() -> Iterator[says.Entry]:
     rule, do = "be a tensor or a module", "Pass kv_b_proj or its weight"
-    yield of_type("weight", rule, [[1.0]], do)
+    yield says.of_type("weight", rule, [[1.0]], do)
     module = torch.nn.Linear(4, 192)
-    yield not_with("scale", "a module", "a tensor", weight=module)
-    yield not_with("scale", "a weight of torch.float32", "a tensor", weight=WEIGHT.float())
-    yield exactly("weight", "[192, kv_lora_rank]", WEIGHT[1:], 0)
+    yield says.not_with("scale", "a module", "a tensor", weight=module)
+    yield says.not_with("scale", "a weight of torch.float32", "a tensor", weight=WEIGHT.float())
+    yield says.exactly("weight", "[192, kv_lora_rank]", WEIGHT[1:], 0)
     for kind in (torch.int8, torch.float8_e4m3fn):
-        yield dtype("dtype", f"None or {HALVES}", kind, "Pass the dtype of the model")
+        yield says.dtype("dtype", f"None or {HALVES}", kind, "Pass the dtype of the model")
 
 
-TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[says.Entry]] = {
     **{op: list(insert_rows()) for op in INSERTS},
     **{
         op: [*layout_rows(*layouts), *stride_rows(), tiled_row()]
@@ -190,11 +179,9 @@ TABLE: dict[str, list[Entry]] = {
     },
     "mla_dequantize_rows": [
         *layout_rows("mla_fp8", "mla_ds_fp8"),
-        exactly("codes", "[num_rows, 656]", torch.zeros(5, 32, dtype=torch.uint8), 1, **TILED),
+        says.exactly("codes", "[num_rows, 656]", torch.zeros(5, 32, dtype=torch.uint8), 1, **TILED),
     ],
-    "quantize_per_tensor": [
-        rank("x", "[num_tokens, ...]", torch.tensor(1.0), "at least "),
-    ],
+    "quantize_per_tensor": [says.rank("x", "[num_tokens, ...]", torch.tensor(1.0), "at least ")],
     "mla_decode": list(decode_rows()),
     "split_kv_b_proj": list(weight_rows()),
 }

@@ -3,22 +3,10 @@
 import torch
 
 from tests.helpers import i32, i64
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.linear import codes, recipe_rows
 from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, NUMBERS, OWN, Valid
-from tests.ops.error_rows.wording import (
-    Entry,
-    alone,
-    at_least,
-    at_most,
-    dtype,
-    exactly,
-    flag_rows,
-    float_rows,
-    multiple,
-    no_tensor,
-    wrong,
-)
 
 WEIGHTS = "torch.int8 or torch.uint8 or torch.float8_e4m3fn or torch.bfloat16"
 IDS = Valid(i32([[0, 1]] * 5), "[num_tokens, topk]")
@@ -72,67 +60,67 @@ COUNTS |= {
 BLOCK, BF16_WEIGHTS = "the values of a block", "with bfloat16 weights"
 DOWN_SCALE = "[num_experts, 256, 4]"
 
-TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[says.Entry]] = {
     "route": [
-        *float_rows("scale", 0),
-        at_most("top_k", "num_experts", 3, 4),
-        alone("table", "token_ids"),
-        alone("token_ids", "table"),
+        *says.float_rows("scale", 0),
+        says.at_most("top_k", "num_experts", 3, 4),
+        says.alone("table", "token_ids"),
+        says.alone("token_ids", "table"),
     ],
     "grouped_topk": [
-        *float_rows("scale", 0),
+        *says.float_rows("scale", 0),
         *[
-            wrong(
+            says.wrong(
                 "num_groups",
                 "part num_experts = 12 into groups of as many, at least 2",
                 *(groups, "Pass the router's own n_group"),
             )
             for groups in (5, 12)
         ],
-        at_most("kept_groups", "num_groups", 4, 5),
-        at_most("top_k", "the experts of kept_groups", 6, 7),
-        *flag_rows("normalize"),
+        says.at_most("kept_groups", "num_groups", 4, 5),
+        says.at_most("top_k", "the experts of kept_groups", 6, 7),
+        *says.flag_rows("normalize"),
     ],
     "expert_plan": [
-        wrong(
+        says.wrong(
             "block_size",
             "leave at most 2147483647 rows of all blocks",
             *(6442450948, "Lower it; rows are int32"),
             block_size=2**31 - 1,
-        ),
+        )
     ],
     "experts": [
-        multiple("hidden_size", BLOCK, 32, 48, 64, x=bf16(5, 48), activations="bf16"),
-        multiple("hidden_size", BLOCK, 128, 64, 128, x=bf16(5, 64)),
-        multiple("gate_up_size", "two blocks", 256, 128, 256, gate_up=packed(3, 128, 128)),
-        at_least("num_experts", 1, 0, gate_up=packed(0, 256, 128)),
-        exactly("gate_up", "[num_experts, gate_up_size, 128]", packed(3, 256, 256), 2),
-        dtype("down", "torch.int8", codes(3, 256, 128)),
-        exactly("down_scale", DOWN_SCALE, powers(3, 4, 256), 1),
-        no_tensor("down_scale", None, "Pass a torch.uint8 tensor"),
-        wrong(
+        says.multiple("hidden_size", BLOCK, 32, 48, 64, x=bf16(5, 48), activations="bf16"),
+        says.multiple("hidden_size", BLOCK, 128, 64, 128, x=bf16(5, 64)),
+        says.multiple("gate_up_size", "two blocks", 256, 128, 256, gate_up=packed(3, 128, 128)),
+        says.at_least("num_experts", 1, 0, gate_up=packed(0, 256, 128)),
+        says.exactly("gate_up", "[num_experts, gate_up_size, 128]", packed(3, 256, 256), 2),
+        says.dtype("down", "torch.int8", codes(3, 256, 128)),
+        says.exactly("down_scale", DOWN_SCALE, powers(3, 4, 256), 1),
+        says.no_tensor("down_scale", None, "Pass a torch.uint8 tensor"),
+        says.wrong(
             "gate_up_scale",
             f"be None {BF16_WEIGHTS}",
             *("a tensor", "Only codes have scales"),
             gate_up=bf16(3, 256, 256),
             activations="bf16",
         ),
-        wrong(
+        says.wrong(
             "activations",
             f"be 'bf16' {BF16_WEIGHTS}",
             *("'fp8'", "Only codes are multiplied by codes", NotImplementedError),
             **BF16,
             activations="fp8",
         ),
-        multiple(
+        says.multiple(
             *("gate_up_size", "gate and up", 2, 5, 6),
             **{**BF16, "gate_up": bf16(3, 5, 256), "activations": "bf16"},
         ),
-        exactly(
+        says.exactly(
             *("gate_up_scale", "[num_experts, 2, 2]", powers(3, 256, 8), 1),
             gate_up=codes(3, 256, 256),
         ),
-        *float_rows("swiglu_limit", 0),
+        *says.float_rows("swiglu_limit", 0),
         *recipe_rows("activations", "bf16", "fp8"),
     ],
 }

@@ -7,23 +7,10 @@ import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from tests.helpers import i32, i64
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.cache import PLAIN_DTYPES, cache_rows, layout_rows, plain_rows
 from tests.ops.error_rows.rope import ANGLES
 from tests.ops.error_rows.valid import COUNTS, INDEXER, OWN, Valid
-from tests.ops.error_rows.wording import (
-    Entry,
-    agree,
-    angle_rows,
-    dtype,
-    elsewhere,
-    exactly,
-    flag_rows,
-    float_rows,
-    no_tensor,
-    of_shape,
-    rank,
-    wrong,
-)
 
 QUERY = {
     "q": Valid(torch.ones(5, 2, 128).to(torch.float8_e4m3fn), "[num_tokens, num_heads, 128]"),
@@ -45,12 +32,7 @@ OWN |= {
             "torch.bfloat16 or torch.float32",
         ),
     },
-    "indexer_logits": {
-        **QUERY,
-        "k_cache": INDEXER,
-        "lens": IN_ROWS["lens"],
-        "schedule": SCHEDULE,
-    },
+    "indexer_logits": {**QUERY, "k_cache": INDEXER, "lens": IN_ROWS["lens"], "schedule": SCHEDULE},
     "indexer_logits_ragged": {
         **QUERY,
         "k": Valid(torch.ones(4, 128, dtype=torch.uint8), "[num_k, 128]"),
@@ -69,7 +51,7 @@ OWN |= {
 COUNTS |= {"num_heads": "the heads of the queries", "num_k": "the gathered keys"}
 
 Q, E4M3 = QUERY["q"].value, "torch.float8_e4m3fn"
-BYTES = dtype("q", E4M3, Q.view(torch.uint8), f"Read its bytes with .view({E4M3})")
+BYTES = says.dtype("q", E4M3, Q.view(torch.uint8), f"Read its bytes with .view({E4M3})")
 
 
 def plain(kind: torch.dtype = torch.float32, **changed: Any) -> dict[str, Any]:
@@ -82,35 +64,35 @@ def cached(width: int = 128, kind: torch.dtype = torch.float32) -> torch.Tensor:
     return PlainLayout(64, width, kind).allocate(4)
 
 
-def plain_cache_rows() -> Iterator[Entry]:
+def plain_cache_rows() -> Iterator[says.Entry]:
     half, blocks = torch.bfloat16, "[num_blocks, block_size"
     for entry in plain_rows("k_cache", 128, f"{blocks}, width]", "block_size", 64, torch.float32):
         yield entry._replace(spoiled=plain(**entry.spoiled))
-    yield dtype("q", PLAIN_DTYPES, E4M3, **plain(q=Q))
-    yield no_tensor("q", None, "Pass a torch.bfloat16 tensor", **plain(q=None))
-    yield dtype("q", E4M3, Q.to(half))
+    yield says.dtype("q", PLAIN_DTYPES, E4M3, **plain(q=Q))
+    yield says.no_tensor("q", None, "Pass a torch.bfloat16 tensor", **plain(q=None))
+    yield says.dtype("q", E4M3, Q.to(half))
     narrow = plain(q=torch.ones(5, 2, 64))
-    yield exactly("q", "[num_tokens, num_heads, 128]", narrow["q"], 2, **narrow)
+    yield says.exactly("q", "[num_tokens, num_heads, 128]", narrow["q"], 2, **narrow)
     halves = plain(half, weights=torch.ones(5, 2, dtype=half))
-    yield dtype("weights", "torch.float32", half, **halves)
-    yield dtype("k_cache", "torch.float32", half, **plain(k_cache=cached(kind=half)))
-    yield dtype("k_cache", "torch.bfloat16", torch.float32, **plain(half, k_cache=cached()))
+    yield says.dtype("weights", "torch.float32", half, **halves)
+    yield says.dtype("k_cache", "torch.float32", half, **plain(k_cache=cached(kind=half)))
+    yield says.dtype("k_cache", "torch.bfloat16", torch.float32, **plain(half, k_cache=cached()))
     wide = plain(k_cache=cached(512))
-    yield exactly("k_cache", f"{blocks}, 128]", wide["k_cache"], 2, **wide)
-    yield elsewhere("k_cache", "cpu", "q", "meta", **plain(k_cache=cached().to("meta")))
+    yield says.exactly("k_cache", f"{blocks}, 128]", wide["k_cache"], 2, **wide)
+    yield says.elsewhere("k_cache", "cpu", "q", "meta", **plain(k_cache=cached().to("meta")))
 
 
-def in_rows(name: str) -> Iterator[Entry]:
+def in_rows(name: str) -> Iterator[says.Entry]:
     """Errors of an argument that may be [num_reqs, next_n] too."""
     value, table = IN_ROWS[name].value, i32([[7, 3], [2, 5], [1, 4]])
     six = torch.cat((value, value[:1])).view(3, 2)
     for other in (value[None, None], value[0]):
-        yield rank(name, "[num_tokens]", other)
+        yield says.rank(name, "[num_tokens]", other)
     must = "have shape [num_reqs, next_n] of num_tokens = 5 entries as in q"
-    yield of_shape(name, must, six, "Pass one per token")
+    yield says.of_shape(name, must, six, "Pass one per token")
     one = {"block_table": table, name: value[None]}
-    yield agree("block_table", "[num_reqs, max_blocks]", "num_reqs", 1, name, table, **one)
-    yield wrong(
+    yield says.agree("block_table", "[num_reqs, max_blocks]", "num_reqs", 1, name, table, **one)
+    yield says.wrong(
         "schedule",
         f"be None with {name} [num_reqs, next_n]",
         *("a tensor", "It is of tokens: flatten both"),
@@ -127,18 +109,18 @@ PAGED = [
     *layout_rows("v4_indexer_fp8", "plain"),
     *plain_cache_rows(),
 ]
-TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[says.Entry]] = {
     "indexer_quantize_q": [
-        *angle_rows("dim", 128),
-        *float_rows("softmax_scale", 0, optional=True),
+        *says.angle_rows("dim", 128),
+        *says.float_rows("softmax_scale", 0, optional=True),
     ],
     "indexer_logits": [*PAGED, *in_rows("lens")],
     "indexer_logits_ragged": [
         BYTES,
-        dtype(
+        says.dtype(
             *("k", "torch.uint8", torch.ones(4, 128).to(torch.float8_e4m3fn)),
             "Read its bytes with .view(torch.uint8)",
         ),
     ],
-    "indexer_select": [*PAGED, *flag_rows("slots"), *in_rows("positions")],
+    "indexer_select": [*PAGED, *says.flag_rows("slots"), *in_rows("positions")],
 }

@@ -4,17 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, NUMBERS, OWN, Valid
-from tests.ops.error_rows.wording import (
-    Entry,
-    at_least,
-    exactly,
-    float_rows,
-    multiple,
-    word_rows,
-    wrong,
-)
 
 LINEARS = ("fp8_linear", "fp8_grouped_linear")
 E4M3 = torch.float8_e4m3fn
@@ -49,35 +41,37 @@ COUNTS |= {
 }
 
 
-def recipe_rows(name: str, *allowed: str) -> Iterator[Entry]:
-    return word_rows(name, "the recipe has", *allowed, unknown=("", allowed[0].upper(), "int4"))
+def recipe_rows(name: str, *allowed: str) -> Iterator[says.Entry]:
+    return says.word_rows(
+        name, "the recipe has", *allowed, unknown=("", allowed[0].upper(), "int4")
+    )
 
 
-def weight_rows(op: str) -> Iterator[Entry]:
+def weight_rows(op: str) -> Iterator[says.Entry]:
     groups = op == "fp8_grouped_linear"
     for shape in ((1, 2), (256, 1)):
-        yield exactly("scale", "[2, 1]", torch.ones(shape), 0)
+        yield says.exactly("scale", "[2, 1]", torch.ones(shape), 0)
     given, both = "be given with x of torch.float8_e4m3fn", "Pass both results of quantize_rows"
-    yield wrong("x_scale", given, None, both)
+    yield says.wrong("x_scale", given, None, both)
     narrow = {"x": codes(*((2,) if groups else ()), 5, 64), "weight": codes(256, 64)}
-    yield multiple("in_features", "the columns of a block", 128, 64, 128, **narrow)
+    yield says.multiple("in_features", "the columns of a block", 128, 64, 128, **narrow)
     what, size = ("the rows of a block" + " in every group" * groups, 256 if groups else 128)
     use = 512 if groups else 384
-    yield multiple("out_features", what, size, 320, use, weight=codes(320, 128))
+    yield says.multiple("out_features", what, size, 320, use, weight=codes(320, 128))
     for value in (torch.float16, "float32", None):
         must, cast = "be torch.bfloat16 or torch.float32", "Cast the result to another dtype"
-        yield wrong("out_dtype", must, value, cast, TypeError)
+        yield says.wrong("out_dtype", must, value, cast, TypeError)
     if groups:
-        yield at_least("num_groups", 1, 0, x=codes(0, 5, 128))
+        yield says.at_least("num_groups", 1, 0, x=codes(0, 5, 128))
     yield from recipe_rows("activations", "bf16", "fp8")
 
 
-TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[says.Entry]] = {
     "quantize_rows": [
-        *float_rows("min_amax", 0),
+        *says.float_rows("min_amax", 0),
         *recipe_rows("scale", "pow2", "float32"),
-        *word_rows("scale_layout", "the matrix product takes", "row", "column_padded"),
-        multiple("in_features", "block", 96, 256, 288, block=96),
+        *says.word_rows("scale_layout", "the matrix product takes", "row", "column_padded"),
+        says.multiple("in_features", "block", 96, 256, 288, block=96),
     ],
     **{op: list(weight_rows(op)) for op in LINEARS},
 }

@@ -7,27 +7,10 @@ import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from tests.helpers import i32
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.cache import PLAIN_DTYPES, cache_rows, layout_rows, plain_rows
 from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, MINIMUM, NUMBERS, OWN, Valid, cache
-from tests.ops.error_rows.wording import (
-    Entry,
-    agree,
-    alone,
-    angle_rows,
-    at_least,
-    dtype,
-    elsewhere,
-    exactly,
-    flag_rows,
-    float_rows,
-    no_int,
-    no_tensor,
-    not_with,
-    rank,
-    rows_for_tokens,
-    wrong,
-)
 
 DECODES = ("sparse_mla_decode", "sparse_mla_decode_paged")
 SIZES = {"swa": 64, "extra": 2}
@@ -55,10 +38,7 @@ WINDOW = {
     "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, rope_dim]"),
 }
 OWN |= {
-    "sparse_mla_decode": {
-        **WINDOW,
-        "extra_indices": Valid(INDICES, "[num_tokens, extra_width]"),
-    },
+    "sparse_mla_decode": {**WINDOW, "extra_indices": Valid(INDICES, "[num_tokens, extra_width]")},
     "sparse_mla_decode_paged": {
         **WINDOW,
         "extra_block_table": Valid(i32([[0, 3], [2, 1], [1, -1]]), "[num_reqs, max_blocks]"),
@@ -90,99 +70,96 @@ def plain(**changed: Any) -> dict[str, Any]:
     return {"layout": "plain", **caches, **changed}
 
 
-def plain_cache_rows(source: str) -> Iterator[Entry]:
+def plain_cache_rows(source: str) -> Iterator[says.Entry]:
     size, name = SIZES[source], f"{source}_cache"
     shape = f"[num_{source}_blocks, {source}_block_size, width]"
     for entry in plain_rows(name, 512, shape, f"{source}_block_size", size):
         yield entry._replace(spoiled=plain(**entry.spoiled))
     floats = PlainLayout(size, dtype=torch.float32).allocate(4)
-    yield dtype(name, "torch.bfloat16", torch.float32, **plain(**{name: floats}))
+    yield says.dtype(name, "torch.bfloat16", torch.float32, **plain(**{name: floats}))
     narrow = PlainLayout(size, 128).allocate(4)
-    yield agree(name, shape, "width", 512, "q", narrow, **plain(**{name: narrow}))
+    yield says.agree(name, shape, "width", 512, "q", narrow, **plain(**{name: narrow}))
     away = PlainLayout(size).allocate(4, "meta")
-    yield elsewhere(name, "cpu", "q", "meta", **plain(**{name: away}))
+    yield says.elsewhere(name, "cpu", "q", "meta", **plain(**{name: away}))
 
 
-def query_rows() -> Iterator[Entry]:
+def query_rows() -> Iterator[says.Entry]:
     q = Q.value
-    yield dtype("q", PLAIN_DTYPES, torch.int32, **plain(q=q.int()))
-    yield rank("q", "[num_tokens, num_heads, width]", q[0], **plain(q=q[0]))
-    yield no_tensor("q", None, "Pass a torch.bfloat16 tensor", **plain(q=None))
+    yield says.dtype("q", PLAIN_DTYPES, torch.int32, **plain(q=q.int()))
+    yield says.rank("q", "[num_tokens, num_heads, width]", q[0], **plain(q=q[0]))
+    yield says.no_tensor("q", None, "Pass a torch.bfloat16 tensor", **plain(q=None))
 
 
-def missing_rows() -> Iterator[Entry]:
+def missing_rows() -> Iterator[says.Entry]:
     """Some of the three arguments of the extra cache, or none, but its block size."""
     for chosen in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
         missing = [name for place, name in enumerate(EXTRA) if place not in chosen]
-        yield alone(EXTRA[chosen[0]], missing[0], *missing)
+        yield says.alone(EXTRA[chosen[0]], missing[0], *missing)
     nothing = dict.fromkeys(EXTRA)
-    yield at_least("extra_block_size", 1, 0, **nothing, extra_block_size=0)
-    yield no_int("extra_block_size", "2", **nothing)
+    yield says.at_least("extra_block_size", 1, 0, **nothing, extra_block_size=0)
+    yield says.no_int("extra_block_size", "2", **nothing)
 
 
-def plan_rows() -> Iterator[Entry]:
+def plan_rows() -> Iterator[says.Entry]:
     """Plans that cannot cover the batch, and what a plan leaves nothing to decide for."""
     for rows in (0, 4):
-        yield rows_for_tokens("plan", 5, "q", rows, plan=PLAN[:rows])
+        yield says.rows_for_tokens("plan", 5, "q", rows, plan=PLAN[:rows])
     for value in (1, 7):
-        yield not_with("num_splits", "a plan", value, 0, num_splits=value)
-    yield not_with("batch_invariant", "a plan", True, False, batch_invariant=True)
-    yield not_with("num_splits", "a plan", 2, 0, num_splits=2, batch_invariant=True)
+        yield says.not_with("num_splits", "a plan", value, 0, num_splits=value)
+    yield says.not_with("batch_invariant", "a plan", True, False, batch_invariant=True)
+    yield says.not_with("num_splits", "a plan", 2, 0, num_splits=2, batch_invariant=True)
 
 
-def flash_mla_plan_rows() -> Iterator[Entry]:
+def flash_mla_plan_rows() -> Iterator[says.Entry]:
     """What is no plan of FlashMLA's, for no such call, or beside another one."""
     name, metadata = "flash_mla_plan", torch.zeros(9, 8, dtype=torch.int32)
 
-    def alone(plan: object, **settings: object) -> dict[str, Any]:
+    def only(plan: object, **settings: object) -> dict[str, Any]:
         return {"plan": None, name: plan, **settings}
 
-    yield not_with(name, "a plan", "both", flash_mla_plan=metadata)
+    yield says.not_with(name, "a plan", "both", flash_mla_plan=metadata)
     rule, do = "be None for impl 'reference'", "Pass impl='flash_mla', or leave it out"
-    yield wrong(name, rule, "a plan", do, **alone(metadata, impl="reference"))
-    yield no_tensor(name, [1], "Pass a torch.int32 tensor", **alone([1]))
-    yield dtype(name, "torch.int32", torch.int64, **alone(metadata.long()))
-    yield exactly(name, "[num_rows, 8]", PLAN, 1, **alone(PLAN))
+    yield says.wrong(name, rule, "a plan", do, **only(metadata, impl="reference"))
+    yield says.no_tensor(name, [1], "Pass a torch.int32 tensor", **only([1]))
+    yield says.dtype(name, "torch.int32", torch.int64, **only(metadata.long()))
+    yield says.exactly(name, "[num_rows, 8]", PLAN, 1, **only(PLAN))
     rule, do = "have more than 6 rows for as many tokens", "of the lens of this call"
-    yield wrong(name, rule, 6, f"Make it with flash_mla_metadata {do}", **alone(metadata[:6]))
+    yield says.wrong(name, rule, 6, f"Make it with flash_mla_metadata {do}", **only(metadata[:6]))
 
 
 CACHES = [
     *layout_rows("v4_fp8", "plain"),
-    *float_rows("softmax_scale", 0),
+    *says.float_rows("softmax_scale", 0),
     *[
         row
         for source, size in SIZES.items()
         for names in ((f"{source}_cache", f"num_{source}_blocks", f"{source}_block_size"),)
-        for row in (
-            *cache_rows(MainLayout, IndexerLayout, *names, size),
-            *plain_cache_rows(source),
-        )
+        for row in (*cache_rows(MainLayout, IndexerLayout, *names, size), *plain_cache_rows(source))
     ],
     *query_rows(),
 ]
 SHARED = [
     *CACHES,
-    *flag_rows("batch_invariant"),
-    at_least("swa_width", 1, 0, swa_indices=i32([[]] * 5)),
+    *says.flag_rows("batch_invariant"),
+    says.at_least("swa_width", 1, 0, swa_indices=i32([[]] * 5)),
     *plan_rows(),
-    exactly("plan", "[num_work_tiles, 4]", PLAN[:, :3].contiguous(), 1),
+    says.exactly("plan", "[num_work_tiles, 4]", PLAN[:, :3].contiguous(), 1),
     *flash_mla_plan_rows(),
-    alone("positions", "cos_sin_cache"),
-    alone("cos_sin_cache", "positions"),
-    *angle_rows("width", 512),
+    says.alone("positions", "cos_sin_cache"),
+    says.alone("cos_sin_cache", "positions"),
+    *says.angle_rows("width", 512),
 ]
-TABLE: dict[str, list[Entry]] = {
+TABLE: dict[str, list[says.Entry]] = {
     "sparse_mla_decode": [
         *SHARED,
-        at_least("extra_width", 1, 0, extra_indices=i32([[]] * 5)),
+        says.at_least("extra_width", 1, 0, extra_indices=i32([[]] * 5)),
         *missing_rows(),
     ],
     "sparse_mla_decode_paged": SHARED,
     "sparse_mla_gathered": [
-        *float_rows("softmax_scale", 0),
-        at_least("topk", 1, 0, indices=i32([[]] * 5)),
-        dtype("kv", "torch.bfloat16", torch.ones(9, 512)),
-        dtype("kv", "torch.float32", torch.bfloat16, q=torch.ones(5, 4, 512)),
+        *says.float_rows("softmax_scale", 0),
+        says.at_least("topk", 1, 0, indices=i32([[]] * 5)),
+        says.dtype("kv", "torch.bfloat16", torch.ones(9, 512)),
+        says.dtype("kv", "torch.float32", torch.bfloat16, q=torch.ones(5, 4, 512)),
     ],
 }

@@ -7,6 +7,7 @@ import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from tests.helpers import i32, i64
+from tests.ops.error_rows import wording as says
 from tests.ops.error_rows.cache import (
     ALLOCATE_PLAIN,
     cache_rows,
@@ -16,23 +17,6 @@ from tests.ops.error_rows.cache import (
     tagged,
 )
 from tests.ops.error_rows.valid import MAIN, MINIMUM, NUMBERS, OWN, Valid
-from tests.ops.error_rows.wording import (
-    Entry,
-    angle_rows,
-    dtype,
-    exactly,
-    flag_rows,
-    float_rows,
-    multiple,
-    no_entry,
-    no_float,
-    of_type,
-    rank,
-    slots_for_tokens,
-    too_many,
-    word_rows,
-    wrong,
-)
 
 QNORM = ("qnorm_rope_kv_insert",)
 GROUPS = ("inverse_rope_group", "inverse_rope_group_quantize")
@@ -88,15 +72,15 @@ NUMBERS |= {
 MINIMUM |= {"num_positions": 0, "rope_dim": 2}
 
 
-def plain_insert_rows() -> Iterator[Entry]:
+def plain_insert_rows() -> Iterator[says.Entry]:
     for value in (MAIN.value, PlainLayout(64, dtype=torch.float32).allocate(4)):
-        yield dtype("k_cache", "torch.bfloat16", value, ALLOCATE_PLAIN, "plain")
+        yield says.dtype("k_cache", "torch.bfloat16", value, ALLOCATE_PLAIN, "plain")
     narrow = PlainLayout(64, 128).allocate(4)
-    yield exactly("k_cache", "[num_blocks, block_size, 512]", narrow, 2)
+    yield says.exactly("k_cache", "[num_blocks, block_size, 512]", narrow, 2)
     yield other_size("k_cache", 512, "block_size", 64, PlainLayout(2).allocate(4))
 
 
-def pad_rows() -> Iterator[Entry]:
+def pad_rows() -> Iterator[says.Entry]:
     for kind, pad, low, high in (
         (torch.uint8, -1.0, 0, 255),
         (torch.uint8, 0.5, 0, 255),
@@ -106,38 +90,40 @@ def pad_rows() -> Iterator[Entry]:
         (torch.float8_e4m3fn, -math.inf, 0, 0),
     ):
         must = f"be a whole number in {low}..{high} for x of {kind}"
-        yield wrong(
+        yield says.wrong(
             "pad", must, pad, "Pass one that x can hold", x=torch.zeros(5).to(kind), pad=pad
         )
 
 
-THREE_GROUPS = multiple("num_heads", "num_groups", 3, 4, 6, num_groups=3)
-TABLE: dict[str, list[Entry]] = {
+THREE_GROUPS = says.multiple("num_heads", "num_groups", 3, 4, 6, num_groups=3)
+TABLE: dict[str, list[says.Entry]] = {
     "rope_cos_sin_cache": [
-        *float_rows("theta", 1),
-        multiple("rope_dim", "values of a pair", 2, 5, 6),
-        of_type(
+        *says.float_rows("theta", 1),
+        says.multiple("rope_dim", "values of a pair", 2, 5, 6),
+        says.of_type(
             "scaling", "be a YarnScaling or None", 16.0, "Pass YarnScaling(...), or leave it out"
         ),
-        wrong(
+        says.wrong(
             *("device", "be a device", "'nowhere'", "Pass a torch.device, its name, or None"),
             device="nowhere",
         ),
     ],
     "YarnScaling": [
-        *[row for name in ("factor", "beta_fast", "beta_slow") for row in float_rows(name, 0)],
-        wrong(*("beta_fast", "be at least beta_slow = 33.0", 32.0, "Swap the two"), beta_slow=33.0),
+        *[row for name in ("factor", "beta_fast", "beta_slow") for row in says.float_rows(name, 0)],
+        says.wrong(
+            *("beta_fast", "be at least beta_slow = 33.0", 32.0, "Swap the two"), beta_slow=33.0
+        ),
     ],
     "apply_rope": [
-        *flag_rows("inverse"),
-        *angle_rows("dim", 128),
-        *[rank("x", "[num_tokens, dim]", bf16(*shape)) for shape in ((5,), (5, 1, 1, 64))],
+        *says.flag_rows("inverse"),
+        *says.angle_rows("dim", 128),
+        *[says.rank("x", "[num_tokens, dim]", bf16(*shape)) for shape in ((5,), (5, 1, 1, 64))],
     ],
-    "inverse_rope_group": [THREE_GROUPS, *angle_rows("dim", 128)],
+    "inverse_rope_group": [THREE_GROUPS, *says.angle_rows("dim", 128)],
     "inverse_rope_group_quantize": [
         THREE_GROUPS,
-        *angle_rows("dim", 512),
-        *word_rows(
+        *says.angle_rows("dim", 512),
+        *says.word_rows(
             "scale_layout",
             "the matrix product takes",
             *("row", "column_padded", "ue8m0_packed"),
@@ -149,20 +135,20 @@ TABLE: dict[str, list[Entry]] = {
             *cache_rows(MainLayout, IndexerLayout),
             *layout_rows("v4_fp8", "plain"),
             *inside_rows("k_cache", 512),
-            *float_rows("eps", 0),
-            slots_for_tokens("slot_mapping", i64([-1] * 6)),
+            *says.float_rows("eps", 0),
+            says.slots_for_tokens("slot_mapping", i64([-1] * 6)),
             *tagged(plain_insert_rows()),
         ]
         for op in QNORM
     },
     "pack_seq": [
-        *[no_float("pad", value) for value in (True, "1", None, torch.tensor(2.0))],
+        *[says.no_float("pad", value) for value in (True, "1", None, torch.tensor(2.0))],
         *pad_rows(),
-        rank("x", "[num_tokens, ...]", bf16(1)[0], "at least "),
-        no_entry("query_start_loc"),
+        says.rank("x", "[num_tokens, ...]", bf16(1)[0], "at least "),
+        says.no_entry("query_start_loc"),
     ],
     "unpack_seq": [
-        rank("packed", "[num_reqs, next_n, ...]", bf16(3), "at least "),
-        too_many(packed=bf16(16384, 1), query_start_loc=i32([0] * 16385)),
+        says.rank("packed", "[num_reqs, next_n, ...]", bf16(3), "at least "),
+        says.too_many(packed=bf16(16384, 1), query_start_loc=i32([0] * 16385)),
     ],
 }

@@ -11,9 +11,7 @@ OWN |= {
         "cp_rank": Valid(i32([1]), "[1]"),
     },
     "flash_mla_metadata": {"swa_lens": LENS, "extra_lens": LENS},
-    "paged_mqa_logits_metadata": {
-        "seq_lens": Valid(i32([9, 7, 4]), "[num_reqs]", any_rank=True),
-    },
+    "paged_mqa_logits_metadata": {"seq_lens": Valid(i32([9, 7, 4]), "[num_reqs]", any_rank=True)},
 }
 NUMBERS |= {"num_sms": 132, "num_sm_parts": 66, "swa_width": 128, "extra_width": 512}
 MANY = i32([0] * 16384)
@@ -23,7 +21,7 @@ TABLE: dict[str, list[Entry]] = {
         wrong(
             *("extra_width", "be 0 without extra_lens", 512, "Pass both or neither"),
             extra_lens=None,
-        ),
+        )
     ],
     "cp_seq_lens": [exactly("cp_rank", "[1]", i32([0, 1, 0]), 0)],
     "paged_mqa_logits_metadata": [

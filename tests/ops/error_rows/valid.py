@@ -20,6 +20,7 @@ class Valid(NamedTuple):
     any_rank: bool = False
 
 
+TOPK = i32([[0, -1]] * 5)
 # Without another word these hold in every function.
 TENSORS = {
     "query_start_loc": Valid(i32([0, 2, 4, 5]), "[num_reqs + 1]"),
@@ -31,7 +32,7 @@ TENSORS = {
     "positions": Valid(i64([7, 8, 5, 6, 3]), "[num_tokens]"),
     "req_indices": Valid(i32([0, 0, 1, 1, 2]), "[num_tokens]"),
     "slot_mapping": Valid(i64([0, 1, 2, 3, 4]), "[num_tokens]"),
-    "topk_indices": Valid(i32([[0, -1]] * 5), "[num_tokens, topk]"),
+    "topk_indices": Valid(TOPK, "[num_tokens, topk]"),
     "chunk": Valid(i32([0, 3, 0, 5]), "[4]"),
     "out": Valid(torch.ones(3, 4, 512, dtype=torch.bfloat16), "[num_reqs, num_rows, 512]"),
     "decode_swa_indices": Valid(i32([[9] * 8] * 2), "[num_decode_tokens, swa_width]"),
@@ -69,52 +70,21 @@ OWN: dict[str, dict[str, Valid]] = {
     "dequantize_and_gather_k_cache": {"k_cache": MAIN},
     "gather_k_cache": {"k_cache": MAIN},
     "gather_indexer_k": {"k_cache": INDEXER},
-    "combine_topk_swa_indices": {
-        "topk_indices": Valid(i32([[0, -1]] * 5), "[num_tokens, columns]")
-    },
+    "combine_topk_swa_indices": {"topk_indices": Valid(TOPK, "[num_tokens, columns]")},
 }
 NUMBERS = {
-    "block_size": 64,
-    "compress_ratio": 4,
-    "compressed_block_size": 32,
-    "compressed_block_span": 32,
-    "cp_interleave": 4,
-    "cp_world_size": 2,
-    "decode_compressed_indices_are_local": False,
-    "decode_threshold": 1,
-    "max_chunks": 3,
-    "max_compressed": 2,
-    "max_logits_bytes": 4096,
-    "max_seq_len": 9,
-    "next_n": 2,
-    "num_reqs": 3,
-    "num_rows": 4,
-    "num_tokens": 5,
-    "offset": 1,
-    "request_offset": 0,
-    "require_uniform": False,
-    "swa_block_size": 64,
-    "swa_block_span": 73,
-    "swa_offset": 8,
-    "topk": 2,
-    "window_size": 8,
-    "workspace_rows": 20,
-    "workspace_size": 64,
+    **{"block_size": 64, "swa_block_size": 64, "compressed_block_size": 32, "workspace_size": 64},
+    **{"swa_block_span": 73, "compressed_block_span": 32, "max_logits_bytes": 4096, "next_n": 2},
+    **{"compress_ratio": 4, "cp_interleave": 4, "cp_world_size": 2, "decode_threshold": 1},
+    **{"max_chunks": 3, "max_compressed": 2, "max_seq_len": 9, "num_reqs": 3, "num_rows": 4},
+    **{"num_tokens": 5, "offset": 1, "request_offset": 0, "swa_offset": 8, "topk": 2},
+    **{"window_size": 8, "workspace_rows": 20},
+    **{"decode_compressed_indices_are_local": False, "require_uniform": False},
 }
 # 1 for all others
-MINIMUM = {
-    "compressed_block_span": 32,
-    "max_logits_bytes": 4,
-    "max_seq_len": 0,
-    "num_reqs": 0,
-    "num_rows": 0,
-    "num_tokens": 0,
-    "offset": 0,
-    "request_offset": 0,
-    "swa_block_span": 64,
-    "swa_offset": 0,
-    "topk": 0,
-}
+MINIMUM = {"compressed_block_span": 32, "max_logits_bytes": 4, "swa_block_span": 64}
+MINIMUM |= dict.fromkeys(("max_seq_len", "num_reqs", "num_rows", "num_tokens", "offset"), 0)
+MINIMUM |= dict.fromkeys(("request_offset", "swa_offset", "topk"), 0)
 # ops that do not check their tensors in the order of their parameters
 ORDER: dict[str, tuple[str, ...]] = dict.fromkeys(INSERTS, ("slot_mapping", "k_cache", "k"))
 # op -> sizes that are known before any tensor with them is checked, and from where
