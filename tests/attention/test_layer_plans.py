@@ -190,27 +190,15 @@ def plan_for(tokens: int, heads: int = HEADS) -> Tensor:
 
 
 WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
-    "of fewer tokens": (
-        lambda _: plan_for(8),
-        ValueError,
-        "have 141 rows for 9 tokens of 4 heads, got 140. Build each step with plan_heads=4.",
-    ),
-    "of three columns": (
-        lambda plan: plan[:, :3],
-        ValueError,
-        "have shape [num_work_tiles, 4], got [141, 3]. Pass exactly 4 entries in dimension 1.",
-    ),
-    "of another dtype": (
-        lambda plan: plan.long(),
-        TypeError,
-        "be torch.int32, got torch.int64. Cast it with .to(torch.int32).",
-    ),
-    "of FlashMLA": (
-        lambda plan: FlashMlaPlan(plan.flatten(), 9, HEADS, 8, 32),
-        TypeError,
-        "be a tensor, got FlashMlaPlan. Pass a torch.int32 tensor.",
-    ),
-}
+    "of fewer tokens": (lambda _: plan_for(8), ValueError,
+     "have 141 rows for 9 tokens of 4 heads, got 140. Build each step with plan_heads=4."),
+    "of three columns": (lambda plan: plan[:, :3], ValueError,
+     "have shape [num_work_tiles, 4], got [141, 3]. Pass exactly 4 entries in dimension 1."),
+    "of another dtype": (lambda plan: plan.long(), TypeError,
+     "be torch.int32, got torch.int64. Cast it with .to(torch.int32)."),
+    "of FlashMLA": (lambda plan: FlashMlaPlan(plan.flatten(), 9, HEADS, 8, 32), TypeError,
+     "be a tensor, got FlashMlaPlan. Pass a torch.int32 tensor."),
+}  # fmt: skip
 
 
 def refused(spec: LayerSpec, layer: SmallLayer, call: tuple[Any, ...]) -> Exception:

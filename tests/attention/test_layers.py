@@ -314,24 +314,17 @@ WRONG = {
     "q": ("inputs.q must be torch.bfloat16, got torch.float32", {"q": lambda q: q.float()}),
     "kv": ("inputs.kv must have shape .*num_tokens", {"kv": lambda kv: kv[1:]}),
     "kv_score": ("inputs.kv_score must be a tensor, got NoneType", {"kv_score": lambda _: None}),
-    "indexer_q": (
-        "inputs.indexer_q must have shape",
-        {"indexer_q": lambda q: q[..., :64]},
-    ),
-    "indexer_weights": (
-        "inputs.indexer_weights must have shape .*num_index_heads",
-        {"indexer_weights": lambda weights: weights[:, 1:]},
-    ),
+    "indexer_q": ("inputs.indexer_q must have shape", {"indexer_q": lambda q: q[..., :64]}),
+    "indexer_weights": ("inputs.indexer_weights must have shape .*num_index_heads",
+     {"indexer_weights": lambda weights: weights[:, 1:]}),
     "ape": ("weights.ape must have shape", {"ape": lambda ape: ape[1:]}),
-    "indexer_norm_weight": (
-        "weights.indexer_norm_weight must be a tensor",
-        {"indexer_norm_weight": lambda _: None},
-    ),
+    "indexer_norm_weight": ("weights.indexer_norm_weight must be a tensor",
+     {"indexer_norm_weight": lambda _: None}),
     "attn_sink": ("weights.attn_sink must have shape", {"attn_sink": lambda sink: sink[1:]}),
     "states": ("caches.states must have shape", {"states": lambda states: states[:, 16:]}),
     "indexer": ("caches.indexer must be a tensor, got NoneType", {"indexer": lambda _: None}),
     "positions": ("step.positions must have shape", {"positions": lambda tokens: tokens[1:]}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

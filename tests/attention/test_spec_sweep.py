@@ -176,54 +176,37 @@ def test_every_dense_layer_is_right_or_refused() -> None:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        (
-            {"layout": "mla_fp8"},
-            "layout must be another than 'mla_fp8' unless kv_lora_rank + qk_rope_head_dim is a "
-            "multiple of 16, got 'mla_fp8' with 20. Pass 'plain'.",
-        ),
-        (
-            {"dtype": F32, "context": "chunked", "impl": "triton"},
-            "impl must be 'auto' or 'reference' with torch.float32, got 'triton'. "
-            "Our kernel takes bfloat16 or float16.",
-        ),
-        (
-            {"layout": "mla_fp8", "qk_rope_head_dim": 16, "dtype": F32, "impl": "triton"},
-            "impl must be 'auto', 'flash_mla' or 'reference' with layout 'mla_fp8' and "
-            "torch.float32 queries, got 'triton'. "
-            "Our kernels read codes for bfloat16 queries, or for codes.",
-        ),
-        (
-            {"kv_lora_rank": 12, "impl": "triton"},
-            "impl must be 'auto', 'flash_mla' or 'reference' with rows of 16 values, of which 12 "
-            "are the latent, got 'triton'. Our kernels take a latent of a power of two from 16 on, "
-            "followed by rotated values.",
-        ),
-        (
-            {"context": "chunked", "impl": "triton", "v_head_dim": 129},
-            "impl must be 'auto' or 'reference' with keys of 8, of which 4 are not rotated, and "
-            "values of 129 columns, got 'triton'. "
-            "Our kernel takes up to 128 of each kind.",
-        ),
-        (
-            {"impl": "flash_mla"},
-            "impl must be 'auto', 'triton' or 'reference' with rows of 20 values, of which 16 are "
-            "the latent, got 'flash_mla'. FlashMLA takes rows of 576, of which 512 are the latent.",
-        ),
-        (
-            {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_size": 64, "impl": "flash_mla"}
-            | {"batch_invariant": True},
-            "impl must be 'auto', 'triton' or 'reference' with num_splits or batch_invariant, got "
-            "'flash_mla'. FlashMLA decides itself what it splits.",
-        ),
-        (
-            {"query": "fp8"},
-            "query must be None with layout 'plain', got 'fp8'. Codes meet the codes of 'mla_fp8'.",
-        ),
+        ({"layout": "mla_fp8"},
+         "layout must be another than 'mla_fp8' unless kv_lora_rank + qk_rope_head_dim is a "
+         "multiple of 16, got 'mla_fp8' with 20. Pass 'plain'."),
+        ({"dtype": F32, "context": "chunked", "impl": "triton"},
+         "impl must be 'auto' or 'reference' with torch.float32, got 'triton'. "
+         "Our kernel takes bfloat16 or float16."),
+        ({"layout": "mla_fp8", "qk_rope_head_dim": 16, "dtype": F32, "impl": "triton"},
+         "impl must be 'auto', 'flash_mla' or 'reference' with layout 'mla_fp8' and "
+         "torch.float32 queries, got 'triton'. "
+         "Our kernels read codes for bfloat16 queries, or for codes."),
+        ({"kv_lora_rank": 12, "impl": "triton"},
+         "impl must be 'auto', 'flash_mla' or 'reference' with rows of 16 values, of which 12 "
+         "are the latent, got 'triton'. Our kernels take a latent of a power of two from 16 on, "
+         "followed by rotated values."),
+        ({"context": "chunked", "impl": "triton", "v_head_dim": 129},
+         "impl must be 'auto' or 'reference' with keys of 8, of which 4 are not rotated, and "
+         "values of 129 columns, got 'triton'. Our kernel takes up to 128 of each kind."),
+        ({"impl": "flash_mla"},
+         "impl must be 'auto', 'triton' or 'reference' with rows of 20 values, of which 16 are "
+         "the latent, got 'flash_mla'. FlashMLA takes rows of 576, of which 512 are the latent."),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "block_size": 64, "impl": "flash_mla"}
+         | {"batch_invariant": True},
+         "impl must be 'auto', 'triton' or 'reference' with num_splits or batch_invariant, got "
+         "'flash_mla'. FlashMLA decides itself what it splits."),
+        ({"query": "fp8"},
+         "query must be None with layout 'plain', got 'fp8'. Codes meet the codes of 'mla_fp8'."),
         ({"query": "int8"}, "query must be 'fp8', got 'int8'."),
         ({"qk_rope_head_dim": 3}, "qk_rope_head_dim must be a multiple of a pair = 2, got 3."),
         ({"parallel": 2}, "parallel must be a ContextParallel or None, got int."),
     ],
-)
+)  # fmt: skip
 def test_what_a_dense_spec_refuses(chosen: dict[str, Any], message: str) -> None:
     usual = {"layout": "plain", "dtype": BF16, "impl": "auto"}
     sizes = {"kv_lora_rank": 16, "qk_rope_head_dim": 4}

@@ -169,31 +169,18 @@ def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
     ("made", "changed", "what"),
     [
         ({"heads": 129}, {}, "with 129 heads, got 'flash_mla'. FlashMLA takes up to 128."),
-        (
-            {"layout": "mla_fp8"},
-            {},
-            "with layout 'mla_fp8' and torch.bfloat16 queries, got 'flash_mla'. "
-            "FlashMLA takes plain bfloat16 or float16 rows.",
-        ),
-        (
-            {"width": 80, "rank": 64},
-            {},
-            "with rows of 80 values, of which 64 are the latent, got 'flash_mla'. "
-            "FlashMLA takes rows of 576, of which 512 are the latent.",
-        ),
-        (
-            {"block_size": 16},
-            {},
-            "with block_size 16, got 'flash_mla'. FlashMLA reads pages of 64 rows.",
-        ),
-        (
-            {},
-            {"num_splits": 2},
-            "with num_splits or batch_invariant, got 'flash_mla'. "
-            "FlashMLA decides itself what it splits.",
-        ),
+        ({"layout": "mla_fp8"}, {},
+         "with layout 'mla_fp8' and torch.bfloat16 queries, got 'flash_mla'. "
+         "FlashMLA takes plain bfloat16 or float16 rows."),
+        ({"width": 80, "rank": 64}, {},
+         "with rows of 80 values, of which 64 are the latent, got 'flash_mla'. "
+         "FlashMLA takes rows of 576, of which 512 are the latent."),
+        ({"block_size": 16}, {},
+         "with block_size 16, got 'flash_mla'. FlashMLA reads pages of 64 rows."),
+        ({}, {"num_splits": 2}, "with num_splits or batch_invariant, got 'flash_mla'. "
+         "FlashMLA decides itself what it splits."),
     ],
-)
+)  # fmt: skip
 def test_dense_rows_that_flash_mla_does_not_take_are_refused(made, changed, what, on_cpu):
     case = mla_case(0, [2], **{"heads": 4, "longest": 64, **made})
     text = f"mla_decode: impl must be 'auto', 'triton' or 'reference' {what}"

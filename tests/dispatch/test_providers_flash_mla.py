@@ -161,26 +161,14 @@ def test_wrong_metadata_is_refused(flash_mla):
     case = decode_case(1, 7, 64)
     metadata = metadata_of(DECODE, case)
     for wrong, settings, error, text in (
-        (
-            metadata,
-            {"impl": "triton"},
-            ValueError,
-            "be None for impl 'triton', got a plan. Pass impl='flash_mla', or leave it out.",
-        ),
-        (
-            metadata[:1],
-            {},
-            ValueError,
-            "have more than 8 rows for as many tokens, got 1. Make it with flash_mla_metadata of "
-            "the lens of this call.",
-        ),
-        (
-            metadata.long(),
-            {},
-            TypeError,
-            "be torch.int32, got torch.int64. Cast it with .to(torch.int32).",
-        ),
-    ):
+        (metadata, {"impl": "triton"}, ValueError,
+         "be None for impl 'triton', got a plan. Pass impl='flash_mla', or leave it out."),
+        (metadata[:1], {}, ValueError,
+         "have more than 8 rows for as many tokens, got 1. Make it with flash_mla_metadata of "
+         "the lens of this call."),
+        (metadata.long(), {}, TypeError,
+         "be torch.int32, got torch.int64. Cast it with .to(torch.int32)."),
+    ):  # fmt: skip
         with pytest.raises(error) as caught:
             planned_as(DECODE, case, wrong, **settings)
         assert str(caught.value) == f"sparse_mla_decode: flash_mla_plan must {text}"

@@ -155,20 +155,13 @@ def test_errors(fake_ranks: str) -> None:
         ((out, lse, fake_ranks), {"via": "mail"}, ValueError, "via must be 'reduce_scatter' or"),
         ((out, lse, fake_ranks), {"lse_base": "10"}, ValueError, "lse_base must be"),
         ((out, lse, fake_ranks, i32([1, 2])), {}, ValueError, "cp_rank must have shape"),
-        (
-            (out, lse, fake_ranks),
-            {"via": "symmetric_memory"},
-            RuntimeError,
-            "via must be another than 'symmetric_memory' on cpu",
-        ),
-        (
-            (torch.zeros(1, 3, 4097), lse[:1, :3], fake_ranks),
-            {"via": "symmetric_memory"},
-            ValueError,
-            "via must be another than 'symmetric_memory' for rows of more than 16384 bytes, got "
-            "'symmetric_memory' for 16388",
-        ),
-    ]
+        ((out, lse, fake_ranks), {"via": "symmetric_memory"}, RuntimeError,
+         "via must be another than 'symmetric_memory' on cpu"),
+        ((torch.zeros(1, 3, 4097), lse[:1, :3], fake_ranks), {"via": "symmetric_memory"},
+         ValueError,
+         "via must be another than 'symmetric_memory' for rows of more than 16384 bytes, got "
+         "'symmetric_memory' for 16388"),
+    ]  # fmt: skip
     for args, named, kind, message in rows:
         with pytest.raises(kind, match=rf"^cp_combine: {message}"):
             ops.cp_combine(*args, **named)

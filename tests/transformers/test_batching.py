@@ -329,21 +329,15 @@ def test_old_releases_are_refused_before_anything_changes(monkeypatch):
     [
         ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
         ({"max_batch_tokens": -1}, ValueError, "max_batch_tokens must be at least 1, got -1"),
-        (
-            {"max_blocks_per_request": 1, "hints": (60, 6)},
-            ValueError,
-            "hints must fit with max_new",
-        ),
-        (
-            {"num_blocks": 1, "hints": (60, 6)},
-            ValueError,
-            "of 64 tokens, got 60 + 6 tokens. Pass a",
-        ),
+        ({"max_blocks_per_request": 1, "hints": (60, 6)}, ValueError,
+         "hints must fit with max_new"),
+        ({"num_blocks": 1, "hints": (60, 6)}, ValueError,
+         "of 64 tokens, got 60 + 6 tokens. Pass a"),
         ({"use_async_batching": True}, NotImplementedError, "use_async_batching must be False or"),
         ({"cpu_offload_space": 1.0}, NotImplementedError, "cpu_offload_space must be 0 with a"),
         ({"scheduler_type": "lifo"}, ValueError, "scheduler_type must be"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_a_patched_model_lacks(config, kind, message):
     model, config = patched("v3"), dict(config)
     hints = config.pop("hints", None)

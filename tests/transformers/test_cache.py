@@ -63,19 +63,15 @@ def test_rows_run_out_too():
     ("call", "message"),
     [
         (lambda c: c.add("a"), "add: request must be a request that the cache does not have"),
-        (
-            lambda c: c.add("b", 1001),
-            "add: num_tokens must be at most max_cache_len = 1000, got 1001",
-        ),
+        (lambda c: c.add("b", 1001),
+         "add: num_tokens must be at most max_cache_len = 1000, got 1001"),
         (lambda c: c.reserve("b", 1), "reserve: request must be a request that was added"),
-        (
-            lambda c: c.reserve("a", 1001),
-            "reserve: num_tokens must be at most max_cache_len = 1000",
-        ),
+        (lambda c: c.reserve("a", 1001),
+         "reserve: num_tokens must be at most max_cache_len = 1000"),
         (lambda c: c.free("b"), "free: request must be a request that was added"),
         (lambda c: c.reserve("a", -1), "reserve: num_tokens must be at least 0, got -1"),
     ],
-)
+)  # fmt: skip
 def test_errors(call, message):
     paged = cache(num_blocks=4)
     paged.add("a")

@@ -121,36 +121,23 @@ RECORDED = "{} must be False with a PagedCache, got True. Pass another cache, or
 I64, F32 = "torch.int64 or torch.int32", torch.float32
 MOST = "{} must be at most {} of the cache = {}, got {}"
 REFUSED_CALLS = [
-    *[
-        ({"attention_mask": torch.ones(shape)}, {}, MASK.format(list(shape)) + "padding.")
-        for shape in [(12,), (3, 12), (2, 11), (1, 12), (2, 1, 12, 12)]
-    ],
+    *[({"attention_mask": torch.ones(shape)}, {}, MASK.format(list(shape)) + "padding.")
+     for shape in [(12,), (3, 12), (2, 11), (1, 12), (2, 1, 12, 12)]],
     ({"attention_mask": {"a": None}}, {}, MASK.format("dict") + "padding."),
-    *[
-        ({"position_ids": zeros(*shape)}, {}, PLACES.format(list(shape)))
-        for shape in [(12,), (3, 12), (2, 11), (2, 1), (1, 2, 12)]
-    ],
+    *[({"position_ids": zeros(*shape)}, {}, PLACES.format(list(shape)))
+     for shape in [(12,), (3, 12), (2, 11), (2, 1), (1, 2, 12)]],
     ({"position_ids": [0]}, {}, PLACES.format("list")),
     ({"output_attentions": True}, {}, RECORDED.format("output_attentions")),
     ({"output_router_logits": True}, {}, RECORDED.format("output_router_logits")),
     ({"output_hidden_states": [0, -1]}, {}, "output_hidden_states must be True or False with a Pa"),
-    (
-        {"input_ids": zeros(12)},
-        {},
-        "input_ids must have shape [batch_size, sequence_length], got [",
-    ),
+    ({"input_ids": zeros(12)}, {},
+     "input_ids must have shape [batch_size, sequence_length], got ["),
     ({"input_ids": zeros(2, 12, dtype=F32)}, {}, f"input_ids must be {I64}, got torch.float32."),
     ({"input_ids": None}, {}, "input_ids must be given, got None."),
-    (
-        {"input_ids": None, "inputs_embeds": torch.zeros(2, 12, 128)},
-        {},
-        "input_ids must be given to",
-    ),
-    (
-        {"inputs_embeds": torch.zeros(2, 11, 128)},
-        {},
-        "inputs_embeds must have shape [batch_size, sequence_length, 128] with sequence_length = 1",
-    ),
+    ({"input_ids": None, "inputs_embeds": torch.zeros(2, 12, 128)}, {},
+     "input_ids must be given to"),
+    ({"inputs_embeds": torch.zeros(2, 11, 128)}, {},
+     "inputs_embeds must have shape [batch_size, sequence_length, 128] with sequence_length = 1"),
     ({"inputs_embeds": torch.zeros(2, 12, 128).half()}, {}, "inputs_embeds must be torch.float32,"),
     ({"position_ids": torch.arange(12.0)[None] + 0.5}, {}, f"position_ids must be {I64}, got tor"),
     ({"input_ids": zeros(2, 12).to("meta")}, {}, "input_ids must be on cpu like the cache, got me"),
@@ -159,22 +146,15 @@ REFUSED_CALLS = [
     ({"input_ids": zeros(3, 12)}, {}, MOST.format("batch_size", "max_batch_size", 2, 3)),
     ({}, {"max_chunk": 11}, MOST.format("sequence_length", "max_chunk", 11, 12)),
     ({}, {"kv": "bf16"}, "cache must hold 'fp32' keys like the model, got 'bf16'."),
-    (
-        {},
-        {"config": small_config(num_hidden_layers=2)},
-        "cache must have the layers of the model, ",
-    ),
-    *[
-        ({}, {"config": small_config(**{field: value})}, OTHER.format(name, held, value))
-        for field, name, held, value in [
-            ("sliding_window", "window_size", 128, 64),
-            ("compress_rope_theta", "compress_rope_theta", 160000.0, 10000.0),
-            ("index_topk", "index_topk", 16, 8),
-        ]
-    ],
+    ({}, {"config": small_config(num_hidden_layers=2)},
+     "cache must have the layers of the model, "),
+    *[({}, {"config": small_config(**{field: value})}, OTHER.format(name, held, value))
+     for field, name, held, value in [("sliding_window", "window_size", 128, 64),
+     ("compress_rope_theta", "compress_rope_theta", 160000.0, 10000.0),
+     ("index_topk", "index_topk", 16, 8)]],
     ({}, {"precision": "serve"}, OTHER.format("angles", "torch.float32", "exact")),
     ({}, {"num_blocks": 2}, "cache must have requests, as its rows share blocks, got none."),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "sizes", "message"), REFUSED_CALLS)

@@ -35,19 +35,12 @@ VARIANTS = {
     "halves rotated": (3, {"rope_interleave": False}),
     "no YaRN": (3, {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}),
     "cosines scaled": (3, {"rope_parameters": {**MLA_YARN, "mscale": 0.7}}),
-    "odd sizes": (
-        3,
-        {
-            "kv_lora_rank": 40,
-            "v_head_dim": 24,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "attention_bias": True,
-        },
-    ),
+    "odd sizes": (3,
+     {"kv_lora_rank": 40, "v_head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 3,
+     "attention_bias": True}),
     "V2": (2, {}),
     "V2-Lite": (2, {"q_lora_rank": None, "topk_method": "greedy", "first_k_dense_replace": 2}),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -560,36 +553,20 @@ UNKNOWN = NotImplementedError
 REFUSED = {
     "experts": (lambda: with_experts("eager"), {}, UNKNOWN, "experts_impl.* no graph, got 'eager'"),
     "rope": (lambda: changed(rope_parameters=DYNAMIC), {}, UNKNOWN, ".*'llama3', got 'dynamic'"),
-    "buffers": (
-        lambda: changed(rope_parameters=OTHER_YARN),
-        {},
-        ValueError,
-        "model.rotary_emb mus",
-    ),
+    "buffers": (lambda: changed(rope_parameters=OTHER_YARN), {}, ValueError,
+     "model.rotary_emb mus"),
     "656 bytes": (small_mla_model, {"kv": "ds_fp8"}, UNKNOWN, "kv must .*unless kv_lora_rank is 5"),
     "kv": (small_mla_model, {"kv": "int8"}, ValueError, "kv must .*'ds_fp8' or .*, got 'int8'"),
     "query": (small_mla_model, {"query": "int8"}, ValueError, "query must be 'fp8', got 'int8'"),
-    "a query of other rows": (
-        small_mla_model,
-        {"query": "fp8", "kv": "bf16"},
-        ValueError,
-        "query must be None with kv 'bf16', got 'fp8'",
-    ),
+    "a query of other rows": (small_mla_model, {"query": "fp8", "kv": "bf16"}, ValueError,
+     "query must be None with kv 'bf16', got 'fp8'"),
     "a query of V4": (small_model, {"query": "fp8"}, UNKNOWN, "query must be None for DeepSeek-V4"),
-    "float32 by our kernels": (
-        small_mla_model,
-        {"kv": "fp32", "impl": "triton"},
-        UNKNOWN,
-        "impl must be 'auto' or 'reference' with torch.float32, got 'triton'",
-    ),
+    "float32 by our kernels": (small_mla_model, {"kv": "fp32", "impl": "triton"}, UNKNOWN,
+     "impl must be 'auto' or 'reference' with torch.float32, got 'triton'"),
     "library": (small_mla_model, {"impl": "deep_gemm"}, UNKNOWN, "impl must .*, got 'deep_gemm'"),
-    "another head": (
-        lambda: small_mla_model().model,
-        {},
-        TypeError,
-        "model must be a Deepseek.*V3",
-    ),
-}
+    "another head": (lambda: small_mla_model().model, {}, TypeError,
+     "model must be a Deepseek.*V3"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

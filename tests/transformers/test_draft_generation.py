@@ -142,21 +142,10 @@ def test_models_without_a_draft_layer_are_refused(path):
 
 REFUSED = {
     "num_draft_tokens": (0, "be at least 1, got 0"),
-    **{
-        name: (object(), "be None with num_draft_tokens, got an object")
-        for name in (
-            "streamer",
-            "cache",
-            "past_key_values",
-            "assistant_model",
-            "custom_generate",
-            "inputs_embeds",
-            "position_ids",
-            "negative_prompt_ids",
-            "prefix_allowed_tokens_fn",
-            "output_router_logits",
-        )
-    },
+    **{name: (object(), "be None with num_draft_tokens, got an object")
+     for name in ("streamer", "cache", "past_key_values", "assistant_model", "custom_generate",
+     "inputs_embeds", "position_ids", "negative_prompt_ids", "prefix_allowed_tokens_fn",
+     "output_router_logits")},
     "num_beams": (2, "be 1 with num_draft_tokens, got 2"),
     "use_cache": (False, "be True with num_draft_tokens, got False"),
     "cache_implementation": ("dynamic", "be None with num_draft_tokens, got dynamic"),
@@ -169,7 +158,7 @@ REFUSED = {
     "stop_strings": ("a", "be None with num_draft_tokens, got a"),
     "token_healing": (True, "be False with num_draft_tokens, got True"),
     "use_mtp": (True, "be False with a patched model, got True"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -262,22 +262,18 @@ ABSENT = "path must hold {}, got no such tensor. Download the file again, or con
     [
         (_drop("mtp.0.e_proj.scale"), ABSENT.format("mtp.0.e_proj.scale, F8_E8M0 [2, 2]")),
         (_rename("mtp.0.enorm", "mtp.0.engram"), ABSENT.format("mtp.0.enorm.weight, BF16 [256]")),
-        (
-            _transpose("mtp.0.attn.wq_a.weight"),
-            "mtp.0.attn.wq_a.weight must be F8_E4M3 [128, 256], got F8_E4M3 [256, 128]. It is tran",
-        ),
+        (_transpose("mtp.0.attn.wq_a.weight"),
+         "mtp.0.attn.wq_a.weight must be F8_E4M3 [128, 256], got F8_E4M3 [256, 128]. It is tran"),
         (_rename("mtp.0.e_proj", "mtp.0.main_proj"), "path must be of an MTP layer, got mtp.0.mai"),
-        (
-            lambda held: held.update({"mtp.0.engram.weight": torch.zeros(2)}),
-            "path must hold no tensor that a draft layer has no place for, got mtp.0.engram.weight",
-        ),
+        (lambda held: held.update({"mtp.0.engram.weight": torch.zeros(2)}),
+         "path must hold no tensor that a draft layer has no place for, got mtp.0.engram.weight"),
         (_rename("mtp.0.", "mtp.1."), "path must hold one draft layer, mtp.0, got mtp.1.attn.att"),
         (_without_draft, "path must hold a draft layer, mtp.0, got no tensor of it. Pass a check"),
         (None, "model_type must be 'deepseek_v4', got 'deepseek_v41'. Draft layers of other arch"),
         (_nan_code, f"{E4M3} must hold codes of numbers, got NaN (0x7F or 0xFF). Download it agai"),
         (_nan, f"{E8M0} must hold bytes of 0 to 254, as 255 is NaN, got 1 other values. Download"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_loaded_is_refused_by_name(quantized, changed, change, message):
     folder = changed(change) if change else changed(model_type="deepseek_v41")
     with pytest.raises((ValueError, NotImplementedError)) as raised:

@@ -126,42 +126,24 @@ REFUSED = {
     "compiled": (compiled, {}, TypeError, f"{CAUSAL}, got OptimizedModule. Compile it once it is"),
     "base model": (lambda: small_model().model, {}, TypeError, f"{CAUSAL}, got DeepseekV4Model"),
     "configuration": (small_config, {}, TypeError, f"{CAUSAL}, got DeepseekV4Config"),
-    "layer types": (
-        lambda: changed(layer_types=["sliding_attention", "linear_attention", "full_attention"]),
-        {},
-        UNKNOWN,
-        "config.layer_types must hold only .*, got 'full_attention', 'linear_attention'",
-    ),
+    "layer types": (lambda: changed(layer_types=["sliding_attention", "linear_attention",
+     "full_attention"]), {}, UNKNOWN,
+     "config.layer_types must hold only .*, got 'full_attention', 'linear_attention'"),
     "head_dim": (lambda: small_model(head_dim=128), {}, UNKNOWN, "kv must .*got 'fp8' with head_d"),
-    "index_head_dim": (
-        lambda: small_model(index_head_dim=64),
-        {"kv": "fp32"},
-        UNKNOWN,
-        "config.index_head_dim must be 128, got 64",
-    ),
-    "rope": (
-        lambda: with_factor(1.25),
-        {},
-        UNKNOWN,
-        ".* 'yarn' with attention_factor 1.0, got {.*",
-    ),
+    "index_head_dim": (lambda: small_model(index_head_dim=64), {"kv": "fp32"}, UNKNOWN,
+     "config.index_head_dim must be 128, got 64"),
+    "rope": (lambda: with_factor(1.25), {}, UNKNOWN,
+     ".* 'yarn' with attention_factor 1.0, got {.*"),
     "kv": (small_model, {"kv": "int8"}, ValueError, "kv must be 'fp8' or .* got 'int8'"),
     "precision": (small_model, {"precision": "fast"}, ValueError, "precision must be .*'fast'"),
     "impl": (small_model, {"impl": "cutlass"}, ValueError, "impl must be 'auto' or .* 'cutlass'"),
-    "FlashMLA without its layout": (
-        small_model,
-        {"kv": "bf16", "impl": "flash_mla"},
-        UNKNOWN,
-        "kv must be 'fp8' for impl 'flash_mla', got 'bf16'",
-    ),
-    "FlashMLA with splits of its own": (
-        lambda: small_model(head_dim=512),
-        {"impl": "flash_mla", "batch_invariant": True},
-        UNKNOWN,
-        "batch_invariant must be False for impl 'flash_mla', got True",
-    ),
+    "FlashMLA without its layout": (small_model, {"kv": "bf16", "impl": "flash_mla"}, UNKNOWN,
+     "kv must be 'fp8' for impl 'flash_mla', got 'bf16'"),
+    "FlashMLA with splits of its own": (lambda: small_model(head_dim=512),
+     {"impl": "flash_mla", "batch_invariant": True}, UNKNOWN,
+     "batch_invariant must be False for impl 'flash_mla', got True"),
     "batch_invariant": (small_model, {"batch_invariant": 1}, TypeError, "batch_.* a bool, got int"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -180,15 +162,11 @@ def test_an_unpatched_model_is_refused():
     for call, message in (
         (lambda: v4.unpatch(model), "unpatch: .*, got an unpatched DeepseekV4ForCausalLM. There"),
         (lambda: v4.unpatch(None), "unpatch: model must be patched, got a NoneType. There is"),
-        (
-            lambda: cache_of(model),
-            "PagedCache.for_model: .*, got an unpatched DeepseekV4Fo.*. Call",
-        ),
-        (
-            lambda: model(ids(), cache=cache),
-            "PagedCache: .* patched, got an unpatched one. Call pa",
-        ),
-    ):
+        (lambda: cache_of(model),
+         "PagedCache.for_model: .*, got an unpatched DeepseekV4Fo.*. Call"),
+        (lambda: model(ids(), cache=cache),
+         "PagedCache: .* patched, got an unpatched one. Call pa"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"^{message}"):
             call()
     assert not cache.seq_lens.any()

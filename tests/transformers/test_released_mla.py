@@ -197,22 +197,17 @@ NORM = "model.layers.1.post_attention_layernorm.weight"
         (NORM, None, f"path must hold {NORM}, BF16 or F16 or F32 [256], got no such tensor"),
         (SCALE, None, f"path must hold {SCALE}, F32 or F8_E8M0 [2, 2], got no such tensor"),
         (CODES, None, f"path must hold {CODES}, F8_E4M3 [256, 256], got no such tensor"),
-        (
-            f"{ATTENTION}.kv_a_proj_with_mqa.weight_scale_inv",
-            lambda held: held.T.contiguous(),
-            "must be F32 or F8_E8M0 [5, 2], got F32 [2, 5]. It is transposed",
-        ),
+        (f"{ATTENTION}.kv_a_proj_with_mqa.weight_scale_inv", lambda held: held.T.contiguous(),
+         "must be F32 or F8_E8M0 [5, 2], got F32 [2, 5]. It is transposed"),
         (SCALE, lambda _: torch.ones(4, 2), f"{SCALE} must be F32 or F8_E8M0 [2, 2], got F32 [4"),
         (SCALE, lambda held: held.double(), "must be F32 or F8_E8M0 [2, 2], got F64 [2, 2]"),
         (CODES, lambda held: held.bfloat16(), f"{CODES} must be F8_E4M3 [256, 256], got BF16 ["),
         (NORM, lambda held: held.to(E4M3), "must be BF16 or F16 or F32 [256], got F8_E4M3 [256]"),
         ("model.layers.0.engram.weight", lambda _: torch.ones(1), "the config has no place for"),
-        *(
-            (SCALE, lambda held, value=value: held.fill_(value), "must hold finite numbers of 0 or")
-            for value in (float("nan"), float("inf"), -1.0)
-        ),
+        *((SCALE, lambda held, value=value: held.fill_(value), "must hold finite numbers of 0 or")
+         for value in (float("nan"), float("inf"), -1.0)),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_as_released_is_refused(copied, name, change, message, monkeypatch, capsys):
     files, _, write = copied
     held = files.pop(name, None)

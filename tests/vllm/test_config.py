@@ -11,22 +11,15 @@ from dsv4_ops.integrations.vllm.config import check_config, patch_settings
 def config(dtype=torch.bfloat16, cache_dtype="auto", family="deepseek_v4", **changed):
     """What the plugin reads of a ``VllmConfig``; ``changed`` has fields of any part."""
     parts = {
-        "model_config": {
-            "dtype": dtype,
-            "hf_overrides": {},
-            "hf_config": SimpleNamespace(model_type=family),
-        },
-        "parallel_config": {
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
-            "decode_context_parallel_size": 1,
-            "prefill_context_parallel_size": 1,
-            "enable_expert_parallel": False,
-        },
+        "model_config": {"dtype": dtype, "hf_overrides": {},
+         "hf_config": SimpleNamespace(model_type=family)},
+        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1,
+         "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+         "enable_expert_parallel": False},
         "cache_config": {"cache_dtype": cache_dtype},
         "load_config": {"load_format": "auto"},
         "compilation_config": {"mode": SimpleNamespace(name="VLLM_COMPILE")},
-    }
+    }  # fmt: skip
     whole = {"additional_config": {}, "lora_config": None, "speculative_config": None}
     for name, value in changed.items():
         part = next((part for part in parts.values() if name in part), whole)

@@ -211,14 +211,10 @@ def compiled(program):
     ("heads", "columns", "tokens", "dynamic"),
     [
         (64, 75, 7, "tokens"),
-        *nightly(
-            "one of them a symbol",
-            (64, 75, 100, "columns"),
-            (128, 75, 40, "both"),
-            (64 * 67, 75, 1, "nothing"),
-        ),
+        *nightly("one of them a symbol", (64, 75, 100, "columns"), (128, 75, 40, "both"),
+         (64 * 67, 75, 1, "nothing")),
     ],
-)
+)  # fmt: skip
 def test_what_is_known_of_a_decode_compiles(heads, columns, tokens, dynamic):
     """Splits, programs and whether to schedule are each a symbol, a number, or 1, which Triton
     makes a constant."""

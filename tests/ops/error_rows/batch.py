@@ -18,10 +18,8 @@ TABLE: dict[str, list[says.Entry]] = {
     "token_map": [
         says.no_entry("query_start_loc", seq_lens=NONE),
         SPLIT_MANY,
-        says.elsewhere(
-            *("seq_lens", "meta", "query_start_loc", "cpu"),
-            query_start_loc=TENSORS["query_start_loc"].value.to("meta"),
-        ),
+        says.elsewhere("seq_lens", "meta", "query_start_loc", "cpu",
+         query_start_loc=TENSORS["query_start_loc"].value.to("meta")),
     ],
     "flatten_decode": [says.no_entry("query_start_loc"), SPLIT_MANY],
     "mtp_seq_lens": [says.no_entry("query_start_loc")],
@@ -29,16 +27,10 @@ TABLE: dict[str, list[says.Entry]] = {
     "plan_prefill_chunks": [
         *host_rows("seq_lens"),
         *host_rows("query_lens"),
-        *[
-            says.wrong(
-                "query_lens", f"have as many entries as seq_lens ({lens})", got, PAIRED, **spoiled
-            )
-            for lens, got, spoiled in (
-                (1, 0, {"seq_lens": [7], "query_lens": []}),
-                (3, 4, {"query_lens": (1, 2, 3, 4)}),
-            )
-        ],
+        *[says.wrong("query_lens", f"have as many entries as seq_lens ({lens})", got, PAIRED, **new)
+         for lens, got, new in ((1, 0, {"seq_lens": [7], "query_lens": []}),
+         (3, 4, {"query_lens": (1, 2, 3, 4)}))],
     ],
     "prefill_chunk_row_bounds": [says.no_entry("query_start_loc", seq_lens=NONE)],
     "prefill_gather_lens": [says.no_entry("query_start_loc")],
-}
+}  # fmt: skip

@@ -32,11 +32,8 @@ OWN["insert_c4_step"] = {
     "q": Valid(torch.ones(5, 2, 512, dtype=BFLOAT16), "[num_tokens, num_heads, 512]"),
     "kv": Valid(torch.ones(5, 512, dtype=BFLOAT16), "[num_tokens, 512]"),
     "indexer_q": Valid(torch.ones(5, 2, 128, dtype=BFLOAT16), "[num_tokens, num_index_heads, 128]"),
-    "indexer_weights": Valid(
-        torch.ones(5, 2, dtype=BFLOAT16),
-        "[num_tokens, num_index_heads]",
-        "torch.bfloat16 or torch.float32",
-    ),
+    "indexer_weights": Valid(torch.ones(5, 2, dtype=BFLOAT16), "[num_tokens, num_index_heads]",
+     "torch.bfloat16 or torch.float32"),
     **compressor("", 512),
     **compressor("indexer_", 128),
     "swa_cache": cache(MainLayout(64), "[num_swa_blocks, swa_page_bytes]"),
@@ -46,7 +43,7 @@ OWN["insert_c4_step"] = {
     "state_block_table": Valid(i32([[0, 3], [2, 1], [1, -1]]), "[num_reqs, max_state_blocks]"),
     "state_slot_mapping": Valid(i64([12, 13, 8, 9, 4]), "[num_tokens]"),
     "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, 64]"),
-}
+}  # fmt: skip
 ORDER["insert_c4_step"] = (
     *("q", "kv", "positions", "req_indices", "slot_mapping", "state_block_table"),
     *("state_slot_mapping", "swa_slot_mapping", "cos_sin_cache", "swa_cache"),
@@ -76,4 +73,4 @@ TABLE: dict[str, list[Entry]] = {
         exactly("ape", "[4, 1024]", torch.ones(128, 1024), 0),
         exactly("indexer_ape", "[4, 256]", torch.ones(128, 256), 0),
     ]
-}
+}  # fmt: skip

@@ -176,16 +176,10 @@ TABLE: dict[str, list[says.Entry]] = {
         *cache_rows(MainLayout, IndexerLayout),
         *layout_rows("v4_fp8"),
         FAR_OFFSET,
-        *[
-            says.wrong(
-                "out",
-                "have no row inside another, as it is written to",
-                f"strides {[*stride]}",
-                "Pass a tensor with memory for every row",
-                out=OUT.flatten().as_strided((3, 4, 512), stride),
-            )
-            for stride in ((0, 512, 1), (512, 0, 1), (2048, 512, 0), (1, 2, 4))
-        ],
+        *[says.wrong("out", "have no row inside another, as it is written to",
+         f"strides {[*stride]}", "Pass a tensor with memory for every row",
+         out=OUT.flatten().as_strided((3, 4, 512), stride))
+         for stride in ((0, 512, 1), (512, 0, 1), (2048, 512, 0), (1, 2, 4))],
         says.too_many(out=OUT[:1, :1].expand(16384, 1, 512)[:, :0], offset=0, **MANY),
         says.elsewhere("k_cache", "meta", "out", "cpu", out=OUT.to("meta")),
     ],
@@ -194,9 +188,8 @@ TABLE: dict[str, list[says.Entry]] = {
         *layout_rows("v4_fp8", "plain"),
         *tagged(plain_rows("k_cache", 512, "[num_blocks, block_size, width]", "block_size", 64)),
         says.dtype("k_cache", "torch.uint8", PLAIN_CACHE, MAIN.advice, "v4_fp8"),
-        says.elsewhere(
-            "seq_lens", "meta", "k_cache", "cpu", layout="plain", k_cache=PLAIN_CACHE.to("meta")
-        ),
+        says.elsewhere("seq_lens", "meta", "k_cache", "cpu", layout="plain",
+         k_cache=PLAIN_CACHE.to("meta")),
         FAR_OFFSET,
         says.at_most("offset", "num_rows", 0, 1, num_rows=0),
         says.too_many(**MANY),
@@ -206,13 +199,10 @@ TABLE: dict[str, list[says.Entry]] = {
         *layout_rows("v4_indexer_fp8"),
         says.no_entry("cu_seq_lens"),
         says.too_many(cu_seq_lens=i32([0] * 16385), block_table=TABLES),
-        says.elsewhere(
-            "cu_seq_lens",
-            *("meta", "k_cache", "cpu"),
-            k_cache=IndexerLayout(64).allocate(4, "meta"),
-        ),
+        says.elsewhere("cu_seq_lens", "meta", "k_cache", "cpu",
+         k_cache=IndexerLayout(64).allocate(4, "meta")),
     ],
-}
+}  # fmt: skip
 
 
 SMALL = MainLayout(2)
@@ -244,8 +234,6 @@ MAKER_ROWS = [
     ("KVCacheBuffers", says.of_type("layout", "be a layout", "v4_fp8", A_LAYOUT)),
     *(("KVCacheBuffers", says.at_least("num_layers", 1, layers)) for layers in (0, -1)),
     ("KVCacheBuffers", says.at_least("num_blocks", 0, -1)),
-    *(
-        ("KVCacheBuffers", says.wrong("layer", "be in -2..1", n, LAYER, IndexError))
-        for n in (2, -3)
-    ),
-]
+    *(("KVCacheBuffers", says.wrong("layer", "be in -2..1", n, LAYER, IndexError))
+     for n in (2, -3)),
+]  # fmt: skip

@@ -45,16 +45,15 @@ OWN |= {
             "kv_score": Valid(torch.ones(5, 2048), "[num_tokens, 2048]"),
             "ape": Valid(torch.ones(4, 1024), "[4, 1024]"),
             "states": states(4, 2048),
-            "state_block_table": Valid(
-                i32([[0, 3], [2, 1], [1, -1]]), "[num_reqs, max_state_blocks]"
-            ),
+            "state_block_table": Valid(i32([[0, 3], [2, 1], [1, -1]]),
+             "[num_reqs, max_state_blocks]"),
             "norm_weight": Valid(torch.ones(512), "[512]"),
             "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, rope_dim]"),
             "k_cache": MAIN,
         }
         for op in (*COMPRESS, *STEP)
     },
-}
+}  # fmt: skip
 for op in STEP:
     OWN[op]["state_slot_mapping"] = Valid(i64([12, 13, 8, 9, 4]), "[num_tokens]")
 NUMBERS |= {"eps": 1e-6, "overlap": True, "state_block_size": 4}

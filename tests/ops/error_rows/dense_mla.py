@@ -66,12 +66,8 @@ OWN |= {
     "quantize_per_tensor": {"x": Valid(bf16(5, 3), "[num_tokens, size]", HALVES, any_rank=True)},
     "mla_decode": {
         **CODED,
-        "q": Valid(
-            bf16(5, 4, 32).to(torch.float8_e4m3fn),
-            "[num_tokens, num_heads, width]",
-            f"{HALVES} or torch.float8_e4m3fn",
-            advice="Pass the result of mla_absorb_q",
-        ),
+        "q": Valid(bf16(5, 4, 32).to(torch.float8_e4m3fn), "[num_tokens, num_heads, width]",
+         f"{HALVES} or torch.float8_e4m3fn", advice="Pass the result of mla_absorb_q"),
         "seq_lens": Valid(i32([9, 7, 4, 0, 1]), "[num_tokens]"),
         "plan": PLAN,
         "q_scale": SCALE,
@@ -81,7 +77,7 @@ OWN |= {
         "weight": Valid(WEIGHT, "[192, kv_lora_rank]"),
         "scale": Valid(torch.ones(2, 1), "[2, 1]"),
     },
-}
+}  # fmt: skip
 NUMBERS |= {"kv_lora_rank": 24, "qk_nope_head_dim": 2, "v_head_dim": 1}
 COUNTS |= {
     "num_rows": "the rows that are given or read",
@@ -92,6 +88,7 @@ ORDER |= {
     **dict.fromkeys(INSERTS, ("slot_mapping", "kv_c", "k_pe", "kv_cache", "scale")),
     "split_kv_b_proj": ("weight", "scale"),
 }
+CODED_LAYOUTS = ("mla_fp8", "mla_ds_fp8")
 TILED = {"layout": "mla_ds_fp8"}
 
 
@@ -114,7 +111,7 @@ def stride_rows() -> Iterator[says.Entry]:
 
 
 def insert_rows() -> Iterator[says.Entry]:
-    yield from layout_rows("plain", "mla_fp8", "mla_ds_fp8")
+    yield from layout_rows("plain", *CODED_LAYOUTS)
     yield from stride_rows()
     formats = {"unknown": ("ue8m0", "float"), "no_str": ()}
     yield from says.word_rows("scale_format", "layout 'mla_fp8' has", "float32", **formats)
@@ -131,7 +128,7 @@ def insert_rows() -> Iterator[says.Entry]:
 
 
 def decode_rows() -> Iterator[says.Entry]:
-    yield from layout_rows("plain", "mla_fp8", "mla_ds_fp8")
+    yield from layout_rows("plain", *CODED_LAYOUTS)
     yield from says.float_rows("softmax_scale", 0)
     yield from says.flag_rows("batch_invariant")
     yield from (row for row in plan_rows() if "plan" not in row.spoiled)
@@ -170,18 +167,11 @@ def weight_rows() -> Iterator[says.Entry]:
 
 TABLE: dict[str, list[says.Entry]] = {
     **{op: list(insert_rows()) for op in INSERTS},
-    **{
-        op: [*layout_rows(*layouts), *stride_rows(), tiled_row()]
-        for op, layouts in (
-            ("mla_gather_kv", ("plain", "mla_fp8", "mla_ds_fp8")),
-            ("mla_gather_codes", ("mla_fp8", "mla_ds_fp8")),
-        )
-    },
-    "mla_dequantize_rows": [
-        *layout_rows("mla_fp8", "mla_ds_fp8"),
-        says.exactly("codes", "[num_rows, 656]", torch.zeros(5, 32, dtype=torch.uint8), 1, **TILED),
-    ],
+    **{op: [*layout_rows(*layouts, *CODED_LAYOUTS), *stride_rows(), tiled_row()]
+     for op, layouts in (("mla_gather_kv", ("plain",)), ("mla_gather_codes", ()))},
+    "mla_dequantize_rows": [*layout_rows(*CODED_LAYOUTS),
+     says.exactly("codes", "[num_rows, 656]", torch.zeros(5, 32, dtype=torch.uint8), 1, **TILED)],
     "quantize_per_tensor": [says.rank("x", "[num_tokens, ...]", torch.tensor(1.0), "at least ")],
     "mla_decode": list(decode_rows()),
     "split_kv_b_proj": list(weight_rows()),
-}
+}  # fmt: skip

@@ -69,25 +69,15 @@ TABLE: dict[str, list[says.Entry]] = {
     ],
     "grouped_topk": [
         *says.float_rows("scale", 0),
-        *[
-            says.wrong(
-                "num_groups",
-                "part num_experts = 12 into groups of as many, at least 2",
-                *(groups, "Pass the router's own n_group"),
-            )
-            for groups in (5, 12)
-        ],
+        *[says.wrong("num_groups", "part num_experts = 12 into groups of as many, at least 2",
+         groups, "Pass the router's own n_group") for groups in (5, 12)],
         says.at_most("kept_groups", "num_groups", 4, 5),
         says.at_most("top_k", "the experts of kept_groups", 6, 7),
         *says.flag_rows("normalize"),
     ],
     "expert_plan": [
-        says.wrong(
-            "block_size",
-            "leave at most 2147483647 rows of all blocks",
-            *(6442450948, "Lower it; rows are int32"),
-            block_size=2**31 - 1,
-        )
+        says.wrong("block_size", "leave at most 2147483647 rows of all blocks",
+         6442450948, "Lower it; rows are int32", block_size=2**31 - 1),
     ],
     "experts": [
         says.multiple("hidden_size", BLOCK, 32, 48, 64, x=bf16(5, 48), activations="bf16"),
@@ -98,29 +88,16 @@ TABLE: dict[str, list[says.Entry]] = {
         says.dtype("down", "torch.int8", codes(3, 256, 128)),
         says.exactly("down_scale", DOWN_SCALE, powers(3, 4, 256), 1),
         says.no_tensor("down_scale", None, "Pass a torch.uint8 tensor"),
-        says.wrong(
-            "gate_up_scale",
-            f"be None {BF16_WEIGHTS}",
-            *("a tensor", "Only codes have scales"),
-            gate_up=bf16(3, 256, 256),
-            activations="bf16",
-        ),
-        says.wrong(
-            "activations",
-            f"be 'bf16' {BF16_WEIGHTS}",
-            *("'fp8'", "Only codes are multiplied by codes", NotImplementedError),
-            **BF16,
-            activations="fp8",
-        ),
-        says.multiple(
-            *("gate_up_size", "gate and up", 2, 5, 6),
-            **{**BF16, "gate_up": bf16(3, 5, 256), "activations": "bf16"},
-        ),
-        says.exactly(
-            *("gate_up_scale", "[num_experts, 2, 2]", powers(3, 256, 8), 1),
-            gate_up=codes(3, 256, 256),
-        ),
+        says.wrong("gate_up_scale", f"be None {BF16_WEIGHTS}",
+         "a tensor", "Only codes have scales", gate_up=bf16(3, 256, 256), activations="bf16"),
+        says.wrong("activations", f"be 'bf16' {BF16_WEIGHTS}",
+         "'fp8'", "Only codes are multiplied by codes", NotImplementedError, **BF16,
+         activations="fp8"),
+        says.multiple("gate_up_size", "gate and up", 2, 5, 6,
+         **{**BF16, "gate_up": bf16(3, 5, 256), "activations": "bf16"}),
+        says.exactly("gate_up_scale", "[num_experts, 2, 2]", powers(3, 256, 8), 1,
+         gate_up=codes(3, 256, 256)),
         *says.float_rows("swiglu_limit", 0),
         *recipe_rows("activations", "bf16", "fp8"),
     ],
-}
+}  # fmt: skip

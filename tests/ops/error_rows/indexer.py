@@ -26,11 +26,8 @@ OWN |= {
     "indexer_quantize_q": {
         **ANGLES,
         "q": Valid(torch.ones(5, 2, 128, dtype=torch.bfloat16), "[num_tokens, num_heads, 128]"),
-        "weights": Valid(
-            torch.ones(5, 2, dtype=torch.bfloat16),
-            "[num_tokens, num_heads]",
-            "torch.bfloat16 or torch.float32",
-        ),
+        "weights": Valid(torch.ones(5, 2, dtype=torch.bfloat16), "[num_tokens, num_heads]",
+         "torch.bfloat16 or torch.float32"),
     },
     "indexer_logits": {**QUERY, "k_cache": INDEXER, "lens": IN_ROWS["lens"], "schedule": SCHEDULE},
     "indexer_logits_ragged": {
@@ -47,7 +44,7 @@ OWN |= {
         "positions": IN_ROWS["positions"],
         "schedule": SCHEDULE,
     },
-}
+}  # fmt: skip
 COUNTS |= {"num_heads": "the heads of the queries", "num_k": "the gathered keys"}
 
 Q, E4M3 = QUERY["q"].value, "torch.float8_e4m3fn"
@@ -110,17 +107,11 @@ PAGED = [
     *plain_cache_rows(),
 ]
 TABLE: dict[str, list[says.Entry]] = {
-    "indexer_quantize_q": [
-        *says.angle_rows("dim", 128),
-        *says.float_rows("softmax_scale", 0, optional=True),
-    ],
+    "indexer_quantize_q": [*says.angle_rows("dim", 128),
+     *says.float_rows("softmax_scale", 0, optional=True)],
     "indexer_logits": [*PAGED, *in_rows("lens")],
-    "indexer_logits_ragged": [
-        BYTES,
-        says.dtype(
-            *("k", "torch.uint8", torch.ones(4, 128).to(torch.float8_e4m3fn)),
-            "Read its bytes with .view(torch.uint8)",
-        ),
-    ],
+    "indexer_logits_ragged": [BYTES,
+     says.dtype("k", "torch.uint8", torch.ones(4, 128).to(torch.float8_e4m3fn),
+     "Read its bytes with .view(torch.uint8)")],
     "indexer_select": [*PAGED, *says.flag_rows("slots"), *in_rows("positions")],
-}
+}  # fmt: skip

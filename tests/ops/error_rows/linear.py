@@ -22,17 +22,12 @@ WEIGHT = {
 }
 OWN |= {
     "quantize_rows": {"x": Valid(bf16(5, 256), "[num_tokens, in_features]")},
-    "fp8_linear": {
-        **WEIGHT,
-        "x": Valid(codes(5, 128), "[num_tokens, in_features]"),
-        "x_scale": Valid(torch.ones(5, 1), "[num_tokens, 1]"),
-    },
-    "fp8_grouped_linear": {
-        **WEIGHT,
-        "x": Valid(codes(2, 5, 128), "[num_groups, num_tokens, in_features]"),
-        "x_scale": Valid(torch.ones(2, 5, 1), "[num_groups, num_tokens, 1]"),
-    },
-}
+    "fp8_linear": {**WEIGHT, "x": Valid(codes(5, 128), "[num_tokens, in_features]"),
+     "x_scale": Valid(torch.ones(5, 1), "[num_tokens, 1]")},
+    "fp8_grouped_linear": {**WEIGHT,
+     "x": Valid(codes(2, 5, 128), "[num_groups, num_tokens, in_features]"),
+     "x_scale": Valid(torch.ones(2, 5, 1), "[num_groups, num_tokens, 1]")},
+}  # fmt: skip
 NUMBERS |= {"block": 128, "min_amax": 1e-4, "activations": "fp8", "out_dtype": torch.float32}
 COUNTS |= {
     "in_features": "the values of a row that is multiplied",
@@ -67,11 +62,8 @@ def weight_rows(op: str) -> Iterator[says.Entry]:
 
 
 TABLE: dict[str, list[says.Entry]] = {
-    "quantize_rows": [
-        *says.float_rows("min_amax", 0),
-        *recipe_rows("scale", "pow2", "float32"),
-        *says.word_rows("scale_layout", "the matrix product takes", "row", "column_padded"),
-        says.multiple("in_features", "block", 96, 256, 288, block=96),
-    ],
+    "quantize_rows": [*says.float_rows("min_amax", 0), *recipe_rows("scale", "pow2", "float32"),
+     *says.word_rows("scale_layout", "the matrix product takes", "row", "column_padded"),
+     says.multiple("in_features", "block", 96, 256, 288, block=96)],
     **{op: list(weight_rows(op)) for op in LINEARS},
-}
+}  # fmt: skip

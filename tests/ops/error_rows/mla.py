@@ -44,15 +44,14 @@ OWN |= {
         "extra_block_table": Valid(i32([[0, 3], [2, 1], [1, -1]]), "[num_reqs, max_blocks]"),
     },
     "sparse_mla_gathered": {
-        "q": Valid(
-            bf16(5, 4, 512), "[num_tokens, num_heads, width]", "torch.bfloat16 or torch.float32"
-        ),
+        "q": Valid(bf16(5, 4, 512), "[num_tokens, num_heads, width]",
+         "torch.bfloat16 or torch.float32"),
         "kv": Valid(bf16(9, 512), "[num_rows, width]"),
         "indices": Valid(INDICES, "[num_tokens, topk]"),
         "lens": LENS,
         "attn_sink": SINK,
     },
-}
+}  # fmt: skip
 NUMBERS |= {
     "batch_invariant": False,  # a plan allows nothing else, nor splits
     "extra_block_size": SIZES["extra"],
@@ -130,14 +129,11 @@ def flash_mla_plan_rows() -> Iterator[says.Entry]:
 CACHES = [
     *layout_rows("v4_fp8", "plain"),
     *says.float_rows("softmax_scale", 0),
-    *[
-        row
-        for source, size in SIZES.items()
-        for names in ((f"{source}_cache", f"num_{source}_blocks", f"{source}_block_size"),)
-        for row in (*cache_rows(MainLayout, IndexerLayout, *names, size), *plain_cache_rows(source))
-    ],
+    *[row for source, size in SIZES.items()
+     for names in ((f"{source}_cache", f"num_{source}_blocks", f"{source}_block_size"),)
+     for row in (*cache_rows(MainLayout, IndexerLayout, *names, size), *plain_cache_rows(source))],
     *query_rows(),
-]
+]  # fmt: skip
 SHARED = [
     *CACHES,
     *says.flag_rows("batch_invariant"),
@@ -150,16 +146,11 @@ SHARED = [
     *says.angle_rows("width", 512),
 ]
 TABLE: dict[str, list[says.Entry]] = {
-    "sparse_mla_decode": [
-        *SHARED,
-        says.at_least("extra_width", 1, 0, extra_indices=i32([[]] * 5)),
-        *missing_rows(),
-    ],
+    "sparse_mla_decode": [*SHARED, says.at_least("extra_width", 1, 0, extra_indices=i32([[]] * 5)),
+     *missing_rows()],
     "sparse_mla_decode_paged": SHARED,
-    "sparse_mla_gathered": [
-        *says.float_rows("softmax_scale", 0),
-        says.at_least("topk", 1, 0, indices=i32([[]] * 5)),
-        says.dtype("kv", "torch.bfloat16", torch.ones(9, 512)),
-        says.dtype("kv", "torch.float32", torch.bfloat16, q=torch.ones(5, 4, 512)),
-    ],
-}
+    "sparse_mla_gathered": [*says.float_rows("softmax_scale", 0),
+     says.at_least("topk", 1, 0, indices=i32([[]] * 5)),
+     says.dtype("kv", "torch.bfloat16", torch.ones(9, 512)),
+     says.dtype("kv", "torch.float32", torch.bfloat16, q=torch.ones(5, 4, 512))],
+}  # fmt: skip

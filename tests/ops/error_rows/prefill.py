@@ -39,13 +39,8 @@ def unused_number_rows() -> Iterator[Entry]:
 
 
 TABLE: dict[str, list[Entry]] = {
-    "sparse_mla_prefill": [
-        *CACHES,
-        at_least("topk", 1, 0, topk_indices=i32([[]] * 5)),
-        *missing_rows(),
-        *unused_number_rows(),
-    ],
-    "sparse_mla_plan": [
-        *[too_many("num_tokens", swa_lens=MANY, extra_lens=lens) for lens in (MANY, None)]
-    ],
-}
+    "sparse_mla_prefill": [*CACHES, at_least("topk", 1, 0, topk_indices=i32([[]] * 5)),
+     *missing_rows(), *unused_number_rows()],
+    "sparse_mla_plan": [*[too_many("num_tokens", swa_lens=MANY, extra_lens=lens)
+     for lens in (MANY, None)]],
+}  # fmt: skip

@@ -39,29 +39,17 @@ X = Valid(
 OWN |= {
     "apply_rope": {**ANGLES, "x": X},
     "inverse_rope_group": {**ANGLES, "o": Valid(bf16(5, 4, 128), "[num_tokens, num_heads, dim]")},
-    "inverse_rope_group_quantize": {
-        **ANGLES,
-        "o": Valid(bf16(5, 4, 512), "[num_tokens, num_heads, 512]"),
-    },
-    **{
-        op: {
-            "q": Valid(bf16(5, 2, 512), "[num_tokens, num_heads, 512]"),
-            "kv": Valid(bf16(5, 512), "[num_tokens, 512]"),
-            "k_cache": MAIN,
-            "slot_mapping": Valid(i64([0, 1, 2, 3, 4]), "[num_slots]"),
-            "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, 64]"),
-        }
-        for op in QNORM
-    },
-    "pack_seq": {
-        "x": Valid(bf16(5, 3), "[num_tokens, size]", EVERY_DTYPE, advice=ANY, any_rank=True)
-    },
-    "unpack_seq": {
-        "packed": Valid(
-            bf16(3, 2, 4), "[num_reqs, next_n, size]", EVERY_DTYPE, advice=ANY, any_rank=True
-        )
-    },
-}
+    "inverse_rope_group_quantize": {**ANGLES,
+     "o": Valid(bf16(5, 4, 512), "[num_tokens, num_heads, 512]")},
+    **{op: {"q": Valid(bf16(5, 2, 512), "[num_tokens, num_heads, 512]"),
+     "kv": Valid(bf16(5, 512), "[num_tokens, 512]"), "k_cache": MAIN,
+     "slot_mapping": Valid(i64([0, 1, 2, 3, 4]), "[num_slots]"),
+     "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, 64]")} for op in QNORM},
+    "pack_seq": {"x": Valid(bf16(5, 3), "[num_tokens, size]", EVERY_DTYPE, advice=ANY,
+     any_rank=True)},
+    "unpack_seq": {"packed": Valid(bf16(3, 2, 4), "[num_reqs, next_n, size]", EVERY_DTYPE,
+     advice=ANY, any_rank=True)},
+}  # fmt: skip
 NUMBERS |= {
     "num_groups": 2,
     "num_positions": 9,
@@ -100,19 +88,15 @@ TABLE: dict[str, list[says.Entry]] = {
     "rope_cos_sin_cache": [
         *says.float_rows("theta", 1),
         says.multiple("rope_dim", "values of a pair", 2, 5, 6),
-        says.of_type(
-            "scaling", "be a YarnScaling or None", 16.0, "Pass YarnScaling(...), or leave it out"
-        ),
-        says.wrong(
-            *("device", "be a device", "'nowhere'", "Pass a torch.device, its name, or None"),
-            device="nowhere",
-        ),
+        says.of_type("scaling", "be a YarnScaling or None", 16.0,
+         "Pass YarnScaling(...), or leave it out"),
+        says.wrong("device", "be a device", "'nowhere'", "Pass a torch.device, its name, or None",
+         device="nowhere"),
     ],
     "YarnScaling": [
         *[row for name in ("factor", "beta_fast", "beta_slow") for row in says.float_rows(name, 0)],
-        says.wrong(
-            *("beta_fast", "be at least beta_slow = 33.0", 32.0, "Swap the two"), beta_slow=33.0
-        ),
+        says.wrong("beta_fast", "be at least beta_slow = 33.0", 32.0, "Swap the two",
+         beta_slow=33.0),
     ],
     "apply_rope": [
         *says.flag_rows("inverse"),
@@ -123,12 +107,8 @@ TABLE: dict[str, list[says.Entry]] = {
     "inverse_rope_group_quantize": [
         THREE_GROUPS,
         *says.angle_rows("dim", 512),
-        *says.word_rows(
-            "scale_layout",
-            "the matrix product takes",
-            *("row", "column_padded", "ue8m0_packed"),
-            unknown=("column", "", "ROW"),
-        ),
+        *says.word_rows("scale_layout", "the matrix product takes",
+         "row", "column_padded", "ue8m0_packed", unknown=("column", "", "ROW")),
     ],
     **{
         op: [
@@ -151,4 +131,4 @@ TABLE: dict[str, list[says.Entry]] = {
         says.rank("packed", "[num_reqs, next_n, ...]", bf16(3), "at least "),
         says.too_many(packed=bf16(16384, 1), query_start_loc=i32([0] * 16385)),
     ],
-}
+}  # fmt: skip

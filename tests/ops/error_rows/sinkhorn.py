@@ -38,9 +38,6 @@ TABLE: dict[str, list[Entry]] = {
         MANY_ITERATIONS,
         wrong("num_streams", "be at most 8", 9, SMALLER, streams=bf16(5, 9, 8)),
         at_least("num_streams", 1, 0, streams=bf16(5, 0, 8)),
-        *[
-            alone(name, partner, *(CONNECTED.keys() - {name}))
-            for name, partner in CONNECTED.items()
-        ],
+        *[alone(name, other, *(CONNECTED.keys() - {name})) for name, other in CONNECTED.items()],
     ],
-}
+}  # fmt: skip
