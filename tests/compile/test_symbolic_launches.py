@@ -1,6 +1,8 @@
 """What graphs of CUDA hold of an op with a kernel: its launches, or under ``run_time_launches`` a
 call of the op where sizes are symbols. Traced over fake tensors, which need no GPU."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._dynamo.source import ConstantSource
@@ -20,26 +22,22 @@ def insert(k, cache, slots):
     return ()
 
 
+ROUTER = {"top_k": 8, "num_groups": 8, "kept_groups": 4, "scale": 2.5, "normalize": True}
+BF16, F32 = torch.bfloat16, torch.float32
+# a call of N tokens, and its tensors
 CALLS = {
     "indexer_topk": (
         lambda logits, lens: (ops.indexer_topk(logits, lens, topk=64),),
-        lambda tokens: [((tokens, 4096), torch.float32), ((tokens,), torch.int32)],
+        lambda n: [((n, 4096), F32), ((n,), torch.int32)],
     ),
     "grouped_topk": (
-        lambda scores, bias: ops.grouped_topk(
-            scores, bias, top_k=8, num_groups=8, kept_groups=4, scale=2.5, normalize=True
-        ),
-        lambda tokens: [((tokens, 256), torch.float32), ((256,), torch.float32)],
+        lambda scores, bias: ops.grouped_topk(scores, bias, **ROUTER),
+        lambda n: [((n, 256), F32), ((256,), F32)],
     ),
     "insert_k_cache": (
-        insert,
-        lambda tokens: [
-            ((tokens, 512), torch.bfloat16),
-            ((16, 64, 512), torch.bfloat16),
-            ((tokens,), torch.int64),
-        ],
+        insert, lambda n: [((n, 512), BF16), ((16, 64, 512), BF16), ((n,), torch.int64)],
     ),
-}
+}  # fmt: skip
 
 
 def targets(name, *, symbolic):
@@ -56,36 +54,23 @@ def targets(name, *, symbolic):
             return function(*tensors)
 
     with FakeTensorMode(shape_env=shapes), torch.no_grad():
-        made = [
-            torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in arguments(tokens)
-        ]
+        made = [torch.empty(size, dtype=of, device="cuda") for size, of in arguments(tokens)]
         graph, _ = aot_export_module(Call(), made, trace_joint=False)
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_known_sizes_have_their_launches_in_the_graph(name):
-    with run_time_launches():
-        called = targets(name, symbolic=False)
-    assert any(LAUNCH in target for target in called)
-    assert not any(name in target for target in called)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_symbols_leave_the_launch_to_the_call(name):
-    with run_time_launches():
-        called = targets(name, symbolic=True)
-    assert not any(LAUNCH in target for target in called)
-    assert any(name in target or "auto_functionalized" in target for target in called)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_packages_keep_launches_for_every_size(name, monkeypatch):
-    monkeypatch.setattr(external, "packaging", lambda: True)
-    with run_time_launches():
-        assert any(LAUNCH in target for target in targets(name, symbolic=True))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_other_graphs_hold_launches_for_every_size(name):
-    assert any(LAUNCH in target for target in targets(name, symbolic=True))
+@pytest.mark.parametrize(
+    ("run_time", "packaged", "symbolic", "launched"),
+    [(True, False, False, True), (True, False, True, False), (True, True, True, True),
+     (False, False, True, True)],
+    ids=["known sizes", "symbols", "packages", "other graphs"],
+)  # fmt: skip
+def test_what_graphs_hold(name, run_time, packaged, symbolic, launched, monkeypatch):
+    """Launches, but for symbols where a step leaves them to the call; packages have them."""
+    monkeypatch.setattr(external, "packaging", lambda: packaged)
+    with run_time_launches() if run_time else nullcontext():
+        called = targets(name, symbolic=symbolic)
+    assert any(LAUNCH in target for target in called) == launched
+    op = any(name in target or "auto_functionalized" in target for target in called)
+    assert op == (not launched)
