@@ -303,11 +303,7 @@ def test_a_step_plans_for_the_kinds_of_the_model_alone(kinds: tuple[str, ...]) -
     """Of FlashMLA's metadata, DeepGEMM's schedule and our own plan."""
     table = torch.arange(16, dtype=torch.int32)[None]
     args = (i32([0, 1]), i32([60]), torch.tensor([59]), BlockTables(table, table, table))
-    sets = {
-        "flash_mla": {"sm_parts": 3},
-        "deep_gemm": {"schedule_sms": 2},
-        "auto": {},
-    }
+    sets = {"flash_mla": {"sm_parts": 3}, "deep_gemm": {"schedule_sms": 2}, "auto": {}}
     steps = {
         impl: build_attention_step(
             replace(SPEC, impl=impl, kinds=kinds, **sizes),

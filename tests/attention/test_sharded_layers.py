@@ -55,12 +55,7 @@ class RankLayer(SmallLayer):
     """A rank's part of the layer of the same kind and spec: of heads, rows and blocks."""
 
     def __init__(
-        self,
-        kind: str,
-        spec: LayerSpec,
-        rank: int,
-        parallel: ContextParallel,
-        device: str = "cpu",
+        self, kind: str, spec: LayerSpec, rank: int, parallel: ContextParallel, device: str = "cpu"
     ) -> None:
         super().__init__(kind, spec, device)
         self.rank, self.ranks, self.parts = rank, parallel.world_size, parallel.head_parts

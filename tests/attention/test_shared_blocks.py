@@ -16,15 +16,7 @@ from torch import Tensor
 from dsv4_ops.attention import LayerSpec
 from tests.attention.test_layers import layer_of
 from tests.helpers import Called, i32, i64
-from tests.support.layers import (
-    LENGTH,
-    PLAIN,
-    SPEC,
-    SmallLayer,
-    caches_of,
-    in_chunks,
-    poison,
-)
+from tests.support.layers import LENGTH, PLAIN, SPEC, SmallLayer, caches_of, in_chunks, poison
 from tests.support.sampled import sampled
 
 BLOCK = 16  # a prefix ends at a multiple of it: it holds whole blocks of all caches

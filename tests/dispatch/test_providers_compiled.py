@@ -13,10 +13,7 @@ from benchmarks import choice as bench_choice
 from dsv4_ops.core.registry import OPS
 from tests.helpers import NIGHTLY
 from tests.support import forked
-from tests.support.providers_on_cpu import (
-    CASES,
-    MODULE,
-)
+from tests.support.providers_on_cpu import CASES, MODULE
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 pytestmark = pytest.mark.usefixtures("scalar_loops")
@@ -81,8 +78,7 @@ print(fake_flash_mla.calls, counters["aot_autograd"]["autograd_cache_hit"])
     "kind",
     [
         pytest.param(
-            "build",
-            marks=pytest.mark.nightly("the module's code needs ops of ours as well"),
+            "build", marks=pytest.mark.nightly("the module's code needs ops of ours as well")
         ),
         "module",
     ],

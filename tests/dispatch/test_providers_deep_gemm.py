@@ -11,15 +11,9 @@ import torch._inductor.config
 
 import dsv4_ops as ops
 from dsv4_ops.dispatch import choice, libraries, providers
-from dsv4_ops.lowering.inspect import (
-    build_package,
-)
+from dsv4_ops.lowering.inspect import build_package
 from tests.fakes.deep_gemm import indexer_call
-from tests.support.providers_on_cpu import (
-    faster_from,
-    reference_logits,
-    reference_select,
-)
+from tests.support.providers_on_cpu import faster_from, reference_logits, reference_select
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 pytestmark = pytest.mark.usefixtures("scalar_loops")

@@ -8,11 +8,7 @@ import torch._inductor.config
 
 import dsv4_ops as ops
 from dsv4_ops.dispatch import choice, providers
-from dsv4_ops.lowering.inspect import (
-    build_package,
-    compile_and_get_code,
-    opaque_calls,
-)
+from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, opaque_calls
 from tests.fakes import flash_mla as fake_flash_mla
 from tests.helpers import NIGHTLY, nightly
 from tests.support.attention_batches import DECODE, GATHERED, PAGED, decode_case

@@ -97,12 +97,7 @@ def test_adversarial_boundaries_read_nothing_outside(compiled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype",
-    [
-        FP8,
-        *nightly("codes", torch.bfloat16, torch.int32, torch.bool),
-    ],
-    ids=str,
+    "dtype", [FP8, *nightly("codes", torch.bfloat16, torch.int32, torch.bool)], ids=str
 )
 def test_compiled_for_every_kind_of_dtype(dtype):
     """One graph of one loop each way, for sizes that change."""

@@ -138,12 +138,7 @@ def places(
 
 
 def quantize_and_insert_k_cache(
-    k: Rows,
-    k_cache: Rows,
-    slot_mapping: Sequence[int],
-    *,
-    block_size: int,
-    layout: str = "v4_fp8",
+    k: Rows, k_cache: Rows, slot_mapping: Sequence[int], *, block_size: int, layout: str = "v4_fp8"
 ) -> list[Row]:
     assert layout == "v4_fp8"
     pages = copied(k_cache)

@@ -138,9 +138,7 @@ def attention(
 
 
 def attention_layer(
-    sizes: Sizes,
-    inputs: dict[str, Tensor],
-    weights: dict[str, Tensor],
+    sizes: Sizes, inputs: dict[str, Tensor], weights: dict[str, Tensor]
 ) -> LayerResult:
     """The layer over a whole request, from the names of ``LayerInputs`` and ``LayerWeights``."""
     given = {name: tensor.double() for name, tensor in (inputs | weights).items()}

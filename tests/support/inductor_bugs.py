@@ -9,7 +9,7 @@ import torch
 
 BUGS: dict[str, dict[str, Any]] = {
     # with uniforms, of symbolic sizes: 2.11's analysis of tiles ends in an assertion on a GPU
-    "verify_draft": {"triton.coalesce_tiling_analysis": False},
+    "verify_draft": {"triton.coalesce_tiling_analysis": False}
 }
 
 

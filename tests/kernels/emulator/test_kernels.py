@@ -23,14 +23,7 @@ from tests.support.attention_batches import (
     magnified,
     with_inverse_rope,
 )
-from tests.support.prefill_batches import (
-    MODES,
-    PREFILL,
-    plan_of,
-    prefill_case,
-    unsplit,
-    with_plan,
-)
+from tests.support.prefill_batches import MODES, PREFILL, plan_of, prefill_case, unsplit, with_plan
 
 emulated = pytest.importorskip(
     "tests.gluon_emulator.emulate", reason="triton is published for Linux only"

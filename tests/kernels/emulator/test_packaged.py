@@ -18,13 +18,7 @@ from dsv4_ops.kernels.sparse_mla import gathered
 from dsv4_ops.kernels.sparse_mla.decode import hopper_split_keys_kernel
 from dsv4_ops.lowering import gluon
 from dsv4_ops.testing.contract.compare import equal
-from tests.support.attention_batches import (
-    DECODE,
-    GATHERED,
-    PAGED,
-    case_of,
-    gathered_case,
-)
+from tests.support.attention_batches import DECODE, GATHERED, PAGED, case_of, gathered_case
 from tests.support.mla_batches import DENSE, mla_case
 from tests.support.played_launch import Gathered, launch_inputs
 from tests.support.prefill_batches import PREFILL, prefill_case, unsplit

@@ -92,12 +92,7 @@ def test_the_smallest_kernels_equal_their_references_in_the_interpreter():
 
 
 PARTS = 2
-FEW = (
-    "compress_and_insert",
-    "gather_indexer_k",
-    "indexer_logits",
-    "mla_prefill",
-)
+FEW = ("compress_and_insert", "gather_indexer_k", "indexer_logits", "mla_prefill")
 
 
 def launched():
