@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 
 OP = "serve"
@@ -52,8 +53,9 @@ def server(path: str, **settings: Any) -> Any:
             do='Install "dsv4_ops[serve]"',
             kind=ImportError,
         )
-    import torch
-
+    checks = Checks(OP)
+    checks.kind("MODEL", path, (str, Path), must="be a str", do="Name a folder")
+    path = str(path)
     if not Path(path).exists() and "/" not in path:
         raise argument_error(
             OP,
@@ -62,11 +64,7 @@ def server(path: str, **settings: Any) -> Any:
             got=repr(path),
             do="Name a folder that exists",
         )
-    device = str(settings.get("device") or "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise argument_error(
-            OP, "device", must="be one that torch sees", got=device, do="Leave it out, or pass cpu"
-        )
+    checks.device_name("device", settings.get("device"))
     from dsv4_ops.integrations.transformers.serving import Server
 
     return Server(path, **settings)

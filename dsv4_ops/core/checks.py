@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.errors import argument_error, plain_int
+from dsv4_ops.core.errors import argument_error, kind_of, plain_int
 from dsv4_ops.core.ints import above, at_least, fits_dtype
 from dsv4_ops.core.layout import (
     CACHE_ALIGNMENT,
@@ -544,10 +544,19 @@ class Checks:
                 kind=TypeError,
             )
 
+    def kind(
+        self, name: str, value: object, kind: type | tuple[type, ...], *, must: str, do: str
+    ) -> None:
+        """Check that ``value`` is None or a ``kind``, in words of the caller's."""
+        if value is not None and not isinstance(value, kind):
+            raise self.error(name, must=must, got=kind_of(value), do=do, kind=TypeError)
+
     def device_name(self, name: str, value: torch.device | str | None) -> None:
-        """Check that ``value`` is None or names a device."""
+        """Check that ``value`` is None or names a device, and a GPU only if torch sees it."""
         try:
-            torch.device("cpu" if value is None else value)
+            if isinstance(value, (bool, float)):
+                raise TypeError(value)
+            device = torch.device("cpu" if value is None else value)
         except (RuntimeError, TypeError) as error:
             raise self.error(
                 name,
@@ -555,6 +564,12 @@ class Checks:
                 got=repr(value),
                 do="Pass a torch.device, its name, or None",
             ) from error
+        if torch.compiler.is_compiling() or device.type != "cuda":
+            return
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise self.error(
+                name, must="be one that torch sees", got=device, do="Leave it out, or pass cpu"
+            )
 
     def even(self, name: str, value: Tensor, most_name: str, most: int) -> None:
         """Check that the last dimension of ``value`` is even and at most ``most``, the value of

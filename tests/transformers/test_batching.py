@@ -403,6 +403,24 @@ def test_an_answer_without_a_limit_ends_where_the_cache_does():
     manager.stop()
 
 
+def test_max_length_counts_the_prompt_as_generate_does():
+    """``max_new_tokens`` comes first. Hugging Face's own method leaves ``max_length`` out."""
+    model, prompts = patched("v3"), [[5, 6, 7], [5], [5, 6, 7, 8, 9, 10, 11, 12]]
+    config = settings(None, max_length=9)
+    results = model.generate_batch(prompts, generation_config=config)
+    for prompt, result in zip(prompts, results.values(), strict=True):
+        ids = torch.tensor([prompt])
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        assert result.prompt_ids + result.generated_tokens == want[0].tolist()
+        assert want.shape[1] == 9
+    results = model.generate_batch(prompts, generation_config=config, max_new_tokens=3)
+    assert [len(result.generated_tokens) for result in results.values()] == [3, 3, 3]
+    with pytest.raises(ValueError, match=r"fewer tokens than max_length of .* = 9, got 9\. P"):
+        model.generate_batch([[5], [6] * 9], generation_config=config)
+    manager = manager_of(model, generation=settings(None, max_length=1000), num_blocks=1)
+    assert manager.paged.max_cache_len == 64  # where answers end
+
+
 def test_a_model_whose_attention_a_failed_try_has_changed_is_refused():
     """Hugging Face's own refusal of a stock model leaves it so, and its logits wrong."""
     model = MAKERS["v4"]()
@@ -460,7 +478,14 @@ def test_ranks_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "left_out", [{"num_beams": 3}, {"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}]
+    "left_out",
+    [
+        {"num_beams": 3},
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 3},
+        {"max_time": 1.0},
+    ],
 )
 def test_settings_that_would_be_left_out_are_refused(left_out):
     """Hugging Face logs a line, or fails in its thread; generate has them all."""

@@ -197,6 +197,10 @@ def test_fp8_keys_need_a_gpu_with_fp8_conversions(monkeypatch):
     capability = (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="PagedCache: device must be one that torch sees, got cud"):
+        cache(device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         RuntimeError, match=r"^PagedCache: device .*8\.9 or later .* got 8\.0. Pass"
     ):

@@ -97,12 +97,12 @@ def texts(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
 
-    def text(prompt):
+    def text(prompt, limit=8):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=8,
+            max_new_tokens=limit,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -132,6 +132,21 @@ def test_six_at_once_get_the_texts_of_generate(server, texts):
             assert answer["choices"][0]["finish_reason"] == "length"
         assert found == want
     settled(server)
+
+
+@needs_server
+def test_a_stream_ends_with_the_character_that_a_limit_cuts(server, texts):
+    """Hugging Face's streamer drops the bytes of a character that is not complete."""
+    tokens, cut = 8, []
+    for prompt in ("one", "x" * 15, "y"):
+        for limit in range(1, tokens + 1):
+            body = chat(prompt, stream=True) | {"max_tokens": limit}
+            lines = filter(None, post(server, CHAT, body)[1].splitlines())
+            chunks = [json.loads(line[6:]) for line in lines]
+            found = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+            assert found == texts(f"user: {prompt}\n", limit)
+            cut.append(found.endswith("\ufffd"))
+    assert {True, False} == set(cut)
 
 
 @needs_server
@@ -189,7 +204,7 @@ def test_paths_and_devices_are_checked_before_a_load(path, settings, text, monke
     from dsv4_ops.cli import serve
 
     pytest.importorskip("fastapi", reason="needs the extra serve")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=re.escape(text)):
         serve.server(path, **settings)
 
@@ -342,6 +357,17 @@ def test_a_released_folder_is_served_in_its_precision(folder, tmp_path):
 
 
 @needs_server
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_failed_server_drops_gets_an_error(server, stream, monkeypatch):
+    """Hugging Face's ``add_request`` logs it and returns None, and a client would wait."""
+    monkeypatch.setattr(server.manager, "add_request", lambda *_, **__: None)
+    status, answer = post(server, CHAT, chat("x", stream=stream))
+    assert (status, answer["error"]["type"]) == (503, "server_error")
+    assert answer["error"]["message"].startswith("The server must run to take requests, got its e")
+    settled(server)
+
+
+@needs_server
 def test_a_server_whose_steps_fail_says_so(server, monkeypatch):
     """The last of this server: Hugging Face's thread ends with the first error of a step."""
 
@@ -352,7 +378,7 @@ def test_a_server_whose_steps_fail_says_so(server, monkeypatch):
     for statuses in ((500, 503), (503,)):  # the request that fails, and one after it
         status, answer = post(server, CHAT, chat("x"))
         assert status in statuses
-        assert "out of luck" in answer["error"]["message"]
+        assert re.search("out of luck|must run", answer["error"]["message"])
     with pytest.raises(urllib.error.HTTPError, match="503"):
         urllib.request.urlopen(server.url + "/health", timeout=10)
 

@@ -24,16 +24,22 @@ from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from tokenizers.decoders import DecodeStream
 from transformers import AutoConfig, CompileConfig, ContinuousBatchingConfig
 from transformers.cli.serve import Serve
+from transformers.cli.serving import utils
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, kind_of
+from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import require_transformers
+from dsv4_ops.integrations.transformers.batching.hooks import max_length
+from dsv4_ops.integrations.transformers.batching.manager import NEUTRAL
 from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
 from dsv4_ops.integrations.transformers.loading.quantized import load_quantized
 from dsv4_ops.integrations.transformers.patch import patch
+from dsv4_ops.integrations.transformers.steps.compiled import check_backend
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
 
 OP = "serve"
@@ -52,6 +58,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
 }
 """Fields of a body that would change nothing, with the values that ask for nothing."""
+
+_FIELDS = {
+    "repetition_penalty": "frequency_penalty",
+    "sequence_bias": "logit_bias",
+    "stop_strings": "stop",
+}
+"""Fields of a body that Hugging Face turns into settings of these names."""
 
 _NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
 """Routes of Hugging Face's server for other models."""
@@ -105,7 +118,25 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         on_progress: Callable[[str], None] = _log.info,
     ) -> None:
         sizes = {"max_cache_len": max_cache_len, "max_requests": max_requests}
-        Checks(OP).at_least(1, **sizes, max_batch_tokens=max_batch_tokens, max_queue=max_queue)
+        checks = Checks(OP)
+        checks.at_least(1, **sizes, max_batch_tokens=max_batch_tokens, max_queue=max_queue)
+        if num_blocks is not None:
+            checks.at_least(1, num_blocks=num_blocks)
+        checks.at_least(0, most=65535, port=port)
+        checks.flag("quantized", quantized)
+        if not isinstance(host, str):
+            got = kind_of(host)
+            raise checks.error("host", must="be a str", got=got, do="Pass 127.0.0.1, say")
+        is_dtype = isinstance(getattr(torch, str(dtype), None), torch.dtype)
+        if not isinstance(dtype, torch.dtype) and dtype != "auto" and not is_dtype:
+            raise checks.error(
+                "dtype", must="be the name of one of torch", got=repr(dtype), do="Leave it out"
+            )
+        if not callable(on_progress):
+            got = kind_of(on_progress)
+            raise checks.error("on_progress", must="be a function", got=got, do="Pass print, say")
+        if compile is not None:
+            check_backend(OP, "compile", compile)
         self._thread: Any = None
         self.path, self.quantized, self._on_progress = path, quantized, on_progress
         self._patch: dict[str, Any] = {"kv": kv, "precision": precision}
@@ -182,11 +213,12 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
 
     def _load(self, name: str, *_: Any, **__: Any) -> Any:
         """Load and patch the model in place of Hugging Face's ``_load_model``."""
+        config = AutoConfig.from_pretrained(self.path)
+        spec_of_config(OP, config, **self._patch)  # before hours of loading
         self._on_progress(f"loading {self.path}")
         if self.quantized:
             model = load_quantized(Path(self.path), **self._place)
         else:
-            config = AutoConfig.from_pretrained(self.path)
             architecture = getattr(require_transformers(OP), config.architectures[0])
             model = architecture.from_pretrained(self.path, **self._place).eval()
         return patch(model, **self._patch)
@@ -254,19 +286,10 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Refuse settings that requests in one batch cannot have for themselves."""
-        for name, default in (
-            ("repetition_penalty", 1.0),
-            ("sequence_bias", None),
-            ("stop_strings", None),
-            ("num_beams", 1),
-        ):
-            if getattr(gen_config, name, None) not in (None, default):
-                names = {
-                    "repetition_penalty": "frequency_penalty",
-                    "sequence_bias": "logit_bias",
-                    "stop_strings": "stop",
-                }
-                raise HTTPException(400, f"{names.get(name, name)} is not supported. Leave it out.")
+        for name, neutral in NEUTRAL.items():
+            if getattr(gen_config, name, None) not in (None, neutral):
+                shown = _FIELDS.get(name, name)
+                raise HTTPException(400, f"{shown} is not supported. Leave it out.")
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **rest: Any
@@ -274,9 +297,11 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
         """Start a request whose tokens are streamed."""
         request_id = self._admit(inputs, gen_config, request_id)
         with _client_errors():
-            return super().generate_streaming(
+            texts, streamer = super().generate_streaming(
                 model, processor, inputs, gen_config, request_id, **rest
             )
+        _end_whole(streamer, getattr(processor, "tokenizer", processor))
+        return texts, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
@@ -309,11 +334,38 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
                 f"The prompt must have at most max_cache_len = {self._cb.most_tokens} tokens, "
                 f"got {len(prompt)}. Send a shorter one.",
             )
-        wanted = gen_config.max_new_tokens
+        wanted, longest = gen_config.max_new_tokens, max_length(gen_config)
+        if longest is not None:
+            wanted = longest - len(prompt)  # add_request refuses none
         gen_config.max_new_tokens = most_new if wanted is None else min(wanted, most_new)
         request_id = f"{request_id}-{next(self._count)}"
         self._cb.sampling[request_id] = _sampling(gen_config, self._cb.model.config.vocab_size)
         return request_id
+
+
+def _end_whole(streamer: Any, tokenizer: Any) -> None:
+    """Let a stream end with the characters whose last bytes never came, for which Hugging Face's
+    streamer waits, as other answers do."""
+    tokens: list[int] = []
+    put, end = streamer.put, streamer.end
+    skips = {"skip_special_tokens": getattr(streamer, "_parser", None) is None}
+
+    def noted(output: Any) -> None:
+        tokens[:] = output.generated_tokens
+        put(output)
+
+    def whole() -> None:
+        stream = DecodeStream([], **skips)
+        sent = "".join(stream.step(tokenizer._tokenizer, token) or "" for token in tokens)
+        rest = tokenizer.decode(tokens, **skips).removeprefix(sent)
+        if rest and skips["skip_special_tokens"]:
+            streamer._queue.put_nowait(rest)
+        elif rest:
+            for item in utils.response_events_to_chunks(streamer._parser.feed(rest)):
+                streamer._queue.put_nowait(item)
+        end()
+
+    streamer.put, streamer.end = noted, whole
 
 
 class Requests:
@@ -336,7 +388,13 @@ class Requests:
         arguments = {**rest, **self.sampling.pop(request_id, {})}
 
         def add() -> None:
-            self._manager.add_request(input_ids, request_id=request_id, **arguments)
+            added = self._manager.add_request(input_ids, request_id=request_id, **arguments)
+            error = self._manager.background_thread_status.fatal_error
+            if added is None or error is not None:  # nobody would answer it
+                state = error or "its end"
+                raise CBWorkerDeadError(
+                    f"The server must run to take requests, got {state}. Start it again."
+                )
 
         if request_id in self.output_router.result_handlers:
             try:

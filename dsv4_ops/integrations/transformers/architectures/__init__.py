@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from dsv4_ops.attention import ContextParallel
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.architectures.base import (
     Execution,
@@ -45,6 +47,7 @@ def spec_of_config(
             do="Pass a DeepSeek model for causal language modelling, or its configuration",
             kind=NotImplementedError,
         )
+    Checks(op).instance("parallel", settings.get("parallel"), ContextParallel)
     module, name = FAMILIES[model_type]
     family: type[ModelSpec] = getattr(importlib.import_module(f"{_HERE}.{module}"), name)
     return family.of(op, config, kv, Recipe.named(op, precision), Execution(**settings))

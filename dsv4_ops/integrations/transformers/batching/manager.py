@@ -19,9 +19,9 @@ from transformers.generation.continuous_batching import continuous_api as api
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.integrations.transformers.batching.cache import BatchCache
-from dsv4_ops.integrations.transformers.batching.hooks import CACHED, check_prompt
+from dsv4_ops.integrations.transformers.batching.hooks import CACHED, check_prompt, max_length
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
-from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
+from dsv4_ops.integrations.transformers.generation.decoding import OTHER_METHODS, compiled_step
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step, spec_of
 from dsv4_ops.integrations.transformers.tensors import StepBatch
 
@@ -30,13 +30,21 @@ OP = "init_continuous_batching"
 DEFAULT_REQUESTS, DEFAULT_BATCH_TOKENS, DEFAULT_LENGTH = 64, 1024, 8192
 """Requests and tokens of a step, and tokens of a request, unless settings or prompts say."""
 
-_NEUTRAL = {
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
+NEUTRAL = {
+    **OTHER_METHODS,
     "bad_words_ids": None,
-    "stop_strings": None,
-    "prompt_lookup_num_tokens": None,
+    "begin_suppress_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "max_time": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "repetition_penalty": 1.0,
+    "sequence_bias": None,
+    "watermarking_config": None,
 }
 """Settings of a ``GenerationConfig`` that have no effect or fail there, with their neutral
 values."""
@@ -138,7 +146,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
     def __init__(self, model: Any, generation_config: Any, config: Any, hints: Any) -> None:
         _check_config(model, config)
         _check_settings(generation_config)
-        sizes = cache_sizes(model, config, hints)
+        sizes = cache_sizes(model, config, hints, max_length(generation_config))
         self.most_tokens: int = sizes["max_cache_len"]
         self.check_hints(hints)
         self.paged = PagedCache.for_model(model, **sizes)
@@ -187,16 +195,19 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         """Add a request, as Hugging Face does.
 
         Raises:
-            ValueError, TypeError: the prompt is empty, has ids outside of the vocabulary, or does
-                not fit into the cache with its answer; or a request of this id is running.
+            ValueError, TypeError: the prompt is empty, has ids outside of the vocabulary, is as
+                long as ``max_length`` of the generation config, or does not fit into the cache with
+                its answer; or a request of this id is running.
         """
         op = "add_request"
-        check_prompt(op, "input_ids", input_ids, self.model.config.vocab_size)
+        limit = None if max_new_tokens is not None else max_length(self.generation_config)
+        check_prompt(op, "input_ids", input_ids, self.model.config.vocab_size, limit)
         if max_new_tokens is None:
             max_new_tokens = self.generation_config.max_new_tokens
         if max_new_tokens is None:
             self._check_length(op, "input_ids", len(input_ids), 1)
-            max_new_tokens = self.most_tokens - len(input_ids) + 1
+            most = self.most_tokens + 1  # the last new token is not stored
+            max_new_tokens = min(most, most if limit is None else limit) - len(input_ids)
         Checks(op).at_least(1, max_new_tokens=max_new_tokens)
         self._check_length(op, "input_ids", len(input_ids), max_new_tokens)
         if request_id is not None and self.has_request(request_id):
@@ -262,8 +273,9 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         )
 
 
-def cache_sizes(model: Any, config: Any, hints: Any) -> dict[str, int]:
-    """Return the sizes of the ``PagedCache`` for a ``ContinuousBatchingConfig``."""
+def cache_sizes(model: Any, config: Any, hints: Any, longest: int | None = None) -> dict[str, int]:
+    """Return the sizes of the ``PagedCache`` for a ``ContinuousBatchingConfig``, whose requests
+    have ``longest`` tokens at most."""
     block, checks = spec_of(OP, model).block_tokens, Checks(OP)
     names = ("num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
@@ -276,6 +288,8 @@ def cache_sizes(model: Any, config: Any, hints: Any) -> dict[str, int]:
         length = config.max_blocks_per_request * block
     elif hints is not None and hints.max_generated_length:
         length = hints.max_prompt_length + hints.max_generated_length
+    elif longest is not None:
+        length = min(length, longest) if hints is None else longest
     length = min(length, model.config.max_position_embeddings)
     blocks = config.num_blocks or _default_blocks(model, config, rows, length, chunk)
     length = min(length, blocks * block)
@@ -320,7 +334,7 @@ def _compile_config(config: Any, generation_config: Any) -> Any:
 
 def _check_settings(generation_config: Any) -> None:
     """Raise for settings that Hugging Face's continuous batching would leave out."""
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in NEUTRAL.items():
         value = getattr(generation_config, name, None)
         if value not in (None, neutral):
             raise argument_error(

@@ -62,7 +62,7 @@ STEPS = "dsv4_ops_decode_steps"
 _ARGUMENTS = ("custom_generate", "assistant_model", "tokenizer", "assistant_tokenizer")
 """Arguments that choose another decoding method, or that ``generate`` passes to its own only."""
 
-_SETTINGS = {
+OTHER_METHODS = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "assistant_early_exit": None,
@@ -132,8 +132,8 @@ def may_take(model: Any, arguments: dict[str, Any]) -> bool:
         return False
     if arguments.get("synced_gpus") or _has_other_ranks():
         return False
-    values = {name: setting(model, arguments, name) for name in _SETTINGS}
-    return all(value is None or value == _SETTINGS[name] for name, value in values.items())
+    values = {name: setting(model, arguments, name) for name in OTHER_METHODS}
+    return all(value is None or value == OTHER_METHODS[name] for name, value in values.items())
 
 
 class Call(NamedTuple):

@@ -26,6 +26,7 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
     CACHES,
     MASK,
     check_continues,
+    check_kinds,
     check_prompts,
     first_column,
     inferred_mask,
@@ -33,7 +34,6 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
     setting,
     whole_mask,
 )
-from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 Method = Callable[..., Any]
 
@@ -86,11 +86,12 @@ def generate(before: Method) -> Method:
                 do="Pass num_draft_tokens; load_mtp loads the draft layer of a checkpoint",
                 kind=NotImplementedError,
             )
-        check_prompts(arguments)
-        call = _Call()
-        num_drafts = arguments.pop("num_draft_tokens", None)
+        call, num_drafts = _Call(), arguments.pop("num_draft_tokens", None)
         if num_drafts is not None:
             check_call(self, num_drafts, arguments)
+        check_kinds(self, arguments)
+        check_prompts(arguments)
+        if num_drafts is not None:
             call.num_drafts = num_drafts
             arguments["custom_generate"] = DraftDecoding(num_drafts)
         elif decoding.may_take(self, arguments):
@@ -99,15 +100,6 @@ def generate(before: Method) -> Method:
             )
         if "cache" in arguments:
             arguments[cache_argument()] = arguments.pop("cache")
-        if isinstance(arguments.get(cache_argument()), CacheTensors):
-            raise argument_error(
-                "generate",
-                "cache",
-                must="be a PagedCache",
-                got="CacheTensors",
-                do="Pass the cache, not its tensors",
-                kind=TypeError,
-            )
         token = _CALL.set(call)
         try:
             out = before(self, *args[len(names) :], **arguments)

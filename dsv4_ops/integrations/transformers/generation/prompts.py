@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.errors import argument_error
-from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, Text
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error, kind_of
+from dsv4_ops.integrations.transformers.cache.paged_cache import Cache, PagedCache, Text
 from dsv4_ops.integrations.transformers.steps.padded import matrix, shape_text
 
 CACHES = (None, "static", "hybrid")
@@ -17,6 +18,15 @@ MASK = "attention_mask"
 
 _OP = "generate"
 _PROMPTS = ("inputs_embeds", "inputs", "input_ids")
+_COUNTS = (
+    "max_new_tokens",
+    "max_length",
+    "num_beams",
+    "num_return_sequences",
+    "prefill_chunk_size",
+    "prompt_lookup_num_tokens",
+)
+"""Settings that the hooks here calculate with."""
 
 
 def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
@@ -24,6 +34,50 @@ def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     configs = arguments.get("generation_config"), getattr(model, "generation_config", None)
     values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
     return next((value for value in values if value is not None), None)
+
+
+def check_kinds(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise if an argument that the hooks here read is of another class, or a count below 1.
+
+    Hugging Face checks the settings that only it reads.
+    """
+    from transformers import GenerationConfig
+
+    checks = Checks(_OP)
+    for name in (*_PROMPTS, "position_ids"):
+        value, shown = arguments.get(name), "input_ids" if name == "inputs" else name
+        do = "Encode a text by the tokenizer: **tokenizer(text, return_tensors='pt')"
+        if name in ("inputs_embeds", "position_ids"):
+            do = f"Pass {name} as a tensor, or leave it out"
+        checks.kind(shown, value, Tensor, must="be a tensor", do=do)
+        if value is not None and shown == "input_ids":
+            checks.floats(shown, value, torch.int64, torch.int32)
+    lists, caches = "be a list", "be a PagedCache, or another Cache of transformers"
+    make = "Make one with PagedCache.for_model"
+    for name, kind, must, do in (
+        ("generation_config", GenerationConfig, "be a GenerationConfig", "Pass one, or None"),
+        ("cache", Cache, caches, make),
+        ("past_key_values", Cache, caches, make),
+        ("logits_processor", (list, tuple), lists, "Pass a LogitsProcessorList, or None"),
+        ("stopping_criteria", (list, tuple), lists, "Pass a StoppingCriteriaList, or None"),
+    ):
+        checks.kind(name, arguments.get(name), kind, must=must, do=do)
+    streamer = arguments.get("streamer")
+    if streamer is not None and (
+        isinstance(streamer, Tensor) or not (hasattr(streamer, "put") and hasattr(streamer, "end"))
+    ):
+        raise checks.error(
+            "streamer",
+            must="have the methods put and end",
+            got=kind_of(streamer),
+            do="Pass a TextStreamer of transformers, or None",
+            kind=TypeError,
+        )
+    for name in ("num_beams", "num_return_sequences"):  # None fails in Hugging Face's generate
+        if arguments.get(name, 1) is None:
+            del arguments[name]
+    counts = {name: setting(model, arguments, name) for name in _COUNTS}
+    checks.at_least(1, **{name: value for name, value in counts.items() if value is not None})
 
 
 def check_prompts(arguments: dict[str, Any]) -> None:

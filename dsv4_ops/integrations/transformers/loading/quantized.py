@@ -22,6 +22,8 @@ _CLASSES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
 }
 """Model class for each ``model_type``."""
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Values of ``device_map`` with which Hugging Face chooses devices."""
 _ELSEWHERE = ("gguf_file", "state_dict", "subfolder", "variant")
 """Settings with which ``from_pretrained`` would read files that were not checked."""
 
@@ -65,7 +67,8 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
         torch.int8
     """
     library = require_transformers(OP)
-    path = Checks(OP).path("path", path)
+    checks = Checks(OP)
+    path = checks.path("path", path)
     if not path.is_dir():  # Hugging Face would search its hub
         raise argument_error(
             OP,
@@ -74,7 +77,12 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
             got=repr(str(path)),
             do="Download the checkpoint, and pass its folder",
         )
-    Checks(OP).flag("scales", scales)
+    checks.flag("scales", scales)
+    places = settings.get("device_map")
+    if isinstance(places, dict) and not places:
+        raise checks.error("device_map", must="name a device", got="{}", do="Leave it out")
+    if not isinstance(places, dict) and places not in _STRATEGIES:
+        checks.device_name("device_map", places)
     config = settings.pop("config", None)
     if config is not None and not hasattr(config, "model_type"):
         raise argument_error(
@@ -85,8 +93,11 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
             do="Pass AutoConfig.from_pretrained(path), or none",
             kind=TypeError,
         )
-    elsewhere = [name for name in _ELSEWHERE if settings.get(name)]
-    if elsewhere or settings.setdefault("use_safetensors", True) is False:
+    elsewhere = [name for name in _ELSEWHERE if settings.get(name) not in (None, "")]
+    if settings.get("use_safetensors") is None:
+        settings["use_safetensors"] = True
+    checks.flag("use_safetensors", settings["use_safetensors"])
+    if elsewhere or not settings["use_safetensors"]:
         name = (*elsewhere, "use_safetensors")[0]
         raise argument_error(
             OP,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import weakref
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.core.checks import Checks, checks_are_done
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, kind_of
 from dsv4_ops.core.torch_compat import (
     group_sends,
     has_function_modes,
@@ -110,8 +111,8 @@ def compile_step(
         ("cpu:gloo,cuda:nccl").
 
     Raises:
-        ValueError: the model is not patched, ``step`` or ``mode`` is unknown, or ``cache_file`` is
-            a folder or is in a folder that does not exist.
+        ValueError, TypeError: the model is not patched, ``step``, ``mode`` or a setting is unknown,
+            or ``cache_file`` is a folder or is in a folder that does not exist.
 
     Example:
         >>> import torch
@@ -130,7 +131,7 @@ def compile_step(
     spec = spec_of(op, model)
     checks = Checks(op)
     checks.one_of("mode", mode, "auto", "whole", "regional", belongs_to="the step is made of")
-    if step not in PARTS:
+    if not any(step is each for each in PARTS):
         raise argument_error(
             op,
             "step",
@@ -138,6 +139,15 @@ def compile_step(
             got=getattr(step, "__name__", step),
             do="Pass one of these",
         )
+    if on_part is not None and not callable(on_part):
+        raise checks.error(
+            "on_part",
+            must="be a function of a part's name, or None",
+            got=kind_of(on_part),
+            do="Pass print, say",
+            kind=TypeError,
+        )
+    _check_settings(op, settings)
     regional = mode == "regional" or (mode == "auto" and len(spec.kinds) > MOST_WHOLE)
     path = None if cache_file is None else checks.path("cache_file", cache_file)
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -149,6 +159,39 @@ def compile_step(
             do="Name a file in that folder" if path.is_dir() else "Make the folder",
         )
     return CompiledStep(model, step, regional, path, on_part, settings)
+
+
+def _check_settings(op: str, settings: dict[str, Any]) -> None:
+    """Raise if ``torch.compile`` lacks one of these settings, or a value is of another type."""
+    checks = Checks(op)
+    names = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    unknown = [name for name in settings if name not in names]
+    if unknown:
+        raise checks.error(
+            unknown[0],
+            must="be a setting of torch.compile",
+            got="an unknown name",
+            do=f"It takes {', '.join(names)}",
+            kind=TypeError,
+        )
+    for name in ("fullgraph", "dynamic"):
+        if settings.get(name) is not None or (name == "fullgraph" and name in settings):
+            checks.flag(name, settings[name])
+    checks.kind("options", settings.get("options"), dict, must="be a dict", do="Pass it, or None")
+    check_backend(op, "backend", settings.get("backend", "inductor"))
+
+
+def check_backend(op: str, name: str, backend: Any) -> None:
+    """Raise if ``torch.compile`` does not know a backend."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if not callable(backend) and not (isinstance(backend, str) and backend in known):
+        raise argument_error(
+            op,
+            name,
+            must=f"be a function, or a backend of torch, {', '.join(known)}",
+            got=repr(backend),
+            do="Pass inductor",
+        )
 
 
 class CompiledStep:
