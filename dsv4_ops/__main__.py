@@ -156,15 +156,19 @@ def _serve(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from dsv4_ops.cli import doctor
 
-    def show(name: str, section: doctor.Section) -> None:
+    def say(line: str) -> None:  # flushed: a pipe would hold it until the end
         if not options.json:
-            print(doctor.section_lines(name, section), flush=True)
+            print(line, flush=True)
+
+    def progress(line: str) -> None:
+        print(f"  {line} ...", file=sys.stderr if options.json else sys.stdout, flush=True)
 
     report = doctor.collect(
         steps=not options.quick,
         selftest=options.selftest,
-        progress=lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True),
-        on_section=show,
+        progress=progress,
+        on_begin=say,
+        on_section=lambda section: say(doctor.section_lines(section)),
     )
     print(json.dumps(report, indent=2, default=str) if options.json else doctor.verdict(report))
     return 0 if doctor.healthy(report) else 1

@@ -1,5 +1,6 @@
 """The command line: list, show, doctor."""
 
+import io
 import json
 import os
 import re
@@ -313,20 +314,32 @@ def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):
 
 
 def test_doctor_prints_what_it_knows_before_it_compiles(capsys, monkeypatch):
-    printed = []
+    """Through a pipe, which gets what is flushed; as JSON, on stderr."""
+    pipe, flushed = Pipe(), []
 
     def child(command):
-        printed.append(capsys.readouterr())
+        flushed.append(pipe.flushed)
         return 0, "8.5", ""
 
     monkeypatch.setattr(doctor, "_child", child)
     monkeypatch.setattr(probes, "distribution_version", lambda name: "5.24.0")
+    monkeypatch.setattr(sys, "stdout", pipe)
     main(["doctor"])
-    assert len(printed) == len(doctor.FAMILIES)
-    assert "\nversions\n" in printed[0].out
-    assert "DeepSeek-V4" not in printed[0].out
-    assert printed[0].err.startswith("doctor: compiling a decode step of DeepSeek-V4 and of")
-    assert re.search(r"^  DeepSeek-V3 +compiles, 8\.5 s$", capsys.readouterr().out, re.MULTILINE)
+    assert len(flushed) == len(doctor.FAMILIES)
+    said = "  compiling a decode step of DeepSeek-V4 and of DeepSeek-V3, in about half a minute"
+    assert f"\nsteps\n{said}" in flushed[0]
+    assert re.search(r"^  DeepSeek-V3 +compiles, 8\.5 s$", pipe.flushed, re.MULTILINE)
+    main(["doctor", "--json"])
+    assert capsys.readouterr().err.startswith(said)
+
+
+class Pipe(io.StringIO):
+    """A stdout whose reader gets what is flushed."""
+
+    flushed = ""
+
+    def flush(self):
+        self.flushed = self.getvalue()
 
 
 def test_doctor_names_the_folder_of_compiled_steps(monkeypatch, tmp_path):

@@ -38,7 +38,8 @@ def collect(
     steps: bool = True,
     selftest: bool = False,
     progress: Callable[[str], None] = lambda _: None,
-    on_section: Callable[[str, Section], None] = lambda _name, _section: None,
+    on_begin: Callable[[str], None] = lambda _name: None,
+    on_section: Callable[[Section], None] = lambda _section: None,
 ) -> dict[str, Any]:
     """Probe this machine.
 
@@ -48,7 +49,8 @@ def collect(
         selftest: Also compile an op in a fresh process and import the optional libraries.
             Takes seconds.
         progress: Receives a line before what takes seconds.
-        on_section: Receives the name of each section and the section, once it is complete.
+        on_begin: Receives the name of each section before its probe runs.
+        on_section: Receives each section, once it is complete.
 
     Returns:
         One entry per section; ``warnings`` about untested releases; and ``problems``, with their
@@ -70,8 +72,9 @@ def collect(
     }
     report: dict[str, Any] = {}
     for name, probe in probes.items():
+        on_begin(name)
         report[name] = _guarded(name, probe, problems)
-        on_section(name, report[name])
+        on_section(report[name])
     report["warnings"] = warnings
     report["problems"] = problems
     return report
@@ -94,11 +97,10 @@ def healthy(report: dict[str, Any]) -> bool:
     return not report["problems"]
 
 
-def section_lines(name: str, section: Section) -> str:
-    """Render a section of a report as text."""
+def section_lines(section: Section) -> str:
+    """Render a section of a report as text, without its name."""
     width = max((len(key) for key in section), default=0)
-    lines = (f"  {key:<{width}}  {_text(value)}" for key, value in section.items())
-    return "\n".join([name, *lines])
+    return "\n".join(f"  {key:<{width}}  {_text(value)}" for key, value in section.items())
 
 
 def verdict(report: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
 from dsv4_ops.core.torch_compat import SizeGuards
-from dsv4_ops.integrations.transformers import patch
+from dsv4_ops.integrations.transformers import PagedCache, StepBatch, compile_step, patch
 from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     PartsFile,
@@ -28,6 +28,7 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     state,
 )
 from dsv4_ops.integrations.transformers.modules.replacement import REPLACED, own_forward
+from dsv4_ops.integrations.transformers.steps import compiled as steps_compiled
 from dsv4_ops.testing.models import small_mla_model
 
 SETTINGS = {"fullgraph": True, "dynamic": False}
@@ -326,6 +327,29 @@ def test_a_damaged_part_is_not_loaded():
     assert loaded(bytes(damaged), globals()) is None
     assert loaded(content[:-1], globals()) is None
     assert loaded(content, globals()) is not None
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_the_log_names_the_file_of_a_part_that_is_not_loaded(kind, tmp_path, monkeypatch):
+    """Which the step's first part meets; a second process finds a file that is there."""
+    model = patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
+    cache = PagedCache.for_model(model, max_batch_size=1, max_cache_len=64)
+    row = cache.add("a", num_tokens=1)
+    batch = StepBatch(torch.tensor([7]), *(torch.tensor(v).int() for v in ([0, 1], [1], [row])))
+    monkeypatch.setenv("DSV4_OPS_CACHE", str(tmp_path / "parts"))
+    place = {} if kind == "folder" else {"cache_file": tmp_path / "parts"}
+    monkeypatch.setattr(PartsFolder if kind == "folder" else PartsFile, "find", lambda *_: b"{}\n")
+
+    def stop(*_):
+        raise StopIteration
+
+    monkeypatch.setattr(steps_compiled, "compiled", stop)
+    lines = []
+    monkeypatch.setattr(precompiled._log, "info", lambda text, *v: lines.append(text % v))
+    with pytest.raises(StopIteration):
+        compile_step(model, mode="regional", **place)(batch, cache)
+    (line,) = lines
+    assert str(tmp_path / "parts") in line.partition(" is not loaded: ")[0]
 
 
 def test_guards_of_sizes():

@@ -503,9 +503,9 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def loaded(kept: bytes, names: Mapping[str, Any]) -> Part | None:
-    """Load what ``compiled`` returned; None if it is damaged, or sources, versions or libraries
-    differ."""
+def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part | None:
+    """Load what ``compiled`` returned and ``place`` holds; None if it is damaged, or sources,
+    versions or libraries differ."""
     try:
         line, _, content = kept.partition(b"\n")
         header = json.loads(line)
@@ -527,7 +527,7 @@ def loaded(kept: bytes, names: Mapping[str, Any]) -> Part | None:
         made.disable_guard_check()
         return Part(made, SizeGuards(**header["sizes"]))
     except Exception as error:  # of any class: versions, libraries and files differ
-        _log.info("a part is not loaded: %s", error)
+        _log.info("%s is not loaded: %s", place, error)
         return None
 
 
@@ -614,6 +614,10 @@ class PartsFile:
         """Return the part that ``keep`` stored under this name, or None."""
         return self._parts.get(self._prefix + name)
 
+    def place(self, name: str) -> str:
+        """Return the file, and what a part is called in it."""
+        return f"{self._prefix}{name} in {self._path}"
+
     def keep(self, name: str, part: bytes) -> None:
         """Store a part; ``write`` puts it into the file."""
         self._parts[self._prefix + name] = part
@@ -662,6 +666,10 @@ class PartsFolder:
             return self._path(name).read_bytes()
         except OSError:
             return None
+
+    def place(self, name: str) -> str:
+        """Return the file of a part."""
+        return str(self._path(name))
 
     def keep(self, name: str, part: bytes) -> None:
         """Store a part, so that other processes see all of it or nothing."""

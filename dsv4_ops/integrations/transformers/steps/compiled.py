@@ -385,7 +385,8 @@ class CompiledStep:
             if part is None:
                 self._announce(name)
                 content = self._file.find(place)
-                part = None if content is None else loaded(content, globals())
+                if content is not None:
+                    part = loaded(content, globals(), self._file.place(place))
             if part is None and name not in plan.compiled:
                 # leave other variants of a name to Dynamo, which guards only what a trace reads
                 plan.compiled.add(name)
