@@ -113,6 +113,7 @@ from dsv4_ops.ops.mla import (
     mla_gather_codes as mla_gather_codes,
     mla_gather_kv as mla_gather_kv,
     mla_insert_kv as mla_insert_kv,
+    mla_sparse as mla_sparse,
     mla_v_up as mla_v_up,
     quantize_per_tensor as quantize_per_tensor,
     split_kv_b_proj as split_kv_b_proj,

@@ -169,7 +169,7 @@ class MergedStates(NamedTuple):
 
 
 class MlaAttention(NamedTuple):
-    """Attention output and log-sum-exp of ``mla_decode`` and ``mla_prefill``."""
+    """Attention output and log-sum-exp of MLA: of decodes, selected rows or prefills."""
 
     out: Tensor
     lse: Tensor

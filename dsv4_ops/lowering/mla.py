@@ -41,13 +41,41 @@ def _mla_decode(
         kv_lora_rank=kv_lora_rank,
         layout=layout,
     )
-    num_rows = block_table.shape[1] * block_size
-    if q.device.type == "cpu":
-        running = _attend_in_loop(call, running, num_rows)
-    elif not isinstance(num_rows, int) or num_rows > 0:
-        # a loop would synchronise on its condition and break CUDA graphs
-        running = reference.attend_to(call, running, 0, num_rows)
+    running = _attend(call, running, block_table.shape[1] * block_size)
     return reference.finish_decode(call, running, kv_scale)
+
+
+def _mla_sparse(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    *,
+    softmax_scale: float,
+    block_size: int,
+    kv_lora_rank: int,
+    layout: str,
+    num_splits: int,
+    batch_invariant: bool,
+    impl: str = "auto",
+) -> MlaAttention:
+    call, running = reference.start_sparse(
+        *(q, kv_cache, indices, lens),
+        softmax_scale=softmax_scale,
+        block_size=block_size,
+        kv_lora_rank=kv_lora_rank,
+        layout=layout,
+    )
+    return reference.finish_decode(call, _attend(call, running, indices.shape[1]), None)
+
+
+def _attend(call: reference.Decode, running: reference.Running, num_rows: int) -> reference.Running:
+    if call.q.device.type == "cpu":
+        return _attend_in_loop(call, running, num_rows)
+    if isinstance(num_rows, int) and num_rows == 0:
+        return running
+    # a loop would synchronise on its condition and break CUDA graphs
+    return reference.attend_to(call, running, 0, num_rows)
 
 
 def _attend_in_loop(
@@ -78,3 +106,4 @@ def _attend_in_loop(
 
 
 mla_decode = Choices(_mla_decode)
+mla_sparse = Choices(_mla_sparse)

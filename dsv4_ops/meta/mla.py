@@ -47,3 +47,6 @@ def mla_decode(q: Tensor, kv_lora_rank: int) -> MlaAttention:
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     out = q.new_empty((*q.shape[:2], kv_lora_rank), dtype=dtype)
     return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
+
+
+mla_sparse = mla_decode

@@ -236,7 +236,8 @@ PROVIDERS = ("triton", "deep_gemm", "reference")
 _indexer_quantize_q = define_op(
     "indexer",
     "indexer_quantize_q(Tensor q, Tensor weights, Tensor positions, "
-    "Tensor cos_sin_cache, *, float softmax_scale) -> (Tensor, Tensor)",
+    "Tensor cos_sin_cache, *, float softmax_scale, bool rope_first=False, "
+    "bool interleaved=True) -> (Tensor, Tensor)",
     lowering=KERNEL_ON_CUDA,
     dynamic=("num_tokens", "num_positions"),
     source="vLLM 0.33, rotation and FP8 quantisation of its indexer's queries",
@@ -269,6 +270,8 @@ def indexer_quantize_q(
     cos_sin_cache: Tensor,
     *,
     softmax_scale: float | None = None,
+    rope_first: bool = False,
+    interleaved: bool = True,
 ) -> IndexerQuery:
     """Rotate the indexer's queries and quantise them to FP8.
 
@@ -282,6 +285,9 @@ def indexer_quantize_q(
         cos_sin_cache: From ``rope_cos_sin_cache``, of the layers with a compressor, [num_positions,
             rope_dim], float32; rope_dim is even and at most 128.
         softmax_scale: Factor of all weights, a number above 0; None for 128^-0.5 * num_heads^-0.5.
+        rope_first: Whether the first rope_dim values are rotated, as in DeepSeek-V3.2 and GLM-5,
+            and not the last.
+        interleaved: Which values form pairs, as for ``apply_rope``; False for DeepSeek-V3.2.
 
     Returns:
         ``IndexerQuery(q, weights)``, dense. q: float8_e4m3fn [num_tokens, num_heads, 128]: rotated
@@ -315,9 +321,11 @@ def indexer_quantize_q(
     check_unquantized(checks, q, weights)
     checks.rotation(positions, cos_sin_cache)
     checks.even("cos_sin_cache", cos_sin_cache, "dim", DIM)
-    softmax_scale = checked_scale(checks, q, softmax_scale)
-    query = _indexer_quantize_q(q, weights, positions, cos_sin_cache, softmax_scale=softmax_scale)
-    return IndexerQuery(*query)
+    settings: dict[str, Any] = {"rope_first": rope_first, "interleaved": interleaved}
+    for name, value in settings.items():
+        checks.flag(name, value)
+    settings["softmax_scale"] = checked_scale(checks, q, softmax_scale)
+    return IndexerQuery(*_indexer_quantize_q(q, weights, positions, cos_sin_cache, **settings))
 
 
 def check_unquantized(

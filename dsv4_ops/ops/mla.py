@@ -1,6 +1,6 @@
-"""Dense multi-head latent attention: cache rows, weight absorption, paged decode.
+"""Multi-head latent attention: cache rows, weight absorption, attention to all or selected rows.
 
-Serves DeepSeek-V2, V3 and R1, and Kimi-K2.
+Serves DeepSeek-V2, V3, V3.2 and R1, Kimi-K2, and GLM-5.
 """
 
 from __future__ import annotations
@@ -626,6 +626,34 @@ def _dequantized(checks: Checks, weight: Tensor, scale: Tensor | None) -> Tensor
     return values * scale
 
 
+def _check_attention(
+    checks: Checks,
+    tensors: dict[str, Any],
+    softmax_scale: float,
+    impl: str,
+    arguments: dict[str, Any],
+) -> None:
+    """Check the queries, the cache and the settings of attention to latent rows."""
+    q, kv_cache, layout = tensors["q"], tensors["kv_cache"], arguments["layout"]
+    codes = (torch.float8_e4m3fn,) if layout == MlaFp8Layout.tag else ()
+    checks.floats("q", q, *FLOATS, *codes, do="Pass the result of mla_absorb_q")
+    checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
+    width = int(q.shape[2])  # configuration: a constant in compiled code
+    kv_lora_rank = arguments["kv_lora_rank"]
+    checks.at_least(1, kv_lora_rank=kv_lora_rank)
+    checks.at_most("kv_lora_rank", kv_lora_rank, "the width of q", width)
+    if layout == MlaDsFp8Layout.tag:
+        checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", MlaDsFp8Layout.width)
+        rank = MlaDsFp8Layout.kv_lora_rank
+        checks.equal("kv_lora_rank", kv_lora_rank, rank, f"layout {layout!r}")
+    check_splits(checks, arguments["num_splits"], arguments["batch_invariant"])
+    checks.above(0, softmax_scale=softmax_scale)
+    check_cache(checks, kv_cache, arguments["block_size"], layout, width)
+    check_impl(checks.op, PROVIDERS, impl, q.device, {**tensors, **arguments})
+    if layout == PlainLayout.tag:
+        checks.tensor("kv_cache", kv_cache, q.dtype, "num_blocks", "block_size", "width")
+
+
 _mla_decode = define_op(
     "mla",
     "mla_decode(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor req_indices, "
@@ -733,27 +761,12 @@ def mla_decode(
         >>> round(out.item(), 4), round(lse.exp().item(), 4)  # (1 * 1 + 3 * 5) / 4
         (4.0, 4.0)
     """
-    checks = Checks("mla_decode")
-    checks.one_of("layout", layout, *MLA_LAYOUTS)
-    codes = (torch.float8_e4m3fn,) if layout == MlaFp8Layout.tag else ()
-    checks.floats("q", q, *FLOATS, *codes, do="Pass the result of mla_absorb_q")
-    checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
-    width = int(q.shape[2])  # configuration: a constant in compiled code
-    checks.at_least(1, kv_lora_rank=kv_lora_rank)
-    checks.at_most("kv_lora_rank", kv_lora_rank, "the width of q", width)
-    if layout == MlaDsFp8Layout.tag:
-        checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", MlaDsFp8Layout.width)
-        rank = MlaDsFp8Layout.kv_lora_rank
-        checks.equal("kv_lora_rank", kv_lora_rank, rank, f"layout {layout!r}")
-    check_splits(checks, num_splits, batch_invariant)
     arguments: dict[str, Any] = {"block_size": block_size, "kv_lora_rank": kv_lora_rank}
     arguments |= {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
-    checks.above(0, softmax_scale=softmax_scale)
-    check_cache(checks, kv_cache, block_size, layout, width)
+    checks = Checks("mla_decode")
+    checks.one_of("layout", layout, *MLA_LAYOUTS)
     tensors = {"q": q, "kv_cache": kv_cache, "plan": plan}
-    check_impl(checks.op, PROVIDERS, impl, q.device, {**tensors, **arguments})
-    if layout == PlainLayout.tag:
-        checks.tensor("kv_cache", kv_cache, q.dtype, "num_blocks", "block_size", "width")
+    _check_attention(checks, tensors, softmax_scale, impl, arguments)
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
@@ -769,3 +782,107 @@ def mla_decode(
     rows = (q, kv_cache, seq_lens, req_indices, block_table, query_start_loc)
     settings = {"softmax_scale": softmax_scale, "impl": impl, **arguments}
     return MlaAttention(*_mla_decode(*rows, plan, q_scale, kv_scale, **settings))
+
+
+SPARSE_LAYOUTS = (PlainLayout.tag, MlaDsFp8Layout.tag)
+"""Layouts whose rows ``mla_sparse`` reads."""
+
+_mla_sparse = define_op(
+    "mla",
+    "mla_sparse(Tensor q, Tensor kv_cache, Tensor indices, Tensor lens, *, float softmax_scale, "
+    "int block_size, int kv_lora_rank, str layout, int num_splits, bool batch_invariant, "
+    'str impl="auto") -> (Tensor out, Tensor lse)',
+    lowering={"cpu": "decompose", "cuda": "choices"},
+    dynamic=("num_tokens", "num_blocks", "topk"),
+    source="DeepSeek-V3.2's sparse attention; FlashMLA's sparse decode and prefill of 576 values",
+    providers=PROVIDERS,
+    hopper_call="_hopper_mla_decode",
+)
+
+
+def mla_sparse(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    *,
+    softmax_scale: float,
+    block_size: int,
+    kv_lora_rank: int = 512,
+    layout: str = PlainLayout.tag,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    impl: str = "auto",
+) -> MlaAttention:
+    """Attend with absorbed queries to selected latent rows of a paged cache.
+
+    This is ``mla_decode`` over the rows that an indexer selected, for decodes and prefills: every
+    token has its own list. Lists hold slots, so that no block table is read, and the layers that
+    share a selection share the list.
+
+    Args:
+        q: Queries from ``mla_absorb_q``, [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim],
+            bfloat16, float16 or float32, any strides.
+        kv_cache: Paged rows from ``mla_insert_kv``. "plain": [num_blocks, block_size, width] of the
+            dtype of q. "mla_ds_fp8": [num_blocks, block_size, 656], uint8. Blocks may have gaps
+            between them; FP8 blocks start at multiples of 16 bytes.
+        indices: Slots of the selected rows, block * block_size + row, [num_tokens, topk], int32,
+            any strides, as ``indexer_select`` with ``slots`` gives them for an indexer cache with
+            the blocks of this one. Slots that do not exist, -1 among them, are skipped; a slot that
+            is listed twice counts twice.
+        lens: Number of leading entries of ``indices`` that count, [num_tokens], int32: none for 0
+            or less, ``topk`` for more, so that the length of a token's context will do.
+        softmax_scale: Scale of q . row. Above 0.
+        block_size: Rows per block. At least 1.
+        kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
+        layout: Tag of the cache's layout, "plain" or "mla_ds_fp8".
+        num_splits: Splits of the rows of a token; 0 lets the batch decide. At least 0.
+        batch_invariant: With num_splits 0, split by topk alone: a token's result has the same bits
+            regardless of the other tokens in the batch.
+        impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition).
+            "auto" runs our kernels on CUDA and the reference elsewhere.
+
+    Returns:
+        out: [num_tokens, num_heads, kv_lora_rank], the dtype of q; 0 without any row, so for
+            padding.
+        lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf
+            without any row.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of the layout, a number out of range,
+            or several devices.
+        TypeError: a dtype other than the ones above.
+        NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads and
+            rows of 576 bfloat16 queries.
+        ImportError, RuntimeError: ``impl`` is not available here; the message says why.
+
+    Compile: as ``mla_decode``; dynamic in num_tokens, topk and the blocks of the cache; CUDA graphs
+        and export: yes.
+
+    Source: DeepSeek-V3.2's attention; FlashMLA's ``flash_mla_with_kvcache`` with ``indices``, and
+        ``flash_mla_sparse_fwd``.
+
+    Example:
+        >>> import math, torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import PlainLayout
+        >>> kv_cache = PlainLayout(block_size=2, width=2, dtype=torch.float32).allocate(2)
+        >>> kv_cache[1] = torch.tensor([[1.0, 0.0], [5.0, 1.0]])
+        >>> q = torch.tensor([[[0.0, math.log(3)]]])
+        >>> out, lse = dsv4_ops.mla_sparse(
+        ...     q, kv_cache, torch.tensor([[2, -1, 3]]).int(), torch.tensor([9]).int(),
+        ...     softmax_scale=1.0, block_size=2, kv_lora_rank=1,
+        ... )
+        >>> round(out.item(), 4), round(lse.exp().item(), 4)  # (1 * 1 + 3 * 5) / 4
+        (4.0, 4.0)
+    """
+    arguments: dict[str, Any] = {"block_size": block_size, "kv_lora_rank": kv_lora_rank}
+    arguments |= {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
+    checks = Checks("mla_sparse")
+    checks.one_of("layout", layout, *SPARSE_LAYOUTS)
+    _check_attention(checks, {"q": q, "kv_cache": kv_cache}, softmax_scale, impl, arguments)
+    checks.tensor("indices", indices, torch.int32, "num_tokens", "topk")
+    checks.tensor("lens", lens, torch.int32, "num_tokens")
+    settings = {"softmax_scale": softmax_scale, "impl": impl, **arguments}
+    return MlaAttention(*_mla_sparse(q, kv_cache, indices, lens, **settings))

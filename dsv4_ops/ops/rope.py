@@ -80,16 +80,23 @@ def rope_cos_sin_cache(
 
 _apply_rope = define_op(
     "rope",
-    "apply_rope(Tensor x, Tensor positions, Tensor cos_sin_cache, *, bool inverse) -> Tensor",
+    "apply_rope(Tensor x, Tensor positions, Tensor cos_sin_cache, *, bool inverse, "
+    "bool rope_first=False, bool interleaved=True) -> Tensor",
     dynamic=(*_DIMENSIONS, "num_heads"),
-    source="DeepSeek-V4 rotary embedding, interleaved pairs",
+    source="DeepSeek's rotary embeddings of a part of a row",
 )
 
 
 def apply_rope(
-    x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False
+    x: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    inverse: bool = False,
+    rope_first: bool = False,
+    interleaved: bool = True,
 ) -> Tensor:
-    """Rotate the end of every row by the angles of its token's position, or back.
+    """Rotate a part of every row by the angles of its token's position, or back.
 
     Args:
         x: Rows, [num_tokens, dim] or [num_tokens, num_heads, dim], bfloat16 or float32, any
@@ -99,11 +106,14 @@ def apply_rope(
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most dim.
         inverse: Rotate by the negative angles.
+        rope_first: Whether the first rope_dim values of a row are rotated, as in the indexers of
+            DeepSeek-V3.2 and GLM-5, and not the last.
+        interleaved: Whether values 2 i and 2 i + 1 of these form pair i; otherwise values i and i +
+            rope_dim / 2, as in DeepSeek-V3.2's indexer.
 
     Returns:
-        A tensor like ``x``, dense. Each pair (2 i, 2 i + 1) of its last rope_dim values is rotated
-        by angle i, in float32, with every product rounded before the sum and one cast at the end.
-        Other values are copied.
+        A tensor like ``x``, dense. Each pair is rotated by angle i, in float32, with every product
+        rounded before the sum and one cast at the end. Other values are copied.
 
     Mutates: nothing.
 
@@ -115,7 +125,8 @@ def apply_rope(
         product and the sum, within float32 rounding; dynamic in num_tokens, num_heads and
         num_positions; CUDA graphs and export: yes.
 
-    Source: DeepSeek-V4's rotary embedding; cosines and sines are not rounded to bfloat16.
+    Source: the rotary embeddings of DeepSeek-V4 and of DeepSeek-V3.2's indexer; cosines and sines
+        are not rounded to bfloat16.
 
     Example:
         >>> import torch, dsv4_ops
@@ -124,15 +135,21 @@ def apply_rope(
         >>> dsv4_ops.apply_rope(x, torch.tensor([0, 1]), cos_sin_cache)
         tensor([[ 5.,  1.,  2.],
                 [ 5., -2.,  1.]])
+        >>> dsv4_ops.apply_rope(x, torch.tensor([0, 1]), cos_sin_cache, rope_first=True)
+        tensor([[ 5.,  1.,  2.],
+                [-1.,  5.,  2.]])
     """
     checks = Checks("apply_rope")
-    checks.flag("inverse", inverse)
+    settings: dict[str, Any] = {"inverse": inverse, "rope_first": rope_first}
+    settings |= {"interleaved": interleaved}
+    for name, value in settings.items():
+        checks.flag(name, value)
     checks.floats("x", x, torch.bfloat16, torch.float32)
     heads = ("num_heads",) if x.dim() == 3 else ()
     checks.tensor("x", x, x.dtype, "num_tokens", *heads, "dim")
     checks.rotation(positions, cos_sin_cache, "rope_dim")
     checks.even("cos_sin_cache", cos_sin_cache, "dim", x.shape[-1])
-    return _apply_rope(x, positions, cos_sin_cache, inverse=inverse)
+    return _apply_rope(x, positions, cos_sin_cache, **settings)
 
 
 _inverse_rope_group = define_op(

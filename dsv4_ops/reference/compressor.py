@@ -13,7 +13,7 @@ from dsv4_ops.reference.common import masked_index, materialized, runs_on_cpu, t
 from dsv4_ops.reference.indexer import quantize_and_insert_indexer_k
 from dsv4_ops.reference.kv_cache import insert_k_cache, quantize_and_insert_k_cache
 from dsv4_ops.reference.pages import Columns, insert_rows, locate
-from dsv4_ops.reference.rotation import rotate_tail
+from dsv4_ops.reference.rotation import rotate_values
 
 
 def save_compressor_states(
@@ -152,7 +152,7 @@ def compress_and_insert(
     rows = _weighted_sum(*_window(*sources, ends, *sizes))
     rows = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * norm_weight
     first = torch.where(ends.finishes, ends.positions, 0) // compress_ratio * compress_ratio
-    rows = rotate_tail(rows, first, cos_sin_cache)
+    rows = rotate_values(rows, first, cos_sin_cache)
     slots = torch.where(ends.finishes, ends.slot_mapping, ABSENT)
     if layout == PlainLayout.tag:
         insert_k_cache(rows.to(k_cache.dtype), k_cache, slots)

@@ -22,7 +22,7 @@ from dsv4_ops.reference.quantization import (
     scale_values,
     to_bytes,
 )
-from dsv4_ops.reference.rotation import rotate_tail
+from dsv4_ops.reference.rotation import rotate_values
 
 
 def quantize_and_insert_indexer_k(
@@ -83,9 +83,22 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
 
 
 def indexer_quantize_q(
-    q: Tensor, weights: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, softmax_scale: float
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    softmax_scale: float,
+    rope_first: bool = False,
+    interleaved: bool = True,
 ) -> IndexerQuery:
-    rotated = rotate_tail(q.to(torch.float32), positions, cos_sin_cache).to(q.dtype)
+    rotated = rotate_values(
+        q.to(torch.float32),
+        positions,
+        cos_sin_cache,
+        rope_first=rope_first,
+        interleaved=interleaved,
+    ).to(q.dtype)
     codes, scale = quantize(bf16_bits(rotated), IndexerLayout.head_dim)
     scaled = weights.to(torch.float32) * scale_values(scale).squeeze(-1) * softmax_scale
     return IndexerQuery(dense(codes).view(torch.float8_e4m3fn), dense(scaled))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from dsv4_ops.core.ints import single
 from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout, MlaFp8Layout, PlainLayout
-from dsv4_ops.core.types import MlaAttention, PerTensor
-from dsv4_ops.reference.common import dense, materialized
+from dsv4_ops.core.types import ABSENT, MlaAttention, PerTensor
+from dsv4_ops.reference.common import dense, materialized, table_entries
 from dsv4_ops.reference.kv_cache import insert_k_cache
 from dsv4_ops.reference.pages import locate, words
 from dsv4_ops.reference.quantization import bf16_bits, from_bytes, to_bytes
@@ -170,19 +170,20 @@ KEYS_AT_A_TIME = 128
 
 
 class Decode(NamedTuple):
-    """The arguments of a call of ``mla_decode`` that every chunk of its keys needs.
+    """The arguments of ``mla_decode`` or ``mla_sparse`` that every chunk of the keys needs.
 
     Args:
         q: Queries, float32.
         seq_lens: Number of keys of every token.
-        req_indices: Request of every token.
-        block_table: Blocks of every request.
+        req_indices: Row of ``block_table`` of every token.
+        block_table: Blocks of every request; or, with ``listed``, the slots of every token.
         kv_cache: The cache.
         scale: Scale of q . row.
         kv_lora_rank: Leading values of a row that form the value.
         block_size: Rows per block.
         layout: Tag of the cache's layout.
         rounded: Dtype to which P is rounded.
+        listed: Whether ``block_table`` lists slots.
     """
 
     q: Tensor
@@ -195,6 +196,7 @@ class Decode(NamedTuple):
     block_size: int
     layout: str
     rounded: torch.dtype
+    listed: bool
 
 
 class Running(NamedTuple):
@@ -203,6 +205,11 @@ class Running(NamedTuple):
     row_max: Tensor
     row_sum: Tensor
     total: Tensor
+
+
+def locate_slots(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return block and row in the block of ``slots``; block -1 below slot 0."""
+    return torch.where(slots >= 0, slots // block_size, ABSENT), slots % block_size
 
 
 def stored_rows(kv_cache: Tensor, pages: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,9 +247,11 @@ def attend_to(call: Decode, running: Running, start: Tensor | int, num_keys: int
     """Update ``running`` with the keys at positions ``start`` .. ``start + num_keys - 1``."""
     position = start + torch.arange(num_keys, device=call.q.device)
     in_length = position < call.seq_lens[:, None]
-    pages, rows = locate(
-        call.block_table, call.req_indices[:, None], position, in_length, call.block_size
-    )
+    entries = (call.block_table, call.req_indices[:, None], position, in_length)
+    if call.listed:
+        pages, rows = locate_slots(table_entries(*entries), call.block_size)
+    else:
+        pages, rows = locate(*entries, call.block_size)
     stored, exists = stored_rows(call.kv_cache, pages, rows)
     keys = values_of(stored, call.kv_cache.dtype, call.layout)
     logits = torch.matmul(call.q, keys.mT) * call.scale
@@ -260,6 +269,13 @@ def attend_to(call: Decode, running: Running, start: Tensor | int, num_keys: int
     )
 
 
+def attend_in_chunks(call: Decode, running: Running, num_rows: int) -> Running:
+    """Update ``running`` with all keys, so that memory does not depend on their number."""
+    for start in range(0, num_rows, KEYS_AT_A_TIME):
+        running = attend_to(call, running, start, min(KEYS_AT_A_TIME, num_rows - start))
+    return running
+
+
 def start_decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -272,6 +288,7 @@ def start_decode(
     block_size: int,
     kv_lora_rank: int,
     layout: str,
+    listed: bool = False,
 ) -> tuple[Decode, Running]:
     """Return the call, and its state before the first key."""
     scale = torch.full((1,), softmax_scale, dtype=torch.float32, device=q.device)
@@ -279,7 +296,7 @@ def start_decode(
         scale = scale if each is None else scale * single(each)
     rounded = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     tensors = (q.to(torch.float32), seq_lens, req_indices, block_table, kv_cache, scale)
-    call = Decode(*tensors, kv_lora_rank, block_size, layout, rounded)
+    call = Decode(*tensors, kv_lora_rank, block_size, layout, rounded, listed)
     row_sum = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
     total = torch.zeros((*q.shape[:2], kv_lora_rank), dtype=torch.float32, device=q.device)
     return call, Running(torch.full_like(row_sum, -torch.inf), row_sum, total)
@@ -327,7 +344,39 @@ def mla_decode(
         kv_lora_rank=kv_lora_rank,
         layout=layout,
     )
-    num_rows = block_table.shape[1] * block_size
-    for start in range(0, num_rows, KEYS_AT_A_TIME):
-        running = attend_to(call, running, start, min(KEYS_AT_A_TIME, num_rows - start))
+    running = attend_in_chunks(call, running, block_table.shape[1] * block_size)
     return finish_decode(call, running, kv_scale)
+
+
+def start_sparse(
+    q: Tensor, kv_cache: Tensor, indices: Tensor, lens: Tensor, **settings: Any
+) -> tuple[Decode, Running]:
+    """Return a call of ``mla_sparse``, and its state before the first key."""
+    token = torch.arange(q.shape[0], device=q.device)
+    rows = (kv_cache, lens, token, indices)
+    return start_decode(q, *rows, (), listed=True, **settings)
+
+
+def mla_sparse(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    *,
+    softmax_scale: float,
+    block_size: int,
+    kv_lora_rank: int,
+    layout: str,
+    num_splits: int,
+    batch_invariant: bool,
+    impl: str = "auto",
+) -> MlaAttention:
+    """Round as ``mla_decode``."""
+    call, running = start_sparse(
+        *(q, kv_cache, indices, lens),
+        softmax_scale=softmax_scale,
+        block_size=block_size,
+        kv_lora_rank=kv_lora_rank,
+        layout=layout,
+    )
+    return finish_decode(call, attend_in_chunks(call, running, indices.shape[1]), None)

@@ -18,7 +18,7 @@ from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.reference.common import dense
 from dsv4_ops.reference.kv_cache import insert_bits, insert_k_cache
 from dsv4_ops.reference.quantization import bf16_bits, from_bytes, quantize, scale_values
-from dsv4_ops.reference.rotation import rotate_tail
+from dsv4_ops.reference.rotation import rotate_values
 
 
 def rope_cos_sin_cache(
@@ -39,8 +39,23 @@ def rope_cos_sin_cache(
     return torch.cat([angles.cos().to(torch.float32), angles.sin().to(torch.float32)], 1).to(device)
 
 
-def apply_rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool) -> Tensor:
-    rotated = rotate_tail(x.to(torch.float32), positions, cos_sin_cache, inverse=inverse)
+def apply_rope(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    inverse: bool,
+    rope_first: bool = False,
+    interleaved: bool = True,
+) -> Tensor:
+    rotated = rotate_values(
+        x.to(torch.float32),
+        positions,
+        cos_sin_cache,
+        inverse=inverse,
+        rope_first=rope_first,
+        interleaved=interleaved,
+    )
     return dense(rotated.to(x.dtype))
 
 
@@ -48,7 +63,7 @@ def inverse_rope_group(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int
 ) -> Tensor:
     num_tokens, num_heads, dim = o.shape
-    rotated = rotate_tail(o.to(torch.float32), positions, cos_sin_cache, inverse=True).to(o.dtype)
+    rotated = rotate_values(o.to(torch.float32), positions, cos_sin_cache, inverse=True).to(o.dtype)
     # not dense, whose copy would be a separate kernel before the view
     return rotated.contiguous().view(num_tokens, num_groups, num_heads // num_groups * dim)
 
@@ -79,7 +94,7 @@ def _normed(q: Tensor, eps: float) -> Tensor:
 def _rotated_bits(kv: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     """Return the bf16 patterns, int32, of rotated keys; unrotated values keep their bits."""
     first = kv.shape[1] - cos_sin_cache.shape[1]
-    rope = rotate_tail(kv[:, first:].to(torch.float32), positions, cos_sin_cache)
+    rope = rotate_values(kv[:, first:].to(torch.float32), positions, cos_sin_cache)
     rope_bits = torch.where(rope.isnan(), NAN_BITS, bf16_bits(rope.to(torch.bfloat16)))
     return torch.cat([bf16_bits(kv[:, :first]), rope_bits], 1)
 
@@ -96,7 +111,7 @@ def qnorm_rope_kv_insert(
     block_size: int,
     layout: str,
 ) -> Tensor:
-    rotated = rotate_tail(_normed(q, eps), positions, cos_sin_cache)
+    rotated = rotate_values(_normed(q, eps), positions, cos_sin_cache)
     num_slots = slot_mapping.shape[0]
     bits = _rotated_bits(kv[:num_slots], positions[:num_slots], cos_sin_cache)
     if layout == MainLayout.tag:

@@ -1,5 +1,4 @@
-"""Rotary embedding of interleaved pairs; like the kernels it rounds every product before the
-sum."""
+"""Rotary embedding; like the kernels it rounds every product before the sum."""
 
 from __future__ import annotations
 
@@ -21,22 +20,34 @@ def angles(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return cos, masked_index(cos_sin_cache, in_table, [row, column + half], 0)
 
 
-def rotate_tail(
-    values: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False
+def rotate_values(
+    values: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    inverse: bool = False,
+    rope_first: bool = False,
+    interleaved: bool = True,
 ) -> Tensor:
-    """Rotate, or rotate back, the trailing rope_dim of fp32 ``values`` [num_tokens, ..., dim].
+    """Rotate, or rotate back, rope_dim of fp32 ``values`` [num_tokens, ..., dim]: the trailing ones
+    or, with ``rope_first``, the leading ones.
 
     Rows whose position is not in the table stay unchanged. There are no strided halves and no
     concatenation, so that it compiles to one loop. The sign of a pair's second product is in the
     sine, which changes no bit.
     """
     dim, half = values.shape[-1], cos_sin_cache.shape[1] // 2
-    first = dim - 2 * half
+    first = 0 if rope_first else dim - 2 * half
+    behind = dim - 2 * half - first
     rows = (values.shape[0], *[1] * (values.dim() - 2))
     in_table = ((positions >= 0) & (positions < cos_sin_cache.shape[0])).reshape(*rows, 1)
-    cos, sin = (angle.reshape(*rows, half, 1) for angle in angles(cos_sin_cache, positions))
+    pair, shape = ((half, 1), (half, 2)) if interleaved else ((1, half), (2, half))
+    axis = -1 if interleaved else -2
+    cos, sin = (angle.reshape(*rows, *pair) for angle in angles(cos_sin_cache, positions))
     sign = torch.arange(2, device=values.device) * 2 - 1
-    pairs = values[..., first:].unflatten(-1, (half, 2))
-    rotated = pairs * cos + pairs.flip(-1) * (sin * (-sign if inverse else sign))
+    sign = sign if interleaved else sign[:, None]
+    pairs = values[..., first : dim - behind].unflatten(-1, shape)
+    rotated = pairs * cos + pairs.flip(axis) * (sin * (-sign if inverse else sign))
     column = torch.arange(dim, device=values.device)
-    return torch.where(in_table & (column >= first), pad(rotated.flatten(-2), (first, 0)), values)
+    is_rotated = in_table & (column < 2 * half if rope_first else column >= first)
+    return torch.where(is_rotated, pad(rotated.flatten(-2), (first, behind)), values)

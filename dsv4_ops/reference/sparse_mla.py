@@ -27,7 +27,7 @@ from dsv4_ops.reference.batch import token_map
 from dsv4_ops.reference.common import masked_rows, take, valid_tokens, visible_rows
 from dsv4_ops.reference.kv_cache import row_bits
 from dsv4_ops.reference.pages import locate, words
-from dsv4_ops.reference.rotation import rotate_tail
+from dsv4_ops.reference.rotation import rotate_values
 
 
 def sparse_mla_plan(
@@ -284,7 +284,7 @@ def apply_inverse_rope(
     if positions is None or cos_sin_cache is None:
         return attended
     out, lse = attended
-    rotated = rotate_tail(out.to(torch.float32), positions, cos_sin_cache, inverse=True)
+    rotated = rotate_values(out.to(torch.float32), positions, cos_sin_cache, inverse=True)
     return SparseMla(rotated.to(out.dtype), lse)
 
 

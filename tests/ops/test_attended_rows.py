@@ -13,7 +13,7 @@ from tests.support.sampled import for_each_call, sampled
 
 ATTENTION = (
     *("sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"),
-    *("sparse_mla_prefill", "mla_decode"),
+    *("sparse_mla_prefill", "mla_decode", "mla_sparse"),
 )
 
 

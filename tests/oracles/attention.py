@@ -86,6 +86,11 @@ def mla_decode(given: dict[str, Any], token: int) -> Iterator[Place]:
     return walked("kv_cache", given, "block_table", request, rows, given["block_size"])
 
 
+def mla_sparse(given: dict[str, Any], token: int) -> Iterator[Place]:
+    lists = given["indices"][token], given["lens"][token]
+    return listed("kv_cache", given, *lists, given["block_size"])
+
+
 def row_values(given: dict[str, Any], place: Place) -> list[float]:
     name, page, row = place
     block, layout = given[name][page], given.get("layout", "plain")

@@ -30,15 +30,19 @@ def nearest_bf16(value: float) -> int:
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
-def rotated(row: list[float], angles: Sequence[float]) -> list[float]:
-    """The end of a row, in pairs, every product and every sum rounded to float32."""
+def rotated(
+    row: list[float], angles: Sequence[float], rope_first: bool = False, interleaved: bool = True
+) -> list[float]:
+    """The end or the start of a row, in pairs, every product and every sum rounded to float32."""
     half = len(angles) // 2
-    first = len(row) - 2 * half
+    first = 0 if rope_first else len(row) - 2 * half
     for pair in range(half):
         cos, sin = angles[pair], angles[half + pair]
-        even, odd = row[first + 2 * pair], row[first + 2 * pair + 1]
-        row[first + 2 * pair] = single(single(even * cos) - single(odd * sin))
-        row[first + 2 * pair + 1] = single(single(odd * cos) + single(even * sin))
+        left = first + (2 * pair if interleaved else pair)
+        right = left + (1 if interleaved else half)
+        even, odd = row[left], row[right]
+        row[left] = single(single(even * cos) - single(odd * sin))
+        row[right] = single(single(odd * cos) + single(even * sin))
     return row
 
 
@@ -50,6 +54,7 @@ def indexer_quantize_q(
     *,
     softmax_scale: float,
     bf16_weights: bool,
+    **places: bool,
 ) -> tuple[list[list[list[int]]], list[list[int]]]:
     codes, scaled = [], []
     for heads, row, position in zip(q, weights, positions, strict=True):
@@ -58,7 +63,7 @@ def indexer_quantize_q(
         codes.append([])
         scaled.append([])
         for head, weight in zip(heads, row, strict=True):
-            values = rotated([value_of(bits << 16) for bits in head], angles)
+            values = rotated([value_of(bits << 16) for bits in head], angles, **places)
             byte, values = quantize([nearest_bf16(value) for value in values])
             number = value_of(weight << 16 if bf16_weights else weight)
             codes[-1].append(values)

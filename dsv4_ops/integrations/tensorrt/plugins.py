@@ -256,6 +256,7 @@ def _dtype(x: Any) -> torch.dtype:
 def _takes_rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, **settings: Any) -> bool:
     dim, rope = x.shape[-1], cos_sin_cache.shape[-1]
     fixed = isinstance(dim, int) and isinstance(rope, int) and dim & (dim - 1) == 0
+    fixed = fixed and not settings.get("rope_first") and settings.get("interleaved", True)
     return fixed and x.dtype in (torch.bfloat16, torch.float32)
 
 

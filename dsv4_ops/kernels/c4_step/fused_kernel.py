@@ -94,5 +94,5 @@ def insert_c4_step_kernel(
         quantize_queries(
             program - (programs + indexer_programs + row_programs), queries, head_weights,
             (positions, position_stride), rope, out,
-            SOFTMAX_SCALE, ROPE, INDEXER_DIM, INDEXER_HEADS,
+            SOFTMAX_SCALE, (ROPE, False, True), INDEXER_DIM, INDEXER_HEADS,
         )  # fmt: skip

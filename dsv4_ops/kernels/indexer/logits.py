@@ -53,6 +53,8 @@ def indexer_quantize_q(
     cos_sin_cache: torch.Tensor,
     *,
     softmax_scale: float,
+    rope_first: bool = False,
+    interleaved: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_heads = q.shape[0], q.shape[1]
     codes = q.new_empty(q.shape, dtype=torch.uint8)
@@ -62,7 +64,8 @@ def indexer_quantize_q(
         launch(quantize_query_kernel)[num_tokens * tiles,](
             *strided(q), num_heads, *strided(weights, positions), *angles(cos_sin_cache),
             codes, scaled,
-            SOFTMAX_SCALE=float(softmax_scale), ROPE_DIM=int(cos_sin_cache.shape[1]), DIM=DIM,
+            SOFTMAX_SCALE=float(softmax_scale),
+            ROPE=(int(cos_sin_cache.shape[1]), rope_first, interleaved), DIM=DIM,
             HEADS=QUANTIZED_HEADS, num_warps=WARPS,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scaled

@@ -11,7 +11,7 @@ from dsv4_ops.kernels.common.sizes import SIZES
 @triton.jit
 def quantize_queries(
     program, q, weights, positions, angles, out,
-    SOFTMAX_SCALE: tl.constexpr, ROPE_DIM: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+    SOFTMAX_SCALE: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Rotate and quantise a tile of heads of a token.
 
@@ -23,10 +23,14 @@ def quantize_queries(
         angles: See ``kernels.common``.
         out: Codes and scaled weights, both dense.
         SOFTMAX_SCALE: Factor of the weights.
-        ROPE_DIM: Number of values of a head that are rotated: the last.
+        ROPE: Number of values of a head that are rotated; whether they are the first, not the last;
+            and whether neighbours form pairs, not values of both halves.
         DIM: Values per head.
         HEADS: Heads per tile.
     """
+    ROPE_DIM: tl.constexpr = ROPE[0]
+    FIRST: tl.constexpr = 0 if ROPE[1] else DIM - ROPE_DIM
+    INTERLEAVED: tl.constexpr = ROPE[2]
     q, token_stride, head_stride, dim_stride, num_heads = q
     weights, weight_token_stride, weight_head_stride = weights
     positions, position_stride = positions
@@ -37,14 +41,18 @@ def quantize_queries(
     head = program % tiles * HEADS + tl.arange(0, HEADS)
     head_valid = head < num_heads
     dim = tl.arange(0, DIM)[None, :]
+    if not INTERLEAVED:  # both values of a pair side by side
+        place = dim - FIRST
+        paired = FIRST + place // 2 + place % 2 * (ROPE_DIM // 2)
+        dim = tl.where((place >= 0) & (place < ROPE_DIM), paired, dim)
     source = q + token * token_stride + head.to(tl.int64)[:, None] * head_stride
     source += dim.to(tl.int64) * dim_stride
     values = tl.load(source, mask=head_valid[:, None], other=0.0).to(tl.float32)
 
     position = tl.load(positions + token * position_stride)
     in_table = (position >= 0) & (position < num_positions)
-    pair = tl.arange(0, DIM // 2) - (DIM - ROPE_DIM) // 2
-    rotates = in_table & (pair >= 0)
+    pair = tl.arange(0, DIM // 2) - FIRST // 2
+    rotates = in_table & (pair >= 0) & (pair < ROPE_DIM // 2)
     angle = cos_sin_cache + tl.where(in_table, position, 0) * table_stride
     column = pair.to(tl.int64) * column_stride
     cos = tl.load(angle + column, mask=rotates, other=1.0)[None, :]
@@ -71,11 +79,11 @@ def quantize_query_kernel(
     positions, position_stride,
     cos_sin_cache, table_stride, column_stride, num_positions,
     out, weights_out,
-    SOFTMAX_SCALE: tl.constexpr, ROPE_DIM: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+    SOFTMAX_SCALE: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     quantize_queries(
         tl.program_id(0), (q, token_stride, head_stride, dim_stride, num_heads),
         (weights, weight_token_stride, weight_head_stride), (positions, position_stride),
         (cos_sin_cache, table_stride, column_stride, num_positions), (out, weights_out),
-        SOFTMAX_SCALE, ROPE_DIM, DIM, HEADS,
+        SOFTMAX_SCALE, ROPE, DIM, HEADS,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Launch dense MLA decode: split the keys of each token over programs, then combine."""
+"""Launch MLA over all or selected rows: split the keys of each token over programs, then
+combine."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ PARTS, MAX_ROWS_IN_PARTS = 4, 1024
 
 
 class Call(NamedTuple):
-    """The tensors of a call; optional ones come last."""
+    """The tensors of a call; optional ones come last. With the setting ``slots``, ``block_table``
+    has the slots of every token, and ``req_indices`` is not read."""
 
     q: Tensor
     kv_cache: Tensor
@@ -84,7 +86,25 @@ def mla_decode(
     **settings: Any,
 ) -> MlaAttention:
     rows = (kv_cache, seq_lens, req_indices, block_table, query_start_loc)
-    call = Call(q, *rows, plan, q_scale, kv_scale)
+    return _launch(launch, Call(q, *rows, plan, q_scale, kv_scale), {**settings, "slots": False})
+
+
+def mla_sparse(
+    launch: Launcher,
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    *,
+    impl: str = AUTO,
+    **settings: Any,
+) -> MlaAttention:
+    call = Call(q, kv_cache, lens, lens, indices, None, None)
+    return _launch(launch, call, {**settings, "slots": True})
+
+
+def _launch(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> MlaAttention:
+    q = call.q
     if q.shape[0] == 0 or int(q.shape[1]) == 0:
         return MlaAttention(*_results(q, int(settings["kv_lora_rank"])))
     if runs_on_hopper(launch, call, settings):
@@ -95,7 +115,10 @@ def mla_decode(
     return MlaAttention(*_attend(launch, call, settings))
 
 
-_HOPPER_SETTINGS = ("softmax_scale", "block_size", "layout", "num_splits", "batch_invariant")
+_HOPPER_SETTINGS = (
+    *("softmax_scale", "block_size", "layout", "num_splits", "batch_invariant"),
+    "slots",
+)
 
 
 def runs_on_hopper(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> bool:
@@ -139,7 +162,7 @@ def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) 
         return Work(on_hopper, unit, 1, programs, 2 * (programs - num_tokens), None)
     num_splits, batch_invariant = settings["num_splits"], settings["batch_invariant"]
     tiles = head_tiles(group * num_heads)
-    keys = call.block_table.shape[1] * settings["block_size"]
+    keys = call.block_table.shape[1] * (1 if settings["slots"] else settings["block_size"])
     units = (keys + unit - 1) // unit
     if batch_invariant and num_splits == 0:
         num_splits = torch.sym_min((keys + INVARIANT_KEYS - 1) // INVARIANT_KEYS, INVARIANT_SPLITS)
@@ -197,6 +220,7 @@ def _constants(call: Call, settings: Mapping[str, Any]) -> dict[str, Any]:
         "BLOCK_SIZE": settings["block_size"],
         "FORMAT": FORMATS[settings["layout"]],
         "ROW": int(call.kv_cache.shape[2]),
+        "SLOTS": settings["slots"],
         "HAS_PLAN": call.plan is not None,
         "HAS_Q_SCALE": call.q_scale is not None,
         "HAS_KV_SCALE": call.kv_scale is not None,
@@ -274,7 +298,7 @@ def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:
 hopper_mla_decode = opaque_op.define(
     "_hopper_mla_decode",
     f"({opaque_op.fields(Call)}, *, float softmax_scale, int block_size, str layout, "
-    "int num_splits, bool batch_invariant) -> (Tensor, Tensor)",
+    "int num_splits, bool batch_invariant, bool slots) -> (Tensor, Tensor)",
     _call,
     _fake,
 )

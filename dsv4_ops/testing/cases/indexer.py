@@ -165,7 +165,17 @@ def _quantize_cases() -> list[Case]:
     case = partial(Case, settings={"softmax_scale": 0.5})
     nothing = torch.zeros(1, 2, 128, dtype=torch.bfloat16)
     ones = torch.ones(1, 2, dtype=torch.bfloat16)
+    first = torch.full((1, 1, 128), 3.0, dtype=torch.bfloat16)
+    first[..., 0], first[..., 1] = 1.0, 2.0
+    # values 0 and 2 make a quarter turn, 1 and 3 half a turn
+    turns, halves = torch.tensor([[0.0, -1.0, 1.0, 0.0]]), [-384.0, -256.0, 128.0, -384.0]
     return [
+        Case(
+            "the first values, as halves",
+            (first, weights[:1], i64([0]), turns),
+            {"softmax_scale": 0.5, "rope_first": True, "interleaved": False},
+            ([[halves + [384.0] * 124]], [[0.00390625]]),
+        ),
         case(
             "a quarter turn, and no such position",
             (q, weights, i64([0, 1]), quarter),
@@ -197,7 +207,11 @@ def _quantize_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 
 indexer_quantize_q = OpTesting(
     cases=_quantize_cases,
-    settings=({"softmax_scale": 128**-0.5 / 4}, {"softmax_scale": 128**-0.5 / 8}),
+    settings=(
+        {"softmax_scale": 128**-0.5 / 4},
+        {"softmax_scale": 128**-0.5 / 8, "rope_first": True, "interleaved": False},
+        {"softmax_scale": 128**-0.5 / 8, "rope_first": True},
+    ),
     make=_quantize_call,
 )
 

@@ -18,6 +18,7 @@ from dsv4_ops.testing.float64.mla import (
     exact_absorbed,
     exact_expanded,
     exact_mla_decode,
+    exact_mla_sparse,
     exact_v_up,
 )
 from dsv4_ops.testing.strategies.caches import (
@@ -601,4 +602,73 @@ mla_decode = OpTesting(
     make=_decode_call,
     precise=exact_mla_decode,
     determined=_is_determined,
+)
+
+
+def _sparse_cases() -> list[Case]:
+    """The cache of ``worked_decode``, with rows of 1, 5 and 2 in the slots 2, 3 and 6."""
+    cache = worked_decode()[1]
+    small, log_2 = _decode(2, PLAIN, rank=1, scale=1.0), float(torch.tensor(2.0).log())
+    q = torch.zeros(5, 2, 2)
+    lists = i32([[2, 3, 6], [6, -1, 2], [3, 3, 0], [3, 0, 0], [-1, 8, 2**31 - 1]])
+    lens = i32([2, 2**31 - 1, 2, 1, 3])
+    means = ([[[x]] * 2 for x in (3.0, 1.5, 5.0, 5.0, 0.0)],)
+    logs = ([[x] * 2 for x in (log_2, log_2, log_2, 0.0, -math.inf)],)
+    none = ([[[0.0]] * 2], [[-math.inf] * 2])
+    one = (q[:1], cache)
+    tiles = torch.tensor(worked_tile("float32"), dtype=torch.uint8).view(1, 1, 656)
+    return [
+        Case("equal keys: their mean", (q, cache, lists, lens), small, means + logs),
+        Case("no row", (*one, lists[:1], i32([0])), small, none),
+        Case("fewer than no rows", (*one, lists[:1], i32([-(2**31)])), small, none),
+        Case("no column", (*one, lists[:1, :0], i32([3])), small, none),
+        Case("no block", (q[:1], cache[:0], lists[:1], i32([3])), small, none),
+        Case("no token", (q[:0], cache, lists[:0], lens[:0]), small, ([], [])),
+        Case(
+            "tiles",
+            (torch.zeros(1, 1, 576), tiles, i32([[1, 0]]), i32([2])),
+            _decode(1, DS_FP8),
+            ([[_tile_values()[:512]]], [[0.0]]),
+        ),
+    ]
+
+
+def _sparse_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    """Lists of rows in any order, with gaps; slots that no list names hold NaN."""
+    size, rank = settings["block_size"], settings["kv_lora_rank"]
+    seed = draw.generator()
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 7), min_size)
+    num_blocks = max(draw.one_of(3, 0, 1, 2), min_size)
+    topk = max(draw.one_of(70, 0, 1, 3, 64, 130), min_size)
+    num_heads = draw.one_of(HEADS, 1, 16) if not min_size else HEADS
+    width = 576 if rank == 512 else rank + 16
+    dtype = _DTYPES[0] if min_size or rank == 512 else draw.one_of(*_DTYPES)
+    count = num_blocks * size
+    used = torch.randperm(count, generator=seed)[: max(count // 2, min(count, 1))]
+    lists = torch.full((num_tokens, topk), -1, dtype=torch.int32)
+    if len(used):
+        picks = torch.randint(0, len(used), (num_tokens, topk), generator=seed)
+        lists = used[picks].to(torch.int32)
+    draw.spoil(lists.view(-1), (-1, -(2**31), count, 2**31 - 1), 4)
+    lens = torch.randint(0, topk + 1, (num_tokens,), generator=seed, dtype=torch.int32)
+    draw.spoil(lens, (topk, topk + 1, 2**31 - 1, -1, -(2**31)), 2)
+    ends = torch.arange(topk) >= lens[:, None]
+    lists = torch.where(ends, torch.randint(-2, count + 2, lists.shape, generator=seed), lists)
+    rows = torch.randn(len(used), width, generator=seed).to(dtype)
+    cache = _filled(rows, used.tolist(), num_blocks, settings)
+    q: Tensor = torch.randn(num_tokens, num_heads, width, generator=seed).to(dtype)
+    return Case("sampled", (q, cache, lists.to(torch.int32), lens), settings)
+
+
+mla_sparse = OpTesting(
+    cases=_sparse_cases,
+    settings=(
+        _decode(64, PLAIN),
+        _decode(64, DS_FP8),
+        _decode(2, PLAIN, rank=24),
+        _decode(3, DS_FP8, num_splits=3),
+        _decode(64, PLAIN, rank=32, invariant=True),
+    ),
+    make=_sparse_call,
+    precise=exact_mla_sparse,
 )

@@ -37,7 +37,9 @@ def bf16(values: Any) -> Tensor:
 
 def _rope_cases() -> list[Case]:
     rows = torch.tensor([[5.0, 1.0, 2.0], [5.0, 1.0, 2.0]])
-    forward, back = {"inverse": False}, {"inverse": True}
+    forward, back = _rope(), _rope(inverse=True)
+    four = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    turns = torch.tensor([[0.0, -1.0, 1.0, 0.0]])
     heads, table = bf16([[worked_row()] * 3] * 2), worked_table()
     rotated, back_again = ([[rotated_row(inverse=flag)] * 3] for flag in (False, True))
     unchanged = [[worked_row()] * 3]
@@ -57,7 +59,32 @@ def _rope_cases() -> list[Case]:
         Case("no pair", (rows, i64([0, 1]), QUARTERS[:, :0]), forward, (rows.tolist(),)),
         Case("nothing but pairs", pairs, forward, ([[1, 2], [-2, 1]],)),
         Case("no token", (rows[:0], i64([]), QUARTERS), forward, ([],)),
+        Case(
+            "the first pair",
+            (rows, i64([0, 1]), QUARTERS),
+            _rope(rope_first=True),
+            ([[5, 1, 2], [-1, 5, 2]],),
+        ),
+        # (3, 5) turn by the first angle, a quarter, and (4, 6) by the second, a half
+        Case(
+            "halves",
+            (four, i64([0]), turns),
+            _rope(interleaved=False),
+            ([[1, 2, -5, -4, 3, -6]],),
+        ),
+        Case(
+            "the first halves back",
+            (four, i64([0]), turns),
+            _rope(inverse=True, rope_first=True, interleaved=False),
+            ([[3, -2, -1, -4, 5, 6]],),
+        ),
     ]
+
+
+def _rope(
+    *, inverse: bool = False, rope_first: bool = False, interleaved: bool = True
+) -> dict[str, Any]:
+    return {"inverse": inverse, "rope_first": rope_first, "interleaved": interleaved}
 
 
 def _rope_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
@@ -77,16 +104,21 @@ def _rope_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 
 
 def _rope_precise(
-    x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool
+    x: Tensor, positions: Tensor, cos_sin_cache: Tensor, **settings: bool
 ) -> tuple[Exact | None, ...]:
     rows = x.to(torch.float64).view(x.shape[0], -1 if x.numel() else 0, x.shape[-1])
-    value, products = exact_rotation(rows, positions, cos_sin_cache, inverse=inverse)
+    value, products = exact_rotation(rows, positions, cos_sin_cache, **settings)
     return (exact(value.view(x.shape), products.view(x.shape), x.dtype),)
 
 
 apply_rope = OpTesting(
     cases=_rope_cases,
-    settings=({"inverse": False}, {"inverse": True}),
+    settings=(
+        _rope(),
+        _rope(inverse=True),
+        _rope(inverse=True, rope_first=True),
+        _rope(inverse=True, rope_first=True, interleaved=False),
+    ),
     make=_rope_call,
     precise=_rope_precise,
 )

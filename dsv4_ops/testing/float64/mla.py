@@ -55,9 +55,35 @@ def exact_mla_decode(
     query = q
     if q.dtype == torch.float8_e4m3fn:
         query = q.to(torch.float64) * (1.0 if q_scale is None else q_scale)
-    out, _, lse = exact_attention(query, keys, exists, None, settings["softmax_scale"])
+    return _exact_latents(query, keys, exists, settings)
+
+
+def _exact_latents(
+    q: Tensor, keys: Tensor, exists: Tensor, settings: dict[str, Any]
+) -> tuple[Exact, Exact]:
+    out, _, lse = exact_attention(q, keys, exists, None, settings["softmax_scale"])
     rank = settings["kv_lora_rank"]
     return Exact(out.value[..., :rank], out.magnitude[..., :rank]), lse
+
+
+def sparse_keys(
+    kv_cache: Tensor, indices: Tensor, lens: Tensor, *, block_size: int, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Return the listed rows [num_tokens, topk, width], and the mask of existing ones."""
+    column = torch.arange(indices.shape[1], device=indices.device)
+    slots = torch.where(column < lens[:, None], indices, -1)
+    pages, rows = reference.locate_slots(slots, block_size)
+    stored, exists = reference.stored_rows(kv_cache, pages, rows)
+    return reference.values_of(stored, kv_cache.dtype, layout), exists
+
+
+def exact_mla_sparse(
+    q: Tensor, kv_cache: Tensor, indices: Tensor, lens: Tensor, **settings: Any
+) -> tuple[Exact, Exact]:
+    of_cache = {name: settings[name] for name in ("block_size", "layout")}
+    keys, exists = sparse_keys(kv_cache, indices, lens, **of_cache)
+    keys, exists = pad(keys, (0, 0, 0, 1)), pad(exists, (0, 1))  # lists may have no columns
+    return _exact_latents(q, keys, exists, settings)
 
 
 def _product(left: Tensor, right: Tensor, equation: str) -> tuple[Tensor, Tensor]:

@@ -55,28 +55,33 @@ def positions(draw: Draw, *, num_tokens: int, num_positions: int) -> Tensor:
 
 
 def exact_rotation(
-    values: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False
+    values: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    inverse: bool = False,
+    rope_first: bool = False,
+    interleaved: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Rotate float64 ``values`` [num_tokens, num_heads, dim]; also return the error scale.
 
     The error scale of a value is the sum of its absolute products.
     """
     table, rope_dim = cos_sin_cache.to(torch.float64), cos_sin_cache.shape[1]
+    first = 0 if rope_first else values.shape[2] - rope_dim
+    place = torch.arange(first, first + rope_dim, device=values.device)
+    pairs = place.view(-1, 2).T if interleaved else place.view(2, -1)
     rotated, products = values.clone(), values.abs()
     for token, position in enumerate(positions.tolist()):
         if not 0 <= position < table.shape[0]:
             continue
-        rows = values[token, :, values.shape[2] - rope_dim :]
         cos, sin = table[position, : rope_dim // 2], table[position, rope_dim // 2 :]
         sin = -sin if inverse else sin
-        even, odd = rows[:, 0::2], rows[:, 1::2]
-        first, second = (even * cos, -odd * sin), (odd * cos, even * sin)
-        for out, pair in (
-            (rotated, (sum(first), sum(second))),
-            (products, [left.abs() + right.abs() for left, right in (first, second)]),
-        ):
-            tail = torch.stack([torch.as_tensor(half) for half in pair], -1).flatten(1)
-            out[token, :, values.shape[2] - rope_dim :] = tail
+        even, odd = (values[token][:, columns] for columns in pairs)
+        both = (even * cos, -odd * sin), (odd * cos, even * sin)
+        for columns, (left, right) in zip(pairs, both, strict=True):
+            rotated[token, :, columns] = left + right
+            products[token, :, columns] = left.abs() + right.abs()
     return rotated, products
 
 

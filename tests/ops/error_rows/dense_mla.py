@@ -73,6 +73,23 @@ OWN |= {
         "q_scale": SCALE,
         "kv_scale": SCALE,
     },
+    "mla_sparse": {
+        "q": Valid(
+            bf16(5, 4, 32),
+            "[num_tokens, num_heads, width]",
+            HALVES,
+            advice="Pass the result of mla_absorb_q",
+        ),
+        "kv_cache": Valid(
+            PlainLayout(64, 32).allocate(4),
+            "[num_blocks, block_size, width]",
+            HALVES,
+            "plain",
+            "Allocate it with PlainLayout(block_size).allocate(num_blocks)",
+        ),
+        "indices": Valid(i32([[0, -1]] * 5), "[num_tokens, topk]"),
+        "lens": Valid(i32([2, 1, 0, 2, 1]), "[num_tokens]"),
+    },
     "split_kv_b_proj": {
         "weight": Valid(WEIGHT, "[192, kv_lora_rank]"),
         "scale": Valid(torch.ones(2, 1), "[2, 1]"),
@@ -154,6 +171,21 @@ def decode_rows() -> Iterator[says.Entry]:
     yield says.exactly("q", "[num_tokens, num_heads, 576]", q, 2, **TILED)
 
 
+def sparse_rows() -> Iterator[says.Entry]:
+    yield from layout_rows("plain", "mla_ds_fp8")
+    yield from says.float_rows("softmax_scale", 0)
+    yield from says.flag_rows("batch_invariant")
+    yield says.at_least("num_splits", 0, -1)
+    yield says.at_most("kv_lora_rank", "the width of q", 32, 33)
+    q = bf16(5, 4, 576)
+    rule = "be 512 with layout 'mla_ds_fp8'"
+    yield says.wrong("kv_lora_rank", rule, 24, "Pass 512", **TILED, q=q)
+    yield says.exactly("q", "[num_tokens, num_heads, 576]", bf16(5, 4, 32), 2, **TILED)
+    yield tiled_row(q=q, kv_lora_rank=512)
+    floats = PlainLayout(64, 32, torch.float32).allocate(4)
+    yield says.dtype("kv_cache", "torch.bfloat16", torch.float32, kv_cache=floats)
+
+
 def weight_rows() -> Iterator[says.Entry]:
     rule, do = "be a tensor or a module", "Pass kv_b_proj or its weight"
     yield says.of_type("weight", rule, [[1.0]], do)
@@ -173,5 +205,6 @@ TABLE: dict[str, list[says.Entry]] = {
      says.exactly("codes", "[num_rows, 656]", torch.zeros(5, 32, dtype=torch.uint8), 1, **TILED)],
     "quantize_per_tensor": [says.rank("x", "[num_tokens, ...]", torch.tensor(1.0), "at least ")],
     "mla_decode": list(decode_rows()),
+    "mla_sparse": list(sparse_rows()),
     "split_kv_b_proj": list(weight_rows()),
 }  # fmt: skip

@@ -108,7 +108,8 @@ PAGED = [
 ]
 TABLE: dict[str, list[says.Entry]] = {
     "indexer_quantize_q": [*says.angle_rows("dim", 128),
-     *says.float_rows("softmax_scale", 0, optional=True)],
+     *says.float_rows("softmax_scale", 0, optional=True),
+     *says.flag_rows("rope_first"), *says.flag_rows("interleaved")],
     "indexer_logits": [*PAGED, *in_rows("lens")],
     "indexer_logits_ragged": [BYTES,
      says.dtype("k", "torch.uint8", torch.ones(4, 128).to(torch.float8_e4m3fn),

@@ -99,7 +99,7 @@ TABLE: dict[str, list[says.Entry]] = {
          beta_slow=33.0),
     ],
     "apply_rope": [
-        *says.flag_rows("inverse"),
+        *(row for name in ("inverse", "rope_first", "interleaved") for row in says.flag_rows(name)),
         *says.angle_rows("dim", 128),
         *[says.rank("x", "[num_tokens, dim]", bf16(*shape)) for shape in ((5,), (5, 1, 1, 64))],
     ],

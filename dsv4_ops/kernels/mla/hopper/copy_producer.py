@@ -39,13 +39,15 @@ _CHUNK_BYTES = gl.constexpr(128)
 @aggregate
 class Pages:
     """Keys of a split: address, stride, number and rows of the pages, size of a row; address and
-    stride of the request's row of the block table; the positions ``first`` to ``stop``."""
+    stride of the request's row of the block table, or with ``slots`` of the token's row of slots;
+    the positions ``first`` to ``stop``."""
 
     cache: Scalar
     page_stride: Scalar
     num_blocks: Scalar
     block_size: gl.constexpr
     row_size: gl.constexpr
+    slots: gl.constexpr
     table_row: Scalar
     column_stride: Scalar
     first: Scalar
@@ -62,9 +64,11 @@ class Rows:
 
 @gluon.jit
 def load_entries(pages, block, LAYOUT: gl.constexpr):
-    """Load the block-table entries of a block of this split's keys; -1 past its end."""
+    """Load the block-table entries of a block of this split's keys, or their slots; -1 past its
+    end."""
+    COLUMN_KEYS: gl.constexpr = 1 if pages.slots else pages.block_size
     position = pages.first + block * KEYS + gl.arange(0, KEYS, LAYOUT)
-    column = (position // pages.block_size).to(gl.int64)
+    column = (position // COLUMN_KEYS).to(gl.int64)
     mask = position < pages.stop
     return gl.load(pages.table_row + column * pages.column_stride, mask=mask, other=-1)
 
@@ -73,10 +77,12 @@ def load_entries(pages, block, LAYOUT: gl.constexpr):
 def locate_rows(pages, block, entries, LAYOUT: gl.constexpr):
     """Return the ``Rows`` of a block."""
     position = pages.first + block * KEYS + gl.arange(0, KEYS, LAYOUT)
-    valid = (entries >= 0) & (entries < pages.num_blocks)
-    page = gl.where(valid, entries, 0).to(gl.int64)
-    page_start = pages.cache + page * pages.page_stride
-    start = page_start + (position % pages.block_size) * pages.row_size
+    page, row, valid = entries, position % pages.block_size, entries >= 0
+    if pages.slots:
+        page, row = entries // pages.block_size, entries % pages.block_size
+    valid = valid & (page < pages.num_blocks)
+    page_start = pages.cache + gl.where(valid, page, 0).to(gl.int64) * pages.page_stride
+    start = page_start + row * pages.row_size
     return Rows(start, gl.where(valid, position, NO_POSITION))
 
 

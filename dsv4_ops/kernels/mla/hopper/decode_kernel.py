@@ -343,6 +343,7 @@ def hopper_mla_decode_kernel(
     SOFTMAX_SCALE: gl.constexpr, BLOCK_SIZE: gl.constexpr, FORMAT: gl.constexpr, ROW: gl.constexpr,
     HAS_PLAN: gl.constexpr, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
     SCHEDULED: gl.constexpr, LANES: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token, or of a group of tokens of one request, over one split of
     its keys. Arguments are those of ``mla_decode_kernel``; the values of a query are contiguous,
@@ -351,7 +352,7 @@ def hopper_mla_decode_kernel(
     split run side by side, so that all but one read its keys from the L2."""
     program, head_tile = gl.program_id(0) // TILES, gl.program_id(0) % TILES
     num_heads = gl.to_tensor(num_heads)
-    max_length = gl.to_tensor(max_blocks) * BLOCK_SIZE
+    max_length = gl.to_tensor(max_blocks) * (1 if SLOTS else BLOCK_SIZE)
     if HAS_PLAN:
         plan_row = plan + program.to(gl.int64) * plan_stride
         token = gl.load(plan_row).to(gl.int64)
@@ -367,7 +368,10 @@ def hopper_mla_decode_kernel(
         grid = Grid(program, gl.num_programs(0) // TILES, head_tile == 0)
         if by_lengths > 0:
             lens, requests = PerToken(seq_lens, len_stride), PerToken(req_indices, req_stride)
-            batch = Batch(lens, lens, requests, 0, max_length, num_reqs, num_tokens)
+            if SLOTS:  # a list needs no request
+                batch = Batch(lens, lens, requests, max_length, 0, num_reqs, num_tokens)
+            else:
+                batch = Batch(lens, lens, requests, 0, max_length, num_reqs, num_tokens)
             token, split, splits, first = schedule_by_lengths(
                 grid, batch, wave, combine_list, LANES, PAIR
             )
@@ -380,7 +384,9 @@ def hopper_mla_decode_kernel(
         token = (program // splits).to(gl.int64)
         split = program % splits
         first = (token * splits).to(gl.int32)
-    request = gl.load(req_indices + token * req_stride).to(gl.int64)
+    request = token
+    if not SLOTS:
+        request = gl.load(req_indices + token * req_stride).to(gl.int64)
     request_valid = (request >= 0) & (request < num_reqs)
     group_tokens = gl.to_tensor(1)
     length = gl.load(seq_lens + token * len_stride)
@@ -423,7 +429,7 @@ def hopper_mla_decode_kernel(
     full_pairs = gl.maximum(min_length - first_key, 0) // PAIR
     pages = Pages(
         kv_cache, gl.to_tensor(page_stride).to(gl.int64), gl.to_tensor(num_blocks), BLOCK_SIZE, ROW,
-        entries, column_stride, first_key, stop,
+        SLOTS, entries, column_stride, first_key, stop,
     )  # fmt: skip
     work = Work(
         Queries(q, gl.to_tensor(q_stride).to(gl.int64), gl.to_tensor(q_head_stride).to(gl.int64)),

@@ -105,8 +105,10 @@ def prefetch_l2(address, size):
 @gluon.jit
 def _prefetch(pages, block, entries):
     """Prefetch the pages that begin in a block, or the block's rows if pages are larger than it.
-    Pages that end within a block are left to the loads."""
-    ROWS: gl.constexpr = pages.block_size if pages.block_size < KEYS else KEYS
+    Pages that end within a block are left to the loads. Rows in any slots are prefetched one by
+    one."""
+    PAGE_ROWS: gl.constexpr = pages.block_size if pages.block_size < KEYS else KEYS
+    ROWS: gl.constexpr = 1 if pages.slots else PAGE_ROWS
     if pages.block_size % ROWS == 0:
         rows = locate_rows(pages, block, entries, WORD_ROW)
         is_start = (rows.position < NO_POSITION) & (rows.position % ROWS == 0)

@@ -1,5 +1,5 @@
-"""Dense MLA decode in Triton: a token, or a group of tokens of one request, attends to one split of
-its keys."""
+"""MLA in Triton: a token, or a group of tokens of one request, attends to one split of its
+keys."""
 
 import triton
 import triton.language as tl
@@ -91,7 +91,7 @@ def mla_decode_kernel(
     SOFTMAX_SCALE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, LORA: tl.constexpr,
     ROPE: tl.constexpr, ROPE_TILE: tl.constexpr, ROW: tl.constexpr, HAS_PLAN: tl.constexpr,
     HAS_Q_SCALE: tl.constexpr, HAS_KV_SCALE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
-    TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of a group of tokens over one split of its keys, for ROWS rows of
     queries.
@@ -103,7 +103,8 @@ def mla_decode_kernel(
     A group begins every GROUP tokens from ``query_start_loc`` on, and after a token of another
     request; the programs of its other tokens return early. A token with one split is finished here;
     with several, the normalised accumulator goes to ``partial`` in multiples of ``partial_scale``.
-    FORMAT of rows: 0 values, 1 codes, 2 codes with scales, and RoPE values.
+    FORMAT of rows: 0 values, 1 codes, 2 codes with scales, and RoPE values. With SLOTS,
+    ``block_table`` lists the slots of every token instead of the blocks of a request.
     """
     program, head_tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     if HAS_PLAN:
@@ -120,7 +121,10 @@ def mla_decode_kernel(
         token = (program // splits).to(tl.int64)
         split = program % splits
         first = token * splits
-    request = tl.load(req_indices + token * req_stride).to(tl.int64)
+    COLUMN_KEYS: tl.constexpr = 1 if SLOTS else BLOCK_SIZE
+    request = token
+    if not SLOTS:
+        request = tl.load(req_indices + token * req_stride).to(tl.int64)
     request_valid = (request >= 0) & (request < num_reqs)
     group_tokens = 1
     if GROUP > 1:
@@ -148,7 +152,7 @@ def mla_decode_kernel(
         member, head = row // num_heads, row % num_heads
     row_token = token + member
     lengths = tl.load(seq_lens + row_token * len_stride, mask=row_valid & request_valid, other=0)
-    lengths = tl.minimum(tl.maximum(lengths, 0), max_blocks * BLOCK_SIZE)
+    lengths = tl.minimum(tl.maximum(lengths, 0), max_blocks * COLUMN_KEYS)
     stop = tl.max(lengths, 0)
     min_length = tl.min(tl.where(row_valid, lengths, stop), 0)
     tiles = ((stop + KEYS - 1) // KEYS).to(tl.int64)
@@ -181,11 +185,15 @@ def mla_decode_kernel(
     entries = block_table + tl.where(request_valid, request, 0) * table_stride
     while tile < stop_tile:
         position = tile * KEYS + tl.arange(0, KEYS)
-        column = (position // BLOCK_SIZE).to(tl.int64)
+        column = (position // COLUMN_KEYS).to(tl.int64)
         page = tl.load(entries + column * column_stride, mask=position < stop, other=-1)
-        kv_valid = (page >= 0) & (page < num_blocks)
+        page_row = position % BLOCK_SIZE
+        kv_valid = page >= 0
+        if SLOTS:
+            page_row, page = page % BLOCK_SIZE, page // BLOCK_SIZE
+        kv_valid &= page < num_blocks
         page = tl.where(kv_valid, page, 0).to(tl.int64)
-        kv_rows = kv_cache + page * page_stride + (position % BLOCK_SIZE) * ROW
+        kv_rows = kv_cache + page * page_stride + page_row * ROW
         latent, rope = _load_rows(kv_rows, kv_valid, SIZES, DTYPE)
         bad_rows = tl.zeros((KEYS,), dtype=tl.int32)
         if GROUP > 1:
