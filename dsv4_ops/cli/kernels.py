@@ -221,6 +221,12 @@ def _dense(
     return (q, *rows), {"layout": "plain"} | chosen | settings
 
 
+def _selected(row_bytes: int = 0, *, heads: int = 128, count: int = 32, **settings: Any) -> Call:
+    """Arguments of ``mla_sparse``: 2048 rows of every token."""
+    tensors, chosen = _dense(row_bytes, heads=heads, count=count, **settings)
+    return (*tensors[:2], _tensor(count, 2048), _tensor(count)), chosen
+
+
 def _insert_dense(layout: str, row_bytes: int = 0) -> Call:
     """Arguments of ``mla_insert_kv`` for 128 tokens."""
     cache = _bytes(1024, 64, row_bytes) if row_bytes else _halves(1024, 64, 576)
@@ -372,6 +378,11 @@ def examples() -> dict[str, Call]:
         "mla_decode, flash_mla": _dense(heads=128, impl="flash_mla"),
         "mla_decode, fp8": _dense(576, layout="mla_fp8"),
         "mla_decode, ds_fp8": _dense(656, layout="mla_ds_fp8", heads=128),
+        "mla_sparse": _selected(),
+        "mla_sparse, 16 heads": _selected(heads=16),
+        "mla_sparse, 2048 tokens": _selected(count=2048),
+        "mla_sparse, ds_fp8": _selected(656, layout="mla_ds_fp8"),
+        "mla_sparse, float32": _selected(heads=16, dtype=torch.float32),
         "sparse_mla_gathered": _listed(),
         "sparse_mla_plan": ((tokens, tokens), {"num_heads": 64, "num_programs": 132}),
         "flash_mla_metadata": (
@@ -391,6 +402,10 @@ def examples() -> dict[str, Call]:
         "mla_prefill": _context(causal=True),
         "mla_prefill, a chunk of the context": _context(causal=False),
         "indexer_quantize_q": ((*queries, angles), {"softmax_scale": 0.01}),
+        "indexer_quantize_q, V3.2": (
+            (*queries, angles),
+            {"softmax_scale": 0.01, "rope_first": True, "interleaved": False},
+        ),
         "indexer_logits": _indexer(indexer, *named, **logits),
         "indexer_logits_ragged": _indexer(*gathered),
         "indexer_select": _indexer(*selected, **chosen),

@@ -13,7 +13,7 @@ from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import exact_results
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
-DENSE = "mla_decode"
+DENSE, SPARSE = "mla_decode", "mla_sparse"
 WIDTH, RANK = 576, 512
 FP8, DS_FP8 = MlaFp8Layout.tag, MlaDsFp8Layout.tag
 LAYOUTS = (PlainLayout.tag, FP8, DS_FP8)
@@ -189,12 +189,34 @@ def planned(case: Case, plan: Tensor) -> Case:
     return Case(case.name, tuple(tensors), case.settings)
 
 
-def assert_exact(actual: tuple[Tensor, Tensor], case: Case, more: float = 1.6) -> None:
+def sparse_case(case: Case, seed: int = 0, topk: int = 0) -> Case:
+    """The rows that each token of a call of ``mla_decode`` sees as a list of slots in any order,
+    among slots that do not exist; ``topk`` is at least the number of columns."""
+    q, cache, seq_lens, requests, table, *_ = case.tensors
+    blocks, size = cache.shape[0], case.settings["block_size"]
+    made = torch.Generator().manual_seed(seed)
+    lists = [
+        [page * size + row for page, row in rows_of(*token, table, blocks, size)]
+        for token in zip(seq_lens, requests, strict=True)
+    ]
+    lists = [each + [-1, blocks * size, INT32_MAX, INT32_MIN][: len(each)] for each in lists]
+    width = max(topk, *map(len, lists))
+    indices = torch.randint(0, blocks * size, (len(lists), width), generator=made).int()
+    for row, each in zip(indices, lists, strict=True):
+        row[: len(each)] = i32(each)[torch.randperm(len(each), generator=made)]
+    lens = i32(list(map(len, lists)))
+    lens[lens == width] = INT32_MAX
+    return Case("sparse", (q, cache, indices, lens), case.settings)
+
+
+def assert_exact(
+    actual: tuple[Tensor, Tensor], case: Case, more: float = 1.6, op: str = DENSE
+) -> None:
     """Results as near to float64 as those of the reference, up to a factor; without a key exact."""
     out, lse = (each.cpu().double() for each in actual)
-    results = exact_results(OPS[DENSE].implementation("testing"), case)
+    results = exact_results(OPS[op].implementation("testing"), case)
     expected, expected_lse = (result.value for result in results)
-    reference = OPS[DENSE].reference(*case.tensors, **case.settings)[0].double()
+    reference = OPS[op].reference(*case.tensors, **case.settings)[0].double()
     without = expected_lse == -math.inf
     assert torch.equal(lse == -math.inf, without)
     assert bool((out[without] == 0).all())

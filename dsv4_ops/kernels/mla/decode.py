@@ -163,7 +163,7 @@ def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) 
     num_splits, batch_invariant = settings["num_splits"], settings["batch_invariant"]
     tiles = head_tiles(group * num_heads)
     keys = call.block_table.shape[1] * (1 if settings["slots"] else settings["block_size"])
-    units = (keys + unit - 1) // unit
+    units = torch.sym_max((keys + unit - 1) // unit, 1)
     if batch_invariant and num_splits == 0:
         num_splits = torch.sym_min((keys + INVARIANT_KEYS - 1) // INVARIANT_KEYS, INVARIANT_SPLITS)
         num_splits = torch.sym_max(num_splits, 1)

@@ -1,5 +1,5 @@
-"""The Gluon kernel of dense MLA decode, its Python source run over numpy. A race or a deadlock of
-its partitions raises."""
+"""The Gluon kernel of dense MLA decode and of selected rows, its Python source run over numpy. A
+race or a deadlock of its partitions raises."""
 
 import math
 
@@ -15,11 +15,13 @@ from tests.support.mla_batches import (
     DENSE,
     DS_FP8,
     FP8,
+    SPARSE,
     assert_exact,
     assert_spoils_what_sees_it,
     kernel_cases,
     mla_case,
     planned,
+    sparse_case,
 )
 
 emulated = pytest.importorskip(
@@ -30,8 +32,8 @@ KERNEL, IN_TRITON = "hopper_mla_decode_kernel", "mla_decode_kernel"
 CASES = kernel_cases()
 
 
-def kernel(case, seed=0):
-    results, launched = emulated.results_of(DENSE, case, seed)
+def kernel(case, seed=0, op=DENSE):
+    results, launched = emulated.results_of(op, case, seed)
     assert launched[0] == KERNEL
     assert IN_TRITON not in launched
     return results
@@ -104,6 +106,29 @@ def test_a_batch_is_scheduled_by_its_lengths():
     results, launched = emulated.results_of(DENSE, case)
     assert launched == [KERNEL, "combine_listed_kernel"]
     assert_exact(results, case)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"query_lens": [2, 1, 4], "heads": 16, "longest": 150},
+        {"query_lens": [1, 2], "heads": 65, "longest": 300, "num_splits": 2, "layout": DS_FP8},
+        {"query_lens": [3, 2], "heads": 8, "longest": 100, "block_size": 7, "layout": DS_FP8},
+        *nightly("those before", {"query_lens": [2, 2], "heads": 8, "longest": 200}),
+    ],
+)
+def test_selected_rows(made):
+    case = sparse_case(mla_case(9, **made))
+    assert_exact(kernel(case, op=SPARSE), case, op=SPARSE)
+
+
+def test_selected_rows_are_scheduled_by_their_number():
+    lens = [900, *range(40)]
+    dense = mla_case(1, [1] * 41, 4, longest=900, adversarial=False, context_lens=lens)
+    case = sparse_case(dense, topk=2048)
+    results, launched = emulated.results_of(SPARSE, case)
+    assert launched == [KERNEL, "combine_listed_kernel"]
+    assert_exact(results, case, op=SPARSE)
 
 
 @pytest.mark.parametrize("which", ["stale", "adversarial", *nightly("a stale one", "own")])
