@@ -117,6 +117,8 @@ def _flash_mla_limit(op: str, values: Values, asking: bool) -> Limit | None:
     heads, width, tokens = int(q.shape[1]), int(q.shape[2]), q.shape[0]
     if op == "mla_decode":
         return _flash_mla_dense_limit(values, asking)
+    if op == "mla_sparse":
+        return _flash_mla_listed_limit(values, asking)
     if op == "sparse_mla_gathered":
         if q.dtype != torch.bfloat16 or width != MainLayout.head_dim:
             return Limit(
@@ -137,6 +139,25 @@ def _flash_mla_limit(op: str, values: Values, asking: bool) -> Limit | None:
         )
     if heads not in FLASH_MLA_HEADS:
         return Limit(f"with {heads} heads", "FlashMLA takes 64 or 128")
+    return None
+
+
+def _flash_mla_listed_limit(values: Values, asking: bool) -> Limit | None:
+    q, cache, is_plain = values["q"], values.get("kv_cache"), values["layout"] == PlainLayout.tag
+    heads, tokens = int(q.shape[1]), q.shape[0]
+    sizes = (int(q.shape[2]), values["kv_lora_rank"])
+    if q.dtype != torch.bfloat16 or sizes != FLASH_MLA_DENSE_SIZES:
+        what = f"with {q.dtype} queries of {sizes[0]} values, of which {sizes[1]} are the latent"
+        return Limit(what, "FlashMLA takes bfloat16 queries of 576, of which 512 are the latent")
+    if values["num_splits"] != 0 or values["batch_invariant"]:
+        return Limit("with num_splits or batch_invariant", "FlashMLA decides itself what it splits")
+    if is_plain and cache is not None and not cache.is_contiguous():
+        return Limit("with blocks that lie apart", "FlashMLA reads plain rows one after the other")
+    if heads not in FLASH_MLA_HEADS:
+        return Limit(f"with {heads} heads", "FlashMLA takes 64 or 128")
+    if not is_plain and _above(tokens, FLASH_MLA_TOKENS, asking):
+        what = f"with {plain_int(tokens)} tokens over layout {values['layout']!r}"
+        return Limit(what, f"FlashMLA takes up to {FLASH_MLA_TOKENS}")
     return None
 
 

@@ -828,8 +828,8 @@ def mla_sparse(
             between them; FP8 blocks start at multiples of 16 bytes.
         indices: Slots of the selected rows, block * block_size + row, [num_tokens, topk], int32,
             any strides, as ``indexer_select`` with ``slots`` gives them for an indexer cache with
-            the blocks of this one. Slots that do not exist, -1 among them, are skipped; a slot that
-            is listed twice counts twice.
+            the blocks of this one; topk is at least 1. Slots that do not exist, -1 among them, are
+            skipped; a slot that is listed twice counts twice.
         lens: Number of leading entries of ``indices`` that count, [num_tokens], int32: none for 0
             or less, ``topk`` for more, so that the length of a token's context will do.
         softmax_scale: Scale of q . row. Above 0.
@@ -854,8 +854,9 @@ def mla_sparse(
         ValueError: shapes that disagree, a cache that is not of the layout, a number out of range,
             or several devices.
         TypeError: a dtype other than the ones above.
-        NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads and
-            rows of 576 bfloat16 queries.
+        NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads,
+            bfloat16 queries of 576 values, plain blocks without gaps, and over "mla_ds_fp8" up to
+            8192 tokens.
         ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
     Compile: as ``mla_decode``; dynamic in num_tokens, topk and the blocks of the cache; CUDA graphs
@@ -883,6 +884,7 @@ def mla_sparse(
     checks.one_of("layout", layout, *SPARSE_LAYOUTS)
     _check_attention(checks, {"q": q, "kv_cache": kv_cache}, softmax_scale, impl, arguments)
     checks.tensor("indices", indices, torch.int32, "num_tokens", "topk")
+    checks.at_least(1, topk=indices.shape[1])
     checks.tensor("lens", lens, torch.int32, "num_tokens")
     settings = {"softmax_scale": softmax_scale, "impl": impl, **arguments}
     return MlaAttention(*_mla_sparse(q, kv_cache, indices, lens, **settings))

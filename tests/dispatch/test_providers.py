@@ -10,9 +10,9 @@ import torch._inductor.config
 import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.dispatch import choice, libraries, providers
+from dsv4_ops.dispatch import choice, libraries, limits, providers
 from tests.support.attention_batches import DECODE, GATHERED, decode_case
-from tests.support.mla_batches import DENSE, mla_case
+from tests.support.mla_batches import DENSE, SPARSE, mla_case, sparse_case
 from tests.support.prefill_batches import PREFILL
 from tests.support.providers_on_cpu import (
     CASES,
@@ -185,6 +185,29 @@ def test_dense_rows_that_flash_mla_does_not_take_are_refused(made, changed, what
     case = mla_case(0, [2], **{"heads": 4, "longest": 64, **made})
     text = f"mla_decode: impl must be 'auto', 'triton' or 'reference' {what}"
     assert message(NotImplementedError, DENSE, case, impl="flash_mla", **changed) == text
+
+
+def test_lists_that_flash_mla_does_not_take_are_refused(on_cpu, monkeypatch):
+    case = sparse_case(mla_case(0, [2], 64, longest=64, width=80, rank=64))
+    text = "mla_sparse: impl must be 'auto', 'triton' or 'reference' with "
+    assert message(NotImplementedError, SPARSE, case, impl="flash_mla") == (
+        f"{text}torch.bfloat16 queries of 80 values, of which 64 are the latent, got 'flash_mla'. "
+        "FlashMLA takes bfloat16 queries of 576, of which 512 are the latent."
+    )
+    q, cache, *lists = sparse_case(mla_case(0, [2], 64, longest=64)).tensors
+    apart = torch.zeros(cache.shape[0], 65, 576).bfloat16()[:, :64]
+    settings = {"softmax_scale": 1.0, "block_size": 64, "impl": "flash_mla"}
+    with pytest.raises(NotImplementedError) as error:
+        ops.mla_sparse(q, apart, *lists, **settings)
+    assert str(error.value) == (
+        f"{text}blocks that lie apart, got 'flash_mla'. "
+        "FlashMLA reads plain rows one after the other."
+    )
+    monkeypatch.setattr(limits, "FLASH_MLA_TOKENS", 2)
+    case = CASES[SPARSE](0)
+    assert message(NotImplementedError, SPARSE, case, impl="flash_mla") == (
+        f"{text}7 tokens over layout 'mla_ds_fp8', got 'flash_mla'. FlashMLA takes up to 2."
+    )
 
 
 def test_rows_that_flash_mla_does_not_take_are_refused(on_cpu):

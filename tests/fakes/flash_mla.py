@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.layout import MainLayout, MlaDsFp8Layout
+from dsv4_ops.reference import mla
 from dsv4_ops.reference.sparse_mla import KeyCache
 from tests.oracles import plan as oracle
 
@@ -40,9 +41,10 @@ def require(fact: bool, what: str) -> None:
 def keys_of(view: Tensor, slots: Tensor, lens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys of the listed slots, and which count."""
     blocks, size, one, row = view.shape
-    require((one, row) == (1, 584) and view.stride()[1:] == (584, 584, 1), "the cache")
+    is_v32 = row == 656
+    require(one == 1 and row in (584, 656) and view.stride()[1::2] == (row, 1), "the cache")
     pages = MainLayout(size).page_bytes
-    require(blocks == 1 or view.stride(0) == pages, "the padding of the pages")
+    require(is_v32 or blocks == 1 or view.stride(0) == pages, "the padding of the pages")
     require(slots.shape[2] % 64 == 0 and slots.stride(2) == 1, "lists of another width")
     require(bool(((slots >= -1) & (slots < blocks * size)).all()), "slots that do not exist")
     slots = slots[:, 0].long()
@@ -51,7 +53,13 @@ def keys_of(view: Tensor, slots: Tensor, lens: Tensor | None) -> tuple[Tensor, T
     if lens is not None:
         require(lens.is_contiguous() and lens.dtype == torch.int32, "the lengths")
         require(bool(((lens >= 0) & (lens <= slots.shape[1])).all()), "lengths out of range")
-        counts = counts & (column < lens[:, None])
+        inside = column < lens[:, None]
+        require(not is_v32 or not bool((counts & ~inside).any()), "slots past the length")
+        counts = counts & inside
+    if is_v32:
+        stored, _ = mla.stored_rows(view[:, :, 0], slots // size, slots % size)
+        keys = mla.values_of(stored, torch.uint8, MlaDsFp8Layout.tag)
+        return torch.where(counts[..., None], keys, 0), counts
     cache = view.as_strided((blocks, 584 * size), (view.stride(0), 1))
     pages = torch.where(counts, slots // size, -1)
     keys, _ = KeyCache(cache, size, MainLayout.tag).at(pages, slots % size)
@@ -66,7 +74,7 @@ def attended(
     logits = logits.masked_fill(~counts[:, None], -math.inf)
     lse = logits.logsumexp(-1)
     lse = torch.where(lse == -math.inf, math.inf, lse)  # of no key
-    out = torch.einsum("bhk,bkd->bhd", torch.exp(logits - lse[..., None]), keys)
+    out = torch.einsum("bhk,bkd->bhd", torch.exp(logits - lse[..., None]), keys[..., :512])
     if sink is not None:
         out = out / (1 + torch.exp(sink[None] - lse))[..., None]
     return out.to(q.dtype), logits.amax(-1), lse
@@ -91,7 +99,8 @@ def decode(
     q.data_ptr()  # a trace that gets here is wrong
     calls.append("decode")
     b, queries, heads, width = q.shape
-    require(b > 0 and queries == 1 and (width, d_v) == (512, 512), "the queries")
+    require(b > 0 and queries == 1 and d_v == 512, "the queries")
+    require((width, kv.shape[3]) in ((512, 584), (576, 656)), "rows of another model")
     require(q.is_contiguous() and q.data_ptr() % 16 == 0, "queries anywhere")
     require(heads in (64, 128) and q.dtype == torch.bfloat16, "the heads")
     require(sink is None or sink.is_contiguous(), "the sink")
@@ -146,8 +155,8 @@ def prefill(q, kv, indices, scale, d_v, sink, lens, out):
     q.data_ptr()
     calls.append("prefill")
     require(q.is_contiguous() and q.data_ptr() % 16 == 0, "queries anywhere")
-    require(q.shape[1] in (64, 128) and q.shape[2] == d_v == 512, "the queries")
-    require(kv.shape[1:] == (1, 512) and kv.is_contiguous(), "the rows")
+    require(q.shape[1] in (64, 128) and q.shape[2] in (512, 576) and d_v == 512, "the queries")
+    require(kv.shape[1:] == (1, q.shape[2]) and kv.is_contiguous(), "the rows")
     require(indices.shape[1] == 1 and indices.shape[2] % 128 == 0, "lists of another width")
     require(indices.shape[2] > 0 and indices.stride(2) == 1, "lists of another width")
     require(lens.is_contiguous() and lens.dtype == indices.dtype == torch.int32, "the lengths")

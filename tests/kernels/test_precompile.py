@@ -14,7 +14,7 @@ from dsv4_ops.kernels.kv_cache import plain
 from dsv4_ops.testing import op_testing
 from tests.support.attention_batches import GATHERED, gathered_case
 from tests.support.hopper import Workers, hopper, on_cuda  # noqa: F401  # a fixture
-from tests.support.mla_batches import mla_case
+from tests.support.mla_batches import mla_case, sparse_case
 
 
 @pytest.fixture
@@ -78,7 +78,11 @@ def test_a_job_that_fails_costs_time_only(compiled, monkeypatch):
     assert str(said[0][2]) == "the worker died"
 
 
-LARGER = {"mla_decode": mla_case(0, [2, 1], 16), GATHERED: gathered_case(0, 2, 64, 128)}
+LARGER = {
+    "mla_decode": mla_case(0, [2, 1], 16),
+    "mla_sparse": sparse_case(mla_case(0, [2, 1], 16)),
+    GATHERED: gathered_case(0, 2, 64, 128),
+}
 """Calls of kernels that take none of their op's small cases."""
 
 WITH_KERNELS = sorted(name for name, spec in OPS.items() if spec.has_kernel)

@@ -23,11 +23,11 @@ from tests.support.attention_batches import (
     gathered_case,
     paged_case,
 )
-from tests.support.mla_batches import DENSE, mla_case
+from tests.support.mla_batches import DENSE, DS_FP8, SPARSE, mla_case, sparse_case
 from tests.support.prefill_batches import PREFILL, prefill_case
 
 LIBRARY_OPS = {
-    "flash_mla": (DECODE, PAGED, PREFILL, GATHERED, DENSE),
+    "flash_mla": (DECODE, PAGED, PREFILL, GATHERED, DENSE, SPARSE),
     "deep_gemm": ("indexer_logits", "indexer_select"),
 }
 UNUSABLE = choice.unusable
@@ -38,6 +38,9 @@ CASES = {
     PREFILL: lambda seed, heads=64: prefill_case(seed, 7, heads, "C4", longest=300, topk=70),
     GATHERED: lambda seed, heads=64: gathered_case(seed, 7, heads, 130),
     DENSE: lambda seed, heads=64: mla_case(seed, [2, 1, 3], heads, longest=200),
+    SPARSE: lambda seed, heads=64: sparse_case(
+        mla_case(seed, [2, 1, 3], heads, longest=200, layout=(DS_FP8, "plain")[seed % 2])
+    ),
 }
 
 

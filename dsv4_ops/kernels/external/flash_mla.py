@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import CACHE_ALIGNMENT, KEY_BLOCK, MainLayout
+from dsv4_ops.core.layout import CACHE_ALIGNMENT, KEY_BLOCK, MainLayout, MlaDsFp8Layout
 from dsv4_ops.core.tiles import METADATA_COLUMNS
 from dsv4_ops.core.types import (
     ABSENT,
@@ -236,6 +236,42 @@ def mla_decode(
         return MlaAttention(torch.where((lse == -torch.inf)[..., None], 0.0, out), lse)
     kernels.finish_heads(launch, out, lse, None, None, clears=True)
     return MlaAttention(out, lse)
+
+
+def mla_sparse(
+    launch: Any,
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    *,
+    softmax_scale: float,
+    block_size: int,
+    layout: str,
+    **settings: Any,
+) -> MlaAttention:
+    """Read FP8 rows with the sparse decode, which plans in the call, and plain rows with the sparse
+    prefill."""
+    if q.shape[0] == 0:
+        out = q.new_empty((*q.shape[:2], WIDTH))
+        return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
+    is_fp8 = layout == MlaDsFp8Layout.tag
+    lists = Listed(indices, lens, kv_cache.shape[0], block_size)
+    make_lists = opaque_op.kernel_or_reference(list_slots, launch, q.device)
+    prepared = make_lists(lists, None, None, KEYS if is_fp8 else KEY_BLOCK)
+    if kv_cache.shape[0] == 0:  # FlashMLA reads skipped rows too
+        kv_cache = kv_cache.new_zeros((1, *kv_cache.shape[1:]))
+    q, slots = _dense(q), prepared.slots[:, None]
+    if is_fp8:
+        none = (None,) * 6  # sink, plan and a second cache
+        out, lse, _, _ = decode(
+            q[:, None], kv_cache[:, :, None], slots, prepared.lens, *none, WIDTH, softmax_scale
+        )
+        out, lse = out.squeeze(1), lse.squeeze(2)
+    else:
+        rows = kv_cache.view(-1, 1, kv_cache.shape[2])
+        out, _, lse = prefill(q, rows, slots, softmax_scale, WIDTH, None, prepared.lens)
+    return MlaAttention(*_finish(launch, out, lse))
 
 
 def _dense(q: Tensor) -> Tensor:

@@ -82,7 +82,6 @@ def exact_mla_sparse(
 ) -> tuple[Exact, Exact]:
     of_cache = {name: settings[name] for name in ("block_size", "layout")}
     keys, exists = sparse_keys(kv_cache, indices, lens, **of_cache)
-    keys, exists = pad(keys, (0, 0, 0, 1)), pad(exists, (0, 1))  # lists may have no columns
     return _exact_latents(q, keys, exists, settings)
 
 

@@ -33,7 +33,7 @@ from tests.support.attention_batches import (
     paged_case,
     with_inverse_rope,
 )
-from tests.support.mla_batches import DENSE, mla_case
+from tests.support.mla_batches import DENSE, DS_FP8, SPARSE, mla_case, sparse_case
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
 
@@ -72,6 +72,15 @@ def dense() -> Iterator[tuple[str, Case]]:
     none = [each[:0] if place == 1 else each for place, each in enumerate(case.tensors)]
     none[4] = torch.zeros_like(none[4])
     yield DENSE, Case("no block", tuple(none), case.settings)
+
+
+def selected() -> Iterator[tuple[str, Case]]:
+    """FlashMLA's rows of V3.2: codes, then plain rows."""
+    for seed, layout in enumerate((DS_FP8, "plain")):
+        case = sparse_case(mla_case(seed, [2, 1, 3], 64, longest=130, layout=layout, block_size=7))
+        yield SPARSE, case
+        q, cache, *rest = case.tensors
+        yield SPARSE, Case("no block", (q, cache[:0], *rest), case.settings)
 
 
 SMALL = {"longest": 300, "max_reqs": 2, "window": 70}
@@ -182,7 +191,7 @@ def main(every: int) -> None:
     print("pages", pages(24 // every))
     assert opaque_op.kernel_module(torch.device("cpu")) is not None
     with fake_flash_mla.registered():
-        for name, case in [*attention(), *dense(), *prefills()][::every]:
+        for name, case in [*attention(), *dense(), *selected(), *prefills()][::every]:
             actual = launched(name, "flash_mla", *case.tensors, **case.settings)
             expected = case.run(OPS[name].reference)
             assert_agrees(f"{name}, {case.name}", testing.op_testing(name), case, actual, expected)

@@ -176,6 +176,7 @@ def sparse_rows() -> Iterator[says.Entry]:
     yield from says.float_rows("softmax_scale", 0)
     yield from says.flag_rows("batch_invariant")
     yield says.at_least("num_splits", 0, -1)
+    yield says.at_least("topk", 1, 0, indices=i32([[]] * 5))
     yield says.at_most("kv_lora_rank", "the width of q", 32, 33)
     q = bf16(5, 4, 576)
     rule = "be 512 with layout 'mla_ds_fp8'"
