@@ -1,4 +1,4 @@
-"""Benchmark dense MLA decode against its roofline and FlashMLA."""
+"""Benchmark MLA, over all rows and over selected ones, against its roofline and FlashMLA."""
 
 from __future__ import annotations
 
@@ -22,8 +22,17 @@ from benchmarks.harness.timing import Call, Capture, alternating_us
 from benchmarks.run import BenchError
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 
-CASES = {"bf16": PlainLayout.tag, "fp8": MlaFp8Layout.tag, "ds_fp8": MlaDsFp8Layout.tag}
-"""Groups of cases, and the layout of their rows."""
+CASES = {
+    "bf16": PlainLayout.tag,
+    "fp8": MlaFp8Layout.tag,
+    "ds_fp8": MlaDsFp8Layout.tag,
+    "selected_bf16": PlainLayout.tag,
+    "selected_ds_fp8": MlaDsFp8Layout.tag,
+}
+"""Groups of cases, and the layout of their rows; ``mla_sparse`` if rows are selected."""
+
+TOPK = 2048
+"""Selected rows of a token."""
 
 RANK, WIDTH, BLOCK = 512, 576, 64
 SCALE = 192**-0.5
@@ -47,8 +56,9 @@ class Row:
         layout: Of the rows.
         heads, batch, context: Of the case; every request has one token.
         us: Ours.
-        flash_mla_us: FlashMLA's on the same rows, its plan not counted; bf16 only. Samples of both
-            are taken in turn.
+        topk: Selected rows of a token; None for all.
+        flash_mla_us: FlashMLA's on the same rows, its plan not counted; of all rows in bf16 only.
+            Selected rows in bf16 have its prefill. Samples of both are taken in turn.
         roofline_us: The larger of bytes at the rate of this GPU's copies and FLOP at 790 TFLOP/s.
         max_diff: Largest difference from FlashMLA's output.
         error: What went wrong.
@@ -58,11 +68,17 @@ class Row:
     heads: int
     batch: int
     context: int
+    topk: int | None = None
     us: float | None = None
     flash_mla_us: float | None = None
     roofline_us: float | None = None
     max_diff: float | None = None
     error: str | None = None
+
+    @property
+    def keys(self) -> int:
+        """Rows that a token sees."""
+        return self.context if self.topk is None else min(self.topk, self.context)
 
 
 class Inputs:
@@ -72,20 +88,40 @@ class Inputs:
         self.row, self.device = row, device
         columns = -(-row.context // BLOCK)
         pages = row.batch * columns
-        size = pages * BLOCK * pool.shape[2] * pool.element_size()
-        count = max(1, min(_MOST_SETS, -(-_ROTATED // size), pool.shape[0] // pages))
+        ranges = pool.shape[0] // pages
+        size = row.batch * row.keys * pool.shape[2] * pool.element_size()
+        # sets that select share pages, of which each reads a few rows
+        most = _MOST_SETS if row.topk is not None else min(_MOST_SETS, ranges)
+        count = max(1, min(most, -(-_ROTATED // size)))
         made = torch.Generator(device).manual_seed(0)
         self.cache = pool
         self.lens = torch.full((row.batch,), row.context, dtype=torch.int32, device=device)
         self.requests = torch.arange(row.batch, dtype=torch.int32, device=device)
         self.sets: list[tuple[Tensor, Tensor]] = []
         for number in range(count):
-            order = torch.randperm(pages, generator=made, device=device) + number * pages
+            first = number % ranges * pages
+            order = torch.randperm(pages, generator=made, device=device) + first
             q = torch.randn(row.batch, row.heads, WIDTH, generator=made, device=device)
-            self.sets.append((q.bfloat16(), order.int().view(row.batch, columns)))
+            table = order.view(row.batch, columns)
+            if row.topk is not None:
+                table = self._selected(table, made)
+            self.sets.append((q.bfloat16(), table.int()))
+
+    def _selected(self, table: Tensor, made: torch.Generator) -> Tensor:
+        """Slots of some rows of every request, in the order of positions as an indexer has them."""
+        scores = torch.rand(self.row.batch, self.row.context, generator=made, device=self.device)
+        rows = scores.topk(self.row.keys).indices.sort().values
+        return table.gather(1, rows // BLOCK) * BLOCK + rows % BLOCK
 
     def ours(self) -> list[Call]:
-        """Calls of ``mla_decode``."""
+        """Calls of ``mla_decode``, or of ``mla_sparse``."""
+        if self.row.topk is not None:
+            call = functools.partial(
+                ops.mla_sparse, softmax_scale=SCALE, block_size=BLOCK, layout=self.row.layout
+            )
+            return [
+                functools.partial(call, q, self.cache, rows, self.lens) for q, rows in self.sets
+            ]
         scale = None
         if self.row.layout == MlaFp8Layout.tag:
             scale = torch.full((1,), 0.5, device=self.device)
@@ -98,6 +134,8 @@ class Inputs:
 
     def of_flash_mla(self, library: Any) -> list[Call]:
         """Calls of FlashMLA, planned before."""
+        if self.row.topk is not None:
+            return self._selected_of_flash_mla(library)
         op = library.ops.dense_decode_fwd
         rows = self.cache[:, :, None]
 
@@ -107,13 +145,30 @@ class Inputs:
         plan = attend(*self.sets[0], None, None)[2:]
         return [functools.partial(attend, q, table, *plan) for q, table in self.sets]
 
+    def _selected_of_flash_mla(self, library: Any) -> list[Call]:
+        """Calls of its sparse decode, planned before, or for plain rows of its sparse prefill."""
+        if self.row.layout == PlainLayout.tag:
+            op, rows = library.ops.sparse_prefill_fwd, self.cache.view(-1, 1, WIDTH)
+            return [
+                functools.partial(op, q, rows, lists[:, None], SCALE, RANK, None, None, None)
+                for q, lists in self.sets
+            ]
+        op, rows = library.ops.sparse_decode_fwd, self.cache[:, :, None]
+
+        def attend(q: Tensor, lists: Tensor, *plan: Any) -> Any:
+            rest = (None, None, None, RANK, SCALE, None)
+            return op(q[:, None], rows, lists[:, None], None, None, *plan, *rest)
+
+        plan = attend(*self.sets[0], None, None)[2:]
+        return [functools.partial(attend, q, lists, *plan) for q, lists in self.sets]
+
 
 def roofline_us(row: Row, bytes_per_us: float) -> float:
     """The larger of what its bytes and its products take."""
     row_bytes = {PlainLayout.tag: 2 * WIDTH, MlaFp8Layout.tag: WIDTH, MlaDsFp8Layout.tag: 656}
-    moved = row.batch * row.context * row_bytes[row.layout]
+    moved = row.batch * row.keys * row_bytes[row.layout]
     moved += row.batch * row.heads * (WIDTH + RANK) * 2
-    flop = 2 * row.batch * row.heads * row.context * (WIDTH + RANK)
+    flop = 2 * row.batch * row.heads * row.keys * (WIDTH + RANK)
     return max(moved / bytes_per_us, flop / FLOP_PER_US)
 
 
@@ -123,7 +178,9 @@ def measure(row: Row, pool: Tensor, library: Any, copy_rate: float, device: torc
     calls = inputs.ours()
     out = calls[0]()[0]
     library_calls: list[Call] = []
-    if library is not None and row.layout == PlainLayout.tag:
+    # FlashMLA's sparse kernels take 64 or 128 heads
+    comparable = row.layout == PlainLayout.tag if row.topk is None else row.heads >= 64
+    if library is not None and comparable:
         library_calls = inputs.of_flash_mla(library)
         row.max_diff = float((library_calls[0]()[0].squeeze(1).float() - out.float()).abs().max())
         if not row.max_diff < _MOST_DIFFERENCE:
@@ -162,7 +219,7 @@ def run(options: argparse.Namespace) -> None:
         pool = pool_of(layout, max(_BATCHES) * max(contexts) // BLOCK, device)
         cases = list(itertools.product(_HEADS, contexts, _BATCHES))
         for heads, context, batch in report.progress(cases, f"mla, {group}"):
-            row = Row(layout, heads, batch, context)
+            row = Row(layout, heads, batch, context, TOPK if "selected" in group else None)
             try:
                 measure(row, pool, library, copies, device)
             except Exception as error:  # a case that fails keeps its error

@@ -323,6 +323,7 @@ def examples() -> dict[str, Call]:
     logits: dict[str, Any] = {"num_rows": 32768, **keys}
     selected = (indexer, positions, tokens, pages_table)
     chosen: dict[str, Any] = {"compress_ratio": 4, "topk": 512, **keys}
+    of_v32: dict[str, Any] = {"compress_ratio": 1, "topk": 2048, "slots": True}
     return {
         "quantize_and_insert_k_cache": _insert(512, main, **fp8),
         "quantize_and_insert_k_cache, C128": _insert(512, pages_of_2, **fp8_of_2),
@@ -411,6 +412,7 @@ def examples() -> dict[str, Call]:
         "indexer_select": _indexer(*selected, **chosen),
         "indexer_select, slots": _indexer(*selected, **chosen, slots=True),
         "indexer_select, top 1024": _indexer(*selected, **{**chosen, "topk": 1024, "slots": True}),
+        "indexer_select, V3.2": _indexer(*selected, **chosen | of_v32),
         "indexer_logits, deep_gemm": _indexer(indexer, *named, **logits, impl="deep_gemm"),
         "indexer_topk": ((_floats(8, 32768), tokens), {"topk": 512}),
         "fp8_linear": _linear(),

@@ -1,4 +1,5 @@
-"""Dense MLA decode on a GPU: our kernels and FlashMLA against float64, graphs, compiled calls."""
+"""Dense MLA decode and selected rows on a GPU: our kernels and FlashMLA against float64, graphs,
+compiled calls."""
 
 import math
 
@@ -15,11 +16,13 @@ from tests.support.mla_batches import (
     DS_FP8,
     FP8,
     LAYOUTS,
+    SPARSE,
     assert_exact,
     assert_spoils_what_sees_it,
     kernel_cases,
     mla_case,
     planned,
+    sparse_case,
 )
 
 CASES = kernel_cases()
@@ -27,7 +30,8 @@ CASES = kernel_cases()
 
 def called(case, **settings):
     moved = case.on("cuda")
-    return ops.mla_decode(*moved.tensors, **{**moved.settings, **settings})
+    op = ops.mla_sparse if case.name == "sparse" else ops.mla_decode
+    return op(*moved.tensors, **{**moved.settings, **settings})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,10 +95,63 @@ def test_plans(layout):
     assert_exact(called(planned(case, plan)), case)
 
 
+SELECTING = ["plain", DS_FP8]
+"""Layouts whose rows are selected."""
+
+
+@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.parametrize("layout", SELECTING)
+@pytest.mark.parametrize(
+    ("heads", "changed"),
+    [(16, {}), (128, {"num_splits": 3}), (64, {"batch_invariant": True, "block_size": 7})],
+)
+def test_selected_rows(heads, changed, layout):
+    for seed in range(3):
+        case = mla_case(seed, [1, 3, 2, 1, 4], heads, longest=700, layout=layout, **changed)
+        assert_exact(called(sparse_case(case)), sparse_case(case), op=SPARSE)
+
+
+@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.parametrize("layout", SELECTING)
+def test_selected_rows_are_scheduled_by_their_number(layout):
+    lens = [2000, 1, 0, 64, 128, 129, 127, 63, *range(60)]
+    made = {"longest": 2000, "layout": layout, "context_lens": lens}
+    case = sparse_case(mla_case(5, [1] * 68, 16, **made), topk=2048)
+    assert_exact(called(case), case, op=SPARSE)
+
+
+@pytest.mark.parametrize("layout", SELECTING)
+def test_a_graph_takes_other_rows_compiled_for_any_size(layout):
+    made = {"layout": layout, "adversarial": False}
+    case = sparse_case(mla_case(9, [1] * 40, 16, longest=600, **made), topk=700).on("cuda")
+    q, cache, lists, lens = case.tensors
+    call = torch.compile(
+        lambda *tensors: ops.mla_sparse(*tensors, **case.settings), fullgraph=True, dynamic=True
+    )
+    for tokens in (40, 7):
+        some = (q[:tokens], cache, lists[:tokens], lens[:tokens])
+        expected = ops.mla_sparse(*some, **case.settings)
+        assert all(map(torch.equal, call(*some), expected))
+    none = torch.full_like(lists, -1)
+    graph, results = graph_of(lambda: ops.mla_sparse(q, cache, none, lens, **case.settings))
+    none.copy_(lists)
+    graph.replay()
+    assert all(map(torch.equal, results, ops.mla_sparse(*case.tensors, **case.settings)))
+
+
 def test_flash_mla(flash_mla_or_skip):
     for heads in (16, 128):
         case = mla_case(7, [1, 3, 2], heads, longest=700)
         assert_exact(called(case, impl="flash_mla"), case)
+
+
+@pytest.mark.parametrize("layout", SELECTING)
+@pytest.mark.parametrize("heads", [64, 128])
+def test_flash_mla_over_selected_rows(heads, layout, flash_mla_or_skip):
+    for block_size in (64, 7):
+        made = {"longest": 700, "layout": layout, "block_size": block_size}
+        case = sparse_case(mla_case(7, [1, 3, 2], heads, **made))
+        assert_exact(called(case, impl="flash_mla"), case, op=SPARSE)
 
 
 @pytest.fixture
