@@ -73,6 +73,24 @@ def test_decode_metadata_by_hand():
     ]
 
 
+def test_a_key_per_token_by_hand():
+    """Ratio 1, the indexer of DeepSeek-V3.2: rows are positions, in blocks of 8; a request of two
+    tokens and one of one."""
+    spec = AttentionSpec(
+        window_size=3, c4_ratio=1, c128_ratio=1, block_tokens=8, swa_block_size=4, max_model_len=16
+    )
+    table, c4 = i32([[7, 3], [2, 5]]), i32([[10], [11]])
+    batch = (i32([0, 2, 3]), i32([8, 5]), i64([100, 101, -1]), BlockTables(table, c4, c4))
+    valid = torch.ones(3, dtype=torch.bool)
+    prefill = build_prefill_metadata(spec, *batch, valid, max_chunks=2)
+    for metadata in (build_decode_metadata(spec, *batch, valid), prefill):
+        assert metadata.c4_lens.tolist() == metadata.seq_lens.tolist() == [7, 8, 5]
+        assert metadata.c4_slot_mapping.tolist() == [10 * 8 + 6, 10 * 8 + 7, -1]  # one not written
+    assert prefill.c4_cu_seq_lens.tolist() == [0, 8, 13]
+    assert prefill.c4_row_start.tolist() == [0, 0, 8]
+    assert prefill.c4_row_stop.tolist() == [7, 8, 13]
+
+
 def test_invalid_tokens_are_padding_by_hand():
     """The batch above, whose tokens 1 and 3 a captured step of a fixed size pads: token 1 completes
     its C4 and C128 rows no more. The caches' own slots say nothing about it."""
