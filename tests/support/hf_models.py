@@ -128,6 +128,71 @@ class Engine:
         )
 
 
+def run_randomly(engine: Engine, rng: Random, most: int = 40) -> Engine:
+    """Random steps, prefills and decodes of several tokens, until all requests are complete."""
+    length = engine.tokens.shape[1]
+    while min(engine.done) < length:
+        waiting = [request for request, done in enumerate(engine.done) if done < length]
+        counts = {
+            request: min(rng.choice([1, 1, 2, 5, most]), length - engine.done[request])
+            for request in rng.sample(waiting, rng.randint(1, len(waiting)))
+        }
+        counts = dict(sorted(counts.items(), key=lambda item: item[1]))
+        run = engine.decode if rng.random() < 0.3 else engine.prefill
+        run(counts, padding=rng.randrange(3))
+    return engine
+
+
+def run_preempted(engine: Engine, rng: Random) -> int:
+    """Prefills until all requests are complete: when no block is free the youngest gives its own
+    back, and begins anew. Returns how many did."""
+    cache, length, preempted = engine.cache, engine.tokens.shape[1], 0
+    age = list(range(len(engine.done)))
+    while min(engine.done) < length:
+        counts: dict[int, int] = {}
+        for each in [each for each in age if engine.done[each] < length]:
+            count = min(rng.choice([1, 7, 30]), length - engine.done[each])
+            try:
+                if each not in cache.requests:
+                    cache.add(each)
+                cache.reserve(each, engine.done[each] + count)
+                counts[each] = count
+            except v4.OutOfBlocks:
+                youngest = [other for other in age if other in cache.requests][-1]
+                cache.free(youngest)
+                counts.pop(youngest, None)
+                preempted += engine.done[youngest] > 0
+                engine.done[youngest] = 0
+        engine.prefill(dict(sorted(counts.items(), key=lambda item: item[1])))
+        for each in [each for each in age if engine.done[each] == length]:
+            if each in cache.requests:
+                cache.free(each)
+    return preempted
+
+
+def run_changing(engine: Engine, rng: Random, steps: int, compiled: Any) -> int:
+    """Compiled decode steps of a batch of 6 tokens whose requests rest, end, and give their rows
+    to others. Returns how many ended."""
+    length, finished, requests = engine.tokens.shape[1], 0, len(engine.done)
+
+    def step(model: Any, batch: v4.StepBatch, cache: Any) -> Tensor:
+        logits: Tensor = compiled(model, padded_to(batch, 6, requests), cache)
+        return logits
+
+    for _ in range(steps):
+        waiting = [request for request, done in enumerate(engine.done) if done < length]
+        chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
+        counts = {chosen[0]: min(rng.choice([1, 4]), length - engine.done[chosen[0]])}
+        engine.decode(counts | dict.fromkeys(chosen[1:], 1), step=step)
+        for request in range(requests):
+            ends = engine.done[request] > min(20, length - 1) or rng.random() < 0.05
+            if request in engine.cache.requests and ends:
+                engine.cache.free(request)
+                engine.done[request] = 0
+                finished += 1
+    return finished
+
+
 def padded_to(batch: v4.StepBatch, num_tokens: int, num_reqs: int) -> v4.StepBatch:
     """The batch at the size of a graph."""
     tokens, requests = num_tokens - len(batch.tokens), num_reqs - len(batch.rows)

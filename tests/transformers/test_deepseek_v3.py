@@ -25,7 +25,13 @@ from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
 from tests.helpers import Called, i32, nightly
 from tests.support import hf_models
-from tests.support.hf_models import Engine, padded_to, text
+from tests.support.hf_models import (
+    Engine,
+    run_changing,
+    run_preempted,
+    run_randomly,
+    text,
+)
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 70, 3
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
@@ -76,19 +82,8 @@ def new_cache(model=None, **sizes):
     return v4.PagedCache.for_model(model or reference(), **given)
 
 
-def run_randomly(model, cache, rng, most=40):
-    """Random steps until all requests are complete."""
-    engine = Engine(model, cache, tokens())
-    while min(engine.done) < LENGTH:
-        waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
-        counts = {
-            request: min(rng.choice([1, 1, 2, 5, most]), LENGTH - engine.done[request])
-            for request in rng.sample(waiting, rng.randint(1, len(waiting)))
-        }
-        counts = dict(sorted(counts.items(), key=lambda item: item[1]))
-        run = engine.decode if rng.random() < 0.3 else engine.prefill
-        run(counts, padding=rng.randrange(3))
-    return engine
+def random_run(model, cache, rng):
+    return run_randomly(Engine(model, cache, tokens()), rng)
 
 
 def called_by(run):
@@ -108,7 +103,7 @@ def test_variants_with_expanded_contexts(name):
     with pytest.MonkeyPatch.context() as small:
         module = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
         small.setattr(f"{module}.mla_workspace_rows", lambda **sizes: 64)
-        engine = run_randomly(model, new_cache(model, num_blocks=6), Random(3))
+        engine = random_run(model, new_cache(model, num_blocks=6), Random(3))
     scale = max(1.0, float(expected(name).std()))
     assert engine.worst(expected(name)) < CLOSE * scale
 
@@ -157,7 +152,7 @@ def test_sampled_configurations(seed, monkeypatch):
         monkeypatch.setattr(MlaSpec, "break_even", 0)
     want = small_mla_model(version, **changed)(tokens()).logits
     model = v4.patch(small_mla_model(version, **changed), kv="fp32", precision="reference")
-    engine = run_randomly(model, new_cache(model, num_blocks=6), rng)
+    engine = random_run(model, new_cache(model, num_blocks=6), rng)
     assert engine.worst(want) < CLOSE * max(1.0, float(want.std())), changed
 
 
@@ -167,28 +162,8 @@ def test_requests_that_are_preempted_start_again(context, request):
     prefilled again later."""
     if context == "expanded":
         request.getfixturevalue("expands")
-    cache, rng, preempted = new_cache(num_blocks=3), Random(1), 0
-    engine, age = Engine(reference(), cache, tokens()), list(range(REQUESTS))
-    while min(engine.done) < LENGTH:
-        counts: dict[int, int] = {}
-        for each in [each for each in age if engine.done[each] < LENGTH]:
-            count = min(rng.choice([1, 7, 30]), LENGTH - engine.done[each])
-            try:
-                if each not in cache.requests:
-                    cache.add(each)
-                cache.reserve(each, engine.done[each] + count)
-                counts[each] = count
-            except v4.OutOfBlocks:
-                youngest = [other for other in age if other in cache.requests][-1]
-                cache.free(youngest)
-                counts.pop(youngest, None)
-                preempted += engine.done[youngest] > 0
-                engine.done[youngest] = 0
-        engine.prefill(dict(sorted(counts.items(), key=lambda item: item[1])))
-        for each in [each for each in age if engine.done[each] == LENGTH]:
-            if each in cache.requests:
-                cache.free(each)
-    assert preempted > 0
+    engine = Engine(reference(), new_cache(num_blocks=3), tokens())
+    assert run_preempted(engine, Random(1)) > 0
     assert engine.worst(expected()) < CLOSE
 
 
@@ -384,24 +359,10 @@ def test_one_graph_of_a_changing_batch():
     model = small_mla_model(num_hidden_layers=1)
     want = model(tokens()).logits
     v4.patch(model, kv="fp32", precision="reference")
-    counter, rng, finished = CompileCounterWithBackend("eager"), Random(0), 0
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
-    engine = Engine(model, cache := new_cache(model, num_blocks=4), tokens())
-
-    def step(model, batch, cache):
-        return compiled(model, padded_to(batch, 6, REQUESTS), cache)
-
-    for _ in range(25):
-        waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
-        chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
-        counts = {chosen[0]: min(rng.choice([1, 4]), LENGTH - engine.done[chosen[0]])}
-        engine.decode(counts | dict.fromkeys(chosen[1:], 1), step=step)
-        for request in range(REQUESTS):
-            if request in cache.requests and (engine.done[request] > 20 or rng.random() < 0.05):
-                cache.free(request)
-                engine.done[request] = 0
-                finished += 1
-    assert finished > 2
+    engine = Engine(model, new_cache(model, num_blocks=4), tokens())
+    assert run_changing(engine, Random(0), 25, compiled) > 2
     assert counter.frame_count == 1
     assert engine.worst(want) < CLOSE
 
