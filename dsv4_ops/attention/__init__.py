@@ -4,9 +4,11 @@
 runs one layer. Every stage is per token, so the same code serves decode, speculative decode,
 (chunked) prefill and mixed batches. Call both inside the model's ``torch.compile(fullgraph=True)``
 graph. ``AttentionLayer`` is the ``nn.Module`` form. These are for DeepSeek-V4; ``build_mla_step``
-and ``mla_layer`` are for V2, V3, R1 and Kimi-K2.
+and ``mla_layer`` are for V2, V3, R1 and Kimi-K2; ``dsa_layer`` is for V3.2 and GLM-5.
 """
 
+from dsv4_ops.attention.dsa_layer import dsa_layer as dsa_layer
+from dsv4_ops.attention.dsa_spec import DsaSpec as DsaSpec
 from dsv4_ops.attention.layer import attention_layer as attention_layer
 from dsv4_ops.attention.mla_layer import mla_layer as mla_layer
 from dsv4_ops.attention.mla_spec import MlaSpec as MlaSpec
@@ -31,6 +33,9 @@ from dsv4_ops.attention.step import (
     build_attention_step as build_attention_step,
 )
 from dsv4_ops.attention.tensors import (
+    DsaAttention as DsaAttention,
+    DsaCache as DsaCache,
+    IndexerInputs as IndexerInputs,
     LayerCaches as LayerCaches,
     LayerInputs as LayerInputs,
     LayerWeights as LayerWeights,

@@ -81,12 +81,8 @@ def mla_layer(
         >>> mla_layer(spec, inputs, weights, MlaCache.allocate(spec, 1), step).tolist()
         [[2.0], [3.0]]
     """
-    _check(spec, inputs, weights, cache, step)
-    table = weights.cos_sin_cache
-    q = apply_rope(inputs.q, step.positions, table)
-    k_pe = apply_rope(inputs.k_pe, step.positions, table)
-    rows = (inputs.kv_c, k_pe, cache.kv, step.slot_mapping, cache.scale)
-    mla_insert_kv(*rows, block_size=spec.block_size, layout=spec.layout)
+    check_layer(Checks("mla_layer"), spec, inputs, weights, cache, step)
+    q, k_pe = insert_latents(spec, inputs, weights, cache, step)
     if step.prefill_start_loc is None:
         return attend_absorbed(spec, q, weights, cache, step)
     num_tokens, capacity = q.shape[0], step.decode_lens.shape[0]
@@ -100,6 +96,18 @@ def mla_layer(
     prefilled = attend_expanded(spec, q, inputs.kv_c, k_pe, weights, cache, step)
     is_decode = token < cast(Tensor, step.counts)[2]
     return torch.where(is_decode[:, None], decoded, prefilled)
+
+
+def insert_latents(
+    spec: MlaSpec, inputs: MlaInputs, weights: MlaWeights, cache: MlaCache, step: MlaStep
+) -> tuple[Tensor, Tensor]:
+    """Insert the step's latents; return the rotated queries and the rotated key part."""
+    table = weights.cos_sin_cache
+    q = apply_rope(inputs.q, step.positions, table)
+    k_pe = apply_rope(inputs.k_pe, step.positions, table)
+    rows = (inputs.kv_c, k_pe, cache.kv, step.slot_mapping, cache.scale)
+    mla_insert_kv(*rows, block_size=spec.block_size, layout=spec.layout)
+    return q, k_pe
 
 
 def attend_absorbed(
@@ -193,11 +201,15 @@ def _context_rows(spec: MlaSpec, cache: MlaCache, step: MlaStep, chunk: int) -> 
     return rows.to(spec.dtype)
 
 
-def _check(
-    spec: MlaSpec, inputs: MlaInputs, weights: MlaWeights, cache: MlaCache, step: MlaStep
+def check_layer(
+    checks: Checks,
+    spec: MlaSpec,
+    inputs: MlaInputs,
+    weights: MlaWeights,
+    cache: MlaCache,
+    step: MlaStep,
 ) -> None:
     """Raise now the errors that an op would only raise after the insert."""
-    checks = Checks("mla_layer")
     heads, nope, rope = spec.num_heads, spec.qk_nope_head_dim, spec.qk_rope_head_dim
     rank, value = spec.kv_lora_rank, spec.v_head_dim
     checks.tensor("inputs.q", inputs.q, spec.dtype, "num_tokens", heads, nope + rope)

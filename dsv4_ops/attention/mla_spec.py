@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -92,6 +92,9 @@ class MlaSpec:
     impl: str = AUTO
     parallel: ContextParallel | None = None
 
+    impls: ClassVar[tuple[str, ...]] = (AUTO, *DECODE_PROVIDERS)
+    """Values of ``impl``."""
+
     def __post_init__(self) -> None:
         checks = Checks("MlaSpec")
         checks.at_least(1, **{name: getattr(self, name) for name in _SIZES})
@@ -100,7 +103,7 @@ class MlaSpec:
         checks.one_of("layout", self.layout, *MLA_LAYOUTS, belongs_to="the cache has")
         checks.one_of("context", self.context, *CONTEXTS, belongs_to="prefills shall have")
         checks.one_of("chunk_plan", self.chunk_plan, "packed", "equal", belongs_to="steps have")
-        checks.one_of("impl", self.impl, AUTO, *DECODE_PROVIDERS, belongs_to="shall run")
+        checks.one_of("impl", self.impl, *self.impls, belongs_to="shall run")
         checks.flag("batch_invariant", self.batch_invariant)
         checks.instance("parallel", self.parallel, ContextParallel)
         if self.dtype not in (torch.bfloat16, torch.float32):

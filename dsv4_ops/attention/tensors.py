@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention import pytrees
+from dsv4_ops.attention.dsa_spec import DsaSpec
 from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
@@ -172,7 +173,67 @@ class MlaCache:
         return cls(spec.cache_layout().allocate(num_blocks, device), scale)
 
 
-_CLASSES = (LayerInputs, LayerWeights, LayerCaches, MlaInputs, MlaWeights, MlaCache)
+@dataclass(frozen=True)
+class IndexerInputs:
+    """Projection outputs of an indexer that scores every token, one row per token.
+
+    Attributes:
+        q: Queries before RoPE, [num_tokens, index_heads, 128], in the spec's dtype.
+        k: Keys after their norm, before RoPE, [num_tokens, 128], in the spec's dtype.
+        weights: Head weights, [num_tokens, index_heads], bfloat16 or float32.
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class DsaCache:
+    """Hold the paged rows of a layer with sparse attention, which are written in place.
+
+    One block table serves both tensors, so that a slot is the same token in either.
+
+    Attributes:
+        kv: Latent rows, of the layout ``DsaSpec.cache_layout``.
+        indexer: Indexer keys, of the layout ``DsaSpec.index_cache_layout``; None for a layer that
+            attends to the rows that another layer selected.
+    """
+
+    kv: Tensor
+    indexer: Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: DsaSpec,
+        num_blocks: int,
+        device: torch.device | str | None = None,
+        *,
+        selects: bool = True,
+    ) -> DsaCache:
+        """Allocate an empty cache for one layer; ``selects`` says whether it has an indexer."""
+        keys = spec.index_cache_layout().allocate(num_blocks, device) if selects else None
+        return cls(spec.cache_layout().allocate(num_blocks, device), keys)
+
+
+class DsaAttention(NamedTuple):
+    """The result of ``dsa_layer``.
+
+    Attributes:
+        out: Input of the output projection, [num_tokens, num_heads * v_head_dim].
+        slots: Slots of the rows that each token attended to, [num_tokens, index_topk], int32; -1
+            after the last.
+    """
+
+    out: Tensor
+    slots: Tensor
+
+
+_CLASSES = (
+    *(LayerInputs, LayerWeights, LayerCaches),
+    *(MlaInputs, MlaWeights, MlaCache, IndexerInputs, DsaCache),
+)
 pytrees.register(*_CLASSES)
 
 

@@ -56,6 +56,29 @@ _SHARED: dict[str, Any] = {
 }
 """Fields of every small model."""
 
+_MLA: dict[str, Any] = {
+    **_SHARED,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "max_position_embeddings": 163840,
+}
+"""Fields of every small model with latent attention."""
+
+_DSA = {"V3.2": "DeepseekV32", "GLM-5": "GlmMoeDsa"}
+"""Prefix of Hugging Face's classes."""
+
+_GLM_TYPES = ("full", "shared", "full")
+
 # Center and half width of the uniform distribution of non-matrix weights, by a part of their name.
 # Large key norms make attention sharp, so that a single key shows in the logits; sinks then weigh
 # as much as all other logits of a head.
@@ -168,20 +191,7 @@ def small_mla_config(version: int = 3, **changed: Any) -> Any:
 
     _check_version("small_mla_config", version)
     settings: dict[str, Any] = {
-        **_SHARED,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 96,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "max_position_embeddings": 163840,
+        **_MLA,
         "rope_parameters": dict(MLA_YARN),
     }
     if version == 2:
@@ -204,6 +214,59 @@ def small_mla_model(
     _check_version("small_mla_model", version)
     kind = getattr(transformers, f"DeepseekV{version}ForCausalLM")
     return _filled(kind(small_mla_config(version, **changed)), seed, dtype, device)
+
+
+def small_dsa_config(family: str = "V3.2", **changed: Any) -> Any:
+    """Configure three layers, one dense and two with experts, whose tokens attend to 16 rows.
+
+    Args:
+        family: "V3.2" for ``DeepseekV32Config``, or "GLM-5" for ``GlmMoeDsaConfig``, whose second
+            layer shares the selection of the first.
+        changed: Fields of the configuration to override.
+
+    Raises:
+        ValueError: another family.
+    """
+    import transformers
+
+    _check_dsa("small_dsa_config", family)
+    settings: dict[str, Any] = {
+        **_MLA,
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+        "index_topk": 16,
+        "rope_parameters": dict(MLA_YARN),
+    }
+    if family == "GLM-5":
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        settings |= {"rope_parameters": rope, "qk_nope_head_dim": 48, "v_head_dim": 64}
+        layers = changed.get("num_hidden_layers", settings["num_hidden_layers"])
+        settings["indexer_types"] = [_GLM_TYPES[layer % 3] for layer in range(layers)]
+    return getattr(transformers, f"{_DSA[family]}Config")(**{**settings, **changed})
+
+
+def small_dsa_model(
+    family: str = "V3.2",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **changed: Any,
+) -> Any:
+    """Build Hugging Face's model of ``small_dsa_config(family, **changed)``, like
+    ``small_model``."""
+    import transformers
+
+    _check_dsa("small_dsa_model", family)
+    kind = getattr(transformers, f"{_DSA[family]}ForCausalLM")
+    return _filled(kind(small_dsa_config(family, **changed)), seed, dtype, device)
+
+
+def _check_dsa(op: str, family: str) -> None:
+    if family not in _DSA:
+        must = "be " + " or ".join(map(repr, _DSA))
+        advice = "Call small_mla_model or small_model for other models"
+        raise argument_error(op, "family", must=must, got=repr(family), do=advice)
 
 
 def _check_version(op: str, version: int) -> None:

@@ -10,6 +10,7 @@ import transformers
 from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.architectures import FAMILIES
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.testing.models import small_config, small_model
 from tests.helpers import nightly
@@ -117,11 +118,11 @@ def compiled():
 
 CAUSAL = "model must be a DeepseekV4ForCausalLM"
 UNKNOWN = NotImplementedError
-FAMILIES = "'deepseek_v2' or 'deepseek_v3' or 'deepseek_v4'"
+ARCHITECTURES = " or ".join(map(repr, FAMILIES))
 REFUSED = {
     "patched": (patched, {}, ValueError, "model must not be patched yet, got a patched one"),
-    "architecture": (llama, {}, UNKNOWN, f"model_type must be {FAMILIES}, got llama"),
-    "no model": (lambda: None, {}, UNKNOWN, f"model_type must be {FAMILIES}, got NoneType"),
+    "architecture": (llama, {}, UNKNOWN, f"model_type must be {ARCHITECTURES}, got llama"),
+    "no model": (lambda: None, {}, UNKNOWN, f"model_type must be {ARCHITECTURES}, got NoneType"),
     "name": (lambda: "deepseek/V4", {}, TypeError, "model must be a model, got its name. Load it"),
     "compiled": (compiled, {}, TypeError, f"{CAUSAL}, got OptimizedModule. Compile it once it is"),
     "base model": (lambda: small_model().model, {}, TypeError, f"{CAUSAL}, got DeepseekV4Model"),

@@ -161,7 +161,7 @@ def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
                 got=list(hidden_states.shape),
                 do="Let hooks and wrappers keep the shape",
             )
-        return spec.attention(self, hidden_states, context), None
+        return spec.attention_outputs(self, hidden_states, context, rest)
 
     return forward
 

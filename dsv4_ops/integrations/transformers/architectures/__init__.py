@@ -24,6 +24,8 @@ _HERE = "dsv4_ops.integrations.transformers.architectures"
 FAMILIES = {
     "deepseek_v2": ("deepseek_v3", "MlaModelSpec"),
     "deepseek_v3": ("deepseek_v3", "MlaModelSpec"),
+    "deepseek_v32": ("deepseek_v32", "DsaModelSpec"),
+    "glm_moe_dsa": ("deepseek_v32", "DsaModelSpec"),
     "deepseek_v4": ("deepseek_v4", "DeepseekV4Spec"),
 }
 """Module and class of every ``model_type``."""

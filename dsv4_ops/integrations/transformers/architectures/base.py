@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -307,6 +307,12 @@ class ModelSpec(ABC):
     @abstractmethod
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         """Attention output of a Hugging Face layer for input [1, num_tokens, hidden_size]."""
+
+    def attention_outputs(
+        self, module: Any, hidden: Tensor, context: LayerContext, given: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return what a Hugging Face attention returns; ``given`` are its other arguments."""
+        return self.attention(module, hidden, context), None
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ Steps may call modules of any kind, but modules that our ops replace must be unc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -79,7 +79,7 @@ def check_modules(
                 got=f"a new {type(attention).__name__}",
                 do=_AGAIN,
             )
-        check_skipped(op, spec, name, attention)
+        check_skipped(op, name, spec.skipped_modules(attention), spec.shards_heads)
         weight: Tensor | None = next(attention.parameters(), None)
         if weight is None:
             raise argument_error(
@@ -140,11 +140,13 @@ def heads_are_split(
     return True
 
 
-def check_skipped(op: str, spec: StepModules, name: str, attention: Any) -> None:
-    """Raise if a module that steps do not call was changed."""
-    for part, module in spec.skipped_modules(attention):
+def check_skipped(
+    op: str, name: str, modules: Iterable[tuple[str, Any]], shards_heads: bool
+) -> None:
+    """Raise if a module of ``name`` that steps do not call was changed."""
+    for part, module in modules:
         # Hugging Face replaces the forward of a split module
-        split = spec.shards_heads and hasattr(module, "weight")
+        split = shards_heads and hasattr(module, "weight")
         change = None if split else _change(module)
         if change:
             raise _changed(op, f"{name}.{part}", change)

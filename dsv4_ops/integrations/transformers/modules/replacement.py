@@ -20,9 +20,16 @@ from torch.nn.modules import module as _globals
 Forward = Callable[..., Any]
 Maker = Callable[[Forward], Forward]
 
+_FAMILIES = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "deepseek_v32": "DeepseekV32",
+    "deepseek_v4": "DeepseekV4",
+    "glm_moe_dsa": "GlmMoeDsa",
+}
 _MODELLING = {
-    f"transformers.models.deepseek_v{version}.modeling_deepseek_v{version}": f"DeepseekV{version}"
-    for version in (2, 3, 4)
+    f"transformers.models.{family}.modeling_{family}": prefix
+    for family, prefix in _FAMILIES.items()
 }
 """Prefix of the class names in each modelling file of Hugging Face."""
 _ACTIVATIONS = "transformers.activations", "torch.nn.modules.activation"

@@ -70,14 +70,7 @@ from dsv4_ops.ops.experts import grouped_topk
 from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.ops.mla_context import max_context_chunks, mla_workspace_rows
 
-_LAYOUT_OF_KV = {
-    "fp8": (MlaFp8Layout.tag, torch.bfloat16),
-    "ds_fp8": (MlaDsFp8Layout.tag, torch.bfloat16),
-    "bf16": (PlainLayout.tag, torch.bfloat16),
-    "fp32": (PlainLayout.tag, torch.float32),
-}
-"""Layout of the cache, and dtype of the attention, for each ``kv``."""
-
+_ROUTERS = ("DeepseekV3TopkRouter", "DeepseekV32TopkRouter", "GlmMoeDsaTopkRouter")
 _KEYS, _VALUES, _QUERY_SCALE = "dsv4_ops_w_uk_t", "dsv4_ops_w_uv", "dsv4_ops_q_scale"
 
 
@@ -97,18 +90,27 @@ class MlaModelSpec(ModelSpec):
 
     causal_lm = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
     memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "scale": "latents"}
-    shared_groups = ("latents",)
+    shared_groups: ClassVar[tuple[str, ...]] = ("latents",)
+    layout_of_kv: ClassVar[dict[str, tuple[str, torch.dtype]]] = {
+        "fp8": (MlaFp8Layout.tag, torch.bfloat16),
+        "ds_fp8": (MlaDsFp8Layout.tag, torch.bfloat16),
+        "bf16": (PlainLayout.tag, torch.bfloat16),
+        "fp32": (PlainLayout.tag, torch.float32),
+    }
+    """Layout of the cache, and dtype of the attention, for each ``kv``."""
 
     @classmethod
     def of(
         cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution
     ) -> MlaModelSpec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
-        Checks(op).one_of("kv", kv, *_LAYOUT_OF_KV, belongs_to="the cache shall hold")
-        _check_config(op, config, kv, execution)
+        Checks(op).one_of("kv", kv, *cls.layout_of_kv, belongs_to="the cache shall hold")
+        layout, dtype = cls.layout_of_kv[kv]
+        _check_sizes(op, config, kv, layout)
+        cls.check_config(op, config, kv, execution)
         rotary = rotary_of(op, config)
-        layout, dtype = _LAYOUT_OF_KV[kv]
-        layers = MlaSpec(
+        layers = cls.layer_spec(
+            config,
             num_heads=config.num_attention_heads,
             softmax_scale=softmax_scale(config),
             qk_nope_head_dim=config.qk_nope_head_dim,
@@ -125,8 +127,8 @@ class MlaModelSpec(ModelSpec):
         replace(layers, context="chunked").check_impl(op, 1, execution.impl)
         layers = replace(layers, impl=execution.impl)
         model_dtype = dtype_of(config, dtype)
-        interleaved = bool(getattr(config, "rope_interleave", True))
-        kinds = ("mla",) * config.num_hidden_layers
+        interleaved = cls.rotates_pairs(config)
+        kinds = cls.layer_kinds(config)
         angles = "exact" if recipe.rope_float32 else model_dtype
         rope = sorted(config.rope_parameters.items())
         properties = {
@@ -142,6 +144,7 @@ class MlaModelSpec(ModelSpec):
         }
         if layers.ranks is not None:
             properties["ranks"] = f"{layers.cp_world_size} of {layers.cp_interleave} rows"
+        properties |= cls.own_properties(layers)
         return cls(
             kinds=kinds,
             recipe=recipe,
@@ -151,7 +154,38 @@ class MlaModelSpec(ModelSpec):
             layers=layers,
             rotary=rotary,
             interleaved=interleaved,
+            **cls.own_settings(config),
         )
+
+    @classmethod
+    def check_config(cls, op: str, config: Any, kv: str, execution: Execution) -> None:
+        """Raise an error of ``op`` for settings that the family does not support."""
+        _check_execution(op, kv, execution)
+
+    @classmethod
+    def layer_spec(cls, config: Any, **settings: Any) -> MlaSpec:
+        """Make the spec of the attention layers; ``settings`` are the fields of ``MlaSpec``."""
+        return MlaSpec(**settings)
+
+    @classmethod
+    def layer_kinds(cls, config: Any) -> tuple[str, ...]:
+        """Kind of every layer."""
+        return ("mla",) * config.num_hidden_layers
+
+    @classmethod
+    def rotates_pairs(cls, config: Any) -> bool:
+        """Whether RoPE rotates pairs (2 i, 2 i + 1) of queries and latents."""
+        return bool(getattr(config, "rope_interleave", True))
+
+    @classmethod
+    def own_settings(cls, config: Any) -> dict[str, Any]:
+        """Fields that only this family's spec has."""
+        return {}
+
+    @classmethod
+    def own_properties(cls, layers: Any) -> dict[str, Any]:
+        """What a cache depends on besides the properties that all families have."""
+        return {}
 
     @property
     def impl(self) -> str:
@@ -180,7 +214,7 @@ class MlaModelSpec(ModelSpec):
 
     def layer_caches(
         self, kind: str, num_rows: int, num_blocks: int, rings: dict[str, int], device: torch.device
-    ) -> MlaCache:
+    ) -> Any:
         return MlaCache.allocate(self.layers, num_blocks, device)
 
     def kind_of(self, caches: Any) -> str:
@@ -194,8 +228,7 @@ class MlaModelSpec(ModelSpec):
         # do not guard a symbolic size; it may have any value
         if statically_known_true(num_tokens <= step.num_reqs):
             return mla_step_of_tokens(self.layers, step.tokens, table, cp_rank=rank)
-        short = num_tokens < self.layers.break_even * step.num_reqs
-        absorbed = schedule == "decode" or statically_known_true(short)
+        absorbed = schedule == "decode" or self.absorbs(cache, num_tokens, step.num_reqs)
         requests = step.requests()
         is_stored = step.tokens.positions >= 0
         owned = table.index_select(0, requests.rows.clamp(min=0))
@@ -207,6 +240,10 @@ class MlaModelSpec(ModelSpec):
             requests.seq_lens,
             rank,
         )
+
+    def absorbs(self, cache: CacheTensors, num_tokens: int, num_reqs: int) -> bool:
+        """Whether the prefills of a step attend to latents rather than expand their contexts."""
+        return statically_known_true(num_tokens < self.layers.break_even * num_reqs)
 
     def chunked(self, cache: CacheTensors, num_reqs: int) -> MlaSpec:
         """Spec of a step that expands the latents of its contexts to keys and values."""
@@ -253,33 +290,47 @@ class MlaModelSpec(ModelSpec):
                 dsv4_ops=step_run.context(number, caches, cache.rope.table),
                 **WITHOUT_MASKS,
             )
-        return step_run.run("norm", _normed, body, hidden, step_run.output_tokens)
+        return step_run.run("norm", normed, body, hidden, step_run.output_tokens)
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
-        spec, x = self.layers, hidden.flatten(0, 1)
+        x = hidden.flatten(0, 1)
+        inputs, _ = self.project(module, x)
+        weights = self.weights(module, context)
+        attended = mla_layer(self.layers, inputs, weights, context.caches, context.step)
+        return self.output(module, attended, hidden)
+
+    def project(self, module: Any, x: Tensor) -> tuple[MlaInputs, Tensor]:
+        """Return the projections of tokens [num_tokens, hidden_size], and the input of that of the
+        queries."""
+        spec = self.layers
         if module.q_lora_rank is None:
-            q = module.q_proj(x)
+            residual, project = x, module.q_proj
         else:
-            q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x)))
+            residual, project = module.q_a_layernorm(module.q_a_proj(x)), module.q_b_proj
         heads = (spec.num_heads, spec.qk_nope_head_dim + spec.qk_rope_head_dim)
-        q = q.unflatten(-1, heads)
+        q = project(residual).unflatten(-1, heads)
         latent = module.kv_a_proj_with_mqa(x)
         kv_c, k_pe = latent.split((spec.kv_lora_rank, spec.qk_rope_head_dim), -1)
         if not self.interleaved:
             nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
             q, k_pe = torch.cat((nope, _as_pairs(rope)), -1), _as_pairs(k_pe)
         kv_c = module.kv_a_layernorm(kv_c)
-        inputs = MlaInputs(*(each.to(spec.dtype) for each in (q, kv_c, k_pe)))
+        return MlaInputs(*(each.to(spec.dtype) for each in (q, kv_c, k_pe))), residual
+
+    def weights(self, module: Any, context: LayerContext) -> MlaWeights:
+        """Return the parameters of a layer besides its projections."""
         expands = context.step.prefill_start_loc is not None
-        scale = None if spec.query is None else getattr(module, _QUERY_SCALE)
-        weights = MlaWeights(
+        scale = None if self.layers.query is None else getattr(module, _QUERY_SCALE)
+        return MlaWeights(
             context.rope,
             getattr(module, _KEYS),
             getattr(module, _VALUES),
-            self._keys_and_values(module.kv_b_proj).to(spec.dtype) if expands else None,
+            self._keys_and_values(module.kv_b_proj).to(self.layers.dtype) if expands else None,
             None if scale is None else scale.to(torch.float32),  # the model may have been cast
         )
-        attended = mla_layer(spec, inputs, weights, context.caches, context.step)
+
+    def output(self, module: Any, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Project what a layer attended to, in the shape and dtype of ``hidden``."""
         out: Tensor = module.o_proj(attended.to(hidden.dtype))
         return out.view(hidden.shape)
 
@@ -316,7 +367,9 @@ class MlaModelSpec(ModelSpec):
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.rotary)
         for index, attention in _attentions(model.model):
-            check_skipped(op, self, f"model.layers.{index}.self_attn", attention)
+            # of the modules that steps do not call, it alone is not marked by patch
+            modules = [("kv_b_proj", attention.kv_b_proj)]
+            check_skipped(op, f"model.layers.{index}.self_attn", modules, self.shards_heads)
         has_experts = any(is_part(module, "Experts") for module in model.modules())
         experts = getattr(model.config, "_experts_implementation", None)
         if has_experts and experts == "eager":
@@ -406,11 +459,11 @@ class AbsorbedWeights(Rewrite):
 
 
 class OneOpRouter(Rewrite):
-    """Run V3's router as one op; Hugging Face's takes a dozen kernels."""
+    """Run the router of V3, V3.2 and GLM-5 as one op; Hugging Face's takes a dozen kernels."""
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is V3's router."""
-        return class_of(module) == "DeepseekV3TopkRouter"
+        """Whether a module is such a router."""
+        return class_of(module) in _ROUTERS
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
         """Yield the forward."""
@@ -418,7 +471,8 @@ class OneOpRouter(Rewrite):
             yield "forward", _router_forward
 
 
-def _normed(body: Any, hidden: Tensor, output_tokens: Tensor | None) -> Any:
+def normed(body: Any, hidden: Tensor, output_tokens: Tensor | None) -> Any:
+    """Return the final, normed states of ``output_tokens``; None for all."""
     return body.norm(hidden if output_tokens is None else hidden.index_select(1, output_tokens))
 
 
@@ -469,7 +523,7 @@ def _as_pairs(x: Tensor) -> Tensor:
     return pairs.flatten(-2)
 
 
-def _check_config(op: str, config: Any, kv: str, execution: Execution) -> None:
+def _check_sizes(op: str, config: Any, kv: str, layout: str) -> None:
     if config.num_key_value_heads != config.num_attention_heads:
         raise argument_error(
             op,
@@ -481,16 +535,19 @@ def _check_config(op: str, config: Any, kv: str, execution: Execution) -> None:
         )
     width = config.kv_lora_rank + config.qk_rope_head_dim
     sizes = (config.kv_lora_rank, width)
-    if kv == "ds_fp8" and sizes != (MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.width):
+    if layout == MlaDsFp8Layout.tag and sizes != (
+        MlaDsFp8Layout.kv_lora_rank,
+        MlaDsFp8Layout.width,
+    ):
         raise argument_error(
             op,
             "kv",
-            must="be another than 'ds_fp8' unless kv_lora_rank is 512 with 64 rotated",
+            must=f"be another than {kv!r} unless kv_lora_rank is 512 with 64 rotated",
             got=f"{kv!r} with kv_lora_rank {sizes[0]} and {config.qk_rope_head_dim} rotated",
             do="Pass another kv",
             kind=NotImplementedError,
         )
-    if kv == "fp8" and width % 16:
+    if layout == MlaFp8Layout.tag and width % 16:
         raise argument_error(
             op,
             "kv",
@@ -499,6 +556,9 @@ def _check_config(op: str, config: Any, kv: str, execution: Execution) -> None:
             do="Pass another kv",
             kind=NotImplementedError,
         )
+
+
+def _check_execution(op: str, kv: str, execution: Execution) -> None:
     if execution.query is not None and kv != "fp8":
         raise argument_error(
             op,

@@ -1,0 +1,183 @@
+"""One MLA layer between its linear projections whose tokens attend to selected rows."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention.dsa_spec import DsaSpec
+from dsv4_ops.attention.mla_layer import check_layer, insert_latents
+from dsv4_ops.attention.mla_step import MlaStep
+from dsv4_ops.attention.tensors import (
+    DsaAttention,
+    DsaCache,
+    IndexerInputs,
+    MlaCache,
+    MlaInputs,
+    MlaWeights,
+    without_gradients,
+)
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import PlainLayout
+from dsv4_ops.core.registry import AUTO, TRITON
+from dsv4_ops.core.types import IndexerQuery
+from dsv4_ops.dispatch.choice import impl_for
+from dsv4_ops.ops.indexer import (
+    PROVIDERS as INDEXER_PROVIDERS,
+    indexer_quantize_q,
+    indexer_select,
+    quantize_and_insert_indexer_k,
+)
+from dsv4_ops.ops.kv_cache import insert_k_cache
+from dsv4_ops.ops.mla import PROVIDERS as SPARSE_PROVIDERS, mla_absorb_q, mla_sparse, mla_v_up
+from dsv4_ops.ops.rope import apply_rope
+
+
+@without_gradients
+def dsa_layer(
+    spec: DsaSpec,
+    inputs: MlaInputs,
+    weights: MlaWeights,
+    cache: DsaCache,
+    step: MlaStep,
+    indexer: IndexerInputs | None = None,
+    slots: Tensor | None = None,
+) -> DsaAttention:
+    """Insert a step's latents and indexer keys, select rows, and attend to them.
+
+    Decodes and prefills are alike: every token attends, with an absorbed query, to the
+    ``index_topk`` rows that its indexer scores highest, or to all that it sees if there are fewer.
+    Ties go to the earlier row.
+
+    Args:
+        spec: The model's attention configuration.
+        inputs: Projection outputs of every token of the step.
+        weights: Parameters of the layer.
+        cache: Cache of the layer.
+        step: From ``build_mla_step``, with the context "absorbed".
+        indexer: Projection outputs of the layer's indexer. None for a layer without one.
+        slots: The result ``slots`` of an earlier layer of the same step, for a layer without an
+            indexer, as GLM-5 has them; otherwise None.
+
+    Returns:
+        ``DsaAttention(out, slots)``, dense; ``out`` in the dtype of q. 0 and -1 for padding tokens.
+
+    Mutates: ``cache``, at the slots of the step, before rows are selected.
+
+    Raises:
+        ValueError, TypeError: a tensor is missing or does not match ``spec``. Nothing is written.
+        NotImplementedError, ImportError, RuntimeError: ``spec.impl`` does not take the step, or is
+            not available here. Nothing is written. Backward raises NotImplementedError.
+
+    Example:
+        >>> import torch
+        >>> from dsv4_ops.attention import *
+        >>> spec = DsaSpec(
+        ...     num_heads=1, softmax_scale=1.0, qk_nope_head_dim=2, qk_rope_head_dim=2,
+        ...     v_head_dim=1, kv_lora_rank=2, block_size=4, dtype=torch.float32, index_topk=2,
+        ...     index_heads=1, indexer_layout="plain",
+        ... )
+        >>> table = torch.tensor([[0]], dtype=torch.int32)
+        >>> start_loc, lens = torch.tensor([0, 3]).int(), torch.tensor([3]).int()
+        >>> step = build_mla_step(spec, start_loc, lens, table, num_tokens=3)
+        >>> angles = torch.tensor([[1.0, 0.0]]).expand(4, 2)  # cosine and sine of no turn
+        >>> weights = MlaWeights(angles, torch.eye(2)[None], torch.ones(1, 2, 1))
+        >>> latents = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]])
+        >>> inputs = MlaInputs(torch.zeros(3, 1, 4), latents, torch.zeros(3, 2))
+        >>> keys = torch.tensor([[3.0], [1.0], [2.0]]).expand(3, 128)
+        >>> indexer = IndexerInputs(torch.ones(3, 1, 128), keys, torch.ones(3, 1))
+        >>> found = dsa_layer(spec, inputs, weights, DsaCache.allocate(spec, 1), step, indexer)
+        >>> found.slots.tolist(), found.out.tolist()
+        ([[0, -1], [0, 1], [0, 2]], [[2.0], [3.0], [5.0]])
+    """
+    _check(spec, inputs, weights, cache, step, indexer, slots)
+    q, _ = insert_latents(spec, inputs, weights, MlaCache(cache.kv), step)
+    if indexer is not None:
+        slots = _select(spec, indexer, weights.cos_sin_cache, cast(Tensor, cache.indexer), step)
+    selected = cast(Tensor, slots)
+    nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
+    attended = mla_sparse(
+        mla_absorb_q(nope, rope, weights.w_uk_t),
+        cache.kv,
+        selected,
+        step.decode_lens,
+        softmax_scale=spec.softmax_scale,
+        block_size=spec.block_size,
+        kv_lora_rank=spec.kv_lora_rank,
+        layout=spec.layout,
+        batch_invariant=spec.batch_invariant,
+        impl=impl_for(SPARSE_PROVIDERS, spec.impl),
+    )
+    return DsaAttention(mla_v_up(attended.out.to(spec.dtype), weights.w_uv), selected)
+
+
+def _select(
+    spec: DsaSpec, indexer: IndexerInputs, table: Tensor, cache: Tensor, step: MlaStep
+) -> Tensor:
+    """Insert the step's indexer keys and select the rows of every token, as cache slots."""
+    turn: dict[str, Any] = {"rope_first": True, "interleaved": spec.interleaved}
+    k, size = apply_rope(indexer.k, step.positions, table, **turn), spec.block_size
+    if spec.indexer_layout == PlainLayout.tag:
+        insert_k_cache(k, cache, step.slot_mapping)
+        q = apply_rope(indexer.q, step.positions, table, **turn)
+        # a common scale would not change the selection
+        query = IndexerQuery(q, indexer.weights.to(torch.float32))
+    else:
+        quantize_and_insert_indexer_k(k, cache, step.slot_mapping, block_size=size)
+        query = indexer_quantize_q(indexer.q, indexer.weights, step.positions, table, **turn)
+    impl = impl_for(INDEXER_PROVIDERS, spec.impl)
+    by_size = impl == AUTO and spec.indexer_layout != PlainLayout.tag and cache.is_cuda
+    return indexer_select(
+        *query,
+        cache,
+        step.positions,
+        step.req_indices,
+        step.block_table,
+        block_size=size,
+        compress_ratio=1,
+        topk=spec.index_topk,
+        layout=spec.indexer_layout,
+        slots=True,
+        impl=TRITON if by_size and spec.batch_invariant else impl,
+    )
+
+
+def _check(
+    spec: DsaSpec,
+    inputs: MlaInputs,
+    weights: MlaWeights,
+    cache: DsaCache,
+    step: MlaStep,
+    indexer: IndexerInputs | None,
+    slots: Tensor | None,
+) -> None:
+    """Raise now the errors that an op would only raise after the insert."""
+    checks = Checks("dsa_layer")
+    check_layer(checks, spec, inputs, weights, MlaCache(cache.kv), step)
+    if step.prefill_start_loc is not None:
+        raise checks.error(
+            "step",
+            must="have the context 'absorbed'",
+            got="expanded contexts",
+            do="Build each step with the layer's own DsaSpec",
+        )
+    if (indexer is None) == (slots is None):
+        raise checks.error(
+            "slots",
+            must="be given to a layer without an indexer, and to no other",
+            got="neither" if slots is None else "both",
+            do="Pass indexer, or the slots that an earlier layer returned",
+        )
+    if indexer is None:
+        checks.tensor("slots", slots, torch.int32, "num_tokens", spec.index_topk)
+        return
+    heads, width = spec.index_heads, spec.index_dim
+    checks.tensor("indexer.q", indexer.q, spec.dtype, "num_tokens", heads, width)
+    checks.tensor("indexer.k", indexer.k, spec.dtype, "num_tokens", width)
+    floats = (torch.bfloat16, torch.float32)
+    checks.tensor("indexer.weights", indexer.weights, floats, "num_tokens", heads)
+    layout = spec.index_cache_layout()
+    keys: Any = cache.indexer
+    checks.tensor("cache.indexer", keys, layout.storage_dtype, "num_blocks", *layout.shape(0)[1:])

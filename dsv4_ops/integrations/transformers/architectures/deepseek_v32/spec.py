@@ -1,0 +1,206 @@
+"""Models with DeepSeek sparse attention: caches of latents and indexer keys, selections, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention import (
+    DsaCache,
+    DsaSpec,
+    IndexerInputs,
+    MlaCache,
+    dsa_layer,
+    mla_layer,
+)
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.layout import IndexerLayout, MlaDsFp8Layout, PlainLayout
+from dsv4_ops.integrations.transformers.architectures.base import (
+    WITHOUT_MASKS,
+    Execution,
+    LayerContext,
+    StepRun,
+)
+from dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec import MlaModelSpec, normed
+from dsv4_ops.integrations.transformers.modules.replacement import class_of
+from dsv4_ops.integrations.transformers.tensors import CacheTensors
+
+FULL, SHARED = "indexed", "shared"
+"""Kinds of layers: with an indexer, and with the selection of the last one before."""
+
+_KIND_OF_TYPE = {"full": FULL, "shared": SHARED}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DsaModelSpec(MlaModelSpec):
+    """The configuration of a patched ``DeepseekV32ForCausalLM`` or ``GlmMoeDsaForCausalLM``.
+
+    Attributes:
+        layers: Spec of the attention layers.
+        passes_selection: Whether layers take and return selections, as GLM-5's do.
+    """
+
+    layers: DsaSpec
+    passes_selection: bool
+
+    causal_lm = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+    memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "indexer": "indexer"}
+    shared_groups: ClassVar[tuple[str, ...]] = ()
+    layout_of_kv: ClassVar[dict[str, tuple[str, torch.dtype]]] = {
+        "fp8": (MlaDsFp8Layout.tag, torch.bfloat16),
+        "bf16": (PlainLayout.tag, torch.bfloat16),
+        "fp32": (PlainLayout.tag, torch.float32),
+    }
+
+    @classmethod
+    def check_config(cls, op: str, config: Any, kv: str, execution: Execution) -> None:
+        ranks = execution.parallel
+        for name, value in (
+            ("query", execution.query and repr(execution.query)),
+            ("parallel", ranks and ranks.world_size > 1 and f"{ranks.world_size} ranks"),
+        ):
+            if value:
+                raise argument_error(
+                    op,
+                    name,
+                    must=f"be None for {config.model_type}",
+                    got=value,
+                    do="Leave it out",
+                    kind=NotImplementedError,
+                )
+        if config.index_head_dim != IndexerLayout.head_dim:
+            raise argument_error(
+                op,
+                "config.index_head_dim",
+                must=f"be {IndexerLayout.head_dim}",
+                got=config.index_head_dim,
+                do="Indexer keys of other sizes are unknown to this version",
+                kind=NotImplementedError,
+            )
+        types = _indexer_types(config)
+        checks = Checks(op)
+        checks.equal("config.indexer_types", len(types), config.num_hidden_layers, "all layers")
+        for kind in types:
+            checks.one_of("config.indexer_types", kind, *_KIND_OF_TYPE, belongs_to="layers have")
+        if types[:1] == ["shared"]:
+            raise checks.error(
+                "config.indexer_types",
+                must="begin with 'full'",
+                got="'shared'",
+                do="A layer needs an indexer before it, or its own",
+            )
+
+    @classmethod
+    def layer_spec(cls, config: Any, **settings: Any) -> DsaSpec:
+        plain = settings["dtype"] == torch.float32
+        return DsaSpec(
+            **settings,
+            index_topk=config.index_topk,
+            index_heads=config.index_n_heads,
+            indexer_layout=PlainLayout.tag if plain else IndexerLayout.tag,
+            interleaved=_is_glm(config),
+        )
+
+    @classmethod
+    def layer_kinds(cls, config: Any) -> tuple[str, ...]:
+        return tuple(_KIND_OF_TYPE[kind] for kind in _indexer_types(config))
+
+    @classmethod
+    def rotates_pairs(cls, config: Any) -> bool:
+        return True  # Hugging Face's attention reads no setting
+
+    @classmethod
+    def own_settings(cls, config: Any) -> dict[str, Any]:
+        return {"passes_selection": _is_glm(config)}
+
+    @classmethod
+    def own_properties(cls, layers: Any) -> dict[str, Any]:
+        return {"indexer_layout": layers.indexer_layout, "indexer_pairs": layers.interleaved}
+
+    # The cache
+
+    def layer_caches(
+        self, kind: str, num_rows: int, num_blocks: int, rings: dict[str, int], device: torch.device
+    ) -> DsaCache:
+        return DsaCache.allocate(self.layers, num_blocks, device, selects=kind == FULL)
+
+    def kind_of(self, caches: Any) -> str:
+        if not isinstance(caches, DsaCache):
+            return type(caches).__name__
+        return SHARED if caches.indexer is None else FULL
+
+    # A step
+
+    def absorbs(self, cache: CacheTensors, num_tokens: int, num_reqs: int) -> bool:
+        return not self.is_dense(cache.rope.table) or super().absorbs(cache, num_tokens, num_reqs)
+
+    def is_dense(self, rope: Tensor) -> bool:
+        """Whether no request of a cache with this table has more rows than a selection, so that
+        its tokens attend to all rows."""
+        return rope.shape[0] <= self.layers.index_topk
+
+    # The model
+
+    def run_layers(
+        self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
+    ) -> Tensor:
+        cache, slots = step_run.cache, None
+        layers = zip(self.kinds, body.layers, cache.layers, strict=True)
+        for number, (kind, layer, caches) in enumerate(layers):
+            outputs = step_run.run(
+                f"{kind}_{class_of(layer.mlp)}",
+                layer,
+                hidden,
+                dsv4_ops=step_run.context(number, caches, cache.rope.table),
+                **self._selection(slots if kind == SHARED else None),
+                **WITHOUT_MASKS,
+            )
+            hidden, slots = outputs if self.passes_selection else (outputs, None)
+        return step_run.run("norm", normed, body, hidden, step_run.output_tokens)
+
+    def _selection(self, slots: Tensor | None) -> dict[str, Tensor | None]:
+        return {"prev_topk_indices": slots} if self.passes_selection else {}
+
+    def attention_outputs(
+        self, module: Any, hidden: Tensor, context: LayerContext, given: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        x, slots = hidden.flatten(0, 1), given.get("prev_topk_indices")
+        inputs, residual = self.project(module, x)
+        weights, caches, step = self.weights(module, context), context.caches, context.step
+        if self.is_dense(context.rope):
+            rows = MlaCache(caches.kv)
+            attended, slots = mla_layer(self.layers.dense, inputs, weights, rows, step), None
+        else:
+            indexer = None
+            if module.indexer is not None:
+                indexer = self._indexer_inputs(module.indexer, x, residual)
+            attended, slots = dsa_layer(self.layers, inputs, weights, caches, step, indexer, slots)
+        outputs = (self.output(module, attended, hidden), None)
+        return (*outputs, slots) if self.passes_selection else outputs
+
+    def _indexer_inputs(self, indexer: Any, x: Tensor, residual: Tensor) -> IndexerInputs:
+        """Return the projections of an indexer for tokens [num_tokens, hidden_size]."""
+        spec = self.layers
+        q = indexer.wq_b(residual).unflatten(-1, (spec.index_heads, spec.index_dim))
+        k = indexer.k_norm(indexer.wk(x))
+        weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))
+        return IndexerInputs(q.to(spec.dtype), k.to(spec.dtype), weights.to(torch.float32))
+
+    def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
+        yield from super().skipped_modules(attention)
+        if attention.indexer is not None:
+            yield "indexer", attention.indexer
+
+
+def _is_glm(config: Any) -> bool:
+    return bool(config.model_type == "glm_moe_dsa")
+
+
+def _indexer_types(config: Any) -> list[str]:
+    """Return the type of every layer; all layers of DeepSeek-V3.2 have an indexer."""
+    return list(getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers)

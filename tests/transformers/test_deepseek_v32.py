@@ -1,0 +1,430 @@
+"""Patched DeepSeek-V3.2 and GLM-5 against Hugging Face's own, in float32: the same logits for every
+split of requests into steps, with contexts of fewer, as many and more tokens than are selected."""
+
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
+from random import Random
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
+
+from dsv4_ops.attention import ContextParallel
+from dsv4_ops.core.versions import release
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.batching import hooks
+from dsv4_ops.integrations.transformers.steps.export import (
+    PrefillModule,
+    padding_batch,
+    prefill_shapes,
+)
+from dsv4_ops.lowering.inspect import load_package
+from dsv4_ops.testing.models import MLA_YARN, small_dsa_config, small_dsa_model, small_mla_model
+from tests.helpers import Called, nightly
+from tests.support.hf_models import (
+    Engine,
+    run_changing,
+    run_preempted,
+    run_randomly,
+    text,
+)
+
+CLOSE, LENGTH, REQUESTS, TOPK = 1e-5, 70, 3, 16
+FAMILIES = ("V3.2", "GLM-5")
+ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+LONG = {"max_batch_size": REQUESTS, "max_cache_len": LENGTH}
+EXACT = {"kv": "fp32", "precision": "reference"}
+
+
+def first_of_ties(self, k, dim=-1, **_):
+    """``Tensor.topk``, which leaves open which of equal values it takes: the first ones."""
+    values, indices = self.sort(dim=dim, descending=True, stable=True)
+    kept = (values.narrow(dim, 0, k), indices.narrow(dim, 0, k))
+    return torch.return_types.topk(kept)
+
+
+@contextmanager
+def ordered_ties():
+    """Hugging Face's indexer takes the first of equal scores. There are many: a score is 0 wherever
+    no head has a positive product."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(torch.Tensor, "topk", first_of_ties)
+        yield
+
+
+def logits_of(model, ids):
+    with ordered_ties():
+        return model(ids).logits
+
+
+def tokens():
+    return text()[:, :LENGTH].contiguous()
+
+
+@lru_cache
+def stock(family):
+    return small_dsa_model(family)
+
+
+@lru_cache
+def reference(family):
+    return v4.patch(small_dsa_model(family), **EXACT)
+
+
+@lru_cache
+def expected(family):
+    return logits_of(stock(family), tokens())
+
+
+def new_cache(model, **sizes):
+    return v4.PagedCache.for_model(model, **{**LONG, **sizes})
+
+
+def same_logits(*engines):
+    """Whether two engines kept the same logits, bit for bit."""
+    return all(
+        ours.keys() == others.keys() and all(torch.equal(ours[at], others[at]) for at in ours)
+        for ours, others in zip(*(engine.logits for engine in engines), strict=True)
+    )
+
+
+# Logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_steps(family):
+    """Prefills, chunks of prompts, decodes of several tokens, padding, blocks in any order. Half of
+    the logits are those of tokens that see more rows than they attend to."""
+    model = reference(family)
+    engine = Engine(model, new_cache(model, num_blocks=6), tokens())
+    run_randomly(engine, Random(3))
+    assert engine.worst(expected(family)) < CLOSE
+    all_rows = small_dsa_model(family, index_topk=LENGTH)(tokens()).logits
+    apart = (expected(family) - all_rows).abs().amax((0, 2))
+    assert apart[: TOPK - 2].max() < CLOSE
+    assert apart[TOPK:].min() > 0.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_as_hugging_face_has_them(family):
+    """A prompt, a chunk behind it, then token by token; one step serves all layers."""
+    model = reference(family)
+    cache = new_cache(model)
+    parts = [slice(0, 20), slice(20, 37), *(slice(at, at + 1) for at in range(37, 42))]
+    got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
+    torch.testing.assert_close(got, expected(family)[:, :42], rtol=0, atol=CLOSE)
+    assert cache.seq_lens.tolist() == [42] * REQUESTS
+    with Called() as called:
+        model(tokens()[:, 42:43], cache=cache)
+    names = called.names
+    indexers = 2 if family == "GLM-5" else 3  # GLM's second layer has the selection of the first
+    counts = {name: names.count(name) for name in ("mla_sparse", "indexer_select", "token_map")}
+    assert counts == {"mla_sparse": 3, "indexer_select": indexers, "token_map": 0}
+    assert "mla_decode" not in names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_that_are_preempted_start_again(family):
+    model = reference(family)
+    engine = Engine(model, new_cache(model, num_blocks=3), tokens())
+    assert run_preempted(engine, Random(1)) > 0
+    assert engine.worst(expected(family)) < CLOSE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_may_go_back(family):
+    model = reference(family)
+    cache = new_cache(model)
+    model(tokens()[:, :40], cache=cache)
+    places = torch.arange(30, 33)[None]
+    got = model(tokens()[:, 30:33], position_ids=places, cache=cache).logits
+    torch.testing.assert_close(got, expected(family)[:, 30:33], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_no_longer_than_a_selection_attend_to_all_rows(family):
+    """No request there has a row that is not selected: dense attention, and no indexer."""
+    model, cut = reference(family), tokens()[:, :TOPK]
+    cache = new_cache(model, max_cache_len=TOPK)
+    with Called() as called:
+        parts = (slice(0, 11), slice(11, 12), slice(12, TOPK))
+        got = torch.cat([model(cut[:, part], cache=cache).logits for part in parts], 1)
+    torch.testing.assert_close(got, expected(family)[:, :TOPK], rtol=0, atol=CLOSE)
+    names = set(called.names)
+    assert "mla_decode" in names
+    assert names.isdisjoint({"mla_sparse", "indexer_select"})
+
+
+def sampled(rng, family):
+    heads = rng.choice([1, 2, 4])
+    groups = rng.choice([1, 2])
+    layers = rng.choice([1, 2, 4])
+    changed = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": rng.choice([32, 96]),
+        "kv_lora_rank": rng.choice([16, 48, 512]),
+        "qk_nope_head_dim": rng.choice([8, 32, 192]),
+        "qk_rope_head_dim": rng.choice([4, 16, 64]),
+        "v_head_dim": rng.choice([8, 40, 256]),
+        "index_n_heads": rng.choice([1, 2, 3, 8]),
+        "index_topk": rng.choice([1, 5, 16, 33, LENGTH - 1, LENGTH, 200]),
+        "n_group": groups,
+        "topk_group": groups,
+        "norm_topk_prob": rng.random() < 0.5,
+        "first_k_dense_replace": rng.choice([0, 1, 3]),
+        "rope_parameters": dict(
+            rng.choice([{"rope_type": "default", "rope_theta": 1e4}, {**MLA_YARN, "factor": 4.0}])
+        ),
+    }
+    if family == "GLM-5":
+        others = [rng.choice(["full", "shared"]) for _ in range(layers - 1)]
+        changed["indexer_types"] = ["full", *others]
+    return changed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", [0, 1, *nightly("two of the configurations", *range(2, 60))])
+def test_sampled_configurations(seed, family):
+    """Most have ties: with one head of the indexer half of all scores are 0."""
+    rng = Random(seed)
+    changed = sampled(rng, family)
+    want = logits_of(small_dsa_model(family, **changed), tokens())
+    model = v4.patch(small_dsa_model(family, **changed), **EXACT)
+    engine = Engine(model, new_cache(model, num_blocks=6), tokens())
+    run_randomly(engine, rng)
+    assert engine.worst(want) < CLOSE * max(1.0, float(want.std())), changed
+
+
+ROWS_656 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("kv", "sizes", "near", "width"), [("bf16", {}, 0.35, 160), ("fp8", ROWS_656, 0.35, 656)]
+)
+def test_smaller_caches_are_near(kv, sizes, near, width, family):
+    """Indexer keys are FP8 in both, 132 bytes a token and a block's padding. Dense layers only: an
+    expert that flips would move a whole token."""
+    sizes = {"first_k_dense_replace": 3, **sizes}
+    want = logits_of(small_dsa_model(family, **sizes), tokens())
+    model = v4.patch(small_dsa_model(family, **sizes), kv=kv)
+    cache, parts = new_cache(model), (slice(0, 60), slice(60, LENGTH))
+    got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
+    error = float((got - want).square().mean().sqrt() / want.std())
+    assert near / 60 < error < near
+    memory = cache.memory()
+    assert memory["latents"] == 3 * 6 * 64 * width
+    assert memory["indexer"] == (2 if family == "GLM-5" else 3) * 6 * 8640
+
+
+# generate
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_is_hugging_faces(family):
+    """Greedy, of prompts of different lengths, from fewer to more rows than are selected."""
+    ids, mask = tokens()[:2, :20].clone(), torch.ones(2, 20, dtype=torch.int64)
+    ids[1, :9], mask[1, :9] = 99, 0
+    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    with ordered_ties():
+        want = stock(family).generate(ids, **settings)
+    with Called() as called:
+        assert torch.equal(reference(family).generate(ids, **settings), want)
+    assert "mla_sparse" in called.names
+    cache = new_cache(reference(family), max_batch_size=2)
+    assert torch.equal(reference(family).generate(ids, cache=cache, **settings), want)
+    assert cache.seq_lens.tolist() == [27, 18]
+
+
+@pytest.mark.skipif(
+    release(transformers.__version__) < hooks.OLDEST, reason="transformers is refused by name"
+)
+def test_generate_batch_is_generate():
+    """Requests of Hugging Face's continuous batching, past the rows that are selected."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = v4.patch(small_dsa_model("GLM-5", num_hidden_layers=2), **EXACT)
+    model.generation_config.eos_token_id = None
+    prompts = [text()[0, :length].tolist() for length in (20, 3, 14)]
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    want = [
+        model.generate(ids := torch.tensor([prompt]), generation_config=settings)[0, ids.shape[1] :]
+        for prompt in prompts
+    ]
+    config = ContinuousBatchingConfig(max_batch_tokens=64, max_requests_per_batch=4, num_blocks=8)
+    found = model.generate_batch(
+        prompts, generation_config=settings, continuous_batching_config=config, progress_bar=False
+    )
+    got = {tuple(each.prompt_ids): each.generated_tokens for each in found.values()}
+    assert [got[tuple(prompt)] for prompt in prompts] == [each.tolist() for each in want]
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps", [25, *nightly("25 steps", 200)])
+def test_one_graph_of_a_changing_batch(family, steps):
+    model = small_dsa_model(family, num_hidden_layers=2)
+    want = logits_of(model, tokens())
+    v4.patch(model, **EXACT)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
+    engine = Engine(model, new_cache(model, num_blocks=4), tokens())
+    assert run_changing(engine, Random(0), steps, compiled) > 2
+    assert counter.frame_count == 1
+    assert engine.worst(want) < CLOSE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_a_step(family):
+    """Layers of a kind share code: with an indexer or with the selection of another layer, each
+    dense or with experts."""
+    model = v4.patch(small_dsa_model(family, num_hidden_layers=6), **EXACT)
+    step = v4.compile_step(model, v4.prefill_step, mode="regional", backend="eager")
+    engines = [Engine(model, new_cache(model), tokens()) for _ in range(2)]
+    for counts in ({0: 30, 1: 4, 2: 20}, {0: 1, 1: 17, 2: 2}):
+        engines[0].prefill(counts, step=lambda _, *arguments: step(*arguments))
+        engines[1].prefill(counts)
+    assert same_logits(*engines)
+    layers = {name for name in step.parts if "indexed" in name or "shared" in name}
+    assert len(layers) == (3 if family == "GLM-5" else 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_exported_prefill_takes_any_number_of_tokens(family):
+    model = v4.patch(small_dsa_model(family, num_hidden_layers=2), **EXACT)
+    engines = [Engine(model, new_cache(model, max_batch_size=2), tokens()) for _ in range(2)]
+    cache = engines[0].cache
+    inputs = v4.decode_inputs(padding_batch(cache, 2, 7), cache)
+    shapes = prefill_shapes(inputs, 20_000)
+    program = torch.export.export(
+        PrefillModule(model, cache), inputs, dynamic_shapes=shapes, strict=False
+    )
+    (size,) = program.range_constraints.values()
+    assert (size.lower, size.upper) == (1, 20_000)
+    step = program.module(check_guards=False)
+    for counts in ({0: 9, 1: 40}, {0: 1}, {1: 1, 0: 20}, {0: 30, 1: 2}):
+        padding = 2 - len(counts)
+        engines[0].prefill(
+            counts, padding=padding, step=lambda _, batch, __: step(*v4.decode_inputs(batch, cache))
+        )
+        engines[1].prefill(counts, padding=padding)
+    assert same_logits(*engines)
+    pairs = zip(*(tree_leaves(engine.cache.tensors) for engine in engines), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("`make demo` packages a step of V4; test_export.py runs packages in C++")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_package_decodes(family, tmp_path):
+    """Inductor's code of a whole step: selection, sparse attention, its cache in and out."""
+    model = small_dsa_model(family, num_hidden_layers=2)
+    want = logits_of(model, tokens())
+    v4.patch(model, **EXACT)
+    cache = new_cache(model, max_batch_size=2)
+    package = load_package(v4.export_decode(model, cache, path=tmp_path / "decode.pt2"))
+    engine = Engine(model, cache, tokens()[:2])
+    engine.prefill({0: 60, 1: 9})
+
+    def step(model, batch, tensors):
+        return package(*v4.decode_inputs(batch, cache))
+
+    for counts in ({0: 1, 1: 1}, {1: 1}):
+        engine.decode(counts, padding=2 - len(counts), step=step)
+    assert engine.worst(want) < CLOSE
+
+
+# Patching
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatching_gives_the_same_bits(family):
+    model = small_dsa_model(family)
+    kept = {name: weight.clone() for name, weight in model.state_dict().items()}
+    before = model(tokens()[:1, :20]).logits
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    assert v4.patch(model, **EXACT) is model
+    assert list(model.state_dict()) == list(kept)
+    assert torch.equal(model(tokens()[:1, :20]).logits, before)
+    model(tokens()[:1, :20], cache=new_cache(model))
+    copy = deepcopy(model)
+    assert v4.unpatch(model) is model
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert torch.equal(model(tokens()[:1, :20]).logits, before)
+    assert all(torch.equal(kept[name], weight) for name, weight in model.state_dict().items())
+    got = copy(tokens()[:1, :20], cache=new_cache(copy)).logits
+    torch.testing.assert_close(got, expected(family)[:1, :20], rtol=0, atol=CLOSE)
+
+
+UNKNOWN = NotImplementedError
+REFUSED = {
+    "keys": ("V3.2", {"index_head_dim": 64}, {}, UNKNOWN, "config.index_head_dim must be 128, got"),
+    "rows": ("V3.2", {}, {"kv": "fp8"}, UNKNOWN, "kv must be .*'fp8' unless kv_lora_rank is 512"),
+    "kv": ("GLM-5", {}, {"kv": "ds_fp8"}, ValueError, "kv must be 'fp8' or .*, got 'ds_fp8'"),
+    "query": ("GLM-5", {}, {"query": "fp8"}, UNKNOWN, "query must be None for glm_moe_dsa"),
+    "ranks": (
+        "V3.2",
+        {},
+        {"parallel": ContextParallel(group="0", world_size=2)},
+        UNKNOWN,
+        "parallel must be None for deepseek_v32",
+    ),
+    "a layer before all indexers": (
+        "GLM-5",
+        {"indexer_types": ["shared", "full", "full"]},
+        {},
+        ValueError,
+        "config.indexer_types must begin with 'full'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_patch_refuses(case):
+    family, changed, settings, error, message = REFUSED[case]
+    model = small_dsa_model(family)
+    for name, value in changed.items():
+        setattr(model.config, name, value)
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(error, match=f"^patch: {message}"):
+        v4.patch(model, **{**EXACT, **settings})
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_changed_indexer_is_refused(family):
+    """Steps call its projections, which may have hooks; they do the work of the module itself."""
+    model = v4.patch(small_dsa_model(family), **EXACT)
+    layer = model.model.layers[2].self_attn
+    seen = []
+    handle = layer.indexer.wk.register_forward_hook(lambda *call: seen.append(call[2].shape))
+    model(tokens()[:, :3], cache=new_cache(model))
+    assert seen == [(9, 128)]
+    handle.remove()
+    handle = layer.indexer.register_forward_hook(lambda *_: None)
+    name = "model.layers.2.self_attn.indexer must be Hugging Face's own as patch saw it"
+    with pytest.raises(NotImplementedError, match=rf"^model: {name}.*got a hook"):
+        model(tokens()[:, :3], cache=new_cache(model))
+    handle.remove()
+    layer.indexer = nn.Identity()
+    with pytest.raises(NotImplementedError, match=rf"^model: {name}.*got Identity"):
+        model(tokens()[:, :3], cache=new_cache(model))
+
+
+def test_caches_of_other_models_are_refused():
+    """Of V3, and of a GLM-5 whose other layers have indexers."""
+    sizes = {"max_batch_size": 2, "max_cache_len": 64, **EXACT}
+    for config in (
+        small_mla_model().config,
+        small_dsa_config("GLM-5", indexer_types=["full", "full", "shared"]),
+    ):
+        with pytest.raises(ValueError, match=r"^model: cache must have the layers of the model"):
+            reference("GLM-5")(tokens()[:2, :3], cache=v4.PagedCache(config, **sizes))
