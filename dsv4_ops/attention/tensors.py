@@ -190,7 +190,7 @@ class IndexerInputs:
 
 @dataclass(frozen=True)
 class DsaCache:
-    """Hold the paged rows of a layer with sparse attention, which are written in place.
+    """Hold the paged rows of a sparse layer, which are written in place.
 
     One block table serves both tensors, so that a slot is the same token in either.
 

@@ -232,7 +232,7 @@ def small_dsa_config(family: str = "V3.2", **changed: Any) -> Any:
     _check_dsa("small_dsa_config", family)
     settings: dict[str, Any] = {
         **_MLA,
-        "index_n_heads": 4,
+        "index_n_heads": 16,  # with few heads many scores are 0
         "index_head_dim": 128,
         "index_topk": 16,
         "rope_parameters": dict(MLA_YARN),

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.testing.models import HEAVY, SLIDING, SPARSE, small_mla_model, small_model
+from dsv4_ops.testing.models import (
+    HEAVY,
+    SLIDING,
+    SPARSE,
+    small_dsa_model,
+    small_mla_model,
+    small_model,
+)
 from dsv4_ops.testing.text import prompts
 from examples.demo import measure, ours, stock
 from examples.demo.measure import Captured, Failed, Graphs, attempt
@@ -56,6 +63,7 @@ def small_v4(*, num_hidden_layers: int, **changed: Any) -> Any:
 MODELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "v4": (f"DeepSeek-V4 with {SINKHORN_ITERATIONS} Sinkhorn iterations", small_v4),
     "v3": ("DeepSeek-V3", small_mla_model),
+    "v32": ("DeepSeek-V3.2", small_dsa_model),
 }
 """What ``--model`` takes: what they are, and who makes a small one."""
 

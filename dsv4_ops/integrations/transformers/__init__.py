@@ -1,4 +1,4 @@
-"""Run Hugging Face's DeepSeek-V4, V3 and V2 on the ops of this package.
+"""Run Hugging Face's DeepSeek-V4, V3.2, V3 and V2, and GLM-5, on the ops of this package.
 
 ``patch`` lets a loaded model run from a ``PagedCache``: ragged batches, and a step with its
 metadata as one graph, one CUDA graph or one AOTInductor package. Weights, state dict,

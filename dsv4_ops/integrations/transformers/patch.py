@@ -42,19 +42,20 @@ def patch(
     """Let a DeepSeek model of Hugging Face run from a ``PagedCache``.
 
     ``patch`` replaces methods on the instances of ``DeepseekV4ForCausalLM``,
-    ``DeepseekV3ForCausalLM`` (V3, R1, Kimi-K2) or ``DeepseekV2ForCausalLM``. Parameters, state dict
-    and classes stay as they are, and the model can still be copied, saved and pickled. A call
-    without a ``PagedCache`` runs Hugging Face's attention, unless ``score``. ``generate`` makes a
+    ``DeepseekV3ForCausalLM`` (V3, R1, Kimi-K2), ``DeepseekV2ForCausalLM``,
+    ``DeepseekV32ForCausalLM`` or ``GlmMoeDsaForCausalLM`` (GLM-5). Parameters, state dict and
+    classes stay as they are, and the model can still be copied, saved and pickled. A call without a
+    ``PagedCache`` runs Hugging Face's attention, unless ``score``. ``generate`` makes a
     ``PagedCache`` instead of a ``DynamicCache`` or ``StaticCache``, unless
     ``cache_implementation="dynamic"``.
     ``generate_batch`` and managers of Hugging Face's continuous batching run all of their requests
     from one ``PagedCache`` (transformers 5.19 or newer).
 
     Hooks, PEFT adapters, parametrizations and replaced modules keep working, except on modules that
-    our ops replace: steps refuse changes to ``q_b_norm``, to ``kv_b_proj`` (V3, V2), and to
-    ``compressor`` outside of its projections. Layers other than a plain ``nn.Linear`` keep their
-    precision. Hugging Face's tensor parallelism works (``tp_plan="auto"``). A model that accelerate
-    split or offloaded is refused.
+    our ops replace: steps refuse changes to ``q_b_norm``, to ``kv_b_proj`` (all but V4), and to
+    ``compressor`` and ``indexer`` outside of their projections. Layers other than a plain
+    ``nn.Linear`` keep their precision. Hugging Face's tensor parallelism works
+    (``tp_plan="auto"``). A model that accelerate split or offloaded is refused.
 
     A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs
     ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``, without kernels from Hugging Face's hub.
@@ -67,7 +68,8 @@ def patch(
         model: The model, which ``patch`` changes.
         kv: How the cache stores keys: "fp8", "bf16" or "fp32". "fp8" takes 584 bytes per row for
             V4 (FlashMLA's layout), and 576 bytes per row with one scale per layer for V3 and V2.
-            V3 and V2 have "ds_fp8" too: 656 bytes per row with four scales.
+            V3 and V2 have "ds_fp8" too: 656 bytes per row with four scales. These are "fp8" for
+            V3.2 and GLM-5, whose indexer keys are in FP8 unless ``kv`` is "fp32".
         precision: "serve" follows DeepSeek's official code where Hugging Face differs from it,
             "reference" follows Hugging Face; or a ``Recipe``.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),

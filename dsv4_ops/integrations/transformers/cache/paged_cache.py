@@ -68,8 +68,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     Every request owns a row. DeepSeek-V4 keeps window keys and compressor states in fixed-size
     rings, one per row, and compressed rows and indexer keys in blocks of 256 tokens, from a shared
     pool or, by default, a fixed set per row. DeepSeek-V3 and V2 keep latents in blocks of 64
-    tokens. Sizes and addresses are fixed at construction, so compiled steps do not recompile and
-    CUDA graphs write in place.
+    tokens, V3.2 and GLM-5 indexer keys too. Sizes and addresses are fixed at construction, so
+    compiled steps do not recompile and CUDA graphs write in place.
 
     With ``input_ids``, row r of the batch uses row r of the cache; with ``StepBatch``, requests use
     the rows that ``add`` returned. A patched model returns ``hidden_states``
@@ -77,7 +77,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     ``output_router_logits``, which no op computes.
 
     Args:
-        config: ``DeepseekV4Config``, ``DeepseekV3Config`` or ``DeepseekV2Config``.
+        config: ``DeepseekV4Config``, ``DeepseekV3Config``, ``DeepseekV2Config``,
+            ``DeepseekV32Config`` or ``GlmMoeDsaConfig``.
         max_batch_size: Number of rows. At least 1.
         max_cache_len: Maximum tokens of a request. At least 1.
         num_blocks: Blocks in the shared pool. None gives every row its own blocks for
@@ -370,8 +371,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             "window": window keys; grows with ``max_batch_size`` and ``max_chunk``. "compressed" and
             "indexer": compressed keys and indexer keys; grow with ``num_blocks``. "states":
             compressor states; grows with ``max_batch_size``. DeepSeek-V3 and V2 have "latents" in
-            place of these. "draft": window keys of the draft layer, if there is one. "tables": RoPE
-            tables, block tables, lengths.
+            place of these, V3.2 and GLM-5 "latents" and "indexer". "draft": window keys of the
+            draft layer, if there is one. "tables": RoPE tables, block tables, lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config
