@@ -1,4 +1,4 @@
-"""List the tensors of a DeepSeek-V3, R1 or V2 checkpoint in FP8, from its config.
+"""List the tensors of a DeepSeek-V3, R1, V3.2 or V2 checkpoint in FP8, from its config.
 
 Names are those of Hugging Face's modules, except that the files store each expert separately.
 Linear layers have e4m3 codes and a scale for each block of 128 x 128; the last blocks may be
@@ -16,7 +16,7 @@ from dsv4_ops.checkpoint.headers import TensorInfo
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import WEIGHT_BLOCK
 
-MODEL_TYPES = ("deepseek_v3", "deepseek_v2")
+MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32")
 SCALES = "F32 or F8_E8M0"
 FLOATS = "BF16 or F16 or F32"
 """Dtypes of unquantised tensors, which loaders convert to the dtype of the model."""
@@ -26,12 +26,14 @@ _SIZES = (
     *("intermediate_size", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
     *("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
+_INDEXER_SIZES = ("q_lora_rank", "index_n_heads", "index_head_dim")
+"""Sizes that a config of V3.2 must have as well."""
 _DRAFTS = "num_nextn_predict_layers"
 _SKIPPED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
 """Suffixes of tensors that loaders skip: those that old files store and loaders compute from the
 config, and cache scales of other engines."""
-_SHARED_EXPERTS = {"deepseek_v3": 1, "deepseek_v2": 2}
-"""Hugging Face's default of ``n_shared_experts``."""
+_SHARED_EXPERTS = {"deepseek_v2": 2}
+"""Hugging Face's default of ``n_shared_experts`` if it is not 1."""
 
 
 def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
@@ -41,8 +43,11 @@ def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
         ValueError: a size is missing or not an integer, the config has biases, or its skipped
             modules are not patterns.
     """
-    config = {"n_shared_experts": _SHARED_EXPERTS[config["model_type"]], **config}
+    kind = config["model_type"]
+    config = {"n_shared_experts": _SHARED_EXPERTS.get(kind, 1), **config}
     check_sizes(op, config, _SIZES, zero=("first_k_dense_replace",))
+    if kind == "deepseek_v32":
+        check_sizes(op, config, _INDEXER_SIZES)
     if "q_lora_rank" not in config:
         check_sizes(op, config, ("q_lora_rank",))
     for name, least in (("q_lora_rank", 1), (_DRAFTS, 0)):
@@ -68,7 +73,7 @@ def is_other(config: Mapping[str, Any], name: str) -> bool:
 def is_draft(config: Mapping[str, Any], name: str) -> bool:
     """Whether a tensor belongs to a draft layer (multi-token prediction)."""
     match = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    default = int(config["model_type"] == "deepseek_v3")
+    default = int(config["model_type"] != "deepseek_v2")
     drafts = config.get(_DRAFTS, default) or 0
     return match is not None and 0 <= int(match[1]) - config["num_hidden_layers"] < drafts
 
@@ -109,12 +114,23 @@ class _Tensors:
         rows = heads * (nope + config["v_head_dim"])
         yield from self.linear(f"{prefix}kv_b_proj", rows, rank)
         yield from self.linear(f"{prefix}o_proj", width, heads * config["v_head_dim"])
+        if config["model_type"] == "deepseek_v32":
+            yield from self.indexer(f"{prefix}indexer.")
+
+    def indexer(self, prefix: str) -> Iterator[tuple[str, TensorInfo]]:
+        config = self.config
+        width, heads, dim = (config[name] for name in ("hidden_size", *_INDEXER_SIZES[1:]))
+        yield from self.linear(f"{prefix}wq_b", heads * dim, config["q_lora_rank"])
+        yield from self.linear(f"{prefix}wk", dim, width)
+        yield _plain(f"{prefix}k_norm", dim)
+        yield f"{prefix}k_norm.bias", TensorInfo(FLOATS, (dim,))
+        yield _plain(f"{prefix}weights_proj", heads, width)  # Hugging Face keeps it in float32
 
     def experts(self, prefix: str) -> Iterator[tuple[str, TensorInfo]]:
         config, size = self.config, self.config["moe_intermediate_size"]
         count = config["n_routed_experts"]
         yield _plain(f"{prefix}gate", count, config["hidden_size"])
-        if config["model_type"] == "deepseek_v3":
+        if config["model_type"] != "deepseek_v2":
             yield f"{prefix}gate.e_score_correction_bias", TensorInfo(FLOATS, (count,))
         yield from self.block(f"{prefix}shared_experts.", size * config["n_shared_experts"])
         for index in range(count):

@@ -1,5 +1,5 @@
-"""DeepSeek-V3's released format, of V3's or V2's model: FP8 codes (e4m3) and a float32 scale for
-each 128 x 128 of them, blocks at the ends less."""
+"""DeepSeek-V3's released format, of V3's, V3.2's or V2's model: FP8 codes (e4m3) and a float32
+scale for each 128 x 128 of them, blocks at the ends less."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsv4_ops.testing.models import small_mla_config
+from dsv4_ops.testing.models import small_dsa_config, small_mla_config
 
 BLOCK = 128
 SIZES: dict[str, Any] = {
@@ -30,11 +30,16 @@ SIZES: dict[str, Any] = {
 """Those of V3 where a block ends within a layer: ``kv_a_proj_with_mqa`` has 576 rows."""
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
 """Every token has all of them: a near tie of the router would hide what a weight costs."""
+QUANTIZED = tuple(f"{name}.weight" for name in ("proj", "with_mqa", "wq_b", "wk"))
 
 
 def random_model(version: int = 3, **changed: Any) -> Any:
-    """Hugging Face's model of these sizes, in bf16."""
-    config = small_mla_config(version, **{**SIZES, **EXPERTS, **changed})
+    """Hugging Face's model of these sizes, in bf16; version 32 is V3.2."""
+    sizes = {**SIZES, **EXPERTS, **changed}
+    if version == 32:
+        config = small_dsa_config(**{"index_topk": 200, **sizes})
+    else:
+        config = small_mla_config(version, **sizes)
     model = getattr(transformers, f"DeepseekV{version}ForCausalLM")(config).to(torch.bfloat16)
     seed = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
@@ -96,7 +101,7 @@ def write(
                     files[f"{place}.{index}.{part}.weight_scale_inv"] = scales
                     values.append(value)
                 state[name][index] = torch.cat(values)
-        elif name.endswith("proj.weight") or name.endswith("with_mqa.weight"):
+        elif name.endswith(QUANTIZED) and not name.endswith("weights_proj.weight"):
             codes, scales, state[name] = quantized(weight, power_of_two)
             files[name], files[f"{name}_scale_inv"] = codes, scales
         else:

@@ -1,4 +1,4 @@
-"""Files of DeepSeek-V3, R1 and V2 in FP8 are checked before a byte of a weight is loaded."""
+"""Files of DeepSeek-V3, R1, V3.2 and V2 in FP8 are checked before a byte of a weight is loaded."""
 
 import json
 import re
@@ -22,14 +22,14 @@ ATTENTION = "model.layers.0.self_attn"
 FILE = "model.safetensors"
 
 
-@pytest.fixture(scope="module", params=[3, *nightly("tests with both_versions", 2)])
+@pytest.fixture(scope="module", params=[3, *nightly("tests with all_versions", 2, 32)])
 def released(request, tmp_path_factory):
     """A folder, and the state of the same model with the values of its codes."""
     path = tmp_path_factory.mktemp(f"v{request.param}")
     return path, v3_checkpoint.write(path, v3_checkpoint.random_model(request.param))
 
 
-both_versions = pytest.mark.parametrize("released", [3, 2], indirect=True)
+all_versions = pytest.mark.parametrize("released", [3, 2, 32], indirect=True)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_v3_has_the_tensors_that_its_headers_were_seen_with():
     assert found["model.layers.2.mlp.down_proj.weight_scale_inv"].shape == (56, 144)
 
 
-@both_versions
+@all_versions
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_whole_checkpoint_is_what_it_says(copied, shards, capsys):
     files, config, write = copied
@@ -92,7 +92,7 @@ def test_a_whole_checkpoint_is_what_it_says(copied, shards, capsys):
     assert type(hf.load_quantized(path)).__name__ in config["architectures"]
 
 
-@both_versions
+@all_versions
 @pytest.mark.parametrize("tokens", [20, 190])
 def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
     """As close to float32 as the same values in bf16 are; short prompts are absorbed."""
@@ -103,10 +103,26 @@ def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
     bf16 = v3_checkpoint.dense_model(*released, torch.bfloat16)
     for model in (hf.load_quantized(path), bf16):
         hf.patch(model, kv="bf16")
+        # V3.2 selects all of the prompt, but there may be more rows than it selects
         cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
         found = model(ids, cache=cache).logits.double()
         errors.append((found - exact).norm() / exact.norm())
     assert 0 < errors[0] <= 1.5 * errors[1], errors
+
+
+@pytest.mark.parametrize("released", [32], indirect=True)
+def test_projections_of_the_indexer_are_quantised(released):
+    """And their values count; the head weights are not."""
+    path, state = released
+    model = hf.patch(hf.load_quantized(path))
+    indexer = model.model.layers[1].self_attn.indexer
+    for name, layer in (("wk", indexer.wk), ("wq_b", indexer.wq_b)):
+        assert layer.weight.dtype == E4M3
+        values = state[f"model.layers.1.self_attn.indexer.{name}.weight"].double()
+        x = torch.randn(5, values.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
+        error = (layer(x).double() - x.double() @ values.T).abs()
+        assert (error <= 2**-8 * (x.double().abs() @ values.T.abs())).all()
+    assert indexer.weights_proj.weight.dtype in (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +177,7 @@ def test_modules_that_are_not_converted(copied):
         check_checkpoint(write())
 
 
-@both_versions
+@all_versions
 def test_every_tensor_is_required_by_name(copied):
     """Norms too, in place of which Hugging Face makes random ones."""
     files, _, write = copied
@@ -335,12 +351,12 @@ def test_other_names_of_the_codes_format(copied, name):
         check_checkpoint(write())
 
 
-@both_versions
+@all_versions
 def test_shared_experts_have_hugging_faces_default(copied):
-    """1 of V3 and 2 of V2, whose files here have 1."""
+    """1 of V3 and V3.2, and 2 of V2, whose files here have 1."""
     _, config, write = copied
     assert config.pop("n_shared_experts") == 1
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] != "deepseek_v2":
         check_checkpoint(write())
         return
     with pytest.raises(
