@@ -90,7 +90,7 @@ class Inputs:
         pages = row.batch * columns
         ranges = pool.shape[0] // pages
         size = row.batch * row.keys * pool.shape[2] * pool.element_size()
-        # sets that select share pages, of which each reads a few rows
+        # sets that select share blocks, of which each reads a few rows
         most = _MOST_SETS if row.topk is not None else min(_MOST_SETS, ranges)
         count = max(1, min(most, -(-_ROTATED // size)))
         made = torch.Generator(device).manual_seed(0)
