@@ -1,11 +1,18 @@
-"""A rank of ``test_mapped.py``: merges, then gathers."""
+"""The ranks of ``test_mapped.py``: merges, then gathers. The first that fails ends the others."""
 
 import sys
 from pathlib import Path
 
+from torch.multiprocessing import start_processes
+
 from tests.kernels.interpreter import interpret_combine, interpret_gather
 
-if __name__ == "__main__":
-    folder, rank, world = sys.argv[1], *map(int, sys.argv[2:])
+
+def run(rank: int, folder: str, world: int) -> None:
     interpret_combine.main(str(Path(folder, "combine")), rank, world)
     interpret_gather.main(str(Path(folder, "gather")), rank, world)
+
+
+if __name__ == "__main__":
+    world = int(sys.argv[2])
+    start_processes(run, (sys.argv[1], world), nprocs=world, start_method="fork")

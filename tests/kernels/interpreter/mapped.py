@@ -1,43 +1,24 @@
 """Ranks in Triton's interpreter, a process each, that map each other's workspaces: a file each."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 
+from tests.support import forked
+
 _mapped: list[list[torch.Tensor]] = []
 
 
 def run_mapped(world: int, folder: Path) -> None:
-    """Run ``interpret_ranks.py`` as every rank; it gets the folder, its rank and ``world``."""
+    """Run ``interpret_ranks.py``, which has a process for every rank."""
     from dsv4_ops.kernels.context_parallel.exchange import workspace_bytes
 
     for kernel in ("combine", "gather"):
         (folder / kernel).mkdir()
         for rank in range(world):
             (folder / kernel / str(rank)).write_bytes(bytes(workspace_bytes(world)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)}
-    logs = [folder / f"log{rank}" for rank in range(world)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        script = Path(__file__).with_name("interpret_ranks.py")
-        command = [sys.executable, script, folder, str(rank), str(world)]
-        with log.open("w") as file:
-            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-    deadline = time.monotonic() + 300
-    # the first that fails ends it, as others wait for that one
-    while time.monotonic() < deadline:
-        codes = [each.poll() for each in ranks]
-        if None not in codes or any(codes):
-            break
-        time.sleep(0.05)
-    for each in ranks:
-        each.kill()
-    codes = [each.wait() for each in ranks]
-    assert codes == [0] * world, "\n".join(log.read_text() for log in logs)
+    forked.interpreted(Path(__file__).with_name("interpret_ranks.py"), folder, world)
 
 
 def workspace(folder: str, rank: int, world: int) -> torch.Tensor:
