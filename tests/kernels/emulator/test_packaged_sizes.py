@@ -155,7 +155,7 @@ class Dense(torch.nn.Module):
     def forward(self, *tensors):
         numbers = {"softmax_scale": 0.1, "block_size": 64, "num_splits": 0, "layout": "plain"}
         return mla._attend_on_hopper(
-            ON_HOPPER, *tensors, None, None, **numbers, batch_invariant=False
+            ON_HOPPER, *tensors, None, None, **numbers, batch_invariant=False, slots=False
         )
 
 
