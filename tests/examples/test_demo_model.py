@@ -65,6 +65,14 @@ def test_small_models_of_dense_mla_are_v2_and_v3(make, version):
         make(version)
 
 
+@pytest.mark.parametrize("make", [models.small_dsa_config, models.small_dsa_model])
+def test_small_models_of_sparse_attention_are_v32_and_glm(make):
+    with pytest.raises(
+        ValueError, match=f"^{make.__name__}: family must be 'V3.2' or 'GLM-5', got 'V3'"
+    ):
+        make("V3")
+
+
 def test_logits_spread_by_about_one(small):
     logits = logits_of(small)
     assert 0.8 < logits.std() < 1.25

@@ -11,7 +11,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.steps import compiled as compiled_steps
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
-from dsv4_ops.testing.models import SLIDING, small_mla_model, small_model
+from dsv4_ops.testing.models import SLIDING, small_dsa_model, small_mla_model, small_model
 from tests.helpers import nightly
 from tests.support.hf_models import Engine, new_cache, text
 
@@ -30,9 +30,11 @@ def folder(tmp_path, monkeypatch):
 
 
 def patched(family, kv="fp32", **constants):
-    """A model of one layer."""
+    """A model of one layer, or of two where the second may share the selection of the first."""
     if family == "v3":
         model = small_mla_model(num_hidden_layers=1)
+    elif family in ("V3.2", "GLM-5"):
+        model = small_dsa_model(family, num_hidden_layers=2, first_k_dense_replace=0)
     else:
         model = small_model(layer_types=[SLIDING], mlp_layer_types=["moe"], **constants)
     return v4.patch(model, kv=kv, precision="reference")
@@ -131,9 +133,10 @@ def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):
     assert len(files(folder)) == 4 + 2 + 3 + 3 + 3  # a graph asserts the strides of its inputs
 
 
-def test_inductors_loop_over_keys_takes_all_sizes(folder):
+@pytest.mark.parametrize("family", ["v3", *nightly("V3 has the same projections", "V3.2", "GLM-5")])
+def test_inductors_loop_over_keys_takes_all_sizes(folder, family):
     """On a CPU. Its inputs must have sizes that are symbols, not products of batch and tokens."""
-    graphs, parts = ran(patched("v3"), decode_step, "inductor")
+    graphs, parts = ran(patched(family), decode_step, "inductor")
     assert graphs <= 2 * len(parts)  # a CPU's Inductor takes two tokens or more for granted
 
 
