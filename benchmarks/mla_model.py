@@ -1,4 +1,5 @@
-"""Benchmark DeepSeek-V3: decode steps beside Hugging Face's own, prefills over long contexts."""
+"""Benchmark DeepSeek-V3 and V3.2: decode steps beside Hugging Face's own, and V3's prefills over
+long contexts."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from dsv4_ops.attention import MlaCache, MlaInputs, MlaSpec, MlaWeights, build_m
 from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.ops.mla_context import max_context_chunks
 
-CASES = ("memory", "decode")
+CASES = ("memory", "decode", "selected")
 
 _STEPS, _STOCK_STEPS = 30, 5
 _CHUNK_ROWS, _NEW = 16384, 512
@@ -33,10 +34,11 @@ class Row:
     """A step of the model, or the memory of a prefill.
 
     Args:
-        case: "decode" or "memory".
+        case: "decode" of V3, "selected" of V3.2, or "memory".
         context: Tokens before the step's.
         batch: Requests.
-        stock_ms: Hugging Face's compiled step; None where its memory does not suffice.
+        stock_ms: Hugging Face's step, for V3 compiled, for V3.2 eager; None where its memory does not
+            suffice.
         step_ms: Of the patched model, one CUDA graph for all contexts.
         graphs: Graphs that were compiled for all contexts.
         chunk_rows: Rows of the workspace that chunks of the context are expanded in.
@@ -63,15 +65,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def v3_shaped(device: torch.device) -> Any:
     """A model with 4 layers of DeepSeek-V3's sizes, 16 experts and random weights."""
+    return _shaped("DeepseekV3", device)
+
+
+def _shaped(family: str, device: torch.device) -> Any:
     import transformers
 
-    from dsv4_ops.testing.models import MLA_YARN, small_mla_config
+    from dsv4_ops.testing.models import MLA_YARN, small_dsa_config, small_mla_config
 
     config: Any
     if device.type == "cpu":
-        config = small_mla_config(num_hidden_layers=2, attn_implementation="sdpa")
+        small = small_mla_config if family == "DeepseekV3" else small_dsa_config
+        config = small(num_hidden_layers=2, attn_implementation="sdpa")
     else:
-        config = transformers.DeepseekV3Config(
+        config = getattr(transformers, f"{family}Config")(
             num_hidden_layers=4,
             first_k_dense_replace=1,
             n_routed_experts=16,
@@ -79,7 +86,7 @@ def v3_shaped(device: torch.device) -> Any:
             max_position_embeddings=163840,
             attn_implementation="sdpa",
         )
-    model = in_bfloat16(transformers.DeepseekV3ForCausalLM, config, device)
+    model = in_bfloat16(getattr(transformers, f"{family}ForCausalLM"), config, device)
     rotary = model.model.rotary_emb  # made in bfloat16, other than ``from_pretrained`` makes it
     model.model.rotary_emb = type(rotary)(config).to(device)
     for name, weight in model.named_parameters():
@@ -88,9 +95,9 @@ def v3_shaped(device: torch.device) -> Any:
     return model
 
 
-def _stock_step(model: Any, batch: int, context: int) -> Call:
-    """Hugging Face's compiled step over a StaticCache of ``context`` rows: all of them are expanded
-    and attended to, whichever exist."""
+def _stock_step(model: Any, batch: int, context: int, compiles: bool) -> Call:
+    """Hugging Face's step over a StaticCache of ``context`` rows: all of them are expanded and
+    attended to, whichever exist."""
     import transformers
 
     cache = transformers.StaticCache(config=model.config, max_cache_len=context)
@@ -99,27 +106,30 @@ def _stock_step(model: Any, batch: int, context: int) -> Call:
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
-    compiled: Callable[..., Any] = torch.compile(model, dynamic=False)
-    return lambda: compiled(ids, None, None, cache, use_cache=True).logits
+    step: Callable[..., Any] = torch.compile(model, dynamic=False) if compiles else model
+    return lambda: step(ids, None, None, cache, use_cache=True).logits
 
 
-def decode(device: torch.device, batches: Sequence[int], contexts: Sequence[int]) -> Iterator[Row]:
+def decode(
+    case: str, device: torch.device, batches: Sequence[int], contexts: Sequence[int]
+) -> Iterator[Row]:
     """Decode steps of the patched model, one graph for all contexts of a batch."""
     from dsv4_ops.integrations import transformers as hf
 
-    model = v3_shaped(device)
+    selects = case == "selected"
+    model = _shaped("DeepseekV32" if selects else "DeepseekV3", device)
     stock: dict[tuple[int, int], float] = {}
     for batch in batches:
         for context in contexts:
             torch._dynamo.reset()
             try:
-                call = _stock_step(model, batch, context)
+                call = _stock_step(model, batch, context, compiles=not selects)
                 stock[batch, context] = step_ms(call, device, _STOCK_STEPS)
             except torch.OutOfMemoryError:
                 print(f"Hugging Face, {batch} x {context}: out of memory", flush=True)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    hf.patch(model, kv="bf16")
+    hf.patch(model, kv="fp8" if selects and device.type == "cuda" else "bf16")
     options: dict[str, Any] = {}
     if device.type == "cuda":
         options = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
@@ -128,7 +138,8 @@ def decode(device: torch.device, batches: Sequence[int], contexts: Sequence[int]
             model, max_batch_size=batch, max_cache_len=max(contexts) + 64
         )
         for layer in cache.tensors.layers:
-            layer.kv.normal_()
+            for pages in torch.utils._pytree.tree_leaves(layer):
+                _fill(pages)
         rows = torch.arange(batch, dtype=torch.int32, device=device)
         starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
         lens = torch.zeros_like(rows)
@@ -144,7 +155,15 @@ def decode(device: torch.device, batches: Sequence[int], contexts: Sequence[int]
                 call()
             ms, graphs = step_ms(call, device, _STEPS), counters["stats"]["unique_graphs"]
             old = stock.get((batch, context))
-            yield Row("decode", context, batch, stock_ms=old, step_ms=ms, graphs=graphs)
+            yield Row(case, context, batch, stock_ms=old, step_ms=ms, graphs=graphs)
+
+
+def _fill(pages: torch.Tensor) -> None:
+    """Fill a cache with random rows; bytes become codes and scales without NaN."""
+    if pages.is_floating_point():
+        pages.normal_()
+    else:
+        pages.random_(0x20, 0x40)
 
 
 def prefill(device: torch.device, cached: int, rows: int) -> Call:
@@ -210,7 +229,9 @@ def run(options: argparse.Namespace) -> None:
     contexts = options.contexts or ((128, 256) if small else (4096, 32768))
     output = Report(options, device)
     for group in options.cases or CASES:
-        found = memory(device) if group == "memory" else decode(device, options.batches, contexts)
+        found = memory(device)
+        if group != "memory":
+            found = decode(group, device, options.batches, contexts)
         for row in found:
             output.add(row)
-    output.finish("DeepSeek-V3, 4 layers: stock_ms is Hugging Face's compiled step")
+    output.finish("DeepSeek-V3 and V3.2, 4 layers: stock_ms is Hugging Face's step")

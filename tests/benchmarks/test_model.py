@@ -121,7 +121,7 @@ def test_dense_models_have_rows_of_steps(smoke, monkeypatch):
     status, rows = smoke("mla_model", "--contexts", "64,128", "--batches", "2")
     assert status == 0
     assert [(row["case"], row["context"]) for row in rows] == [
-        ("memory", 256), ("decode", 64), ("decode", 128),
+        ("memory", 256), ("decode", 64), ("decode", 128), ("selected", 64), ("selected", 128),
     ]  # fmt: skip
     assert all(row["stock_ms"] > 0 and row["step_ms"] > 0 for row in rows[1:])
 
