@@ -37,7 +37,7 @@ class Row:
         case: "decode" of V3, "selected" of V3.2, or "memory".
         context: Tokens before the step's.
         batch: Requests.
-        stock_ms: Hugging Face's step, for V3 compiled, for V3.2 eager; None where its memory does not
+        stock_ms: Hugging Face's step, of V3 compiled, of V3.2 eager; None where its memory does not
             suffice.
         step_ms: Of the patched model, one CUDA graph for all contexts.
         graphs: Graphs that were compiled for all contexts.
