@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_ops.core.ints import single
-from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout, MlaFp8Layout, PlainLayout
+from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout, MlaFp8Layout, PlainLayout, round_up
 from dsv4_ops.core.types import ABSENT, MlaAttention, PerTensor
-from dsv4_ops.reference.common import dense, materialized, table_entries
+from dsv4_ops.reference.common import dense, materialized, runs_on_cpu, table_entries
 from dsv4_ops.reference.kv_cache import insert_k_cache
 from dsv4_ops.reference.pages import locate, words
 from dsv4_ops.reference.quantization import bf16_bits, from_bytes, to_bytes
@@ -270,7 +270,12 @@ def attend_to(call: Decode, running: Running, start: Tensor | int, num_keys: int
 
 
 def attend_in_chunks(call: Decode, running: Running, num_rows: int) -> Running:
-    """Update ``running`` with all keys, so that memory does not depend on their number."""
+    """Update ``running`` with all keys, so that memory does not depend on their number.
+
+    An eager call on a CPU stops at the chunk of the longest token's last key."""
+    if runs_on_cpu(call.seq_lens) and call.seq_lens.shape[0] > 0:
+        longest = max(int(call.seq_lens.max()), 0)
+        num_rows = min(num_rows, round_up(longest, KEYS_AT_A_TIME))
     for start in range(0, num_rows, KEYS_AT_A_TIME):
         running = attend_to(call, running, start, min(KEYS_AT_A_TIME, num_rows - start))
     return running
