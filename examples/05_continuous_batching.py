@@ -1,140 +1,112 @@
 """Continuous batching: requests come and go, one compiled step of fixed shape serves them all.
 
-This teaches what an engine does. To serve a model, use ``model.generate_batch(prompts)``,
-``python -m dsv4_ops serve MODEL``, or an engine such as vLLM (docs/engines.md).
+To serve a model, use ``model.generate_batch(prompts)``, ``python -m dsv4_ops serve MODEL`` or vLLM
+(docs/engines.md). This shows what such an engine does, with the scheduler in
+``continuous_batching.py``: blocks run out, and requests wait or are preempted and start again.
+Whatever the batch is, the device runs the same graph. In the end each request runs again, alone,
+and all its logits have the same bits.
 
-Requests arrive at random (Poisson), with log-normal lengths; some are cancelled; blocks run out,
-and then requests wait or are preempted and start again. The scheduler, in ``continuous_batching/``,
-puts decodes first and fills the rest of each step's token budget with chunks of prompts. Whatever
-the batch is, the device runs the same graph: nothing is ever compiled again.
-
-    python examples/05_continuous_batching.py                  # 200 steps
-    python examples/05_continuous_batching.py --steps 1000 --check --plot blocks.png
+    python examples/05_continuous_batching.py
+    python examples/05_continuous_batching.py --requests 60
     python examples/05_continuous_batching.py --eager          # no compiler
-
-``--check`` runs every finished request again, alone, and compares the bits of all logits.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
+from collections.abc import Callable
+from random import Random
 
 # waiting threads that spin would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from continuous_batching.engine import Engine
-from continuous_batching.report import Record
-from continuous_batching.scheduler import Request, Scheduler
-from continuous_batching.workload import Workload
+from continuous_batching import Request, Scheduler
+from torch import Tensor
 from torch._dynamo.utils import counters
 
-# of a step: requests, tokens; of a request: tokens. PyTorch's eager kernels round the last numbers
-# of a tensor otherwise where these do not fill a vector, so that bits need a multiple of 8 tokens.
-ROWS, TOKENS, MAX_LEN = 6, 16, 512
-BLOCKS = 4  # of 256 tokens: not enough for six requests
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.text import real_text
+
+# tokens of a step; PyTorch's eager kernels round the last numbers of a tensor otherwise where these
+# do not fill a vector, so that bits need a multiple of 8
+TOKENS = 16
+SIZES = {"max_batch_size": 6, "max_cache_len": 512, "max_chunk": TOKENS, "num_blocks": 4}
 
 
-def serve(engine: Engine, args: argparse.Namespace) -> tuple[Record, Scheduler]:
-    """Run ``args.steps`` steps with arrivals, then until all requests have finished."""
-    scheduler, record, leaving = engine.scheduler(), Record(), []
-    arrivals = Workload(per_step=args.rate).arrivals(args.seed)
-    arrival, request, leaves = next(arrivals)
-    number, begun = 0, None
-    while number < args.steps or scheduler.running or scheduler.waiting:
-        while arrival <= number < args.steps:
-            scheduler.submit(request)
-            record.requests.append(request)
-            leaving += [] if leaves is None else [(leaves, request)]
-            arrival, request, leaves = next(arrivals)
-        for gives_up, gone in leaving:
-            if gives_up <= number:
-                scheduler.cancel(gone)  # nothing, if it has ended
-        plan = scheduler.plan()
-        if plan is not None:
-            record.finished += engine.run(scheduler, plan)
-            record.tokens += sum(plan.counts.values()) if begun else 0
-            begun = begun or time.perf_counter()  # the first step compiles
-        record.after_step(scheduler)
+def run(
+    scheduler: Scheduler, requests: list[Request], step: Callable[[v4.StepBatch], Tensor]
+) -> tuple[dict[int, list[Tensor]], int]:
+    """Run requests, one of which arrives every four steps; return the logits of each and how often
+    one was preempted."""
+    logits: dict[int, list[Tensor]] = {request.name: [] for request in requests}
+    arriving, number, preempted = list(requests), 0, 0
+    while arriving or scheduler.waiting or scheduler.running:
+        if arriving and number % 4 == 0:
+            scheduler.waiting.append(arriving.pop(0))
+        before = len(scheduler.running)
+        batch = scheduler.plan()
+        preempted += before > len(scheduler.running)
         number += 1
-        if number % args.every == 0:
-            print(record.line(scheduler), flush=True)
-    record.seconds = time.perf_counter() - (begun or time.perf_counter())
-    return record, scheduler
+        if batch is None:
+            continue
+        results, row = step(batch), -1
+        for request, count in scheduler.counts.items():
+            row += count
+            if count == request.left:
+                logits[request.name].append(results[row].clone())
+        scheduler.commit(results.argmax(-1).tolist())
+    return logits, preempted
 
 
-def differ_alone(engine: Engine, finished: list[Request], every: int) -> tuple[int, int]:
-    """Run each request alone in steps of the same shape. How many get another token, and how many
-    another bit in any of their logits."""
-    shared, tokens, bits = engine.digests or {}, 0, 0
-    for place, request in enumerate(finished, 1):
-        engine.digests = {}
-        scheduler, alone = engine.scheduler(), Request(0, request.prompt, request.max_new)
-        scheduler.submit(alone)
-        while (plan := scheduler.plan()) is not None:
-            engine.run(scheduler, plan)
-        tokens += alone.output != request.output
-        bits += engine.digests[0] != shared[request.name]
-        if place % every == 0:
-            print(f"ran {place} of {len(finished)} requests alone", flush=True)
-    return tokens, bits
+def sampled(count: int, seed: int) -> list[Request]:
+    """Prompts of two kinds: short ones, and documents whose answers begin another block."""
+    random, text = Random(seed), real_text(100_000).encode()
+    requests = []
+    for name in range(count):
+        length = random.choice((random.randint(1, 30), random.randint(246, 256)))
+        start = random.randrange(len(text) - length)
+        requests.append(Request(name, [*text[start : start + length]], random.randint(1, 30)))
+    return requests
 
 
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="steps in which requests arrive")
-    parser.add_argument("--rate", type=float, default=0.13, help="requests per step")
-    parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--every", type=int, default=50, help="steps between lines")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--check", action="store_true", help="run every request again, alone")
-    parser.add_argument("--plot", help="picture of blocks and queue, needs matplotlib")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    sizes = {
-        "max_batch_size": ROWS,
-        "max_cache_len": MAX_LEN,
-        "max_chunk": TOKENS,
-        "num_blocks": BLOCKS,
-    }
-    engine = Engine(sizes, TOKENS, device=args.device, eager=args.eager, digests=args.check)
+    model = small_model(device=args.device)
+    model = v4.patch(model, kv="fp32", precision="reference", batch_invariant=True)
+    cache = v4.PagedCache.for_model(model, **SIZES)
+    decode: Callable[..., Tensor] = v4.decode_step
     if not args.eager:
-        print(
-            "the first step compiles: a minute or two, unless Inductor's cache has it", flush=True
-        )
-    record, scheduler = serve(engine, args)
-    print(record.summary(scheduler))
-    engine.cache.raise_if_dropped()
-    if args.plot:
-        record.plot(args.plot, BLOCKS)
-        print(f"plot: {args.plot}")
-    failed, free = [], engine.cache.num_free_blocks
-    if free != BLOCKS or engine.cache.requests:
-        failed.append(f"{BLOCKS - free} blocks leaked")
-    if record.growth() > 20:
-        failed.append("memory grows")
-    checked = ""
-    if args.check:
-        tokens, bits = differ_alone(engine, record.finished, args.every)
-        checked = f", logits of {len(record.finished)} requests bit-equal to each alone"
-        if not record.finished:
-            failed.append("no request finished")
-        if tokens or bits:
-            failed.append(f"alone {tokens} requests get other tokens, {bits} other bits")
-    graphs = counters["stats"]["unique_graphs"]
-    if graphs != (not args.eager):
-        failed.append(f"{graphs} graphs")
-    if failed:
-        print("FAILED: " + "; ".join(failed))
-        return 1
-    made = "eager" if args.eager else f"graphs = {graphs}, recompiles = {graphs - 1}"
+        decode = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
+        print("the first step compiles: minutes, unless Inductor's cache has it", flush=True)
+
+    def step(batch: v4.StepBatch) -> Tensor:
+        return decode(model, batch, cache.tensors)
+
+    requests = sampled(args.requests, args.seed)
+    logits, preempted = run(Scheduler(cache, TOKENS), requests, step)
+    print(f"{len(requests)} requests have ended; one was preempted {preempted} times", flush=True)
+    cache.raise_if_dropped()
+    differ = 0
+    for request in requests:
+        again = Request(request.name, request.prompt, request.max_new)
+        alone, _ = run(Scheduler(cache, TOKENS), [again], step)
+        pairs = zip(alone[request.name], logits[request.name], strict=True)
+        differ += not all(torch.equal(*pair) for pair in pairs)
+    graphs, free = counters["stats"]["unique_graphs"], cache.num_free_blocks
     print(
-        f"shown: {len(record.blocks)} steps of changing batches, {made}, no block leaked{checked}"
+        f"shown: {graphs} graphs for all steps, {free} of {cache.num_blocks} blocks free again, "
+        f"{differ} of {len(requests)} requests differ in a bit from each alone"
     )
-    return 0
+    return int(bool(differ) or free != cache.num_blocks or graphs != (not args.eager))
 
 
 if __name__ == "__main__":

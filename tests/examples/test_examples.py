@@ -85,13 +85,12 @@ def test_fuzz_your_model():
 
 
 def test_continuous_batching_in_eager():
-    options = ("--eager", "--steps", 10, "--rate", 0.3, "--seed", 38, "--check")
-    lines = run("05_continuous_batching.py", *options)
-    assert re.fullmatch(
-        r"shown: \d+ steps of changing batches, eager, no block leaked, logits of \d+ requests "
-        r"bit-equal to each alone",
-        lines[-1],
-    )
+    lines = run("05_continuous_batching.py", "--eager", "--requests", 5, "--seed", 5)
+    assert lines == [
+        "5 requests have ended; one was preempted 1 times",
+        "shown: 0 graphs for all steps, 4 of 4 blocks free again, "
+        "0 of 5 requests differ in a bit from each alone",
+    ]
 
 
 @pytest.mark.slow
@@ -101,13 +100,8 @@ def test_examples_of_the_compiled_step(tmp_path):
     last = run("02_compile_decode.py")[-1]
     shown = "graphs = 1, graph breaks = 0, recompiles = 0 in"
     assert int(re.fullmatch(rf"shown: {shown} (\d+) steps; 0 tokens differ .*", last)[1]) >= 64
-    plot = tmp_path / "blocks.png"
-    lines = run("05_continuous_batching.py", "--steps", 100, "--check", "--plot", plot)
-    assert "compiled, from Inductor's cache, in" in "\n".join(lines)
-    assert re.search(
-        r"graphs = 1, recompiles = 0, no block leaked, logits of \d+ requests", lines[-1]
-    )
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    last = run("05_continuous_batching.py", "--requests", 12)[-1]
+    assert last.startswith("shown: 1 graphs for all steps, 4 of 4 blocks free again, 0 of 12 req")
 
     trace = tmp_path / "trace.json"
     lines = run("07_trace.py", "--trace", trace, "--steps", 2)

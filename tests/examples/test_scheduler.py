@@ -11,7 +11,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from continuous_batching.scheduler import Request, Scheduler
+from continuous_batching import Request, Scheduler
 
 from dsv4_ops.integrations.transformers import PagedCache
 from dsv4_ops.testing.models import small_config
@@ -20,15 +20,9 @@ from tests.helpers import NIGHTLY
 ROWS, TOKENS, BLOCK = 4, 7, 256
 
 
-def new_cache(num_blocks=3, max_cache_len=700):
-    return PagedCache(
-        small_config(),
-        max_batch_size=ROWS,
-        max_cache_len=max_cache_len,
-        max_chunk=TOKENS,
-        num_blocks=num_blocks,
-        kv="fp32",
-    )
+def new_cache(num_blocks):
+    sizes = {"max_batch_size": ROWS, "max_cache_len": 700, "max_chunk": TOKENS}
+    return PagedCache(small_config(), num_blocks=num_blocks, kv="fp32", **sizes)
 
 
 def after(tokens):
@@ -49,153 +43,89 @@ class Rows:
     def __init__(self, cache):
         self.cache, self.stored = cache, {}
 
-    def step(self, plan):
-        batch = plan.batch
+    def step(self, batch):
         tokens, starts = batch.tokens.tolist(), batch.query_start_loc.tolist()
         lens, rows = batch.seq_lens.tolist(), batch.rows.tolist()
         assert (len(tokens), len(starts), len(lens), len(rows)) == (TOKENS, ROWS + 1, ROWS, ROWS)
         used = [row for row in rows if row >= 0]
-        assert len(set(used)) == len(used) == len(plan.counts)
-        assert starts[0] == 0
-        assert starts == sorted(starts)
+        assert len(set(used)) == len(used)
+        assert (starts[0], starts) == (0, sorted(starts))
         assert starts[-1] <= TOKENS
-        counts = [stop - start for start, stop in pairwise(starts)]
-        self.blocks(dict(zip(rows, lens, strict=True)))
-        results = [-1] * TOKENS
-        for row, length, start, count in zip(rows, lens, starts, counts, strict=False):
-            if row < 0:
-                assert (length, count) == (0, 0)
-                continue
-            assert count > 0
-            before = self.stored.get(row, []) if length > count else []  # a row is used again
-            assert len(before) == length - count, "tokens were left out, or fed twice"
-            self.stored[row] = before + tokens[start : start + count]
-            results[start + count - 1] = after(self.stored[row])
-        return results
-
-    def blocks(self, lens):
         owned = self.cache.tensors.tables.compressed.tolist()
         taken = [block for row in owned for block in row if block >= 0]
         assert len(set(taken)) == len(taken), "a block has two owners"
-        for row, length in lens.items():
-            if row >= 0:
-                assert sum(block >= 0 for block in owned[row]) * BLOCK >= length, (
-                    "a block is missing"
-                )
+        results = [-1] * TOKENS
+        for row, length, (start, stop) in zip(rows, lens, pairwise(starts), strict=True):
+            if row < 0:
+                assert (length, stop - start) == (0, 0)
+                continue
+            assert sum(block >= 0 for block in owned[row]) * BLOCK >= length, "a block is missing"
+            assert stop > start
+            # a row is used again
+            before = self.stored.get(row, []) if length > stop - start else []
+            assert len(before) == length - (stop - start), "tokens were left out, or fed twice"
+            self.stored[row] = before + tokens[start:stop]
+            results[stop - 1] = after(self.stored[row])
+        return results
 
 
-def run(scheduler, arrivals, leaving=None, most=20_000):
-    """Arrivals by step; returns the steps it took."""
-    rows, number = Rows(scheduler.cache), 0
+def run(scheduler, arrivals):
+    """Arrivals by step; returns the requests in the order in which they ended, and the names of the
+    requests that were preempted."""
+    rows, number, ended, preempted = Rows(scheduler.cache), 0, [], []
     arrivals = sorted(arrivals, key=lambda entry: entry[0])
     while arrivals or scheduler.running or scheduler.waiting:
         while arrivals and arrivals[0][0] <= number:
-            scheduler.submit(arrivals.pop(0)[1])
-        for request in (leaving or {}).get(number, []):
-            scheduler.cancel(request)
-        decoding = [r for r in scheduler.running if r.left == 1]
-        plan = scheduler.plan()
-        if plan is not None:
-            order = list(plan.counts)
-            decodes = [r for r in order if r in decoding]
+            scheduler.waiting.append(arrivals.pop(0)[1])
+        decoding = [each for each in scheduler.running if each.left == 1]
+        before = list(scheduler.running)
+        batch = scheduler.plan()
+        preempted += [each.name for each in before if each not in scheduler.running]
+        if batch is not None:
+            order = list(scheduler.counts)
+            decodes = [each for each in order if each in decoding]
             assert order[: len(decodes)] == decodes, "decodes come first"
-            results = rows.step(plan)
-            assert all(results[row] >= 0 for _, row in plan.samples)
-            scheduler.commit(plan, results)
-        elif not arrivals:
+            ended += scheduler.commit(rows.step(batch))
+        else:
             assert not scheduler.running, "a running request gets no step"
         number += 1
-        assert number < most, "no progress"
+        assert number < 20_000, "no progress"
     cache = scheduler.cache
-    assert cache.num_free_blocks == cache.num_blocks
-    assert cache.requests == {}
+    assert (cache.num_free_blocks, cache.requests) == (cache.num_blocks, {})
     assert (cache.tensors.tables.compressed == -1).all()
-    return number
+    return ended, preempted
 
 
 REQUESTS = st.tuples(
     st.integers(0, 60),
     st.one_of(st.integers(1, 30), st.sampled_from([250, 255, 256, 257, 300])),
     st.one_of(st.integers(1, 12), st.sampled_from([60])),
-    st.one_of(st.none(), st.integers(0, 120)),
 )
 
 
 @settings(max_examples=40 if NIGHTLY else 15, deadline=None)
 @given(st.lists(REQUESTS, min_size=1, max_size=9), st.integers(2, 6))
 def test_any_traffic_gets_what_each_request_gets_alone(sampled, num_blocks):
-    """Prompts around a block, few blocks, cancellations: outputs are right and no block is lost."""
-    scheduler = Scheduler(new_cache(num_blocks), num_tokens=TOKENS)
-    arrivals, leaving = [], {}
-    for name, (step, prompt, output, leaves) in enumerate(sampled):
-        request = Request(name, [(name * 31 + i) % 250 for i in range(prompt)], output)
-        arrivals.append((step, request))
-        if leaves is not None and leaves >= step:
-            leaving.setdefault(leaves, []).append(request)
-    requests = [request for _, request in arrivals]
-    run(scheduler, arrivals, leaving)
-    for request in requests:
-        assert request.status in ("finished", "cancelled")
-        want = alone(request)
-        assert request.output == (
-            want if request.status == "finished" else want[: len(request.output)]
-        )
-    could_leave = {request for gone in leaving.values() for request in gone}
-    assert all(r.status == "finished" for r in requests if r not in could_leave)
+    """Prompts around a block, and few blocks: outputs are right and no block is lost."""
+    arrivals = [
+        (step, Request(name, [(name * 31 + i) % 250 for i in range(prompt)], output))
+        for name, (step, prompt, output) in enumerate(sampled)
+    ]
+    ended, _ = run(Scheduler(new_cache(num_blocks), TOKENS), arrivals)
+    assert len(ended) == len(arrivals)
+    assert all(request.output == alone(request) for request in ended)
 
 
 def test_the_youngest_is_preempted_and_starts_again():
     """Two requests grow into their second block when there are three."""
-    scheduler = Scheduler(new_cache(num_blocks=3), num_tokens=TOKENS)
     old, young = (Request(name, [name] * 250, 60) for name in range(2))
-    run(scheduler, [(0, old), (0, young)])
-    assert (old.preempted, young.preempted, scheduler.preemptions) == (0, 1, 1)
-    assert (old.output, young.output) == (alone(old), alone(young))
+    ended, preempted = run(Scheduler(new_cache(3), TOKENS), [(0, old), (0, young)])
+    assert (ended, preempted) == ([old, young], [young.name])
 
 
-def test_a_request_waits_for_pages_and_nobody_overtakes_it():
-    scheduler = Scheduler(new_cache(num_blocks=2), num_tokens=TOKENS)
+def test_a_request_waits_for_blocks_and_nobody_overtakes_it():
+    """The third needs one block of the two, which the first has."""
     first, second, third = (Request(name, [name] * n, 3) for name, n in enumerate((300, 300, 5)))
-    ended = []
-    commit = scheduler.commit
-    scheduler.commit = lambda *args: ended.extend(commit(*args))
-    run(scheduler, [(0, first), (0, second), (0, third)])
-    assert scheduler.waits_for_blocks > 0
-    assert ended[0] is first
-    assert {second, third} == set(ended[1:])
-
-
-def test_a_cancelled_request_gives_everything_back_whatever_it_is_doing():
-    scheduler = Scheduler(new_cache(num_blocks=2), num_tokens=TOKENS)
-    decoding, prefilling, waiting = (Request(name, [1] * n, 9) for name, n in enumerate((2, 99, 9)))
-    for request in (decoding, prefilling, waiting):
-        scheduler.submit(request)
-    rows = Rows(scheduler.cache)
-    for _ in range(3):
-        plan = scheduler.plan()
-        scheduler.commit(plan, rows.step(plan))
-    assert [decoding.left, prefilling.left > 1, waiting.stored] == [1, True, 0]
-    for request in (decoding, prefilling, waiting):
-        scheduler.cancel(request)
-        scheduler.cancel(request)  # once is enough
-        assert request.status == "cancelled"
-    assert scheduler.plan() is None
-    assert (scheduler.cache.num_free_blocks, scheduler.cache.requests) == (2, {})
-
-
-def test_an_output_ends_at_the_stop_token():
-    prompt = [1, 2, 3]
-    scheduler = Scheduler(new_cache(), num_tokens=TOKENS, stop=after(prompt))
-    request = Request(0, prompt, 50)
-    run(scheduler, [(0, request)])
-    assert request.output == [after(prompt)]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "output"), [([], 5), ([1], 0), ([1] * 600, 169), ([1] * 600, 101)]
-)
-def test_what_never_fits_is_refused_at_once(prompt, output):
-    scheduler = Scheduler(new_cache(num_blocks=3), num_tokens=TOKENS)
-    with pytest.raises(ValueError, match="together at most 700 tokens"):
-        scheduler.submit(Request(0, prompt, output))
-    assert not scheduler.waiting
+    scheduler = Scheduler(new_cache(2), TOKENS)
+    ended, preempted = run(scheduler, [(0, first), (0, second), (0, third)])
+    assert (ended[0], set(ended), preempted) == (first, {first, second, third}, [])

@@ -1,1 +1,0 @@
-"""A scheduler and a workload for ``05_continuous_batching.py``."""
