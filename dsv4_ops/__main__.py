@@ -31,7 +31,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if options.command == "explain":
         return _explain(options.op, options.json)
     if options.command == "kernels":
-        return _kernels(options.capability)
+        return _kernels(options.targets)
     if options.command == "checkpoint":
         return _checkpoint(options)
     if options.command == "serve":
@@ -87,7 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         "kernels", help="registers, spills and shared memory of every kernel; needs no GPU"
     )
     kernels.add_argument(
-        "--capability", type=int, default=90, help="compute capability, default: %(default)s"
+        "--targets",
+        type=_targets,
+        default=[90],
+        help="compute capabilities, such as 80,90 (default: 90)",
     )
     return parser
 
@@ -174,31 +177,31 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0 if doctor.healthy(report) else 1
 
 
-def _kernels(capability: int) -> int:
+def _targets(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
+
+
+def _kernels(targets: list[int]) -> int:
     try:
         from dsv4_ops.cli import kernels as report
-        from dsv4_ops.core.errors import argument_error
-        from dsv4_ops.dispatch.limits import CODES_CAPABILITY
     except ImportError as error:
         print(f"kernels: triton must be installed, got {error}. Install triton.", file=sys.stderr)
         return 2
-    least = 10 * CODES_CAPABILITY[0] + CODES_CAPABILITY[1]
-    if capability < least:
-        error = argument_error(
-            "kernels",
-            "capability",
-            must=f"be at least {least}",
-            got=capability,
-            do="Triton converts no FP8 codes before",
-        )
-        print(error, file=sys.stderr)
-        return 2
-    reports = report.report(capability, lambda text: print(text, file=sys.stderr, flush=True))
-    print(report.table(reports))
-    spilling = [item.kernel for item in report.spilling(reports)]
-    if spilling:
-        print(f"kernels: registers are spilled in {', '.join(spilling)}", file=sys.stderr)
-    return 1 if spilling else 0
+    failed = False
+    for target in targets:
+        reports = report.report(target, lambda text: print(text, file=sys.stderr, flush=True))
+        if len(targets) > 1:
+            print(f"sm_{target}")
+        print(report.table(reports), flush=True)
+        for problem, found in (
+            ("registers are spilled", report.spilling(reports)),
+            ("a program has less shared memory", report.oversized(reports, target)),
+        ):
+            if found:
+                names = ", ".join(sorted({item.kernel for item in found}))
+                print(f"kernels: sm_{target}: {problem} in {names}", file=sys.stderr)
+                failed = True
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -413,18 +413,30 @@ def test_linked_libraries_tells_static_from_dynamic(monkeypatch, static_cxx, rea
     assert not any("libstdc++.so" in name for name in doctor.linked_libraries(static_cxx))
 
 
-def test_doctor_warns_of_a_gpu_without_fp8_conversions(monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "kernels"),
+    [
+        ((8, 0), "Triton, e4m3 codes by integers"),
+        ((8, 9), "Triton"),
+        ((9, 0), "Triton and Gluon (Hopper)"),
+        ((12, 0), "Triton"),
+    ],
+)
+def test_doctor_says_which_kernels_a_gpu_runs(monkeypatch, capability, kernels):
+    major, minor = capability
     found = SimpleNamespace(
-        name="A100", multi_processor_count=108, total_memory=2**36, major=8, minor=0
+        name="A100", multi_processor_count=108, total_memory=2**36, major=major, minor=minor
     )
     monkeypatch.setattr(probes, "no_gpu_reason", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
     problems = []
-    assert doctor._gpu(problems)["cuda:0"] == "A100, 108 SMs, 64.0 GiB, sm_80"
-    (problem,) = problems
-    assert problem.startswith("cuda:0: device must have compute capability 8.9 or later")
+    section = doctor._gpu(problems)
+    assert section["cuda:0"] == f"A100, 108 SMs, 64.0 GiB, sm_{major}{minor}"
+    assert section["kernels on cuda:0"] == kernels
+    assert not problems
 
 
 @needs_gxx

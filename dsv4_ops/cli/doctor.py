@@ -209,7 +209,7 @@ def _steps(problems: Problems, run: bool, progress: Callable[[str], None]) -> Se
 def _gpu(problems: Problems) -> Section:
     import torch
 
-    from dsv4_ops.dispatch.choice import check_codes
+    from dsv4_ops.core.target import capability_of, target_of
     from dsv4_ops.dispatch.probes import no_gpu_reason
 
     reason = no_gpu_reason()
@@ -217,15 +217,15 @@ def _gpu(problems: Problems) -> Section:
         return {"none": reason}
     section: Section = {}
     for index in range(torch.cuda.device_count()):
-        try:
-            check_codes(f"cuda:{index}", torch.device("cuda", index))
-        except RuntimeError as error:
-            problems.append(str(error))
         device = torch.cuda.get_device_properties(index)
         section[f"cuda:{index}"] = (
             f"{device.name}, {device.multi_processor_count} SMs, "
             f"{device.total_memory / 2**30:.1f} GiB, sm_{device.major}{device.minor}"
         )
+        target = target_of(capability_of(torch.device("cuda", index)))
+        section[f"kernels on cuda:{index}"] = (
+            "Triton and Gluon (Hopper)" if target.is_hopper else "Triton"
+        ) + ("" if target.converts_codes else ", e4m3 codes by integers")
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     section["driver supports CUDA"] = f"{driver // 1000}.{driver % 1000 // 10}" if driver else None
     return section

@@ -22,7 +22,8 @@ from torch import Tensor
 from dsv4_ops.cli.show import columns
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, StateLayout
 from dsv4_ops.core.registry import OPS, TRITON
-from dsv4_ops.dispatch.limits import HOPPER, HOPPER_ONLY
+from dsv4_ops.core.target import HOPPER, target_of
+from dsv4_ops.dispatch.limits import HOPPER_ONLY
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.triton_compat import ptxas, version
@@ -512,11 +513,13 @@ def report(capability: int = 90, progress: Callable[[str], object] = str) -> lis
 def launches(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
 ) -> list[_Launch]:
-    """Return the launches on any GPU, then those that a GPU of capability ``where`` has with other
-    kernels or constants."""
+    """Return the launches on a GPU of capability ``where``. On Hopper, the launches of Triton's
+    kernels come first, which take what Gluon's do not."""
+    device_launches = recorded(op, args, settings, where)
+    if where != HOPPER:
+        return device_launches
     anywhere = recorded(op, args, settings)
     all_launches = [(each.kernel, each.kwargs) for each in anywhere]
-    device_launches = recorded(op, args, settings, where)
     return anywhere + [
         each for each in device_launches if (each.kernel, each.kwargs) not in all_launches
     ]
@@ -540,6 +543,12 @@ def _usage(kernel: Any, capability: int) -> tuple[int, int]:
             f"report: ptxas must state its usage, got {done.stderr!r}. Update triton."
         )
     return int(match[1]) + int(match[2]), int(match[3])
+
+
+def oversized(reports: list[KernelReport], capability: int) -> list[KernelReport]:
+    """Return the kernels that need more shared memory than a program has."""
+    most = target_of(divmod(capability, 10)).shared
+    return [item for item in reports if item.shared > most]
 
 
 def spilling(reports: list[KernelReport]) -> list[KernelReport]:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
+from dsv4_ops.core.target import HOPPER, capability_of
 from dsv4_ops.dispatch import libraries, limits
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES, SCALED_MM
 from dsv4_ops.dispatch.limits import (
-    CODES_CAPABILITY,
     FLASH_MLA_HEADS as FLASH_MLA_HEADS,
     Values,
     limit,
@@ -146,28 +146,12 @@ def check_device(op: str, impl: str, device: torch.device) -> None:
         )
 
 
-def check_codes(op: str, device: torch.device) -> None:
-    """Raise if kernels for caches with e4m3 codes cannot be compiled for this device."""
-    if device.type == "cuda" and torch.version.hip is None:
-        found = torch.cuda.get_device_capability(device)
-        if found < CODES_CAPABILITY:
-            least, has = (".".join(map(str, each)) for each in (CODES_CAPABILITY, found))
-            raise argument_error(
-                op,
-                "device",
-                must=f"have compute capability {least} or later for caches of FP8 keys",
-                got=has,
-                do="Pass kv='bf16' to patch",
-                kind=RuntimeError,
-            )
-
-
 @functools.cache
 def scaled_mm_obstacle() -> str:
     """Say why torch's block-scaled matmul does not run here; empty if it does."""
     if not hasattr(torch.ops.aten, "_scaled_mm_v2"):
         return "This torch has no _scaled_mm_v2"
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return "It needs a Hopper GPU, compute capability 9.0"
     return ""
 
@@ -275,8 +259,7 @@ def _is_sized(values: Values) -> bool:
 
 
 def _other_device(device: torch.device) -> str:
-    capability = torch.cuda.get_device_capability(device)
-    return "" if capability == (9, 0) else "nothing was measured on this GPU"
+    return "" if capability_of(device) == HOPPER else "nothing was measured on this GPU"
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import torch
 from dsv4_ops.core.errors import plain_int
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.registry import TRITON
+from dsv4_ops.core.target import HOPPER, capability_of
 from dsv4_ops.core.tiles import LARGEST_TOPK
 from dsv4_ops.core.torch_compat import guard_or_false
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, SCALED_MM
@@ -28,14 +29,8 @@ Values = Mapping[str, Any]
 ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
 """Trailing values of a row that our sparse MLA kernels rotate back."""
 
-HOPPER = (9, 0)
-"""Compute capability of our Gluon kernels."""
-
 HOPPER_ONLY = ("sparse_mla_gathered",)
 """Ops whose only kernel of ours is in Gluon."""
-
-CODES_CAPABILITY = (8, 9)
-"""Lowest compute capability for which Triton converts e4m3 codes."""
 
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
@@ -218,13 +213,6 @@ def no_triton() -> bool:
         return importlib.util.find_spec("triton") is None
     except (ImportError, ValueError):
         return True
-
-
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability; None off NVIDIA, because AMD's numbers look alike."""
-    if device.type != "cuda" or torch.version.hip:
-        return None
-    return torch.cuda.get_device_capability(device)
 
 
 def _rows_limit(values: Values) -> Limit | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.kernels.launcher import Launcher
 
 _STRIDE_MULTIPLE = 16
@@ -25,6 +26,11 @@ def paged(cache: Tensor) -> tuple[Any, ...]:
 def listed(block_table: Tensor) -> tuple[Any, ...]:
     """Return a block table, its strides, and its number of columns."""
     return (block_table, *block_table.stride(), block_table.shape[1])
+
+
+def row_format(launch: Launcher, layout: QuantizedLayout, cache: Tensor) -> tuple[Any, ...]:
+    """Return ``FORMAT`` of the rows of a cache: see ``kernels.common``."""
+    return (*layout.format, launch.converts_codes(cache.device))
 
 
 def angles(cos_sin_cache: Tensor) -> tuple[Any, ...]:

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import CACHE_ALIGNMENT
+from dsv4_ops.core.target import Target, capability_of, target_of
 from dsv4_ops.core.tiles import PROGRAMS
-from dsv4_ops.kernels.common.triton_compat import FUSION, takes_options_in_graphs
+from dsv4_ops.kernels.common.triton_compat import (
+    FUSION,
+    INTERPRETED,
+    takes_options_in_graphs,
+)
 
 
 class Launcher:
@@ -47,7 +52,16 @@ class Launcher:
         """Return the compute capability; None on AMD, whose numbers look alike."""
         if device.type != "cuda":
             return self._capability
-        return None if torch.version.hip else torch.cuda.get_device_capability(device)
+        return capability_of(device)
+
+    def target(self, device: torch.device) -> Target:
+        """Return what the GPU offers to kernels."""
+        return target_of(self.capability(device))
+
+    def converts_codes(self, device: torch.device) -> bool:
+        """Return whether kernels convert e4m3 codes, and do not compute with integers. Triton's
+        interpreter is wrong about conversions."""
+        return not INTERPRETED and self.target(device).converts_codes
 
     def num_sms(self, device: torch.device) -> int:
         """Return the number of SMs."""

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from dsv4_ops.core.target import HOPPER
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.aot.launch_op import ALIGNED, KERNELS, Rest, launch_hopper
-from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.lowering import _compat
 from dsv4_ops.lowering._compat import V
 from dsv4_ops.lowering.register import lower_with
@@ -84,7 +84,7 @@ def binary_of(kernel: Any, arguments: Sequence[Argument | int], options: dict[st
     """Compile a kernel for Hopper."""
     key = (kernel.__name__, *arguments, *sorted(options.items()))
     if key not in _binaries:
-        major, minor = support.CAPABILITY
+        major, minor = HOPPER
         kernel_binary = compile.compiled(kernel, arguments, options, 10 * major + minor)
         data = kernel_binary.metadata
         if data.global_scratch_size or data.profile_scratch_size:

@@ -42,6 +42,27 @@ def test_a_device_that_is_not_here_is_what_was_said_of_it():
     assert (told.capability(CPU), told.num_sms(CPU)) == ((9, 0), 78)
 
 
+def test_what_a_gpu_offers_follows_from_its_compute_capability(monkeypatch):
+    """Shared memory in KB, whether it converts e4m3 codes, and whether it runs Hopper's kernels;
+    later ones count as small, earlier ones as without conversions."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    offered = {
+        (7, 5): (64, False, False),
+        (8, 0): (163, False, False),
+        (8, 6): (99, False, False),
+        (8, 9): (99, True, False),
+        (9, 0): (227, True, True),
+        (10, 0): (227, True, False),
+        (12, 0): (99, True, False),
+        (13, 0): (99, True, False),
+        None: (227, True, False),
+    }
+    for capability, expected in offered.items():
+        target = Launcher(EAGER.wrap, capability=capability).target(CPU)
+        found = (target.shared // 1024, target.converts_codes, target.is_hopper)
+        assert found == expected, capability
+
+
 def test_a_launch_whose_predicate_is_0_has_an_empty_grid():
     kernel = Kernel()
     launcher = Launcher(lambda each: each, capability=(9, 0))

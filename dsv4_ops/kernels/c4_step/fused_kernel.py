@@ -49,6 +49,7 @@ def insert_c4_step_kernel(
     """Assign each program to one of four kernels. Those that compress windows come first, because
     their chains of loads are the longest."""
     INDEXER_DIM: tl.constexpr = INDEXER_FORMAT[1]
+    CONVERTS: tl.constexpr = INDEXER_FORMAT[7]
     program = tl.program_id(0)
     table = (state_block_table, table_stride, column_stride, state_columns)
     requests = (positions, position_stride, req_indices, request_stride, num_reqs)
@@ -94,5 +95,5 @@ def insert_c4_step_kernel(
         quantize_queries(
             program - (programs + indexer_programs + row_programs), queries, head_weights,
             (positions, position_stride), rope, out,
-            SOFTMAX_SCALE, (ROPE, False, True), INDEXER_DIM, INDEXER_HEADS,
+            SOFTMAX_SCALE, (ROPE, False, True), INDEXER_DIM, INDEXER_HEADS, CONVERTS,
         )  # fmt: skip

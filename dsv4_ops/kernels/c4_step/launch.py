@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
-from dsv4_ops.kernels.arguments import paged, strided
+from dsv4_ops.kernels.arguments import paged, row_format, strided
 from dsv4_ops.kernels.c4_step.fused_kernel import insert_c4_step_kernel
 from dsv4_ops.kernels.compressor import launch as compressor
 from dsv4_ops.kernels.compressor.launch import save_and_compress
@@ -38,6 +38,7 @@ class _Compressor(NamedTuple):
 
 
 def _compressor(
+    launch: Launcher,
     prefix: str,
     layout: QuantizedLayout,
     call: Call,
@@ -59,7 +60,7 @@ def _compressor(
     constants = {
         "WINDOW": window,
         "FINISH": (head_dim, int(call.cos_sin_cache.shape[1]), float(call.eps)),
-        "FORMAT": layout.format,
+        "FORMAT": row_format(launch, layout, k_cache),
         "THREADS": threads,
         "SAVE": save,
     }
@@ -115,8 +116,8 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
     is_empty = any(size == 0 for size in (*sizes, call.indexer_cache.shape[0]))
     if is_empty or 2 * call.compress_ratio > compressor.DEPTH:
         return _one_by_one(launch, call)
-    main = _compressor("", main_layout, call, *call.main)
-    indexer = _compressor("indexer_", indexer_layout, call, *call.indexer)
+    main = _compressor(launch, "", main_layout, call, *call.main)
+    indexer = _compressor(launch, "indexer_", indexer_layout, call, *call.indexer)
     tiles = (num_indexer_heads + logits.QUANTIZED_HEADS - 1) // logits.QUANTIZED_HEADS
     row_programs = num_tokens * ((num_heads + HEADS - 1) // HEADS)
     row_programs += (num_slots + qnorm_rope_insert.KEYS - 1) // qnorm_rope_insert.KEYS
@@ -140,9 +141,10 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
         table, table.shape[0], *strided(call.slot_mapping), num_tokens,
         main.programs, indexer.programs, row_programs,
         EPS=float(call.eps), SOFTMAX_SCALE=float(call.softmax_scale), ROPE=int(table.shape[1]),
-        SWA_FORMAT=MainLayout(call.swa_block_size).format, **main.constants, **indexer.constants,
-        TOKENS=compressor.SHORT_TOKENS_SAVING, SPACING=compressor.SHORT_SPACING, HEADS=HEADS,
-        KEYS=qnorm_rope_insert.KEYS, INDEXER_HEADS=logits.QUANTIZED_HEADS, num_warps=WARPS,
+        SWA_FORMAT=row_format(launch, MainLayout(call.swa_block_size), call.swa_cache),
+        **main.constants, **indexer.constants, TOKENS=compressor.SHORT_TOKENS_SAVING,
+        SPACING=compressor.SHORT_SPACING, HEADS=HEADS, KEYS=qnorm_rope_insert.KEYS,
+        INDEXER_HEADS=logits.QUANTIZED_HEADS, num_warps=WARPS,
     )  # fmt: skip
     return q_out, codes.view(torch.float8_e4m3fn), scaled
 

@@ -11,7 +11,8 @@ functions take groups of arguments, which are tuples with one meaning everywhere
 - ``angles``: the table of cosines and sines, its row stride, its column stride and its number of
   rows;
 - ``FORMAT``: a quantised row: rows per block, head dimension, number of coded values, values per
-  scale, bytes of values, bytes of scales (0: a plain row), and whether scales are fp32;
+  scale, bytes of values, bytes of scales (0: a plain row), whether scales are fp32, and CONVERTS
+  of ``fp8.py``;
 - ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE`` of the compressors: see their ``pooling.py``.
 
 A launch already passes constants as tuples, because neither the launch nor Inductor's analysis

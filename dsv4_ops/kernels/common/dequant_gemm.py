@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import FP4_BLOCK, round_up
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
-    code_values,
+    decode,
     multiply_add,
 )
 from dsv4_ops.kernels.common.triton_compat import EMULATE
@@ -260,7 +260,8 @@ def multiply_fp8(
     """Return the products of FP8 weights as ``multiply_fp4`` does.
 
     Args:
-        weight, x: As in ``multiply_fp4``; x may hold e4m3 codes.
+        weight, x: As in ``multiply_fp4``; x may hold e4m3 codes, as bytes where the
+            GPU does not convert them.
         scale: Addresses [ROWS] of scales, their stride, and the mask of the rows.
         x_scale: Addresses [TOKENS] of scales, or None, and their stride.
         ORDERED: Whether x is ``reordered``.
@@ -298,8 +299,8 @@ def multiply_fp8(
 
 @triton.jit
 def _widen(x):
-    if x.dtype == tl.bfloat16:
-        return x
-    if EMULATE:
-        return code_values(x)
-    return x.to(tl.bfloat16)
+    """Return activations as bf16: values, codes as bytes, or codes that the GPU converts."""
+    if x.dtype == tl.uint8:
+        return decode(x, False).to(tl.bfloat16)
+    else:
+        return x.to(tl.bfloat16)

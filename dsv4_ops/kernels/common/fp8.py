@@ -1,5 +1,10 @@
 """e4m3 codes with power-of-two block scales, in a kernel: ``reference/quantization.py`` on
-registers."""
+registers.
+
+CONVERTS says whether the GPU converts e4m3 codes (``Launcher.converts_codes``). Where it does not,
+and in Triton's interpreter, which rounds wrongly, kernels compute with integers: the bytes are the
+same.
+"""
 
 import torch
 import triton
@@ -11,17 +16,18 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 _SCALE_FLOOR = tl.constexpr(layout.SCALE_FLOOR)
 _INVERSE_BIAS = tl.constexpr(2 * layout.SCALE_BIAS)
 _FP8_MAX = tl.constexpr(layout.FP8_MAX)
+_CODE_UNIT = tl.constexpr(2.0**120)
 _LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 @triton.jit
-def quantize(values, MIN_SCALE: tl.constexpr = None):
+def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
     """Return uint8 codes and int32 scale bytes of bf16 values in float32, with one scale per last
     dimension.
 
     A scale is at least MIN_SCALE, by default the cache's minimum. Kernels that call this are bound
-    by instructions as much as by memory, so NaN and infinity are left to the cast, which saturates
-    and returns 0x7F for NaN.
+    by instructions as much as by memory, so NaN and infinity are left to ``encode``, which
+    saturates and returns 0x7F for NaN.
     """
     magnitudes = tl.abs(values)
     if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
@@ -34,15 +40,25 @@ def quantize(values, MIN_SCALE: tl.constexpr = None):
     scale = tl.maximum(((patterns + 0x1FFFFF) >> 23) - 8, min_scale)
     inverse = ((-scale + _INVERSE_BIAS) << 23).to(tl.float32, bitcast=True)
     scaled = values * tl.expand_dims(inverse, -1)
-    return encode(scaled), scale
+    return encode(scaled, CONVERTS), scale
 
 
 @triton.jit
-def encode(values):
+def encode(values, CONVERTS: tl.constexpr):
     """Return uint8 e4m3 codes of float32 values: nearest even, saturated, 0x7F for NaN."""
-    if EMULATE:
+    if CONVERTS:
+        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:  # not a second return: Triton compiles the code after a branch that returns
         return _encode(values)
-    return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def decode(codes, CONVERTS: tl.constexpr):
+    """Return the float32 values of uint8 e4m3 codes."""
+    if CONVERTS:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return _decode(codes)
 
 
 @triton.jit
@@ -84,25 +100,17 @@ def multiply_add(left, right, acc):
 
 
 @triton.jit
-def code_values(codes):
-    """Return e4m3 values as float32."""
-    values = codes.to(tl.float32)
-    if EMULATE:  # Triton's interpreter reads the NaN codes as 480
-        values = tl.where((codes.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), values)
-    return values
-
-
-@triton.jit
 def multiply_codes(left, right):
-    """Return the float32 product of e4m3 tiles."""
+    """Return the float32 product of e4m3 tiles, where the matrix unit takes them."""
     if EMULATE:
-        return tl.dot(code_values(left), code_values(right), input_precision="ieee")
+        left, right = left.to(tl.uint8, bitcast=True), right.to(tl.uint8, bitcast=True)
+        return tl.dot(_decode(left), _decode(right), input_precision="ieee")
     return tl.dot(left, right)
 
 
 @triton.jit
 def _encode(values):
-    """Encode with integers: Triton's interpreter rounds wrongly and does not saturate."""
+    """Encode with integers."""
     is_nan = values != values
     values = tl.maximum(tl.minimum(values, _FP8_MAX), -_FP8_MAX)
     bits = values.to(tl.int32, bitcast=True)
@@ -118,10 +126,19 @@ def _encode(values):
 
 
 @triton.jit
-def dequantize(codes, scale):
+def _decode(codes):
+    """Decode with integers: a float32 with a code in the lowest bits of its exponent and the
+    highest of its significand is the value of the code times 2^-120, subnormal codes too."""
+    bits = codes.to(tl.int32)
+    size = bits & 0x7F
+    scaled = ((size << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return tl.where(size == 0x7F, float("nan"), scaled * _CODE_UNIT)
+
+
+@triton.jit
+def dequantize(codes, scale, CONVERTS: tl.constexpr):
     """Return int16 patterns of the bf16 values of uint8 codes; ``scale`` has one byte per
     last dimension."""
     factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    values = code_values(codes.to(tl.float8e4nv, bitcast=True))
-    scaled = values * tl.expand_dims(factor, -1)
+    scaled = decode(codes, CONVERTS) * tl.expand_dims(factor, -1)
     return scaled.to(tl.bfloat16).to(tl.int16, bitcast=True)

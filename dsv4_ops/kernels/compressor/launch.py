@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
-from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.arguments import row_format, strided
 from dsv4_ops.kernels.compressor.pool_long import insert_pooled_kernel, pool_windows_kernel
 from dsv4_ops.kernels.compressor.pool_short import compress_and_insert_kernel
 from dsv4_ops.kernels.compressor.save_states import save_compressor_states
@@ -124,12 +124,12 @@ def _launch(launch: Launcher, op: str, call: Call) -> None:
     num_rows = ratio * (2 if call.overlap else 1)
     window = (state_block_size, ratio, width, num_rows, head_dim)
     finish = (triton.next_power_of_2(head_dim), int(angles.shape[1]), float(call.eps))
-    plain = (block_size, head_dim, 0, 0, 0, 0, False)
+    plain = (block_size, head_dim, 0, 0, 0, 0, False, False)
     constants: dict[str, Any] = {"WINDOW": window}
     insert_constants = {
         "ROW_STRIDE": 0 if quantized else int(k_cache.stride(1)),
         "FINISH": finish,
-        "FORMAT": quantized.format if quantized else plain,
+        "FORMAT": row_format(launch, quantized, k_cache) if quantized else plain,
     }
     if num_rows <= SHORT_WINDOW:
         threads, warps = thread_layout(window, finish[0], SHORT_WARPS, DEPTH)

@@ -222,11 +222,12 @@ def _store_row(values, page_start, row, FORMAT: tl.constexpr):
     DATA_BYTES: tl.constexpr = FORMAT[4]
     SCALE_BYTES: tl.constexpr = FORMAT[5]
     FLOAT_SCALES: tl.constexpr = FORMAT[6]
+    CONVERTS: tl.constexpr = FORMAT[7]
     blocks = tl.reshape(values, (HEAD_DIM // QUANT_BLOCK, QUANT_BLOCK))
     blocks = round_to_bf16(blocks)
     group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)
     dim = group[:, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, :]
-    codes, scale = quantize(blocks.to(tl.float32))
+    codes, scale = quantize(blocks.to(tl.float32), CONVERTS)
     data = page_start + row * DATA_BYTES
     tl.store(data + dim, codes, mask=dim < CODE_DIM)
     if CODE_DIM < HEAD_DIM:

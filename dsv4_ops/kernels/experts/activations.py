@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import ACTIVATION_BLOCK
-from dsv4_ops.dispatch.limits import CODES_CAPABILITY
 from dsv4_ops.kernels.common.fp4_codes import scale_offset
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     dequantize,
@@ -26,7 +25,7 @@ _BLOCK = tl.constexpr(ACTIVATION_BLOCK)
 @triton.jit(do_not_specialize=SIZES)
 def round_rows_kernel(
     rows, row_stride, sorted_rows,
-    COUNT: tl.constexpr, BLOCKS: tl.constexpr,
+    COUNT: tl.constexpr, BLOCKS: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Round one row in place. The order of values within a block does not matter."""
     slot = tl.program_id(0).to(tl.int64)
@@ -34,8 +33,8 @@ def round_rows_kernel(
         block = tl.arange(0, BLOCKS)[:, None]
         offset = tl.arange(0, _BLOCK)[None, :]
         address = rows + slot * row_stride + block * _BLOCK + offset
-        codes, scale = quantize(widen(tl.load(address, mask=block < COUNT, other=0.0)))
-        rounded = dequantize(codes, scale).to(tl.bfloat16, bitcast=True)
+        codes, scale = quantize(widen(tl.load(address, mask=block < COUNT, other=0.0)), CONVERTS)
+        rounded = dequantize(codes, scale, CONVERTS).to(tl.bfloat16, bitcast=True)
         tl.store(address, rounded, mask=block < COUNT)
 
 
@@ -64,7 +63,7 @@ def order_scales_kernel(
 def quantize_ordered_kernel(
     rows, row_stride, sorted_rows,
     codes, ordered, ordered_stride,
-    COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Quantise one row to codes, in the order of its values, and to bf16 scales."""
     slot = tl.program_id(0).to(tl.int64)
@@ -73,7 +72,7 @@ def quantize_ordered_kernel(
     column = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = (block[:, None] < COUNT) & has_row
     values = widen(tl.load(rows + slot * row_stride + column, mask=mask, other=0.0))
-    row_codes, scale = quantize(values)
+    row_codes, scale = quantize(values, CONVERTS)
     tl.store(codes + slot * row_stride + column, row_codes, mask=mask)
     ordered = ordered.to(tl.pointer_type(tl.int16), bitcast=True)
     dst = ordered + block.to(tl.int64) * (2 * ordered_stride)
@@ -81,18 +80,13 @@ def quantize_ordered_kernel(
     tl.store(dst, tl.where(has_row, scale << 7, 0).to(tl.int16), mask=block < COUNT)
 
 
-def converts_codes(capability: tuple[int, int] | None) -> bool:
-    """Return whether Triton converts e4m3 codes on GPUs of a compute capability; None means the
-    interpreter or AMD."""
-    return torch.version.hip is None and (capability is None or capability >= CODES_CAPABILITY)
-
-
 def round_rows(launch: Launcher, rows: torch.Tensor, sorted_rows: torch.Tensor) -> None:
     """Round the bf16 ``rows`` of a plan's slots in place to the values of FP8 codes and scales."""
     count = rows.shape[1] // ACTIVATION_BLOCK
     launch(round_rows_kernel)[sorted_rows.shape[0],](
         rows, rows.stride(0), sorted_rows,
-        COUNT=count, BLOCKS=triton.next_power_of_2(count), num_warps=4,
+        COUNT=count, BLOCKS=triton.next_power_of_2(count),
+        CONVERTS=launch.converts_codes(rows.device), num_warps=4,
     )  # fmt: skip
 
 
@@ -121,6 +115,7 @@ def quantize_ordered(
     ordered = sorted_rows.new_empty((count, sorted_rows.shape[0] // 2))
     launch(quantize_ordered_kernel)[sorted_rows.shape[0],](
         values, values.stride(0), sorted_rows, codes, ordered, ordered.stride(0),
-        COUNT=count, BLOCKS=triton.next_power_of_2(count), ROWS=rows, num_warps=4,
+        COUNT=count, BLOCKS=triton.next_power_of_2(count), ROWS=rows,
+        CONVERTS=launch.converts_codes(values.device), num_warps=4,
     )  # fmt: skip
     return codes, ordered

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
+from dsv4_ops.core.target import HOPPER
 from dsv4_ops.kernels.common.dequant_gemm import (
     bf16_activations,
     byte_rows,
@@ -35,14 +36,12 @@ from dsv4_ops.kernels.common.fp8 import (
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import INTERPRETED
 from dsv4_ops.kernels.experts.activations import (
-    converts_codes,
     order_scales,
     quantize_ordered,
     round_rows,
 )
 from dsv4_ops.kernels.experts.plan import PAIR, expert_plan
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.kernels.linear.block_gemm import CAPABILITY
 from dsv4_ops.reference.experts import combine
 from dsv4_ops.reference.linear import quantized
 
@@ -67,9 +66,6 @@ FLAGS, PART_ROWS = 128, 16
 """Flags that a by-blocks program checks, and rows that it multiplies at a time. The by-blocks
 kernels are separate, so that the others need no registers for them."""
 
-_LARGE_SHARED = ((9, 0), (10, 0), (10, 3))
-"""GPUs with enough shared memory for every tile."""
-
 _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 """Bits of a weight; other dtypes hold FP4."""
 
@@ -87,8 +83,8 @@ memory, or 67 KB for two blocks, and at most 168 registers, so that three fit an
 SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
 """Block size for a symbolic number of rows, by weight bits."""
 
-SMALL_ROWS = 32
-"""Largest block size on GPUs with less shared memory."""
+ROWS_BY_SHARED = {226 * 1024: MAX_ROWS, 145 * 1024: 64, 0: 32}
+"""Largest block size, by the shared memory that a program needs for it."""
 
 
 @triton.jit
@@ -475,13 +471,13 @@ def experts(
     if num_rows == 0:
         return x.new_zeros((num_tokens, width))
     bits = _BITS.get(gate_up.dtype, 4)
-    capability = launch.capability(x.device)
+    target = launch.target(x.device)
     blocks = choose_blocks(
         num_rows,
         num_experts,
         bits,
-        codes=activations == "fp8" and _multiplies_codes(launch, gate_up, down, bits, capability),
-        max_rows=MAX_ROWS if capability in (None, *_LARGE_SHARED) else SMALL_ROWS,
+        codes=activations == "fp8" and _multiplies_codes(launch, gate_up, down, bits),
+        max_rows=next(rows for least, rows in ROWS_BY_SHARED.items() if target.shared >= least),
     )
     tokens, (weight_rows, _, _) = blocks.rows, blocks.tile
     plan = expert_plan(
@@ -526,11 +522,11 @@ def _multiplies_codes(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     bits: int,
-    capability: tuple[int, int] | None,
 ) -> bool:
     """Return whether kernels multiply FP4 weights as codes here: code tiles need loads of 16 bytes.
     Addresses are unknown while a graph is traced; Inductor aligns its inputs."""
-    if bits != 4 or not (capability == CAPABILITY or (INTERPRETED and capability is None)):
+    capability = launch.capability(gate_up.device)
+    if bits != 4 or not (capability == HOPPER or (INTERPRETED and capability is None)):
         return False
     return launch.opaque_gluon or (launch.is_aligned(gate_up) and launch.is_aligned(down))
 
@@ -598,10 +594,8 @@ def _down_inputs(
     if blocks.codes:
         codes, row_scales = quantize_ordered(launch, act, sorted_rows, blocks.rows)
         return Activations(codes, codes.stride(0), row_scales, row_scales.stride(0))
-    if activations == "fp8" and converts_codes(launch.capability(act.device)):
+    if activations == "fp8":
         round_rows(launch, act, sorted_rows)
-    else:
-        act = bf16_activations(act, activations)
     return Activations(act, act.stride(0), sorted_rows, 0)
 
 

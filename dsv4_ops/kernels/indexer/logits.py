@@ -66,7 +66,7 @@ def indexer_quantize_q(
             codes, scaled,
             SOFTMAX_SCALE=float(softmax_scale),
             ROPE=(int(cos_sin_cache.shape[1]), rope_first, interleaved), DIM=DIM,
-            HEADS=QUANTIZED_HEADS, num_warps=WARPS,
+            HEADS=QUANTIZED_HEADS, CONVERTS=launch.converts_codes(q.device), num_warps=WARPS,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scaled
 
@@ -82,10 +82,11 @@ def indexer_logits_kernel(
     out, num_rows,
     BLOCK_SIZE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     HEADS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Score up to ROWS keys of a token through its request's row of the block table."""
     cache = (k_cache, page_stride, num_blocks)
-    FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES)
+    FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES, CONVERTS)
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
     head_weights = (weights, weight_token_stride, weight_head_stride)
     programs = (num_rows + ROWS - 1) // ROWS
@@ -98,7 +99,7 @@ def indexer_logits_kernel(
     lane = tl.arange(0, STEP)
     target = out + token * num_rows
     if first < length:
-        query = load_query(queries, token, HEADS, DATA_BYTES)
+        query = load_query(queries, token, HEADS, DATA_BYTES, CONVERTS)
         weight = load_weights(head_weights, token, num_heads, HEADS)
         table_rows = tl.cast(max_blocks, tl.int64) * BLOCK_SIZE
         stop = tl.minimum(tl.minimum(length, num_rows), table_rows).to(tl.int32)
@@ -144,7 +145,8 @@ def indexer_logits(
         *strided(block_table), block_table.shape[0], block_table.shape[1],
         out, num_rows,
         BLOCK_SIZE=block_size, DATA_BYTES=indexer.data_bytes, SCALE_BYTES=indexer.scale_bytes,
-        ROWS=ROWS, STAGES=STAGES, num_warps=WARPS, **sizes,
+        ROWS=ROWS, STAGES=STAGES, CONVERTS=launch.converts_codes(q.device), num_warps=WARPS,
+        **sizes,
     )  # fmt: skip
     return out
 
@@ -159,7 +161,7 @@ def indexer_logits_ragged_kernel(
     row_stop, stop_stride,
     out, num_tokens, num_k,
     DIM: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of keys, which is loaded once, with the queries of TOKENS tokens."""
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
@@ -173,13 +175,13 @@ def indexer_logits_ragged_kernel(
     max_stop = tl.max(tl.load(row_stop + tokens * stop_stride))
     if (min_start < tl.max(row) + 1) & (max_stop > tl.min(row)):
         code_rows = k + row.to(tl.int64) * row_stride
-        codes = load_codes(code_rows, byte_stride, in_range, DIM)
+        codes = load_codes(code_rows, byte_stride, in_range, DIM, CONVERTS)
         scale = tl.load(scales + row.to(tl.int64) * scale_stride, mask=in_range, other=0.0)
         for index in tl.range(0, TOKENS, num_stages=STAGES):
             token = tl.minimum(first + index, num_tokens - 1).to(tl.int64)
             start = tl.load(row_start + token * start_stride)
             stop = tl.load(row_stop + token * stop_stride)
-            query = load_query(queries, token, HEADS, DIM)
+            query = load_query(queries, token, HEADS, DIM, CONVERTS)
             weight = load_weights(head_weights, token, num_heads, HEADS)
             score = score_codes(codes, scale, query, weight)
             score = tl.where((row >= start) & (row < stop), score, float("-inf"))
@@ -209,6 +211,7 @@ def indexer_logits_ragged(
         *strided(q.view(torch.uint8)), num_heads,
         *strided(weights, k, scales, row_start, row_stop),
         out, num_tokens, num_k,
-        DIM=DIM, TOKENS=TOKENS, STAGES=STAGES, num_warps=WARPS, **sizes,
+        DIM=DIM, TOKENS=TOKENS, STAGES=STAGES, CONVERTS=launch.converts_codes(q.device),
+        num_warps=WARPS, **sizes,
     )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ from dsv4_ops.kernels.common.sizes import SIZES
 def quantize_queries(
     program, q, weights, positions, angles, out,
     SOFTMAX_SCALE: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Rotate and quantise a tile of heads of a token.
 
@@ -27,6 +28,7 @@ def quantize_queries(
             and whether neighbours form pairs, not values of both halves.
         DIM: Values per head.
         HEADS: Heads per tile.
+        CONVERTS: See ``common/fp8.py``.
     """
     ROPE_DIM: tl.constexpr = ROPE[0]
     FIRST: tl.constexpr = 0 if ROPE[1] else DIM - ROPE_DIM
@@ -63,7 +65,7 @@ def quantize_queries(
     pairs = tl.join(tl.where(rotates, first, even), tl.where(rotates, second, odd))
     rotated = round_to_bf16(tl.reshape(pairs, (HEADS, DIM))).to(tl.float32)
 
-    codes, scale = quantize(rotated)
+    codes, scale = quantize(rotated, CONVERTS)
     row = token * num_heads + head
     tl.store(codes_out + row[:, None] * DIM + dim, codes, mask=head_valid[:, None])
     offset = token * weight_token_stride + head.to(tl.int64) * weight_head_stride
@@ -80,10 +82,11 @@ def quantize_query_kernel(
     cos_sin_cache, table_stride, column_stride, num_positions,
     out, weights_out,
     SOFTMAX_SCALE: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     quantize_queries(
         tl.program_id(0), (q, token_stride, head_stride, dim_stride, num_heads),
         (weights, weight_token_stride, weight_head_stride), (positions, position_stride),
         (cos_sin_cache, table_stride, column_stride, num_positions), (out, weights_out),
-        SOFTMAX_SCALE, ROPE, DIM, HEADS,
+        SOFTMAX_SCALE, ROPE, DIM, HEADS, CONVERTS,
     )  # fmt: skip

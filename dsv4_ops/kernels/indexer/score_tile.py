@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.triton_compat import EMULATE
+from dsv4_ops.kernels.common.fp8 import decode, multiply_add  # by name: Inductor copies kernels
 
 ABSENT_KEY = tl.constexpr(-(2**31))
 """Key of a row that does not exist: below that of any score."""
@@ -15,20 +15,21 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Load the query of the int64 ``token``, e4m3 [DIM, HEADS]. ``q``: codes, their token, head and
-    value strides, and the number of heads."""
+def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr, CONVERTS: tl.constexpr):
+    """Load the query of the int64 ``token``, e4m3 or bf16 [DIM, HEADS]. ``q``: codes, their token,
+    head and value strides, and the number of heads."""
     q, token_stride, head_stride, dim_stride, num_heads = q
     head = tl.arange(0, HEADS)
     head_valid = head < num_heads
     row = token * token_stride + head.to(tl.int64) * head_stride
     lane = tl.arange(0, DIM).to(tl.int64) * dim_stride
     source = q + row[:, None] + lane[None, :]
-    if EMULATE:
-        codes = decode(tl.load(source, mask=head_valid[:, None], other=0))
-    else:
+    if CONVERTS:
         source = source.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         codes = tl.load(source, mask=head_valid[:, None], other=0.0)
+    else:
+        codes = tl.load(source, mask=head_valid[:, None], other=0)
+        codes = decode(codes, CONVERTS).to(tl.bfloat16)
     return tl.trans(codes)
 
 
@@ -43,31 +44,28 @@ def load_weights(weights, token, num_heads, HEADS: tl.constexpr):
 
 
 @triton.jit
-def decode(codes):
-    """Return e4m3 values as float32, for Triton's interpreter: it has no FP8 product, and reads the
-    NaN codes as 480."""
-    values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
-
-
-@triton.jit
-def load_codes(start, byte_stride, mask, DIM: tl.constexpr):
-    """Load keys, e4m3 [rows, DIM], from the byte pointers ``start``. Masked rows are undefined; a
-    product keeps rows apart."""
+def load_codes(start, byte_stride, mask, DIM: tl.constexpr, CONVERTS: tl.constexpr):
+    """Load keys, e4m3 or bf16 [rows, DIM], from the byte pointers ``start``. Masked rows are
+    undefined; a product keeps rows apart."""
     lane = tl.arange(0, DIM)[None, :] * byte_stride
-    if EMULATE:
-        codes = tl.load(start[:, None] + lane, mask=mask[:, None], other=0)
-        return decode(codes)
-    codes = start.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     # without ``other`` the load goes directly to shared memory
-    return tl.load(codes[:, None] + lane, mask=mask[:, None])
+    if CONVERTS:
+        codes = start.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        return tl.load(codes[:, None] + lane, mask=mask[:, None])
+    else:
+        codes = tl.load(start[:, None] + lane, mask=mask[:, None])
+        return decode(codes, CONVERTS).to(tl.bfloat16)
 
 
 @triton.jit
 def score_codes(codes, scale, query, weight):
     """Return float32 scores of a tile of keys. All rows are summed in the same order, so that the
     score of a key does not depend on its row."""
-    products = tl.dot(codes, query)
+    if codes.dtype == tl.bfloat16:
+        products = tl.zeros((codes.shape[0], query.shape[1]), tl.float32)
+        products = multiply_add(codes, query, products)
+    else:
+        products = tl.dot(codes, query)
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.sum(products * weight[None, :], axis=1) * scale
 
@@ -119,10 +117,12 @@ def score_tile(
     of them are in pages that exist.
 
     Only blocks of less than half a tile need a 64-bit address per row, which costs as much as the
-    product. FORMAT: rows per block, and bytes of a row's codes and of its scale."""
+    product. FORMAT: rows per block, bytes of a row's codes and of its scale, and CONVERTS of
+    ``common/fp8.py``."""
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     DATA_BYTES: tl.constexpr = FORMAT[1]
     SCALE_BYTES: tl.constexpr = FORMAT[2]
+    CONVERTS: tl.constexpr = FORMAT[3]
     k_cache, page_stride, num_blocks = cache
     lane = tl.arange(0, STEP)
     first = start + tile * STEP
@@ -147,7 +147,7 @@ def score_tile(
     base = k_cache + base
     scales = base + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES
     scales = scales.to(tl.pointer_type(tl.float32), bitcast=True)
-    codes = load_codes(base + row * DATA_BYTES, 1, kv_valid, DATA_BYTES)
+    codes = load_codes(base + row * DATA_BYTES, 1, kv_valid, DATA_BYTES, CONVERTS)
     scale = tl.load(scales, mask=kv_valid, other=0.0)
     return score_codes(codes, scale, query, weight), kv_valid
 

@@ -168,6 +168,7 @@ def indexer_select(
         *strided(weights), *paged(k_cache), *strided(positions), *requests,
         *table, block_table.shape[0], max_blocks, *scratch.arguments,
         RATIO=compress_ratio, BLOCK_SIZE=block_size, DATA_BYTES=quantized.data_bytes,
-        SCALE_BYTES=quantized.scale_bytes, STAGES=STAGES, SLOTS=slots, **sizes,
+        SCALE_BYTES=quantized.scale_bytes, STAGES=STAGES, SLOTS=slots,
+        CONVERTS=launch.converts_codes(q.device), **sizes,
     )  # fmt: skip
     return scratch.merge((*requests, *table, max_blocks), block_size, slots)

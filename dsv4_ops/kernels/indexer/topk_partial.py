@@ -125,13 +125,14 @@ def select_keys_kernel(
     WIDTH: tl.constexpr, CAPACITY: tl.constexpr, MAX_WIDTH: tl.constexpr,
     MERGE_CAPACITY: tl.constexpr, GROUPS: tl.constexpr, GROUP_CAPACITY: tl.constexpr,
     MAX_LISTS: tl.constexpr, SHORT_PART: tl.constexpr, STAGES: tl.constexpr, SLOTS: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Select by scores that are computed from queries and keys. Parts are assigned to programs as
     in ``select_logits_kernel``."""
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
     head_weights = (weights, weight_token_stride, weight_head_stride)
     cache = (k_cache, page_stride, num_blocks)
-    FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES)
+    FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES, CONVERTS)
     program = tl.program_id(0)
     keys += program.to(tl.int64) * CAPACITY
     indices += program.to(tl.int64) * CAPACITY
@@ -169,7 +170,7 @@ def select_keys_kernel(
             else:
                 stop = start + tl.minimum(part_keys, count - start)
                 low = tl.full((), ABSENT_KEY + 1, tl.int32)
-                query = load_query(queries, token, HEADS, DATA_BYTES)
+                query = load_query(queries, token, HEADS, DATA_BYTES, CONVERTS)
                 weight = load_weights(head_weights, token, num_heads, HEADS)
                 tile_table = (table, column_stride)
                 pages = load_tile_pages(tile_table, start, stop, BLOCK_SIZE, STEP, CAPACITY)

@@ -22,6 +22,7 @@ def _copy_rows(
     QUANT_BLOCK: tl.constexpr = FORMAT[3]
     DATA_BYTES: tl.constexpr = FORMAT[4]
     SCALE_BYTES: tl.constexpr = FORMAT[5]
+    CONVERTS: tl.constexpr = FORMAT[7]
     k_cache, page_stride, _ = cache
     group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)[None, :]
     coded = group < CODE_DIM // QUANT_BLOCK
@@ -35,7 +36,7 @@ def _copy_rows(
     lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
     rope = (data + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
     rope_words = tl.load(rope[:, None] + lane, mask=row_valid[:, None], other=0)
-    words = dequantize(codes, scale)
+    words = dequantize(codes, scale, CONVERTS)
     dst = target[:, None, None] + dim.to(tl.int64) * dim_stride
     tl.store(dst, words, mask=mask[:, None, None] & coded[:, :, None])
     dst = target[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride

@@ -9,7 +9,7 @@ import torch
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.kernels.arguments import listed, paged, strided
+from dsv4_ops.kernels.arguments import listed, paged, row_format, strided
 from dsv4_ops.kernels.kv_cache import plain
 from dsv4_ops.kernels.kv_cache.dequant_gather import gather_dense_kernel, gather_ragged_kernel
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert
@@ -80,8 +80,8 @@ def gather_ragged(
     launch(gather_ragged_kernel)[torch.sym_min(tiles, PROGRAMS),](
         out, *strides, capacity, offset,
         *paged(k_cache), *strided(seq_lens, counts), *listed(block_table), num_reqs,
-        FORMAT=main.format, WHOLE=gather_lens is None, ROWS=WORKSPACE_ROWS, REQUESTS=REQUESTS,
-        num_warps=WORKSPACE_WARPS,
+        FORMAT=row_format(launch, main, k_cache), WHOLE=gather_lens is None, ROWS=WORKSPACE_ROWS,
+        REQUESTS=REQUESTS, num_warps=WORKSPACE_WARPS,
     )  # fmt: skip
 
 
@@ -111,6 +111,7 @@ def gather_k_cache(
     launch(gather_dense_kernel)[(num_rows + DENSE_ROWS - 1) // DENSE_ROWS, num_reqs](
         out, num_rows, offset,
         *paged(k_cache), *strided(seq_lens, counts), *listed(block_table),
-        FORMAT=main.format, WHOLE=gather_lens is None, ROWS=DENSE_ROWS, num_warps=DENSE_WARPS,
+        FORMAT=row_format(launch, main, k_cache), WHOLE=gather_lens is None, ROWS=DENSE_ROWS,
+        num_warps=DENSE_WARPS,
     )  # fmt: skip
     return out

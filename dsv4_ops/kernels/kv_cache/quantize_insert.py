@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import QuantizedLayout
-from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.arguments import row_format, strided
 from dsv4_ops.kernels.common.fp8 import quantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
@@ -26,6 +26,7 @@ def insert_codes(source, dim_stride, mask, page_start, row, slot_valid, FORMAT: 
     DATA_BYTES: tl.constexpr = FORMAT[4]
     SCALE_BYTES: tl.constexpr = FORMAT[5]
     FLOAT_SCALES: tl.constexpr = FORMAT[6]
+    CONVERTS: tl.constexpr = FORMAT[7]
     group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)[None, :]
     coded = group < CODE_DIM // QUANT_BLOCK
     dim = group[:, :, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
@@ -34,7 +35,7 @@ def insert_codes(source, dim_stride, mask, page_start, row, slot_valid, FORMAT: 
         mask=mask[:, None, None] & coded[:, :, None],
         other=0.0,
     )
-    codes, scale = quantize(values.to(tl.float32))
+    codes, scale = quantize(values.to(tl.float32), CONVERTS)
     data = page_start + row * DATA_BYTES
     code_mask = slot_valid[:, None, None] & coded[:, :, None]
     tl.store(data[:, None, None] + dim, codes, mask=code_mask)
@@ -99,5 +100,5 @@ def insert(
     launch(quantize_and_insert_kernel)[(num_tokens + tokens - 1) // tokens,](
         *strided(k), k_cache, k_cache.stride(0),
         *strided(slot_mapping), num_tokens, k_cache.shape[0],
-        FORMAT=quantized.format, TOKENS=tokens, num_warps=WARPS,
+        FORMAT=row_format(launch, quantized, k_cache), TOKENS=tokens, num_warps=WARPS,
     )  # fmt: skip

@@ -57,6 +57,7 @@ def fp8_linear_kernel(
     out, num_tokens,
     SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr,
     SPLITS: tl.constexpr, ORDERED: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of tokens and weight rows over one split of K."""
     ROWS: tl.constexpr = TILE[0]
@@ -74,7 +75,8 @@ def fp8_linear_kernel(
     x_rows = x + x_row[:, None] * token_stride + group * group_stride
     token_scales = (None, 0)
     if SCALED:
-        x_rows = x_rows.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        if CONVERTS:
+            x_rows = x_rows.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         addresses = x_scale + x_row * scale_token_stride + group * scale_group_stride
         token_scales = (addresses, scale_block_stride)
     STEPS: tl.constexpr = WIDTH // 128
@@ -143,7 +145,7 @@ def _multiply_as_bf16(
         out, num_tokens,
         SIZE=rows, GROUP_SIZE=rows // num_groups, WIDTH=width, SCALED=scaled, SPLITS=splits,
         ORDERED=tokens > FEW_TOKENS, TOKENS=tokens, TILE=TILES[tokens],
-        num_warps=warps,
+        CONVERTS=launch.converts_codes(x.device), num_warps=warps,
     )  # fmt: skip
     if splits == 1:
         return out[0]

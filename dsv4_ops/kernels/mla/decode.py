@@ -235,7 +235,7 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
     is_float32 = q.dtype == torch.float32
     group = group_of(call, settings["batch_invariant"])
-    has_wgmma = launch.capability(q.device) == support.CAPABILITY and not is_float32
+    has_wgmma = launch.target(q.device).is_hopper and not is_float32
     keys = KEY_TILE if has_wgmma else KEY_TILE // 2
     # without wgmma the queries stay in registers: 32 rows of them would spill
     rows = triton.next_power_of_2(min(group * num_heads, HEAD_TILE)) if has_wgmma else MIN_TILE
@@ -252,7 +252,8 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
         **_constants(call, settings), LORA=rank, ROPE=rope,
         ROPE_TILE=max(triton.next_power_of_2(rope), MIN_TILE),
         GROUP=group, LANES=triton.next_power_of_2(group), TILES=tiles,
-        ROWS=rows, KEYS=MIN_TILE if is_float32 else keys, num_warps=WARPS,
+        ROWS=rows, KEYS=MIN_TILE if is_float32 else keys,
+        CONVERTS=launch.converts_codes(q.device), num_warps=WARPS,
     )  # fmt: skip
     _finish(launch, results, call, work, _batch_decides(settings))
     return out, lse

@@ -56,7 +56,7 @@ def mla_insert_kernel(
     num_tokens, block_size,
     FORMAT: tl.constexpr, LORA: tl.constexpr, ROPE: tl.constexpr, LORA_TILE: tl.constexpr,
     ROPE_TILE: tl.constexpr, ROW: tl.constexpr, WORD_BYTES: tl.constexpr, HAS_SCALE: tl.constexpr,
-    UE8M0: tl.constexpr, FINITE_MAX: tl.constexpr, TOKENS: tl.constexpr,
+    UE8M0: tl.constexpr, FINITE_MAX: tl.constexpr, TOKENS: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Insert TOKENS rows. FORMAT: 0 values; 1 codes; 2 codes with a scale per 128, and RoPE
     values."""
@@ -84,13 +84,13 @@ def mla_insert_kernel(
             divisor = tl.load(scale)
             latents = tl.div_rn(latents, tl.zeros_like(latents) + divisor)
             ropes = tl.div_rn(ropes, tl.zeros_like(ropes) + divisor)
-        tl.store(target + dim[None, :], encode(latents), mask=latent_mask)
-        tl.store(target + (LORA + rope_dim)[None, :], encode(ropes), mask=rope_mask)
+        tl.store(target + dim[None, :], encode(latents, CONVERTS), mask=latent_mask)
+        tl.store(target + (LORA + rope_dim)[None, :], encode(ropes, CONVERTS), mask=rope_mask)
     else:
         latents = _load_float32(latent, token, latent_mask, dim)
         tiles = tl.reshape(latents, (TOKENS, LORA // _TILE, _TILE))
         scales = _scales(tiles, FINITE_MAX, UE8M0)
-        codes = encode(tl.div_rn(tiles, tl.zeros_like(tiles) + scales[:, :, None]))
+        codes = encode(tl.div_rn(tiles, tl.zeros_like(tiles) + scales[:, :, None]), CONVERTS)
         tl.store(target + dim[None, :], tl.reshape(codes, (TOKENS, LORA)), mask=latent_mask)
         tail = (target + LORA).to(tl.pointer_type(tl.float32), bitcast=True)
         tl.store(tail + tl.arange(0, LORA // _TILE)[None, :], scales, mask=valid[:, None])
@@ -130,5 +130,6 @@ def mla_insert_kv(
         FORMAT=FORMATS[layout], LORA=rank, ROPE=rope, LORA_TILE=triton.next_power_of_2(rank),
         ROPE_TILE=triton.next_power_of_2(rope), ROW=int(kv_cache.shape[2]),
         WORD_BYTES=kv_c.dtype.itemsize, HAS_SCALE=scale is not None, UE8M0=scale_format == "ue8m0",
-        FINITE_MAX=torch.finfo(kv_c.dtype).max, TOKENS=TOKENS, num_warps=WARPS,
+        FINITE_MAX=torch.finfo(kv_c.dtype).max, TOKENS=TOKENS,
+        CONVERTS=launch.converts_codes(kv_c.device), num_warps=WARPS,
     )  # fmt: skip

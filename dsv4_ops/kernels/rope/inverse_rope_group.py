@@ -69,6 +69,7 @@ def inverse_rope_group_kernel(
     cos_sin_cache, table_stride, column_stride, num_positions,
     values, scales, num_tokens, num_heads, group_heads, scale_tokens,
     DIM: tl.constexpr, ROPE: tl.constexpr, SCALES: tl.constexpr, HEADS: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Rotate back and store HEADS heads of a token. The padding tokens from ``num_tokens`` up to
     ``scale_tokens`` have scale 0."""
@@ -90,7 +91,8 @@ def inverse_rope_group_kernel(
     else:
         group, member = (head // group_heads).to(tl.int64), head % group_heads
         BLOCKS: tl.constexpr = DIM // _BLOCK
-        codes, scale = quantize(widen(tl.reshape(rotated, (HEADS, BLOCKS, _BLOCK))), _FLOOR)
+        blocks = widen(tl.reshape(rotated, (HEADS, BLOCKS, _BLOCK)))
+        codes, scale = quantize(blocks, CONVERTS, _FLOOR)
         dst = values + ((group * num_tokens + token) * group_heads + member) * DIM
         tl.store(dst[:, None] + dim, tl.reshape(codes, (HEADS, DIM)), mask=mask[:, None])
         scale = tl.where(token_valid, scale, 0)
@@ -133,7 +135,7 @@ def _launch_by_kind(
         *strided(o), *strided(positions), *angles(cos_sin_cache),
         values, scales, num_tokens, num_heads, num_heads // num_groups, tokens,
         DIM=int(dim), ROPE=int(cos_sin_cache.shape[1]), SCALES=scale_layout, HEADS=HEADS,
-        num_warps=WARPS,
+        CONVERTS=launch.converts_codes(o.device), num_warps=WARPS,
     )  # fmt: skip
 
 

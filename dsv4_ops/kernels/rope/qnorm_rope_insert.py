@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.kernels.arguments import angles, strided
+from dsv4_ops.kernels.arguments import angles, row_format, strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.rope import rotate_pairs
@@ -195,6 +195,7 @@ def qnorm_rope_kv_insert(
         Checks("qnorm_rope_kv_insert").page_start("k_cache", k_cache, main)
     num_tokens, num_heads, num_slots = q.shape[0], q.shape[1], slot_mapping.shape[0]
     out = q.new_empty((num_tokens, num_heads, main.head_dim))
+    row = row_format(launch, main, k_cache)
     programs = num_tokens * ((num_heads + HEADS - 1) // HEADS) + (num_slots + KEYS - 1) // KEYS
     if num_tokens == 0:
         return out
@@ -202,7 +203,7 @@ def qnorm_rope_kv_insert(
         *strided(q), out, num_heads, *strided(kv),
         k_cache, k_cache.stride(0), k_cache.stride(1), k_cache.shape[0],
         *strided(slot_mapping), num_slots, *strided(positions), *angles(cos_sin_cache),
-        EPS=float(eps), FORMAT=(*main.format[:5], 0, False) if plain else main.format,
+        EPS=float(eps), FORMAT=(*row[:5], 0, False, False) if plain else row,
         HEADS=HEADS, KEYS=KEYS, num_warps=WARPS,
     )  # fmt: skip
     return out

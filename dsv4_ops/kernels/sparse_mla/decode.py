@@ -84,7 +84,7 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
         "HAS_PLAN": plan is not None,
         "INVERSE_ROPE": call.positions is not None,
     }
-    grid, row = (work.programs, head_tiles(num_heads)), row_format(call)
+    grid, row = (work.programs, head_tiles(num_heads)), row_format(launch, call)
     if work.on_hopper:
         schedule_arguments, schedule_constants = schedule_arguments_of(work, lens, num_tokens)
         launch(hopper_split_keys_kernel)[grid](
@@ -99,12 +99,13 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
     return results
 
 
-def row_format(call: DecodeCall | PrefillCall) -> tuple[int, ...]:
+def row_format(launch: Launcher, call: DecodeCall | PrefillCall) -> tuple[int, ...]:
     """Return ``FORMAT`` of ``load_keys``."""
     main, width = MainLayout(call.swa_block_size), int(call.q.shape[2])
     if not call.is_fp8:
-        return width, 2 * width, width, main.quant_block, 0
-    return main.data_bytes, main.data_bytes, main.code_dim, main.quant_block, main.scale_bytes
+        return width, 2 * width, width, main.quant_block, 0, False
+    sizes = (main.data_bytes, main.data_bytes, main.code_dim, main.quant_block, main.scale_bytes)
+    return (*sizes, launch.converts_codes(call.q.device))
 
 
 WIDTH = MainLayout.head_dim

@@ -124,7 +124,7 @@ def launch_prefill(
         "HAS_TOPK": call.topk_indices is not None,
         "HAS_SINK": attn_sink is not None,
     }
-    grid, row = (num_tokens, head_tiles(num_heads)), row_format(call)
+    grid, row = (num_tokens, head_tiles(num_heads)), row_format(launch, call)
     if on_hopper:
         grid = (num_tokens * splits, grid[1])
         several = not (isinstance(splits, int) and splits == 1)

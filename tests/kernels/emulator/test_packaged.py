@@ -9,10 +9,10 @@ import torch
 pytest.importorskip("triton", reason="published for Linux only")
 
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.target import HOPPER
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.attention import splits
-from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla import gathered
 from dsv4_ops.kernels.sparse_mla.decode import hopper_split_keys_kernel
@@ -109,7 +109,7 @@ class Watched(Launcher):
 
     def __init__(self):
         wrap = functools.partial(WatchedKernel, self)
-        super().__init__(wrap, capability=support.CAPABILITY)
+        super().__init__(wrap, capability=HOPPER)
         self.emulator, self.changed = emulate_gluon.Emulator(0), {}
 
 

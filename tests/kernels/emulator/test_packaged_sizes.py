@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton", reason="published for Linux only")
 
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.target import HOPPER
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.attention.calls import DecodeCall, PrefillCall
-from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla import decode as mla
 from dsv4_ops.kernels.sparse_mla import decode, prefill
@@ -103,7 +103,7 @@ def paged_program(heads, columns, tokens, dims):
     return torch.export.export(Paged(), given, dynamic_shapes=(shapes,))
 
 
-ON_HOPPER = Launcher(launch_op.PACKAGED, aligns_inputs=True, capability=support.CAPABILITY)
+ON_HOPPER = Launcher(launch_op.PACKAGED, aligns_inputs=True, capability=HOPPER)
 """What a package is traced with, of tensors that are on no GPU."""
 
 

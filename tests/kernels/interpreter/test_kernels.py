@@ -205,5 +205,12 @@ def test_kernels_prints_a_table(capsys, monkeypatch):
     assert "some_kernel" in capsys.readouterr().out
     spilling = kernels.KernelReport("op", "other_kernel", 4, 255, 16, 128)
     monkeypatch.setattr(kernels, "report", lambda capability, progress: [made, spilling])
-    assert main(["kernels", "--capability", "100"]) == 1
-    assert "spilled in other_kernel" in capsys.readouterr().err
+    assert main(["kernels", "--targets", "80,100"]) == 1
+    printed = capsys.readouterr()
+    assert [line for line in printed.out.splitlines() if line in ("sm_80", "sm_100")]
+    assert "sm_100: registers are spilled in other_kernel" in printed.err
+    large = kernels.KernelReport("op", "large_kernel", 4, 32, 0, 100 * 1024)
+    monkeypatch.setattr(kernels, "report", lambda capability, progress: [large])
+    assert main(["kernels", "--targets", "80"]) == 0
+    assert main(["kernels", "--targets", "80,86"]) == 1
+    assert "sm_86: a program has less shared memory in large_kernel" in capsys.readouterr().err

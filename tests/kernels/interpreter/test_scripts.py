@@ -18,6 +18,13 @@ def passed_in(script: str, *arguments: str) -> list[str]:
     return forked.interpreted(Path(__file__).parent / script, *arguments)
 
 
+def test_every_value_and_every_code_by_integers() -> None:
+    """All bf16 values and the ties between codes become the codes of torch's cast; all codes, with
+    all scales that are written, the values of torch's. GPUs before 8.9 compute as this does."""
+    counted = 65536 + 6 * 127 + 256 + 256 * len(range(105, 248))
+    assert passed_in("interpret_codes.py") == [str(counted)]
+
+
 @pytest.mark.nightly("test_kernels.py has few tokens, tests/gpu/test_compressor.py many")
 def test_programs_of_the_compressor_that_scan_many_tokens() -> None:
     found = passed_in("interpret_compressor.py", "6" if NIGHTLY else "2")

@@ -15,7 +15,6 @@ from dsv4_ops.attention import ContextParallel
 from dsv4_ops.attention.caches import mark_static
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
-from dsv4_ops.dispatch.choice import check_codes
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import (
     draft_of,
@@ -97,7 +96,6 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     Raises:
         ValueError, TypeError, NotImplementedError: a size is out of range, the model is not
             supported, or the ranks of ``parallel`` pass different sizes.
-        RuntimeError: FP8 keys on a GPU with compute capability below 8.9.
 
     Example:
         >>> from dsv4_ops.testing.models import small_config
@@ -148,8 +146,6 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self._max_batch_size, self._max_cache_len = max_batch_size, max_cache_len
         self.max_chunk = chunk
         self.device = torch.device("cpu" if device is None else device)
-        if kv.endswith("fp8"):
-            check_codes("PagedCache", self.device)
         self.blocks_per_row = -(-max_cache_len // self.spec.block_tokens)
         self.owns_blocks = num_blocks is None
         blocks = max_batch_size * self.blocks_per_row if num_blocks is None else num_blocks

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+    decode,
     multiply_add,
     round_to_bf16,
 )
@@ -25,7 +26,7 @@ _MIN_SCALE, _MAX_SCALE = tl.constexpr(1e-30), tl.constexpr(1e37)
 @triton.jit
 def _load_codes(
     data, scales, kv_valid,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, QUANT_BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, QUANT_BLOCK: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Load WIDTH dequantised values from column FIRST on, bf16 [keys, WIDTH]; zeros for absent
     keys."""
@@ -35,17 +36,16 @@ def _load_codes(
     group = FIRST // QUANT_BLOCK + tl.arange(0, GROUPS)[None, :]
     scale = tl.load(scales[:, None] + group, mask=kv_valid[:, None], other=0)
     codes = tl.reshape(codes, (codes.shape[0], GROUPS, QUANT_BLOCK))
-    values = codes.to(tl.float8e4nv, bitcast=True)
     # a scale is a power of two: its product with an e4m3 value is exact in bf16
-    if EMULATE:  # Triton's interpreter reads the NaN codes as 480, and has no bf16 arithmetic
-        numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), values.to(tl.float32))
-        factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        scaled = (numbers * factor[:, :, None]).to(tl.bfloat16)
-    else:
+    if CONVERTS:
+        values = codes.to(tl.float8e4nv, bitcast=True)
         factor = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
         # float16 to bf16 directly would use a slow unit, one value at a time
         numbers = values.to(tl.float16).to(tl.float32).to(tl.bfloat16)
         scaled = numbers * factor[:, :, None]
+    else:
+        factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scaled = (decode(codes, CONVERTS) * factor[:, :, None]).to(tl.bfloat16)
     return tl.reshape(scaled, (codes.shape[0], WIDTH))
 
 
@@ -63,21 +63,22 @@ def load_keys(rows, FORMAT: tl.constexpr):
     Args:
         rows: The cache, the stride of its blocks, int64 blocks and rows, which of them exist, and
             the rows of a block.
-        FORMAT: Step from row to row, bytes of a row, coded values, values per scale, and bytes of
-            a row's scales (0: the cache is plain).
+        FORMAT: Step from row to row, bytes of a row, coded values, values per scale, bytes of a
+            row's scales (0: the cache is plain), and CONVERTS of ``fp8.py``.
     """
     ROW: tl.constexpr = FORMAT[0]
     CODE_DIM: tl.constexpr = FORMAT[2]
     QUANT_BLOCK: tl.constexpr = FORMAT[3]
     SCALE_BYTES: tl.constexpr = FORMAT[4]
+    CONVERTS: tl.constexpr = FORMAT[5]
     cache, page_stride, page, row, kv_valid, block_size = rows
     start = cache + page * page_stride
     data = start + row * ROW
     if SCALE_BYTES > 0:
         scales = start + block_size * ROW + row * SCALE_BYTES
-        k0 = _load_codes(data, scales, kv_valid, 0, 256, QUANT_BLOCK)
-        k1 = _load_codes(data, scales, kv_valid, 256, 128, QUANT_BLOCK)
-        k2 = _load_codes(data, scales, kv_valid, 384, 64, QUANT_BLOCK)
+        k0 = _load_codes(data, scales, kv_valid, 0, 256, QUANT_BLOCK, CONVERTS)
+        k1 = _load_codes(data, scales, kv_valid, 256, 128, QUANT_BLOCK, CONVERTS)
+        k2 = _load_codes(data, scales, kv_valid, 384, 64, QUANT_BLOCK, CONVERTS)
         rope = (data + CODE_DIM).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         k3 = _load_values(rope, kv_valid, 0, 64)
     else:

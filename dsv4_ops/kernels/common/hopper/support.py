@@ -12,13 +12,10 @@ from torch import Tensor
 from dsv4_ops.kernels.common.triton_compat import INTERPRETED
 from dsv4_ops.kernels.launcher import Launcher
 
-CAPABILITY = (9, 0)
-"""Compute capability that the kernels are written for."""
-
 WARPS = 4
 """Warps of the default partition."""
 
 
 def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
     """Whether a Gluon kernel takes the call: FP8 caches or listed rows, on Hopper."""
-    return coded and not INTERPRETED and launch.capability(q.device) == CAPABILITY
+    return coded and not INTERPRETED and launch.target(q.device).is_hopper

@@ -12,36 +12,36 @@ from dsv4_ops.kernels.common.attention.mainloop import (
     unfused,
 )
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+    decode,
     multiply_add,
     round_to,
     round_to_bf16,
 )
 from dsv4_ops.kernels.common.sizes import SIZES
-from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _codes_to_float(codes):
+def _codes_to_float(codes, CONVERTS: tl.constexpr):
     """Return the float32 values of e4m3 codes."""
-    if EMULATE:  # Triton's interpreter reads the NaN codes as 480
-        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
-    # by way of float16: the direct conversion to bf16 uses a slow unit, one value at a time
-    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
+    if CONVERTS:
+        # by way of float16: the direct conversion to bf16 uses a slow unit, one value at a time
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
+    else:
+        return decode(codes, CONVERTS)
 
 
 @triton.jit
-def _load_codes(row, dim, mask, DTYPE: tl.constexpr):
+def _load_codes(row, dim, mask, DTYPE: tl.constexpr, CONVERTS: tl.constexpr):
     """Load codes [keys, dims] as values of DTYPE, without their scale."""
     codes = tl.load(row[:, None] + dim[None, :], mask=mask, other=0)
-    values = _codes_to_float(codes)
+    values = _codes_to_float(codes, CONVERTS)
     return round_to(values, DTYPE)
 
 
 @triton.jit
-def _load_scaled_codes(row, kv_valid, LORA: tl.constexpr):
+def _load_scaled_codes(row, kv_valid, LORA: tl.constexpr, CONVERTS: tl.constexpr):
     """Load bf16 latents [keys, LORA]; the codes are followed by a scale per 128 values."""
     GROUP: tl.constexpr = 128
     dim = tl.arange(0, LORA)
@@ -49,7 +49,7 @@ def _load_scaled_codes(row, kv_valid, LORA: tl.constexpr):
     group = tl.arange(0, LORA // GROUP)
     start = (row + LORA).to(tl.pointer_type(tl.float32), bitcast=True)
     scale = tl.load(start[:, None] + group[None, :], mask=kv_valid[:, None], other=0.0)
-    values = _codes_to_float(codes)
+    values = _codes_to_float(codes, CONVERTS)
     scaled = tl.reshape(values, (codes.shape[0], LORA // GROUP, GROUP)) * scale[:, :, None]
     return round_to_bf16(tl.reshape(scaled, (codes.shape[0], LORA)))
 
@@ -61,16 +61,17 @@ def _load_rows(row, kv_valid, SIZES: tl.constexpr, DTYPE: tl.constexpr):
     LORA: tl.constexpr = SIZES[1]
     ROPE: tl.constexpr = SIZES[2]
     ROPE_TILE: tl.constexpr = SIZES[3]
+    CONVERTS: tl.constexpr = SIZES[4]
     dim, rope_dim = tl.arange(0, LORA), tl.arange(0, ROPE_TILE)
     mask = kv_valid[:, None] & (rope_dim < ROPE)[None, :]
     if FORMAT == 0:
         latent = tl.load(row[:, None] + dim[None, :], mask=kv_valid[:, None], other=0.0)
         rope = tl.load(row[:, None] + (LORA + rope_dim)[None, :], mask=mask, other=0.0)
     elif FORMAT == 1:
-        latent = _load_codes(row, dim, kv_valid[:, None], DTYPE)
-        rope = _load_codes(row, LORA + rope_dim, mask, DTYPE)
+        latent = _load_codes(row, dim, kv_valid[:, None], DTYPE, CONVERTS)
+        rope = _load_codes(row, LORA + rope_dim, mask, DTYPE, CONVERTS)
     else:
-        latent = _load_scaled_codes(row, kv_valid, LORA)
+        latent = _load_scaled_codes(row, kv_valid, LORA, CONVERTS)
         start = (row + (LORA + LORA // 32)).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         rope = tl.load(start[:, None] + rope_dim[None, :], mask=mask, other=0.0)
     return latent, rope
@@ -92,6 +93,7 @@ def mla_decode_kernel(
     ROPE: tl.constexpr, ROPE_TILE: tl.constexpr, ROW: tl.constexpr, HAS_PLAN: tl.constexpr,
     HAS_Q_SCALE: tl.constexpr, HAS_KV_SCALE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SLOTS: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of a group of tokens over one split of its keys, for ROWS rows of
     queries.
@@ -160,7 +162,7 @@ def mla_decode_kernel(
     stop_tile = (tiles * (split + 1) // splits).to(tl.int32)
 
     DTYPE: tl.constexpr = q.dtype.element_ty
-    SIZES: tl.constexpr = (FORMAT, LORA, ROPE, ROPE_TILE)
+    SIZES: tl.constexpr = (FORMAT, LORA, ROPE, ROPE_TILE, CONVERTS)
     q_rows = q + row_token * q_stride + head.to(tl.int64) * q_head_stride
     dim = tl.arange(0, LORA).to(tl.int64)
     rope_dim = tl.arange(0, ROPE_TILE).to(tl.int64)

@@ -1,0 +1,57 @@
+"""What a GPU offers to kernels, by its compute capability."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_KIB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a GPU offers to kernels.
+
+    Args:
+        shared: Bytes of shared memory of a program.
+        converts_codes: Whether Triton converts e4m3 codes; kernels use integers otherwise.
+        is_hopper: Whether it runs what is written for Hopper: Gluon kernels, and tiles for its
+            matrix units.
+    """
+
+    shared: int
+    converts_codes: bool = True
+    is_hopper: bool = False
+
+
+HOPPER = (9, 0)
+
+TARGETS = {
+    (8, 0): Target(163 * _KIB, converts_codes=False),
+    (8, 6): Target(99 * _KIB, converts_codes=False),
+    (8, 7): Target(163 * _KIB, converts_codes=False),
+    (8, 9): Target(99 * _KIB),
+    HOPPER: Target(227 * _KIB, is_hopper=True),
+    (10, 0): Target(227 * _KIB),
+    (10, 3): Target(227 * _KIB),
+    (12, 0): Target(99 * _KIB),
+    (12, 1): Target(99 * _KIB),
+}
+"""Targets by compute capability; the limits are those of the CUDA programming guide."""
+
+_OTHER, _EARLIER = Target(99 * _KIB), Target(64 * _KIB, converts_codes=False)
+
+
+def target_of(capability: tuple[int, int] | None) -> Target:
+    """Return the target of a compute capability; None is a GPU that is not NVIDIA's, or none."""
+    if capability is None:
+        return Target(227 * _KIB, converts_codes=torch.version.hip is None)
+    return TARGETS.get(capability, _OTHER if capability > (8, 9) else _EARLIER)
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability; None off NVIDIA, because AMD's numbers look alike."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
