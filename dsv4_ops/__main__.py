@@ -194,8 +194,8 @@ def _kernels(targets: list[int]) -> int:
             print(f"sm_{target}")
         print(report.table(reports), flush=True)
         for problem, found in (
-            ("registers are spilled", report.spilling(reports)),
-            ("a program has less shared memory", report.oversized(reports, target)),
+            ("registers are spilled", report.spilling(reports, target)),
+            ("a program has less memory", report.oversized(reports, target)),
         ):
             if found:
                 names = ", ".join(sorted({item.kernel for item in found}))

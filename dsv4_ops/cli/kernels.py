@@ -51,6 +51,12 @@ SPILLS_OF = {
 """Allowed spill bytes of dense MLA over scaled FP8 rows, from each release of Triton up to the next
 one listed."""
 
+OTHER_SPILLS = 256
+"""Allowed spill bytes on GPUs on which no kernel was measured."""
+
+TENSOR_MEMORY = 512
+"""Columns of Blackwell's tensor memory."""
+
 _SPILLED = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
 _USAGE = re.compile(_SPILLED + r".*?Used (\d+) registers", re.S)
 
@@ -66,6 +72,7 @@ class KernelReport:
         registers: Registers per thread.
         spills: Bytes of spill stores and spill loads per thread.
         shared: Bytes of shared memory per program.
+        tensor_memory: Columns of Blackwell's tensor memory per program.
     """
 
     op: str
@@ -74,6 +81,7 @@ class KernelReport:
     registers: int
     spills: int
     shared: int
+    tensor_memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -505,6 +513,7 @@ def report(capability: int = 90, progress: Callable[[str], object] = str) -> lis
                     registers=registers,
                     spills=spills,
                     shared=kernel.metadata.shared,
+                    tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
                 )
             )
     return reports
@@ -546,18 +555,22 @@ def _usage(kernel: Any, capability: int) -> tuple[int, int]:
 
 
 def oversized(reports: list[KernelReport], capability: int) -> list[KernelReport]:
-    """Return the kernels that need more shared memory than a program has."""
+    """Return the kernels that need more shared or tensor memory than a program has."""
     most = target_of(divmod(capability, 10)).shared
-    return [item for item in reports if item.shared > most]
+    return [item for item in reports if item.shared > most or item.tensor_memory > TENSOR_MEMORY]
 
 
-def spilling(reports: list[KernelReport]) -> list[KernelReport]:
-    """Return the kernels that spill more than ``SPILLS`` and ``SPILLS_OF`` allow."""
-    granted = SPILLS | SPILLS_OF[max(since for since in SPILLS_OF if since <= version())]
-    return [item for item in reports if item.spills > granted.get(item.kernel, 0)]
+def spilling(reports: list[KernelReport], capability: int = 90) -> list[KernelReport]:
+    """Return the kernels that spill more than ``SPILLS`` and ``SPILLS_OF`` allow on Hopper, or
+    ``OTHER_SPILLS`` elsewhere."""
+    granted, least = SPILLS | SPILLS_OF[max(since for since in SPILLS_OF if since <= version())], 0
+    if divmod(capability, 10) != HOPPER:
+        granted, least = {}, OTHER_SPILLS
+    return [item for item in reports if item.spills > granted.get(item.kernel, least)]
 
 
 def table(reports: list[KernelReport]) -> str:
     """Format ``reports`` in columns."""
     header = ("op", "kernel", "warps", "registers", "spill bytes", "shared bytes")
+    header += ("tensor columns",)
     return columns([header, *(tuple(map(str, astuple(item))) for item in reports)])

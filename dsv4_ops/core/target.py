@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE
+
 _KIB = 1024
 
 
@@ -16,13 +18,26 @@ class Target:
     Args:
         shared: Bytes of shared memory of a program.
         converts_codes: Whether Triton converts e4m3 codes; kernels use integers otherwise.
-        is_hopper: Whether it runs what is written for Hopper: Gluon kernels, and tiles for its
-            matrix units.
+        is_hopper: Whether it runs what is written for Hopper: Gluon kernels, and products of codes.
+        large_tiles: Whether attention in Triton has the tiles of Hopper, whose matrix units read
+            operands from shared memory. Elsewhere registers hold operands and sums of ``mma.sync``,
+            and such tiles would spill; on Blackwell they exceed the tensor memory.
     """
 
     shared: int
     converts_codes: bool = True
     is_hopper: bool = False
+    large_tiles: bool = False
+
+    @property
+    def head_tile(self) -> int:
+        """Heads per program of sparse MLA in Triton."""
+        return HEAD_TILE if self.large_tiles else HEAD_TILE // 4
+
+    @property
+    def key_tile(self) -> int:
+        """Keys per iteration of such a program."""
+        return KEY_TILE if self.large_tiles else KEY_TILE // 2
 
 
 HOPPER = (9, 0)
@@ -32,7 +47,7 @@ TARGETS = {
     (8, 6): Target(99 * _KIB, converts_codes=False),
     (8, 7): Target(163 * _KIB, converts_codes=False),
     (8, 9): Target(99 * _KIB),
-    HOPPER: Target(227 * _KIB, is_hopper=True),
+    HOPPER: Target(227 * _KIB, is_hopper=True, large_tiles=True),
     (10, 0): Target(227 * _KIB),
     (10, 3): Target(227 * _KIB),
     (12, 0): Target(99 * _KIB),
@@ -46,7 +61,7 @@ _OTHER, _EARLIER = Target(99 * _KIB), Target(64 * _KIB, converts_codes=False)
 def target_of(capability: tuple[int, int] | None) -> Target:
     """Return the target of a compute capability; None is a GPU that is not NVIDIA's, or none."""
     if capability is None:
-        return Target(227 * _KIB, converts_codes=torch.version.hip is None)
+        return Target(227 * _KIB, converts_codes=torch.version.hip is None, large_tiles=True)
     return TARGETS.get(capability, _OTHER if capability > (8, 9) else _EARLIER)
 
 

@@ -57,9 +57,9 @@ COMBINE_COLUMNS = 4
 row holds the number of the other rows."""
 
 
-def head_tiles(num_heads: int) -> int:
+def head_tiles(num_heads: int, tile: int = HEAD_TILE) -> int:
     """Return the number of programs that share the keys of one token."""
-    return (num_heads + HEAD_TILE - 1) // HEAD_TILE
+    return (num_heads + tile - 1) // tile
 
 
 def programs_per_tile(num_heads: int, num_programs: int) -> int:

@@ -13,9 +13,6 @@ from dsv4_ops.kernels.mla_context.prefill_kernel import mla_prefill_kernel
 _LARGE_TILE, _SMALL_TILE = (128, 64, 2, 8), (64, 32, 2, 4)
 """Queries, keys, stages and warps of a tile: 128 and 64 KiB of shared memory with V3's sizes."""
 
-_LARGE_SHARED = 128 * 1024
-"""Shared memory that the large tile needs."""
-
 
 def mla_prefill(
     launch: Launcher,
@@ -34,8 +31,8 @@ def mla_prefill(
     num_reqs = query_start_loc.shape[0] - 1
     out = q.new_empty((num_tokens, num_heads, value_dim))
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
-    is_large = launch.target(q.device).shared >= _LARGE_SHARED
-    queries, keys, stages, warps = _LARGE_TILE if is_large else _SMALL_TILE
+    target = launch.target(q.device)
+    queries, keys, stages, warps = _LARGE_TILE if target.large_tiles else _SMALL_TILE
     # two more spans: the tokens before the first request and after the last one
     tiles = num_tokens // queries + num_reqs + 2
     launch(mla_prefill_kernel)[tiles, num_heads](

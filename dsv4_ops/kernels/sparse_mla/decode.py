@@ -12,12 +12,8 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import AUTO
-from dsv4_ops.core.tiles import (
-    HEAD_TILE,
-    KEY_TILE,
-    PROGRAMS,
-    head_tiles,
-)
+from dsv4_ops.core.target import Target
+from dsv4_ops.core.tiles import KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import paged, rotation, strided
@@ -84,17 +80,18 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
         "HAS_PLAN": plan is not None,
         "INVERSE_ROPE": call.positions is not None,
     }
-    grid, row = (work.programs, head_tiles(num_heads)), row_format(launch, call)
+    target, row = launch.target(q.device), row_format(launch, call)
     if work.on_hopper:
+        grid = (work.programs, head_tiles(num_heads))
         schedule_arguments, schedule_constants = schedule_arguments_of(work, lens, num_tokens)
         launch(hopper_split_keys_kernel)[grid](
             *tensors, *schedule_arguments, **constants, **schedule_constants,
             ROW=row[0], SCALE_BYTES=row[4], num_warps=support.WARPS,
         )  # fmt: skip
         return results
-    launch(split_keys_kernel)[grid](
+    launch(split_keys_kernel)[work.programs, head_tiles(num_heads, target.head_tile)](
         *tensors, **constants, HEAD_DIM=head_dim, FORMAT=row,
-        HEADS=HEAD_TILE, KEYS=KEY_TILE, UNIT=work.unit, num_warps=WARPS,
+        HEADS=target.head_tile, KEYS=target.key_tile, UNIT=work.unit, num_warps=WARPS,
     )  # fmt: skip
     return results
 
@@ -179,26 +176,27 @@ def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tenso
     """Launch all kernels of a call."""
     if call.positions is None or call.cos_sin_cache is None:
         call = call._replace(positions=None, cos_sin_cache=None)
-    work = _split(call, support.runs(launch, call.q, call.is_fp8))
+    on_hopper = support.runs(launch, call.q, call.is_fp8)
+    work = _split(call, on_hopper, launch.target(call.q.device))
     results = launch_split_keys(launch, call, work)
     angles = (call.positions, call.cos_sin_cache)
     combine_splits(launch, results, work, call.plan, call.attn_sink, *angles)
     return results[0], results[1]
 
 
-def _split(call: DecodeCall, on_hopper: bool) -> Work:
+def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
     """Choose the splits: by a plan, by the lengths, or the same number for all tokens."""
-    num_tokens, tiles = call.q.shape[0], head_tiles(int(call.q.shape[1]))
+    num_tokens, tiles = call.q.shape[0], head_tiles(int(call.q.shape[1]), target.head_tile)
     if call.plan is not None:
         programs = call.plan.shape[0]
         # a token with several splits has less than twice its share of the programs
-        return Work(on_hopper, KEY_TILE, 1, programs, 2 * (programs - num_tokens), None)
+        return Work(on_hopper, target.key_tile, 1, programs, 2 * (programs - num_tokens), None)
     num_splits, batch_invariant = call.num_splits, call.batch_invariant
     batch_decides = num_splits == 0 and not batch_invariant
     widths = [lists.width() for lists in (call.window, call.extra) if lists is not None]
-    unit = (
-        KEY_TILE if on_hopper or not batch_decides else unit_of_splits(num_tokens * tiles, widths)
-    )
+    unit = target.key_tile
+    if batch_decides and not on_hopper and unit == KEY_TILE:
+        unit = unit_of_splits(num_tokens * tiles, widths)
     units = _units(widths, unit)
     splits = num_splits_of(num_tokens * tiles, units, unit, num_splits, batch_invariant)
     programs = num_tokens * splits

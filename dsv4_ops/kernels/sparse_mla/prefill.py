@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.registry import AUTO
-from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
+from dsv4_ops.core.tiles import KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
 from dsv4_ops.core.types import SparseMla
 from dsv4_ops.dispatch.prefill import gathers, prefilled
 from dsv4_ops.kernels import opaque_op
@@ -124,9 +124,9 @@ def launch_prefill(
         "HAS_TOPK": call.topk_indices is not None,
         "HAS_SINK": attn_sink is not None,
     }
-    grid, row = (num_tokens, head_tiles(num_heads)), row_format(launch, call)
+    target, row = launch.target(q.device), row_format(launch, call)
     if on_hopper:
-        grid = (num_tokens * splits, grid[1])
+        grid = (num_tokens * splits, head_tiles(num_heads))
         several = not (isinstance(splits, int) and splits == 1)
         capacity = programs_per_tile(num_heads, PROGRAMS)
         parts = empty_partials(q, capacity, int(q.shape[2])) if several else (results[1],) * 3
@@ -137,9 +137,9 @@ def launch_prefill(
         if several:
             combine(launch, (*results, *parts), attn_sink, None, None, None, splits)
         return results
-    launch(prefill_keys_kernel)[grid](
+    launch(prefill_keys_kernel)[num_tokens, head_tiles(num_heads, target.head_tile)](
         *tensors, **constants, HEAD_DIM=int(q.shape[2]), FORMAT=row,
-        HEADS=HEAD_TILE, KEYS=KEY_TILE, num_warps=WARPS,
+        HEADS=target.head_tile, KEYS=target.key_tile, num_warps=WARPS,
     )  # fmt: skip
     return results
 

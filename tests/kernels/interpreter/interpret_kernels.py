@@ -4,6 +4,7 @@ kernel does not take. Prints the number of calls per op."""
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS, TRITON
 from dsv4_ops.dispatch import limits
 from dsv4_ops.kernels.launch_plans import LaunchPlans
-from dsv4_ops.kernels.launcher import EAGER
+from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract.compare import assert_agrees
 
@@ -30,6 +31,11 @@ def tamed(name: str, case: Case) -> Case:
     cache = tensors[OPS[name].parameters.index("k_cache")]
     cache[:, layout.block_size * layout.data_bytes :].clamp_(*SCALE_BYTES)
     return Case(case.name, tuple(tensors), case.settings)
+
+
+AMPERE = Launcher(EAGER.wrap, capability=(8, 0))
+SMALL_TILES = {"sparse_mla_decode": 3, "sparse_mla_decode_paged": 2, "sparse_mla_prefill": 3}
+"""How many named cases run with the tiles of other GPUs than Hopper too."""
 
 
 def repeated(name: str, case: Case) -> tuple[torch.Tensor, ...]:
@@ -49,13 +55,13 @@ def repeated(name: str, case: Case) -> tuple[torch.Tensor, ...]:
     return results(returned, *(again.tensors[place] for place in spec.mutated))
 
 
-def run(name: str, case: Case) -> tuple[torch.Tensor, ...]:
+def run(name: str, case: Case, launch: Launcher = EAGER) -> tuple[torch.Tensor, ...]:
     spec, copy = OPS[name], case.copy()
-    returned = spec.implementation("kernels")(EAGER, *copy.tensors, **copy.settings)
+    returned = spec.implementation("kernels")(launch, *copy.tensors, **copy.settings)
     return results(returned, *(copy.tensors[place] for place in spec.mutated))
 
 
-def check(name: str, case: Case, run: Callable[[str, Case], Any] = run) -> None:
+def check(name: str, case: Case, run: Callable[..., Any] = run) -> None:
     spec = OPS[name]
     case = tamed(name, case)
     if limits.limit(name, TRITON, spec.arguments(case.tensors, case.settings)) is not None:
@@ -87,7 +93,9 @@ def main(examples: int, *names: str) -> None:
         if spec.has_kernel and name != "sparse_mla_gathered":  # in Gluon: test_gathered.py
             for case in testing.cases_of(name):
                 check(name, case)
-            check(name, case, repeated)
+            for case in testing.cases_of(name)[: SMALL_TILES.get(name, 0)]:
+                check(name, case, partial(run, launch=AMPERE))
+            check(name, testing.cases_of(name)[-1], repeated)
             fuzz(name, examples)
             print(name, len(testing.cases_of(name)) + examples)
 

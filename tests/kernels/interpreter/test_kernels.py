@@ -213,4 +213,4 @@ def test_kernels_prints_a_table(capsys, monkeypatch):
     monkeypatch.setattr(kernels, "report", lambda capability, progress: [large])
     assert main(["kernels", "--targets", "80"]) == 0
     assert main(["kernels", "--targets", "80,86"]) == 1
-    assert "sm_86: a program has less shared memory in large_kernel" in capsys.readouterr().err
+    assert "sm_86: a program has less memory in large_kernel" in capsys.readouterr().err

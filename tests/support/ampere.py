@@ -1,0 +1,69 @@
+"""Code for an A100 on a Hopper card: PTX of sm_80, which the card's ptxas takes as it is."""
+
+import contextlib
+import functools
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from triton import knobs
+from triton.backends.compiler import Language
+from triton.runtime import JITFunction, driver
+
+CAPABILITY = (8, 0)
+TARGET = 80
+
+
+def _stages(
+    backend: Any = None,
+    stages: Any = None,
+    options: Any = None,
+    language: Any = None,
+    capability: Any = None,
+    *,
+    card: int,
+) -> tuple[str, str] | None:
+    """Replace the last stages of Triton's compiler. Since 3.7 it calls this without arguments too,
+    for a word that cached kernels are told apart by."""
+    if backend is None:
+        return "sm_80", "sm_80"
+    if language != Language.TRITON:
+        raise AssertionError("Hopper's kernels were called on an A100")
+    stages["ptx"] = lambda source, metadata: backend.make_ptx(source, metadata, options, TARGET)
+    stages["cubin"] = lambda source, metadata: backend.make_cubin(source, metadata, options, card)
+    return None
+
+
+def _forget() -> None:
+    """Drop the kernels that this process has loaded: Triton does not tell targets apart."""
+    torch._dynamo.reset()
+    for each in gc.get_objects():
+        if type(each) is JITFunction:
+            each.device_caches.clear()
+
+
+@contextlib.contextmanager
+def as_an_a100(folder: Path) -> Iterator[None]:
+    """All that asks for the GPU's compute capability is told 8.0, and Triton compiles for sm_80.
+
+    ptxas makes the PTX the binary of the card that is here, as the driver would. ``folder`` takes
+    compiled code. Not for code that workers compile: they know nothing of this.
+    """
+    target = driver.active.get_current_target()  # before it is told otherwise
+    _forget()
+    hook = functools.partial(_stages, card=target.arch)
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
+        torch._inductor.config.patch(compile_threads=1, force_disable_caches=True),
+        mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor")),
+        knobs.runtime.scope(),
+        knobs.cache.scope(),
+    ):
+        knobs.cache.dir = str(folder / "triton")
+        knobs.runtime.override_arch = f"sm{TARGET}"
+        knobs.runtime.add_stages_inspection_hook = hook
+        yield
+    _forget()
