@@ -141,6 +141,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def frozen_heap() -> None:
+    """Hugging Face's managers collect garbage when they stop: not among all that tests imported."""
+    gc.collect()
+    gc.freeze()
+
+
 def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
     """Slow tests first in what each worker starts with, so that short ones fill up its end.
 

@@ -18,11 +18,13 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.batching import hooks
 from dsv4_ops.testing.models import small_mla_model, small_model
 
-pytestmark = pytest.mark.skipif(
-    release(transformers.__version__) < hooks.OLDEST, reason="transformers is refused by name"
-)
+SERVES = release(transformers.__version__) >= hooks.OLDEST
+pytestmark = [
+    pytest.mark.skipif(not SERVES, reason="transformers is refused by name"),
+    pytest.mark.usefixtures("frozen_heap"),
+]
 
-if release(transformers.__version__) >= hooks.OLDEST:
+if SERVES:
     from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
     from dsv4_ops.integrations.transformers.batching import manager as batching

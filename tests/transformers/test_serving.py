@@ -27,6 +27,7 @@ from tests.support.tokenizer import write_tokenizer
 
 SERVES = release(transformers.__version__) >= hooks.OLDEST
 needs_server = pytest.mark.skipif(not SERVES, reason="transformers is refused by name")
+pytestmark = pytest.mark.usefixtures("frozen_heap")
 CHAT = "/v1/chat/completions"
 
 
