@@ -15,6 +15,7 @@ from dsv4_ops.reference.indices import global_topk_indices_and_lens
 from dsv4_ops.reference.kv_cache import gathered_bits
 from dsv4_ops.reference.pages import gather_rows, insert_parts, locate, row_columns
 from dsv4_ops.reference.quantization import (
+    as_e4m3,
     bf16_bits,
     e4m3_values,
     from_bytes,
@@ -101,7 +102,7 @@ def indexer_quantize_q(
     ).to(q.dtype)
     codes, scale = quantize(bf16_bits(rotated), IndexerLayout.head_dim)
     scaled = weights.to(torch.float32) * scale_values(scale).squeeze(-1) * softmax_scale
-    return IndexerQuery(dense(codes).view(torch.float8_e4m3fn), dense(scaled))
+    return IndexerQuery(as_e4m3(dense(codes)), dense(scaled))
 
 
 def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

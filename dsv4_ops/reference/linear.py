@@ -9,7 +9,13 @@ from torch.nn.functional import pad
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, TOKEN_ALIGNMENT, WEIGHT_BLOCK, round_up
 from dsv4_ops.core.types import QuantizedRows
 from dsv4_ops.reference.common import dense
-from dsv4_ops.reference.quantization import bf16_bits, quantize_blocks, ue8m0_values
+from dsv4_ops.reference.quantization import (
+    as_e4m3,
+    bf16_bits,
+    e4m3_values,
+    quantize_blocks,
+    ue8m0_values,
+)
 
 ACTIVATION_AMAX = 1e-4
 """Minimum amax of an activation block, as in the official code."""
@@ -19,7 +25,7 @@ def quantize_rows(
     x: Tensor, *, block: int, scale: str, min_amax: float, scale_layout: str
 ) -> QuantizedRows:
     codes, scales = quantize_blocks(bf16_bits(x), block, scale == "pow2", min_amax)
-    values = dense(codes).view(torch.float8_e4m3fn)
+    values = as_e4m3(dense(codes))
     if scale_layout == "row":
         return QuantizedRows(values, dense(scales))
     padding = round_up(x.shape[0], TOKEN_ALIGNMENT) - x.shape[0]
@@ -61,20 +67,24 @@ def fp8_grouped_linear(
 def activation_values(x: Tensor, x_scale: Tensor | None, activations: str) -> Tensor:
     """Return activations as float32, plain or after quantisation in blocks of 128."""
     if x_scale is not None:
-        codes, scales = x, x_scale
+        codes, scales = x.view(torch.uint8), x_scale
     elif activations == "fp8":
-        codes, scales = quantized(x)
+        codes, scales = _codes_of(x)
     else:
         return x.to(torch.float32)
-    blocks = codes.to(torch.float32).unflatten(-1, (scales.shape[-1], ACTIVATION_BLOCK))
+    blocks = e4m3_values(codes).unflatten(-1, (scales.shape[-1], ACTIVATION_BLOCK))
     values: Tensor = blocks * scales.unsqueeze(-1)
     return values.flatten(-2)
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise to e4m3 codes and float32 power-of-two scales, like the official code."""
-    codes, scales = quantize_blocks(bf16_bits(x), ACTIVATION_BLOCK, True, ACTIVATION_AMAX)
-    return codes.view(torch.float8_e4m3fn), scales
+    codes, scales = _codes_of(x)
+    return as_e4m3(codes), scales
+
+
+def _codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_blocks(bf16_bits(x), ACTIVATION_BLOCK, True, ACTIVATION_AMAX)
 
 
 def weight_values(weight: Tensor, scale: Tensor) -> Tensor:

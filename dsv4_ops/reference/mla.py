@@ -15,7 +15,14 @@ from dsv4_ops.core.types import ABSENT, MlaAttention, PerTensor
 from dsv4_ops.reference.common import dense, materialized, runs_on_cpu, table_entries
 from dsv4_ops.reference.kv_cache import insert_k_cache
 from dsv4_ops.reference.pages import locate, words
-from dsv4_ops.reference.quantization import bf16_bits, from_bytes, to_bytes
+from dsv4_ops.reference.quantization import (
+    as_e4m3,
+    bf16_bits,
+    e4m3_values,
+    from_bytes,
+    saturated_codes,
+    to_bytes,
+)
 
 _NAN_CODE, _NAN_BITS = 0x7F, 0x7FC0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -43,8 +50,7 @@ def rounded_values(x: Tensor) -> Tensor:
 
 def codes_of(scaled: Tensor) -> Tensor:
     """Return saturated e4m3 codes as uint8; every NaN becomes 0x7F."""
-    codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(scaled.isnan(), _NAN_CODE, codes)
+    return torch.where(scaled.isnan(), _NAN_CODE, saturated_codes(scaled))
 
 
 def per_tensor_codes(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -143,7 +149,7 @@ def mla_absorb_q(
     q = torch.cat([latent, q_pe], -1)
     if q_scale is None:
         return q
-    return dense(per_tensor_codes(q, q_scale)).view(torch.float8_e4m3fn)
+    return as_e4m3(dense(per_tensor_codes(q, q_scale)))
 
 
 def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
@@ -162,7 +168,7 @@ def quantize_per_tensor(x: Tensor) -> PerTensor:
     amax = pad(values.abs().flatten(), (0, 1)).amax(0, keepdim=True).clamp(min=_LEAST_AMAX)
     scale = quotient(torch.full_like(amax, FP8_MAX), amax)
     codes = dense(codes_of(values * scale))
-    return PerTensor(codes.view(torch.float8_e4m3fn), quotient(torch.ones_like(scale), scale))
+    return PerTensor(as_e4m3(codes), quotient(torch.ones_like(scale), scale))
 
 
 KEYS_AT_A_TIME = 128
@@ -232,9 +238,9 @@ def values_of(stored: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
     if layout == PlainLayout.tag:
         return stored.view(dtype).to(torch.float32)
     if layout == MlaFp8Layout.tag:
-        return stored.view(torch.float8_e4m3fn).to(torch.float32)
+        return e4m3_values(stored)
     rank, rope = MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.rope_byte
-    codes = stored[..., :rank].view(torch.float8_e4m3fn).to(torch.float32)
+    codes = e4m3_values(stored[..., :rank])
     scales = from_bytes(stored[..., rank:rope], 4).view(torch.float32)
     scaled = codes.unflatten(-1, (-1, MlaDsFp8Layout.quant_block)) * scales[..., None]
     # a compiler rounds to bf16 only where code uses the bits

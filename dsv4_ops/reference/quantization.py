@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import FP8_MAX, SCALE_BIAS, SCALE_FLOOR
-from dsv4_ops.reference.common import runs_on_cpu
+from dsv4_ops.core.target import capability_of, target_of
+from dsv4_ops.reference.common import materialized, runs_on_cpu
 
 _ABSOLUTE = 0x7FFF
 _INFINITY = 0x7F80
 _LARGEST_FINITE = 0x7F7F
 _NAN_CODE = 0x7F
+_EXPONENT = 23
 _UP_TO_SEVEN_QUARTERS = 0x1F
 """Added to a bf16 pattern, this carries into the exponent if the significand is above 1.75. As 448
 is 1.75 * 2^8, the exponent becomes that of amax / 448 rounded up to a power of two."""
@@ -59,11 +61,36 @@ def _amax_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes_of(scaled: Tensor, is_nan: Tensor) -> Tensor:
-    codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(is_nan, _NAN_CODE, codes).flatten(-2)
+    return torch.where(is_nan, _NAN_CODE, saturated_codes(scaled)).flatten(-2)
 
 
-_EXPONENT = 23
+def converts_codes(device: torch.device) -> bool:
+    """Return whether compiled code may hold e4m3 values on ``device``. Triton takes no pointer to
+    them where it does not convert them."""
+    return target_of(capability_of(device)).converts_codes
+
+
+def saturated_codes(values: Tensor) -> Tensor:
+    """Return uint8 e4m3 codes of float32 values, saturated; those of NaN are undefined."""
+    values = values.clamp(-FP8_MAX, FP8_MAX)
+    if converts_codes(values.device):
+        return values.to(torch.float8_e4m3fn).view(torch.uint8)
+    bits = values.view(torch.int32)
+    size = bits & 0x7FFFFFFF
+    # as kernels/common/fp8.py: to nearest even; subnormal codes are multiples of 2^-9
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (size.view(torch.float32) + 16384.0).view(torch.int32) & 0xF
+    codes = torch.where(size < 121 << _EXPONENT, subnormal, normal)
+    return (codes | ((bits >> 24) & 0x80)).to(torch.uint8)
+
+
+def as_e4m3(codes: Tensor) -> Tensor:
+    """Return uint8 codes as a tensor of e4m3 values."""
+    if not converts_codes(codes.device):
+        codes = materialized(codes)
+    return codes.view(torch.float8_e4m3fn)
+
+
 _NAN_PATTERN = 0x7FC00000
 _ABOVE_SEVEN_QUARTERS = 0x1FFFFF
 """``_UP_TO_SEVEN_QUARTERS`` for float32 patterns."""
@@ -117,7 +144,11 @@ def e4m3_values(codes: Tensor) -> Tensor:
         # PyTorch's FP8 conversion takes six times as long as a table look-up
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
         return every.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
-    return codes.view(torch.float8_e4m3fn).to(torch.float32)
+    if converts_codes(codes.device):
+        return codes.view(torch.float8_e4m3fn).to(torch.float32)
+    bits = codes.to(torch.int32)
+    scaled = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).view(torch.float32)
+    return torch.where((bits & 0x7F) == _NAN_CODE, torch.nan, scaled * 2.0**120)
 
 
 def dequantize(codes: Tensor, scale: Tensor, quant_block: int) -> Tensor:

@@ -17,7 +17,13 @@ from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.reference.common import dense
 from dsv4_ops.reference.kv_cache import insert_bits, insert_k_cache
-from dsv4_ops.reference.quantization import bf16_bits, from_bytes, quantize, scale_values
+from dsv4_ops.reference.quantization import (
+    as_e4m3,
+    bf16_bits,
+    from_bytes,
+    quantize,
+    scale_values,
+)
 from dsv4_ops.reference.rotation import rotate_values
 
 
@@ -74,7 +80,7 @@ def inverse_rope_group_quantize(
     rows = inverse_rope_group(o, positions, cos_sin_cache, num_groups=num_groups)
     bits = bf16_bits(rows.transpose(0, 1))
     codes, scale = quantize(bits, ACTIVATION_BLOCK, ACTIVATION_FLOOR)
-    values = dense(codes).view(torch.float8_e4m3fn)
+    values = as_e4m3(dense(codes))
     if scale_layout == "row":
         return QuantizedGroups(values, dense(scale_values(scale)))
     packed = from_bytes(scale, 4) if scale_layout == "ue8m0_packed" else scale_values(scale)

@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 from triton import knobs
 from triton.backends.compiler import Language
@@ -56,12 +56,13 @@ def as_an_a100(folder: Path) -> Iterator[None]:
     _forget()
     hook = functools.partial(_stages, card=target.arch)
     with (
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
+        pytest.MonkeyPatch.context() as patch,
         torch._inductor.config.patch(compile_threads=1, force_disable_caches=True),
-        mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor")),
         knobs.runtime.scope(),
         knobs.cache.scope(),
     ):
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         knobs.cache.dir = str(folder / "triton")
         knobs.runtime.override_arch = f"sm{TARGET}"
         knobs.runtime.add_stages_inspection_hook = hook

@@ -7,6 +7,7 @@ import triton.language as tl
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import AUTO
+from dsv4_ops.core.target import Target
 from dsv4_ops.kernels.arguments import angles, paged, strided
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
@@ -39,10 +40,12 @@ STAGES = 4
 WARPS = 4
 
 
-def tile_sizes(num_heads: int) -> dict[str, int]:
-    """Return the padded number of heads, and the keys that are scored at a time."""
+def tile_sizes(num_heads: int, target: Target) -> dict[str, int]:
+    """Return the padded number of heads, and the keys that are scored at a time: half as many as
+    bf16, which takes twice the registers of codes."""
     heads = max(16, triton.next_power_of_2(num_heads))
-    return {"HEADS": heads, "STEP": min(STEP, max(64 * STEP // heads, 16))}
+    step = STEP if target.converts_codes else STEP // 2
+    return {"HEADS": heads, "STEP": min(step, max(64 * step // heads, 16))}
 
 
 def indexer_quantize_q(
@@ -138,7 +141,7 @@ def indexer_logits(
     out = q.new_empty((num_tokens, num_rows), dtype=torch.float32)
     if num_tokens == 0 or num_rows == 0:
         return out
-    sizes = tile_sizes(int(num_heads))
+    sizes = tile_sizes(int(num_heads), launch.target(q.device))
     launch(indexer_logits_kernel)[num_tokens * ((num_rows + ROWS - 1) // ROWS),](
         *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(lens.reshape(-1), req_indices),
@@ -204,7 +207,7 @@ def indexer_logits_ragged(
     out = q.new_empty((num_tokens, num_k), dtype=torch.float32)
     if num_tokens == 0 or num_k == 0:
         return out
-    sizes = tile_sizes(int(num_heads))
+    sizes = tile_sizes(int(num_heads), launch.target(q.device))
     step = sizes["STEP"]
     programs = ((num_tokens + TOKENS - 1) // TOKENS) * ((num_k + step - 1) // step)
     launch(indexer_logits_ragged_kernel)[programs,](

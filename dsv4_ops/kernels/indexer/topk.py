@@ -158,7 +158,7 @@ def indexer_select(
     if num_tokens == 0 or topk == 0:
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
     scratch = _Scratch(launch, q, max_blocks * block_size, topk, MIN_PART, SHORT_PART)
-    sizes = {**indexer.tile_sizes(num_heads), **scratch.sizes}
+    sizes = {**indexer.tile_sizes(num_heads, launch.target(q.device)), **scratch.sizes}
     # at least 16 rows of the product per warp, and at most half a scratch row
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     table = (block_table, block_table.stride(0), block_table.stride(1))

@@ -30,6 +30,7 @@ from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.mla.hopper.decode_kernel import hopper_mla_decode_kernel
 from dsv4_ops.kernels.mla.triton.decode_kernel import mla_decode_kernel
+from dsv4_ops.reference.quantization import e4m3_values
 
 OP = "mla_decode"
 
@@ -231,7 +232,8 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
     """Attend with the Triton kernel."""
     q, rank = call.q, int(settings["kv_lora_rank"])
     if q.dtype == torch.float8_e4m3fn:
-        q = q.to(torch.bfloat16)  # exact
+        converts = launch.target(q.device).converts_codes
+        q = (q if converts else e4m3_values(q.view(torch.uint8))).to(torch.bfloat16)  # exact
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
     is_float32 = q.dtype == torch.float32
     group = group_of(call, settings["batch_invariant"])

@@ -19,7 +19,8 @@ from dsv4_ops.kernels.launcher import Launcher
 FEW_TOKENS = 16
 FEW, MANY = (16, 16, 4), (32, 64, 4)
 """Columns of each stream, tokens and warps per program of the products: for a small batch (256
-programs with V4 Flash), and for a large or symbolic one."""
+programs with V4 Flash), and for a large or symbolic one. Twice as many warps hold the tiles of the
+latter where ``mma.sync`` multiplies."""
 
 PROGRAMS, STEPS = 256, (4, 8)
 """Minimum programs for large batches, and minimum and maximum column steps per program, which share
@@ -245,6 +246,8 @@ def hyper_connection(
     is_static = isinstance(num_tokens, int)
     is_small = is_static and num_tokens <= FEW_TOKENS
     columns, tokens, warps = FEW if is_small else MANY
+    if not (is_small or launch.target(streams.device).large_tiles):
+        warps *= 2
     blocks, groups = triton.cdiv(width, columns), (num_tokens + tokens - 1) // tokens
     steps = 1  # also for a symbolic batch, which may be small
     if is_static and not is_small:

@@ -1,0 +1,97 @@
+"""GPUs other than Hopper's, which are not there: what launchers choose for them, what Triton
+compiles for them, and what tests/gpu/test_ampere.py runs on a Hopper card."""
+
+import struct
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+
+from dsv4_ops.cli import kernels
+from dsv4_ops.kernels.aot import compile
+from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.reference import quantization
+from tests.helpers import NIGHTLY
+from tests.support import every_code
+from tests.support.ampere import as_an_a100
+from tests.support.hopper import hopper  # noqa: F401  # a fixture
+
+CHEAP = {
+    80: ("gather_k_cache", "indexer_quantize_q", "sparse_mla_decode"),
+    86: ("mla_insert_kv, fp8",),
+    89: ("gather_k_cache", "fp8_linear, codes"),
+    100: ("sparse_mla_decode",),
+    120: ("gather_k_cache", "experts"),
+}
+"""Calls of few and small kernels, by target."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", CHEAP)
+def test_kernels_fit_other_gpus(target, monkeypatch):
+    """All of them: ``python -m dsv4_ops kernels --targets 80,86,89,100,120``, and `make
+    test-all`."""
+    calls = kernels.examples()
+    chosen = calls if NIGHTLY else {each: calls[each] for each in CHEAP[target]}
+    monkeypatch.setattr(kernels, "examples", lambda: chosen)
+    reports = kernels.report(target)
+    assert len(reports) >= len(CHEAP[target])
+    assert not kernels.oversized(reports, target)
+    assert not kernels.spilling(reports, target)
+
+
+def constants(capability):
+    """CONVERTS of every launch, by kernel, and the names of all kernels."""
+    found, names = {}, set()
+    for name, (args, settings) in kernels.examples().items():
+        for launch in kernels.recorded(name.partition(",")[0], args, settings, capability):
+            kernel = launch.kernel.__name__
+            names.add(kernel)
+            told = [launch.kwargs["CONVERTS"]] if "CONVERTS" in launch.kwargs else []
+            formats = [each for word, each in launch.kwargs.items() if word.endswith("FORMAT")]
+            told += [each[-1] for each in formats if isinstance(each, tuple)]
+            if told:
+                found.setdefault(kernel, set()).update(told)
+    return found, names
+
+
+def test_every_kernel_of_codes_is_told_whether_the_gpu_converts_them():
+    """Rows of plain caches hold no codes: False everywhere."""
+    (ampere, names), (ada, _) = constants((8, 0)), constants((8, 9))
+    assert set(ampere) == set(ada)
+    assert all(each == {False} for each in ampere.values())
+    assert all(True in each for each in ada.values())
+    assert not {name for name in names if name.startswith("hopper_")}
+
+
+def binary_of(values):
+    """PTX and binary of a kernel, for the GPU that is there."""
+    arguments = [Argument.tensor(values), Argument.tensor(torch.uint8)]
+    settings = {"CONVERTS": False, "BLOCK": every_code.BLOCK, "num_warps": 4}
+    return compile.compiled(every_code._encode_kernel, arguments, settings, 90).asm
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_hopper_card_runs_the_ptx_of_an_a100(tmp_path):
+    """PTX for sm_80, in a binary for sm_90: the lowest byte of an ELF's flags, or the next one."""
+    with as_an_a100(tmp_path):
+        found = binary_of(torch.float32)
+        assert torch.cuda.get_device_capability() == (8, 0)
+    assert ".target sm_80" in found["ptx"]
+    (flags,) = struct.unpack_from("<I", found["cubin"], 48)
+    assert 90 in (flags & 0xFF, flags >> 8 & 0xFF)
+    assert torch.cuda.get_device_capability() == (9, 0)
+    assert ".target sm_90" in binary_of(torch.float32)["ptx"]
+
+
+def test_references_code_by_integers_where_compiled_code_cannot_convert(monkeypatch):
+    values = torch.cat((every_code.every_bf16(), every_code.ties()))
+    values = values[~values.isnan()]
+    codes = torch.arange(256, dtype=torch.uint8)
+    want = quantization.saturated_codes(values), quantization.e4m3_values(codes)
+    monkeypatch.setattr(quantization, "converts_codes", lambda device: False)
+    monkeypatch.setattr(quantization, "runs_on_cpu", lambda codes: False)
+    assert torch.equal(quantization.saturated_codes(values), want[0])
+    assert every_code.same_bits(quantization.e4m3_values(codes), want[1], torch.int32)
+    assert torch.equal(quantization.as_e4m3(codes).view(torch.uint8), codes)
