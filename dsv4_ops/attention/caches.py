@@ -38,7 +38,9 @@ def pool_view(pool: Tensor, layout: Layout, *, block_stride: int, offset: int = 
     Python to call.
 
     Args:
-        pool: The bytes of all blocks, [num_blocks * block_stride], uint8, contiguous.
+        pool: The bytes of all blocks, [num_blocks * block_stride] or [num_blocks, block_stride],
+            uint8, contiguous. With two dimensions, the number of blocks is a symbol of a graph for
+            all sizes, and not a quotient, which Inductor refuses as a size in loops.
         layout: Layout of the cache.
         block_stride: Bytes from one block of the pool to the next, a multiple of 16.
         offset: First byte of the cache in each block, a multiple of 16.
@@ -61,8 +63,10 @@ def pool_view(pool: Tensor, layout: Layout, *, block_stride: int, offset: int = 
         (torch.Size([8, 37440]), torch.Size([8, 8208]), torch.float32)
     """
     checks = Checks("pool_view")
-    checks.tensor("pool", pool, torch.uint8, "num_bytes")
     checks.at_least(1, block_stride=block_stride)
+    two = isinstance(pool, Tensor) and pool.dim() == 2
+    dims = ("num_blocks", block_stride) if two else ("num_bytes",)
+    checks.tensor("pool", pool, torch.uint8, *dims)
     checks.at_least(0, offset=offset)
     page = layout.shape(1)[1:]
     values = 1
@@ -81,7 +85,7 @@ def pool_view(pool: Tensor, layout: Layout, *, block_stride: int, offset: int = 
             got=offset,
             do="Pass the offset of this layer in each block",
         )
-    if pool.shape[0] % block_stride:
+    if not two and pool.shape[0] % block_stride:
         raise checks.error(
             "pool",
             must=f"have a multiple of block_stride = {block_stride} bytes",

@@ -25,7 +25,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 class _Place(NamedTuple):
-    """What ``pool_view`` takes besides the pool."""
+    """What ``pool_view`` takes besides the pool; ``offset`` may be symbolic."""
 
     block_stride: int
     offset: int
@@ -43,7 +43,7 @@ def pages(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dty
     size = of_dtype.itemsize
     for each in page:
         size *= each
-    blocks = pool.view(pool.shape[0] // block_stride, block_stride)
+    blocks = pool if pool.dim() == 2 else pool.view(pool.shape[0] // block_stride, block_stride)
     values = blocks[:, offset : offset + size].view(of_dtype)
     return values if len(page) == 1 else values.unflatten(1, page)
 
@@ -65,7 +65,8 @@ def _traced_pages(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Ten
 
 
 _library.define(
-    "pool_view(Tensor(a) pool, int block_stride, int offset, int[] page, str dtype) -> Tensor(a)",
+    "pool_view(Tensor(a) pool, int block_stride, SymInt offset, int[] page, str dtype)"
+    " -> Tensor(a)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("pool_view", pages, "CompositeExplicitAutograd")
@@ -91,13 +92,16 @@ def trace(mode: Any, spec: OpSpec, values: Mapping[str, Any]) -> Any:
     mutated = {spec.parameters[place] for place in spec.mutated}
     written: list[Tensor] = []
     read: list[Tensor] = []
+    offsets: list[int] = []
     arguments: dict[str, Any] = {}
     for name, value in values.items():
         if not isinstance(value, Tensor):
             arguments[name] = value
         elif value in _MADE:
             pool, place = _MADE[value]
-            arguments[name] = ("view", _number(pool, written), *place)
+            numbers = _number(pool, written), len(offsets)
+            arguments[name] = ("view", numbers, (place.block_stride, place.page, place.dtype))
+            offsets.append(place.offset)
         else:
             kind, tensors = ("written", written) if name in mutated else ("read", read)
             arguments[name] = (kind, _number(value, tensors))
@@ -105,7 +109,7 @@ def trace(mode: Any, spec: OpSpec, values: Mapping[str, Any]) -> Any:
     with mode:
         returned = spec.meta(**{name: values[name] for name in wanted})
         written += _tensors(returned)
-        torch.ops.dsv4_ops.in_pool(written, read, spec.name, repr(arguments))
+        torch.ops.dsv4_ops.in_pool(written, read, offsets, spec.name, repr(arguments))
     return returned
 
 
@@ -124,7 +128,13 @@ def _tensors(returned: Any) -> list[Tensor]:
     return [returned] if isinstance(returned, Tensor) else list(returned)
 
 
-def _run(written: Sequence[Tensor], read: Sequence[Tensor], op: str, arguments: str) -> None:
+def _run(
+    written: Sequence[Tensor],
+    read: Sequence[Tensor],
+    offsets: Sequence[int],
+    op: str,
+    arguments: str,
+) -> None:
     """Run ``op`` with the arguments that ``trace`` has described; results are the last tensors that
     are written."""
     values = {}
@@ -132,7 +142,8 @@ def _run(written: Sequence[Tensor], read: Sequence[Tensor], op: str, arguments: 
         if not isinstance(value, tuple):
             values[name] = value
         elif value[0] == "view":
-            values[name] = pages(written[value[1]], *value[2:])
+            (pool, offset), (block_stride, page, dtype) = value[1:]
+            values[name] = pages(written[pool], block_stride, offsets[offset], page, dtype)
         else:
             values[name] = (written if value[0] == "written" else read)[value[1]]
     results = _tensors(OPS[op].op(**values))
@@ -141,7 +152,7 @@ def _run(written: Sequence[Tensor], read: Sequence[Tensor], op: str, arguments: 
 
 
 _library.define(
-    "in_pool(Tensor(a!)[] written, Tensor[] read, str op, str arguments) -> ()",
+    "in_pool(Tensor(a!)[] written, Tensor[] read, SymInt[] offsets, str op, str arguments) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("in_pool", _run, "CompositeExplicitAutograd")

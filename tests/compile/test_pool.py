@@ -189,13 +189,14 @@ def test_code_of_inductor_has_no_copy_of_a_cache() -> None:
     assert ".copy_(" not in code
 
 
-def test_the_pool_is_the_memory_of_the_caches_by_hand() -> None:
+@pytest.mark.parametrize("shape", [(192,), (2, 96)])
+def test_the_pool_is_the_memory_of_the_caches_by_hand(shape: tuple[int, ...]) -> None:
     """Blocks of 96 bytes: a row of two floats at byte 32 of each."""
-    pool = torch.zeros(192, dtype=torch.uint8)
+    pool = torch.zeros(*shape, dtype=torch.uint8)
     cache = pool_view(pool, PlainLayout(1, 2, torch.float32), block_stride=96, offset=32)
     assert cache.shape == (2, 1, 2)
     cache[1, 0, 1] = 1.0
-    assert pool.nonzero().flatten().tolist() == [96 + 32 + 4 + 2, 96 + 32 + 4 + 3]
+    assert pool.flatten().nonzero().flatten().tolist() == [96 + 32 + 4 + 2, 96 + 32 + 4 + 3]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,10 @@ def test_the_pool_is_the_memory_of_the_caches_by_hand() -> None:
     [
         ({"pool": torch.zeros(4 * PAGE)}, "pool must be torch.uint8, got torch.float32"),
         ({"pool": torch.zeros(PAGE + 16, dtype=torch.uint8)}, "pool must have a multiple of"),
+        (
+            {"pool": torch.zeros(4, PAGE + 16, dtype=torch.uint8)},
+            rf"pool must have shape \[num_blocks, {PAGE}\]",
+        ),
         ({"block_stride": PAGE + 8}, "block_stride must be a multiple of 16, got 64008"),
         ({"offset": 8}, "offset must be a multiple of 16, got 8"),
         ({"offset": PAGE - 16}, "offset must be at most 61120, so that it ends in its block"),

@@ -13,6 +13,8 @@ from triton import knobs
 from triton.backends.compiler import Language
 from triton.runtime import JITFunction, driver
 
+from dsv4_ops.kernels.launch_plans import PLANS
+
 CAPABILITY = (8, 0)
 TARGET = 80
 
@@ -40,6 +42,7 @@ def _stages(
 def _forget() -> None:
     """Drop the kernels that this process has loaded: Triton does not tell targets apart."""
     torch._dynamo.reset()
+    PLANS.plans.clear()
     for each in gc.get_objects():
         if type(each) is JITFunction:
             each.device_caches.clear()

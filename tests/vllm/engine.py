@@ -1,5 +1,6 @@
 """Run requests through vLLM's engine, and compare with a step over prompt and answer."""
 
+import hashlib
 import json
 import os
 import random
@@ -32,6 +33,8 @@ class Report(NamedTuple):
         wrong: Answered tokens that are not the greedy ones there.
         steps, computed: Steps, and tokens that they computed.
         cached, preempted, drafted: Tokens found in the prefix cache, preemptions, tokens drafted.
+        graphs, late: Graphs compiled before the first request, and after it.
+        pool: Digest of every byte of all caches after the last request.
     """
 
     error: float
@@ -41,6 +44,9 @@ class Report(NamedTuple):
     cached: int
     preempted: int
     drafted: int
+    graphs: int
+    late: int
+    pool: str
 
 
 def run(
@@ -68,6 +74,7 @@ def run(
         VLLM_LOGGING_LEVEL="WARNING",
     )
     import torch
+    from torch._dynamo.utils import counters
 
     # vLLM's CPU platform turns chunked prefills and prefix caching off without AMX, which only its
     # own kernels need
@@ -81,6 +88,7 @@ def run(
     defaults |= {"skip_tokenizer_init": True, "dtype": "float32", "disable_log_stats": False}
     defaults |= {"enable_prefix_caching": False, "max_num_batched_tokens": 64}
     llm = LLM(model=path, **(defaults | settings))
+    graphs = counters["stats"]["unique_graphs"]
     core: Any = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     model = runner.model
@@ -108,6 +116,10 @@ def run(
         num_blocks = core.scheduler.kv_cache_config.num_blocks
         text = json.dumps({"num_blocks": num_blocks, "steps": steps}, separators=(",", ":"))
         Path(record).write_text(text + "\n")
+    storage = next(iter(model.pages.values())).kv_cache.untyped_storage()
+    held = torch.empty(0, dtype=torch.uint8).set_(storage)
+    pool = hashlib.sha256(held.numpy()).hexdigest()
+    late = counters["stats"]["unique_graphs"] - graphs
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
     error, wrong = 0.0, 0
     for out in outs:
@@ -128,6 +140,9 @@ def run(
         sum(out.num_cached_tokens or 0 for out in outs),
         int(metrics.get("vllm:num_preemptions") or 0),
         int(metrics.get("vllm:spec_decode_num_draft_tokens") or 0),
+        graphs,
+        late,
+        pool,
     )
 
 

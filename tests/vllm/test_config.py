@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4_ops.integrations.vllm.config import check_config, patch_settings
+from dsv4_ops.integrations.vllm.config import check_config, compile_backend, patch_settings
 
 
 def config(dtype=torch.bfloat16, cache_dtype="auto", family="deepseek_v4", **changed):
@@ -18,7 +18,7 @@ def config(dtype=torch.bfloat16, cache_dtype="auto", family="deepseek_v4", **cha
          "enable_expert_parallel": False},
         "cache_config": {"cache_dtype": cache_dtype},
         "load_config": {"load_format": "auto"},
-        "compilation_config": {"mode": SimpleNamespace(name="VLLM_COMPILE")},
+        "compilation_config": {"mode": SimpleNamespace(name="VLLM_COMPILE"), "backend": ""},
     }  # fmt: skip
     whole = {"additional_config": {}, "lora_config": None, "speculative_config": None}
     for name, value in changed.items():
@@ -47,6 +47,20 @@ def test_additional_config_has_arguments_of_patch():
     given = {"dsv4_ops": {"precision": "reference", "kv": "fp8"}}
     found = patch_settings(config(additional_config=given))
     assert found == {"kv": "fp8", "precision": "reference"}
+
+
+@pytest.mark.parametrize(
+    ("given", "backend"),
+    [
+        ({}, "inductor"),
+        ({"backend": "eager"}, "eager"),
+        ({"backend": "eager", "additional_config": {"dsv4_ops": {"backend": "x"}}}, "x"),
+        ({"mode": SimpleNamespace(name="NONE"), "backend": "inductor"}, None),
+    ],
+)
+def test_the_mode_of_vllm_compiles_or_does_not(given, backend):
+    assert compile_backend(config(**given)) == backend
+    assert "backend" not in patch_settings(config(**given))
 
 
 @pytest.mark.parametrize(

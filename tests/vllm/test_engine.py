@@ -65,6 +65,27 @@ def test_requests_share_prefixes_that_others_fill_in_the_same_step(folders):
     assert report.cached > 5000
 
 
+@pytest.mark.parametrize("version", ["v4", "v3"])
+def test_compiled_steps_leave_every_byte_of_the_pool_as_eager_steps_do(folders, version):
+    settings = {"shared": True, "enable_prefix_caching": True, "num_gpu_blocks_override": 300}
+    settings |= {"count": 6, "new": 8} | ({"block_size": 64} if version == "v3" else {})
+    eager = serve(folders[version], **settings)
+    backend = {"additional_config": {"dsv4_ops": {"backend": "aot_eager"}}}
+    report = serve(folders[version], enforce_eager=False, **backend, **settings)
+    assert report.pool == eager.pool
+    assert report.graphs == {"v4": 12, "v3": 8}[version]
+    assert (eager.graphs, report.late) == (0, eager.late)  # vLLM compiles one of its own
+    assert report.error <= 1e-5
+
+
+def test_vllm_compiles_by_default(folders):
+    """By Inductor, before the first request; five minutes."""
+    shares = {"shared": True, "enable_prefix_caching": True}
+    report = serve(folders["v4"], count=10, enforce_eager=False, **shares)
+    assert report.graphs > 12
+    assert report.error <= 1e-5
+
+
 def test_drafts_by_ngrams_change_no_token(folders):
     shares = {"shared": True, "enable_prefix_caching": True}
     report = serve(folders["v4"], count=10, speculative_config=NGRAM, **shares)

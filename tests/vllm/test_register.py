@@ -1,5 +1,6 @@
 """The plugin without vLLM: off by default, and by name in other releases."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from dsv4_ops.integrations.vllm import SWITCH, register
+
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 ALONE = """
 import sys, torch
@@ -31,12 +34,15 @@ class Registry(SimpleNamespace):
 def test_switched_on_it_registers_one_class_for_all_families(monkeypatch, version):
     registry = Registry(models={})
     monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(BREAKABLE, "")  # so that the test leaves it as it was
+    monkeypatch.delenv(BREAKABLE)
     module = SimpleNamespace(__version__=version, ModelRegistry=registry)
     monkeypatch.setitem(sys.modules, "vllm", module)
     register()
     assert sorted(registry.models) == [f"DeepseekV{n}ForCausalLM" for n in (2, 3, 4)]
     (path,) = set(registry.models.values())
     assert path == "dsv4_ops.integrations.vllm.model:DeepseekForCausalLM"
+    assert os.environ[BREAKABLE] == "0"
 
 
 def test_other_releases_are_refused(monkeypatch):

@@ -6,14 +6,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from dsv4_ops.attention import AttentionStep
 from dsv4_ops.integrations.transformers import PagedCache, patch
 from dsv4_ops.integrations.vllm.steps import EngineSteps, GroupTensors, V4Family, cache_name
 from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.helpers import nightly
 from tests.vllm.record import RECORDED, SIZES
 
 LONGEST = 512
+EARLIER = 0x3B
+"""Bytes of blocks before their first use."""
+OLD_VALUE = torch.full((4,), EARLIER, dtype=torch.uint8).view(torch.float32)
 
 
 class Recorded(NamedTuple):
@@ -86,7 +91,7 @@ def pool_of(steps, recorded):
         for name in group["caches"]:
             offsets[name], size = size, size + layouts[name].page_bytes
         sizes.append(size)
-    pool = torch.zeros(num_blocks * max(sizes), dtype=torch.uint8)
+    pool = torch.full((num_blocks * max(sizes),), EARLIER, dtype=torch.uint8)
 
     def cache(layer, field):
         name = cache_name(layer, field)
@@ -97,6 +102,37 @@ def pool_of(steps, recorded):
         return typed.as_strided(shape, (block, *strides[1:]), offsets[name] // typed.itemsize)
 
     return cache
+
+
+def two_layers(recorded, model, kind):
+    """Take one kind of recorded layers for both layers of a model, side by side in each block; the
+    windows of the first are in the groups of the second layer recorded, and the other way round."""
+    number = recorded.model.dsv4_ops_spec.kinds.index(kind)
+    steps = []
+    for step in recorded.steps:
+        groups = []
+        for group in step["groups"]:
+            fields = {name.split(".")[2] for name in group["caches"] if f".{number}." in name}
+            names = [cache_name(layer, field) for field in sorted(fields) for layer in (0, 1)]
+            if fields == {"swa"}:
+                names = names[1:]
+            elif not fields and "layers.0.swa" in group["caches"]:
+                names = [cache_name(0, "swa")]
+            if names:
+                groups.append({**group, "caches": names})
+        steps.append({**step, "groups": groups})
+    return recorded._replace(model=patch(model, kv="fp32"), steps=steps)
+
+
+def two_v4(recorded):
+    changed = {"layer_types": ["compressed_sparse_attention"] * 2, "mlp_layer_types": ["moe"] * 2}
+    return two_layers(recorded, small_model(num_hidden_layers=2, **changed), "c4")
+
+
+def two_v3(recorded):
+    return two_layers(
+        recorded, small_mla_model(num_hidden_layers=2, first_k_dense_replace=0), "mla"
+    )
 
 
 def tensors_of(step):
@@ -138,6 +174,64 @@ def test_states_that_are_saved_late_would_show(v4, monkeypatch):
     """The recorded step has a request whose prefix a neighbour computes in that step."""
     monkeypatch.setattr(V4Family, "saves_first", lambda *call: False)
     assert largest_error(v4, pool_of) > 0.01
+
+
+@torch.inference_mode()
+def states_and_bytes(recorded, backend):
+    """Hidden states of all steps, and every byte of the pool after each."""
+    steps = EngineSteps(recorded.model, max_model_len=LONGEST, backend=backend)
+    caches = pool_of(steps, recorded)
+    steps.bind(caches)
+    storage = caches(0, next(iter(steps.family.caches(steps.spec.kinds[0])))).untyped_storage()
+    pool, found = torch.empty(0, dtype=torch.uint8).set_(storage), []
+    for step in recorded.steps:
+        hidden = steps(torch.tensor(step["tokens"]), tensors_of(step))
+        found.append((hidden, pool.clone()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "backend"),
+    [
+        ("v4", two_v4, "aot_eager"),
+        ("v3", two_v3, "aot_eager"),
+        *nightly(
+            "aot_eager over other layers, and vLLM's engine",
+            *(("v4", None, "aot_eager"), ("v3", None, "aot_eager"), ("v4", two_v4, "inductor")),
+            *(("v3", two_v3, "inductor"), ("v4", None, "inductor")),
+        ),
+    ],
+)
+def test_every_byte_of_the_pool_is_that_of_eager_steps(name, model, backend, request):
+    """One graph serves layers at other places of the pool, and all sizes of steps."""
+    recorded = request.getfixturevalue(name)
+    recorded = recorded if model is None else model(recorded)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    expected, found = states_and_bytes(recorded, None), states_and_bytes(recorded, counter)
+    for (hidden, pool), (wanted, before) in zip(found, expected, strict=True):
+        if backend == "aot_eager":
+            assert torch.equal(hidden, wanted)
+            assert torch.equal(pool, before)
+        else:  # float32 in all caches
+            torch.testing.assert_close(hidden, wanted, rtol=0, atol=1e-4)
+            rows, wanted = (each.view(torch.float32) for each in (pool, before))
+            torch.testing.assert_close(rows, wanted, rtol=0, atol=2e-4)
+            assert torch.equal(rows == OLD_VALUE, wanted == OLD_VALUE)
+    kinds = 1 if model else {"v4": 3, "v3": 2}[name]
+    graphs = 2 * (kinds + {"v4": 3, "v3": 2}[name])  # also metadata, norm, and V4's other windows
+    if backend == "aot_eager":
+        assert counter.frame_count == graphs
+    else:  # Inductor compiles a decode of one token again
+        assert graphs < counter.frame_count <= 1.5 * graphs
+
+
+def test_compiled_layers_refuse_caches_that_are_apart(recorded):
+    steps = EngineSteps(recorded.model, max_model_len=LONGEST, backend="aot_eager")
+    with pytest.raises(
+        NotImplementedError, match=r"must be in the same blocks.*Pass --enforce-eager"
+    ):
+        steps.bind(apart(steps, recorded))
 
 
 def apart(steps, recorded):

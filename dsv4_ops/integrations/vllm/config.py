@@ -26,12 +26,28 @@ _FP8_KV = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "ds_fp8"}
 
 def patch_settings(vllm_config: Any) -> dict[str, Any]:
     """Return the arguments of ``patch``."""
-    model, more = vllm_config.model_config, vllm_config.additional_config
-    given = dict(more.get("dsv4_ops", {})) if isinstance(more, dict) else {}
+    model, given = vllm_config.model_config, _given(vllm_config)
+    given.pop("backend", None)
     kv = _FP8_KV.get(vllm_config.cache_config.cache_dtype, _KV[model.dtype])
     if kv == "ds_fp8" and model.hf_config.model_type == "deepseek_v4":
         kv = "fp8"  # vLLM's name of V4's layout too
     return {"kv": kv} | given
+
+
+def compile_backend(vllm_config: Any) -> str | None:
+    """Return the backend of ``torch.compile`` for the layers; None runs them eagerly.
+
+    vLLM's mode decides, as for its own models: NONE after ``--enforce-eager`` and ``-O0``.
+    """
+    config = vllm_config.compilation_config
+    if getattr(config.mode, "name", "NONE") == "NONE":
+        return None
+    return _given(vllm_config).get("backend") or config.backend or "inductor"
+
+
+def _given(vllm_config: Any) -> dict[str, Any]:
+    more = vllm_config.additional_config
+    return dict(more.get("dsv4_ops", {})) if isinstance(more, dict) else {}
 
 
 def check_config(vllm_config: Any) -> None:

@@ -12,7 +12,13 @@ from dsv4_ops.integrations.transformers import load_quantized, patch
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import require_transformers
 from dsv4_ops.integrations.vllm import _compat
-from dsv4_ops.integrations.vllm.config import CLASSES, OP, check_config, patch_settings
+from dsv4_ops.integrations.vllm.config import (
+    CLASSES,
+    OP,
+    check_config,
+    compile_backend,
+    patch_settings,
+)
 from dsv4_ops.integrations.vllm.pages import Pages
 from dsv4_ops.integrations.vllm.steps import EngineSteps, cache_name, family_of
 
@@ -36,7 +42,7 @@ class DeepseekForCausalLM(nn.Module):
         drafts = vllm_config.speculative_config
         self.decode_tokens = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
         self.target_device = torch.device(vllm_config.device_config.device)
-        self.settings = patch_settings(vllm_config)
+        self.settings, self.backend = patch_settings(vllm_config), compile_backend(vllm_config)
         library = require_transformers(OP)
         self.prefix = CLASSES[config.hf_config.model_type]
         # vLLM registers a config of its own for V4
@@ -50,14 +56,14 @@ class DeepseekForCausalLM(nn.Module):
         for layer, kind in enumerate(family.spec.kinds):
             for field, cache in family.caches(kind).items():
                 name = cache_name(layer, field)
-                self.pages[name.replace(".", "_")] = Pages(name, cache)
+                self.pages[name.replace(".", "_")] = Pages(name, cache, self._given)
         self.hf: Any = None
         self.steps: EngineSteps | None = None
-        self._first, self._bound = next(iter(family.caches(family.spec.kinds[0]))), None
+        self._num_given = 0
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load and patch Hugging Face's model from the checkpoint; ``weights`` is not read."""
-        self.hf = self.steps = self._bound = None  # vLLM may load again
+        self.hf = self.steps = None  # vLLM may load again
         device = self.target_device
         place: dict[str, Any] = {} if device.type == "cpu" else {"device_map": device}
         if self.revision is not None:
@@ -72,7 +78,10 @@ class DeepseekForCausalLM(nn.Module):
             model = load_quantized(self.path, config=self.config, **place)
         self.hf = patch(model.eval().requires_grad_(False), **self.settings)
         self.steps = EngineSteps(
-            self.hf, max_model_len=self.max_model_len, decode_tokens=self.decode_tokens
+            self.hf,
+            max_model_len=self.max_model_len,
+            decode_tokens=self.decode_tokens,
+            backend=self.backend,
         )
         return {name for name, _ in self.named_parameters()}
 
@@ -93,9 +102,8 @@ class DeepseekForCausalLM(nn.Module):
         assert self.steps is not None  # vLLM loads weights first
         if metadata is None:
             return self.steps.profiled(input_ids)
-        if (allocated := self._pages(0, self._first).kv_cache) is not self._bound:
-            self._bound = allocated
-            self.steps.bind(lambda layer, field: self._pages(layer, field).kv_cache)
+        if not self.steps.layers:
+            self._bind(self.steps)
         return self.steps(input_ids, metadata)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -103,5 +111,16 @@ class DeepseekForCausalLM(nn.Module):
         logits: Tensor = self.hf.lm_head(hidden_states)
         return logits
 
-    def _pages(self, layer: int, field: str) -> Any:
-        return self.pages[cache_name(layer, field).replace(".", "_")]
+    def _given(self) -> None:
+        """Bind the caches and compile the steps after vLLM has given the last cache."""
+        self._num_given += 1
+        if self._num_given % len(self.pages) == 0 and self.steps is not None:
+            self._bind(self.steps)
+            self.steps.compile()
+
+    def _bind(self, steps: EngineSteps) -> None:
+        def allocated(layer: int, field: str) -> Tensor:
+            pages: Any = self.pages[cache_name(layer, field).replace(".", "_")]
+            return pages.kv_cache
+
+        steps.bind(allocated)

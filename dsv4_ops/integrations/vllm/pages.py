@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,11 +86,14 @@ class Pages(nn.Module, AttentionLayerBase):
     Args:
         name: Its name in vLLM.
         cache: How vLLM allocates it.
+        on_bind: Called when vLLM has allocated it.
     """
 
-    def __init__(self, name: str, cache: CacheSpec) -> None:
+    def __init__(
+        self, name: str, cache: CacheSpec, on_bind: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
-        self.layer_name, self.cache = name, cache
+        self.layer_name, self.cache, self._on_bind = name, cache, on_bind
         self.kv_cache = torch.empty(0)
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if name in layers:
@@ -129,6 +133,7 @@ class Pages(nn.Module, AttentionLayerBase):
         shape = layout.shape(kv_cache.shape[0])
         strides = torch.empty(shape, device="meta").stride()
         self.kv_cache = kv_cache.as_strided(shape, (kv_cache.stride(0), *strides[1:]))
+        self._on_bind()
 
 
 def kv_cache_spec(cache: CacheSpec) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +19,24 @@ from dsv4_ops.attention import (
     build_mla_step,
 )
 from dsv4_ops.attention.metadata import BlockTables
+from dsv4_ops.core.checks import checks_are_done
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import Layout, MlaFp8Layout
+from dsv4_ops.core.torch_compat import one_graph_for_all_sizes
 from dsv4_ops.core.types import MAX_REQUESTS
+from dsv4_ops.dispatch.run_time_launches import run_time_launches
 from dsv4_ops.integrations.transformers.architectures.base import (
     ModelSpec,
+    Runner,
     StepRun,
+    run_part,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec import MlaModelSpec
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.spec import DeepseekV4Spec
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+from dsv4_ops.integrations.transformers.modules.replacement import with_methods
 from dsv4_ops.integrations.transformers.steps.step import run_layers
+from dsv4_ops.integrations.vllm.pool import CompiledParts, pooled
 
 
 class GroupTensors(NamedTuple):
@@ -136,45 +143,43 @@ class V4Family:
         return V4Groups(tuple(windows), tuple(window_of), first)
 
     def build(
-        self,
-        groups: V4Groups,
-        of: Callable[[int, str], GroupTensors],
-        num_tokens: int,
-        schedule: str,
+        self, groups: V4Groups, of: Callable[[int, str], GroupTensors], schedule: str, run: Runner
     ) -> tuple[AttentionStep, ...]:
         """Build the metadata of every layer: once, and the windows once a block table."""
         windows = [of(layer, "swa") for layer in groups.windows]
-        spec, swa = self.spec, windows[0]
-        none = swa.block_table.new_zeros((swa.block_table.shape[0], 0))
-        tables = dict.fromkeys(product(("c4", "c128"), ("compressed", "states")), none)
-        for kind, layer in groups.first.items():
-            for field in ("compressed", "states"):
-                tables[kind, field] = of(layer, field).block_table
-        plans = schedule == "decode" and num_tokens <= MAX_REQUESTS
-        layers = spec.layers_for(schedule, num_tokens)
-        first = build_attention_step(
-            layers,
-            swa.query_start_loc,
-            swa.seq_lens,
-            swa.slot_mapping[:num_tokens],
-            BlockTables(swa.block_table, tables["c4", "compressed"], tables["c128", "compressed"]),
-            StateTables(tables["c4", "states"], tables["c128", "states"]),
-            plan_heads=spec.plan_heads if plans else 0,
+        # detached, because a graph is compiled again if other arguments are the same tensor
+        compressed, states = (
+            {kind: of(layer, field).block_table.detach() for kind, layer in groups.first.items()}
+            for field in ("compressed", "states")
         )
-        steps = [
-            first,
-            *(
-                first.with_window(layers, each.block_table, each.slot_mapping[:num_tokens])
-                for each in windows[1:]
-            ),
-        ]
+        first = run("metadata", self._whole, windows[0], compressed, states, schedule)
+        others = (run("window", self._with_window, first, each, schedule) for each in windows[1:])
+        steps = (first, *others)
         return tuple(steps[window] for window in groups.window_of)
 
-    def used(self, groups: V4Groups) -> list[str]:
-        """Names of the caches whose tensors ``build`` reads."""
-        of_kinds = [(layer, f) for layer in groups.first.values() for f in ("compressed", "states")]
-        names = [*((layer, "swa") for layer in groups.windows), *of_kinds]
-        return [cache_name(*each) for each in names]
+    def _whole(
+        self,
+        swa: GroupTensors,
+        compressed: dict[str, Tensor],
+        states: dict[str, Tensor],
+        schedule: str,
+    ) -> AttentionStep:
+        spec, num_tokens = self.spec, swa.slot_mapping.shape[0]
+        none = dict.fromkeys(("c4", "c128"), swa.block_table.new_zeros((len(swa.seq_lens), 0)))
+        plans = schedule == "decode" and num_tokens <= MAX_REQUESTS
+        return build_attention_step(
+            spec.layers_for(schedule, num_tokens),
+            swa.query_start_loc,
+            swa.seq_lens,
+            swa.slot_mapping,
+            BlockTables(swa.block_table, **(none | compressed)),
+            StateTables(**(none | states)),
+            plan_heads=spec.plan_heads if plans else 0,
+        )
+
+    def _with_window(self, step: AttentionStep, swa: GroupTensors, schedule: str) -> AttentionStep:
+        layers = self.spec.layers_for(schedule, swa.slot_mapping.shape[0])
+        return step.with_window(layers, swa.block_table, swa.slot_mapping)
 
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """Whether a token may read states that another request saves in the same step.
@@ -226,27 +231,21 @@ class MlaFamily:
             _check_shared(of(layer, "kv"), of(0, "kv"), cache_name(layer, "kv"))
 
     def build(
-        self,
-        groups: None,
-        of: Callable[[int, str], GroupTensors],
-        num_tokens: int,
-        schedule: str,
+        self, groups: None, of: Callable[[int, str], GroupTensors], schedule: str, run: Runner
     ) -> tuple[Any, ...]:
         """Build the metadata that all layers share; queries of prefills are absorbed too."""
-        group = of(0, "kv")
-        step = build_mla_step(
+        step = run("metadata", self._whole, of(0, "kv"))
+        return (step,) * len(self.spec.kinds)
+
+    def _whole(self, group: GroupTensors) -> Any:
+        return build_mla_step(
             self.spec.layers,
             group.query_start_loc,
             group.seq_lens,
             group.block_table,
-            group.slot_mapping[:num_tokens] >= 0,
-            num_tokens=num_tokens,
+            group.slot_mapping >= 0,
+            num_tokens=group.slot_mapping.shape[0],
         )
-        return (step,) * len(self.spec.kinds)
-
-    def used(self, groups: None) -> list[str]:
-        """Names of the caches whose tensors ``build`` reads."""
-        return [cache_name(0, "kv")]
 
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """False: there are no states."""
@@ -268,9 +267,13 @@ class EngineSteps:
         model: The patched model.
         max_model_len: Most tokens of a request.
         decode_tokens: Most tokens of a request in a decode step, drafts included.
+        backend: Backend of ``torch.compile`` for the metadata, each kind of layer and the norm, as
+            ``compile_step(mode="regional", dynamic=True)`` compiles them; None runs them eagerly.
     """
 
-    def __init__(self, model: Any, *, max_model_len: int, decode_tokens: int = 1) -> None:
+    def __init__(
+        self, model: Any, *, max_model_len: int, decode_tokens: int = 1, backend: Any = None
+    ) -> None:
         self.model, self.max_model_len, self.decode_tokens = model, max_model_len, decode_tokens
         self.spec: ModelSpec = model.dsv4_ops_spec
         self.family: Any = family_of(self.spec)
@@ -278,62 +281,90 @@ class EngineSteps:
         self.layers: tuple[Any, ...] = ()
         self.groups: Any = None
         self._found = False
+        self._parts = None if backend is None else CompiledParts(backend)
+        self._body = (model if backend is None else with_methods(model)).model
 
     def bind(self, tensors: Callable[[int, str], Tensor]) -> None:
-        """Take the caches that the engine allocated, by layer and field."""
-        self.layers = tuple(
-            self.family.bind({field: tensors(layer, field) for field in self.family.caches(kind)})
-            for layer, kind in enumerate(self.spec.kinds)
-        )
+        """Take the caches that the engine allocated, by layer and field.
+
+        Raises:
+            NotImplementedError: layers are compiled, and the caches are not in one pool.
+        """
+        specs = [self.family.caches(kind) for kind in self.spec.kinds]
+        views = [
+            {field: tensors(layer, field) for field in fields} for layer, fields in enumerate(specs)
+        ]
+        if self._parts is None:
+            self.layers = tuple(map(self.family.bind, views))
+        else:
+            layouts = [{field: one.layout for field, one in fields.items()} for fields in specs]
+            self.layers = tuple(pooled(views, layouts, self.family.bind))
         self._found = False
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def __call__(self, tokens: Tensor, metadata: Mapping[str, GroupTensors]) -> Tensor:
         """Run all layers on the tokens of a step, [num_tokens].
 
         ``metadata`` has the tensors of each cache's group, by ``cache_name``. Returns the final
         hidden states, [num_tokens, hidden_size].
         """
+        most = next(iter(metadata.values())).max_query_len
+        schedule = "decode" if most <= self.decode_tokens else "prefill"
 
         def of(layer: int, field: str) -> GroupTensors:
-            return metadata[cache_name(layer, field)]
+            group = metadata[cache_name(layer, field)]
+            # of an int on the host, a graph would hold for one value only
+            return group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
 
         if not self._found:
             self.groups, self._found = self.family.groups(of), True
-        used = {name: metadata[name] for name in self.family.used(self.groups)}
-        first = next(iter(used.values()))
-        schedule = "decode" if first.max_query_len <= self.decode_tokens else "prefill"
-        used = {
-            name: group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
-            for name, group in used.items()
-        }
-        return self._run(tokens, used, self.layers, schedule)
+        if self._parts is None:
+            return self._run(tokens, of, schedule, run_part)
+        # a run on a cache of ours, as engines do to measure memory, has passed the checks
+        with one_graph_for_all_sizes(), run_time_launches(), checks_are_done():
+            return self._run(tokens, of, schedule, partial(self._parts.run, schedule))
 
     def _run(
-        self,
-        tokens: Tensor,
-        used: Mapping[str, GroupTensors],
-        layers: tuple[Any, ...],
-        schedule: str,
+        self, tokens: Tensor, of: Callable[[int, str], GroupTensors], schedule: str, run: Runner
     ) -> Tensor:
-        """The step as a function of tensors, metadata included."""
-
-        def of(layer: int, field: str) -> GroupTensors:
-            return used[cache_name(layer, field)]
-
-        steps = self.family.build(self.groups, of, len(tokens), schedule)
-        cache: Any = EngineCache(layers, self.rope)
+        steps = self.family.build(self.groups, of, schedule, run)
+        cache: Any = EngineCache(self.layers, self.rope)
         save_first = self.family.saves_first(schedule, self.decode_tokens)
-        run = StepRun(
+        step_run = StepRun(
             steps[0],
             cache,
             schedule,
             state_rings=False,
+            run=run,
             save_first=save_first,
             layer_steps=steps,
         )
-        hidden = run_layers(self.model.model, self.spec, tokens.to(torch.int64), None, run)
+        hidden = run_layers(self._body, self.spec, tokens.to(torch.int64), None, step_run)
         return hidden.flatten(0, -2)
+
+    def compile(self) -> None:
+        """Compile all parts, by steps of padding, which write to no cache; nothing if layers run
+        eagerly."""
+        if self._parts is None:
+            return
+        device = self.model.device
+        numbers = partial(torch.tensor, dtype=torch.int32, device=device)
+        names = [
+            cache_name(layer, field)
+            for layer, kind in enumerate(self.spec.kinds)
+            for field in self.family.caches(kind)
+        ]
+        windows = [numbers([[0, 0]]), numbers([[0, 0]])]  # so that one is of another group
+        # Inductor makes a graph of its own for a decode of one token
+        for count, most in ((2, self.max_model_len), (2, 1), (1, 1)):
+            slots = torch.full((count,), -1, device=device)
+            group = GroupTensors(numbers([0, count]), numbers([0]), windows[0], slots, most)
+            metadata = dict.fromkeys(names, group)
+            for layer in range(1, len(self.spec.kinds)):
+                metadata[cache_name(layer, "swa")] = group._replace(block_table=windows[1])
+            self._found = False
+            self(slots.clamp(min=0).int(), metadata)
+        self._found = False
 
     @torch.no_grad()
     def profiled(self, tokens: Tensor) -> Tensor:

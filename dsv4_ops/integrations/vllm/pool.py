@@ -1,0 +1,122 @@
+"""The caches of a layer in the one pool of an engine, as a compiled layer takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention.caches import pool_view
+from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout
+
+
+@dataclass(frozen=True)
+class PooledCaches:
+    """Caches that a graph makes of the pool, which is its argument.
+
+    Attributes:
+        pool: All bytes, [num_blocks, bytes of a block], uint8.
+        layouts: Layout of each cache, by its name.
+        offsets: For each cache a tensor without values whose first size is its offset in a block,
+            in units of 16 bytes. A graph is compiled for each value of an int, but for any size, so
+            one serves all layers of a kind.
+        make: Makes the caches of a layer of its tensors, by their names.
+    """
+
+    pool: Tensor
+    layouts: dict[str, Layout]
+    offsets: dict[str, Tensor]
+    make: Callable[[Mapping[str, Tensor]], Any]
+
+    def caches(self) -> Any:
+        """Return the caches; only in the graph that writes to them."""
+        return self.make(
+            {
+                name: pool_view(
+                    self.pool,
+                    layout,
+                    block_stride=self.pool.shape[1],
+                    offset=self.offsets[name].shape[0] * CACHE_ALIGNMENT,
+                )
+                for name, layout in self.layouts.items()
+            }
+        )
+
+
+def pooled(
+    layers: Sequence[Mapping[str, Tensor]],
+    layouts: Sequence[dict[str, Layout]],
+    make: Callable[[Mapping[str, Tensor]], Any],
+) -> list[PooledCaches]:
+    """Find where the caches of layers are in the blocks of a pool, of views of it.
+
+    Raises:
+        NotImplementedError: they are not in one pool whose blocks have one size.
+    """
+    first = next(iter(layers[0].values()))
+    storage, stride = first.untyped_storage(), first.stride(0) * first.itemsize
+    num_blocks, rest = divmod(storage.nbytes(), stride)
+    _check("caches", not rest, "of whole blocks")
+    with torch.inference_mode(False):
+        pool = torch.empty(0, dtype=torch.uint8, device=first.device)
+        pool.set_(storage, 0, (num_blocks, stride), (stride, 1))
+    made = []
+    for views, of_layer in zip(layers, layouts, strict=True):
+        offsets = {}
+        for name, view in views.items():
+            start = view.data_ptr() - storage.data_ptr()
+            shared = view.untyped_storage().data_ptr() == storage.data_ptr()
+            _check(name, shared and view.stride(0) * view.itemsize == stride, "in the same blocks")
+            _check(name, start < stride and start % CACHE_ALIGNMENT == 0, "in the first block")
+            offsets[name] = torch.empty(start // CACHE_ALIGNMENT, 0)
+        made.append(PooledCaches(pool, of_layer, offsets, make))
+    return made
+
+
+class CompiledParts:
+    """Parts of steps, each compiled once for all sizes.
+
+    Args:
+        backend: Backend of ``torch.compile``.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.parts: dict[str, Callable[..., Any]] = {}
+
+    def run(
+        self, schedule: str, name: str, function: Callable[..., Any], *args: Any, **rest: Any
+    ) -> Any:
+        """Run a part; a ``Runner`` of the steps of one schedule."""
+        name = f"{schedule}_{name}"
+        if name not in self.parts:
+            # Dynamo stores compiled code by code object, and tries every entry of one
+            part = FunctionType(_part.__code__.replace(co_name=name), globals())
+            self.parts[name] = torch.compile(
+                part, fullgraph=True, dynamic=True, backend=self.backend
+            )
+        return self.parts[name](function, args, rest)
+
+
+def _part(function: Callable[..., Any], args: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+    context = rest.get("dsv4_ops")
+    if context is not None:
+        rest = rest | {"dsv4_ops": replace(context, caches=context.caches.caches())}
+    return function(*args, **rest)
+
+
+def _check(name: str, fulfilled: bool, must: str) -> None:
+    if not fulfilled:
+        raise argument_error(
+            "DeepseekForCausalLM",
+            name,
+            must=f"be {must}, if layers are compiled",
+            got="another place",
+            do="Pass --enforce-eager",
+            kind=NotImplementedError,
+        )
