@@ -27,6 +27,7 @@ BENCHES = {
     "flash": "the whole of DeepSeek-V4-Flash on several GPUs: decode, prefill, start",
     "memory": "what weights, caches, steps and graphs take: computed, and by the allocator",
     "layer": "an attention layer, decode: against its roofline and baselines",
+    "ampere": "code for an A100 on a Hopper card: beside what that card runs",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
 """Name of a benchmark, a module with ``run``, and what it measures. ``CASES`` of the module are

@@ -571,6 +571,5 @@ def spilling(reports: list[KernelReport], capability: int = 90) -> list[KernelRe
 
 def table(reports: list[KernelReport]) -> str:
     """Format ``reports`` in columns."""
-    header = ("op", "kernel", "warps", "registers", "spill bytes", "shared bytes")
-    header += ("tensor columns",)
+    header = ("op", "kernel", "warps", "registers", "spill bytes", "shared bytes", "tensor columns")
     return columns([header, *(tuple(map(str, astuple(item))) for item in reports)])

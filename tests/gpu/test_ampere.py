@@ -5,13 +5,13 @@ instructions and results, not speed. One call, of a few minutes:
 import pytest
 import torch
 
+from benchmarks.harness.ampere import as_an_a100
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, mla_layout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch.limits import HOPPER_ONLY
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.contract import checks
 from tests.support import every_code
-from tests.support.ampere import as_an_a100
 from tests.support.hf_models import REQUESTS, Engine, text
 from tests.support.inductor_bugs import mended
 

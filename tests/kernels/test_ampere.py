@@ -8,13 +8,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
+from benchmarks.harness.ampere import as_an_a100
 from dsv4_ops.cli import kernels
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.reference import quantization
 from tests.helpers import NIGHTLY
 from tests.support import every_code
-from tests.support.ampere import as_an_a100
 from tests.support.hopper import hopper  # noqa: F401  # a fixture
 
 CHEAP = {

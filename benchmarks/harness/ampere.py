@@ -1,4 +1,9 @@
-"""Code for an A100 on a Hopper card: PTX of sm_80, which the card's ptxas takes as it is."""
+"""Code for an A100 on a Hopper card: PTX of sm_80, which the card's ptxas takes as it is.
+
+Tests show by it what an A100 would compute, and ``benchmarks/ampere.py`` what its code costs on
+that card."""
+
+from __future__ import annotations
 
 import contextlib
 import functools
@@ -6,8 +11,8 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from triton import knobs
 from triton.backends.compiler import Language
@@ -17,6 +22,10 @@ from dsv4_ops.kernels.launch_plans import PLANS
 
 CAPABILITY = (8, 0)
 TARGET = 80
+
+
+def _capability(device: Any = None) -> tuple[int, int]:
+    return CAPABILITY
 
 
 def _stages(
@@ -58,14 +67,14 @@ def as_an_a100(folder: Path) -> Iterator[None]:
     target = driver.active.get_current_target()  # before it is told otherwise
     _forget()
     hook = functools.partial(_stages, card=target.arch)
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     with (
-        pytest.MonkeyPatch.context() as patch,
+        mock.patch.object(torch.cuda, "get_device_capability", _capability),
+        mock.patch.dict("os.environ", environment),
         torch._inductor.config.patch(compile_threads=1, force_disable_caches=True),
         knobs.runtime.scope(),
         knobs.cache.scope(),
     ):
-        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         knobs.cache.dir = str(folder / "triton")
         knobs.runtime.override_arch = f"sm{TARGET}"
         knobs.runtime.add_stages_inspection_hook = hook
