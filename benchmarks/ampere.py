@@ -27,6 +27,7 @@ from benchmarks.harness.timing import Call, Capture
 from benchmarks.harness.work import Case, Written, check, checked
 from benchmarks.run import BenchError
 from dsv4_ops.kernels.common.hopper import support
+from dsv4_ops.kernels.launch_plans import PLANS
 
 MOST = 2.0
 """The code of an A100 may take this many times as long as Triton's for the card."""
@@ -59,8 +60,10 @@ class Row:
 @contextlib.contextmanager
 def without_gluon(folder: Path) -> Iterator[None]:
     """Hopper's Gluon kernels take no call."""
+    PLANS.plans.clear()
     with mock.patch.object(support, "runs", _runs_nothing):
         yield
+    PLANS.plans.clear()
 
 
 def _runs_nothing(*_: object) -> bool:
