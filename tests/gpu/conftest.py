@@ -13,6 +13,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
+@pytest.fixture(autouse=True)
+def _launches_are_chosen_again() -> None:
+    """Tests replace functions that choose launches."""
+    from dsv4_ops.kernels.launch_plans import PLANS
+
+    PLANS.plans.clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _needs_a_gpu() -> None:
     if not torch.cuda.is_available():

@@ -1,0 +1,35 @@
+"""Calls that repeat the launches of an earlier call, as Triton compiled them."""
+
+import pytest
+import torch
+
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.launch_plans import PLANS
+from dsv4_ops.testing.case import results
+
+REPEATED = [
+    name for name, spec in OPS.items() if spec.has_kernel and "group" not in spec.parameters
+]
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_repeated_call_has_the_same_bits(name):
+    """Of all named cases; the tensors of the first call are spoiled before the second."""
+    spec = OPS[name]
+
+    def run(case):
+        made = spec.op(*case.tensors, **case.settings)
+        return results(made, *(case.tensors[place] for place in spec.mutated))
+
+    for case in testing.cases_of(name):
+        first, again = (case.on("cuda").copy() for _ in range(2))
+        PLANS.plans.clear()
+        expected = [each.clone() for each in run(first)]
+        for tensor in first.tensors:
+            if tensor is not None:
+                tensor.zero_()
+        found, plans = run(again), list(PLANS.plans.values())
+        assert None not in plans
+        for ours, want in zip(found, expected, strict=True):
+            assert torch.equal(ours.view(torch.uint8), want.view(torch.uint8)), case.name
