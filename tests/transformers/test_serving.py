@@ -255,6 +255,13 @@ def test_openai_s_client(server, texts):
         (CHAT, chat("x", logit_bias={"5": 1.0}), 400, "logit_bias is not supported"),
         (CHAT, chat("x", frequency_penalty=0.5), 400, "frequency_penalty is not supported"),
         (CHAT, chat("x", unknown=1), 422, "Unexpected fields"),
+        (CHAT, chat([{"type": "image_url", "image_url": {}}]), 400, "text, got image_url."),
+        (
+            CHAT,
+            {"messages": chat("x")["messages"], "generation_config": '{"max_length": 8}'},
+            400,
+            "The prompt must have fewer tokens than max_length = 8, got 8. Pass max_tokens.",
+        ),
         (CHAT, chat("x", model="other"), 400, "pinned"),
         (CHAT, chat("x" * 95), 400, "at most max_cache_len = 100 tokens, got 102. Send a shorter"),
         (CHAT, chat("x" * 95, stream=True), 400, "at most max_cache_len = 100 tokens, got 102."),
@@ -417,6 +424,15 @@ def test_packages_that_are_missing_are_named(capsys, monkeypatch, folder):
     assert main(["serve", folder]) == 1
     rule = "serve: fastapi, uvicorn, pydantic and openai must be installed, got not all of them. "
     assert capsys.readouterr().err == rule + 'Install "dsv4_ops[serve]".\n'
+
+
+@needs_server
+@pytest.mark.parametrize("option", ["kv", "precision"])
+def test_what_a_model_lacks_is_refused_before_it_is_loaded(option, folder, capsys, monkeypatch):
+    pytest.importorskip("fastapi", reason="needs the extra serve")
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
+    assert main(["serve", folder, f"--{option}", "none"]) == 1
+    assert f"serve: {option} must be " in capsys.readouterr().err
 
 
 @needs_server

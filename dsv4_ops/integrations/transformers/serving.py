@@ -336,7 +336,13 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
             )
         wanted, longest = gen_config.max_new_tokens, max_length(gen_config)
         if longest is not None:
-            wanted = longest - len(prompt)  # add_request refuses none
+            if longest <= len(prompt):
+                raise HTTPException(
+                    400,
+                    f"The prompt must have fewer tokens than max_length = {longest}, "
+                    f"got {len(prompt)}. Pass max_tokens.",
+                )
+            wanted = longest - len(prompt)
         gen_config.max_new_tokens = most_new if wanted is None else min(wanted, most_new)
         request_id = f"{request_id}-{next(self._count)}"
         self._cb.sampling[request_id] = _sampling(gen_config, self._cb.model.config.vocab_size)
@@ -490,6 +496,14 @@ def _checked(handle: Callable[..., Any]) -> Callable[..., Any]:
             for name, neutral in _NEUTRAL.items():
                 if body.get(name) not in (None, *neutral):
                     raise HTTPException(400, f"{name} is not supported. Leave it out.")
+            kinds = {
+                part["type"]
+                for message in body.get("messages") or ()
+                if isinstance(message.get("content"), list)
+                for part in message["content"]
+            }
+            if kinds - {"text"}:
+                raise HTTPException(400, f"content must be text, got {min(kinds - {'text'})}.")
             return await handle({"stream": False, **body}, request_id)
         except (HTTPException, CBWorkerDeadError):
             raise
