@@ -49,24 +49,17 @@ def call_of(spec, num_tokens=TOKENS, padding=0, **changed):
         spec, i32([0, num_tokens]), i32([num_tokens]), i32([[2, 0]]), num_tokens=rows
     )
     arguments = {
-        "inputs": MlaInputs(
-            sampled(rows, HEADS, NOPE + spec.qk_rope_head_dim, seed=1, dtype=dtype),
-            sampled(rows, spec.kv_lora_rank, seed=2, dtype=dtype),
-            sampled(rows, spec.qk_rope_head_dim, seed=3, dtype=dtype),
-        ),
-        "weights": MlaWeights(
-            sampled(8, spec.qk_rope_head_dim, seed=4),
-            sampled(HEADS, NOPE, spec.kv_lora_rank, seed=5, dtype=dtype),
-            sampled(HEADS, spec.kv_lora_rank, VALUE, seed=6, dtype=dtype),
-        ),
+        "inputs": MlaInputs(sampled(rows, HEADS, NOPE + spec.qk_rope_head_dim, seed=1, dtype=dtype),
+         sampled(rows, spec.kv_lora_rank, seed=2, dtype=dtype),
+         sampled(rows, spec.qk_rope_head_dim, seed=3, dtype=dtype)),
+        "weights": MlaWeights(sampled(8, spec.qk_rope_head_dim, seed=4),
+         sampled(HEADS, NOPE, spec.kv_lora_rank, seed=5, dtype=dtype),
+         sampled(HEADS, spec.kv_lora_rank, VALUE, seed=6, dtype=dtype)),
         "cache": DsaCache.allocate(spec, 3),
         "step": step,
-        "indexer": IndexerInputs(
-            sampled(rows, 2, 128, seed=7, dtype=dtype),
-            sampled(rows, 128, seed=8, dtype=dtype),
-            sampled(rows, 2, seed=9),
-        ),
-    }
+        "indexer": IndexerInputs(sampled(rows, 2, 128, seed=7, dtype=dtype),
+         sampled(rows, 128, seed=8, dtype=dtype), sampled(rows, 2, seed=9)),
+    }  # fmt: skip
     return partial(dsa_layer, spec, **{**arguments, **changed}), arguments["cache"]
 
 
@@ -136,27 +129,17 @@ def test_wrong_calls_are_refused_before_anything_is_written():
         ({"indexer": None}, "slots must be given to a layer without an indexer, .* got neither"),
         ({"indexer": None, "slots": slots[:, :2]}, r"slots must have shape \[.*, 3\], got"),
         ({"indexer": None, "slots": slots.long()}, "slots must be torch.int32"),
-        (
-            {"indexer": dataclasses.replace(indexer, k=indexer.k[:, :64])},
-            r"indexer.k must have shape \[.*, 128\], got",
-        ),
-        (
-            {"indexer": dataclasses.replace(indexer, q=indexer.q.bfloat16())},
-            "indexer.q must be torch.float32, got torch.bfloat16",
-        ),
-        (
-            {"indexer": dataclasses.replace(indexer, weights=indexer.weights[:, :1])},
-            r"indexer.weights must have shape \[.*, 2\], got",
-        ),
-        (
-            {"cache": dataclasses.replace(cache, indexer=None)},
-            "cache.indexer must be a tensor, got NoneType",
-        ),
-        (
-            {"step": chunked, "weights": weights},
-            "step must have the context 'absorbed', got expanded contexts",
-        ),
-    ):
+        ({"indexer": dataclasses.replace(indexer, k=indexer.k[:, :64])},
+         r"indexer.k must have shape \[.*, 128\], got"),
+        ({"indexer": dataclasses.replace(indexer, q=indexer.q.bfloat16())},
+         "indexer.q must be torch.float32, got torch.bfloat16"),
+        ({"indexer": dataclasses.replace(indexer, weights=indexer.weights[:, :1])},
+         r"indexer.weights must have shape \[.*, 2\], got"),
+        ({"cache": dataclasses.replace(cache, indexer=None)},
+         "cache.indexer must be a tensor, got NoneType"),
+        ({"step": chunked, "weights": weights},
+         "step must have the context 'absorbed', got expanded contexts"),
+    ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=f"^dsa_layer: {message}"):
             call(**changed)
         assert not cache.kv.any()

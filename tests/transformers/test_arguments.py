@@ -35,36 +35,30 @@ SIZES = dict.fromkeys(("max_batch_size", "max_cache_len", "next_n"), COUNT)
 COUNTS = ("max_new_tokens", "max_length", "num_beams", "prefill_chunk_size")
 ACCEPTED = {
     "patch": dict.fromkeys(("model", "kv", "precision", "impl"), "")
-    | dict.fromkeys(("batch_invariant", "plan", "score"), FLAG)
-    | dict.fromkeys(("parallel", "query"), "None"),
-    "PagedCache": SIZES
-    | dict.fromkeys(("num_blocks", "max_chunk"), COUNT_OR_NONE)
-    | dict.fromkeys(("config", "kv", "precision"), "")
-    | {"parallel": "None", "draft_layer": "", "device": "None"},
+     | dict.fromkeys(("batch_invariant", "plan", "score"), FLAG)
+     | dict.fromkeys(("parallel", "query"), "None"),
+    "PagedCache": SIZES | dict.fromkeys(("num_blocks", "max_chunk"), COUNT_OR_NONE)
+     | dict.fromkeys(("config", "kv", "precision"), "")
+     | {"parallel": "None", "draft_layer": "", "device": "None"},
     "compile_step": dict.fromkeys(("model", "step", "mode", "unknown"), "")
-    | {"cache_file": "str None", "on_part": "function None", "backend": "function"}
-    | {"fullgraph": FLAG, "dynamic": "True None", "options": "dict None"},
+     | {"cache_file": "str None", "on_part": "function None", "backend": "function"}
+     | {"fullgraph": FLAG, "dynamic": "True None", "options": "dict None"},
     "generate": dict.fromkeys(("input_ids", "inputs_embeds", "position_ids", "cache"), "None")
-    | dict.fromkeys(("past_key_values", "generation_config", "streamer"), "None")
-    | dict.fromkeys(("attention_mask", "num_draft_tokens"), "None")
-    | dict.fromkeys(("logits_processor", "stopping_criteria"), "list None")
-    | dict.fromkeys(COUNTS, COUNT_OR_NONE),
+     | dict.fromkeys(("past_key_values", "generation_config", "streamer"), "None")
+     | dict.fromkeys(("attention_mask", "num_draft_tokens"), "None")
+     | dict.fromkeys(("logits_processor", "stopping_criteria"), "list None")
+     | dict.fromkeys(COUNTS, COUNT_OR_NONE),
     "generate_batch": dict.fromkeys(("generation_config", "continuous_batching_config"), "None")
-    | dict.fromkeys(("record_timestamps", "progress_bar", "persistent_manager", "warmup"), FLAG)
-    | {"inputs": "list", "max_new_tokens": COUNT_OR_NONE}
-    | dict.fromkeys(("max_length", "do_sample", "unknown"), "None"),
+     | dict.fromkeys(("record_timestamps", "progress_bar", "persistent_manager", "warmup"), FLAG)
+     | {"inputs": "list", "max_new_tokens": COUNT_OR_NONE}
+     | dict.fromkeys(("max_length", "do_sample", "unknown"), "None"),
     "load_quantized": dict.fromkeys(("gguf_file", "state_dict", "config", "device_map"), "None")
-    | {"path": "", "scales": FLAG, "use_safetensors": "True None"},
+     | {"path": "", "scales": FLAG, "use_safetensors": "True None"},
     "serve": dict.fromkeys(("max_cache_len", "max_requests", "max_batch_tokens"), COUNT)
-    | {"max_queue": COUNT, "num_blocks": COUNT_OR_NONE, "port": "7 0", "quantized": FLAG}
-    | {
-        "host": "str",
-        "dtype": "",
-        "device": "None",
-        "compile": "None function",
-        "on_progress": "function",
-    },
-}
+     | {"max_queue": COUNT, "num_blocks": COUNT_OR_NONE, "port": "7 0", "quantized": FLAG}
+     | {"host": "str", "dtype": "", "device": "None", "compile": "None function",
+     "on_progress": "function"},
+}  # fmt: skip
 """Values that an argument takes; all others are refused."""
 
 

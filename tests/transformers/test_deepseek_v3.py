@@ -25,13 +25,7 @@ from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
 from tests.helpers import Called, i32, nightly
 from tests.support import hf_models
-from tests.support.hf_models import (
-    Engine,
-    run_changing,
-    run_preempted,
-    run_randomly,
-    text,
-)
+from tests.support.hf_models import Engine, run_changing, run_preempted, run_randomly, text
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 70, 3
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}

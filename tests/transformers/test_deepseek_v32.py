@@ -25,13 +25,7 @@ from dsv4_ops.integrations.transformers.steps.export import (
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_dsa_config, small_dsa_model, small_mla_model
 from tests.helpers import Called, nightly
-from tests.support.hf_models import (
-    Engine,
-    run_changing,
-    run_preempted,
-    run_randomly,
-    text,
-)
+from tests.support.hf_models import Engine, run_changing, run_preempted, run_randomly, text
 
 CLOSE, LENGTH, REQUESTS, TOPK = 1e-5, 70, 3, 16
 FAMILIES = ("V3.2", "GLM-5")
@@ -369,21 +363,11 @@ REFUSED = {
     "rows": ("V3.2", {}, {"kv": "fp8"}, UNKNOWN, "kv must be .*'fp8' unless kv_lora_rank is 512"),
     "kv": ("GLM-5", {}, {"kv": "ds_fp8"}, ValueError, "kv must be 'fp8' or .*, got 'ds_fp8'"),
     "query": ("GLM-5", {}, {"query": "fp8"}, UNKNOWN, "query must be None for glm_moe_dsa"),
-    "ranks": (
-        "V3.2",
-        {},
-        {"parallel": ContextParallel(group="0", world_size=2)},
-        UNKNOWN,
-        "parallel must be None for deepseek_v32",
-    ),
-    "a layer before all indexers": (
-        "GLM-5",
-        {"indexer_types": ["shared", "full", "full"]},
-        {},
-        ValueError,
-        "config.indexer_types must begin with 'full'",
-    ),
-}
+    "ranks": ("V3.2", {}, {"parallel": ContextParallel(group="0", world_size=2)}, UNKNOWN,
+     "parallel must be None for deepseek_v32"),
+    "a layer before all indexers": ("GLM-5", {"indexer_types": ["shared", "full", "full"]}, {},
+     ValueError, "config.indexer_types must begin with 'full'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

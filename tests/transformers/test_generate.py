@@ -222,14 +222,10 @@ def test_what_hugging_face_refuses():
     ("chunk", "settings"),
     [
         (5, {}),
-        *nightly(
-            "chunks of the cache",
-            (64, {}),
-            (64, {"prefill_chunk_size": 5}),
-            (5, {"prefill_chunk_size": 5}),
-        ),
+        *nightly("chunks of the cache", (64, {}), (64, {"prefill_chunk_size": 5}),
+         (5, {"prefill_chunk_size": 5})),
     ],
-)
+)  # fmt: skip
 def test_hidden_states(chunk, settings):
     """Of every step, a prompt's in one, however many chunks it takes; or of chunks that are asked
     for, the last."""

@@ -93,14 +93,10 @@ def fill(folder, traced):
     ("family", "step"),
     [
         ("v4", prefill_step),
-        *nightly(
-            "V4's prefill, and test_a_file_has_a_part_for_every_kind_of_layer decodes",
-            ("v3", decode_step),
-            ("v4", decode_step),
-            ("v3", prefill_step),
-        ),
+        *nightly("V4's prefill, and test_a_file_has_a_part_for_every_kind_of_layer decodes",
+         ("v3", decode_step), ("v4", decode_step), ("v3", prefill_step)),
     ],
-)
+)  # fmt: skip
 def test_a_second_process_traces_nothing(folder, fill, family, step):
     """One part serves all sizes; the next process, of another copy of the model, loads it."""
     parts = fill(family, step)

@@ -116,16 +116,11 @@ def test_sampled_calls(name, chosen):
     [
         (DECODE, 5, 8, {}),
         (PAGED, 2, 65, {"num_splits": 7}),
-        *nightly(
-            "these two, and sampled calls",
-            (PAGED, 5, 8, {}),
-            (PAGED, 1, 128, {}),
-            (DECODE, 3, 9, {"num_splits": 1}),
-            (DECODE, 4, 64, {"batch_invariant": True}),
-            (PAGED, 1, 1, {"num_splits": 2}),
-        ),
+        *nightly("these two, and sampled calls", (PAGED, 5, 8, {}), (PAGED, 1, 128, {}),
+         (DECODE, 3, 9, {"num_splits": 1}), (DECODE, 4, 64, {"batch_invariant": True}),
+         (PAGED, 1, 1, {"num_splits": 2})),
     ],
-)
+)  # fmt: skip
 def test_full_caches(name, tokens, heads, changed):
     """Adversarial indices, lengths, blocks, requests and sinks; rows that nobody lists are NaN."""
     check(name, case_of(name, tokens, tokens, heads, **changed))

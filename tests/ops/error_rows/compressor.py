@@ -122,16 +122,8 @@ def compress_rows() -> Iterator[says.Entry]:
 
 TABLE: dict[str, list[says.Entry]] = {
     **{op: [*states_rows(64, 12, "block_size")] for op in SAVE},
-    **{
-        op: [
-            *cache_rows(MainLayout, IndexerLayout),
-            *layout_rows("v4_fp8", "v4_indexer_fp8", "plain"),
-            *states_rows(4, 2048, "state_block_size"),
-            *says.float_rows("eps", 0),
-            *says.flag_rows("overlap"),
-            *compress_rows(),
-            *(says.flag_rows("save_first") if op in STEP else ()),
-        ]
-        for op in (*COMPRESS, *STEP)
-    },
-}
+    **{op: [*cache_rows(MainLayout, IndexerLayout),
+     *layout_rows("v4_fp8", "v4_indexer_fp8", "plain"), *states_rows(4, 2048, "state_block_size"),
+     *says.float_rows("eps", 0), *says.flag_rows("overlap"), *compress_rows(),
+     *(says.flag_rows("save_first") if op in STEP else ())] for op in (*COMPRESS, *STEP)},
+}  # fmt: skip

@@ -22,28 +22,21 @@ def powers(*shape: int) -> torch.Tensor:
 
 # three experts of 128 values for 256
 OWN |= {
-    "route": {
-        "hidden": Valid(bf16(5, 8), "[num_tokens, hidden_size]"),
-        "weight": Valid(bf16(3, 8), "[num_experts, hidden_size]"),
-        "bias": Valid(torch.ones(3), "[num_experts]"),
-        "table": Valid(i64([[0, 1]] * 9), "[vocab_size, 2]"),
-        "token_ids": Valid(i64([0] * 5), "[num_tokens]"),
-    },
-    "grouped_topk": {
-        "logits": Valid(torch.zeros(5, 12), "[num_tokens, num_experts]"),
-        "bias": Valid(torch.ones(12), "[num_experts]"),
-    },
+    "route": {"hidden": Valid(bf16(5, 8), "[num_tokens, hidden_size]"),
+     "weight": Valid(bf16(3, 8), "[num_experts, hidden_size]"),
+     "bias": Valid(torch.ones(3), "[num_experts]"),
+     "table": Valid(i64([[0, 1]] * 9), "[vocab_size, 2]"),
+     "token_ids": Valid(i64([0] * 5), "[num_tokens]")},
+    "grouped_topk": {"logits": Valid(torch.zeros(5, 12), "[num_tokens, num_experts]"),
+     "bias": Valid(torch.ones(12), "[num_experts]")},
     "expert_plan": {"topk_ids": IDS},
-    "experts": {
-        "x": Valid(bf16(5, 256), "[num_tokens, hidden_size]"),
-        "topk_weights": Valid(torch.ones(5, 2), "[num_tokens, topk]"),
-        "topk_ids": IDS,
-        "gate_up": Valid(packed(3, 256, 128), "[num_experts, gate_up_size, 128]", WEIGHTS),
-        "gate_up_scale": Valid(powers(3, 256, 8), "[num_experts, 256, 8]"),
-        "down": Valid(packed(3, 256, 64), "[num_experts, hidden_size, 64]"),
-        "down_scale": Valid(powers(3, 256, 4), "[num_experts, 256, 4]"),
-    },
-}
+    "experts": {"x": Valid(bf16(5, 256), "[num_tokens, hidden_size]"),
+     "topk_weights": Valid(torch.ones(5, 2), "[num_tokens, topk]"), "topk_ids": IDS,
+     "gate_up": Valid(packed(3, 256, 128), "[num_experts, gate_up_size, 128]", WEIGHTS),
+     "gate_up_scale": Valid(powers(3, 256, 8), "[num_experts, 256, 8]"),
+     "down": Valid(packed(3, 256, 64), "[num_experts, hidden_size, 64]"),
+     "down_scale": Valid(powers(3, 256, 4), "[num_experts, 256, 4]")},
+}  # fmt: skip
 NUMBERS |= {"num_experts": 3, "top_k": 2, "swiglu_limit": 10.0}
 NUMBERS |= {"num_groups": 4, "kept_groups": 2, "normalize": True}
 BF16 = {

@@ -8,16 +8,13 @@ from tests.ops.error_rows.valid import NUMBERS, OWN, Valid
 from tests.ops.error_rows.wording import Entry, alone, at_least, no_int, too_many
 
 OWN |= {
-    "sparse_mla_prefill": {
-        "q": Q,
-        "swa_cache": pages("swa"),
-        "swa_block_table": Valid(i32([[0, 3], [2, 1], [1, -1]]), "[num_reqs, max_swa_blocks]"),
-        "extra_cache": pages("extra"),
-        "extra_block_table": Valid(i32([[3], [0], [-1]]), "[num_reqs, max_extra_blocks]"),
-        "attn_sink": SINK,
-    },
+    "sparse_mla_prefill": {"q": Q, "swa_cache": pages("swa"),
+     "swa_block_table": Valid(i32([[0, 3], [2, 1], [1, -1]]), "[num_reqs, max_swa_blocks]"),
+     "extra_cache": pages("extra"),
+     "extra_block_table": Valid(i32([[3], [0], [-1]]), "[num_reqs, max_extra_blocks]"),
+     "attn_sink": SINK},
     "sparse_mla_plan": {"swa_lens": LENS, "extra_lens": LENS},
-}
+}  # fmt: skip
 NUMBERS |= {"num_heads": 64, "num_programs": 132}
 EXTRA = ("extra_cache", "extra_block_table", "topk_indices")
 MANY = i32([0] * 16384)
