@@ -48,42 +48,44 @@ def cache_sized_buffers(code: str, cache: torch.Tensor) -> list[str]:
     return found
 
 
-class WithBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.caches = KVCacheBuffers(LAYOUT, num_layers=2, num_blocks=BLOCKS)
-        for layer, cache in enumerate(self.caches):
-            cache.copy_(garbage() + layer)
+class Caches(nn.Module):
+    """Caches of every kind: the second of two layers, of an indexer, and of plain rows."""
 
-    def forward(self, k, slots):
-        insert(k, self.caches[1], slots)
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = KVCacheBuffers(LAYOUT, num_layers=2, num_blocks=BLOCKS)
+        for layer, cache in enumerate(self.layers):
+            cache.copy_(garbage() + layer)
+        self.how, argument = how, garbage()
+        main = self.layers[1] if how == "buffer" else argument
+        self.all = [main, garbage(layout=INDEXER), PlainLayout(4, width=32).allocate(100)]
+
+    def forward(self, k, caches, slots):
+        main, indexer, plain = caches
+        insert(k, self.layers[1] if self.how == "buffer" else main, slots)
+        ops.quantize_and_insert_indexer_k(k[:, :128], indexer, slots, block_size=64)
+        ops.insert_k_cache(k[:, :32], plain, slots)
 
 
 @pytest.mark.parametrize(
     "how", [*nightly("that of a buffer", "argument", "marked argument"), "buffer"]
 )
-def test_an_insert_writes_the_cache_where_it_is(how):
+def test_inserts_write_the_caches_where_they_are(how):
     torch._dynamo.reset()
-    k, cache = keys(0), garbage()
-    if how == "buffer":
-        model = WithBuffers()
-        cache = model.caches[1]
-        call, arguments = model, (k, SLOTS)
-    else:
-        call, arguments = insert, (k, cache, SLOTS)
+    model, eager = Caches(how), Caches(how)
     if how == "marked argument":
-        mark_static(cache)
-    expected = cache.clone()
-    insert(k, expected, SLOTS)
-    assert not torch.equal(expected, cache)
-    address = cache.data_ptr()
-    _, code = compile_and_get_code(torch.compile(call, fullgraph=True, dynamic=False), *arguments)
-    assert torch.equal(cache, expected)
-    assert cache.data_ptr() == address
-    assert cache_sized_buffers(code, cache) == []
+        mark_static(model.all[0])
+    given = (keys(0), model.all if how != "buffer" else [None, *model.all[1:]], SLOTS)
+    before, addresses = ([each.clone() for each in model.all], [c.data_ptr() for c in model.all])
+    eager(keys(0), eager.all, SLOTS)
+    _, code = compile_and_get_code(torch.compile(model, fullgraph=True, dynamic=False), *given)
+    for cache, expected, old in zip(model.all, eager.all, before, strict=True):
+        assert torch.equal(cache, expected)
+        assert not torch.equal(cache, old)
+        assert cache_sized_buffers(code, cache) == []
+    assert [cache.data_ptr() for cache in model.all] == addresses
     assert ".copy_(" not in code
-    if how == "buffer":
-        assert torch.equal(model.caches[0], garbage()), "another layer was written to"
+    assert torch.equal(model.layers[0], garbage()), "another layer was written to"
 
 
 def test_the_check_for_copies_sees_one():
@@ -99,27 +101,6 @@ def test_the_check_for_copies_sees_one():
     compiled = torch.compile(functional, fullgraph=True, dynamic=False)
     _, code = compile_and_get_code(compiled, keys(0), cache, SLOTS)
     assert cache_sized_buffers(code, cache)
-
-
-def test_indexer_and_plain_inserts_write_in_place():
-    torch._dynamo.reset()
-    indexer = garbage(layout=INDEXER)
-    plain = PlainLayout(4, width=32).allocate(100)
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randn(7, 32, generator=generator).to(torch.bfloat16)
-
-    def both(k, indexer, rows, plain, slots):
-        ops.quantize_and_insert_indexer_k(k, indexer, slots, block_size=64)
-        ops.insert_k_cache(rows, plain, slots)
-
-    arguments = (keys(1, width=128), indexer, rows, plain, SLOTS)
-    copies = tuple(tensor.clone() for tensor in arguments)
-    both(*copies)
-    _, code = compile_and_get_code(torch.compile(both, fullgraph=True, dynamic=False), *arguments)
-    for actual, expected in zip(arguments, copies, strict=True):
-        assert torch.equal(actual, expected)
-    assert cache_sized_buffers(code, plain) == []
-    assert cache_sized_buffers(code, indexer) == []
 
 
 each_kind_of_size = pytest.mark.parametrize(

@@ -123,12 +123,12 @@ def test_an_attempt_keeps_the_error():
     assert measure.attempt(lambda: {}["missing"]) == Failed("KeyError: 'missing'")
 
 
-def test_a_package_that_does_not_load_says_how_its_process_ended(tmp_path):
-    bad = tmp_path / "decode.pt2"
-    bad.write_bytes(b"none")
-    torch.save({"inputs": [torch.zeros(1)] * 4, "steps": 1}, tmp_path / "inputs.pt")
-    with pytest.raises(RuntimeError, match=r"the process of the package ended with 1: \w"):
-        ours.decoded(ours.decoding_process(bad, tmp_path / "inputs.pt"))
+def test_a_package_that_does_not_load_says_how_its_process_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(ours, "RUNNER", tmp_path / "runner.py")
+    ours.RUNNER.write_text("raise OSError('no package')")
+    text = "the process of the package ended with 1: OSError: no package"
+    with pytest.raises(RuntimeError, match=text):
+        ours.decoded(ours.decoding_process(tmp_path / "decode.pt2", tmp_path / "inputs.pt"))
 
 
 def test_both_files_of_a_package_compile_at_once_and_before_the_linker(monkeypatch):
