@@ -143,7 +143,6 @@ REFUSED = {
     "FlashMLA with splits of its own": (lambda: small_model(head_dim=512),
      {"impl": "flash_mla", "batch_invariant": True}, UNKNOWN,
      "batch_invariant must be False for impl 'flash_mla', got True"),
-    "batch_invariant": (small_model, {"batch_invariant": 1}, TypeError, "batch_.* a bool, got int"),
 }  # fmt: skip
 
 

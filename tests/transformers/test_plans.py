@@ -74,12 +74,6 @@ def test_steps_of_more_tokens_than_a_plan_may_have_go_without(monkeypatch):
     assert engine.worst(expected()) < 1e-4
 
 
-def test_what_a_plan_is_not():
-    with pytest.raises(TypeError) as caught:
-        patched(plan=64)
-    assert str(caught.value) == "patch: plan must be a bool, got int. Pass True or False."
-
-
 METADATA = {"flash_mla": "flash_mla_metadata", "deep_gemm": "paged_mqa_logits_metadata"}
 
 

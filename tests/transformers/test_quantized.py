@@ -482,12 +482,3 @@ def test_a_path_is_a_folder(tmp_path):
             ValueError, match=r"^load_quantized: path must be a folder, got '.*'\. "
         ):
             v4.load_quantized(path)
-    with pytest.raises(TypeError, match=r"^load_quantized: path must be a str or a path, "):
-        v4.load_quantized(None)
-
-
-def test_settings_of_loading_are_checked(tiny):
-    with pytest.raises(TypeError, match=r"^load_quantized: scales must be a bool, got str\. "):
-        v4.load_quantized(tiny, scales="x")
-    with pytest.raises(TypeError, match=r"^load_quantized: config must be a configuration, got "):
-        v4.load_quantized(tiny, config="x")
