@@ -10,7 +10,7 @@ from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.tiles import SCHEDULE_KEYS
 from dsv4_ops.core.types import ABSENT, INT32_MAX, IndexerQuery
 from dsv4_ops.reference.batch import token_map
-from dsv4_ops.reference.common import dense, valid_tokens, visible_rows
+from dsv4_ops.reference.common import dense, runs_on_cpu, valid_tokens, visible_rows
 from dsv4_ops.reference.indices import global_topk_indices_and_lens
 from dsv4_ops.reference.kv_cache import gathered_bits
 from dsv4_ops.reference.pages import gather_rows, insert_parts, locate, row_columns
@@ -105,6 +105,10 @@ def indexer_quantize_q(
     return IndexerQuery(as_e4m3(dense(codes)), dense(scaled))
 
 
+_TOKENS_AT_ONCE = 128
+"""Tokens whose products with all keys are in memory at the same time, in eager mode on a CPU."""
+
+
 def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Compute scores [num_tokens, num_keys], float32, of float32 queries [num_tokens, heads, dim]
     over keys [num_keys, dim] or [num_tokens, num_keys, dim]."""
@@ -126,15 +130,54 @@ def paged_scores(
 ) -> tuple[Tensor, Tensor]:
     """Compute scores [num_tokens, num_rows] of the first rows of every token's request, and the
     mask of the rows that exist among the first ``lens``."""
+    if runs_on_cpu(q):
+        tensors = (q, weights, k_cache, lens, req_indices, block_table)
+        return _scores_by_request(*tensors, block_size, num_rows, layout)
     row = torch.arange(num_rows, device=q.device).unsqueeze(0)
     in_length = row < lens.unsqueeze(1)
     pages, rows = locate(block_table, req_indices.unsqueeze(1), row, in_length, block_size)
+    keys, scales, exists = _keys(k_cache, pages, rows, block_size, layout)
+    return scores(q.to(torch.float32), weights, keys) * scales, exists
+
+
+def _scores_by_request(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_rows: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """``paged_scores``, but a request's keys are gathered once for several of its tokens."""
+    found = torch.zeros(q.shape[0], num_rows, dtype=torch.float32, device=q.device)
+    exists = torch.zeros_like(found, dtype=torch.bool)
+    sees = lens > 0
+    for request in req_indices[sees].unique():
+        (tokens,) = torch.where(sees & (req_indices == request))
+        for some in tokens.split(_TOKENS_AT_ONCE):
+            longest = min(int(lens[some].max()), num_rows)
+            row = torch.arange(longest, device=q.device).unsqueeze(0)
+            pages, rows = locate(block_table, request.view(1, 1), row, row >= 0, block_size)
+            keys, scales, stored = _keys(k_cache, pages, rows, block_size, layout)
+            part = scores(q[some].to(torch.float32), weights[some], keys[0]) * scales
+            found[some, :longest] = part
+            exists[some, :longest] = stored & (row < lens[some].unsqueeze(1))
+    return found, exists
+
+
+def _keys(
+    k_cache: Tensor, pages: Tensor, rows: Tensor, block_size: int, layout: str
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """Return float32 keys at (block, row), their scales, and which of them exist."""
     exists = (pages >= 0) & (pages < k_cache.shape[0])
     if layout == PlainLayout.tag:
         values = gathered_bits(k_cache, pages, rows).view(k_cache.dtype)
-        return scores(q.to(torch.float32), weights, values.to(torch.float32)), exists
+        return values.to(torch.float32), 1.0, exists
     codes, scales = _stored(k_cache, pages, rows, block_size)
-    return scores(q.to(torch.float32), weights, e4m3_values(codes)) * scales, exists
+    return e4m3_values(codes), scales, exists
 
 
 def indexer_logits(
