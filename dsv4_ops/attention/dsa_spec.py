@@ -21,6 +21,9 @@ from dsv4_ops.ops.mla import PROVIDERS as SPARSE_PROVIDERS
 class DsaSpec(MlaSpec):
     """Configuration shared by all layers of a model with DeepSeek sparse attention.
 
+    It has the fields of ``MlaSpec`` too, of which ``layout`` is "plain" or "mla_ds_fp8", and
+    ``query`` and ``parallel`` are None.
+
     Args:
         index_topk: Rows that the indexer selects for a token, which attends to no others.
         index_heads: Query heads of the indexer.
@@ -28,8 +31,6 @@ class DsaSpec(MlaSpec):
             have the spec's dtype.
         interleaved: Whether the indexer's RoPE rotates pairs (2 i, 2 i + 1), as GLM-5's does,
             rather than (i, i + qk_rope_head_dim / 2).
-        kwargs: The fields of ``MlaSpec``. ``layout`` is "plain" or "mla_ds_fp8"; ``query`` and
-            ``parallel`` are None.
 
     Example:
         >>> from dsv4_ops.attention import DsaSpec
