@@ -4,7 +4,7 @@
 # make docs  the site of docs/ into build/site; fails at any warning
 # make env  the environment of tests; make venv  that of all targets
 # make demo MODEL=v3  stock Hugging Face beside ours on a small DeepSeek-V4 or V3, measured here; minutes
-# make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
+# make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills; TARGETS=80,90 for several GPUs
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
 # make test-vllm  the plugin in vLLM's engine, in an environment of its own (3.4 GB); a minute an engine
 # make tensorrt-stubs  torch-tensorrt without TensorRT, for tests/tensorrt, into build/
@@ -29,6 +29,8 @@ GPUS ?= 1
 GPU_WORKERS ?= $(shell expr 14 \* $(GPUS))
 GPU_SECONDS ?= 510
 PART ?= 1/1
+# compute capabilities of `make kernels`
+TARGETS ?= 90
 
 BIN := $(VENV)/bin
 # the longest first, so that no process waits for another
@@ -92,7 +94,7 @@ docs: $(DEV_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 kernels: $(TEST_STAMP)
-	$(BIN)/python -m dsv4_ops kernels
+	$(BIN)/python -m dsv4_ops kernels --targets $(TARGETS)
 
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -n 0 tests/vllm $(PYTEST_ARGS)
