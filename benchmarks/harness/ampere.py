@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._inductor.runtime.hints import DeviceProperties
 from triton import knobs
 from triton.backends.compiler import Language
 from triton.runtime import JITFunction, driver
@@ -52,6 +53,7 @@ def _forget() -> None:
     """Drop the kernels that this process has loaded: Triton does not tell targets apart."""
     torch._dynamo.reset()
     PLANS.plans.clear()
+    vars(DeviceProperties)["create"].__func__.cache_clear()  # of Inductor's, with the capability
     for each in gc.get_objects():
         if type(each) is JITFunction:
             each.device_caches.clear()
