@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
@@ -47,6 +51,21 @@ def new_cache(model: Any = None, **sizes: Any) -> v4.PagedCache:
     return v4.PagedCache.for_model(
         model or reference(), **{"max_batch_size": REQUESTS, "max_cache_len": LENGTH, **sizes}
     )
+
+
+def leaves(cache: v4.PagedCache) -> list[Tensor]:
+    tensors = (cache.seq_lens, cache.written, cache.tensors)
+    return [leaf.clone() for leaf in tree_leaves(tensors)]
+
+
+@contextmanager
+def refuses(cache: v4.PagedCache, message: str) -> Iterator[None]:
+    """One error that begins with ``message``, a pattern; no value of the cache changes."""
+    before = leaves(cache)
+    with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
+        yield
+    assert re.match(message, str(raised.value)), raised.value
+    assert all(map(torch.equal, before, leaves(cache)))
 
 
 def first_step(

@@ -1,6 +1,7 @@
 """Calls of a patched model with a ``PagedCache``: what it returns, and what it refuses before
 anything is written."""
 
+import re
 from functools import lru_cache
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 from torch.utils._pytree import (
     tree_flatten,
     tree_flatten_with_path,
-    tree_leaves,
     tree_structure,
     tree_unflatten,
     treespec_dumps,
@@ -24,6 +24,7 @@ from tests.support.hf_models import (
     expected,
     new_cache,
     reference,
+    refuses,
     stock,
     text,
 )
@@ -38,10 +39,6 @@ def ids():
 
 def cache_of(**sizes):
     return new_cache(**{"max_batch_size": 2, "max_cache_len": 64, **sizes})
-
-
-def leaves(cache):
-    return [leaf.clone() for leaf in tree_leaves((cache.seq_lens, cache.tensors))]
 
 
 def test_outputs():
@@ -161,11 +158,8 @@ REFUSED_CALLS = [
 def test_calls_that_are_refused_write_nothing(given, sizes, message):
     sizes = {"kv": "fp32", "precision": "reference", "config": small_config(), **sizes}
     cache = v4.PagedCache(sizes.pop("config"), max_batch_size=2, max_cache_len=64, **sizes)
-    before = leaves(cache)
-    with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
+    with refuses(cache, re.escape(f"model: {message}")):
         reference()(**{"input_ids": ids(), "cache": cache, **given})
-    assert str(raised.value).startswith(f"model: {message}")
-    assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
 
 
 @pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])
@@ -184,11 +178,8 @@ def test_steps_refuse_the_cache_of_another_model(step, changed, name, held, valu
     settings = {"kv": "fp32", "precision": changed.get("precision", "reference")}
     cache = v4.PagedCache(small_config(**fields), max_batch_size=2, max_cache_len=64, **settings)
     batch = Engine(reference(), cache, text()).batch({0: 1, 1: 3})
-    before = leaves(cache)
-    with pytest.raises(ValueError, match="cache must have the model's") as raised:
+    with refuses(cache, re.escape(f"{step.__name__}: {OTHER.format(name, held, value)}") + "$"):
         step(reference(), batch, cache.tensors)
-    assert str(raised.value) == f"{step.__name__}: {OTHER.format(name, held, value)}"
-    assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
 
 
 def test_what_a_cache_was_made_for_is_part_of_its_structure():
