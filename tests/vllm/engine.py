@@ -5,17 +5,14 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 
-def prompts(
-    count: int, seed: int = 0, *, short: bool = False, shared: bool = False
-) -> list[list[int]]:
+def prompts(count: int, *, short: bool = False, shared: bool = False) -> list[list[int]]:
     """Sample prompts of 3 to 250 tokens, or 30 if ``short``; after the begin of one text, if
     ``shared``."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     text = [rng.randrange(3, 250) for _ in range(600)]
     lengths = (3, 30) if short else (3, 30, 140, 250)
     begins = (0, 260, 520, 600) if shared else (0,)
@@ -49,23 +46,8 @@ class Report(NamedTuple):
     pool: str
 
 
-def run(
-    path: str,
-    count: int = 20,
-    new: int = 24,
-    short: bool = False,
-    shared: bool = False,
-    given: list[list[int]] | None = None,
-    seed: int = 0,
-    arrivals: bool = False,
-    record: str = "",
-    **settings: Any,
-) -> Report:
-    """Serve ``count`` requests, or the prompts ``given``, greedily, with answers of ``new`` tokens.
-
-    With ``arrivals``, a few arrive in each step, and some are cancelled. With ``record``, write to
-    this file what every step got from vLLM.
-    """
+def make_engine(path: str, **settings: Any) -> Any:
+    """Make a vLLM in this process: its ``LLM``."""
     os.environ.update(
         DSV4_OPS_VLLM="1",
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -74,25 +56,60 @@ def run(
         VLLM_LOGGING_LEVEL="WARNING",
     )
     import torch
-    from torch._dynamo.utils import counters
 
     # vLLM's CPU platform turns chunked prefills and prefix caching off without AMX, which only its
     # own kernels need
     torch.cpu._is_amx_tile_supported = lambda: True
-    from vllm import LLM, SamplingParams
-
-    from dsv4_ops.integrations.transformers import PagedCache
-    from dsv4_ops.integrations.vllm import _compat
+    from vllm import LLM
 
     defaults: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8}
     defaults |= {"skip_tokenizer_init": True, "dtype": "float32", "disable_log_stats": False}
     defaults |= {"enable_prefix_caching": False, "max_num_batched_tokens": 64}
-    llm = LLM(model=path, **(defaults | settings))
+    return LLM(model=path, **(defaults | settings))
+
+
+def core_of(llm: Any) -> Any:
+    """The engine below an ``LLM``, with the scheduler and the worker."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def runner_of(llm: Any) -> Any:
+    """What runs the model, which is its ``model``."""
+    return core_of(llm).model_executor.driver_worker.worker.model_runner
+
+
+def greedy(new: int) -> Any:
+    """Parameters of a request for ``new`` tokens with logprobs."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, logprobs=1
+    )
+
+
+def run(
+    path: str,
+    count: int = 20,
+    new: int = 24,
+    short: bool = False,
+    shared: bool = False,
+    given: list[list[int]] | None = None,
+    record: str = "",
+    **settings: Any,
+) -> Report:
+    """Serve ``count`` requests, or the prompts ``given``, greedily, with answers of ``new`` tokens.
+
+    With ``record``, write to this file what every step got from vLLM.
+    """
+    llm = make_engine(path, **settings)
+    import torch
+    from torch._dynamo.utils import counters
+
+    from dsv4_ops.integrations.vllm import _compat
+
     graphs = counters["stats"]["unique_graphs"]
-    core: Any = llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
+    runner, counts, steps = runner_of(llm), [0, 0], []
     model = runner.model
-    counts, steps = [0, 0], []
     before = model.forward
 
     def counted(input_ids: Any, positions: Any, *args: Any, **rest: Any) -> Any:
@@ -103,17 +120,12 @@ def run(
         return before(input_ids, positions, *args, **rest)
 
     model.forward = counted
-    given = given or prompts(count, seed, short=short, shared=shared)
-    params = SamplingParams(
-        max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, logprobs=1
+    given = given or prompts(count, short=short, shared=shared)
+    outs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in given], greedy(new), use_tqdm=False
     )
-    asked = [{"prompt_token_ids": prompt} for prompt in given]
-    if arrivals:
-        outs = list(_arriving(llm.llm_engine, asked, params, random.Random(seed)))
-    else:
-        outs = llm.generate(asked, params, use_tqdm=False)
     if record:
-        num_blocks = core.scheduler.kv_cache_config.num_blocks
+        num_blocks = core_of(llm).scheduler.kv_cache_config.num_blocks
         text = json.dumps({"num_blocks": num_blocks, "steps": steps}, separators=(",", ":"))
         Path(record).write_text(text + "\n")
     storage = next(iter(model.pages.values())).kv_cache.untyped_storage()
@@ -121,6 +133,25 @@ def run(
     pool = hashlib.sha256(held.numpy()).hexdigest()
     late = counters["stats"]["unique_graphs"] - graphs
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    return Report(
+        *compared(model, outs),
+        *counts,
+        sum(out.num_cached_tokens or 0 for out in outs),
+        int(metrics.get("vllm:num_preemptions") or 0),
+        int(metrics.get("vllm:spec_decode_num_draft_tokens") or 0),
+        graphs,
+        late,
+        pool,
+    )
+
+
+def compared(model: Any, outs: list[Any]) -> tuple[float, int]:
+    """Largest difference of a logprob from that of one step over prompt and answer, and the number
+    of answered tokens that are not the greedy ones there."""
+    import torch
+
+    from dsv4_ops.integrations.transformers import PagedCache
+
     error, wrong = 0.0, 0
     for out in outs:
         prompt, answer = out.prompt_token_ids, torch.tensor(out.outputs[0].token_ids)
@@ -133,31 +164,7 @@ def run(
         said = [step[token].logprob for token, step in steps]
         error = max(error, float((torch.tensor(said) - chosen).abs().max()))
         wrong += int((logits.gather(-1, answer[:, None])[:, 0] < logits.amax(-1)).sum())
-    return Report(
-        error,
-        wrong,
-        *counts,
-        sum(out.num_cached_tokens or 0 for out in outs),
-        int(metrics.get("vllm:num_preemptions") or 0),
-        int(metrics.get("vllm:spec_decode_num_draft_tokens") or 0),
-        graphs,
-        late,
-        pool,
-    )
-
-
-def _arriving(engine: Any, asked: list[Any], params: Any, rng: random.Random) -> Iterator[Any]:
-    """Yield the last output of every request, cancelled ones included."""
-    waiting, last = list(enumerate(asked)), {}
-    while waiting or engine.has_unfinished_requests():
-        for number, prompt in waiting[: rng.choice((0, 0, 1, 1, 3))]:
-            engine.add_request(str(number), prompt, params)
-            waiting.pop(0)
-        for out in engine.step():
-            last[out.request_id] = out
-            if not out.finished and rng.random() < 0.02:
-                engine.abort_request([out.request_id])
-    yield from last.values()
+    return error, wrong
 
 
 def _step(tokens: Any, metadata: Any, requests: list[str]) -> dict[str, Any]:

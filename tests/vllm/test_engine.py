@@ -19,6 +19,7 @@ NGRAM = {
     "prompt_lookup_max": 2,
     "prompt_lookup_min": 1,
 }
+AOT_EAGER = {"dsv4_ops": {"backend": "aot_eager"}}
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,17 @@ def folders(tmp_path_factory):
     return {"v4": write_v4(path / "v4"), "v3": write_v3(path / "v3"), "released": path / "released"}
 
 
-def serve(path, **settings):
-    """Run requests in an engine of a process of its own."""
-    settings = json.dumps({"path": str(path), **settings})
-    command = [sys.executable, "-m", "tests.vllm.engine", settings]
+def in_process(module, settings):
+    """Run a module with an engine, and return the last line that it prints."""
+    command = [sys.executable, "-m", module, json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    report = Report(**json.loads(done.stdout.splitlines()[-1]))
+    return done.stdout.splitlines()[-1]
+
+
+def serve(path, **settings):
+    """Run requests in an engine."""
+    report = Report(**json.loads(in_process("tests.vllm.engine", {"path": str(path), **settings})))
     print(report)
     assert report.wrong == 0  # no token but the greedy ones
     return report
@@ -70,8 +75,8 @@ def test_compiled_steps_leave_every_byte_of_the_pool_as_eager_steps_do(folders, 
     settings = {"shared": True, "enable_prefix_caching": True, "num_gpu_blocks_override": 300}
     settings |= {"count": 6, "new": 8} | ({"block_size": 64} if version == "v3" else {})
     eager = serve(folders[version], **settings)
-    backend = {"additional_config": {"dsv4_ops": {"backend": "aot_eager"}}}
-    report = serve(folders[version], enforce_eager=False, **backend, **settings)
+    settings |= {"enforce_eager": False, "additional_config": AOT_EAGER}
+    report = serve(folders[version], **settings)
     assert report.pool == eager.pool
     assert report.graphs == {"v4": 12, "v3": 8}[version]
     assert (eager.graphs, report.late) == (0, eager.late)  # vLLM compiles one of its own
@@ -107,11 +112,19 @@ def test_v3_shares_prefixes_of_latent_rows(folders):
     assert report.cached > 1000
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_requests_that_come_and_leave_at_any_time(folders, seed):
-    """With few blocks, prefixes of others, drafts, and chunks."""
-    settings = {"num_gpu_blocks_override": 260, "speculative_config": NGRAM}
-    settings |= {"shared": True, "enable_prefix_caching": True, "arrivals": True}
-    report = serve(folders["v4"], count=40, new=12, seed=seed, **settings)
-    assert report.error <= 1e-5
-    assert report.cached > 0
+@pytest.mark.parametrize(
+    ("version", "examples", "settings"),
+    [
+        ("v4", 12, {"speculative_config": NGRAM}),
+        ("v4", 6, {"enforce_eager": False, "additional_config": AOT_EAGER}),
+        ("v3", 12, {"block_size": 64}),
+    ],
+)
+def test_requests_that_come_and_leave_at_any_time(folders, version, examples, settings):
+    """Sampled: with few blocks, prefixes of others, and chunks."""
+    settings = {"path": str(folders[version]), "examples": examples, **settings}
+    seen = json.loads(in_process("tests.vllm.sampled", settings))
+    print(seen)
+    assert seen["requests"] > 2 * examples
+    assert seen["cached"] > 0
+    assert seen["left"] > 0

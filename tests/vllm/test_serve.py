@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import pytest
@@ -35,7 +36,9 @@ def address(folder):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = ["--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32"]
-    settings += ["--enforce-eager", "--tokenizer-mode", "hf", "--no-enable-prefix-caching"]
+    settings += ["--tokenizer-mode", "hf", "--no-enable-prefix-caching"]
+    settings += ["--num-gpu-blocks-override", "300"]  # which this backend copies in every op
+    settings += ["--additional-config", '{"dsv4_ops": {"backend": "aot_eager"}}']
     settings += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"]
     # not vllm serve, which looks for a distribution of the name vllm
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -46,7 +49,7 @@ def address(folder):
     with log.open("w") as out:
         server = subprocess.Popen(command, env=os.environ | more, stdout=out, stderr=out)
     try:
-        url, end = f"http://127.0.0.1:{port}", time.time() + 240
+        url, end = f"http://127.0.0.1:{port}", time.time() + 400
         while time.time() < end and server.poll() is None:
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -61,11 +64,22 @@ def address(folder):
         server.wait(60)
 
 
-def ask(url, path, **body):
+def opened(url, path, **body):
     data = json.dumps({"model": "small", "temperature": 0, "max_tokens": 16, **body}).encode()
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def ask(url, path, **body):
+    with opened(url, path, **body) as answer:
         return json.load(answer)
+
+
+def gauge(url, name):
+    """A value of the server's metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 
 def test_a_chat_gets_the_text_of_generate(folder, address):
@@ -84,3 +98,50 @@ def test_a_grammar_of_vllm_holds(address):
     choice = {"structured_outputs": {"choice": ["yes", "no"]}}
     found = ask(address, "/v1/completions", prompt="Is it?", **choice)
     assert found["choices"][0]["text"] in ("yes", "no")
+
+
+def test_a_stream_has_the_text_of_a_completion(address):
+    asked = {"prompt": "A window of", "ignore_eos": True}
+    whole = ask(address, "/v1/completions", **asked)["choices"][0]["text"]
+    with opened(address, "/v1/completions", stream=True, **asked) as answer:
+        lines = [line.decode().strip().removeprefix("data: ") for line in answer if line.strip()]
+    assert lines.pop() == "[DONE]"
+    parts = [json.loads(line)["choices"][0]["text"] for line in lines]
+    assert len(parts) > 4
+    assert "".join(parts) == whole
+
+
+def test_a_client_that_leaves_frees_its_blocks(address):
+    asked = {"prompt": "A window of", "ignore_eos": True, "max_tokens": 450}
+    with opened(address, "/v1/completions", stream=True, **asked) as answer:
+        assert answer.readline().startswith(b"data: ")
+        assert gauge(address, "kv_cache_usage_perc") > 0
+    end = time.time() + 30
+    while gauge(address, "num_requests_running") or gauge(address, "kv_cache_usage_perc"):
+        assert time.time() < end
+        time.sleep(0.2)
+    assert gauge(address, "generation_tokens_total") < 450
+    ask(address, "/v1/completions", prompt="Is it?")
+
+
+def test_an_answer_ends_at_the_longest_length(address):
+    asked = {"prompt": [5] * 500, "max_tokens": 40, "ignore_eos": True}
+    found = ask(address, "/v1/completions", **asked)
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert found["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": [5] * 600}, "maximum context length"),
+        ({"prompt": [10**6]}, "out of vocabulary"),
+        ({"prompt": 5}, "prompt"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_and_nothing_else(address, body, message):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(address, "/v1/completions", **body)
+    assert refused.value.code == 400
+    assert message in refused.value.read().decode()
+    ask(address, "/v1/completions", prompt="Is it?")
