@@ -22,7 +22,13 @@ from dsv4_ops.integrations.transformers.steps.export import (
     prefill_shapes,
 )
 from dsv4_ops.lowering.inspect import load_package
-from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
+from dsv4_ops.testing.models import (
+    MLA_YARN,
+    small_dsa_model,
+    small_mla_config,
+    small_mla_model,
+    small_model,
+)
 from tests.helpers import Called, i32, nightly
 from tests.support import hf_models
 from tests.support.hf_models import Engine, run_changing, run_preempted, run_randomly, text
@@ -279,7 +285,7 @@ def test_queries_in_codes_are_one_graph_after_a_cast():
 # Batches that do not fit
 
 
-@pytest.mark.parametrize("model", ["absorbed", "expanded", "V4"])
+@pytest.mark.parametrize("model", ["absorbed", "expanded", "V4", "GLM-5"])
 @pytest.mark.parametrize("step", [v4.prefill_step, v4.decode_step])
 def test_adversarial_batches_touch_no_one_else(model, step, request, monkeypatch):
     """Rows that do not exist, ids of padding, lengths beyond the cache: counted, not read; bits of
@@ -289,6 +295,9 @@ def test_adversarial_batches_touch_no_one_else(model, step, request, monkeypatch
     patched, want = reference(), expected()
     if model == "V4":
         patched, want = hf_models.reference(), hf_models.expected()
+    elif model == "GLM-5":
+        patched = v4.patch(small_dsa_model(model), kv="fp32", precision="reference")
+        want = small_dsa_model(model)(tokens()).logits
     monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
     monkeypatch.setattr(padded, "may_wait", lambda tensor: False)
     outs = []
