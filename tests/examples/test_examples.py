@@ -44,8 +44,7 @@ def run(script: str, *options: object, status: int = 0) -> list[str]:
 
 
 def test_every_script_says_what_it_shows_and_stays_short():
-    numbers = ["01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11"]
-    assert [name[:2] for name in SCRIPTS] == numbers
+    assert [name[:2] for name in SCRIPTS] == [f"{number:02}" for number in range(1, 13)]
     for name in SCRIPTS:
         text = (EXAMPLES / name).read_text()
         assert text.startswith('"""'), name
