@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
+
 from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import IndexerLayout, Layout, MlaDsFp8Layout, PlainLayout
-from dsv4_ops.core.registry import AUTO
+from dsv4_ops.core.registry import AUTO, TRITON
 from dsv4_ops.dispatch.choice import IMPLS, check_limit, impl_for
 from dsv4_ops.dispatch.libraries import LIBRARIES
-from dsv4_ops.dispatch.limits import Sizes
+from dsv4_ops.dispatch.limits import Sizes, limit
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
 from dsv4_ops.ops.mla import PROVIDERS as SPARSE_PROVIDERS
 
@@ -82,12 +84,23 @@ class DsaSpec(MlaSpec):
         """The spec of steps that attend to every row, which caches of index_topk tokens allow."""
         return replace(self, impl=AUTO) if self.impl in LIBRARIES else self
 
+    @property
+    def expands(self) -> bool:
+        """Whether our kernel of ``mla_prefill`` takes expanded keys and values of these sizes, in
+        bfloat16. Those of GLM-5 are wider."""
+        nope, value = self.qk_nope_head_dim, self.v_head_dim
+        widths = {"q": nope + self.qk_rope_head_dim, "k_nope": nope, "v": value}
+        sizes = {name: Sizes((1, 1, width), torch.bfloat16) for name, width in widths.items()}
+        return limit("mla_prefill", TRITON, sizes, asking=False) is None
+
     def check_impl(self, op: str, num_tokens: int, impl: str | None = None) -> None:
         """Raise an error that names ``op`` if ``impl`` does not support the spec's calls.
 
         These are those of ``dense``, the selection and the attention to selected rows."""
         impl = self.impl if impl is None else impl
-        super().check_impl(op, num_tokens, AUTO if impl in LIBRARIES else impl)
+        expands = self.context == "absorbed" or self.expands
+        dense = self if expands else replace(self, context="absorbed")
+        super(DsaSpec, dense).check_impl(op, num_tokens, AUTO if impl in LIBRARIES else impl)
         select = {
             "q": Sizes((num_tokens, self.index_heads, self.index_dim), self.dtype),
             "layout": self.indexer_layout,

@@ -171,6 +171,9 @@ def test_a_library_runs_the_ops_that_it_has():
     are read by our kernels."""
     spec = DsaSpec(num_heads=128, softmax_scale=1.0, layout="mla_ds_fp8")
     assert dataclasses.replace(spec, impl="flash_mla").dense == spec
+    wide = dataclasses.replace(spec, v_head_dim=256, qk_nope_head_dim=192, context="chunked")
+    assert (spec.expands, wide.expands) == (True, False)
+    wide.check_impl("patch", 1, "triton")
     for heads, index_heads, impl in ((16, 64, "flash_mla"), (128, 16, "deep_gemm")):
         other = dataclasses.replace(spec, num_heads=heads, index_heads=index_heads)
         with pytest.raises(NotImplementedError, match=r"^patch: impl must be .* with 16 heads"):

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
-from dsv4_ops.attention import ContextParallel
+from dsv4_ops.attention import ContextParallel, MlaSpec
 from dsv4_ops.core.versions import release
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.batching import hooks
@@ -150,6 +150,27 @@ def test_caches_no_longer_than_a_selection_attend_to_all_rows(family):
     names = set(called.names)
     assert "mla_decode" in names
     assert names.isdisjoint({"mla_sparse", "indexer_select"})
+
+
+WIDE = {"v_head_dim": 256, "qk_nope_head_dim": 192}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "expands"), [("V3.2", {}, True), ("GLM-5", WIDE, False)]
+)
+def test_prompts_expand_their_contexts_where_our_kernel_takes_the_keys(
+    family, sizes, expands, monkeypatch
+):
+    """In caches no longer than a selection. GLM-5's values are too wide, and would run as the
+    reference on a GPU."""
+    monkeypatch.setattr(MlaSpec, "break_even", 0)
+    sizes = {"index_topk": LENGTH, **sizes}
+    want = small_dsa_model(family, **sizes)(tokens()).logits
+    model = v4.patch(small_dsa_model(family, **sizes), **EXACT)
+    with Called() as called:
+        got = model(tokens(), cache=new_cache(model)).logits
+    assert ("mla_prefill" in called.names) == expands
+    torch.testing.assert_close(got, want, rtol=0, atol=CLOSE * max(1.0, float(want.std())))
 
 
 def sampled(rng, family):

@@ -137,7 +137,8 @@ class DsaModelSpec(MlaModelSpec):
     # A step
 
     def absorbs(self, cache: CacheTensors, num_tokens: int, num_reqs: int) -> bool:
-        return not self.is_dense(cache.rope.table) or super().absorbs(cache, num_tokens, num_reqs)
+        expands = self.is_dense(cache.rope.table) and self.layers.expands
+        return not expands or super().absorbs(cache, num_tokens, num_reqs)
 
     def is_dense(self, rope: Tensor) -> bool:
         """Whether no request of a cache with this table has more rows than a selection, so that
