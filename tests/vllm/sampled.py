@@ -43,7 +43,7 @@ REQUESTS = st.builds(
 
 
 def main(path: str, examples: int, **rest: Any) -> None:
-    """Compare every answer, whole or cut off, and count free blocks; print what was served."""
+    """Compare every answer, complete or not, and count free blocks; print what was served."""
     llm = make_engine(path, **(SIZES | rest))
     engine, model = llm.llm_engine, runner_of(llm).model
     blocks = core_of(llm).scheduler.kv_cache_manager.block_pool
