@@ -165,6 +165,12 @@ def decode_scaled(codes, factor):
 
 
 @triton.jit
+def decode_to_bf16(codes):
+    """Return the bf16 values of uint8 codes, by integers."""
+    return decode_scaled(codes, tl.full((), 1.0, tl.bfloat16))
+
+
+@triton.jit
 def dequantize(codes, scale, CONVERTS: tl.constexpr):
     """Return int16 patterns of the bf16 values of uint8 codes; ``scale`` has one byte per
     last dimension."""
