@@ -31,7 +31,8 @@ def quantize_queries(
         CONVERTS: See ``common/fp8.py``.
     """
     ROPE_DIM: tl.constexpr = ROPE[0]
-    FIRST: tl.constexpr = 0 if ROPE[1] else DIM - ROPE_DIM
+    ROPE_FIRST: tl.constexpr = ROPE[1]
+    FIRST: tl.constexpr = 0 if ROPE_FIRST else DIM - ROPE_DIM
     INTERLEAVED: tl.constexpr = ROPE[2]
     q, token_stride, head_stride, dim_stride, num_heads = q
     weights, weight_token_stride, weight_head_stride = weights

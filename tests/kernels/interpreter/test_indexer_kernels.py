@@ -13,6 +13,7 @@ from tests.helpers import NIGHTLY
 from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
+from dsv4_ops.kernels.launcher import EAGER
 
 
 class Grids(dict[str, torch.SymInt | int]):
@@ -21,6 +22,9 @@ class Grids(dict[str, torch.SymInt | int]):
     def __init__(self):
         super().__init__()
         self.arguments = {}
+
+    def __getattr__(self, name):
+        return getattr(EAGER, name)
 
     def __call__(self, kernel):
         return Grid(self, kernel.__name__.removesuffix("_kernel"))
