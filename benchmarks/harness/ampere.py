@@ -51,6 +51,8 @@ def _stages(
 
 def _forget() -> None:
     """Drop the kernels that this process has loaded: Triton does not tell targets apart."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # before loaded kernels are dropped
     torch._dynamo.reset()
     PLANS.plans.clear()
     vars(DeviceProperties)["create"].__func__.cache_clear()  # of Inductor's, with the capability
