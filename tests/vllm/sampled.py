@@ -43,7 +43,7 @@ REQUESTS = st.builds(
 
 
 def main(path: str, examples: int, **rest: Any) -> None:
-    """Compare every answer, complete or not, and count free blocks; print what was served."""
+    """Compare all answers, also of clients that left, and count free blocks."""
     llm = make_engine(path, **(SIZES | rest))
     engine, model = llm.llm_engine, runner_of(llm).model
     blocks = core_of(llm).scheduler.kv_cache_manager.block_pool

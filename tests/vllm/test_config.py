@@ -13,10 +13,11 @@ def config(dtype=torch.bfloat16, cache_dtype="auto", family="deepseek_v4", **cha
     parts = {
         "model_config": {"dtype": dtype, "hf_overrides": {},
          "hf_config": SimpleNamespace(model_type=family)},
-        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1,
-         "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
-         "enable_expert_parallel": False},
+        "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": 1,
+         "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
+         "prefill_context_parallel_size": 1, "enable_expert_parallel": False},
         "cache_config": {"cache_dtype": cache_dtype},
+        "device_config": {"device": "cpu"},
         "load_config": {"load_format": "auto"},
         "compilation_config": {"mode": SimpleNamespace(name="VLLM_COMPILE"), "backend": ""},
     }  # fmt: skip
@@ -67,7 +68,6 @@ def test_the_mode_of_vllm_compiles_or_does_not(given, backend):
     ("name", "value"),
     [
         ("hf_config", SimpleNamespace(model_type="kimi_k2")),
-        ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
         ("decode_context_parallel_size", 2),
         ("prefill_context_parallel_size", 2),
@@ -89,3 +89,24 @@ def test_what_the_model_would_ignore_is_refused_by_name(name, value):
         NotImplementedError, match=f"DeepseekForCausalLM: {said.get(name, name)} must be "
     ):
         check_config(config(**{name: value}))
+
+
+SPLIT = {"tensor_parallel_size": 2, "mode": SimpleNamespace(name="NONE")}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"device": "cuda"}, "tensor_parallel_size"),
+        ({"mode": SimpleNamespace(name="VLLM_COMPILE")}, "compilation_config.mode"),
+        ({"data_parallel_size": 2}, "data_parallel_size"),
+        (
+            {"hf_config": SimpleNamespace(model_type="deepseek_v4", quantization_config={})},
+            "quantization_config",
+        ),
+    ],
+)
+def test_several_ranks_run_eagerly_on_a_cpu(changed, name):
+    check_config(config(**SPLIT))
+    with pytest.raises(NotImplementedError, match=f"DeepseekForCausalLM: {name} must be "):
+        check_config(config(**SPLIT | changed))

@@ -31,11 +31,11 @@ def folders(tmp_path_factory):
 
 
 def in_process(module, settings):
-    """Run a module with an engine, and return the last line that it prints."""
+    """Run a module with an engine, and return the last JSON that it prints."""
     command = [sys.executable, "-m", module, json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()[-1]
+    return [line for line in done.stdout.splitlines() if line.startswith(("{", "[["))][-1]
 
 
 def serve(path, **settings):
@@ -128,3 +128,15 @@ def test_requests_that_come_and_leave_at_any_time(folders, version, examples, se
     assert seen["requests"] > 2 * examples
     assert seen["cached"] > 0
     assert seen["left"] > 0
+
+
+@pytest.mark.parametrize(("version", "settings"), [("v4", {}), ("v3", {"block_size": 64})])
+def test_two_ranks_split_experts_and_dense_layers(folders, version, settings):
+    """Over gloo; ranks repeat attention, and each holds all caches."""
+    answers = []
+    for ranks in (1, 2):
+        given = {"path": str(folders[version]), "tensor_parallel_size": ranks, **settings}
+        answers.append(json.loads(in_process("tests.vllm.ranks", given)))
+    for alone, split in zip(*answers, strict=True):
+        assert [token for token, _ in split] == [token for token, _ in alone]
+        assert [said for _, said in split] == pytest.approx([said for _, said in alone], abs=1e-5)

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dsv4_ops.attention import AttentionStep
+from dsv4_ops.core.versions import release
 from dsv4_ops.integrations.transformers import PagedCache, patch
 from dsv4_ops.integrations.vllm.steps import EngineSteps, GroupTensors, V4Family, cache_name
 from dsv4_ops.testing.models import small_mla_model, small_model
@@ -190,6 +191,7 @@ def states_and_bytes(recorded, backend):
     return found
 
 
+@pytest.mark.skipif(release(torch.__version__) < (2, 13), reason="vLLM 0.32 has torch 2.13")
 @pytest.mark.parametrize(
     ("name", "model", "backend"),
     [

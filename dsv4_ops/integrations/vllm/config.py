@@ -56,8 +56,16 @@ def check_config(vllm_config: Any) -> None:
     family, families = model.hf_config.model_type, " or ".join(CLASSES)
     _check("model_type", family in CLASSES, families, family)
     one = "1, as weights are Hugging Face's"
+    if parallel.tensor_parallel_size > 1:  # by Hugging Face's plan, over all processes
+        ranks, device = "with several ranks", vllm_config.device_config.device
+        _check("tensor_parallel_size", str(device) == "cpu", "1 on a GPU", "several ranks")
+        _check(
+            "compilation_config.mode", compile_backend(vllm_config) is None, f"NONE {ranks}", "on"
+        )
+        plain = getattr(model.hf_config, "quantization_config", None) is None
+        _check("quantization_config", plain, f"None {ranks}", "that of a released folder")
+        _check("data_parallel_size", parallel.data_parallel_size == 1, f"1 {ranks}", "several")
     for name in (
-        "tensor_parallel_size",
         "pipeline_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",

@@ -42,6 +42,7 @@ class DeepseekForCausalLM(nn.Module):
         drafts = vllm_config.speculative_config
         self.decode_tokens = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
         self.target_device = torch.device(vllm_config.device_config.device)
+        self.num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self.settings, self.backend = patch_settings(vllm_config), compile_backend(vllm_config)
         library = require_transformers(OP)
         self.prefix = CLASSES[config.hf_config.model_type]
@@ -66,6 +67,8 @@ class DeepseekForCausalLM(nn.Module):
         self.hf = self.steps = None  # vLLM may load again
         device = self.target_device
         place: dict[str, Any] = {} if device.type == "cpu" else {"device_map": device}
+        if self.num_ranks > 1:
+            place["tp_plan"] = "auto"  # experts and dense layers over vLLM's processes
         if self.revision is not None:
             place["revision"] = self.revision
         if getattr(self.config, "quantization_config", None) is None:
