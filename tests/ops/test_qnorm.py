@@ -127,6 +127,7 @@ def test_epsilon_is_a_constant_of_the_graph():
 def test_one_launch_covers_heads_and_keys():
     """Programs of the launcher: four keys each, then four heads of a token each."""
     pytest.importorskip("triton", reason="triton is published for Linux only")
+    from dsv4_ops.kernels.launcher import Launcher
     from dsv4_ops.kernels.rope import qnorm_rope_insert
 
     def programs(num_tokens: int, num_heads: int, num_slots: int) -> list[int]:
@@ -144,7 +145,7 @@ def test_one_launch_covers_heads_and_keys():
         where = torch.zeros(num_tokens, dtype=torch.int64)
         settings = {**FP8, "layout": "v4_fp8"}
         qnorm_rope_insert.qnorm_rope_kv_insert(
-            Recorder, q, q[:, 0], cache, slots, where, TABLE, **settings
+            Launcher(Recorder), q, q[:, 0], cache, slots, where, TABLE, **settings
         )
         return launched
 
