@@ -128,7 +128,7 @@ def parts(monkeypatch):
         made["compiled"].append(function.__code__.co_name)
         return part(function), function.__code__.co_name.encode()
 
-    def load_one(content, names):
+    def load_one(content, names, place):
         made["loaded"].append(content.decode())
         return part(compiled._part_named(content.decode()))
 
