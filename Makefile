@@ -3,7 +3,7 @@
 # make test-all  nightly: every example, package and variant, 20000 sampled calls per op; hours; lanes
 # make docs  the site of docs/ into build/site; fails at any warning
 # make env  the environment of tests; make venv  that of all targets
-# make demo MODEL=v3  stock Hugging Face beside ours on a small DeepSeek-V4 or V3, measured here; minutes
+# make demo MODEL=v3  stock Hugging Face beside ours on a small DeepSeek-V4, V3 or V3.2, measured; minutes
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills; TARGETS=80,90 for several GPUs
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
 # make test-vllm  the plugin in vLLM's engine, in an environment of its own (3.4 GB); a minute an engine

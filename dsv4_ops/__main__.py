@@ -178,6 +178,15 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _targets(words: str) -> list[int]:
+    from dsv4_ops.core.target import TARGETS  # imports torch
+
+    known = [str(10 * major + minor) for major, minor in TARGETS]
+    wrong = [word for word in words.split(",") if word not in known]
+    if wrong:
+        raise argparse.ArgumentTypeError(
+            f"targets must be of {', '.join(known)}, got {wrong[0]!r}. Pass compute capabilities "
+            "without their dot, such as 80,90."
+        )
     return [int(word) for word in words.split(",")]
 
 

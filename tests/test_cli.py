@@ -185,6 +185,13 @@ def test_kernels_says_what_it_compiles(capsys, monkeypatch):
     assert captured.out.startswith("op ")
 
 
+@pytest.mark.parametrize("targets", ["90a", "130", "80,75", ""])
+def test_kernels_are_compiled_for_known_targets(targets, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["kernels", "--targets", targets])
+    assert "targets must be of 80, 86, 87, 89, 90" in capsys.readouterr().err
+
+
 def test_version_of_the_module():
     result = forked.python("-m", "dsv4_ops", "--version", cwd=ROOT)
     assert (result.returncode, result.stdout) == (0, f"dsv4_ops {__version__}\n")

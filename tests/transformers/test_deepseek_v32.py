@@ -423,6 +423,46 @@ def test_a_changed_indexer_is_refused(family):
         model(tokens()[:, :3], cache=new_cache(model))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attributes_that_steps_do_not_read_must_be_those_of_the_configuration(family):
+    """Before ``patch`` and after it; Hugging Face reads the attribute."""
+    stock, model = (small_dsa_model(family, num_hidden_layers=1) for _ in range(2))
+    v4.patch(model, **EXACT)
+    for each, run in (
+        (stock, lambda: v4.patch(stock, **EXACT)),
+        (model, lambda: model(tokens(), cache=v4.PagedCache.for_model(model, **LONG))),
+    ):
+        attention = each.model.layers[0].self_attn
+        attention.indexer.index_topk = 4
+        with pytest.raises(ValueError, match=r"indexer.index_topk must be 16, .* got 4"):
+            run()
+        attention.indexer.index_topk = TOPK
+        attention.scaling *= 2
+        with pytest.raises(ValueError, match=r"self_attn.scaling must be .* got "):
+            run()
+        attention.scaling /= 2
+        run()
+
+
+def test_types_of_indexers_are_read_of_glm_alone():
+    """DeepSeek-V3.2 has an indexer in every layer, whatever its configuration holds."""
+    types = ["full", "shared", "shared"]
+    model = v4.patch(small_dsa_model("V3.2", indexer_types=types), **EXACT)
+    assert model.dsv4_ops_spec.kinds == ("indexed",) * 3
+    model = small_dsa_model("GLM-5")
+    model.config.indexer_types = ["full"] * 3
+    with pytest.raises(ValueError, match=r"layers.1.self_attn.indexer must be one, .* got none"):
+        v4.patch(model, **EXACT)
+
+
+def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model():
+    ids, stock = tokens()[:1, :16], small_dsa_model(num_hidden_layers=2)
+    exact, model = stock(ids).logits, v4.patch(small_dsa_model(num_hidden_layers=2), **EXACT)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stocks, own = ((each(ids).logits - exact).square().mean() for each in (stock, model))
+    assert 0 < own <= 1.5 * stocks
+
+
 def test_caches_of_other_models_are_refused():
     """Of V3, and of a GLM-5 whose other layers have indexers."""
     sizes = {"max_batch_size": 2, "max_cache_len": 64, **EXACT}

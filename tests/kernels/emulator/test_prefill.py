@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.target import HOPPER
 from dsv4_ops.dispatch.prefill import gathers
 from tests.support.prefill_batches import PREFILL, prefill_case, unsplit
 
 pytest.importorskip("triton", reason="triton is for Linux only")
-hopper = pytest.importorskip("dsv4_ops.kernels.common.hopper.support")
+pytest.importorskip("dsv4_ops.kernels.common.hopper.support")
 launcher = pytest.importorskip("dsv4_ops.kernels.launcher")
 
 
@@ -53,7 +54,7 @@ def test_wide_tables_are_copied(tokens, pages, copied):
 def launches(case):
     """Names and grids; nothing runs."""
     found = []
-    launch = launcher.Launcher(lambda kernel: GridOf(kernel, found), capability=hopper.CAPABILITY)
+    launch = launcher.Launcher(lambda kernel: GridOf(kernel, found), capability=HOPPER)
     OPS[PREFILL].implementation("kernels")(launch, *case.tensors, **case.settings)
     return found
 

@@ -336,6 +336,10 @@ class ModelSpec(ABC):
         rewrites = self.rewrites
         refresh(op, body, [one for one in rewrites if one.copies_weights or not copies_only])
 
+    def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
+        """Raise if an attribute of a layer's attention is not what steps take it for."""
+        return None
+
     @abstractmethod
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         """Modules of an attention layer that steps do not call."""

@@ -42,6 +42,9 @@ class StepModules(Protocol):
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         """Names and modules of an attention layer that steps do not call."""
 
+    def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
+        """Raise if an attribute of an attention layer is not what steps take it for."""
+
 
 def check_layers(op: str, kinds: tuple[str, ...], body: Any) -> None:
     """Raise if ``body`` has another number of layers than the configuration."""
@@ -65,7 +68,7 @@ def check_modules(
     if own_forward(body) is not None:
         raise _changed(op, "model.model", "a forward of its own")
     check_layers(op, kinds, body)
-    for index, layer in enumerate(body.layers):
+    for index, (kind, layer) in enumerate(zip(kinds, body.layers, strict=True)):
         attention = unwrapped(layer.self_attn)
         name = f"model.layers.{index}.self_attn"
         _check_hook(op, name, attention)
@@ -80,6 +83,7 @@ def check_modules(
                 do=_AGAIN,
             )
         check_skipped(op, name, spec.skipped_modules(attention), spec.shards_heads)
+        spec.check_attention(op, name, kind, attention)
         weight: Tensor | None = next(attention.parameters(), None)
         if weight is None:
             raise argument_error(

@@ -381,15 +381,18 @@ class MlaModelSpec(ModelSpec):
                 do="Call model.set_experts_implementation('grouped_mm')",
                 kind=NotImplementedError,
             )
-        for index, attention in _attentions(model.model):
-            if abs(attention.scaling - self.layers.softmax_scale) > 1e-6 * attention.scaling:
-                raise argument_error(
-                    op,
-                    f"model.layers.{index}.self_attn.scaling",
-                    must=f"be {self.layers.softmax_scale}, as config.rope_parameters has it",
-                    got=attention.scaling,
-                    do="Make the model from it",
-                )
+        for (index, attention), kind in zip(_attentions(model.model), self.kinds, strict=False):
+            self.check_attention(op, f"model.layers.{index}.self_attn", kind, attention)
+
+    def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
+        if abs(attention.scaling - self.layers.softmax_scale) > 1e-6 * attention.scaling:
+            raise argument_error(
+                op,
+                f"{name}.scaling",
+                must=f"be {self.layers.softmax_scale}, as config.rope_parameters has it",
+                got=attention.scaling,
+                do="Make the model from it",
+            )
 
 
 class AbsorbedWeights(Rewrite):
@@ -481,7 +484,8 @@ def _router_forward(before: Forward) -> Forward:
         if differentiated((hidden_states, self.weight)):
             stock: tuple[Tensor, Tensor, Tensor] = before(self, hidden_states)
             return stock
-        logits = linear_float32(hidden_states.view(-1, self.hidden_dim), self.weight)
+        # autocast makes it bfloat16, as it does Hugging Face's
+        logits = linear_float32(hidden_states.view(-1, self.hidden_dim), self.weight).float()
         routing = grouped_topk(
             logits,
             self.e_score_correction_bias.float(),

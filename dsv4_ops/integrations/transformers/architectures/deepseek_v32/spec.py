@@ -192,6 +192,27 @@ class DsaModelSpec(MlaModelSpec):
         weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))
         return IndexerInputs(q.to(spec.dtype), k.to(spec.dtype), weights.to(torch.float32))
 
+    def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
+        super().check_attention(op, name, kind, attention)
+        indexer, topk = attention.indexer, self.layers.index_topk
+        if (indexer is not None) != (kind == FULL):
+            found, other = ("one", "none") if indexer is not None else ("none", "one")
+            raise argument_error(
+                op,
+                f"{name}.indexer",
+                must=f"be {other}, as config.indexer_types has it",
+                got=found,
+                do="Make the model from its configuration",
+            )
+        if indexer is not None and indexer.index_topk != topk:
+            raise argument_error(
+                op,
+                f"{name}.indexer.index_topk",
+                must=f"be {topk}, as config.index_topk has it",
+                got=indexer.index_topk,
+                do="Set config.index_topk, and make the model from it",
+            )
+
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         yield from super().skipped_modules(attention)
         if attention.indexer is not None:
@@ -204,4 +225,5 @@ def _is_glm(config: Any) -> bool:
 
 def _indexer_types(config: Any) -> list[str]:
     """Return the type of every layer; all layers of DeepSeek-V3.2 have an indexer."""
-    return list(getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers)
+    types = config.indexer_types if _is_glm(config) else None
+    return list(types or ["full"] * config.num_hidden_layers)
