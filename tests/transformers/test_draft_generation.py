@@ -11,6 +11,7 @@ import transformers
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
+from dsv4_ops.testing.models import small_mla_model
 from tests.oracles.mtp import float32_model
 
 CONFIG = {**TINY, "vocab_size": 5, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
@@ -138,6 +139,7 @@ def test_models_without_a_draft_layer_are_refused(path):
     plain = v4.patch(v4.load_quantized(path))
     message = "num_draft_tokens must be None for a model without a draft layer, got 2. Call load_m"
     refused(plain, message, prompts(5)[0])
+    refused(v4.patch(small_mla_model()), "model must be DeepseekV4ForCausalLM", prompts(5)[0])
 
 
 REFUSED = {

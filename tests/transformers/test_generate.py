@@ -144,7 +144,7 @@ REFUSED = {
     "too long": (
         lambda: cache_of(max_cache_len=PROMPT + NEW - 2),
         {},
-        "max_length must be at most max_cache_len of the cache = 16, got 17",
+        "max_length must be at most 17: the cache stores all but the last token, got 18",
     ),
     "too wide": (lambda: cache_of(max_batch_size=1), {}, MOST.format(1, 2)),
     "too many samples": (cache_of, TWO, MOST.format(2, 4)),
@@ -333,7 +333,9 @@ def test_assisted_decoding_from_a_given_cache():
     second = generate(model, turn, cache=cache, **drafts)
     assert torch.equal(second, generate(mla(3, False), turn))
     small = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=24 + NEW + 1)
-    with pytest.raises(ValueError, match=r"^generate: max_length and its drafts .*= 31, got 32."):
+    with pytest.raises(
+        ValueError, match=r"^generate: max_length and its drafts must be at most 32: .* got 33."
+    ):
         generate(model, repeated(), cache=small, **drafts)
     assert small.requests == {}
 

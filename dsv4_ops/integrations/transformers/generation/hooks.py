@@ -219,7 +219,13 @@ def _reserve_rows(cache: PagedCache, rows: int, length: int, drafts: int = 0) ->
     checks, name = Checks("generate"), "max_length and its drafts" if drafts else "max_length"
     length += drafts
     checks.at_most("batch size", rows, "max_batch_size of the cache", cache.max_batch_size)
-    checks.at_most(name, length, "max_cache_len of the cache", cache.max_cache_len)
+    if length > cache.max_cache_len:
+        raise checks.error(
+            name,
+            must=f"be at most {cache.max_cache_len + 1}: the cache stores all but the last token",
+            got=length + 1,
+            do="Pass a smaller max_new_tokens, or make the cache with a larger max_cache_len",
+        )
     owners = {row: request for request, row in cache.requests.items()}
     vacant = [row for row in range(rows) if row not in owners]
     if owners and vacant:
