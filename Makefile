@@ -1,6 +1,6 @@
 # make check  errors, numbers by hand, oracles, fakes, the smallest kernels interpreted; a minute
 # make test  what a change must pass, and CI runs       make lint  formatting, types, import rule
-# make test-all  nightly: every example, package and variant, 20000 sampled calls per op; hours; lanes
+# make test-all  nightly: every example, package and variant, 20000 sampled calls per op; lanes; vLLM; hours
 # make docs  the site of docs/ into build/site; fails at any warning
 # make env  the environment of tests; make venv  that of all targets
 # make demo MODEL=v3  stock Hugging Face beside ours on a small DeepSeek-V4, V3 or V3.2, measured; minutes
@@ -60,7 +60,7 @@ test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 test-all: export DSV4_OPS_NIGHTLY = 1
-test-all: test lanes
+test-all: test lanes test-vllm
 
 # Tests that started may end later than GPU_SECONDS.
 test-gpu:
