@@ -1,10 +1,11 @@
 """What a part is found by, and that it is what was compiled."""
 
+import copy
 import importlib
 import os
 import stat
 import sys
-from types import MethodType
+from types import MethodType, ModuleType
 
 import pytest
 import torch
@@ -45,6 +46,30 @@ def changed(change):
     block = Block()
     change(block)
     return block
+
+
+def test_copies_of_an_object_change_nothing_that_is_described(monkeypatch):
+    """``copy`` and ``pickle`` write a name into a class at their first use, as a compile does."""
+    module = ModuleType("held")
+
+    class Held:
+        factor = 2.0
+
+    Held.__module__ = "held"
+    module.Held = Held
+    monkeypatch.setitem(sys.modules, "held", module)
+    assert "__slotnames__" not in vars(Held)
+    watch, names = Watch(), precompiled._names_hash("held")
+    before = described([Held(), Block()], watch)
+    copy.copy(Held())
+    copy.copy(Block())
+    assert watch.unchanged()
+    assert described([Held(), Block()]) == before
+    monkeypatch.delitem(precompiled._NAMES, "held")
+    assert precompiled._names_hash("held") == names
+    Held.factor = 3.0
+    assert not watch.unchanged()
+    assert precompiled._names_hash("held") != names
 
 
 def test_what_a_trace_can_read_is_described():

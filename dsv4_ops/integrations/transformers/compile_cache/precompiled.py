@@ -16,6 +16,7 @@ object in what was described.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import gc
 import hashlib
@@ -79,7 +80,7 @@ checks that no trace reads them."""
 _UNREAD_NAMES = (
     "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate_func__",
     "__dataclass_fields__", "__dataclass_params__", "__abstractmethods__", "_abc_impl",
-    "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__",
+    "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__slotnames__",
 )  # fmt: skip
 """Names in classes that a trace does not read."""
 
@@ -269,7 +270,7 @@ class _Walk:
             return
         self._seen[id(kind)] = len(self._seen)
         self._alive.append(kind)
-        self._watch.add(vars(kind))
+        self._watch.add(_names_of(kind))
         if _belongs_to(kind.__module__, "transformers", "dsv4_ops"):
             self.words.append(outline(vars(kind)))
             return
@@ -287,6 +288,14 @@ class _Walk:
             self.words.append(item.__name__)
         else:
             self.add(item)
+
+
+def _names_of(kind: type) -> Mapping[str, Any]:
+    """Return the names of a class, with the one that ``copy`` and ``pickle`` add at their first
+    use, as a compile uses them: a name that is added later would count as a change."""
+    slotnames: Any = copyreg._slotnames  # type: ignore[attr-defined]  # there since Python 2
+    slotnames(kind)
+    return vars(kind)
 
 
 def outline(names: Mapping[str, Any]) -> str:
@@ -552,7 +561,7 @@ def _names_hash(name: str) -> str:
     names = {name: item for name, item in held.items() if not name.startswith("__")}
     classes = [each for each in names.values() if isinstance(each, type)]
     watch, text = Watch(), ""
-    for each in (held, *(vars(kind) for kind in classes if kind.__module__ == name)):
+    for each in (held, *(_names_of(kind) for kind in classes if kind.__module__ == name)):
         watch.add(each)
         text += outline({n: item for n, item in each.items() if each is not held or n in names})
     _NAMES[name] = watch, hashlib.sha256(text.encode()).hexdigest()[:32]
