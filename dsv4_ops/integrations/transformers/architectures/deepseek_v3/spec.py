@@ -548,7 +548,7 @@ def _check_sizes(op: str, config: Any, kv: str, layout: str) -> None:
             "kv",
             must=f"be another than {kv!r} unless kv_lora_rank is 512 with 64 rotated",
             got=f"{kv!r} with kv_lora_rank {sizes[0]} and {config.qk_rope_head_dim} rotated",
-            do="Pass another kv",
+            do="Pass kv='bf16' or 'fp32'",
             kind=NotImplementedError,
         )
     if layout == MlaFp8Layout.tag and width % 16:

@@ -455,7 +455,7 @@ def _check_sizes(op: str, config: Any, kv: str) -> None:
             "kv",
             must=f"be 'bf16' or 'fp32' unless head_dim is {wanted[0]} with {wanted[1]} rotated",
             got=f"{kv!r} with head_dim {sizes[0]} and {sizes[1]} rotated",
-            do="Pass another kv",
+            do="Pass kv='bf16' or 'fp32'",
             kind=NotImplementedError,
         )
 
