@@ -22,6 +22,7 @@ def test_a_repeated_call_has_the_same_bits(name):
         made = spec.op(*case.tensors, **case.settings)
         return results(made, *(case.tensors[place] for place in spec.mutated))
 
+    recorded = 0
     for case in testing.cases_of(name):
         first, again = (case.on("cuda").copy() for _ in range(2))
         PLANS.plans.clear()
@@ -31,6 +32,8 @@ def test_a_repeated_call_has_the_same_bits(name):
                 tensor.zero_()
         found, plans = run(again), list(PLANS.plans.values())
         assert None not in plans
+        recorded += len(plans)
         for ours, want in zip(found, expected, strict=True):
             left, right = (each.contiguous().flatten().view(torch.uint8) for each in (ours, want))
             assert torch.equal(left, right), case.name
+    assert recorded  # else nothing was repeated

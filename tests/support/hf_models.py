@@ -233,3 +233,20 @@ def random_counts(rng: Random, done: list[int], most: int) -> dict[int, int]:
         for request in chosen
     }
     return dict(sorted(counts.items(), key=lambda item: item[1]))
+
+
+def run_packaged(model, cache, tokens, folder):
+    """Prefill two requests, then decode both and one beside padding by a package; return the
+    engine."""
+    from dsv4_ops.lowering.inspect import load_package  # imports Inductor
+
+    package = load_package(v4.export_decode(model, cache, path=folder / "decode.pt2"))
+    engine = Engine(model, cache, tokens[:2])
+    engine.prefill({0: 60, 1: 9})
+
+    def step(model, batch, tensors):
+        return package(*v4.decode_inputs(batch, cache))
+
+    for counts in ({0: 1, 1: 1}, {1: 1}):
+        engine.decode(counts, padding=2 - len(counts), step=step)
+    return engine

@@ -21,7 +21,6 @@ from dsv4_ops.integrations.transformers.steps.export import (
     padding_batch,
     prefill_shapes,
 )
-from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import (
     MLA_YARN,
     small_dsa_model,
@@ -31,7 +30,14 @@ from dsv4_ops.testing.models import (
 )
 from tests.helpers import Called, i32, nightly
 from tests.support import hf_models
-from tests.support.hf_models import Engine, run_changing, run_preempted, run_randomly, text
+from tests.support.hf_models import (
+    Engine,
+    run_changing,
+    run_packaged,
+    run_preempted,
+    run_randomly,
+    text,
+)
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 70, 3
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
@@ -403,16 +409,7 @@ def test_a_package_decodes(tmp_path):
     want = model(tokens()).logits
     v4.patch(model, kv="fp32", precision="reference")
     cache = new_cache(model, max_batch_size=2)
-    package = load_package(v4.export_decode(model, cache, path=tmp_path / "decode.pt2"))
-    engine = Engine(model, cache, tokens()[:2])
-    engine.prefill({0: 60, 1: 9})
-
-    def step(model, batch, tensors):
-        return package(*v4.decode_inputs(batch, cache))
-
-    for counts in ({0: 1, 1: 1}, {1: 1}):
-        engine.decode(counts, padding=2 - len(counts), step=step)
-    assert engine.worst(want) < CLOSE
+    assert run_packaged(model, cache, tokens(), tmp_path).worst(want) < CLOSE
 
 
 # Patching

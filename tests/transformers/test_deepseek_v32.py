@@ -22,10 +22,16 @@ from dsv4_ops.integrations.transformers.steps.export import (
     padding_batch,
     prefill_shapes,
 )
-from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_dsa_config, small_dsa_model, small_mla_model
 from tests.helpers import Called, nightly
-from tests.support.hf_models import Engine, run_changing, run_preempted, run_randomly, text
+from tests.support.hf_models import (
+    Engine,
+    run_changing,
+    run_packaged,
+    run_preempted,
+    run_randomly,
+    text,
+)
 
 CLOSE, LENGTH, REQUESTS, TOPK = 1e-5, 70, 3, 16
 FAMILIES = ("V3.2", "GLM-5")
@@ -344,16 +350,7 @@ def test_a_package_decodes(family, tmp_path):
     want = logits_of(model, tokens())
     v4.patch(model, **EXACT)
     cache = new_cache(model, max_batch_size=2)
-    package = load_package(v4.export_decode(model, cache, path=tmp_path / "decode.pt2"))
-    engine = Engine(model, cache, tokens()[:2])
-    engine.prefill({0: 60, 1: 9})
-
-    def step(model, batch, tensors):
-        return package(*v4.decode_inputs(batch, cache))
-
-    for counts in ({0: 1, 1: 1}, {1: 1}):
-        engine.decode(counts, padding=2 - len(counts), step=step)
-    assert engine.worst(want) < CLOSE
+    assert run_packaged(model, cache, tokens(), tmp_path).worst(want) < CLOSE
 
 
 # Patching
