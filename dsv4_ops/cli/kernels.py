@@ -51,7 +51,7 @@ SPILLS_OF = {
 """Allowed spill bytes of dense MLA over scaled FP8 rows, from each release of Triton up to the next
 one listed."""
 
-OTHER_SPILLS = 320
+OTHER_SPILLS = 352
 """Allowed spill bytes on GPUs on which no kernel was measured."""
 
 TENSOR_MEMORY = 512

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE
+from dsv4_ops.core.tiles import HEAD_TILE
 
 _KIB = 1024
 
@@ -31,13 +31,11 @@ class Target:
 
     @property
     def head_tile(self) -> int:
-        """Heads per program of sparse MLA in Triton."""
-        return HEAD_TILE if self.large_tiles else HEAD_TILE // 4
-
-    @property
-    def key_tile(self) -> int:
-        """Keys per iteration of such a program."""
-        return KEY_TILE if self.large_tiles else KEY_TILE // 2
+        """Heads per program of sparse MLA in Triton. Queries and plain keys of 32 heads take 104
+        KiB of shared memory."""
+        if self.large_tiles:
+            return HEAD_TILE
+        return HEAD_TILE // 2 if self.shared >= 104 * _KIB else HEAD_TILE // 4
 
 
 HOPPER = (9, 0)

@@ -5,7 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import decode, dequantize, encode, quantize
+from dsv4_ops.kernels.common.fp8 import (
+    decode,
+    decode_scaled,
+    dequantize,
+    encode,
+    quantize,
+)
 from dsv4_ops.reference import quantization as reference
 
 BLOCK = 4096
@@ -38,6 +44,15 @@ def _dequantize_kernel(codes, scales, words, CONVERTS: tl.constexpr, BLOCK: tl.c
     index = row * BLOCK + tl.arange(0, BLOCK)[None, :]
     scale = tl.load(scales + row + tl.arange(0, 1))
     tl.store(words + index, dequantize(tl.load(codes + index), scale, CONVERTS))
+
+
+@triton.jit
+def _scale_kernel(codes, scales, values, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    index = row * BLOCK + tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(scales + row + tl.arange(0, 1))[:, None]
+    factor = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+    tl.store(values + index, decode_scaled(tl.load(codes + index), factor))
 
 
 def every_bf16() -> torch.Tensor:
@@ -89,6 +104,10 @@ def check(device: str, converts: bool, scale_bytes: range) -> int:
     )
     want = reference.dequantize(every.expand(len(table), 256), table[:, None], 256).bfloat16()
     assert same_bits(words.cpu().view(torch.bfloat16), want, torch.int16)
+    scaled = torch.empty(words.shape, dtype=torch.bfloat16, device=device)
+    repeated = every.repeat(len(table)).to(device)
+    _scale_kernel[len(table),](repeated, table.to(device), scaled, BLOCK=256)
+    assert same_bits(scaled.cpu(), want, torch.int16)
     return len(bits) + len(extra) + 256 + words.numel()
 
 

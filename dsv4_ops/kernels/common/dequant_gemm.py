@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import FP4_BLOCK, round_up
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
-    decode,
+    decode_to_bf16,
     multiply_add,
 )
 from dsv4_ops.kernels.common.triton_compat import EMULATE
@@ -301,6 +301,6 @@ def multiply_fp8(
 def _widen(x):
     """Return activations as bf16: values, codes as bytes, or codes that the GPU converts."""
     if x.dtype == tl.uint8:
-        return decode(x, False).to(tl.bfloat16)
+        return decode_to_bf16(x)
     else:
         return x.to(tl.bfloat16)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import decode, multiply_add  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import decode_to_bf16, multiply_add  # by name: Inductor copies
 
 ABSENT_KEY = tl.constexpr(-(2**31))
 """Key of a row that does not exist: below that of any score."""
@@ -28,8 +28,7 @@ def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr, CONVERTS: tl.co
         source = source.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         codes = tl.load(source, mask=head_valid[:, None], other=0.0)
     else:
-        codes = tl.load(source, mask=head_valid[:, None], other=0)
-        codes = decode(codes, CONVERTS).to(tl.bfloat16)
+        codes = decode_to_bf16(tl.load(source, mask=head_valid[:, None], other=0))
     return tl.trans(codes)
 
 
@@ -53,8 +52,7 @@ def load_codes(start, byte_stride, mask, DIM: tl.constexpr, CONVERTS: tl.constex
         codes = start.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         return tl.load(codes[:, None] + lane, mask=mask[:, None])
     else:
-        codes = tl.load(start[:, None] + lane, mask=mask[:, None])
-        return decode(codes, CONVERTS).to(tl.bfloat16)
+        return decode_to_bf16(tl.load(start[:, None] + lane, mask=mask[:, None]))
 
 
 @triton.jit

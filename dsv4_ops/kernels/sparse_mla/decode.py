@@ -91,7 +91,7 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
         return results
     launch(split_keys_kernel)[work.programs, head_tiles(num_heads, target.head_tile)](
         *tensors, **constants, HEAD_DIM=head_dim, FORMAT=row,
-        HEADS=target.head_tile, KEYS=target.key_tile, UNIT=work.unit, num_warps=WARPS,
+        HEADS=target.head_tile, KEYS=KEY_TILE, UNIT=work.unit, num_warps=WARPS,
     )  # fmt: skip
     return results
 
@@ -190,12 +190,12 @@ def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
     if call.plan is not None:
         programs = call.plan.shape[0]
         # a token with several splits has less than twice its share of the programs
-        return Work(on_hopper, target.key_tile, 1, programs, 2 * (programs - num_tokens), None)
+        return Work(on_hopper, KEY_TILE, 1, programs, 2 * (programs - num_tokens), None)
     num_splits, batch_invariant = call.num_splits, call.batch_invariant
     batch_decides = num_splits == 0 and not batch_invariant
     widths = [lists.width() for lists in (call.window, call.extra) if lists is not None]
-    unit = target.key_tile
-    if batch_decides and not on_hopper and unit == KEY_TILE:
+    unit = KEY_TILE
+    if batch_decides and not on_hopper and target.large_tiles:  # half a block spills elsewhere
         unit = unit_of_splits(num_tokens * tiles, widths)
     units = _units(widths, unit)
     splits = num_splits_of(num_tokens * tiles, units, unit, num_splits, batch_invariant)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.registry import AUTO
-from dsv4_ops.core.tiles import KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
 from dsv4_ops.core.types import SparseMla
 from dsv4_ops.dispatch.prefill import gathers, prefilled
 from dsv4_ops.kernels import opaque_op
@@ -26,6 +26,9 @@ from dsv4_ops.kernels.sparse_mla.triton.prefill_kernel import prefill_keys_kerne
 
 WARPS = 8
 """Warps of a program of the Triton kernel."""
+
+SMALL_HEAD_TILE = 16
+"""Heads of such a program without Hopper's matrix units; more would spill."""
 
 LISTED = 512
 """Selected rows that a program checks at a time for the last visible one."""
@@ -124,7 +127,7 @@ def launch_prefill(
         "HAS_TOPK": call.topk_indices is not None,
         "HAS_SINK": attn_sink is not None,
     }
-    target, row = launch.target(q.device), row_format(launch, call)
+    row = row_format(launch, call)
     if on_hopper:
         grid = (num_tokens * splits, head_tiles(num_heads))
         several = not (isinstance(splits, int) and splits == 1)
@@ -137,9 +140,10 @@ def launch_prefill(
         if several:
             combine(launch, (*results, *parts), attn_sink, None, None, None, splits)
         return results
-    launch(prefill_keys_kernel)[num_tokens, head_tiles(num_heads, target.head_tile)](
+    heads = HEAD_TILE if launch.target(q.device).large_tiles else SMALL_HEAD_TILE
+    launch(prefill_keys_kernel)[num_tokens, head_tiles(num_heads, heads)](
         *tensors, **constants, HEAD_DIM=int(q.shape[2]), FORMAT=row,
-        HEADS=target.head_tile, KEYS=target.key_tile, num_warps=WARPS,
+        HEADS=heads, KEYS=KEY_TILE, num_warps=WARPS,
     )  # fmt: skip
     return results
 

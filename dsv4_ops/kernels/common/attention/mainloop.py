@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
-    decode,
+    decode_scaled,
     multiply_add,
     round_to_bf16,
 )
@@ -44,8 +44,8 @@ def _load_codes(
         numbers = values.to(tl.float16).to(tl.float32).to(tl.bfloat16)
         scaled = numbers * factor[:, :, None]
     else:
-        factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        scaled = (decode(codes, CONVERTS) * factor[:, :, None]).to(tl.bfloat16)
+        factor = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+        scaled = decode_scaled(codes, factor[:, :, None])
     return tl.reshape(scaled, (codes.shape[0], WIDTH))
 
 

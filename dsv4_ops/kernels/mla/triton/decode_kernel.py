@@ -13,9 +13,11 @@ from dsv4_ops.kernels.common.attention.mainloop import (
 )
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
     decode,
+    decode_to_bf16,
     multiply_add,
     round_to,
     round_to_bf16,
+    widen,
 )
 from dsv4_ops.kernels.common.sizes import SIZES
 
@@ -36,8 +38,10 @@ def _codes_to_float(codes, CONVERTS: tl.constexpr):
 def _load_codes(row, dim, mask, DTYPE: tl.constexpr, CONVERTS: tl.constexpr):
     """Load codes [keys, dims] as values of DTYPE, without their scale."""
     codes = tl.load(row[:, None] + dim[None, :], mask=mask, other=0)
-    values = _codes_to_float(codes, CONVERTS)
-    return round_to(values, DTYPE)
+    if CONVERTS:
+        return round_to(_codes_to_float(codes, CONVERTS), DTYPE)
+    else:
+        return round_to(widen(decode_to_bf16(codes)), DTYPE)
 
 
 @triton.jit
