@@ -56,6 +56,9 @@ class Row:
     times_triton: float | None = None
     error: str | None = None
 
+    def __str__(self) -> str:
+        return f"{self.case}, rows {self.rows}"
+
 
 @contextlib.contextmanager
 def without_gluon(folder: Path) -> Iterator[None]:
@@ -156,7 +159,8 @@ def run(options: argparse.Namespace) -> None:
         raise BenchError("ampere: it runs code for an A100 on a Hopper card only")
     output, cold = Report(options, device), ColdCache(device)
     failed = []
-    for row, make in progress(cases_of(device), options.bench):
+    rows, makers = zip(*cases_of(device), strict=True)
+    for row, make in zip(progress(rows, options.bench), makers, strict=True):
         try:
             measure(row, make, cold)
         except Exception as error:

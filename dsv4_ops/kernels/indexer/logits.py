@@ -30,7 +30,7 @@ STEP = 128
 """Keys that are scored at a time: a multiple of 64, as the matrix unit needs."""
 
 ROWS = 512
-"""Logits of a token per program of the paged kernel."""
+"""Logits of a token per program of the paged kernel, where Triton converts codes."""
 
 TOKENS = 8
 """Queries per program of the ragged kernel, which scores the same keys with all of them."""
@@ -141,14 +141,16 @@ def indexer_logits(
     out = q.new_empty((num_tokens, num_rows), dtype=torch.float32)
     if num_tokens == 0 or num_rows == 0:
         return out
-    sizes = tile_sizes(int(num_heads), launch.target(q.device))
-    launch(indexer_logits_kernel)[num_tokens * ((num_rows + ROWS - 1) // ROWS),](
+    target = launch.target(q.device)
+    sizes = tile_sizes(int(num_heads), target)
+    rows = ROWS if target.converts_codes else ROWS // 2  # a tile of bf16 has half as many keys
+    launch(indexer_logits_kernel)[num_tokens * ((num_rows + rows - 1) // rows),](
         *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(lens.reshape(-1), req_indices),
         *strided(block_table), block_table.shape[0], block_table.shape[1],
         out, num_rows,
         BLOCK_SIZE=block_size, DATA_BYTES=indexer.data_bytes, SCALE_BYTES=indexer.scale_bytes,
-        ROWS=ROWS, STAGES=STAGES, CONVERTS=launch.converts_codes(q.device), num_warps=WARPS,
+        ROWS=rows, STAGES=STAGES, CONVERTS=launch.converts_codes(q.device), num_warps=WARPS,
         **sizes,
     )  # fmt: skip
     return out
