@@ -67,6 +67,13 @@ def test_inputs_of_a_package_have_names():
     assert found["cache.seq_lens"] is cache.seq_lens
     assert found["layers.1.indexer"] is cache.tensors.layers[1].indexer
     assert "layers.0.compressed" not in names
+    dense = new_cache(v4.patch(small_mla_model(), kv="fp32", precision="reference"))
+    assert v4.input_names(dense)[4:8] == (
+        "tables.blocks",
+        "dropped",
+        "cache.seq_lens",
+        "cache.written",
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,25 +16,15 @@ from torch.utils._pytree import tree_leaves
 from dsv4_ops.attention import MlaSpec
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.steps import padded, step as step_module
-from dsv4_ops.integrations.transformers.steps.export import (
-    PrefillModule,
-    padding_batch,
-    prefill_shapes,
-)
 from dsv4_ops.testing.models import (
     MLA_YARN,
     small_dsa_model,
-    small_mla_config,
     small_mla_model,
-    small_model,
 )
 from tests.helpers import Called, i32, nightly
 from tests.support import hf_models
 from tests.support.hf_models import (
     Engine,
-    run_changing,
-    run_packaged,
-    run_preempted,
     run_randomly,
     text,
 )
@@ -126,53 +116,6 @@ def test_variants_with_absorbed_contexts(name):
     assert cache.seq_lens.tolist() == [42] * REQUESTS
 
 
-def sampled(rng):
-    """A configuration of either version."""
-    version, heads = rng.choice([2, 3]), rng.choice([1, 2, 4])
-    rope = rng.choice([{"rope_type": "default", "rope_theta": 1e4}, {**MLA_YARN, "factor": 4.0}])
-    groups = rng.choice([1, 2])
-    changed = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "q_lora_rank": rng.choice([None, 32]),
-        "kv_lora_rank": rng.choice([16, 48, 512]),
-        "qk_nope_head_dim": rng.choice([8, 32]),
-        "qk_rope_head_dim": rng.choice([4, 16, 64]),
-        "v_head_dim": rng.choice([8, 40]),
-        "n_group": groups,
-        "topk_group": groups,
-        "first_k_dense_replace": rng.choice([0, 1, 3]),
-        "rope_parameters": dict(rope),
-    }
-    if version == 3:
-        changed |= {"rope_interleave": rng.random() < 0.5, "norm_topk_prob": rng.random() < 0.5}
-    return version, changed
-
-
-@pytest.mark.nightly("test_variants_with_expanded_contexts draws schedules of eight configurations")
-@pytest.mark.parametrize("seed", range(60))
-def test_sampled_configurations(seed, monkeypatch):
-    rng = Random(seed)
-    version, changed = sampled(rng)
-    if rng.random() < 0.5:
-        monkeypatch.setattr(MlaSpec, "break_even", 0)
-    want = small_mla_model(version, **changed)(tokens()).logits
-    model = v4.patch(small_mla_model(version, **changed), kv="fp32", precision="reference")
-    engine = random_run(model, new_cache(model, num_blocks=6), rng)
-    assert engine.worst(want) < CLOSE * max(1.0, float(want.std())), changed
-
-
-@pytest.mark.parametrize("context", ["absorbed", "expanded"])
-def test_requests_that_are_preempted_start_again(context, request):
-    """Blocks for less than two requests: when none is free the youngest gives its own back, and is
-    prefilled again later."""
-    if context == "expanded":
-        request.getfixturevalue("expands")
-    engine = Engine(reference(), new_cache(num_blocks=3), tokens())
-    assert run_preempted(engine, Random(1)) > 0
-    assert engine.worst(expected()) < CLOSE
-
-
 def test_contexts_are_absorbed_below_the_break_even():
     """64 tokens a request for this model: short extends take one kernel, whole prompts expand."""
     assert reference().dsv4_ops_spec.layers.break_even == 64
@@ -189,35 +132,6 @@ def test_one_step_serves_all_layers():
     assert names.count("mla_decode") == 3
     assert names.count("token_map") == 1
     assert "mla_prefill" not in names
-
-
-def test_positions_may_go_back():
-    """Nothing of a latent cache is overwritten."""
-    model, cache = reference(), new_cache()
-    model(tokens()[:, :40], cache=cache)
-    places = torch.arange(11, 14)[None]
-    got = model(tokens()[:, 11:14], position_ids=places, cache=cache).logits
-    torch.testing.assert_close(got, expected()[:, 11:14], rtol=0, atol=CLOSE)
-    assert cache.seq_lens.tolist() == [14] * REQUESTS
-
-
-BYTES_656 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-
-
-@pytest.mark.parametrize(
-    ("kv", "sizes", "near", "width"),
-    [("bf16", {}, 0.1, 160), ("fp8", {}, 0.3, 80), ("ds_fp8", BYTES_656, 0.3, 656)],
-)
-def test_smaller_caches_are_near(kv, sizes, near, width):
-    """Dense layers only: an expert that flips would move a whole token."""
-    sizes = {"first_k_dense_replace": 3, **sizes}
-    want = small_mla_model(**sizes)(tokens()).logits
-    model = v4.patch(small_mla_model(**sizes), kv=kv, precision="serve")
-    cache, parts = new_cache(model), (slice(0, 60), slice(60, LENGTH))
-    got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
-    error = (got - want).square().mean().sqrt() / want.std()
-    assert near / 60 < error < near
-    assert cache.memory()["latents"] // (3 * 6 * 64) == width
 
 
 def errors_of(model, want):
@@ -329,114 +243,13 @@ def test_adversarial_batches_touch_no_one_else(model, step, request, monkeypatch
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
-def test_a_row_without_blocks_is_refused_or_counted(monkeypatch):
-    cache = new_cache(num_blocks=2)
-    cache.add(0, 64)
-    cache.seq_lens.fill_(64)
-    batch = v4.StepBatch(torch.tensor([1]), i32([0, 1]), i32([65]), i32([0]))
-    with pytest.raises(ValueError, match="have blocks for all tokens of row 0, got 65"):
-        v4.decode_step(reference(), batch, cache)
-    monkeypatch.setattr(step_module, "values_are_free", lambda *tensors: False)
-    assert v4.decode_step(reference(), batch, cache).isfinite().all()
-    with pytest.raises(RuntimeError, match="got 1 dropped"):
-        cache.raise_if_dropped()
-
-
 # generate
-
-
-def test_generate_is_hugging_faces():
-    """Greedy, of prompts of different lengths."""
-    ids, mask = tokens()[:2, :20].clone(), torch.ones(2, 20, dtype=torch.int64)
-    ids[1, :6], mask[1, :6] = 99, 0
-    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    want = stock().generate(ids, **settings)
-    calls = called_by(lambda: settings.update(got=reference().generate(ids, **settings)))
-    assert torch.equal(settings["got"], want)
-    assert "mla_decode" in calls
-    cache = new_cache(max_batch_size=2)
-    del settings["got"]
-    assert torch.equal(reference().generate(ids, cache=cache, **settings), want)
-    assert cache.seq_lens.tolist() == [27, 21]
 
 
 # Graphs
 
 
-def test_one_graph_of_a_changing_batch():
-    """Requests that rest, end, and give their rows to others."""
-    model = small_mla_model(num_hidden_layers=1)
-    want = model(tokens()).logits
-    v4.patch(model, kv="fp32", precision="reference")
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
-    engine = Engine(model, new_cache(model, num_blocks=4), tokens())
-    assert run_changing(engine, Random(0), 25, compiled) > 2
-    assert counter.frame_count == 1
-    assert engine.worst(want) < CLOSE
-
-
-@pytest.mark.usefixtures("expands")
-def test_the_exported_prefill_takes_any_number_of_tokens():
-    """The module behind ``export_prefill``, with contexts expanded in chunks, and its caches."""
-    model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
-    engines = [Engine(model, new_cache(model, max_batch_size=2), tokens()) for _ in range(2)]
-    cache = engines[0].cache
-    inputs = v4.decode_inputs(padding_batch(cache, 2, 7), cache)
-    shapes = prefill_shapes(inputs, 20_000)
-    module = PrefillModule(model, cache)
-    program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
-    (size,) = program.range_constraints.values()
-    assert (size.lower, size.upper) == (1, 20_000)
-    step = program.module(check_guards=False)
-    for counts in ({0: 9, 1: 40}, {0: 1}, {1: 1, 0: 20}, {0: 30, 1: 2}):
-        padding = 2 - len(counts)
-        engines[0].prefill(
-            counts, padding=padding, step=lambda _, batch, __: step(*v4.decode_inputs(batch, cache))
-        )
-        engines[1].prefill(counts, padding=padding)
-    for ours, eager in zip(*(engine.logits for engine in engines), strict=True):
-        assert all(torch.equal(logits, eager[place]) for place, logits in ours.items())
-    pairs = zip(*(tree_leaves(engine.cache.tensors) for engine in engines), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("`make demo` packages a step of V4; test_export.py runs packages in C++")
-def test_a_package_decodes(tmp_path):
-    """Inductor's code of a whole step, absorbed attention in it, its cache in and out."""
-    model = small_mla_model(num_hidden_layers=1, first_k_dense_replace=0)
-    want = model(tokens()).logits
-    v4.patch(model, kv="fp32", precision="reference")
-    cache = new_cache(model, max_batch_size=2)
-    assert run_packaged(model, cache, tokens(), tmp_path).worst(want) < CLOSE
-
-
 # Patching
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("make", "added"), [(small_mla_model, 6), (small_model, 0)])
-def test_unpatching_gives_the_same_bits(make, added, dtype):
-    """State dict, modules and attributes stay as they are; halves of kv_b_proj are buffers."""
-    model = make(dtype=dtype)
-    kept = {name: weight.clone() for name, weight in model.state_dict().items()}
-    before = model(tokens()[:1, :9]).logits
-    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    kinds = {name: type(module) for name, module in model.named_modules()}
-    buffers = {name for name, _ in model.named_buffers()}
-    assert v4.patch(model) is model
-    assert {name: type(module) for name, module in model.named_modules()} == kinds
-    halves = {name for name, _ in model.named_buffers()} - buffers
-    assert len(halves) == added
-    assert all(name.endswith(("dsv4_ops_w_uk_t", "dsv4_ops_w_uv")) for name in halves)
-    assert list(model.state_dict()) == list(kept)
-    model(tokens()[:1, :9], cache=new_cache(model))
-    assert v4.unpatch(model) is model
-    assert {name for name, _ in model.named_buffers()} == buffers
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
-    assert torch.equal(model(tokens()[:1, :9]).logits, before)
-    assert all(torch.equal(kept[name], weight) for name, weight in model.state_dict().items())
 
 
 def test_weights_that_change_are_absorbed_again():
@@ -497,49 +310,6 @@ def test_weights_that_change_are_absorbed_by_compiled_steps(mode):
         torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
-def with_experts(name):
-    return small_mla_model(experts_implementation=name)
-
-
-def changed(**fields):
-    model = small_mla_model()
-    for name, value in fields.items():
-        setattr(model.config, name, value)
-    return model
-
-
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-OTHER_YARN = {**MLA_YARN, "rope_theta": 20000.0}
-UNKNOWN = NotImplementedError
-REFUSED = {
-    "experts": (lambda: with_experts("eager"), {}, UNKNOWN, "experts_impl.* no graph, got 'eager'"),
-    "rope": (lambda: changed(rope_parameters=DYNAMIC), {}, UNKNOWN, ".*'llama3', got 'dynamic'"),
-    "buffers": (lambda: changed(rope_parameters=OTHER_YARN), {}, ValueError,
-     "model.rotary_emb mus"),
-    "656 bytes": (small_mla_model, {"kv": "ds_fp8"}, UNKNOWN, "kv must .*unless kv_lora_rank is 5"),
-    "kv": (small_mla_model, {"kv": "int8"}, ValueError, "kv must .*'ds_fp8' or .*, got 'int8'"),
-    "query": (small_mla_model, {"query": "int8"}, ValueError, "query must be 'fp8', got 'int8'"),
-    "a query of other rows": (small_mla_model, {"query": "fp8", "kv": "bf16"}, ValueError,
-     "query must be None with kv 'bf16', got 'fp8'"),
-    "a query of V4": (small_model, {"query": "fp8"}, UNKNOWN, "query must be None for DeepSeek-V4"),
-    "float32 by our kernels": (small_mla_model, {"kv": "fp32", "impl": "triton"}, UNKNOWN,
-     "impl must be 'auto' or 'reference' with torch.float32, got 'triton'"),
-    "library": (small_mla_model, {"impl": "deep_gemm"}, UNKNOWN, "impl must .*, got 'deep_gemm'"),
-    "another head": (lambda: small_mla_model().model, {}, TypeError,
-     "model must be a Deepseek.*V3"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_patch_refuses(case):
-    make, settings, error, message = REFUSED[case]
-    model = make()
-    before = [set(vars(module)) for module in model.modules()]
-    with pytest.raises(error, match=f"^patch: {message}"):
-        v4.patch(model, **settings)
-    assert [set(vars(module)) for module in model.modules()] == before
-
-
 def test_a_changed_kv_b_proj_is_refused():
     """Steps read its weight, and would pass over a hook or an adapter."""
     model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
@@ -555,34 +325,6 @@ def test_a_changed_kv_b_proj_is_refused():
     v4.unpatch(model)
     with pytest.raises(NotImplementedError, match=rf"^patch: {name}.*got Sequential"):
         v4.patch(model)
-
-
-def test_caches_of_other_families_are_refused():
-    """And of the family with another rotary embedding."""
-    sizes = {"max_batch_size": 2, "max_cache_len": 64, "kv": "fp32", "precision": "reference"}
-    with pytest.raises(ValueError, match=r"^model: cache must have the layers of the model, mla"):
-        reference()(tokens()[:2, :3], cache=v4.PagedCache(small_model().config, **sizes))
-    config = small_mla_config(rope_parameters={**MLA_YARN, "rope_theta": 5.0})
-    with pytest.raises(ValueError, match=r"^model: cache must have the model's rope="):
-        reference()(tokens()[:2, :3], cache=v4.PagedCache(config, **sizes))
-
-
-def test_memory_of_a_cache():
-    """Latents alone: 80 values of 4 bytes, 64 rows of a block, 3 layers."""
-    cache = new_cache(num_blocks=5)
-    assert cache.memory()["latents"] == 80 * 4 * 64 * 5 * 3
-    assert set(cache.memory()) == {"latents", "tables"}
-    assert "latents" in repr(cache)
-    assert v4.input_names(cache)[:8] == (
-        "tokens",
-        "query_start_loc",
-        "seq_lens",
-        "rows",
-        "tables.blocks",
-        "dropped",
-        "cache.seq_lens",
-        "cache.written",
-    )
 
 
 @pytest.mark.parametrize("changed", [{}, KIMI, {"norm_topk_prob": False}])

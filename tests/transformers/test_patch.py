@@ -2,6 +2,7 @@
 calls without a ``PagedCache``. Calls with one are in ``test_calls.py``."""
 
 from copy import deepcopy
+from functools import partial
 from types import MethodType
 
 import pytest
@@ -9,10 +10,17 @@ import torch
 import transformers
 from torch.utils._pytree import tree_leaves
 
+from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures import FAMILIES
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
-from dsv4_ops.testing.models import small_config, small_model
+from dsv4_ops.testing.models import (
+    MLA_YARN,
+    small_config,
+    small_dsa_model,
+    small_mla_model,
+    small_model,
+)
 from tests.helpers import nightly
 from tests.support.hf_models import expected, new_cache, stock, text
 
@@ -94,8 +102,8 @@ def test_calls_without_our_cache(cache, precision):
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE * float(want.abs().max()))
 
 
-def changed(**fields):
-    model = small_model()
+def changed(make=small_model, **fields):
+    model = make()
     for name, value in fields.items():
         setattr(model.config, name, value)
     return model
@@ -116,6 +124,11 @@ def compiled():
     return torch.compile(small_model())
 
 
+MLA, V32, GLM = small_mla_model, small_dsa_model, partial(small_dsa_model, "GLM-5")
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+OTHER_YARN = {**MLA_YARN, "rope_theta": 20000.0}
+EXACT = {"kv": "fp32", "precision": "reference"}
+RANKS = ContextParallel(group="0", world_size=2)
 CAUSAL = "model must be a DeepseekV4ForCausalLM"
 UNKNOWN = NotImplementedError
 ARCHITECTURES = " or ".join(map(repr, FAMILIES))
@@ -143,6 +156,34 @@ REFUSED = {
     "FlashMLA with splits of its own": (lambda: small_model(head_dim=512),
      {"impl": "flash_mla", "batch_invariant": True}, UNKNOWN,
      "batch_invariant must be False for impl 'flash_mla', got True"),
+    "a query of V4": (small_model, {"query": "fp8"}, UNKNOWN, "query must be None for DeepSeek-V4"),
+    "V3: experts": (lambda: MLA(experts_implementation="eager"), {}, UNKNOWN,
+     "experts_impl.* no graph, got 'eager'"),
+    "V3: rope": (lambda: changed(MLA, rope_parameters=DYNAMIC), {}, UNKNOWN,
+     ".*'llama3', got 'dynamic'"),
+    "V3: buffers": (lambda: changed(MLA, rope_parameters=OTHER_YARN), {}, ValueError,
+     "model.rotary_emb mus"),
+    "V3: 656 bytes": (MLA, {"kv": "ds_fp8"}, UNKNOWN, "kv must .*unless kv_lora_rank is 5"),
+    "V3: kv": (MLA, {"kv": "int8"}, ValueError, "kv must .*'ds_fp8' or .*, got 'int8'"),
+    "V3: query": (MLA, {"query": "int8"}, ValueError, "query must be 'fp8', got 'int8'"),
+    "V3: a query of other rows": (MLA, {"query": "fp8", "kv": "bf16"}, ValueError,
+     "query must be None with kv 'bf16', got 'fp8'"),
+    "V3: float32 by our kernels": (MLA, {"kv": "fp32", "impl": "triton"}, UNKNOWN,
+     "impl must be 'auto' or 'reference' with torch.float32, got 'triton'"),
+    "V3: library": (MLA, {"impl": "deep_gemm"}, UNKNOWN, "impl must .*, got 'deep_gemm'"),
+    "V3: another head": (lambda: MLA().model, {}, TypeError, "model must be a Deepseek.*V3"),
+    "V3.2: keys": (lambda: changed(V32, index_head_dim=64), EXACT, UNKNOWN,
+     "config.index_head_dim must be 128, got"),
+    "V3.2: rows": (V32, {**EXACT, "kv": "fp8"}, UNKNOWN,
+     "kv must be .*'fp8' unless kv_lora_rank is 512"),
+    "V3.2: ranks": (V32, {**EXACT, "parallel": RANKS}, UNKNOWN,
+     "parallel must be None for deepseek_v32"),
+    "GLM-5: kv": (GLM, {"kv": "ds_fp8"}, ValueError, "kv must be 'fp8' or .*, got 'ds_fp8'"),
+    "GLM-5: query": (GLM, {**EXACT, "query": "fp8"}, UNKNOWN,
+     "query must be None for glm_moe_dsa"),
+    "GLM-5: a layer before all indexers": (
+     lambda: changed(GLM, indexer_types=["shared", "full", "full"]), EXACT, ValueError,
+     "config.indexer_types must begin with 'full'"),
 }  # fmt: skip
 
 
