@@ -132,12 +132,6 @@ def test_all_texts_end_between_two_looks(model, calls):
     assert cache.seq_lens.tolist() == other.seq_lens.tolist() == [7 + first]
 
 
-def test_prompts_of_different_lengths(model, calls):
-    mask = torch.ones_like(PROMPT)
-    mask[1, :3] = 0
-    both(model, calls, attention_mask=mask)
-
-
 def test_a_conversation_goes_on(model, calls):
     """The second turn computes what the cache lacks."""
     outs = []

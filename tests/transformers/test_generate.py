@@ -93,15 +93,6 @@ def test_samples_with_a_seed():
     assert torch.equal(found[0], found[2])
 
 
-def test_requests_that_end_early():
-    """Padding follows an end, as in Hugging Face's ``generate``."""
-    eos = int(wanted()[0, PROMPT + 2])
-    settings = {"eos_token_id": eos, "max_new_tokens": 10}
-    out, want = (generate(model, **settings) for model in (reference(), stock()))
-    assert (want[0] == PAD).any()
-    assert torch.equal(out, want)
-
-
 def test_embeddings():
     """Without hash routers, which need ids."""
     model = small_model(mlp_layer_types=["moe"] * 3)

@@ -456,16 +456,6 @@ def test_other_uses_of_these_classes_are_refused(loaded):
         setattr(layer, setting, before)
 
 
-def test_a_model_over_several_devices_is_refused(loaded):
-    loaded.model.layers[3].to("meta")
-    refused(
-        loaded,
-        NotImplementedError,
-        "model must be on one device, got cpu, meta. Load the model on one device, without "
-        "offloading, and make its cache there.",
-    )
-
-
 def test_a_config_that_does_not_name_its_experts_loads(tmp_path):
     """That of Pro: Hugging Face takes them for FP8."""
     config = {**FORCED, "num_hidden_layers": 1, "compress_ratios": [0, 0], "vocab_size": 64}

@@ -136,16 +136,6 @@ def test_inductors_loop_over_keys_takes_all_sizes(folder, family):
     assert graphs <= 2 * len(parts)  # a CPU's Inductor takes two tokens or more for granted
 
 
-def test_a_damaged_file_costs_time_only(folder, fill):
-    fill("v4", prefill_step)
-    norm, head = (next(folder.rglob(f"{name}-*")) for name in ("norm", "head"))
-    for damaged in ((b"", b"{}\n"), (b"{", norm.read_bytes()[:-9])):
-        for path, content in zip((head, norm), damaged, strict=True):
-            path.write_bytes(content)
-        assert ran(patched("v4"), prefill_step)[0] == 2
-    assert ran(patched("v4"), prefill_step)[0] == 0
-
-
 def test_a_graph_that_holds_for_some_sizes_has_variants(folder, fill, monkeypatch):
     """A trace of two tokens that takes for granted that there are several is not run for one."""
     from dsv4_ops.integrations.transformers.steps import step as steps
