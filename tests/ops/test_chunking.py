@@ -10,7 +10,7 @@ import pytest
 
 import dsv4_ops as ops
 from dsv4_ops import testing
-from tests.helpers import assert_exact, i32, strided
+from tests.helpers import i32, strided
 from tests.oracles import batch as oracles
 
 SEEDS = range(400)
@@ -67,18 +67,6 @@ def test_max_prefill_chunks(case: tuple[int, ...]) -> None:
     bound = ops.max_prefill_chunks(**settings)
     assert bound == expected
     assert type(bound) is int
-
-
-def test_bound_of_an_empty_batch_is_a_capacity() -> None:
-    sizes = {"num_reqs": 0, "num_tokens": 0, "max_seq_len": 0, "max_logits_bytes": 4}
-    plan = ops.split_prefill_chunks(
-        i32([]),
-        i32([]),
-        workspace_size=1,
-        max_logits_bytes=4,
-        max_chunks=ops.max_prefill_chunks(**sizes),
-    )
-    assert_exact(plan, (i32([[0, 0, 0, 0]]), i32([0])))
 
 
 def random_lens(rng: Random, *, least: int) -> tuple[list[int], list[int], int, int]:

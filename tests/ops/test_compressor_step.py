@@ -1,8 +1,5 @@
 """A whole step of the compressor: by hand, beside the two ops in it, over sequences."""
 
-import math
-
-import pytest
 import torch
 from hypothesis import given
 
@@ -13,8 +10,6 @@ from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.compressor import read_slots
 from tests.helpers import i32, i64
 from tests.support.sampled import sampled
-
-LN2, LN3 = math.log(2), math.log(3)
 
 
 def test_a_ring_that_is_shorter_than_a_step_is_read_before_it_is_saved_to() -> None:
@@ -90,15 +85,3 @@ def test_sampled_calls_save_next_to_what_they_read() -> None:
 
     look()
     assert beside[0] > 3
-
-
-def test_slots_of_another_dtype_are_refused_before_anything_is_written() -> None:
-    case = next(c for c in testing.cases_of("save_and_compress") if c.name == "two windows")
-    tensors = [*case.copy().tensors]
-    tensors[4] = tensors[4].int()
-    with pytest.raises(
-        TypeError, match=r"state_slot_mapping must be torch\.int64, got torch\.int32"
-    ):
-        ops.save_and_compress(*tensors, **case.settings)
-    assert torch.equal(tensors[2], case.tensors[2])
-    assert torch.equal(tensors[9], case.tensors[9])

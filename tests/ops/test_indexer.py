@@ -13,8 +13,6 @@ from dsv4_ops.reference.indexer import sortable
 from dsv4_ops.testing.case import i32, i64
 from dsv4_ops.testing.cases.indexer import beyond_int32, tiny_cache, tiny_query
 from dsv4_ops.testing.strategies.indexer_batches import in_rows
-from tests.ops.test_contract import patterns
-from tests.oracles.indexer import indexer_select as oracle
 from tests.support.sampled import sampled
 
 PAGES, SIZE = 12, 64
@@ -38,29 +36,6 @@ def random_call(seed, *, num_tokens=6, num_heads=16, length=700):
 def select(tensors, *, topk=64, ratio=1, **settings):
     sizes = {"block_size": SIZE, "compress_ratio": ratio, "topk": topk}
     return ops.indexer_select(*tensors, **sizes, **settings)
-
-
-@pytest.mark.parametrize("name", ["indexer_select"])
-def test_selection_equals_the_oracle_where_scores_are_exact(name):
-    op_testing = testing.op_testing(name)
-    used = [0, 0]
-
-    @sampled(120)
-    @given(testing.strategy(name))
-    def compare(case):
-        exact = len(op_testing.precise(*case.tensors, **case.settings)) == 1
-        used[exact] += bool(case.tensors[0].shape[0])
-        if not exact:
-            return
-        lists = [patterns(tensor) for tensor in case.tensors]
-        plain = case.settings["layout"] == "plain"
-        bf16 = case.tensors[0].dtype == torch.bfloat16 if plain else None
-        assert ops.indexer_select(*case.tensors, **case.settings).tolist() == oracle(
-            *lists, **case.settings, bf16=bf16
-        )
-
-    compare()
-    assert min(used) >= 5
 
 
 def test_both_kinds_of_scores_are_sampled():

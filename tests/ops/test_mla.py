@@ -197,6 +197,3 @@ def test_memory_of_a_decode_does_not_grow_with_the_block_table():
             OPS["mla_decode"].reference(q, cache, *token, table, **settings)
         found.append(max_numel.numel)
     assert found[0] == found[1] == 2 * KEYS_AT_A_TIME * 40
-
-
-# Compiled

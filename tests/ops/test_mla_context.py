@@ -92,47 +92,6 @@ def test_the_plans_on_host_and_device_are_one() -> None:
         assert done == lens
 
 
-def test_the_rows_of_all_ranks_are_the_positions_of_the_chunk() -> None:
-    """What every rank gathers of a chunk, in the order of ``cp_row_indices``, is the chunk: of each
-    row the request and the position are those that ``token_map`` has."""
-    for seed in range(1000 if NIGHTLY else 150):
-        random = Random(seed)
-        settings, lens = {**settings_of(random), "chunk_plan": "packed"}, context_of(random)
-        ranks, turn = settings["cp_world_size"], settings["cp_interleave"]
-        owned = turn if ranks > 1 else 1
-        rows = settings["workspace_rows"] // ranks // owned * owned
-        sizes = {"num_reqs": len(lens), "max_model_len": max([1, *lens])}
-        chunks = ops.context_chunks(
-            i32(lens), max_chunks=ops.max_context_chunks(**sizes, **settings), **settings
-        )
-        for starts, whole, local in zip(*chunks[:3], strict=True):
-            gathered = {}
-            for request, (first, last) in enumerate(pairwise(local.tolist())):
-                for rank in range(ranks):
-                    mine = [
-                        p for p in range(lens[request]) if oracles.owner(p, ranks, owned) == rank
-                    ]
-                    wanted = mine[starts[request] : starts[request] + last - first]
-                    for index, position in enumerate(wanted):
-                        gathered[rank * rows + first + index] = (request, position)
-            assert int(local[-1]) <= rows
-            mapped = ops.token_map(
-                whole, starts * ranks + whole.diff(), num_tokens=settings["workspace_rows"]
-            )
-            index = ops.cp_row_indices(
-                *mapped,
-                starts,
-                local,
-                num_local_rows=rows,
-                cp_world_size=ranks,
-                cp_interleave=owned,
-            )
-            found = [gathered.pop(row) for row in index.tolist() if row >= 0]
-            count = int(whole[-1])
-            assert found == list(zip(*(each[:count].tolist() for each in mapped), strict=True))
-            assert not gathered
-
-
 def test_one_long_context_among_many_short_ones() -> None:
     lens = [60000] + 31 * [16]
     sizes = {"workspace_rows": 65536, "block_size": 64}
@@ -205,57 +164,6 @@ def test_merges_of_large_log_sum_exps() -> None:
         values(2.0, 2.0), lses(1e4, -1e4), values(4.0, 4.0), lses(1e4, 1e4)
     )
     torch.testing.assert_close(merged, (values(3.0, 4.0), lses(1e4 + LN[2], 1e4)))
-
-
-def attention(q, k_nope, k_pe, v, scale, context):
-    """Causal attention of one request in float64: queries behind ``context`` keys."""
-    k = torch.cat([k_nope, k_pe[:, None].expand(-1, q.shape[1], -1)], 2).double()
-    logits = torch.einsum("thd,khd->htk", q.double(), k) * scale
-    behind = torch.arange(k.shape[0]) > context + torch.arange(q.shape[0])[:, None]
-    weights = logits.masked_fill(behind, -INF).softmax(2)
-    return torch.einsum("htk,khd->thd", weights, v.double())
-
-
-def workspace(keys, listed, rows):
-    """Rows [start, start + length) of each listed request end to end, and NaN behind them."""
-    parts = [torch.full((rows, *each.shape[1:]), NAN) for each in keys[0]]
-    filled = 0
-    for request, start, length in listed:
-        for part, source in zip(parts, keys[request], strict=True):
-            part[filled : filled + length] = source[start : start + length]
-        filled += length
-    return parts
-
-
-def test_chunks_of_any_size_are_attention_of_the_whole() -> None:
-    """Contexts gathered chunk by chunk into a workspace whose unused rows are NaN, merged with the
-    new tokens: float64 attention over all keys of each request."""
-    settings, float32 = {"softmax_scale": 0.2}, {"dtype": torch.float32}
-    for seed in range(60 if NIGHTLY else 12):
-        random, generator = Random(seed), torch.Generator().manual_seed(seed)
-        lens = [(random.randint(0, 5), random.choice((0, random.randint(0, 30)))) for _ in range(4)]
-        context = [old if new else 0 for new, old in lens]
-        rows = random.randint(1, 24)
-        keys = [ragged_prefill(generator, [(0, old + new)], **float32)[1:4] for new, old in lens]
-        q, *_, start_loc, _ = ragged_prefill(generator, [(new, 0) for new, _ in lens], **float32)
-        plan = [*ops.plan_context_chunks(context, workspace_rows=rows), []]
-        chunks = ops.context_chunks(i32(context), workspace_rows=rows, max_chunks=len(plan))
-        run = (torch.zeros(*q.shape[:2], 32), torch.full(q.shape[:2], -INF))
-        for listed, bounds in zip(plan, chunks.cu_seq_lens, strict=True):
-            chunk = workspace(keys, listed, rows)
-            found = ops.mla_prefill(q, *chunk, start_loc, bounds, causal=False, **settings)
-            run = ops.merge_attn_states(*run, *found)
-        listed = [(request, old, new) for request, (new, old) in enumerate(lens)]
-        chunk = workspace(keys, listed, q.shape[0])
-        new_part = ops.mla_prefill(q, *chunk, start_loc, start_loc, causal=True, **settings)
-        out = ops.merge_attn_states(*run, *new_part).out
-        first = 0
-        for (new, old), every in zip(lens, keys, strict=True):
-            mine = slice(first, first + new)
-            expected = attention(q[mine], *(each[: old + new] for each in every), 0.2, old)
-            torch.testing.assert_close(out[mine].double(), expected, rtol=0, atol=3e-6)
-            first += new
-        assert not out[first:].any()
 
 
 def test_a_value_of_nan_is_of_those_that_see_it() -> None:

@@ -55,14 +55,6 @@ def test_unpacked_is_what_was_packed(dtype, trailing):
     assert not back[9:].float().any()
 
 
-def test_tokens_from_next_n_on_are_left_out():
-    x = torch.arange(9)
-    packed = ops.pack_seq(x, STARTS, next_n=2)
-    assert packed.tolist() == [[0, 1], [0, 0], [3, 0], [4, 5], [0, 0]]
-    back = ops.unpack_seq(packed, STARTS, num_tokens=9)
-    assert back.tolist() == [0, 1, 0, 3, 4, 5, 0, 0, 0]
-
-
 ADVERSARIAL = (
     [0, 3, 2, 9, 9, 9],
     [-5, -2, 4, 2**31 - 1, 2**31 - 1, 2**31 - 1],

@@ -6,16 +6,9 @@ that they are those of float32 only where these are exact.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from tests.oracles.batch import narrow_slot
 from tests.oracles.compressor import bits_of, single, value_of
 from tests.oracles.kv import (
-    CODE_NAN,
-    INDEXER_DATA,
-    INDEXER_SCALES,
-    code_magnitude,
-    find_row,
     quantize,
 )
 
@@ -71,60 +64,6 @@ def indexer_quantize_q(
     return codes, scaled
 
 
-def decoded(code: int) -> float:
-    if code & 0x7F == CODE_NAN:
-        return math.nan
-    return math.copysign(code_magnitude(code) / 512, -1 if code & 0x80 else 1)
-
-
-def relu(value: float) -> float:
-    return value if math.isnan(value) else max(value, 0.0)
-
-
-def score(
-    query: Sequence[Sequence[float]], weights: Sequence[float], key: Sequence[float], scale: float
-) -> float:
-    total = 0.0
-    for head, weight in zip(query, weights, strict=True):
-        total += weight * relu(sum(q * k for q, k in zip(head, key, strict=True)))
-    return total * scale
-
-
-def number(bits: int, bf16: bool) -> float:
-    return value_of(bits << 16 if bf16 else bits)
-
-
-def stored(page: Any, place: int, block_size: int, bf16: bool | None) -> tuple[list[float], float]:
-    """A key and its scale: of an FP8 block, or where ``bf16`` says how, of a plain one."""
-    if bf16 is not None:
-        return [number(bits, bf16) for bits in page[place]], 1.0
-    first = block_size * INDEXER_DATA + place * INDEXER_SCALES
-    scale = value_of(int.from_bytes(bytes(page[first : first + 4]), "little"))
-    return [decoded(c) for c in page[place * INDEXER_DATA : (place + 1) * INDEXER_DATA]], scale
-
-
-def paged_scores(
-    query: Sequence[Sequence[float]],
-    weights: Sequence[float],
-    k_cache: Sequence[Any],
-    length: int,
-    table_row: Sequence[int],
-    block_size: int,
-    bf16: bool | None,
-) -> dict[int, float]:
-    """Scores of the rows among the first ``length`` whose blocks exist."""
-    found = {}
-    known: dict[tuple[int, int], float] = {}
-    for row in range(min(length, len(table_row) * block_size)):
-        at = find_row(row, table_row, len(k_cache), block_size)
-        if at is None:
-            continue
-        if at not in known:
-            known[at] = score(query, weights, *stored(k_cache[at[0]], at[1], block_size, bf16))
-        found[row] = known[at]
-    return found
-
-
 def best(scores: dict[int, float], topk: int) -> list[int]:
     """Highest scores first, NaN last, of equal ones the lowest index; then in ascending order."""
 
@@ -141,43 +80,4 @@ def indexer_topk(logits: Rows, lens: Sequence[int], *, topk: int) -> list[list[i
     for row, length in zip(logits, lens, strict=True):
         values = [value_of(bits) for bits in row[: max(length, 0)]]
         rows.append(best({i: v for i, v in enumerate(values) if v != -math.inf}, topk))
-    return rows
-
-
-def indexer_select(
-    q: Sequence[Rows],
-    weights: Rows,
-    k_cache: Sequence[Any],
-    positions: Sequence[int],
-    req_indices: Sequence[int],
-    block_table: Rows,
-    *,
-    block_size: int,
-    compress_ratio: int,
-    topk: int,
-    layout: str,
-    slots: bool = False,
-    bf16: bool | None,
-) -> list[list[int]]:
-    """``bf16`` says which patterns a plain layout has."""
-    assert (layout == "plain") == (bf16 is not None)
-    rows = []
-    for heads, row, position, request in zip(q, weights, positions, req_indices, strict=True):
-        scores: dict[int, float] = {}
-        if 0 <= request < len(block_table) and 0 <= position < 2**31 - 1:
-            length = (position + 1) // compress_ratio
-            factors = [value_of(bits) for bits in row]
-            query = [
-                [decoded(bits) if bf16 is None else number(bits, bf16) for bits in head]
-                for head in heads
-            ]
-            table_row = block_table[request]
-            scores = paged_scores(query, factors, k_cache, length, table_row, block_size, bf16)
-        chosen = best(scores, topk)
-        if slots:
-            chosen = [
-                -1 if index < 0 else narrow_slot(block_table[request], index, block_size)
-                for index in chosen
-            ]
-        rows.append(chosen)
     return rows
