@@ -1,13 +1,12 @@
 """A whole attention layer of each kind, from its projections' outputs to the input of its output
 projection: against the formulas, and split into steps in every way."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from dsv4_ops.attention import (
@@ -21,7 +20,7 @@ from dsv4_ops.attention import (
     build_attention_step,
 )
 from dsv4_ops.attention.metadata import BlockTables, build_decode_metadata, build_prefill_metadata
-from tests.helpers import NIGHTLY, Called, i32
+from tests.helpers import Called, i32
 from tests.support.layers import (
     HIDDEN,
     LENGTH,
@@ -36,6 +35,7 @@ from tests.support.layers import (
     poison,
     projected,
 )
+from tests.support.sampled import sampled
 
 MIXED = replace(PLAIN, indexer_layout="v4_indexer_fp8")
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -120,23 +120,13 @@ def cuts(draw: Any) -> dict[str, Any]:
     }
 
 
-def sampled(examples: int) -> Callable[..., Any]:
-    return settings(
-        max_examples=examples if NIGHTLY else examples // 3,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
 @each_kind
 @each_precision
 def test_any_cut_into_steps_gives_the_same(kind: str, spec: LayerSpec, budget: float) -> None:
     """Decode, prefill, chunks and mixtures, over blocks that are used again."""
     layer, inputs, whole = in_one_pass(kind, spec)
 
-    @sampled(30 if spec is PLAIN else 12)
+    @sampled(*(30, 10) if spec is PLAIN else (12, 4))
     @given(cuts())
     def compare(how: dict[str, Any]) -> None:
         outputs = in_chunks(layer, inputs[: len(how["cuts"])], **how)

@@ -4,7 +4,7 @@ library: tests/gpu/test_providers_prefill.py."""
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import dsv4_ops as ops
@@ -12,10 +12,11 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, prefill, providers
 from dsv4_ops.reference.bf16_workspace import Prefill, Source, find_spans, list_rows
 from dsv4_ops.testing.case import Case
-from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, i64, nightly
+from tests.helpers import INT32_MAX, INT32_MIN, i32, i64, nightly
 from tests.support.attention_batches import generator, integers
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 from tests.support.providers_on_cpu import CASES, call, check, message
+from tests.support.sampled import sampled
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 
@@ -28,7 +29,6 @@ SETTINGS = {
     "extra_block_size": 1,
 }
 PLACES = {name: place for place, name in enumerate(OPS[PREFILL].parameters[:9])}
-PER_TOKEN = ("q", "positions", "req_indices", "topk_indices")
 
 
 def but(case: Case, **changed: Tensor | None) -> Case:
@@ -85,13 +85,7 @@ def test_windows_and_page_sizes(window, block, flash_mla):
     agrees(prefill_case(3, 12, 64, "C4", window=window, block=block, longest=300, topk=1))
 
 
-@settings(
-    max_examples=200 if NIGHTLY else 25,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+@sampled(200, 25)
 @given(
     seed=st.integers(0, 2**32),
     mode=st.sampled_from(list(MODES)),
@@ -107,7 +101,7 @@ def test_adversarial_calls(flash_mla, seed, mode, tokens, window, block, max_req
     case = prefill_case(seed % 1000, tokens, 64, mode, longest=100, topk=3, cache_seed=1, **sizes)
     made = generator(seed)
 
-    def sampled(tensor: Tensor, *values: int) -> Tensor:
+    def mixed(tensor: Tensor, *values: int) -> Tensor:
         pool = torch.tensor([*values, *range(-1, 9)], dtype=tensor.dtype)
         wild = pool[integers(made, 0, len(pool), *tensor.shape).long()]
         keep = torch.rand(tensor.shape, generator=made) < 0.5
@@ -115,16 +109,16 @@ def test_adversarial_calls(flash_mla, seed, mode, tokens, window, block, max_req
 
     bad = (INT32_MIN, INT32_MAX)
     changed = {
-        "positions": sampled(case.tensors[2], *bad, INT32_MAX - 1, 2**40, -(2**63), 2**63 - 1, 99),
-        "req_indices": sampled(case.tensors[3], *bad),
-        "swa_block_table": sampled(case.tensors[4], *bad),
+        "positions": mixed(case.tensors[2], *bad, INT32_MAX - 1, 2**40, -(2**63), 2**63 - 1, 99),
+        "req_indices": mixed(case.tensors[3], *bad),
+        "swa_block_table": mixed(case.tensors[4], *bad),
     }
     changed["swa_cache"] = torch.where(case.tensors[1] == 0xFF, 0, case.tensors[1])
     if case.tensors[5] is not None:
         changed["extra_cache"] = torch.where(case.tensors[5] == 0xFF, 0, case.tensors[5])
-        changed["extra_block_table"] = sampled(case.tensors[6], *bad)
+        changed["extra_block_table"] = mixed(case.tensors[6], *bad)
     if case.tensors[7] is not None:
-        changed["topk_indices"] = sampled(case.tensors[7], *bad, 25, 24)
+        changed["topk_indices"] = mixed(case.tensors[7], *bad, 25, 24)
     agrees(but(case, **changed))
 
 

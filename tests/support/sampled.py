@@ -9,10 +9,10 @@ from dsv4_ops import testing
 from tests.helpers import NIGHTLY
 
 
-def sampled(max_examples: int) -> settings:
-    """``make test`` draws a quarter of them."""
+def sampled(max_examples: int, by_day: int | None = None) -> settings:
+    """``make test`` draws ``by_day`` of them, a quarter by default."""
     return settings(
-        max_examples=max_examples if NIGHTLY else max_examples // 4,
+        max_examples=max_examples if NIGHTLY else by_day or max_examples // 4,
         deadline=None,
         derandomize=True,
         database=None,

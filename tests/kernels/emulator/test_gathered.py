@@ -6,16 +6,17 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
-from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, nightly
+from tests.helpers import INT32_MAX, INT32_MIN, i32, nightly
 from tests.support.attention_batches import GATHERED, gathered_case
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
+from tests.support.sampled import sampled
 
 pytest.importorskip("triton", reason="published for Linux only")
 
@@ -183,18 +184,12 @@ def test_named_prefills():
     ],
 )
 def test_prefills_that_are_sampled(chosen):
-    @settings(
-        max_examples=10 if NIGHTLY else 3,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @sampled(10, 3)
     @given(OPS[PREFILL].implementation("testing").strategy(settings=chosen))
-    def sampled(case):
+    def compare(case):
         check(PREFILL, case)
 
-    sampled()
+    compare()
 
 
 @pytest.mark.usefixtures("copies")

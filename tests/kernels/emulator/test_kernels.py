@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
@@ -24,6 +24,7 @@ from tests.support.attention_batches import (
     with_inverse_rope,
 )
 from tests.support.prefill_batches import MODES, PREFILL, plan_of, prefill_case, unsplit, with_plan
+from tests.support.sampled import sampled
 
 emulated = pytest.importorskip(
     "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
@@ -96,19 +97,13 @@ def is_taken(name, case):
 
 @pytest.mark.parametrize(("name", "chosen"), SETTINGS)
 def test_sampled_calls(name, chosen):
-    @settings(
-        max_examples=8 if NIGHTLY else 1,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @sampled(8, 1)
     @given(OPS[name].implementation("testing").strategy(settings=chosen))
-    def sampled(case):
+    def compare(case):
         if is_taken(name, case):
             check(name, case)
 
-    sampled()
+    compare()
 
 
 @pytest.mark.parametrize(

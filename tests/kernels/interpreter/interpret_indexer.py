@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from dsv4_ops import testing
 from dsv4_ops.core.layout import IndexerLayout
@@ -17,6 +17,7 @@ from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.indexer import beyond_int32
 from tests.kernels.interpreter.interpret_kernels import check, fuzz
+from tests.support.sampled import sampled
 
 SMALL = {
     "PROGRAMS": 40,
@@ -125,20 +126,14 @@ def main(examples: int) -> None:
         fuzz(name, examples)
     small = {"block_size": 64, "compress_ratio": 1, "topk": TOPK, "layout": IndexerLayout.tag}
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @sampled(examples, examples)
     @given(testing.op_testing("indexer_select").strategy(settings=small))
-    def sampled(case: Case) -> None:
+    def compare(case: Case) -> None:
         check("indexer_select", case)
 
-    sampled()
+    compare()
     small["slots"] = True
-    sampled()
+    compare()
     print(happened)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
@@ -18,6 +18,7 @@ from dsv4_ops.kernels.launch_plans import LaunchPlans
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract.compare import assert_agrees
+from tests.support.sampled import sampled
 
 SCALE_BYTES = (105, 247)  # what is written; the interpreter is wrong about subnormal products
 
@@ -72,18 +73,12 @@ def check(name: str, case: Case, run: Callable[..., Any] = run) -> None:
 
 
 def fuzz(name: str, examples: int) -> None:
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @sampled(examples, examples)
     @given(testing.strategy(name))
-    def sampled(case: Case) -> None:
+    def compare(case: Case) -> None:
         check(name, case)
 
-    sampled()
+    compare()
 
 
 def main(examples: int, *names: str) -> None:
