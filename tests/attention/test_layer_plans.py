@@ -2,8 +2,7 @@
 hangs on it, and what is refused. References ignore plans: the kernel by the plans of layers is in
 tests/compile/test_compiled_plans.py and tests/gpu/test_layers.py."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,27 +35,16 @@ from tests.support.layers import (
     SPEC,
     Engine,
     SmallLayer,
-    caches_of,
+    changed,
     in_chunks,
     poison,
+    unwritten,
 )
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 
 RAGGED = [[30, 1, 1, 2, 2], [1, 1, 1, 2, 2], [44, 1, 1, 2, 0], [7, 0, 1, 2, 2]]
 """Chunks, one token, a resting request, and two tokens as in speculative decoding."""
-
-
-@contextmanager
-def changed(layer: SmallLayer, **attributes: Any) -> Iterator[SmallLayer]:
-    before = {name: getattr(layer, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(layer, name, value)
-    try:
-        yield layer
-    finally:
-        for name, value in before.items():
-            setattr(layer, name, value)
 
 
 class Plans(TorchDispatchMode):
@@ -203,11 +191,8 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
 
 def refused(spec: LayerSpec, layer: SmallLayer, call: tuple[Any, ...]) -> Exception:
     """What the layer says of the call; its caches must stay as they were."""
-    before = {name: cache.clone() for name, cache in caches_of(layer).items()}
-    with pytest.raises((ValueError, TypeError)) as caught:
+    with unwritten(layer), pytest.raises((ValueError, TypeError)) as caught:
         attention_layer(spec, "c128", *call)
-    for name, cache in caches_of(layer).items():
-        assert torch.equal(cache.view(torch.uint8), before[name].view(torch.uint8)), name
     return caught.value
 
 

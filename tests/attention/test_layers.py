@@ -28,12 +28,13 @@ from tests.support.layers import (
     SPEC,
     Engine,
     SmallLayer,
-    caches_of,
+    changed,
     hidden_states,
     in_chunks,
     oracle,
     poison,
     projected,
+    unwritten,
 )
 from tests.support.sampled import sampled
 
@@ -144,11 +145,8 @@ def test_the_schedule_of_prefills_changes_only_rounding(
     kind: str, spec: LayerSpec, budget: float, cuts: list[list[int]]
 ) -> None:
     layer, inputs, whole = in_one_pass(kind, spec)
-    layer.schedule = "prefill"
-    try:
+    with changed(layer, schedule="prefill"):
         outputs = in_chunks(layer, inputs[:3], cuts)
-    finally:
-        layer.schedule = "decode"
     for out, expected in zip(outputs, whole, strict=False):
         assert_close(out, expected[: len(out)], budget)
 
@@ -237,12 +235,8 @@ def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
 def test_states_of_rings_are_saved_when_the_windows_were_read(kind: str, rings: bool) -> None:
     """Otherwise both are one op; a sequence in chunks is what it is at once."""
     layer, inputs, whole = in_one_pass(kind, PLAIN)
-    layer.state_rings = rings
-    try:
-        with Called() as called:
-            (out,) = in_chunks(layer, inputs[:1], [[5, 0, 1, 1, 30, LENGTH - 37]])
-    finally:
-        layer.state_rings = False
+    with changed(layer, state_rings=rings), Called() as called:
+        (out,) = in_chunks(layer, inputs[:1], [[5, 0, 1, 1, 30, LENGTH - 37]])
     torch.testing.assert_close(out, whole[0], rtol=0, atol=3e-6)
     compressor = {"save_and_compress", "compress_and_insert", "save_compressor_states"}
     names = [name for name in called.names if name in compressor]
@@ -252,12 +246,9 @@ def test_states_of_rings_are_saved_when_the_windows_were_read(kind: str, rings: 
 
 def test_state_rings_must_be_a_bool() -> None:
     layer, inputs = layer_of("c128", PLAIN)
-    layer.state_rings = 1
-    try:
-        with pytest.raises(TypeError, match="attention_layer: state_rings must be a bool, got int"):
-            in_chunks(layer, inputs[:1], [[5]])
-    finally:
-        layer.state_rings = False
+    refused = pytest.raises(TypeError, match="attention_layer: state_rings must be a bool, got int")
+    with changed(layer, state_rings=1), refused:
+        in_chunks(layer, inputs[:1], [[5]])
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -322,18 +313,16 @@ def test_what_is_wrong_is_said_before_anything_is_written(name: str) -> None:
     message, changes = WRONG[name]
     layer, inputs = layer_of("c4", SPEC)
     poison(layer)
-    before = {key: cache.clone() for key, cache in caches_of(layer).items()}
     step = layer.step(*Engine(layer, 1).batch([LENGTH]))
     given = [LayerInputs(**inputs[0]), layer.attention.weights, layer.attention.caches, step]
-    changed = []
+    spoiled = []
     for held in given:
         names = {field.name for field in fields(held)} & set(changes)
         new = {key: changes[key](getattr(held, key)) for key in names}
-        changed.append(replace(held, **new))
-    with pytest.raises((ValueError, TypeError), match=f"attention_layer: {message}"):
-        attention_layer(SPEC, "c8" if name == "kind" else "c4", *changed)
-    for key, cache in caches_of(layer).items():
-        assert torch.equal(cache.view(torch.uint8), before[key].view(torch.uint8))
+        spoiled.append(replace(held, **new))
+    refused = pytest.raises((ValueError, TypeError), match=f"attention_layer: {message}")
+    with unwritten(layer), refused:
+        attention_layer(SPEC, "c8" if name == "kind" else "c4", *spoiled)
 
 
 def test_specs_of_the_released_models() -> None:

@@ -20,6 +20,9 @@ from tests.oracles import batch as oracles
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
 
 MAX_CHUNKS = 12
+SMALL = AttentionSpec(
+    window_size=3, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=4, max_model_len=16
+)
 
 
 def decode(*inputs: torch.Tensor):
@@ -40,11 +43,8 @@ def assert_equal(actual, expected) -> None:
 def test_decode_metadata_by_hand():
     """Two requests, one padding request, one padding token; blocks of 4 window rows and 8
     positions, ratios 2 and 4."""
-    spec = AttentionSpec(
-        window_size=3, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=4, max_model_len=16
-    )
     metadata = build_decode_metadata(
-        spec,
+        SMALL,
         i32([0, 2, 3, 3]),
         i32([8, 5, 0]),
         i64([100, 101, 102, -1]),
@@ -76,9 +76,7 @@ def test_decode_metadata_by_hand():
 def test_a_key_per_token_by_hand():
     """Ratio 1, the indexer of DeepSeek-V3.2: rows are positions, in blocks of 8; a request of two
     tokens and one of one."""
-    spec = AttentionSpec(
-        window_size=3, c4_ratio=1, c128_ratio=1, block_tokens=8, swa_block_size=4, max_model_len=16
-    )
+    spec = dataclasses.replace(SMALL, c4_ratio=1, c128_ratio=1)
     table, c4 = i32([[7, 3], [2, 5]]), i32([[10], [11]])
     batch = (i32([0, 2, 3]), i32([8, 5]), i64([100, 101, -1]), BlockTables(table, c4, c4))
     valid = torch.ones(3, dtype=torch.bool)
@@ -94,9 +92,6 @@ def test_a_key_per_token_by_hand():
 def test_invalid_tokens_are_padding_by_hand():
     """The batch above, whose tokens 1 and 3 a captured step of a fixed size pads: token 1 completes
     its C4 and C128 rows no more. The caches' own slots say nothing about it."""
-    spec = AttentionSpec(
-        window_size=3, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=4, max_model_len=16
-    )
     table = i32([[7, 3], [2, 5]])
     batch = (
         i32([0, 2, 4]),
@@ -106,8 +101,8 @@ def test_invalid_tokens_are_padding_by_hand():
     )
     valid = torch.tensor([True, False, True, False])
     decode, prefill = (
-        build_decode_metadata(spec, *batch, valid),
-        build_prefill_metadata(spec, *batch, valid, max_chunks=2),
+        build_decode_metadata(SMALL, *batch, valid),
+        build_prefill_metadata(SMALL, *batch, valid, max_chunks=2),
     )
     for metadata in (decode, prefill):
         assert metadata.is_valid_token.tolist() == valid.tolist()
@@ -123,21 +118,18 @@ def test_invalid_tokens_are_padding_by_hand():
     with pytest.raises(
         TypeError, match=r"^build_decode_metadata: is_valid_token must be torch.bool"
     ):
-        build_decode_metadata(spec, *batch, valid.int())
+        build_decode_metadata(SMALL, *batch, valid.int())
     with pytest.raises(ValueError, match=r"is_valid_token must have shape \[num_tokens\] with"):
-        build_prefill_metadata(spec, *batch, valid[:3], max_chunks=2)
+        build_prefill_metadata(SMALL, *batch, valid[:3], max_chunks=2)
 
 
 def test_tokens_without_a_slot_are_padding_by_hand():
     """vLLM's rule, with no mask; a mask of ones has such a token attend, and write nothing."""
-    spec = AttentionSpec(
-        window_size=3, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=4, max_model_len=16
-    )
     table = i32([[7, 3], [2, 5]])
     slots, tables = i64([100, 101, -1, 103]), BlockTables(table, table, table)
     batch, everywhere = (i32([0, 2, 4]), i32([8, 6]), slots, tables), torch.ones(4).bool()
     for build, more in ((build_decode_metadata, {}), (build_prefill_metadata, {"max_chunks": 2})):
-        metadata = build(spec, *batch, **more)
+        metadata = build(SMALL, *batch, **more)
         assert metadata.is_valid_token.tolist() == [True, True, False, True]
         assert metadata.req_indices.tolist() == [0, 0, -1, 1]
         assert metadata.positions.tolist() == [6, 7, -1, 5]
@@ -149,13 +141,13 @@ def test_tokens_without_a_slot_are_padding_by_hand():
         assert metadata.swa_indices.tolist() == window
         assert metadata.c4_slot_mapping.tolist() == [-1, 7 * 4 + 3, -1, 2 * 4 + 2]
         assert metadata.c128_slot_mapping.tolist() == [-1, 7 * 2 + 1, -1, -1]
-        whole = build(spec, *batch, everywhere, **more)
+        whole = build(SMALL, *batch, everywhere, **more)
         assert whole.is_valid_token.tolist() == [True] * 4
         assert whole.positions.tolist() == [6, 7, 4, 5]
         assert whole.swa_indices[2].tolist() == [10, 11, 20]
         assert torch.equal(whole.c4_slot_mapping, metadata.c4_slot_mapping)
         with pytest.raises(TypeError, match=f"^{build.__name__}: slot_mapping must be torch.int64"):
-            build(spec, *batch[:2], slots.int(), tables, **more)
+            build(SMALL, *batch[:2], slots.int(), tables, **more)
 
 
 def plan_behind(num_decodes):

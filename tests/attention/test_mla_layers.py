@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dsv4_ops.attention import (
-    ContextParallel,
     MlaCache,
     MlaInputs,
     MlaSpec,
@@ -268,27 +267,6 @@ def test_a_scale_of_queries_goes_with_codes():
         with pytest.raises((ValueError, TypeError), match=f"^mla_layer: {message}"):
             mla_layer(spec, inputs, weights, cache, step)
         assert not cache.kv.any()
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
-        ({"softmax_scale": 0.0}, ValueError, "softmax_scale must be above 0"),
-        ({"context": "auto"}, ValueError, "context must be 'absorbed' or 'chunked', got 'auto'"),
-        ({"layout": "v4_fp8"}, ValueError, "layout must be 'plain' or 'mla_fp8' or 'mla_ds_fp8'"),
-        ({"layout": "mla_ds_fp8"}, NotImplementedError, "layout must be another than 'mla_ds_fp8'"),
-        ({"dtype": torch.float16}, TypeError, "dtype must be torch.bfloat16 or torch.float32"),
-        (
-            {"parallel": ContextParallel(group="0", world_size=2, interleave=3)},
-            ValueError,
-            "parallel.interleave must divide block_size, got 3 of blocks",
-        ),
-    ],
-)
-def test_errors_of_a_spec(changed, error, message):
-    with pytest.raises(error, match=f"^MlaSpec: {message}"):
-        dataclasses.replace(SPEC, **changed)
 
 
 def test_break_even_of_released_models():

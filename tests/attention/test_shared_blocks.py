@@ -2,8 +2,6 @@
 them over: each has the outputs that it has alone."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,7 +14,16 @@ from torch import Tensor
 from dsv4_ops.attention import LayerSpec
 from tests.attention.test_layers import layer_of
 from tests.helpers import Called, i32, i64
-from tests.support.layers import LENGTH, PLAIN, SPEC, SmallLayer, caches_of, in_chunks, poison
+from tests.support.layers import (
+    LENGTH,
+    PLAIN,
+    SPEC,
+    SmallLayer,
+    caches_of,
+    changed,
+    in_chunks,
+    poison,
+)
 from tests.support.sampled import sampled
 
 BLOCK = 16  # a prefix ends at a multiple of it: it holds whole blocks of all caches
@@ -24,16 +31,6 @@ BLOCK = 16  # a prefix ends at a multiple of it: it holds whole blocks of all ca
 
 def small_blocks(spec: LayerSpec) -> LayerSpec:
     return replace(spec, attention=replace(spec.attention, block_tokens=BLOCK))
-
-
-@contextmanager
-def chosen(layer: SmallLayer, **settings: Any) -> Iterator[None]:
-    usual = {name: getattr(layer, name) for name in settings}
-    vars(layer).update(settings)
-    try:
-        yield
-    finally:
-        vars(layer).update(usual)
 
 
 def shared_step(
@@ -103,13 +100,13 @@ def test_requests_that_share_blocks_have_the_outputs_that_they_have_alone(
             {name: torch.cat([sources[0][name][:hit], each[hit:]]) for name, each in own.items()}
             for own, hit in zip(sources, shared, strict=False)
         ]
-        with chosen(layer, schedule=schedule):
+        with changed(layer, schedule=schedule):
             alone = [
                 in_chunks(layer, [own], [[stop]])[0]
                 for own, stop in zip(inputs, stops, strict=True)
             ]
             for save_first, worst in errors.items():
-                with chosen(layer, save_first=save_first):
+                with changed(layer, save_first=save_first):
                     found = shared_step(layer, inputs, stops, shared, seed)
                 for out, expected, hit in zip(found, alone, shared, strict=True):
                     wanted = expected[hit:].float()
@@ -131,7 +128,7 @@ def test_saving_first_changes_no_bit_where_no_block_is_shared(kind: str, schedul
     layer, inputs = layer_of(kind, SPEC)
     outputs = {}
     for save_first in (False, True):
-        with chosen(layer, schedule=schedule, save_first=save_first), Called() as called:
+        with changed(layer, schedule=schedule, save_first=save_first), Called() as called:
             outputs[save_first] = in_chunks(layer, inputs[:3], CUTS)
         outputs[save_first] += [
             cache.view(torch.uint8).clone() for cache in caches_of(layer).values()
@@ -148,8 +145,8 @@ def test_states_in_rings_cannot_be_saved_first() -> None:
         "attention_layer: save_first must be False with state_rings, got True. Pass "
         "state_rings=False, and states in blocks that no step overwrites before it has read them."
     )
-    rings = chosen(layer, state_rings=True, save_first=True)
+    rings = changed(layer, state_rings=True, save_first=True)
     with rings, pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         in_chunks(layer, inputs[:1], [[5]])
-    with chosen(layer, save_first=1), pytest.raises(TypeError, match="save_first must be a bool"):
+    with changed(layer, save_first=1), pytest.raises(TypeError, match="save_first must be a bool"):
         in_chunks(layer, inputs[:1], [[5]])

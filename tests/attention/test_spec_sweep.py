@@ -132,11 +132,12 @@ DENSE: dict[str, tuple[Any, ...]] = {
 
 
 def dense_spec(**chosen: Any) -> MlaSpec:
-    rank, rope = SIZES[chosen["layout"]]
-    sizes = {"num_heads": HEADS, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE}
+    rank, rope = SIZES.get(chosen["layout"], SIZES["plain"])
+    sizes: dict[str, Any] = {"num_heads": HEADS, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE}
+    sizes["softmax_scale"] = (NOPE + rope) ** -0.5
     sizes |= {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "block_size": BLOCK}
     sizes |= {"max_decode_tokens": 4, "workspace_rows": 13, "max_chunks": 4}
-    return MlaSpec(softmax_scale=(NOPE + rope) ** -0.5, **{**sizes, **chosen})
+    return MlaSpec(**{**sizes, **chosen})
 
 
 BUDGETS = {("plain", F32): 2e-6, ("plain", BF16): 0.012}
@@ -205,6 +206,14 @@ def test_every_dense_layer_is_right_or_refused() -> None:
         ({"query": "int8"}, "query must be 'fp8', got 'int8'."),
         ({"qk_rope_head_dim": 3}, "qk_rope_head_dim must be a multiple of a pair = 2, got 3."),
         ({"parallel": 2}, "parallel must be a ContextParallel or None, got int."),
+        ({"parallel": ContextParallel(group="0", world_size=2, interleave=3)},
+         "parallel.interleave must divide block_size, got 3 of blocks"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be above 0"),
+        ({"context": "auto"}, "context must be 'absorbed' or 'chunked', got 'auto'"),
+        ({"layout": "v4_fp8"}, "layout must be 'plain' or 'mla_fp8' or 'mla_ds_fp8'"),
+        ({"layout": "mla_ds_fp8"}, "layout must be another than 'mla_ds_fp8'"),
+        ({"dtype": torch.float16}, "dtype must be torch.bfloat16 or torch.float32"),
     ],
 )  # fmt: skip
 def test_what_a_dense_spec_refuses(chosen: dict[str, Any], message: str) -> None:

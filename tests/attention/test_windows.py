@@ -11,12 +11,8 @@ from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention import ContextParallel, LayerSpec, StateTables, build_attention_step
 from dsv4_ops.attention.metadata import BlockTables
-from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.architectures.base import StepRun
-from dsv4_ops.integrations.transformers.steps import step as steps
 from tests.attention.test_layers import layer_of
 from tests.helpers import Called, i32, i64
-from tests.support.hf_models import first_step, reference
 from tests.support.layers import SPEC, Engine
 from tests.support.sampled import sampled
 
@@ -84,37 +80,3 @@ def test_slots_by_hand() -> None:
         step.with_window(SPEC, table, i64([1]))
     with pytest.raises(ValueError, match=r"^with_window: block_table must have shape"):
         step.with_window(SPEC, table.repeat(2, 1), i64([1, 2, 3]))
-
-
-@torch.no_grad()
-def test_each_layer_of_a_model_takes_its_own_step() -> None:
-    """Every other layer has its windows in a group whose blocks are in another order."""
-    model = reference()
-    batch, paged = first_step(model)
-    spec, cache, body = model.dsv4_ops_spec, paged.tensors, model.model
-    for layer in cache.layers:
-        layer.swa.normal_(generator=torch.Generator().manual_seed(1))
-    moved = torch.randperm(cache.layers[0].swa.shape[0], generator=torch.Generator().manual_seed(2))
-    layers = [
-        replace(layer, swa=layer.swa.clone()) if number % 2 else layer
-        for number, layer in enumerate(cache.layers)
-    ]
-    others = replace(cache, layers=layers)
-    for number, layer in enumerate(cache.layers):
-        if number % 2:
-            layers[number].swa[moved] = layer.swa
-    batch = v4.StepBatch(batch.tokens, batch.query_start_loc, i32([40, 30]), batch.rows)
-    tokens = steps.tokens_of(batch, cache)[0]
-    step = spec.build_step(tokens, cache, "decode")
-    size = spec.layers.attention.swa_block_size
-    slots = moved[step.slot_mapping // size] * size + step.slot_mapping % size
-    window = step.with_window(spec.layers, moved[step.swa_block_table.long()].int(), slots)
-    chosen = tuple(window if number % 2 else step for number in range(len(layers)))
-    run = StepRun(step, others, "decode", state_rings=False, layer_steps=chosen)
-    found = steps.run_layers(body, spec, batch.tokens, None, run)
-    assert not torch.equal(window.swa_indices, step.swa_indices)
-    alone = StepRun(step, cache, "decode", state_rings=False)
-    assert torch.equal(found, steps.run_layers(body, spec, batch.tokens, None, alone))
-    for number, layer in enumerate(cache.layers):
-        swa = layers[number].swa
-        assert torch.equal(swa[moved] if number % 2 else swa, layer.swa)

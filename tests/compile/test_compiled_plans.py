@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from dsv4_ops.attention import AttentionStep, LayerCaches, LayerInputs, attention_layer
 from dsv4_ops.lowering.inspect import build_package, load_package
-from tests.attention.test_layer_plans import changed
 from tests.compile.test_compiled_layers import STEPS, hidden, scalar_code
 from tests.helpers import NIGHTLY
-from tests.support.layers import HEADS, PLAIN, SPEC, Engine, SmallLayer, caches_of, poison
+from tests.support.layers import HEADS, PLAIN, SPEC, Engine, SmallLayer, caches_of, changed, poison
 
 pytestmark = pytest.mark.slow
 

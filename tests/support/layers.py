@@ -1,6 +1,8 @@
 """Small attention layers of each kind, and an engine that runs requests through one of them: chunks
 of any size, paged caches whose blocks are used again, tables that keep stale entries."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -138,6 +140,26 @@ def poison(layer: SmallLayer) -> None:
     """Every byte of every cache a part of a NaN."""
     for cache in caches_of(layer).values():
         cache.view(torch.uint8).fill_(0xFF)
+
+
+@contextmanager
+def changed(layer: SmallLayer, **attributes: Any) -> Iterator[SmallLayer]:
+    """Other attributes, as long as the context is open."""
+    before = {name: getattr(layer, name) for name in attributes}
+    vars(layer).update(attributes)
+    try:
+        yield layer
+    finally:
+        vars(layer).update(before)
+
+
+@contextmanager
+def unwritten(layer: SmallLayer) -> Iterator[None]:
+    """Every byte of every cache stays what it is."""
+    before = {name: cache.clone() for name, cache in caches_of(layer).items()}
+    yield
+    for name, cache in caches_of(layer).items():
+        assert torch.equal(cache.view(torch.uint8), before[name].view(torch.uint8)), name
 
 
 def hidden_states(requests: int = REQUESTS, length: int = LENGTH, seed: int = 9) -> Tensor:
