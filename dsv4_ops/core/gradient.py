@@ -66,7 +66,8 @@ class _Refused(SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, op: str, call: Callable[..., Any], *args: Any) -> Any:
-        ctx.set_materialize_grads(False)  # zeros for unused results would hide the requested ones
+        # otherwise zeros for unused results would hide which gradients were requested
+        ctx.set_materialize_grads(False)
         ctx.op = op
         ctx.inputs = [
             (place, arg.shape, arg.dtype)

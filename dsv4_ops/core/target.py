@@ -1,4 +1,4 @@
-"""What a GPU offers to kernels, by its compute capability."""
+"""The properties of a GPU that kernels depend on, by its compute capability."""
 
 from __future__ import annotations
 

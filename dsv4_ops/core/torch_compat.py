@@ -99,14 +99,14 @@ def one_graph_for_all_sizes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(shapes.patch(backed_size_oblivious=True, use_duck_shape=False))
         stack.enter_context(dynamo.patch(specialize_float=True, specialize_int=True))
-        # to look up a call of symbolic sizes takes longer than to infer its result
+        # inferring a result again is faster than looking it up by symbolic sizes
         stack.enter_context(dynamo.patch(fake_tensor_cache_enabled=False))
         yield
 
 
 @dataclass(frozen=True)
 class SizeGuards:
-    """What a graph with symbolic sizes takes for granted of the sizes of its inputs.
+    """The assumptions of a graph with symbolic sizes about the sizes of its inputs.
 
     Attributes:
         condition: Python expression of the symbols.
@@ -133,7 +133,7 @@ _TRACES: ContextVar[list[Any] | None] = ContextVar("noted_trace", default=None)
 
 @contextmanager
 def noted_trace() -> Iterator[Callable[[], SizeGuards]]:
-    """Yield what returns the guards of the trace that called ``note_trace`` inside."""
+    """Yield a function that returns the guards of the trace that called ``note_trace``."""
     traces: list[Any] = []
     token = _TRACES.set(traces)
     try:
@@ -218,7 +218,7 @@ def constant_in_traces(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @constant_in_traces
 def note_trace() -> None:
-    """Tell ``noted_trace`` of the trace that calls this."""
+    """Pass the current trace to ``noted_trace``."""
     from torch._guards import TracingContext
 
     context, traces = TracingContext.try_get(), _TRACES.get()

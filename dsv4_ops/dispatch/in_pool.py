@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
 
 _MADE: Any = WeakIdKeyDictionary()
-"""The pool and the place of every view that ``pool_view`` has made in a trace."""
+"""The pool and the arguments of every view that ``pool_view`` has made in a trace."""
 
 
 def pages(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dtype: str) -> Tensor:
@@ -135,8 +135,8 @@ def _run(
     op: str,
     arguments: str,
 ) -> None:
-    """Run ``op`` with the arguments that ``trace`` has described; results are the last tensors that
-    are written."""
+    """Run ``op`` with the arguments that ``trace`` has described; the last tensors receive the
+    results."""
     values = {}
     for name, value in ast.literal_eval(arguments).items():
         if not isinstance(value, tuple):

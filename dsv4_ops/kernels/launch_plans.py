@@ -19,10 +19,10 @@ from dsv4_ops.core.layout import CACHE_ALIGNMENT
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 
 MOST_PLANS = 8192
-"""Maximum forms of calls that are remembered; more begin anew."""
+"""Maximum forms of calls that are remembered; at the next form, all are forgotten."""
 
 Plan = Callable[..., Any]
-"""Does what a recorded call did, on other tensors."""
+"""Repeats a recorded call with other tensors."""
 
 Choose = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Callable[..., Any], Any, Any, bool]]
 
@@ -69,7 +69,8 @@ class LaunchPlans:
 def form(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
 ) -> Any:
-    """Return all that a launcher may read of a call; None if an argument is of another kind."""
+    """Return the properties of a call that a launcher may read; None for arguments of other
+    kinds."""
     parts: list[Any] = [name, *kwargs]
     for value in (*args, *kwargs.values()):
         kind = type(value)
@@ -83,7 +84,7 @@ def form(
         else:
             return None
     ids = [id(each) for each in tensors]
-    if len(set(ids)) < len(ids):  # a plan of f(x, x) is none of f(x, y)
+    if len(set(ids)) < len(ids):  # a plan of f(x, x) is wrong for f(x, y)
         parts.append(tuple(map(ids.index, ids)))
     return tuple(parts)
 
@@ -98,7 +99,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.count = len(tensors)
-        # the tensors are held, so that no other one gets the id of a temporary one
+        # hold the tensors, so that no new one gets the id of a freed one
         self.names = {id(each): (f"v{place}", each) for place, each in enumerate(tensors)}
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
@@ -118,7 +119,7 @@ class Recording(TorchDispatchMode):
         return out
 
     def wrap(self, kernel: Any) -> Any:
-        """Return what launches a kernel and records the launch."""
+        """Return an object that launches a kernel and records the launch."""
         return _Recorded(self, kernel)
 
     def launched(self, kernel: Any, grid: Any, args: Any, options: Any, compiled: Any) -> None:
@@ -134,7 +135,8 @@ class Recording(TorchDispatchMode):
             self._call("_", EAGER(kernel)[grid], args, options)
 
     def plan(self, result: Any) -> Plan | None:
-        """Return a function of the call's tensors that does the same; None if there is none."""
+        """Return a function that repeats the call with its tensors; None if the call cannot be
+        repeated."""
         end = f"    return {self._text(result)}"
         if self.obstacle:
             return None

@@ -12,13 +12,14 @@ Wait = Callable[[], Any]
 
 
 def compile_workers() -> Callable[..., Wait] | None:
-    """Return what runs a function in a compile worker; None if TORCHINDUCTOR_COMPILE_THREADS, or
-    the machine, allows one compile at a time."""
+    """Return a function that submits jobs to a compile worker; None if
+    TORCHINDUCTOR_COMPILE_THREADS or the machine allows one compile at a time."""
     from dsv4_ops.lowering import _compat
 
     if _compat.get_compile_threads() <= 1:
         return None
-    _compat.set_ptxas_path()  # as Inductor does later: files of other releases have other names
+    # as Inductor does later: names of files depend on the release of ptxas
+    _compat.set_ptxas_path()
 
     def submit(function: Callable[..., Any], *args: Any) -> Wait:
         _compat.AsyncCompile.process_pool()  # starts with the first job
@@ -29,8 +30,8 @@ def compile_workers() -> Callable[..., Wait] | None:
 
 
 def _send(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Send a job once the pool's process has imported torch: until then a few of them fill its
-    pipe, and Inductor, whose jobs go the same way, would wait too."""
+    """Send a job once the pool's process has imported torch. Before that a few jobs would fill its
+    pipe, and Inductor, which uses the same pipe, would wait too."""
     from dsv4_ops.lowering import _compat
 
     _compat.AsyncCompile.wait_pool_ready()

@@ -50,7 +50,8 @@ def remove_unread(gm: GraphModule, settings: Any = None) -> GraphModule:
 class _Writes:
     graph: Graph
     root: dict[Node, Node] = field(default_factory=dict)
-    """Return the input or buffer whose memory a node is: the node, or the argument of a write."""
+    """The input or buffer whose memory each node uses: the node itself, or the argument that it
+    writes to."""
 
     def run(self) -> None:
         self._skip_copies()
@@ -72,8 +73,10 @@ class _Writes:
                 self.graph.erase_node(node)
 
     def _name_states(self) -> None:
-        """Move buffers behind an op that keeps them from being folded as constants: those that are
-        copied to. All uses of one buffer get one node. Inputs need no such op."""
+        """Pass buffers that are copied to through an op, so that they are not folded as constants.
+
+        All uses of one buffer get one node. Inputs need no such op.
+        """
         copied = [node for node in self.graph.nodes if node.target is _COPY]
         written = {node.args[0].target for node in copied if node.args[0].op == "get_attr"}
         first: dict[Any, Node] = {}

@@ -153,7 +153,7 @@ def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
         if context is None:
             return before(self, hidden_states, *args, **rest)
         if hidden_states.shape[0] != 1:
-            # a graph for all sizes learns here that the first one is 1, not a factor of the tokens
+            # tells a graph for all sizes that the first size is 1, not a factor of num_tokens
             raise argument_error(
                 "decode_step",
                 "hidden_states",

@@ -146,12 +146,12 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             continuous_batching=True, host=host, port=port, non_blocking=True, log_level="error"
         )
         models = self._model_manager
-        # Hugging Face loads a model of its own class where it asks for one again
+        # so that Hugging Face does not load its own class when it asks for a model again
         models.force_model, models.model_timeout = path, -1
         models._load_model = self._load
         models._load_processor = self._only_own(models._load_processor)
         listed = {"id": path, "object": "model", "created": 0, "owned_by": "dsv4_ops"}
-        # before 5.24, an error without a cache of the hub's
+        # before 5.24, these raise without a cache of Hugging Face's hub
         models.list_models = models.get_gen_models = lambda: [listed]
         name = self._name_of_model()
         model, _ = models.load_model_and_processor(name)
@@ -285,7 +285,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
         self.max_queue, self._count = max_queue, itertools.count()
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Refuse settings that requests in one batch cannot have for themselves."""
+        """Refuse settings that cannot differ between the requests of a batch."""
         for name, neutral in NEUTRAL.items():
             if getattr(gen_config, name, None) not in (None, neutral):
                 shown = _FIELDS.get(name, name)
@@ -350,8 +350,8 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
 
 
 def _end_whole(streamer: Any, tokenizer: Any) -> None:
-    """Let a stream end with the characters whose last bytes never came, for which Hugging Face's
-    streamer waits, as other answers do."""
+    """Let a stream end with its incomplete characters, as other answers do. Hugging Face's streamer
+    waits for the missing bytes."""
     tokens: list[int] = []
     put, end = streamer.put, streamer.end
     skips = {"skip_special_tokens": getattr(streamer, "_parser", None) is None}
@@ -413,7 +413,8 @@ class Requests:
         return request_id
 
     def register_result_handler(self, request_id: str, callback: Any) -> None:
-        """Register the handler of a request's outputs, and add the request if it waits for that."""
+        """Register the handler of a request's outputs, and add the request if it waited for a
+        handler."""
         self._manager.register_result_handler(request_id, callback)
         add = self._pending.pop(request_id, None)
         if add is not None:
@@ -433,14 +434,14 @@ class Requests:
 
 
 class Dropped(queue.Queue[Any]):
-    """Queue of the outputs that have no handler: the last ones of cancelled requests."""
+    """Queue of the outputs without a handler, which are the last ones of cancelled requests."""
 
     def put(self, *_: Any, **__: Any) -> None:
-        """Drop an output, which nobody would read."""
+        """Drop an output, because nobody would read it."""
 
 
 class Disconnects:
-    """ASGI middleware that cancels what a client waited for when the client leaves.
+    """ASGI middleware that cancels a client's requests when the client leaves.
 
     Args:
         app: The application.
@@ -518,8 +519,8 @@ def _checked(handle: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sampled(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Sample where a request has a temperature, which Hugging Face reads only if the model's own
-    settings sample."""
+    """Sample if a request has a temperature. Hugging Face reads it only if the model's own settings
+    sample."""
 
     def config_of(body: Any, *args: Any, **rest: Any) -> Any:
         config = build(body, *args, **rest)
@@ -543,9 +544,10 @@ def _handler(answer: Callable[[Any], tuple[int, str, Any]]) -> Callable[..., Any
 
 
 def _shared(model: Any) -> Any:
-    """Return generation settings under which each request can have its own."""
+    """Return generation settings that make Hugging Face create processors with a value per
+    request."""
     config = copy.deepcopy(model.generation_config)
-    # values that differ from the defaults, so that there are processors to set
+    # values that differ from the defaults, which create no processor
     config.do_sample, config.temperature, config.top_k, config.top_p = True, 0.5, 50, 0.5
     config.num_return_sequences = config.repetition_penalty = config.min_p = None
     return config

@@ -1,4 +1,4 @@
-"""What of vLLM's configuration the model takes, and what it refuses. Imports no vLLM."""
+"""Read vLLM's configuration for the model, and refuse settings. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def patch_settings(vllm_config: Any) -> dict[str, Any]:
     given.pop("backend", None)
     kv = _FP8_KV.get(vllm_config.cache_config.cache_dtype, _KV[model.dtype])
     if kv == "ds_fp8" and model.hf_config.model_type == "deepseek_v4":
-        kv = "fp8"  # vLLM's name of V4's layout too
+        kv = "fp8"  # vLLM has one name for the layouts of V3 and V4
     return {"kv": kv} | given
 
 

@@ -115,7 +115,7 @@ class DeepseekForCausalLM(nn.Module):
         return logits
 
     def _given(self) -> None:
-        """Bind the caches and compile the steps after vLLM has given the last cache."""
+        """Bind the caches and compile the steps once vLLM has allocated all caches."""
         self._num_given += 1
         if self._num_given % len(self.pages) == 0 and self.steps is not None:
             self._bind(self.steps)

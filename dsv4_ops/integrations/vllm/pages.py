@@ -35,7 +35,7 @@ class Builder(AttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> GroupTensors:
-        """Return four tensors and a host bound."""
+        """Return four tensors, and a bound that the host knows."""
         return GroupTensors(
             common_attn_metadata.query_start_loc,
             common_attn_metadata.seq_lens,
@@ -46,7 +46,8 @@ class Builder(AttentionMetadataBuilder):
 
 
 class Backend(AttentionBackend):
-    """Say to vLLM how blocks may lie, and who builds metadata; the model runs its attention."""
+    """Tell vLLM the shape of blocks and the builder of metadata; the model runs its own
+    attention."""
 
     @staticmethod
     def get_name() -> str:

@@ -1,4 +1,4 @@
-"""The caches of a layer in the one pool of an engine, as a compiled layer takes them."""
+"""The caches of a layer in an engine's pool, in the form that a compiled layer takes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout
 
 @dataclass(frozen=True)
 class PooledCaches:
-    """Caches that a graph makes of the pool, which is its argument.
+    """Caches that a graph makes from the pool, which is its argument.
 
     Attributes:
         pool: All bytes, [num_blocks, bytes of a block], uint8.
         layouts: Layout of each cache, by its name.
-        offsets: For each cache a tensor without values whose first size is its offset in a block,
-            in units of 16 bytes. A graph is compiled for each value of an int, but for any size, so
-            one serves all layers of a kind.
-        make: Makes the caches of a layer of its tensors, by their names.
+        offsets: The offset of each cache in a block, as the first size of an empty tensor, in units
+            of 16 bytes. A graph serves one value of an int, but any size of a tensor, so one graph
+            serves all layers of a kind.
+        make: Makes the caches of a layer from its tensors by name.
     """
 
     pool: Tensor
@@ -53,10 +53,11 @@ def pooled(
     layouts: Sequence[dict[str, Layout]],
     make: Callable[[Mapping[str, Tensor]], Any],
 ) -> list[PooledCaches]:
-    """Find where the caches of layers are in the blocks of a pool, of views of it.
+    """Return the pool that the tensors of all layers are views of, and the offset of each in a
+    block.
 
     Raises:
-        NotImplementedError: they are not in one pool whose blocks have one size.
+        NotImplementedError: the tensors are not in one pool whose blocks have one size.
     """
     first = next(iter(layers[0].values()))
     storage, stride = first.untyped_storage(), first.stride(0) * first.itemsize
@@ -92,10 +93,10 @@ class CompiledParts:
     def run(
         self, schedule: str, name: str, function: Callable[..., Any], *args: Any, **rest: Any
     ) -> Any:
-        """Run a part; a ``Runner`` of the steps of one schedule."""
+        """Run a part of a step with this schedule, as a ``Runner`` does."""
         name = f"{schedule}_{name}"
         if name not in self.parts:
-            # Dynamo stores compiled code by code object, and tries every entry of one
+            # a code object per part: Dynamo tries every entry of a code object
             part = FunctionType(_part.__code__.replace(co_name=name), globals())
             self.parts[name] = torch.compile(
                 part, fullgraph=True, dynamic=True, backend=self.backend

@@ -38,7 +38,8 @@ def register() -> None:
             do='Install "dsv4_ops[vllm]"',
             kind=ImportError,
         )
-    # else vLLM breaks V4's CUDA graphs at its own ops, which ours has none of, and never compiles
+    # otherwise vLLM splits V4's CUDA graphs at ops of its own, which our model does not call, and
+    # does not compile it
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     for architecture in ARCHITECTURES:
         vllm.ModelRegistry.register_model(architecture, _MODEL)

@@ -80,7 +80,7 @@ def cache_name(layer: int, field: str) -> str:
 
 @dataclass(frozen=True)
 class EngineCache:
-    """What ``run_layers`` reads of a cache.
+    """The fields of a cache that ``run_layers`` reads.
 
     Attributes:
         layers: Caches of every layer.
@@ -147,7 +147,7 @@ class V4Family:
     ) -> tuple[AttentionStep, ...]:
         """Build the metadata of every layer: once, and the windows once a block table."""
         windows = [of(layer, "swa") for layer in groups.windows]
-        # detached, because a graph is compiled again if other arguments are the same tensor
+        # detach: a graph is compiled again if two of its arguments are one tensor
         compressed, states = (
             {kind: of(layer, field).block_table.detach() for kind, layer in groups.first.items()}
             for field in ("compressed", "states")
@@ -184,8 +184,8 @@ class V4Family:
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """Whether a token may read states that another request saves in the same step.
 
-        Shared prefixes end at multiples of a block. Of the tokens after one, the last of the first
-        window is the first to read states of the prefix.
+        Shared prefixes end at multiples of a block. After a prefix, the token that completes the
+        first window is the first to read states of the prefix.
         """
         return schedule == "prefill" or decode_tokens >= self.spec.layers.attention.c4_ratio
 
@@ -313,14 +313,14 @@ class EngineSteps:
 
         def of(layer: int, field: str) -> GroupTensors:
             group = metadata[cache_name(layer, field)]
-            # of an int on the host, a graph would hold for one value only
+            # the graph would hold for one value of an int only
             return group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
 
         if not self._found:
             self.groups, self._found = self.family.groups(of), True
         if self._parts is None:
             return self._run(tokens, of, schedule, run_part)
-        # a run on a cache of ours, as engines do to measure memory, has passed the checks
+        # the checks have passed in ``profiled``, which engines call first to measure memory
         with one_graph_for_all_sizes(), run_time_launches(), checks_are_done():
             return self._run(tokens, of, schedule, partial(self._parts.run, schedule))
 
@@ -343,8 +343,8 @@ class EngineSteps:
         return hidden.flatten(0, -2)
 
     def compile(self) -> None:
-        """Compile all parts, by steps of padding, which write to no cache; nothing if layers run
-        eagerly."""
+        """Compile all parts with steps of padding, which write to no cache. Does nothing if layers
+        run eagerly."""
         if self._parts is None:
             return
         device = self.model.device
@@ -354,8 +354,9 @@ class EngineSteps:
             for layer, kind in enumerate(self.spec.kinds)
             for field in self.family.caches(kind)
         ]
-        windows = [numbers([[0, 0]]), numbers([[0, 0]])]  # so that one is of another group
-        # Inductor makes a graph of its own for a decode of one token
+        # two tables, so that the layers form two groups
+        windows = [numbers([[0, 0]]), numbers([[0, 0]])]
+        # Inductor compiles a separate graph for a decode of one token
         for count, most in ((2, self.max_model_len), (2, 1), (1, 1)):
             slots = torch.full((count,), -1, device=device)
             group = GroupTensors(numbers([0, count]), numbers([0]), windows[0], slots, most)
@@ -368,7 +369,7 @@ class EngineSteps:
 
     @torch.no_grad()
     def profiled(self, tokens: Tensor) -> Tensor:
-        """Run as many tokens from a cache of their own, for an engine that measures memory."""
+        """Run this many tokens from a temporary cache, for an engine that measures memory."""
         length = min(len(tokens), self.max_model_len)
         rows = -(-len(tokens) // length)
         cache = PagedCache.for_model(

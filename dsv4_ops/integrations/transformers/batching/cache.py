@@ -87,7 +87,7 @@ class BatchCache:
         return self.paged.lacking_blocks(request_id, past + query)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """Return how many requests, in order, the free blocks suffice for."""
+        """Return the number of requests, in order, for which the free blocks suffice."""
         free = self.paged.num_free_blocks
         for count, needed in enumerate(list_blocks_needed):
             free -= sum(needed.values())
@@ -96,7 +96,7 @@ class BatchCache:
         return len(list_blocks_needed)
 
     def prepare_fork_request(self, *_: Any) -> list[str]:
-        """Return no copies, for which Hugging Face then runs the prompt once more."""
+        """Return no copies: Hugging Face then runs the prompt again."""
         return []
 
     def perform_cache_copy(self, *_: Any) -> None:

@@ -28,7 +28,7 @@ from dsv4_ops.integrations.transformers.tensors import StepBatch
 OP = "init_continuous_batching"
 
 DEFAULT_REQUESTS, DEFAULT_BATCH_TOKENS, DEFAULT_LENGTH = 64, 1024, 8192
-"""Requests and tokens of a step, and tokens of a request, unless settings or prompts say."""
+"""Defaults: requests per step, tokens per step, and tokens per request."""
 
 NEUTRAL = {
     **OTHER_METHODS,
@@ -46,8 +46,8 @@ NEUTRAL = {
     "sequence_bias": None,
     "watermarking_config": None,
 }
-"""Settings of a ``GenerationConfig`` that have no effect or fail there, with their neutral
-values."""
+"""Settings of a ``GenerationConfig`` that have no effect or fail in continuous batching, with their
+neutral values."""
 
 _GPU_SHARE = 0.8
 """Share of the free memory of a GPU for blocks, by default."""

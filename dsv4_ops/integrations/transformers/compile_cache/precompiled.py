@@ -1,17 +1,19 @@
 """Parts of a step that another process compiled.
 
 Inductor's cache saves compilation, but Dynamo still traces a part for seconds to find the entry. A
-kept part has Dynamo's results too, and none of its guards. What they would compare is in the part's
-name, by ``environment`` and ``described``:
+stored part has Dynamo's results too, and no guards. The part's name takes the place of the guards:
+``environment`` and ``described`` compute it
 
-- with fixed sizes, all that a trace can read of the process, the model, the batch and the cache;
-- with symbolic sizes, all that it can read of the process and the model, and the cache's structure.
-  The batch, and the cache with the model, have passed the checks of the step. What the graph takes
-  for granted of sizes is stored with it (``SizeGuards``), and checked once for each new set of
-  sizes. If it does not hold, another part of that name may: its variants are numbered.
+- with fixed sizes, from all that a trace can read of the process, the model, the batch and the
+  cache;
+- with symbolic sizes, from all that it can read of the process and the model, and from the
+  structure of the cache. The checks of the step have passed for the batch, the cache and the model.
+  The assumptions of the graph about sizes are stored with it (``SizeGuards``), and checked once for
+  each new set of sizes. If they do not hold, another part of that name may fit: the variants of a
+  name are numbered.
 
-No name depends on numbers in tensors. A step looks its parts up again when ``Watch`` finds another
-object in what was described.
+No name depends on numbers in tensors. A step looks its parts up again when ``Watch`` sees that a
+described object was replaced.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ _UNREAD_NAMES = (
 
 
 class Watch:
-    """What a description read and a program can change, with the contents that it had."""
+    """The containers and attributes that a description read and that a program can change, with
+    their contents at that time."""
 
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}
@@ -105,7 +108,8 @@ class Watch:
             self._items += values
 
     def add_attribute(self, owner: Any, name: str) -> None:
-        """Record an attribute that no dictionary has: of an object with slots, or a closure's."""
+        """Record an attribute outside of any dictionary: of an object with slots, or of a
+        closure."""
         self._inner.append((owner, name, _attribute(owner, name)))
 
     def add_tensor(self, tensor: Tensor, form: tuple[Any, ...]) -> None:
@@ -113,7 +117,7 @@ class Watch:
         self._tensors[id(tensor)] = (tensor, form)
 
     def unchanged(self) -> bool:
-        """Whether all hold the same objects as before."""
+        """Whether all containers and attributes hold the same objects as before."""
         views = [values for _, values in self._held.values()]
         if list(map(len, views)) != self._sizes:
             return False
@@ -264,8 +268,8 @@ class _Walk:
         self.add(_attribute(owner, name))
 
     def _add_class(self, kind: type) -> None:
-        """Methods and constants, which a program can assign; those of torch and of Python follow
-        from the versions."""
+        """Describe methods and constants of a class, which a program can assign. The versions
+        determine the classes of torch and of Python."""
         if id(kind) in self._seen or _belongs_to(kind.__module__, "torch"):
             return
         self._seen[id(kind)] = len(self._seen)
@@ -291,17 +295,16 @@ class _Walk:
 
 
 def _names_of(kind: type) -> Mapping[str, Any]:
-    """Return the names of a class, with the one that ``copy`` and ``pickle`` add at their first
-    use, as a compile uses them: a name that is added later would count as a change."""
+    """Return the names of a class. A compile copies or pickles objects, which adds a name to their
+    class: add it now, because a later one would count as a change."""
     slotnames: Any = copyreg._slotnames  # type: ignore[attr-defined]  # there since Python 2
     slotnames(kind)
     return vars(kind)
 
 
 def outline(names: Mapping[str, Any]) -> str:
-    """Return the code and the constants in a namespace, which tell whether a program has assigned
-    something else to one of its names. Contents of lists and dictionaries are left out: they
-    change."""
+    """Return the code and the constants in a namespace, which change when a program assigns another
+    object to one of its names. Contents of lists and dictionaries are left out: they change."""
     return str(sorted((n, _outline(item)) for n, item in names.items() if n not in _UNREAD_NAMES))
 
 
@@ -480,7 +483,7 @@ def compiled(
             made.save_compiled_function(str(path))
             content = path.read_bytes()
         sources = {source.module for source in made.source_info().inlined_sources}
-        others = sources - {function.__module__}  # to whose names Dynamo adds its own
+        others = sources - {function.__module__}  # Dynamo adds names to the function's own module
         header = {
             "digest": hashlib.sha256(content).hexdigest(),
             "sources": {name: _text_hash(name) for name in sorted(sources)},
@@ -493,7 +496,8 @@ def compiled(
         }
         made.disable_guard_check()
     except Exception as error:
-        # torch's errors have no common class; Dynamo raises an error of the function again later
+        # torch's errors have no common class; if the function raised, Dynamo raises its error again
+        # later
         _log.info("%s is not kept: %s", function.__name__, error)
         return None
     return Part(made, sizes), json.dumps(header).encode() + b"\n" + content
@@ -501,8 +505,8 @@ def compiled(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A compile makes a million objects, few of them garbage: to look for it takes a tenth of the
-    time."""
+    """Turn the garbage collector off: a compile makes a million objects, few of them garbage, and
+    the collector takes a tenth of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -513,8 +517,8 @@ def _without_collections() -> Iterator[None]:
 
 
 def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part | None:
-    """Load what ``compiled`` returned and ``place`` holds; None if it is damaged, or sources,
-    versions or libraries differ."""
+    """Load the bytes that ``compiled`` returned, from ``place``. Return None if they are damaged,
+    or if sources, versions or libraries differ."""
     try:
         line, _, content = kept.partition(b"\n")
         header = json.loads(line)
@@ -624,7 +628,7 @@ class PartsFile:
         return self._parts.get(self._prefix + name)
 
     def place(self, name: str) -> str:
-        """Return the file, and what a part is called in it."""
+        """Return the file, and the name of a part in it."""
         return f"{self._prefix}{name} in {self._path}"
 
     def keep(self, name: str, part: bytes) -> None:
@@ -648,9 +652,9 @@ class PartsFile:
 
 
 class PartsFolder:
-    """A folder of compiled parts that all processes of a user share, one file a part.
+    """A folder of compiled parts that all processes of a user share, one file per part.
 
-    torch's own folders keep the rest: the kernels that Inductor and Triton compiled.
+    The kernels that Inductor and Triton compiled stay in torch's own folders.
 
     Args:
         settings: Settings of ``torch.compile``.
@@ -697,7 +701,7 @@ def folder_of_parts() -> Path | None:
 
     Returns:
         None: the variable is "off"; or it is not set, and the user has no folder of caches, or
-            others can write to it. To load a part runs its code.
+            others can write to it. Loading a part runs its code.
     """
     setting = os.environ.get("DSV4_OPS_CACHE", "")
     if setting:

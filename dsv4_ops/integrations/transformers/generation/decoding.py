@@ -204,8 +204,8 @@ def takes(model: Any, call: Call) -> bool:
 
 
 def _calls_only_ours(model: Any) -> bool:
-    """Whether nothing of a user's is on the way from tokens to logits that the loop leaves out, or
-    that would get other shapes from it: methods of the model, hooks around the layers, the head."""
+    """Whether the path from tokens to logits has nothing of the user's that the loop would skip, or
+    call with other shapes: methods of the model, hooks around the layers, or another head."""
     if uncalled(model) is not None or has_global_hooks():
         return False
     head, methods = model.lm_head, vars(model).keys() & set(_METHODS[1:])
@@ -247,7 +247,7 @@ class Texts:
         self.eos = torch.cat([each.flatten().to(device) for each in ends]) if ends else None
         pad = call.config._pad_token_tensor
         self.pad = None if pad is None else pad.to(device)
-        first = prompts[:, :1].to(torch.int64)  # as Hugging Face's ids of int32 become
+        first = prompts[:, :1].to(torch.int64)  # Hugging Face's loop converts int32 ids too
         self.ids = first.repeat(1, columns + max(self.max_new, 1))
         self.ids[:, :columns] = prompts
         self.length = torch.tensor(columns, device=device)
@@ -255,7 +255,7 @@ class Texts:
         self.padded = self.ended.clone()
         self.seq_lens = self.cache.seq_lens[:batch].clone()
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self._rows = self._starts[:-1].clone()  # inputs that share memory have a graph of their own
+        self._rows = self._starts[:-1].clone()  # inputs that share memory would need another graph
 
     def extend(
         self, step: Step, logits: Tensor, streamer: Any = None, *, captures: bool = False
@@ -279,8 +279,11 @@ class Texts:
             streamer.end()
 
     def _batch(self) -> StepBatch:
-        """Return the step of every text's last token, in which texts that ended before it, and all
-        texts once all have ended, are padding."""
+        """Return the step with the last token of every text.
+
+        Padding takes the place of texts that ended before that token, and of all texts once all
+        have ended.
+        """
         stored = ~self.padded & ~self.ended.all()
         self.seq_lens += stored.to(torch.int32)
         tokens = self.ids.index_select(1, (self.length - 1)[None]).flatten()
@@ -306,13 +309,14 @@ class Texts:
 
 
 def _check_every(device: torch.device) -> int:
-    """Steps between two looks: a CPU, which no look delays, takes no step in vain."""
+    """Return the number of steps between two looks. Looking delays no CPU, so a CPU runs no step
+    after the end."""
     return 1 if device.type == "cpu" else CHECK_EVERY
 
 
 def _sampled(probs: Tensor) -> Tensor:
-    """Draw a token of each row, as ``torch.multinomial`` does, which on a GPU would have the host
-    wait to hear that all probabilities are valid."""
+    """Draw a token of each row, as ``torch.multinomial`` does. On a GPU that function makes the
+    host wait for a check of the probabilities."""
     if probs.device.type == "cpu":
         return torch.multinomial(probs, 1).squeeze(1)
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
@@ -375,9 +379,9 @@ def compiled_step(
 
 
 def _compiled(model: Any, call: Call) -> Step:
-    """Return the model's step for any number of texts, compiled as Hugging Face's call would be.
+    """Return the model's step for any number of texts, with the ``CompileConfig`` of the call.
 
-    The prefill's kernels are compiled meanwhile, by workers.
+    Meanwhile, workers compile the prefill's kernels.
     """
     cache, rows = call.cache, len(call.prompts)
     step = compiled_step(model, decode_step, call.config.compile_config)
@@ -397,7 +401,7 @@ def _eager(model: Any) -> Step:
 
 
 def _decoding(model: Any) -> AbstractContextManager[None]:
-    """Hugging Face's preparation of a model for decoding: the kernels of its experts."""
+    """Prepare the kernels of a model's experts for decoding, as Hugging Face does."""
     prepare = getattr(model, "_optimize_model_for_decode", None)
     prepared: AbstractContextManager[None] = nullcontext() if prepare is None else prepare()
     return prepared

@@ -263,7 +263,7 @@ def stopping_criteria(before: Method) -> Method:
 
     def get(self: Any, *args: Any, **arguments: Any) -> Any:
         criteria = before(self, *args, **arguments)
-        # the condition is Hugging Face's
+        # Hugging Face has this condition
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         return Noted(criteria) if pads else criteria
 

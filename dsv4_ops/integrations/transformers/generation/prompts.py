@@ -163,7 +163,7 @@ def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None
 
 
 def check_continues(ids: Tensor, mask: Tensor, cache: PagedCache) -> None:
-    """Raise if prompts do not begin with the text that the cache stores, where ``remember`` kept
+    """Raise if prompts do not begin with the text that the cache stores, if ``remember`` recorded
     it."""
     lengths, text = cache.seq_lens[: ids.shape[0]].to(ids.device), cache.text
     if text is None or not torch.equal(text.seq_lens, lengths):

@@ -136,7 +136,7 @@ class SplitModules(Rewrite):
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
         """Take split modules, and yield the forwards of embeddings and blocks of experts."""
-        if module is self.model:  # before other rewrites ask whose their forwards are
+        if module is self.model:  # first, because other rewrites ask who owns the forwards
             for each in filter(self._takes, module.modules()):
                 self._take(each)
         elif class_of(module) == "DeepseekV4SparseMoeBlock":
@@ -181,7 +181,8 @@ class SplitModules(Rewrite):
         return Split(group, group_size(group), via, sums=True, first=first)
 
     def _ranks(self, mesh: Any) -> tuple[str, str]:
-        """Name of the group of a mesh, and how its ranks send: as ``parallel``, if it has both."""
+        """Return the name of a mesh's group, and the way its ranks send, which is that of
+        ``parallel`` for the same ranks."""
         members = mesh.mesh.flatten().tolist()
         if self.parallel is not None and group_members(self.parallel.group) == members:
             return self.parallel.group, self.parallel.gathers_via
@@ -189,7 +190,7 @@ class SplitModules(Rewrite):
 
 
 def _sum_once(block: Any) -> Iterator[tuple[str, Maker]]:
-    """Let routed and shared experts be added before their sum over the ranks."""
+    """Add routed and shared experts first, and then sum over the ranks once."""
     parts = (block.experts, block.shared_experts.down_proj)
     splits = [split for split in map(split_of, parts) if split is not None and split.sums]
     if len(splits) == len(parts):
@@ -200,8 +201,8 @@ def _sum_once(block: Any) -> Iterator[tuple[str, Maker]]:
 
 
 def _adds(module: Any) -> bool:
-    """Whether ranks with other rows of the weights add to the output: not those of a linear
-    layer."""
+    """Whether the output is the sum over ranks with different rows of the weights. That of a linear
+    layer is not."""
     return isinstance(module, nn.Embedding) or quantized_weights(module) == QUANTIZED_EXPERTS
 
 

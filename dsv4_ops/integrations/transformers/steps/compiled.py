@@ -59,7 +59,7 @@ MOST_WHOLE = 8
 """Maximum layers that "auto" compiles as one graph: compile time grows faster than their number."""
 
 MOST_PLANS = 256
-"""Maximum sizes of steps whose parts are remembered; more begin anew."""
+"""Maximum sizes of steps whose parts are remembered; at the next size, all are forgotten."""
 
 MOST_VARIANTS = 4
 """Maximum parts of a kind of layer, for different sizes."""
@@ -337,7 +337,8 @@ class CompiledStep:
             return None, self._run
         if has_global_hooks() or has_function_modes():
             return None, self._run
-        if self.settings["dynamic"] and not checked:  # no guard would look for what checks refuse
+        # without guards, no code would repeat the checks
+        if self.settings["dynamic"] and not checked:
             return None, self._run
         try:
             if self._cache[0]() is not cache:
@@ -376,8 +377,10 @@ class CompiledStep:
         return part.run
 
     def _variant(self, plan: _Plan, name: str, key: str, call: tuple[Any, ...]) -> Part | None:
-        """Return the part under this key that holds for the sizes of a call. Most have one; a graph
-        may take for granted, say, that there are two tokens or more."""
+        """Return the part under this key whose assumptions hold for the sizes of a call, or None.
+
+        Most keys have one part; a graph may assume, for example, at least two tokens.
+        """
         assert self._file is not None
         for number in range(MOST_VARIANTS):
             place = f"{key}.{number}"
@@ -403,8 +406,8 @@ class CompiledStep:
         return None
 
     def _digest(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> str:
-        """Describe a call; with symbolic sizes, all but sizes. What a ``StepRun`` holds follows
-        from the structure of the cache, which checks compared."""
+        """Describe a call; with symbolic sizes, all but sizes. The structure of the cache, which
+        checks compared, determines the fields of a ``StepRun``."""
         function, args, rest = call
         if plan.shared is None:
             return described([plan.state, function, *args, *rest, *rest.values()], plan.watch)
@@ -421,8 +424,8 @@ class CompiledStep:
         return self._jitted(self._name_of(name, function))(function, args, rest)
 
     def _name_of(self, name: str, function: Any) -> str:
-        """Return the name of a part; a layer with hooks, which Dynamo does not guard, shares none
-        with others of its kind."""
+        """Return the name of a part. A layer with hooks has a name of its own, because Dynamo does
+        not guard hooks."""
         index = self._hooked.get(id(function))
         return name if index is None else f"{name}_{index}"
 
@@ -460,7 +463,7 @@ class CompiledStep:
 
 
 def _form(leaf: Any) -> Any:
-    """What a part with symbolic sizes is compiled for, of one of its arguments."""
+    """Return the properties of an argument that a part with symbolic sizes is compiled for."""
     if isinstance(leaf, Tensor):
         gaps = None if leaf.is_contiguous() else leaf.stride()
         return leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad, gaps
@@ -502,7 +505,7 @@ def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
 
 
 def _parts(cache_file: Path | None, settings: dict[str, Any]) -> PartsFile | PartsFolder | None:
-    """Where parts are kept."""
+    """Return the file or folder that stores parts, or None."""
     if cache_file is not None:
         return PartsFile(cache_file, settings)
     folder = folder_of_parts()
@@ -544,7 +547,7 @@ class _Recorder:
 
 
 def _part_named(name: str) -> FunctionType:
-    # Dynamo stores compiled code by code object, and tries every entry of one
+    # a code object per part: Dynamo tries every entry of a code object
     return FunctionType(_part.__code__.replace(co_name=name), globals())
 
 

@@ -1,7 +1,7 @@
 """Run a step with fake tensors before it runs.
 
-Dynamo then leaves out the checks of kinds, dtypes and devices, which passed, and workers compile
-the kernels side by side. Nothing is computed, and each kind of layer runs once.
+The checks of kinds, dtypes and devices have then passed, so Dynamo leaves them out; and workers
+compile the kernels side by side. Nothing is computed, and each kind of layer runs once.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ PARTS = {decode_step: decode, prefill_step: prefill}
 """Steps as parts for a ``Runner``."""
 
 BATCHES = (1, 2, 8, 16, 32)
-"""Requests of the decode steps whose kernels are compiled after a first step: those between have
-few others."""
+"""Numbers of requests in decode steps whose kernels are compiled after a first step. Steps with
+other numbers need few other kernels."""
 
 
 class DryRuns:
     """The dry runs of a step.
 
-    A model whose forwards or hooks are a user's has none. One that calls other ranks has those for
-    kernels, which update no module: fake parts of its weights would become buffers.
+    A model with a user's forwards or hooks has none. A model that calls other ranks has dry runs
+    for kernels only, which update no module: fake parts of its weights would become buffers.
 
     Args:
         step: ``decode_step`` or ``prefill_step``.
 
     Attributes:
-        num_parts: Parts of a step, one a kind of layer; None before a dry run has ended.
+        num_parts: Parts of a step, one per kind of layer; None before the end of a dry run.
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
@@ -92,7 +92,7 @@ class DryRuns:
     def request_kernels(
         self, model: Any, cache: CacheTensors, num_tokens: int, num_reqs: int, rest: dict[str, Any]
     ) -> None:
-        """Let workers compile the kernels of these sizes, unless sizes of their class have asked.
+        """Let workers compile the kernels of these sizes, unless a step of the same size class did.
 
         A kernel that depends on more than sizes, such as the alignment of a view, is compiled when
         it is launched.
@@ -121,8 +121,8 @@ class DryRuns:
                 self._passed.add((structure_of(cache), *rest.items()))
 
     def request_batches(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
-        """Ask for the kernels of other decode steps, which workers compile while this one goes on;
-        if Triton's folder had all kernels of this one, a process before asked for the others."""
+        """Request the kernels of other decode steps, which workers compile while this step goes on.
+        If Triton's folder had all kernels of this step, an earlier process requested the others."""
         if self.step is decode_step and self._has_jobs and not self._has_asked_batches:
             self._has_asked_batches = True
             for requests in BATCHES:
@@ -145,8 +145,8 @@ class DryRuns:
 
 
 def structure_of(cache: CacheTensors) -> Any:
-    """What checks and traces see of a cache's tensors, but for its numbers of rows, blocks and
-    positions."""
+    """Return the properties of a cache's tensors that checks and traces read, except for the
+    numbers of rows, blocks and positions."""
     tables = pytree.tree_leaves(cache.tables)
     lengths = [cache.seq_lens, cache.written]
     rows = [each.shape[0] == cache.num_rows for each in (*tables, *lengths)]
@@ -164,7 +164,7 @@ def structure_of(cache: CacheTensors) -> Any:
 
 
 def _shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Which tensors are the same, and which parts of one buffer they are where they differ."""
+    """Return which tensors are the same object, and which are views of one storage."""
     first: dict[int, int] = {}
     of_storage: dict[int, set[int]] = {}
     for number, each in enumerate(tensors):
@@ -179,7 +179,7 @@ def _shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def _calls_others(model: Any) -> bool:
-    """Whether a step calls other ranks, or what ``_calls_users`` names."""
+    """Whether a step calls other ranks, or a user's hooks or forwards."""
     ranks = spec_of("compile_step", model).parallel
     split = any(split_of(module) is not None for module in model.modules())
     return ranks is not None or split or _calls_users(model)
@@ -194,8 +194,9 @@ def _calls_users(model: Any) -> bool:
 
 
 def _class(size: int) -> tuple[bool, bool, int]:
-    """Sizes of a class have the same kernels, but for a few: launchers choose tiles by powers of
-    two, and Triton compiles some kernels again for 1 and for multiples of 16."""
+    """Return the size class of a number. Steps of one class have the same kernels, with few
+    exceptions: launchers choose tiles by powers of two, and Triton compiles some kernels again for
+    1 and for multiples of 16."""
     return size == 1, size % 16 == 0, (size - 1).bit_length()
 
 

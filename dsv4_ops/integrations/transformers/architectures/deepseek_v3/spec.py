@@ -300,8 +300,8 @@ class MlaModelSpec(ModelSpec):
         return self.output(module, attended, hidden)
 
     def project(self, module: Any, x: Tensor) -> tuple[MlaInputs, Tensor]:
-        """Return the projections of tokens [num_tokens, hidden_size], and the input of that of the
-        queries."""
+        """Return the projections of tokens [num_tokens, hidden_size], and the input of the query
+        projection."""
         spec = self.layers
         if module.q_lora_rank is None:
             residual, project = x, module.q_proj
@@ -367,7 +367,7 @@ class MlaModelSpec(ModelSpec):
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.rotary)
         for index, attention in _attentions(model.model):
-            # of the modules that steps do not call, it alone is not marked by patch
+            # patch marks all modules that steps do not call, except kv_b_proj
             modules = [("kv_b_proj", attention.kv_b_proj)]
             check_skipped(op, f"model.layers.{index}.self_attn", modules, self.shards_heads)
         has_experts = any(is_part(module, "Experts") for module in model.modules())
