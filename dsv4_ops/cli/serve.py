@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, install_extra
 
 OP = "serve"
 
@@ -50,7 +50,7 @@ def server(path: str, **settings: Any) -> Any:
             "fastapi, uvicorn, pydantic and openai",
             must="be installed",
             got="not all of them",
-            do='Install "dsv4_ops[serve]"',
+            do=install_extra("serve"),
             kind=ImportError,
         )
     checks = Checks(OP)

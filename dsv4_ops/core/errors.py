@@ -21,6 +21,11 @@ def argument_error(
     return kind(f"{op}: {name} must {must}, got {got}. {do}.")
 
 
+def install_extra(name: str) -> str:
+    """Say how to install an extra of this package, which no index has."""
+    return f"Run `pip install '.[{name}]'` in a clone of dsv4_ops"
+
+
 def kind_of(value: object) -> str:
     """Name the class of a value for a message, such as "a PagedCache" or "an int"."""
     name = type(value).__name__

@@ -57,8 +57,7 @@ def find(name: str) -> Found | str:
     if given:
         wanted = "a library" if name == FLASH_MLA else "a folder with deep_gemm"
         return f"{variable} names no such thing as {wanted}: {given}"
-    extra = name.replace("_", "-")
-    return f"not installed (extra {extra}, vLLM's build, or a path in {variable})"
+    return f"not installed: install vLLM, which has a build, or name a path in {variable}"
 
 
 @functools.cache

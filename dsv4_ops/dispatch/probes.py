@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4_ops.core.errors import install_extra
 from dsv4_ops.dispatch import libraries
 
 
@@ -18,7 +19,8 @@ class Provider:
 
     Args:
         name: Module name.
-        extra: Extra of this package that installs it; empty for libraries that torch installs.
+        extra: Extra of this package that installs it; empty for libraries that torch or vLLM
+            installs.
         usable: Whether it is installed, and this machine has the GPU that it needs.
         reason: Why it is usable or not, in one sentence.
         version: Installed version; None if unknown or not installed.
@@ -42,8 +44,8 @@ class _Library:
 _ANY_GPU = (0, 0)
 _LIBRARIES = {
     "triton": _Library("", ("triton", "pytorch-triton"), (8, 0)),
-    "flash_mla": _Library("flash-mla", ("flash_mla",), (9, 0)),
-    "deep_gemm": _Library("deep-gemm", ("deep_gemm",), (9, 0)),
+    "flash_mla": _Library("", ("flash_mla",), (9, 0)),
+    "deep_gemm": _Library("", ("deep_gemm",), (9, 0)),
     "torch_tensorrt": _Library("tensorrt", ("torch-tensorrt",), _ANY_GPU),
     "transformers": _Library("transformers", ("transformers",)),
     "hypothesis": _Library("test", ("hypothesis",)),
@@ -121,7 +123,8 @@ def _missing(name: str, library: _Library) -> tuple[str, str]:
             return "", ""
     except Exception as error:
         return f"looking for it failed: {_first_line(error)}", ""
-    return (f"not installed (extra {library.extra})" if library.extra else "not installed"), ""
+    advice = f"; {install_extra(library.extra)}" if library.extra else ""
+    return "not installed" + advice, ""
 
 
 def _no_device(library: _Library) -> str:

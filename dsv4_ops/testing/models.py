@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, install_extra
 from dsv4_ops.testing.checkpoint import random_weight
 from dsv4_ops.testing.text import BOS, EOS, PAD, VOCAB_SIZE
 
@@ -305,6 +305,6 @@ def require_transformers() -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError(
             "demo: transformers must have DeepSeek-V4 (5.17 or later), "
-            f"got {type(error).__name__}: {error}. Run `pip install 'dsv4_ops[transformers]'`."
+            f"got {type(error).__name__}: {error}. {install_extra('transformers')}."
         ) from error
     return DeepseekV4Config, DeepseekV4ForCausalLM

@@ -79,11 +79,11 @@ def test_a_missing_library_says_how_to_get_it(on_cpu, monkeypatch):
         monkeypatch.delenv(libraries.VARIABLES[library], raising=False)
         with pytest.raises(ImportError) as error:
             choice.require(name, library)
-        extra, variable = library.replace("_", "-"), libraries.VARIABLES[library]
+        variable = libraries.VARIABLES[library]
         assert str(error.value) == (
             f"{name}: impl must be one that runs here, got {library!r}. "
-            f"{choice._NAMES[library]}: not installed (extra {extra}, vLLM's "
-            f"build, or a path in {variable})."
+            f"{choice._NAMES[library]}: not installed: install vLLM, which has a build, or name "
+            f"a path in {variable}."
         )
         UNUSABLE.cache_clear()
 

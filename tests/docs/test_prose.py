@@ -83,6 +83,19 @@ def test_a_file_that_a_docstring_or_a_comment_names_exists():
     assert named == {}
 
 
+def test_an_extra_is_installed_from_a_clone():
+    """No index has the package, so pip would not find ``dsv4_ops``."""
+    table = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
+    extras = set(re.findall(r"^([\w-]+) = ", table.split("\n[")[0], re.M))
+    texts = {path: path.read_text() for path in [*SOURCES, *files("*.md")]}
+    assert [path for path, text in texts.items() if re.search(r"dsv4_ops\[\w", text)] == []
+    named = re.findall(r"pip install '\.\[(.+?)\]'", "".join(texts.values()))
+    helper = re.findall(r"install_extra\([\"'](\w+)", "".join(texts.values()))
+    index = re.search(r"\| extra \|.*?\n\n", texts[ROOT / "docs/index.md"], re.S)[0]
+    assert set(re.findall(r"^\| `([\w-]+)` ", index, re.M)) == extras
+    assert {name for name in [*named, *helper] if name.isidentifier()} <= extras
+
+
 def test_no_docstring_begins_with_what_belongs_behind_its_noun():
     begins = {
         f"{path.relative_to(ROOT)}: {first}"

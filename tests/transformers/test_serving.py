@@ -19,6 +19,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from dsv4_ops.__main__ import main
+from dsv4_ops.core.errors import install_extra
 from dsv4_ops.core.versions import release
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.batching import hooks
@@ -423,7 +424,7 @@ def test_packages_that_are_missing_are_named(capsys, monkeypatch, folder):
     monkeypatch.setattr(import_utils, "is_serve_available", lambda: False)
     assert main(["serve", folder]) == 1
     rule = "serve: fastapi, uvicorn, pydantic and openai must be installed, got not all of them. "
-    assert capsys.readouterr().err == rule + 'Install "dsv4_ops[serve]".\n'
+    assert capsys.readouterr().err == rule + f"{install_extra('serve')}.\n"
 
 
 @needs_server

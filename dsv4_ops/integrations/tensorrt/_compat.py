@@ -10,7 +10,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, install_extra
 from dsv4_ops.dispatch.tensorrt import SUPPORTED
 
 _PASSES = "torch_tensorrt.dynamo.lowering.passes._aten_lowering_pass"
@@ -40,7 +40,7 @@ def load(op: str) -> Mapping[str, Any]:
             "torch_tensorrt",
             must="be installed with TensorRT's libraries",
             got=f"{type(error).__name__}: {error}".splitlines()[0],
-            do="Run `pip install 'dsv4_ops[tensorrt]'`, and see `python -m dsv4_ops doctor`",
+            do=f"{install_extra('tensorrt')}, and see `python -m dsv4_ops doctor`",
             kind=ImportError,
         ) from error
     found = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, install_extra
 from dsv4_ops.core.versions import release
 
 SWITCH = "DSV4_OPS_VLLM"
@@ -35,7 +35,7 @@ def register() -> None:
             "vllm",
             must="be " + " or ".join(f"{major}.{minor}" for major, minor in RELEASES),
             got=vllm.__version__,
-            do='Install "dsv4_ops[vllm]"',
+            do=install_extra("vllm"),
             kind=ImportError,
         )
     # otherwise vLLM splits V4's CUDA graphs at ops of its own, which our model does not call, and

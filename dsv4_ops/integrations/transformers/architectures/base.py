@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention import ContextParallel
-from dsv4_ops.core.errors import argument_error, kind_of
+from dsv4_ops.core.errors import argument_error, install_extra, kind_of
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.dispatch import kernel_requests
@@ -26,7 +26,7 @@ _OLDEST = (5, 17)
 
 def require_transformers(op: str) -> Any:
     """Import ``transformers``, or raise if it is missing or too old for DeepSeek-V4."""
-    advice = 'Install "dsv4_ops[transformers]"'
+    advice = install_extra("transformers")
     try:
         import transformers
     except ImportError as error:
