@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention.dsa_spec import DsaSpec
-from dsv4_ops.attention.mla_layer import check_layer, insert_latents
+from dsv4_ops.attention.metadata import AttentionSpec
+from dsv4_ops.attention.mla_layer import (
+    absorbed_queries,
+    attended_values,
+    check_layer,
+    insert_latents,
+)
 from dsv4_ops.attention.mla_step import MlaStep
+from dsv4_ops.attention.shared_selection import RankKeys, select_shared
 from dsv4_ops.attention.tensors import (
     DsaAttention,
     DsaCache,
@@ -31,7 +38,7 @@ from dsv4_ops.ops.indexer import (
     quantize_and_insert_indexer_k,
 )
 from dsv4_ops.ops.kv_cache import insert_k_cache
-from dsv4_ops.ops.mla import PROVIDERS as SPARSE_PROVIDERS, mla_absorb_q, mla_sparse, mla_v_up
+from dsv4_ops.ops.mla import PROVIDERS as SPARSE_PROVIDERS, mla_sparse
 from dsv4_ops.ops.rope import apply_rope
 
 
@@ -49,7 +56,8 @@ def dsa_layer(
 
     Decodes and prefills are alike: every token attends, with an absorbed query, to the
     ``index_topk`` rows that its indexer scores highest, or to all that it sees if there are fewer.
-    Ties go to the earlier row.
+    Ties go to the earlier row. If ranks share the cache, each selects with all heads of the indexer
+    from its own keys; they exchange the best of these, and merge what they attended to.
 
     Args:
         spec: The model's attention configuration.
@@ -96,13 +104,14 @@ def dsa_layer(
     q, _ = insert_latents(spec, inputs, weights, MlaCache(cache.kv), step)
     if indexer is not None:
         slots = _select(spec, indexer, weights.cos_sin_cache, cast(Tensor, cache.indexer), step)
-    selected = cast(Tensor, slots)
-    nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
+    selected, lens = cast(Tensor, slots), step.decode_lens
+    if spec.ranks is not None:  # the other ranks have the other selected rows
+        lens = (selected >= 0).sum(1, dtype=torch.int32)
     attended = mla_sparse(
-        mla_absorb_q(nope, rope, weights.w_uk_t),
+        absorbed_queries(spec, q, weights),
         cache.kv,
         selected,
-        step.decode_lens,
+        lens,
         softmax_scale=spec.softmax_scale,
         block_size=spec.block_size,
         kv_lora_rank=spec.kv_lora_rank,
@@ -110,7 +119,7 @@ def dsa_layer(
         batch_invariant=spec.batch_invariant,
         impl=impl_for(SPARSE_PROVIDERS, spec.impl),
     )
-    return DsaAttention(mla_v_up(attended.out.to(spec.dtype), weights.w_uv), selected)
+    return DsaAttention(attended_values(spec, attended, weights), selected)
 
 
 def _select(
@@ -129,18 +138,24 @@ def _select(
         query = indexer_quantize_q(indexer.q, indexer.weights, step.positions, table, **turn)
     impl = impl_for(INDEXER_PROVIDERS, spec.impl)
     by_size = impl == AUTO and spec.indexer_layout != PlainLayout.tag and cache.is_cuda
+    impl = TRITON if by_size and spec.batch_invariant else impl
+    settings: dict[str, Any] = {"topk": spec.index_topk, "block_size": size, "impl": impl}
+    settings["layout"] = spec.indexer_layout
+    if spec.ranks is not None:
+        tokens = (step.decode_lens, step.req_indices, step.block_table)
+        keys = RankKeys(cache, *tokens, cast(Tensor, step.cp_rank))
+        budget = AttentionSpec.max_logits_bytes
+        slots, _ = select_shared(query, keys, spec.ranks, max_logits_bytes=budget, **settings)
+        return slots
     return indexer_select(
         *query,
         cache,
         step.positions,
         step.req_indices,
         step.block_table,
-        block_size=size,
         compress_ratio=1,
-        topk=spec.index_topk,
-        layout=spec.indexer_layout,
         slots=True,
-        impl=TRITON if by_size and spec.batch_invariant else impl,
+        **settings,
     )
 
 

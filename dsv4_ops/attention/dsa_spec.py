@@ -24,7 +24,8 @@ class DsaSpec(MlaSpec):
     """Configuration shared by all layers of a model with DeepSeek sparse attention.
 
     It has the fields of ``MlaSpec`` too, of which ``layout`` is "plain" or "mla_ds_fp8", and
-    ``query`` and ``parallel`` are None.
+    ``query`` is None. Ranks of ``parallel`` may have parts of the attention heads, but each has the
+    indexer whole: its queries are few, and all ranks must select the same rows.
 
     Args:
         index_topk: Rows that the indexer selects for a token, which attends to no others.
@@ -58,13 +59,13 @@ class DsaSpec(MlaSpec):
         checks.one_of("layout", self.layout, *tags, belongs_to="the cache has")
         tags = (IndexerLayout.tag, PlainLayout.tag)
         checks.one_of("indexer_layout", self.indexer_layout, *tags, belongs_to="the keys have")
-        if self.ranks is not None:
+        if self.ranks is not None and self.ranks.shards_index_heads:
             raise argument_error(
                 "DsaSpec",
-                "parallel",
-                must="be None",
-                got=f"{self.ranks.world_size} ranks",
-                do="Give every rank requests of its own",
+                "parallel.shards_index_heads",
+                must="be False",
+                got=True,
+                do="Give every rank the indexer whole",
                 kind=NotImplementedError,
             )
 
@@ -109,8 +110,9 @@ class DsaSpec(MlaSpec):
         }
         chosen = impl_for(INDEXER_PROVIDERS, impl)
         check_limit("indexer_select", INDEXER_PROVIDERS, chosen, select, op)
+        heads = self.num_heads * (1 if self.ranks is None else self.ranks.head_parts)
         attend = {
-            "q": Sizes((num_tokens, self.num_heads, self.width), self.dtype),
+            "q": Sizes((num_tokens, heads, self.width), self.dtype),
             "layout": self.layout,
             "block_size": self.block_size,
             "kv_lora_rank": self.kv_lora_rank,

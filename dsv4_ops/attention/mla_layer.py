@@ -114,13 +114,9 @@ def attend_absorbed(
     spec: MlaSpec, q: Tensor, weights: MlaWeights, cache: MlaCache, step: MlaStep
 ) -> Tensor:
     """Attend to the cache's latent rows; ``q`` are the rotated queries of the decode tokens."""
-    nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
-    absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t, weights.q_scale), spec.ranks
-    if ranks is not None and ranks.shards_heads:
-        absorbed = cp_gather_heads(absorbed, ranks.group, via=ranks.gathers_via)
     rows = (step.decode_lens, step.decode_req_indices, step.block_table, step.decode_start_loc)
     attended = mla_decode(
-        absorbed,
+        absorbed_queries(spec, q, weights),
         cache.kv,
         *rows,
         q_scale=weights.q_scale,
@@ -132,6 +128,22 @@ def attend_absorbed(
         batch_invariant=spec.batch_invariant,
         impl=spec.decode_impl,
     )
+    return attended_values(spec, attended, weights)
+
+
+def absorbed_queries(spec: MlaSpec, q: Tensor, weights: MlaWeights) -> Tensor:
+    """Return the absorbed queries for rotated ones; of all heads, if ranks have a part of them."""
+    nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
+    absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t, weights.q_scale), spec.ranks
+    if ranks is not None and ranks.shards_heads:
+        return cp_gather_heads(absorbed, ranks.group, via=ranks.gathers_via)
+    return absorbed
+
+
+def attended_values(spec: MlaSpec, attended: MlaAttention, weights: MlaWeights) -> Tensor:
+    """Return the values of this rank's heads, [num_tokens, num_heads * v_head_dim], for the
+    attention to its rows; merged with that of the ranks that have the others."""
+    ranks = spec.ranks
     if ranks is not None and ranks.shards_heads:
         attended = MlaAttention(*cp_combine(*attended, ranks.group, via=ranks.via))
     up = mla_v_up(attended.out.to(spec.dtype), weights.w_uv)  # codes give bfloat16
@@ -242,7 +254,7 @@ def check_layer(
     spec.check_impl(op, step.decode_lens.shape[0])
     if spec.ranks is not None:
         spec.ranks.check(op, rank * spec.dtype.itemsize, device)
-        if step.chunk_slots is not None and step.chunk_rows is None:
+        if step.cp_rank is None:
             raise argument_error(
                 op,
                 "step",

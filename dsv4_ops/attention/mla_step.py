@@ -23,7 +23,7 @@ class MlaStep:
     """Metadata of a step for all dense MLA layers; padding rows are defined.
 
     With the context "absorbed", every token counts as a decode: max_decode_tokens is num_tokens,
-    and the fields from ``counts`` on are None.
+    and the fields from ``counts`` to ``chunk_rows`` are None.
 
     Attributes:
         req_indices: Request of the token, [num_tokens], int32; -1 for padding.
@@ -46,6 +46,7 @@ class MlaStep:
             unused rows. If ranks share the cache, each has its own part of the rows.
         chunk_rows: Index of each row of a chunk among the rows that the ranks gathered,
             [max_chunks, workspace_rows], int64; -1 for unused rows. None if there is one rank.
+        cp_rank: This rank, [1], int32. None if there is one rank.
     """
 
     req_indices: Tensor
@@ -60,6 +61,7 @@ class MlaStep:
     chunks: ContextChunks | None = None
     chunk_slots: Tensor | None = None
     chunk_rows: Tensor | None = None
+    cp_rank: Tensor | None = None
 
 
 pytrees.register(MlaStep)
@@ -171,6 +173,7 @@ def mla_step_of_tokens(
         decode_req_indices=tokens.req_indices,
         block_table=block_table,
         decode_start_loc=query_start_loc,
+        cp_rank=None if spec.cp_world_size == 1 else cp_rank,
     )
     if spec.context == "absorbed":
         return step

@@ -95,8 +95,9 @@ _RANGES = {
     "hc_head.hc_scale": (1.0, 0.5),
 }
 
+_MLA_STYLES = {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 _HEAD_STYLES = {
-    "v3": {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"},
+    **dict.fromkeys(("v3", "v32", "glm"), _MLA_STYLES),
     "v4": {
         "q_b_proj": "colwise",
         "sinks": "colwise",
@@ -109,8 +110,8 @@ _HEAD_STYLES = {
 
 
 def head_plan(family: str, without: str = "") -> dict[str, str]:
-    """Return Hugging Face's ``tp_plan`` of the attention heads of a "v3" or "v4" model, except for
-    the parameters in ``without``."""
+    """Return Hugging Face's ``tp_plan`` of the attention heads of a "v3", "v32", "glm" or "v4"
+    model, except for the parameters in ``without``."""
     styles = _HEAD_STYLES[family].items()
     return {f"model.layers.*.self_attn.{name}": style for name, style in styles if name != without}
 

@@ -146,7 +146,7 @@ def test_wrong_calls_are_refused_before_anything_is_written():
         assert not cache.indexer.any()
 
 
-RANKS = ContextParallel(group="0", world_size=2)
+RANKS = ContextParallel(group="0", world_size=2, shards_index_heads=True)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,11 @@ RANKS = ContextParallel(group="0", world_size=2)
         ({"layout": "mla_fp8", "qk_rope_head_dim": 8}, ValueError, "layout must be 'plain' or 'ml"),
         ({"indexer_layout": "v4_fp8"}, ValueError, "indexer_layout must be 'v4_indexer_fp8' or"),
         ({"interleaved": 1}, TypeError, "interleaved must be a bool"),
-        ({"parallel": RANKS}, NotImplementedError, "parallel must be None, got 2 ranks"),
+        (
+            {"parallel": RANKS},
+            NotImplementedError,
+            "parallel.shards_index_heads must be False, got",
+        ),
     ],
 )
 def test_errors_of_a_spec(changed, error, message):

@@ -1,21 +1,23 @@
-"""The rows that C4 layers select, as tests compare them between one process and several ranks."""
+"""The rows that an indexer selects, as tests compare them between one process and several ranks."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention import layer, sharded
+from dsv4_ops.attention import layer, shared_selection
 
 MOST = 128
+dsa_layer = import_module("dsv4_ops.attention.dsa_layer")  # the package has the function
 
 
 class SelectedRows(ExitStack):
-    """Notes what the C4 layer selected last, where one process selects or all ranks do.
+    """Notes what the last layer with an indexer selected, in one process or over ranks.
 
     In a buffer, so that a compiled step notes it too, without a guard.
     """
@@ -25,21 +27,26 @@ class SelectedRows(ExitStack):
         self.buffer = torch.full((MOST, topk), -1, dtype=torch.int32)
 
     def __enter__(self) -> SelectedRows:
-        of_one, of_ranks, buffer = layer.select, sharded.cp_topk, self.buffer
+        of_ranks, buffer = shared_selection.cp_topk, self.buffer
 
         def note(found: Tensor) -> Tensor:
             buffer[: found.shape[0]].copy_(found)
             return found
 
-        def select(*args: Any, slots: bool) -> Tensor:
-            rows = note(of_one(*args, slots=False))
-            return of_one(*args, slots=slots) if slots else rows
+        def selecting(of_one: Any) -> Any:
+            def select(*args: Any, slots: bool, **settings: Any) -> Tensor:
+                rows = note(of_one(*args, slots=False, **settings))
+                return of_one(*args, slots=slots, **settings) if slots else rows
+
+            return select
 
         def topk(*args: Any, **settings: Any) -> Tensor:
             return note(of_ranks(*args, **settings))
 
-        self.enter_context(mock.patch.object(layer, "select", select))
-        self.enter_context(mock.patch.object(sharded, "cp_topk", topk))
+        for module, name in ((layer, "select"), (dsa_layer, "indexer_select")):
+            select = selecting(getattr(module, name))
+            self.enter_context(mock.patch.object(module, name, select))
+        self.enter_context(mock.patch.object(shared_selection, "cp_topk", topk))
         return self
 
     def take(self, num_tokens: int) -> Tensor:

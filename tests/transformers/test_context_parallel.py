@@ -1,5 +1,5 @@
-"""DeepSeek-V3 with its cache shared by ranks: the logits of one process, on gloo processes that the
-tests start."""
+"""DeepSeek-V3, V3.2 and GLM-5 with caches shared by ranks: the logits of one process, on gloo
+processes that the tests start."""
 
 import dataclasses
 import re
@@ -25,10 +25,12 @@ from dsv4_ops.attention import (
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.testing.contract.compare import equal
-from dsv4_ops.testing.models import small_mla_model
+from dsv4_ops.testing.models import small_dsa_model, small_mla_model
 from tests.helpers import NIGHTLY, i32
 from tests.support.hf_models import Engine, padded_to, text
 from tests.support.ranks import run_ranks
+from tests.support.selected_rows import SelectedRows
+from tests.transformers.test_deepseek_v32 import logits_of
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 150, 3  # past a block of 64 rows on each of two ranks
 V3 = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
@@ -58,8 +60,9 @@ def boundaries(rng, engine, turn, most):
     return dict(sorted(counts.items(), key=lambda item: item[1]))
 
 
-def rank_steps(model, want, interleave, seed, expands, decode=None, most=LENGTH):
+def rank_steps(model, want, seed, expands, decode=None, most=LENGTH):
     """A changing batch: decodes, chunks, padding requests, requests that rest."""
+    interleave = model.dsv4_ops_spec.parallel.interleave
     rng, cache = Random(seed), cache_of(model)
     engine = Engine(model, cache, text()[:, :LENGTH].contiguous())
     with mock.patch.object(MlaSpec, "break_even", 0 if expands else 10**6):
@@ -153,6 +156,73 @@ def rank_fp8(rank):
     assert torch.equal(*outs)  # no row is combined, all are rounded alike
 
 
+def rows_of(cache, layer, name, positions, ranks=None):
+    """Rows of positions of the first request, in a cache of one process or of ranks."""
+    row = cache.requests[0]
+    table, place = cache.tensors.tables.blocks[row].long(), positions
+    if ranks is not None:
+        turn, within = place // ranks.interleave, place % ranks.interleave
+        place = turn // ranks.world_size * ranks.interleave + within
+    pages = getattr(cache.tensors.layers[layer], name) if isinstance(name, str) else name
+    return pages[table[place // 64], place % 64]
+
+
+def rank_selects(rank, family):
+    """Every rank keeps half of the rows and of the indexer's keys, and selects as one process."""
+    tokens, length = text()[:, :LENGTH].contiguous(), LENGTH - 1
+    want = logits_of(small_dsa_model(family), tokens)
+    ranks = ContextParallel.of(interleave=4)
+    single, model = (
+        v4.patch(small_dsa_model(family), kv="fp32", precision="reference", parallel=parallel)
+        for parallel in (None, ranks)
+    )
+    cache = rank_steps(model, want, 3, False)
+    assert cache.memory()["indexer"] * 2 == cache_of(single, num_blocks=12).memory()["indexer"]
+    caches = [cache_of(each, num_blocks=None) for each in (single, model)]
+    engines = [
+        Engine(each, cache, tokens) for each, cache in zip((single, model), caches, strict=True)
+    ]
+    for counts in ({0: 100, 1: 5}, {0: 30, 1: 60}, {0: length - 130}):
+        for engine in engines:
+            engine.prefill(counts)
+    positions = torch.arange(length)
+    own = positions[positions // 4 % 2 == rank]
+    for layer in range(3):
+        for name in ("kv", "indexer"):
+            if getattr(caches[0].tensors.layers[layer], name) is None:
+                continue
+            one = rows_of(caches[0], layer, name, own)
+            part = rows_of(caches[1], layer, name, own, ranks)
+            # the first layer's rows are made of the same numbers
+            torch.testing.assert_close(part, one, rtol=0, atol=CLOSE if layer else 0)
+            assert one.abs().amax(-1).min() > 0
+    rank_selects_codes(rank, family, tokens)
+
+
+def rank_selects_codes(rank, family, tokens):
+    """In FP8: the same rows are selected from the same bytes."""
+    sizes = {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    found, own = [], torch.arange(rank, 90, 2)
+    for ranks in (None, ContextParallel.of()):
+        model = small_dsa_model(family, dtype=torch.bfloat16, **sizes)
+        model = v4.patch(model, parallel=ranks)
+        cache = cache_of(model, num_blocks=None)
+        engine = Engine(model, cache, tokens)
+        with SelectedRows(16) as selected:
+            engine.prefill({0: 90})
+            rows = selected.take(90)
+        latents = rows_of(cache, 0, "kv", own, ranks)
+        pages = cache.tensors.layers[0].indexer[:, : 64 * 128].unflatten(1, (64, 128))
+        found.append((rows, latents, rows_of(cache, 0, pages, own, ranks)))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["V3.2", "GLM-5"])
+def test_ranks_select_the_rows_of_one(family, tmp_path):
+    run_ranks(2, rank_selects, tmp_path, family)
+
+
 def rank_refuses(rank, model):
     with pytest.raises(ValueError, match=r"^PagedCache: cache must be the same max_cache_len on"):
         cache_of(model, max_cache_len=LENGTH + rank)
@@ -186,7 +256,7 @@ def rank_checks(rank, world):
         model = patched(interleave=interleave)
         for seed, expands in enumerate((False, True)):
             with mock.patch(f"{V3}.mla_workspace_rows", return_value=24):
-                cache = rank_steps(model, want, interleave, seed, expands)
+                cache = rank_steps(model, want, seed, expands)
         padded = cache_of(model, num_blocks=None)
         got = model(text()[:, :20], cache=padded).logits
         torch.testing.assert_close(got, want[:, :20], rtol=0, atol=CLOSE)
@@ -199,7 +269,7 @@ def rank_checks(rank, world):
         def step(model, batch, cache):
             return compiled(model, padded_to(batch, 96, 6), cache)
 
-        rank_steps(model, want, 4, 7, False, step, most=32)
+        rank_steps(model, want, 7, False, step, most=32)
         assert counter.frame_count == 1, counter.frame_count
     sizes = {"max_cache_len": 1024, "num_blocks": None}
     whole, part = (cache_of(each, **sizes) for each in (single, model))

@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch.utils._pytree import tree_leaves
 
-from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures import FAMILIES
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
@@ -128,7 +127,6 @@ MLA, V32, GLM = small_mla_model, small_dsa_model, partial(small_dsa_model, "GLM-
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 OTHER_YARN = {**MLA_YARN, "rope_theta": 20000.0}
 EXACT = {"kv": "fp32", "precision": "reference"}
-RANKS = ContextParallel(group="0", world_size=2)
 CAUSAL = "model must be a DeepseekV4ForCausalLM"
 UNKNOWN = NotImplementedError
 ARCHITECTURES = " or ".join(map(repr, FAMILIES))
@@ -176,8 +174,6 @@ REFUSED = {
      "config.index_head_dim must be 128, got"),
     "V3.2: rows": (V32, {**EXACT, "kv": "fp8"}, UNKNOWN,
      "kv must be .*'fp8' unless kv_lora_rank is 512"),
-    "V3.2: ranks": (V32, {**EXACT, "parallel": RANKS}, UNKNOWN,
-     "parallel must be None for deepseek_v32"),
     "GLM-5: kv": (GLM, {"kv": "ds_fp8"}, ValueError, "kv must be 'fp8' or .*, got 'ds_fp8'"),
     "GLM-5: query": (GLM, {**EXACT, "query": "fp8"}, UNKNOWN,
      "query must be None for glm_moe_dsa"),

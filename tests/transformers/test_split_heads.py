@@ -2,6 +2,7 @@
 experts: logits and rows of one process, on gloo processes that the tests start."""
 
 import os
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,17 +19,25 @@ from transformers.distributed import DistributedConfig
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import head_plan, small_mla_model, small_model
+from dsv4_ops.testing.models import (
+    head_plan,
+    small_dsa_model,
+    small_mla_model,
+    small_model,
+)
 from tests.helpers import NIGHTLY
 from tests.support.hf_models import Engine, padded_to
 from tests.support.ranks import run_ranks
 from tests.support.selected_rows import SelectedRows
+from tests.transformers.test_deepseek_v32 import logits_of
 
 CLOSE, LENGTHS, REQUESTS, TOPK = 1e-5, (75, 40), 2, 4
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
 MODELS = {
     "v3": (small_mla_model, {"num_hidden_layers": 2}),
     "v4": (small_model, {"compress_rates": RATES, "index_topk": TOPK}),
+    "v32": (small_dsa_model, {"num_hidden_layers": 2, "index_topk": TOPK}),
+    "glm": (partial(small_dsa_model, "GLM-5"), {"index_topk": TOPK}),
 }
 
 
@@ -46,8 +55,8 @@ def split(family: str, folder: Path, **config: Any) -> Any:
     """The model as Hugging Face loads it on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    kind = getattr(transformers, f"Deepseek{family.upper()}ForCausalLM")
     config = DistributedConfig(tp_size=world, **config)
+    kind = transformers.AutoModelForCausalLM
     found = kind.from_pretrained(folder / family, distributed_config=config)
     return found.eval()
 
@@ -61,8 +70,8 @@ def cache_of(model: Any) -> v4.PagedCache:
 
 
 def run(model: Any, seed: int, step: Any = None, most: int = 40) -> tuple[Engine, list[Any]]:
-    """A changing batch, of which requests are preempted and start again, and the rows that its C4
-    layers select."""
+    """A changing batch, of which requests are preempted and start again, and the rows that its
+    indexers select."""
     rng, engine, rows = Random(seed), Engine(model, cache_of(model), text()), []
     with SelectedRows(TOPK) as selected:
         while engine.done != list(LENGTHS):
@@ -98,8 +107,7 @@ def one_size(step: Any) -> Any:
 def rank_splits(rank: int, family: str, folder: Path) -> None:
     world = dist.get_world_size()
     stock = whole(family)
-    with torch.no_grad():
-        want = stock(text()).logits
+    want = logits_of(stock, text())
     _, of_one = run(patched(stock), 5)
     model = split(family, folder, tp_plan=head_plan(family))
     for settings in (
@@ -125,20 +133,26 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
                 v4.export_decode(model, engine.cache, path="split.pt2")
             sizes = {"max_batch_size": REQUESTS, "max_cache_len": 1024}
             part, of_one = (v4.PagedCache.for_model(m, **sizes).memory() for m in (model, stock))
-            for name in ("compressed", "indexer") if family == "v4" else ("latents",):
+            for name in {"v4": ("compressed", "indexer"), "v3": ("latents",)}.get(
+                family, ("latents", "indexer")
+            ):
                 assert world * part[name] == of_one[name]
         if family == "v4":
             with pytest.raises(NotImplementedError, match=r"^model: cache must be a PagedCache"):
                 model(text())
         v4.unpatch(model)
     projection = "o_a_proj" if family == "v4" else "o_proj"
+    plan, rule = head_plan(family, without=projection), rf".*\.{projection} must .*over {world}"
+    if family in ("v32", "glm"):  # whose own plan splits all heads
+        plan = {"model.layers.*.self_attn.indexer.wq_b": "colwise"}
+        rule = r"model.layers.0.self_attn.indexer must be whole on every rank, .* got split"
     with pytest.raises(
         NotImplementedError,
         match=r"^patch: .*self_attn\.q_b_proj must be split over the ranks of parallel.*over 1",
     ):
         patched(model)
-    part = split(family, folder, tp_plan=head_plan(family, without=projection))
-    with pytest.raises(NotImplementedError, match=rf"^patch: .*\.{projection} must .*over {world}"):
+    part = split(family, folder, tp_plan=plan)
+    with pytest.raises(NotImplementedError, match=rf"^patch: {rule}"):
         patched(part, parallel=ContextParallel.of())
     own = [dist.new_group([each]) for each in range(world)][rank]
     with pytest.raises(NotImplementedError, match=r"^patch: .*q_b_proj must be split"):
@@ -149,8 +163,7 @@ def rank_experts(rank: int, family: str, folder: Path) -> None:
     """Experts split by Hugging Face, whole or each in parts, beside a cache that ranks share; with
     heads split too."""
     stock = whole(family)
-    with torch.no_grad():
-        want = stock(text()).logits
+    want = logits_of(stock, text())
     (_, of_one), world = run(patched(stock), 8), dist.get_world_size()
     for config in (
         {"tp_plan": "auto"},
@@ -175,7 +188,7 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.nightly("test_tensor_parallel.py runs the plan of Hugging Face on two ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param("v3", marks=pytest.mark.nightly("the same of V4")), "v4"]
+    "family", [pytest.param("v3", marks=pytest.mark.nightly("the same of V4")), "v4", "v32", "glm"]
 )
 def test_heads_of_two_ranks(family, checkpoints, tmp_path):
     run_ranks(2, rank_splits, tmp_path, family, checkpoints, seconds=120)
@@ -183,6 +196,6 @@ def test_heads_of_two_ranks(family, checkpoints, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.nightly("test_tensor_parallel.py; the code of experts is Hugging Face's")
-@pytest.mark.parametrize("family", ["v3", "v4"])
+@pytest.mark.parametrize("family", MODELS)
 def test_experts_of_two_ranks(family, checkpoints, tmp_path):
     run_ranks(2, rank_experts, tmp_path, family, checkpoints, seconds=120)

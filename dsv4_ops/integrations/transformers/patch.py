@@ -86,10 +86,10 @@ def patch(
         parallel: Ranks that share the cache of every request (context parallelism). Each rank
             stores a part of the rows, and all ranks run the same steps. If Hugging Face's tensor
             parallelism split the heads over the same ranks, they gather queries and keep their own
-            heads. V3 and V2 then need ``q_b_proj`` and ``kv_b_proj`` "colwise" and ``o_proj``
-            "rowwise". V4 needs ``q_b_proj``, ``sinks``, ``o_a_proj`` and the indexer's ``q_b_proj``
-            and ``weights_proj`` "colwise" and ``o_b_proj`` "rowwise", and runs from a
-            ``PagedCache`` only.
+            heads. V3, V3.2, GLM-5 and V2 then need ``q_b_proj`` and ``kv_b_proj`` "colwise" and
+            ``o_proj`` "rowwise", with the indexer whole. V4 needs ``q_b_proj``, ``sinks``,
+            ``o_a_proj`` and the indexer's ``q_b_proj`` and ``weights_proj`` "colwise" and
+            ``o_b_proj`` "rowwise", and runs from a ``PagedCache`` only.
         query: "fp8" quantises the absorbed queries of V3 and V2 (with kv "fp8") to e4m3 with one
             scale per layer, the buffer ``dsv4_ops_q_scale`` of its attention, which is 1 until you
             fill it. Ranks gather half the bytes, but results are less exact and steps not faster.

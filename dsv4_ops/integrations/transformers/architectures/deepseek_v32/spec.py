@@ -27,7 +27,11 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     StepRun,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec import MlaModelSpec, normed
-from dsv4_ops.integrations.transformers.modules.replacement import class_of
+from dsv4_ops.integrations.transformers.modules.replacement import (
+    class_of,
+    is_part,
+    is_split,
+)
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 FULL, SHARED = "indexed", "shared"
@@ -50,7 +54,7 @@ class DsaModelSpec(MlaModelSpec):
 
     causal_lm = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
     memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "indexer": "indexer"}
-    shared_groups: ClassVar[tuple[str, ...]] = ()
+    shared_groups: ClassVar[tuple[str, ...]] = ("latents", "indexer")
     layout_of_kv: ClassVar[dict[str, tuple[str, torch.dtype]]] = {
         "fp8": (MlaDsFp8Layout.tag, torch.bfloat16),
         "bf16": (PlainLayout.tag, torch.bfloat16),
@@ -59,20 +63,15 @@ class DsaModelSpec(MlaModelSpec):
 
     @classmethod
     def check_config(cls, op: str, config: Any, kv: str, execution: Execution) -> None:
-        ranks = execution.parallel
-        for name, value in (
-            ("query", execution.query and repr(execution.query)),
-            ("parallel", ranks and ranks.world_size > 1 and f"{ranks.world_size} ranks"),
-        ):
-            if value:
-                raise argument_error(
-                    op,
-                    name,
-                    must=f"be None for {config.model_type}",
-                    got=value,
-                    do="Leave it out",
-                    kind=NotImplementedError,
-                )
+        if execution.query is not None:
+            raise argument_error(
+                op,
+                "query",
+                must=f"be None for {config.model_type}",
+                got=repr(execution.query),
+                do="Leave it out",
+                kind=NotImplementedError,
+            )
         if config.index_head_dim != IndexerLayout.head_dim:
             raise argument_error(
                 op,
@@ -191,6 +190,19 @@ class DsaModelSpec(MlaModelSpec):
         k = indexer.k_norm(indexer.wk(x))
         weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))
         return IndexerInputs(q.to(spec.dtype), k.to(spec.dtype), weights.to(torch.float32))
+
+    def check_model(self, op: str, model: Any) -> None:
+        super().check_model(op, model)
+        for name, module in model.named_modules():
+            if is_part(module, "Indexer") and any(map(is_split, module.parameters())):
+                raise argument_error(
+                    op,
+                    name,
+                    must="be whole on every rank, as each selects with all of its heads",
+                    got="split parameters",
+                    do="Split the model with a plan that leaves it out",
+                    kind=NotImplementedError,
+                )
 
     def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
         super().check_attention(op, name, kind, attention)
