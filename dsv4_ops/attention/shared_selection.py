@@ -32,7 +32,7 @@ class RankKeys:
     """The indexer keys of a rank, and which of them every token sees.
 
     Attributes:
-        cache: The keys, in pages.
+        cache: The keys, in blocks.
         lens: Keys on this rank that each token sees, [num_tokens], int32.
         req_indices: Request of each token, [num_tokens], int32.
         block_table: Blocks of every request, [num_reqs, max_blocks], int32.

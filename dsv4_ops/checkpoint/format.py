@@ -61,7 +61,8 @@ class CheckpointInfo(NamedTuple):
         draft: "mtp", "dspark" or "none": the draft layers, under ``mtp.`` or after the other
             layers.
         names_experts: Whether the config has ``expert_dtype``; without it Hugging Face takes "fp8".
-        model_type: "deepseek_v4", "deepseek_v32", "deepseek_v3" (R1 too) or "deepseek_v2".
+        model_type: "deepseek_v4", "deepseek_v32", "deepseek_v3" (R1 too), "deepseek_v2" or
+            "glm_moe_dsa".
     """
 
     num_tensors: int
@@ -308,11 +309,12 @@ def check_checkpoint(
 ) -> CheckpointInfo:
     """Check names, dtypes, shapes and scales of a released checkpoint.
 
-    Accepts DeepSeek-V4, V3.2, V3, R1 and V2 in FP8. Loaders check little: if a norm is missing, or
-    a scale is missing, transposed or of another block size, they load wrong weights with at most a
-    warning. A NaN in a scale or code makes every result NaN. Where Hugging Face's loader stores
-    scales as bytes, it rounds float32 scales to powers of two: always for V4, and for the others if
-    the config has ``scale_fmt="ue8m0"``. A scale is 0 for a block of zeros, and never negative.
+    Accepts DeepSeek-V4, V3.2, V3, R1, V2 and GLM-5 in FP8. Loaders check little: if a norm is
+    missing, or a scale is missing, transposed or of another block size, they load wrong weights
+    with at most a warning. A NaN in a scale or code makes every result NaN. Where Hugging Face's
+    loader stores scales as bytes, it rounds float32 scales to powers of two: always for V4, and for
+    the others if the config has ``scale_fmt="ue8m0"``. A scale is 0 for a block of zeros, and never
+    negative.
 
     Args:
         path: The folder with ``config.json`` and either the shards and their index, or one file.

@@ -1,4 +1,4 @@
-"""List the tensors of a DeepSeek-V3, R1, V3.2 or V2 checkpoint in FP8, from its config.
+"""List the tensors of a DeepSeek-V3, R1, V3.2, V2 or GLM-5 checkpoint in FP8, from its config.
 
 Names are those of Hugging Face's modules, except that the files store each expert separately.
 Linear layers have e4m3 codes and a scale for each block of 128 x 128; the last blocks may be
@@ -16,7 +16,8 @@ from dsv4_ops.checkpoint.headers import TensorInfo
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import WEIGHT_BLOCK
 
-MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32")
+MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32", "glm_moe_dsa")
+_WITH_INDEXER = ("deepseek_v32", "glm_moe_dsa")
 SCALES = "F32 or F8_E8M0"
 FLOATS = "BF16 or F16 or F32"
 """Dtypes of unquantised tensors, which loaders convert to the dtype of the model."""
@@ -27,7 +28,7 @@ _SIZES = (
     *("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _INDEXER_SIZES = ("q_lora_rank", "index_n_heads", "index_head_dim")
-"""Sizes that a config of V3.2 must have as well."""
+"""Sizes that a config of V3.2 or GLM-5 must have as well."""
 _DRAFTS = "num_nextn_predict_layers"
 _SKIPPED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
 """Suffixes of tensors that loaders skip: those that old files store and loaders compute from the
@@ -46,8 +47,9 @@ def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
     kind = config["model_type"]
     config = {"n_shared_experts": _SHARED_EXPERTS.get(kind, 1), **config}
     check_sizes(op, config, _SIZES, zero=("first_k_dense_replace",))
-    if kind == "deepseek_v32":
+    if kind in _WITH_INDEXER:
         check_sizes(op, config, _INDEXER_SIZES)
+        config["indexer_types"] = _indexer_types(op, config)
     if "q_lora_rank" not in config:
         check_sizes(op, config, ("q_lora_rank",))
     for name, least in (("q_lora_rank", 1), (_DRAFTS, 0)):
@@ -78,6 +80,35 @@ def is_draft(config: Mapping[str, Any], name: str) -> bool:
     return match is not None and 0 <= int(match[1]) - config["num_hidden_layers"] < drafts
 
 
+def _indexer_types(op: str, config: Mapping[str, Any]) -> list[str]:
+    """Return the type of each layer, "full" or "shared", as Hugging Face reads it from a config.
+
+    The configs of GLM-5 list the types, or name how often and from where on they repeat.
+    """
+    count = config["num_hidden_layers"]
+    if config["model_type"] == "deepseek_v32":
+        return ["full"] * count
+    types = config.get("indexer_types") or config.get("index_topk_pattern")
+    if types is None:
+        period, first = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
+        check_size(op, "index_topk_freq", period, 0)
+        check_size(op, "index_skip_topk_offset", first, 0)
+        numbers = (max(layer - first + 1, 0) for layer in range(count))
+        return ["shared" if number % max(period, 1) else "full" for number in numbers]
+    if isinstance(types, str):
+        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in types]
+    known = isinstance(types, list) and all(each in ("full", "shared") for each in types)
+    if not known or len(types) != count:
+        raise argument_error(
+            op,
+            "config.indexer_types",
+            must=f"be 'full' or 'shared' for each of {count} layers",
+            got=repr(types),
+            do="Correct config.json",
+        )
+    return list(types)
+
+
 class _Tensors:
     def __init__(self, config: Mapping[str, Any], skipped: list[str]) -> None:
         self.config, self.skipped = config, skipped
@@ -92,13 +123,13 @@ class _Tensors:
             prefix = f"model.layers.{layer}."
             for name in ("input_layernorm", "post_attention_layernorm"):
                 yield _plain(f"{prefix}{name}", width)
-            yield from self.attention(f"{prefix}self_attn.")
+            yield from self.attention(f"{prefix}self_attn.", layer)
             if layer < config["first_k_dense_replace"]:
                 yield from self.block(f"{prefix}mlp.", config["intermediate_size"])
             else:
                 yield from self.experts(f"{prefix}mlp.")
 
-    def attention(self, prefix: str) -> Iterator[tuple[str, TensorInfo]]:
+    def attention(self, prefix: str, layer: int) -> Iterator[tuple[str, TensorInfo]]:
         config = self.config
         width, heads = config["hidden_size"], config["num_attention_heads"]
         q_rank, rank = config.get("q_lora_rank"), config["kv_lora_rank"]
@@ -114,7 +145,7 @@ class _Tensors:
         rows = heads * (nope + config["v_head_dim"])
         yield from self.linear(f"{prefix}kv_b_proj", rows, rank)
         yield from self.linear(f"{prefix}o_proj", width, heads * config["v_head_dim"])
-        if config["model_type"] == "deepseek_v32":
+        if "indexer_types" in config and config["indexer_types"][layer] == "full":
             yield from self.indexer(f"{prefix}indexer.")
 
     def indexer(self, prefix: str) -> Iterator[tuple[str, TensorInfo]]:

@@ -1,5 +1,5 @@
-"""DeepSeek-V3's released format, of V3's, V3.2's or V2's model: FP8 codes (e4m3) and a float32
-scale for each 128 x 128 of them, blocks at the ends less."""
+"""DeepSeek-V3's released format, of V3's, V3.2's, V2's or GLM-5's model: FP8 codes (e4m3) and a
+float32 scale for each 128 x 128 of them, blocks at the ends less."""
 
 import json
 import math
@@ -33,14 +33,17 @@ EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_
 QUANTIZED = tuple(f"{name}.weight" for name in ("proj", "with_mqa", "wq_b", "wk"))
 
 
-def random_model(version: int = 3, **changed: Any) -> Any:
-    """Hugging Face's model of these sizes, in bf16; version 32 is V3.2."""
-    sizes = {**SIZES, **EXPERTS, **changed}
+def random_model(version: int | str = 3, **changed: Any) -> Any:
+    """Hugging Face's model of these sizes, in bf16; version 32 is V3.2, and "GLM-5" is GLM-5, whose
+    second layer has no indexer."""
+    sizes, prefix = {**SIZES, **EXPERTS, **changed}, f"DeepseekV{version}"
     if version == 32:
         config = small_dsa_config(**{"index_topk": 200, **sizes})
+    elif version == "GLM-5":
+        prefix, config = "GlmMoeDsa", small_dsa_config(version, **{"index_topk": 200, **sizes})
     else:
         config = small_mla_config(version, **sizes)
-    model = getattr(transformers, f"DeepseekV{version}ForCausalLM")(config).to(torch.bfloat16)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(torch.bfloat16)
     seed = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         values = torch.randn(weight.shape, generator=seed)
@@ -116,6 +119,12 @@ def write(
         "activation_scheme": "dynamic",
         **({} if scale_fmt is None else {"scale_fmt": scale_fmt}),
     }
+    if config["model_type"] == "glm_moe_dsa":  # a name of its own for the indexer's head weights
+        plain = ("input_layernorm", "self_attn.indexers_proj", "mlp.gate")
+        layers = range(config["num_hidden_layers"])
+        named = [f"model.layers.{layer}.{name}" for layer in layers for name in plain]
+        skipped = ["lm_head", "model.embed_tokens", *named]
+        config["quantization_config"]["modules_to_not_convert"] = skipped
     (path / "config.json").write_text(json.dumps(config))
     return state
 

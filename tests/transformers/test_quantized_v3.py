@@ -183,7 +183,7 @@ def test_blocks_that_end_within_a_row_are_refused(checkpoint):
 
 def test_other_models_are_not_loaded(tmp_path):
     transformers.LlamaConfig().save_pretrained(tmp_path)
-    others = "must be one of deepseek_v4, deepseek_v3, deepseek_v2, deepseek_v32, "
+    others = "must be one of deepseek_v4, deepseek_v3, deepseek_v2, deepseek_v32, glm_moe"
     with pytest.raises(NotImplementedError, match=others):
         hf.load_quantized(tmp_path)
     small_mla_config().save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Files of DeepSeek-V3, R1, V3.2 and V2 in FP8 are checked before a byte of a weight is loaded."""
+"""Files of DeepSeek-V3, R1, V3.2, V2 and GLM-5 in FP8 are checked before a weight is loaded."""
 
 import json
 import re
@@ -22,14 +22,14 @@ ATTENTION = "model.layers.0.self_attn"
 FILE = "model.safetensors"
 
 
-@pytest.fixture(scope="module", params=[3, *nightly("tests with all_versions", 2, 32)])
+@pytest.fixture(scope="module", params=[3, *nightly("tests with all_versions", 2, 32, "GLM-5")])
 def released(request, tmp_path_factory):
     """A folder, and the state of the same model with the values of its codes."""
     path = tmp_path_factory.mktemp(f"v{request.param}")
     return path, v3_checkpoint.write(path, v3_checkpoint.random_model(request.param))
 
 
-all_versions = pytest.mark.parametrize("released", [3, 2, 32], indirect=True)
+all_versions = pytest.mark.parametrize("released", [3, 2, 32, "GLM-5"], indirect=True)
 
 
 @pytest.fixture
@@ -75,6 +75,29 @@ def test_v3_has_the_tensors_that_its_headers_were_seen_with():
     assert found["model.layers.2.mlp.down_proj.weight_scale_inv"].shape == (56, 144)
 
 
+def test_glm_5_has_as_many_tensors_as_its_index():
+    """118,629 in GLM-5.2-FP8, with layer 78: a layer with an indexer, eh_proj and three norms. Its
+    indexers are in layers 0, 1, 2, 6, 10 and so on to 74."""
+    indexed = {0, 1, *range(2, 78, 4)}
+    types = ["full" if layer in indexed else "shared" for layer in range(78)]
+    settings = {"quantization_config": {}, "num_hidden_layers": 78}
+    config = {**transformers.GlmMoeDsaConfig().to_dict(), **settings}
+    config.pop("indexer_types")
+    found = dict(
+        mla_tensors("test", {**config, "num_hidden_layers": 79, "indexer_types": [*types, "full"]})
+    )
+    assert len(found) + 4 == 118_629
+    repeated = {**config, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    pattern = {**config, "index_topk_pattern": "".join(each[0].upper() for each in types)}
+    want = [name for name in found if not name.startswith("model.layers.78.")]
+    for each in (repeated, pattern):
+        assert list(dict(mla_tensors("test", each))) == want
+    with pytest.raises(
+        ValueError, match=r"^test: config.indexer_types must be 'full' or 'shared' f"
+    ):
+        next(iter(mla_tensors("test", {**config, "indexer_types": ["full", "other"]})))
+
+
 @all_versions
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_whole_checkpoint_is_what_it_says(copied, shards, capsys):
@@ -103,22 +126,22 @@ def test_what_is_loaded_multiplies_by_the_values_of_the_codes(released, tokens):
     bf16 = v3_checkpoint.dense_model(*released, torch.bfloat16)
     for model in (hf.load_quantized(path), bf16):
         hf.patch(model, kv="bf16")
-        # V3.2 selects all of the prompt, but there may be more rows than it selects
+        # V3.2 and GLM-5 select all of the prompt, but there may be more rows than it selects
         cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
         found = model(ids, cache=cache).logits.double()
         errors.append((found - exact).norm() / exact.norm())
     assert 0 < errors[0] <= 1.5 * errors[1], errors
 
 
-@pytest.mark.parametrize("released", [32], indirect=True)
+@pytest.mark.parametrize("released", [32, "GLM-5"], indirect=True)
 def test_projections_of_the_indexer_are_quantised(released):
     """And their values count; the head weights are not."""
     path, state = released
     model = hf.patch(hf.load_quantized(path))
-    indexer = model.model.layers[1].self_attn.indexer
+    indexer = model.model.layers[0].self_attn.indexer
     for name, layer in (("wk", indexer.wk), ("wq_b", indexer.wq_b)):
         assert layer.weight.dtype == E4M3
-        values = state[f"model.layers.1.self_attn.indexer.{name}.weight"].double()
+        values = state[f"model.layers.0.self_attn.indexer.{name}.weight"].double()
         x = torch.randn(5, values.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
         error = (layer(x).double() - x.double() @ values.T).abs()
         assert (error <= 2**-8 * (x.double().abs() @ values.T.abs())).all()
@@ -339,7 +362,7 @@ def test_other_names_of_the_codes_format(copied, name):
 
 @all_versions
 def test_shared_experts_have_hugging_faces_default(copied):
-    """1 of V3 and V3.2, and 2 of V2, whose files here have 1."""
+    """1 of V3, V3.2 and GLM-5, and 2 of V2, whose files here have 1."""
     _, config, write = copied
     assert config.pop("n_shared_experts") == 1
     if config["model_type"] != "deepseek_v2":

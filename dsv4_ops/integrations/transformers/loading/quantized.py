@@ -21,6 +21,7 @@ _CLASSES = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
 """Model class for each ``model_type``."""
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -30,7 +31,7 @@ _ELSEWHERE = ("gguf_file", "state_dict", "subfolder", "variant")
 
 
 def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) -> Any:
-    """Load DeepSeek-V4, V3.2, V3, R1 or V2 with its FP8 and FP4 weights, to be patched.
+    """Load DeepSeek-V4, V3.2, V3, R1, V2 or GLM-5 with its FP8 and FP4 weights, to be patched.
 
     On a GPU, ``from_pretrained(path)`` of the model's class gives the same model. This function
     also loads
@@ -49,9 +50,9 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
         settings: Arguments of ``from_pretrained``, such as ``device_map="cuda"``.
 
     Returns:
-        ``DeepseekV4ForCausalLM``, ``DeepseekV32ForCausalLM``, ``DeepseekV3ForCausalLM`` or
-        ``DeepseekV2ForCausalLM`` in evaluation mode, not patched, without the draft layer
-        (``load_mtp`` loads that of V4).
+        ``DeepseekV4ForCausalLM``, ``DeepseekV32ForCausalLM``, ``DeepseekV3ForCausalLM``,
+        ``DeepseekV2ForCausalLM`` or ``GlmMoeDsaForCausalLM`` in evaluation mode, not patched,
+        without the draft layer (``load_mtp`` loads that of V4).
 
     Raises:
         ValueError, TypeError: the path is not a folder; the files are not as released: a tensor is
