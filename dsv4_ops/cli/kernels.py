@@ -27,7 +27,7 @@ from dsv4_ops.dispatch.limits import HOPPER_ONLY
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.triton_compat import ptxas, version
-from dsv4_ops.kernels.launcher import Launcher
+from dsv4_ops.kernels.launcher import Launcher, dependent
 
 SPILLS = {
     "hopper_gathered_keys_kernel": 100,
@@ -482,7 +482,8 @@ def recorded(
 def compiled(launch: _Launch, capability: int) -> Any:
     """Compile the kernel as Triton would for these arguments."""
     arguments = [_specialised(value) for value in launch.args]
-    return compile.compiled(launch.kernel, arguments, launch.kwargs, capability)
+    options = launch.kwargs | dependent(launch.kernel, target_of(divmod(capability, 10)))
+    return compile.compiled(launch.kernel, arguments, options, capability)
 
 
 def _specialised(value: Any) -> Argument | int:

@@ -22,12 +22,14 @@ class Target:
         large_tiles: Whether attention in Triton has the tiles of Hopper, whose matrix units read
             operands from shared memory. Elsewhere registers hold operands and sums of ``mma.sync``,
             and such tiles would spill; on Blackwell they exceed the tensor memory.
+        dependent_launch: Whether a kernel begins while the one before it ends.
     """
 
     shared: int
     converts_codes: bool = True
     is_hopper: bool = False
     large_tiles: bool = False
+    dependent_launch: bool = False
 
     @property
     def head_tile(self) -> int:
@@ -45,7 +47,7 @@ TARGETS = {
     (8, 6): Target(99 * _KIB, converts_codes=False),
     (8, 7): Target(163 * _KIB, converts_codes=False),
     (8, 9): Target(99 * _KIB),
-    HOPPER: Target(227 * _KIB, is_hopper=True, large_tiles=True),
+    HOPPER: Target(227 * _KIB, is_hopper=True, large_tiles=True, dependent_launch=True),
     (10, 0): Target(227 * _KIB),
     (10, 3): Target(227 * _KIB),
     (12, 0): Target(99 * _KIB),

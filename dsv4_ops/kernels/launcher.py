@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +12,14 @@ from torch import Tensor
 from dsv4_ops.core.layout import CACHE_ALIGNMENT
 from dsv4_ops.core.target import Target, capability_of, target_of
 from dsv4_ops.core.tiles import PROGRAMS
+from dsv4_ops.kernels.common.dependent_launch import waits
 from dsv4_ops.kernels.common.triton_compat import (
     FUSION,
     INTERPRETED,
     takes_options_in_graphs,
 )
+
+_CPU = torch.device("cpu")
 
 
 class Launcher:
@@ -91,24 +93,36 @@ class _Predicated:
         return self.kernel[(grid[0] * self.flag, *grid[1:])]
 
 
-class _Fused:
-    """A kernel that is compiled with ``FUSION``, whatever Triton's default is."""
+class _WithOptions:
+    """A kernel that is compiled and launched with ``options_of`` it."""
 
-    __slots__ = ("kernel",)
+    __slots__ = ("kernel", "launched")
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, launched: Any = None) -> None:
+        self.kernel, self.launched = kernel, launched or kernel
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return functools.partial(self.kernel[grid], **FUSION)
+        launch = self.launched[grid]
+        return lambda *args, **given: launch(*args, **options_of(self.kernel, args), **given)
+
+
+def options_of(kernel: Any, args: Sequence[Any]) -> dict[str, Any]:
+    """Return the options of Triton for a kernel on the device of its first tensor."""
+    device = next((each.device for each in args if isinstance(each, Tensor)), _CPU)
+    return FUSION | dependent(kernel, target_of(capability_of(device)))
+
+
+def dependent(kernel: Any, target: Target) -> dict[str, bool]:
+    """Return the option that launches a kernel before the one before it ends, if it waits."""
+    return {"launch_pdl": True} if target.dependent_launch and waits(kernel) else {}
 
 
 def _wrap_triton(kernel: Any) -> Any:
     wrapped = torch.library.wrap_triton(kernel)
-    return _Fused(wrapped) if takes_options_in_graphs() else wrapped
+    return _WithOptions(kernel, wrapped) if takes_options_in_graphs() else wrapped
 
 
-EAGER = Launcher(_Fused)
+EAGER = Launcher(_WithOptions)
 """Launch now."""
 
 TRACED = Launcher(_wrap_triton, opaque_gluon=True)

@@ -28,12 +28,11 @@ from triton.runtime.jit import JITFunction, MockTensor
 
 from dsv4_ops.dispatch.kernel_requests import kernel_requests
 from dsv4_ops.kernels.common.triton_compat import (
-    FUSION,
     cache_folder,
     forget_ptxas,
     is_compiled,
 )
-from dsv4_ops.kernels.launcher import Launcher
+from dsv4_ops.kernels.launcher import Launcher, options_of
 
 Wait = Callable[[], Any]
 """Waits for a job."""
@@ -66,7 +65,8 @@ class _Request:
         def ask(*args: Any, **options: Any) -> None:
             if isinstance(self.kernel, JITFunction) and _Jobs.of(self.kernel) is not None:
                 named = {name: _typed(value) for name, value in options.items()}
-                self.kernel.warmup(*map(_typed, args), grid=grid, **FUSION, **named)
+                named |= options_of(self.kernel, args)
+                self.kernel.warmup(*map(_typed, args), grid=grid, **named)
 
         return ask
 

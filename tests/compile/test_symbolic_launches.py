@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import dsv4_ops as ops
 from dsv4_ops.dispatch.run_time_launches import run_time_launches
 from dsv4_ops.lowering import external
+from tests.support.hopper import hopper  # noqa: F401  # a fixture
 
 LAUNCH = "triton_kernel_wrapper"
 
@@ -59,6 +60,7 @@ def targets(name, *, symbolic):
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
     ("run_time", "packaged", "symbolic", "launched"),

@@ -6,6 +6,7 @@ The parts are independent, and each alone takes about as long as its longest cha
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES_BUT_TOKENS
 from dsv4_ops.kernels.compressor.pool_short import compress_and_insert
 from dsv4_ops.kernels.indexer.quantize_q import quantize_queries  # by name: Inductor copies kernels
@@ -48,6 +49,7 @@ def insert_c4_step_kernel(
 ):  # fmt: skip
     """Assign each program to one of four kernels. Those that compress windows come first, because
     their chains of loads are the longest."""
+    wait_for_previous_kernel()
     INDEXER_DIM: tl.constexpr = INDEXER_FORMAT[1]
     CONVERTS: tl.constexpr = INDEXER_FORMAT[7]
     program = tl.program_id(0)

@@ -5,6 +5,7 @@ save states too: scanning for windows, and finishing them, leave the memory almo
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.rope import load_tail_angles
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.compressor.pooling import completes_window, finish_row, pool_window
@@ -32,6 +33,7 @@ def pool_windows_kernel(
     """Pool CHANNELS channels of every window that a token completes, into the token's row of
     ``pooled`` [num_tokens, HEAD_DIM]. If SAVE has tokens, extra programs save the states of the
     first ``num_early`` tokens."""
+    wait_for_previous_kernel()
     RATIO: tl.constexpr = WINDOW[1]
     HEAD_DIM: tl.constexpr = WINDOW[4]
     SAVE_TOKENS: tl.constexpr = SAVE[0]
@@ -100,6 +102,7 @@ def insert_pooled_kernel(
 ):  # fmt: skip
     """Normalise, rotate and store the row of every window that a token completes. If SAVE has
     tokens, extra programs save the states of the tokens from ``num_early`` on."""
+    wait_for_previous_kernel()
     RATIO: tl.constexpr = WINDOW[1]
     HEAD_DIM: tl.constexpr = WINDOW[4]
     DIM: tl.constexpr = FINISH[0]

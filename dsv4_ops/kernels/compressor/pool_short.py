@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.rope import load_tail_angles
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.compressor.pooling import completes_window, finish_row, pool_window
@@ -84,6 +85,7 @@ def compress_and_insert_kernel(
     ROW_STRIDE: tl.constexpr, WINDOW: tl.constexpr, FINISH: tl.constexpr, FORMAT: tl.constexpr,
     THREADS: tl.constexpr, SAVE: tl.constexpr, TOKENS: tl.constexpr, SPACING: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous_kernel()
     inputs = (
         (kv_score, kv_stride, 1),
         ape,

@@ -8,6 +8,7 @@ import triton.language as tl
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import StateLayout
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
@@ -140,6 +141,7 @@ def save_compressor_states_kernel(
     BLOCK_SIZE: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous_kernel()
     save_tile(
         tl.program_id(0) * TOKENS, tl.program_id(1), num_tokens,
         (kv_score, row_stride, dim_stride), ape, (states, page_stride, num_blocks),

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.indexer.score_tile import ABSENT_KEY, sortable
 from dsv4_ops.kernels.indexer.topk_merge import find_threshold
@@ -35,6 +36,7 @@ def cp_topk_kernel(
 ):  # fmt: skip
     """Select the rows of one token, in increasing order. WIDTH is the candidates per rank;
     CANDIDATES and BLOCK are those of all ranks and topk, rounded up to powers of two."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, CANDIDATES)
     rank, column = candidate // WIDTH, candidate % WIDTH

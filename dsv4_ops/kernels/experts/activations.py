@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import ACTIVATION_BLOCK
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp4_codes import scale_offset
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     dequantize,
@@ -28,6 +29,7 @@ def round_rows_kernel(
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Round one row in place. The order of values within a block does not matter."""
+    wait_for_previous_kernel()
     slot = tl.program_id(0).to(tl.int64)
     if tl.load(sorted_rows + slot) >= 0:
         block = tl.arange(0, BLOCKS)[:, None]
@@ -46,6 +48,7 @@ def order_scales_kernel(
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gather the scales of ``ROWS`` slots, [BLOCKS, ROWS], as bf16."""
+    wait_for_previous_kernel()
     lane = tl.arange(0, ROWS)
     first_slot = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.load(sorted_rows + first_slot + lane)
@@ -66,6 +69,7 @@ def quantize_ordered_kernel(
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Quantise one row to codes, in the order of its values, and to bf16 scales."""
+    wait_for_previous_kernel()
     slot = tl.program_id(0).to(tl.int64)
     has_row = tl.load(sorted_rows + slot) >= 0
     block = tl.arange(0, BLOCKS)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
 from dsv4_ops.core.target import HOPPER
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import (
     bf16_activations,
     byte_rows,
@@ -252,6 +253,7 @@ def gate_up_kernel(
 ):  # fmt: skip
     """Compute a tile of activations from gates and ups. With CODES, set the program's flag
     ``out_of_reach`` if a product is NaN: ``gate_up_by_blocks_kernel`` then recomputes the tile."""
+    wait_for_previous_kernel()
     ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
     n_start = tl.program_id(0) % TILES * (ROWS // 2)
@@ -297,6 +299,7 @@ def gate_up_by_blocks_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, FLAGS: tl.constexpr, PART_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Recompute the tiles of ``gate_up_kernel`` whose flag is set, PART_ROWS rows at a time."""
+    wait_for_previous_kernel()
     ROWS: tl.constexpr = TILE[0]
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
@@ -356,6 +359,7 @@ def down_kernel(
     CODES: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Multiply activations by the down weight, with flags as in ``gate_up_kernel``."""
+    wait_for_previous_kernel()
     ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
     n_start = tl.program_id(0) % TILES * ROWS
@@ -393,6 +397,7 @@ def down_by_blocks_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, FLAGS: tl.constexpr, PART_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Recompute the tiles of ``down_kernel`` whose flag is set, PART_ROWS rows at a time."""
+    wait_for_previous_kernel()
     ROWS: tl.constexpr = TILE[0]
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.types import Routing
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
@@ -33,6 +34,7 @@ def grouped_topk_kernel(
 ):  # fmt: skip
     """Select the experts of one token. GROUPS, MEMBERS and CHOICES are NUM_GROUPS, GROUP_SIZE and
     TOP_K, rounded up to powers of two."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     group, member, choice = tl.arange(0, GROUPS), tl.arange(0, MEMBERS), tl.arange(0, CHOICES)
     group_valid = group < NUM_GROUPS

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.types import ExpertPlan, max_expert_blocks
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -24,6 +25,7 @@ def expert_counts_kernel(
     topk_ids, token_stride, choice_stride, topk, num_rows, counts, ROWS: tl.constexpr
 ):
     """Count the rows of one expert."""
+    wait_for_previous_kernel()
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(0, num_rows, ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
@@ -45,6 +47,7 @@ def expert_plan_kernel(
 ):  # fmt: skip
     """Write the blocks of one expert, and its share of the unused blocks. BLOCK is BLOCK_SIZE,
     rounded up to a power of two."""
+    wait_for_previous_kernel()
     expert = tl.program_id(0)
     bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
     if HAS_COUNTS:

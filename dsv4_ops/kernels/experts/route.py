@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.core.types import Routing
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import multiply_add  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.sizes import SIZES, SIZES_BUT_TOKENS
 from dsv4_ops.kernels.launcher import Launcher
@@ -34,6 +35,7 @@ def router_products_kernel(
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute the logits of a tile over one split of K."""
+    wait_for_previous_kernel()
     split = tl.program_id(1)
     expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
@@ -79,6 +81,7 @@ def choose_experts_kernel(
 ):  # fmt: skip
     """Select the experts of one token: the top k of its scores, or the table's row of its id. BLOCK
     and CHOICES are the number of experts and TOP_K, rounded up to powers of two."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     expert_valid, choice_valid = expert < num_experts, choice < TOP_K

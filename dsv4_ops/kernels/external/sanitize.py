@@ -7,6 +7,7 @@ import triton.language as tl
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, rotation, strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.rope import load_angles, rotate_pairs_back
 from dsv4_ops.kernels.common.sizes import SIZES
@@ -56,6 +57,7 @@ def list_slots_kernel(
 ):  # fmt: skip
     """Copy both lists of a token with -1 for absent slots, and their lengths clamped to the width.
     As unsigned numbers, negative slots lie past every block."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     swa_tiles = (swa_padded + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(1)
@@ -109,6 +111,7 @@ def finish_heads_kernel(
 ):  # fmt: skip
     """Store -inf as the lse of heads without keys, with CLEARS also zeros as their values; apply
     inverse RoPE to the last ROPE values of every head."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = head < num_heads
@@ -143,6 +146,7 @@ def list_pages_kernel(
 ):  # fmt: skip
     """Copy the block-table row of a token's request, with block 0 for absent blocks, and clamp its
     length."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     request = tl.load(req_indices + token * request_stride).to(tl.int64)
@@ -167,6 +171,7 @@ def compact_pages_kernel(
 ):  # fmt: skip
     """Store the blocks of a token's request that exist, without gaps and padded with zeros, and
     count its rows in them."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(req_indices + token * request_stride).to(tl.int64)
     is_request = (request >= 0) & (request < num_reqs)
@@ -203,6 +208,7 @@ def fill_absent_kernel(
 ):  # fmt: skip
     """Store -inf for rows past the length that the library got, and in absent blocks. No logit is
     read."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     request = tl.load(req_indices + token * request_stride).to(tl.int64)

@@ -10,6 +10,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.types import INT32_MAX
 from dsv4_ops.kernels.arguments import listed, paged, strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert
@@ -60,6 +61,7 @@ def gather_indexer_kernel(
 ):  # fmt: skip
     """Gather a tile of ROWS rows. To find their requests, the program loads PROBES boundaries at
     once, evenly spaced if there are more. Rows search only if a boundary may lie between them."""
+    wait_for_previous_kernel()
     begin = tl.program_id(0) * ROWS
     index = begin + tl.arange(0, ROWS)
     boundaries = num_reqs + 1

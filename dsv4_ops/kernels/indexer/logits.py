@@ -9,6 +9,7 @@ from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.target import Target
 from dsv4_ops.kernels.arguments import angles, paged, strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
 from dsv4_ops.kernels.indexer.score_tile import (
@@ -88,6 +89,7 @@ def indexer_logits_kernel(
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Score up to ROWS keys of a token through its request's row of the block table."""
+    wait_for_previous_kernel()
     cache = (k_cache, page_stride, num_blocks)
     FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES, CONVERTS)
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
@@ -169,6 +171,7 @@ def indexer_logits_ragged_kernel(
     STAGES: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of keys, which is loaded once, with the queries of TOKENS tokens."""
+    wait_for_previous_kernel()
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
     head_weights = (weights, weight_token_stride, weight_head_stride)
     tiles = (num_k + STEP - 1) // STEP

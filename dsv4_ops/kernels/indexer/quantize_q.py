@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.rope import rotate_pairs
 from dsv4_ops.kernels.common.sizes import SIZES
@@ -85,6 +86,7 @@ def quantize_query_kernel(
     SOFTMAX_SCALE: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous_kernel()
     quantize_queries(
         tl.program_id(0), (q, token_stride, head_stride, dim_stride, num_heads),
         (weights, weight_token_stride, weight_head_stride), (positions, position_stride),

@@ -8,6 +8,7 @@ that ties need no index.
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import compute_slots, load_pages
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.indexer.score_tile import ABSENT_KEY
@@ -279,6 +280,7 @@ def merge_groups_kernel(
     MERGE_CAPACITY: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Merge the lists of each row with more than MERGE_CAPACITY keys in groups, one per program."""
+    wait_for_previous_kernel()
     token = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
     parts = tl.load(plan + 3 * token)
@@ -306,6 +308,7 @@ def merge_parts_kernel(
 ):  # fmt: skip
     """Write the result of every row with several parts, as indices, or as slots if SLOTS. Its token
     is not padding, so that its request is in the block table."""
+    wait_for_previous_kernel()
     token = tl.program_id(0)
     table = block_table
     if SLOTS:  # loaded together with the plan

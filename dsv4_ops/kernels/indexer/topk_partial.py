@@ -13,6 +13,7 @@ positions, and device functions do not.
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import valid_tokens
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.common.triton_compat import EMULATE
@@ -60,6 +61,7 @@ def select_logits_kernel(
 ):  # fmt: skip
     """Select from logits that are read. A program takes every ``num_programs``-th part of the
     batch, the first parts of all rows first."""
+    wait_for_previous_kernel()
     program = tl.program_id(0)
     keys += program.to(tl.int64) * CAPACITY
     indices += program.to(tl.int64) * CAPACITY
@@ -129,6 +131,7 @@ def select_keys_kernel(
 ):  # fmt: skip
     """Select by scores that are computed from queries and keys. Parts are assigned to programs as
     in ``select_logits_kernel``."""
+    wait_for_previous_kernel()
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
     head_weights = (weights, weight_token_stride, weight_head_stride)
     cache = (k_cache, page_stride, num_blocks)

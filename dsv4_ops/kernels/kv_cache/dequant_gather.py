@@ -4,6 +4,7 @@ dense result."""
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import dequantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
 from dsv4_ops.kernels.common.sizes import SIZES
@@ -60,6 +61,7 @@ def gather_ragged_kernel(
     work is therefore even however ragged the batch is, and grows with the rows gathered, not with
     the capacity. WHOLE: all rows of each request are gathered, so that a row is a position.
     """
+    wait_for_previous_kernel()
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     cache = (k_cache, page_stride, num_blocks)
     table = (block_table, table_stride, column_stride, max_blocks)
@@ -112,6 +114,7 @@ def gather_dense_kernel(
 
     WHOLE: all rows of each request are gathered, so that the block table is read without waiting
     for the length of the request."""
+    wait_for_previous_kernel()
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     request = tl.program_id(1).to(tl.int64)

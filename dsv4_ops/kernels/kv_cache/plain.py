@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.arguments import listed, strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import locate_positions, locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
@@ -32,6 +33,7 @@ def insert_rows_kernel(
     num_blocks, block_size, width,
     WORD_BYTES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous_kernel()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
     source = k.to(word_pointer(WORD_BYTES), bitcast=True)
@@ -56,6 +58,7 @@ def gather_rows_kernel(
     WORD_BYTES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write every row of a dense result, zeros included."""
+    wait_for_previous_kernel()
     request = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = (tl.program_id(2) * WIDTH + tl.arange(0, WIDTH))[None, :]

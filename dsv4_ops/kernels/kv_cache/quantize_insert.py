@@ -7,6 +7,7 @@ import triton.language as tl
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.kernels.arguments import row_format, strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import quantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
@@ -55,6 +56,7 @@ def quantize_and_insert_kernel(
     slot_mapping, slot_stride, num_tokens, num_blocks,
     FORMAT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous_kernel()
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import byte_rows, scale_values
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     multiply_codes,
@@ -39,6 +40,7 @@ def fp8_block_kernel(
     SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of tokens and weight rows. Neighbouring programs share weight rows."""
+    wait_for_previous_kernel()
     TOKENS: tl.constexpr = TILE[0]
     ROWS: tl.constexpr = TILE[1]
     STAGES: tl.constexpr = TILE[2]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import (
     bf16_activations,
     byte_rows,
@@ -60,6 +61,7 @@ def fp8_linear_kernel(
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of tokens and weight rows over one split of K."""
+    wait_for_previous_kernel()
     ROWS: tl.constexpr = TILE[0]
     WARPS: tl.constexpr = TILE[1]
     STAGES: tl.constexpr = TILE[2]
@@ -98,6 +100,7 @@ def sum_splits_kernel(
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the splits of a product, in order."""
+    wait_for_previous_kernel()
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < size
     acc = tl.zeros((BLOCK,), tl.float32)

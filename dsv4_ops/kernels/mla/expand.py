@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import multiply_add, round_to  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
@@ -27,6 +28,7 @@ def mla_expand_kernel(
 ):  # fmt: skip
     """Compute a tile of the product of latents and weight. Rows from ``num_valid`` on are zeros; a
     tile of only such rows skips the product."""
+    wait_for_previous_kernel()
     column_tiles = (columns + COLUMNS - 1) // COLUMNS
     group = tl.program_id(0) // (column_tiles * SIDE_BY_SIDE)
     row_tiles = tl.minimum((num_rows + ROWS - 1) // ROWS - group * SIDE_BY_SIDE, SIDE_BY_SIDE)

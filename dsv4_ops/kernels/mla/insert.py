@@ -7,6 +7,7 @@ import triton.language as tl
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout
 from dsv4_ops.kernels.arguments import paged, strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import encode, round_to_bf16, widen
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
@@ -60,6 +61,7 @@ def mla_insert_kernel(
 ):  # fmt: skip
     """Insert TOKENS rows. FORMAT: 0 values; 1 codes; 2 codes with a scale per 128, and RoPE
     values."""
+    wait_for_previous_kernel()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1)
     page, row, valid = locate_slots(slot, num_blocks, block_size)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.attention.mainloop import log2_sum, softmax_step
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
     multiply_add,
     round_to,
@@ -116,6 +117,7 @@ def mla_prefill_kernel(
     each span enough of them. A start below its predecessor counts as equal to it, so that every row
     is written whatever the starts are. Tiles of late queries, which see the most keys, come first.
     """
+    wait_for_previous_kernel()
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     span, first = tl.program_id(0) * 0, tl.program_id(0) * 0

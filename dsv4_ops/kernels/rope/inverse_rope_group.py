@@ -16,6 +16,7 @@ from dsv4_ops.core.layout import (
 )
 from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.kernels.arguments import angles, strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     quantize,
     round_to_bf16,
@@ -73,6 +74,7 @@ def inverse_rope_group_kernel(
 ):  # fmt: skip
     """Rotate back and store HEADS heads of a token. The padding tokens from ``num_tokens`` up to
     ``scale_tokens`` have scale 0."""
+    wait_for_previous_kernel()
     head_tiles = (num_heads + HEADS - 1) // HEADS
     token = (tl.program_id(0) // head_tiles).to(tl.int64)
     head = tl.program_id(0) % head_tiles * HEADS + tl.arange(0, HEADS)

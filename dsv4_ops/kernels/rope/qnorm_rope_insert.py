@@ -7,6 +7,7 @@ import triton.language as tl
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import angles, row_format, strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.rope import rotate_pairs
@@ -167,6 +168,7 @@ def qnorm_rope_kv_insert_kernel(
     cos_sin_cache, table_stride, column_stride, num_positions,
     EPS: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous_kernel()
     normalise_and_insert(
         tl.program_id(0), (q, token_stride, head_stride, q_dim_stride, out, num_heads),
         (kv, row_stride, kv_dim_stride), (k_cache, page_stride, num_blocks, cache_row_stride),

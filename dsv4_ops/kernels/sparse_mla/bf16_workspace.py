@@ -7,6 +7,7 @@ import triton.language as tl
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS, locate_positions, valid_tokens
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.external.sanitize import sink_arguments, store_finite_sink
@@ -31,6 +32,7 @@ def find_spans_kernel(
     WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Compute the span of rows of a request that any of its tokens sees, from their positions."""
+    wait_for_previous_kernel()
     request = tl.program_id(0)
     length = tl.zeros((TOKENS,), tl.int64)
     first = tl.full((TOKENS,), MAX_POSITIONS, tl.int64)
@@ -73,6 +75,7 @@ def list_rows_kernel(
     """List the workspace rows that a token sees, -1 for absent ones, and the length up to the last.
     Without HAS_TOPK, entries past the token's last row are written only to the end of a step of
     COLUMNS: no kernel reads them, and a table is as wide as the longest request."""
+    wait_for_previous_kernel()
     swa = (swa_table, swa_table_stride, swa_column_stride, swa_max_blocks)
     extra = (extra_table, extra_table_stride, extra_column_stride, extra_max_blocks)
     token = tl.program_id(0).to(tl.int64)

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4_ops.core.tiles import KEY_TILE, METADATA_COLUMNS, PART_OVERHEAD
 from dsv4_ops.core.types import INT32_MAX
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -51,6 +52,7 @@ def flash_mla_metadata_kernel(
     part ends at this start; otherwise it ends one overhead earlier, inside the token. The end of
     the line counts as a token. Starts are relative to the tile of tokens, so that int32 holds them.
     """
+    wait_for_previous_kernel()
     lane, column = tl.arange(0, TOKENS), tl.arange(0, _COLUMNS)
     counts = out + num_parts * _COLUMNS
     total = tl.zeros((), tl.int64)

@@ -20,6 +20,7 @@ from dsv4_ops.core.tiles import (
     programs_per_tile,
 )
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -102,6 +103,7 @@ def sparse_mla_plan_kernel(
     several splits, and their extra splits follow the order of tokens. Each pass loads the lengths
     here and not in a function: they decide where rows are stored, and torch would count them as
     written."""
+    wait_for_previous_kernel()
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)
     longest = tl.full((), 1, tl.int32)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.core.types import HyperConnection
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
     multiply_add,
     round_to_bf16,
@@ -50,6 +51,7 @@ def stream_products_kernel(
 
     COUNT is the number of streams, WEIGHTS the rows of ``fn``, and SUMS is WEIGHTS + 1, rounded up
     to a power of two."""
+    wait_for_previous_kernel()
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     weight = tl.arange(0, SUMS)
     acc = tl.zeros((TOKENS, SUMS), tl.float32)
@@ -179,6 +181,7 @@ def stream_ends_kernel(
     """Finish one token. One program collapses and normalises the streams (COLLAPSES); another
     computes post and mix of the next call (MIXES), whose iterations take about as long. A launch
     may do only one of both."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     weight = tl.arange(0, SUMS)
     if COLLAPSES and (not MIXES or tl.program_id(1) == 0):

@@ -12,7 +12,7 @@ import torch
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.experts import activations, experts, grouped_gemm, plan, route
-from dsv4_ops.kernels.launcher import EAGER, Launcher, _Fused
+from dsv4_ops.kernels.launcher import EAGER, Launcher, _WithOptions
 from dsv4_ops.reference import experts as reference, linear as reference_linear
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.experts import expert_weights
@@ -23,7 +23,7 @@ W4A8 = {**SETTINGS, "activations": "fp8"}
 
 CHOOSE_BLOCKS = grouped_gemm.choose_blocks
 
-WITHOUT_CODES = Launcher(_Fused, capability=(8, 0))
+WITHOUT_CODES = Launcher(_WithOptions, capability=(8, 0))
 """On an A100, whose matrix units take no e4m3 codes."""
 
 
@@ -101,7 +101,7 @@ def codes_case(width: int, size: int, tokens: int) -> tuple[Callable[[], bool], 
 
         def look(launcher: Launcher, kernels: tuple[Any, Any], *rest: Any) -> None:
             def wrap(kernel: Any) -> Any:
-                return Counted(kernel, flags) if kernel is kernels[1] else _Fused(kernel)
+                return Counted(kernel, flags) if kernel is kernels[1] else _WithOptions(kernel)
 
             launch(Launcher(wrap), kernels, *rest)
 

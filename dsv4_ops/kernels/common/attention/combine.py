@@ -16,6 +16,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (  # by name: Inductor co
     denominator,
     log2_sum,
 )
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import round_to, round_to_bf16
 from dsv4_ops.kernels.common.rope import load_tail_angles, rotate_tail
 from dsv4_ops.kernels.common.sizes import SIZES
@@ -120,6 +121,7 @@ def combine_splits_kernel(
     """Combine the splits of a token and a head; tokens with one split are left alone. With HAS_PLAN
     a program takes the tokens whose first splits stand in up to GROUP of the first ``num_rows``
     rows: most tokens have one split, and programs without work take time."""
+    wait_for_previous_kernel()
     head = tl.program_id(1)
     partials = (partial, partial_lse, partial_scale)
     rotation = (positions, positions_stride, cos_sin_cache, num_positions)
@@ -157,6 +159,7 @@ def combine_listed_kernel(
     FLAGS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of the tokens in ``combine_list``, which the programs of a head share."""
+    wait_for_previous_kernel()
     partials = (partial, partial_lse, partial_scale)
     rotation = (positions, positions_stride, cos_sin_cache, num_positions)
     tensors = ((out, lse), partials, attn_sink, rotation)

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.hopper.epilogue import amax_of, log2_sum, scale_of, store_lse
 from dsv4_ops.kernels.common.hopper.epilogue_paired import GroupedRows, write_half
 from dsv4_ops.kernels.common.hopper.mma import ACC_ROW, HEADS, KEYS, LOGIT_ROW, WIDTH
@@ -350,6 +351,7 @@ def hopper_mla_decode_kernel(
     and queries and rows begin at multiples of 16 bytes. A split is a whole number of block pairs.
     With SCHEDULED, LANES is at least the number of tokens, and GROUP is 1. The TILES of heads of a
     split run side by side, so that all but one read its keys from the L2."""
+    wait_for_previous_kernel()
     program, head_tile = gl.program_id(0) // TILES, gl.program_id(0) % TILES
     num_heads = gl.to_tensor(num_heads)
     max_length = gl.to_tensor(max_blocks) * (1 if SLOTS else BLOCK_SIZE)

@@ -11,6 +11,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (
     store_heads,
     unfused,
 )
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
     decode,
     decode_to_bf16,
@@ -112,6 +113,7 @@ def mla_decode_kernel(
     FORMAT of rows: 0 values, 1 codes, 2 codes with scales, and RoPE values. With SLOTS,
     ``block_table`` lists the slots of every token instead of the blocks of a request.
     """
+    wait_for_previous_kernel()
     program, head_tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     if HAS_PLAN:
         tile = plan + program.to(tl.int64) * plan_stride

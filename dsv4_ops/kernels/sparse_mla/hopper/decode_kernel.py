@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.hopper.epilogue import (
     Output,
     Partial,
@@ -225,6 +226,7 @@ def hopper_split_keys_kernel(
     ``split_keys_kernel``; ``q_dim_stride`` is 1, and a split is a whole number of blocks. LANES is
     at least the number of tokens that are scheduled by their lengths. A program returns early if
     its row of the plan holds no split."""
+    wait_for_previous_kernel()
     if HAS_PLAN:
         tile = plan + gl.program_id(0).to(gl.int64) * plan_stride
         token = gl.load(tile).to(gl.int64)

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.hopper.epilogue import inverse_denominator, store_lse
 from dsv4_ops.kernels.common.hopper.epilogue_paired import write_half
 from dsv4_ops.kernels.common.hopper.mma import HEADS, LOGIT_ROW, WIDTH
@@ -96,6 +97,7 @@ def hopper_gathered_keys_kernel(
 ):  # fmt: skip
     """Compute the attention of every token over its list of rows. Rows and queries begin at
     multiples of 16 bytes; their values are contiguous."""
+    wait_for_previous_kernel()
     smem = allocate(COPY_THREADS + 1)
     num_heads = gl.to_tensor(num_heads)
     head_tiles = (num_heads + HEADS - 1) // HEADS

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.hopper.epilogue import Output, Partial
 from dsv4_ops.kernels.common.hopper.mma import HEADS, KEYS, HeadRows, allocate
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS
@@ -176,6 +177,7 @@ def hopper_prefill_keys_kernel(
     """Compute the attention of one token over one of ``splits`` splits of its keys. Arguments are
     those of ``prefill_keys_kernel``; ``q_dim_stride`` is 1. With several splits a program writes a
     partial result."""
+    wait_for_previous_kernel()
     token = (gl.program_id(0) // splits).to(gl.int64)
     split = gl.program_id(0) % splits
     position = gl.load(positions + token * position_stride)

@@ -17,6 +17,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (
     scale_of,
     store_heads,
 )
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.rope import inverse_rope, load_angles
 from dsv4_ops.kernels.common.sizes import SIZES
 
@@ -107,6 +108,7 @@ def split_keys_kernel(
     ``extra_indices`` is a block table; with HAS_PLAN the plan holds token, split and number of
     splits.
     """
+    wait_for_previous_kernel()
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     head_valid = head < num_heads
     if HAS_PLAN:

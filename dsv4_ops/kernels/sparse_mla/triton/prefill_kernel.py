@@ -15,6 +15,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (
     prefetch_keys,
     store_heads,
 )
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import valid_tokens
 from dsv4_ops.kernels.common.sizes import SIZES
 
@@ -100,6 +101,7 @@ def prefill_keys_kernel(
     """Compute the attention of one token over its keys, for a tile of heads. The window's blocks
     come first, then compressed rows: all that the token sees, or with HAS_TOPK the selected
     ones."""
+    wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     head_valid = head < num_heads

@@ -1,0 +1,36 @@
+"""Programmatic dependent launch: a kernel begins while the one before it ends.
+
+With the option ``launch_pdl`` a GPU starts a kernel's programs once all programs of the kernel
+before it have called ``gdc_launch_dependents``, or ended. So each program must first wait for that
+kernel. Where the option is set, Triton's compiler writes the wait into the binary, and Triton and
+Inductor launch that binary early: no launch has one without the other. Elsewhere, such as from the
+C++ of a package, the binary is launched late, and the wait does nothing.
+
+The wait is for whatever kernel came before, and so for all earlier ones: that one waited too.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def _wait_if_launched_early():
+    def wait(_semantic=None):  # none in Triton's interpreter
+        if _semantic is not None and getattr(_semantic.builder.options, "launch_pdl", False):
+            tl.extra.cuda.gdc_wait(_semantic=_semantic)
+            tl.extra.cuda.gdc_launch_dependents(_semantic=_semantic)
+
+    wait.__triton_builtin__ = True
+    return wait
+
+
+@triton.jit
+def wait_for_previous_kernel():
+    """Wait until all memory operations of earlier kernels are done, then let the next kernel
+    start."""
+    _wait_if_launched_early()()
+
+
+def waits(kernel) -> bool:
+    """Return whether a kernel begins with the wait, so that it may be launched early."""
+    return wait_for_previous_kernel.fn.__name__ in kernel.fn.__code__.co_names
