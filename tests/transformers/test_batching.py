@@ -1,7 +1,6 @@
 """Hugging Face's ``generate_batch`` and its manager run a patched model from one ``PagedCache``:
 each request gets the tokens of ``generate``."""
 
-import asyncio
 import copy
 import functools
 import random
@@ -109,19 +108,6 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(batching.StepModel, "__call__", called)
     return sizes
-
-
-@pytest.fixture
-def caches(monkeypatch):
-    """All caches that are made."""
-    made, before = [], v4.PagedCache.__init__
-
-    def init(self, *args, **sizes):
-        before(self, *args, **sizes)
-        made.append(self)
-
-    monkeypatch.setattr(v4.PagedCache, "__init__", init)
-    return made
 
 
 SAME = pytest.mark.nightly("the same of V3, and of V4 with one scheduler")
@@ -279,22 +265,6 @@ def test_generate_with_a_paged_cache_of_hugging_faces():
     ids = torch.tensor([prompt])
     out = model.generate(ids, cache_implementation="paged", generation_config=settings(3))
     assert out[0, :, -3:].tolist() == expected(model, [prompt], 3)
-
-
-def test_outputs_reach_a_handler_of_an_event_loop():
-    """As a server takes them."""
-    model, prompt = patched("v3"), PROMPT
-    manager = manager_of(model, 3)
-    manager.start()
-
-    async def answer():
-        result = asyncio.get_running_loop().create_future()
-        manager.register_result_handler("one", result.set_result)
-        manager.add_request(prompt, request_id="one")
-        return await asyncio.wait_for(result, 20)
-
-    assert asyncio.run(answer()).generated_tokens == expected(model, [prompt], 3)[0]
-    manager.stop()
 
 
 # Refusals

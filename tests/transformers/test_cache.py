@@ -173,24 +173,6 @@ def test_rings_are_bounded_by_default():
     assert sum(parts.values()) == sum(tensor.nbytes for tensor in held)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "error", "message"),
-    [
-        ({"max_batch_size": 0}, ValueError, "PagedCache: max_batch_size must be at least 1, got 0"),
-        ({"max_cache_len": 0}, ValueError, "PagedCache: max_cache_len must be at least 1, got 0"),
-        ({"max_chunk": 0}, ValueError, "PagedCache: max_chunk must be at least 1"),
-        ({"num_blocks": 0}, ValueError, "PagedCache: num_blocks must be at least 1"),
-        ({"next_n": 0}, ValueError, "PagedCache: next_n must be at least 1"),
-        ({"kv": "int8"}, ValueError, "PagedCache: kv must be 'fp8' or 'bf16' or 'fp32'"),
-        ({"precision": "fast"}, ValueError, "PagedCache: precision must be 'serve' or"),
-        ({"max_cache_len": 1.5}, TypeError, "PagedCache: max_cache_len must be an int"),
-    ],
-)
-def test_bad_sizes(sizes, error, message):
-    with pytest.raises(error, match=message):
-        cache(**sizes)
-
-
 def test_an_unknown_device_is_refused_before_anything_is_allocated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="PagedCache: device must be one that torch sees, got cud"):

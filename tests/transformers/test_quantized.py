@@ -2,6 +2,7 @@
 weights give dequantised."""
 
 import copy
+import math
 import sys
 from functools import lru_cache
 
@@ -19,6 +20,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from tests.helpers import i32
+from tests.support import v3_checkpoint
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ROUNDING = 2.0**-8  # of bf16, relative
@@ -394,30 +396,42 @@ def test_wrong_scales_are_refused(loaded, value, kind, rule):
     refused(loaded, kind, f"{SCALE} must {rule}")
 
 
+WRONG = {
+    E4M3: ("codes of numbers, got NaN (0x7F or 0xFF)", (0x7F, 0xFF)),
+    torch.float8_e8m0fnu: ("bytes of 0 to 254, as 255 is NaN, got 1 other values", (255,)),
+    torch.float32: ("finite numbers of 0 or more, got 1 other values", (math.nan, math.inf,
+     -math.inf, -1e-30)),
+}  # fmt: skip
+
+
 def test_what_is_no_number_is_refused_in_every_weight(loaded, tmp_path):
-    """NaN codes of both signs, and byte 255 of scales; FP4 codes are all numbers."""
+    """NaN codes of both signs, byte 255 of scales, and float32 scales of V3 that are no finite
+    numbers, or negative, which no largest absolute value is; FP4 codes are all numbers."""
     path = write_checkpoint(
         tmp_path,
         {**FORCED, "num_hidden_layers": 1, "compress_ratios": [0, 0], "vocab_size": 64},
         family="base",
     )
-    for model in (loaded, v4.load_quantized(path)):
+    v3 = tmp_path / "v3"
+    v3.mkdir()
+    v3_checkpoint.write(v3, v3_checkpoint.random_model())
+    # of V3 five projections of each attention, a dense block of three, experts and a shared one
+    for folder, count in ((None, None), (path, None), (v3, 2 * (2 * 5 + 3 + 2 + 3))):
+        model = loaded if folder is None else v4.load_quantized(folder)
         weights = {
             name: weight
             for name, weight in model.named_parameters()
-            if weight.dtype in (E4M3, torch.float8_e8m0fnu)
+            if weight.dtype in WRONG and (weight.dtype != torch.float32 or "_scale_inv" in name)
         }
         assert any(weight.dim() == 3 for weight in weights.values())
+        assert count in (None, len(weights))
         for name, weight in weights.items():
-            scale = weight.dtype != E4M3
-            held = weight.data.view(torch.uint8).view(-1)
-            held = held[len(held) // 2 :][:1]
-            for code in (255,) if scale else (0x7F, 0xFF):
-                kept, held[:] = held.clone(), code
-                rule = "hold bytes of 0 to 254, as 255 is NaN, got 1 other values"
-                if not scale:
-                    rule = "hold codes of numbers, got NaN (0x7F or 0xFF)"
-                refused(model, ValueError, f"{name} must {rule}. {AGAIN}")
+            rule, others = WRONG[weight.dtype]
+            held = weight.data if weight.dtype == torch.float32 else weight.data.view(torch.uint8)
+            held = held.view(-1)[weight.numel() // 2 :][:1]
+            for value in others:
+                kept, held[:] = held.clone(), value
+                refused(model, ValueError, f"{name} must hold {rule}. {AGAIN}")
                 held[:] = kept
         v4.patch(model)
 

@@ -18,19 +18,6 @@ LENGTHS = (40, 13)
 MASK = torch.tensor([[1] * length + [0] * (40 - length) for length in LENGTHS])
 
 
-@pytest.fixture
-def caches(monkeypatch):
-    """All caches that are made."""
-    made, before = [], v4.PagedCache.__init__
-
-    def init(self, *args, **sizes):
-        before(self, *args, **sizes)
-        made.append(self)
-
-    monkeypatch.setattr(v4.PagedCache, "__init__", init)
-    return made
-
-
 def tokens(values):
     """Values of tokens that are no padding."""
     return values[MASK.bool()]
