@@ -165,65 +165,55 @@ def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
         assert message(NotImplementedError, name, case, impl="flash_mla", **setting) == text
 
 
+def first_case(name):
+    return testing.cases_of(name)[0]
+
+
+def dense(heads=4, **made):
+    return mla_case(0, [2], heads, longest=64, **made)
+
+
+def apart(case):
+    """The call with blocks of rows that lie apart."""
+    q, cache, *rest = case.tensors
+    wide = torch.zeros(cache.shape[0], 65, 576).bfloat16()[:, :64]
+    settings = {name: case.settings[name] for name in ("softmax_scale", "block_size")}
+    return type(case)("apart", (q, wide, *rest), settings)
+
+
 @pytest.mark.parametrize(
-    ("made", "changed", "what"),
+    ("name", "make", "impl", "changed", "what", "takes"),
     [
-        ({"heads": 129}, {}, "with 129 heads, got 'flash_mla'. FlashMLA takes up to 128."),
-        ({"layout": "mla_fp8"}, {},
-         "with layout 'mla_fp8' and torch.bfloat16 queries, got 'flash_mla'. "
+        (DENSE, lambda: dense(129), "flash_mla", {}, "129 heads", "FlashMLA takes up to 128."),
+        (DENSE, lambda: dense(layout="mla_fp8"), "flash_mla", {},
+         "layout 'mla_fp8' and torch.bfloat16 queries",
          "FlashMLA takes plain bfloat16 or float16 rows."),
-        ({"width": 80, "rank": 64}, {},
-         "with rows of 80 values, of which 64 are the latent, got 'flash_mla'. "
+        (DENSE, lambda: dense(width=80, rank=64), "flash_mla", {},
+         "rows of 80 values, of which 64 are the latent",
          "FlashMLA takes rows of 576, of which 512 are the latent."),
-        ({"block_size": 16}, {},
-         "with block_size 16, got 'flash_mla'. FlashMLA reads pages of 64 rows."),
-        ({}, {"num_splits": 2}, "with num_splits or batch_invariant, got 'flash_mla'. "
+        (DENSE, lambda: dense(block_size=16), "flash_mla", {}, "block_size 16",
+         "FlashMLA reads pages of 64 rows."),
+        (DENSE, dense, "flash_mla", {"num_splits": 2}, "num_splits or batch_invariant",
          "FlashMLA decides itself what it splits."),
+        (SPARSE, lambda: sparse_case(dense(64, width=80, rank=64)), "flash_mla", {},
+         "torch.bfloat16 queries of 80 values, of which 64 are the latent",
+         "FlashMLA takes bfloat16 queries of 576, of which 512 are the latent."),
+        (SPARSE, lambda: apart(sparse_case(dense(64))), "flash_mla", {},
+         "blocks that lie apart", "FlashMLA reads plain rows one after the other."),
+        (SPARSE, lambda: CASES[SPARSE](0), "flash_mla", {},
+         "7 tokens over layout 'mla_ds_fp8'", "FlashMLA takes up to 3."),
+        (GATHERED, lambda: first_case(GATHERED), "flash_mla", {},
+         "torch.float32 rows of 2 values", "FlashMLA takes bfloat16 rows of 512."),
+        ("indexer_logits", lambda: first_case("indexer_logits"), "deep_gemm", {}, "2 heads",
+         "DeepGEMM takes 32 or 64."),
     ],
 )  # fmt: skip
-def test_dense_rows_that_flash_mla_does_not_take_are_refused(made, changed, what, on_cpu):
-    case = mla_case(0, [2], **{"heads": 4, "longest": 64, **made})
-    text = f"mla_decode: impl must be 'auto', 'triton' or 'reference' {what}"
-    assert message(NotImplementedError, DENSE, case, impl="flash_mla", **changed) == text
-
-
-def test_lists_that_flash_mla_does_not_take_are_refused(on_cpu, monkeypatch):
-    case = sparse_case(mla_case(0, [2], 64, longest=64, width=80, rank=64))
-    text = "mla_sparse: impl must be 'auto', 'triton' or 'reference' with "
-    assert message(NotImplementedError, SPARSE, case, impl="flash_mla") == (
-        f"{text}torch.bfloat16 queries of 80 values, of which 64 are the latent, got 'flash_mla'. "
-        "FlashMLA takes bfloat16 queries of 576, of which 512 are the latent."
-    )
-    q, cache, *lists = sparse_case(mla_case(0, [2], 64, longest=64)).tensors
-    apart = torch.zeros(cache.shape[0], 65, 576).bfloat16()[:, :64]
-    settings = {"softmax_scale": 1.0, "block_size": 64, "impl": "flash_mla"}
-    with pytest.raises(NotImplementedError) as error:
-        ops.mla_sparse(q, apart, *lists, **settings)
-    assert str(error.value) == (
-        f"{text}blocks that lie apart, got 'flash_mla'. "
-        "FlashMLA reads plain rows one after the other."
-    )
-    monkeypatch.setattr(limits, "FLASH_MLA_TOKENS", 2)
-    case = CASES[SPARSE](0)
-    assert message(NotImplementedError, SPARSE, case, impl="flash_mla") == (
-        f"{text}7 tokens over layout 'mla_ds_fp8', got 'flash_mla'. FlashMLA takes up to 2."
-    )
-
-
-def test_rows_that_flash_mla_does_not_take_are_refused(on_cpu):
-    case = testing.cases_of(GATHERED)[0]
-    assert message(NotImplementedError, GATHERED, case, impl="flash_mla") == (
-        "sparse_mla_gathered: impl must be 'auto', 'triton' or 'reference' with torch.float32 rows "
-        "of 2 values, got 'flash_mla'. FlashMLA takes bfloat16 rows of 512."
-    )
-
-
-def test_what_deep_gemm_does_not_take_is_refused(on_cpu):
-    case = testing.cases_of("indexer_logits")[0]
-    heads = case.tensors[0].shape[1]
-    assert message(NotImplementedError, "indexer_logits", case, impl="deep_gemm") == (
-        "indexer_logits: impl must be 'auto', 'triton' or 'reference' with "
-        f"{heads} heads, got 'deep_gemm'. DeepGEMM takes 32 or 64."
+def test_calls_that_a_library_does_not_take_are_refused(
+    name, make, impl, changed, what, takes, on_cpu, monkeypatch
+):
+    monkeypatch.setattr(limits, "FLASH_MLA_TOKENS", 3)
+    assert message(NotImplementedError, name, make(), impl=impl, **changed) == (
+        f"{name}: impl must be 'auto', 'triton' or 'reference' with {what}, got {impl!r}. {takes}"
     )
 
 
