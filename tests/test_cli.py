@@ -217,13 +217,6 @@ def test_doctor_json_parses_and_says_the_same(capsys):
     assert set(report["providers"]) == set(probes.NAMES)
 
 
-@pytest.mark.nightly("test_imports.py compiles in a fresh process")
-def test_doctor_selftest_compiles_in_a_fresh_process():
-    section = doctor.collect(steps=False, selftest=True)["lowerings"]
-    assert section["self-test"] == "passed"
-    assert section["active"] is True
-
-
 def test_doctor_reports_a_failed_selftest(monkeypatch):
     monkeypatch.setattr(doctor, "_selftest_outcome", lambda: "exit status 1: opaque")
     report = doctor.collect(steps=False, selftest=True)
@@ -278,15 +271,6 @@ def test_doctor_has_no_problem_and_its_steps_compile(capsys):
     assert status == 0, out
     for family in doctor.FAMILIES:
         assert steps.check(family) > 0
-
-
-@pytest.mark.nightly("a doctor that takes what processes say: the next test")
-def test_doctor_compiles_a_step_of_each_family(capsys):
-    pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
-    status, out = run(capsys, "doctor")
-    assert status == 0, out
-    for family in doctor.FAMILIES:
-        assert re.search(rf"^  {family} +compiles, \d+\.\d s$", out, re.MULTILINE)
 
 
 def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):

@@ -1,7 +1,6 @@
 """Caches that are views of one pool, as in vLLM: compiled code leaves every byte of the pool as
 eager code does."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,135 +8,11 @@ import torch
 from torch import Tensor
 
 import dsv4_ops as ops
-from dsv4_ops.attention import LayerCaches, LayerInputs, LayerSpec, attention_layer
 from dsv4_ops.attention.caches import check_apart, pool_view
 from dsv4_ops.core.layout import MainLayout, PlainLayout, StateLayout
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from tests.compile.test_compiled_cache import cache_sized_buffers
-from tests.helpers import i32, i64, nightly
-from tests.support.layers import PLAIN, SPEC, SmallLayer, hidden_states, projected
-
-BLOCKS = 24
-GROUPS = {"swa": 0, "compressed": 8, "indexer": 8, "states": 16, "indexer_states": 16}
-"""The first block of each group of caches: they have the same bytes of other blocks."""
-
-
-class Pool:
-    """Two layers, whose caches are in each block side by side."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        self.layers = [SmallLayer(kind, spec) for kind in ("c4", "window")]
-        self.places: list[dict[str, int]] = []
-        end = dict.fromkeys(GROUPS.values(), 0)
-        for layer in self.layers:
-            self.places.append({})
-            for name, layout in spec.layouts(layer.kind).items():
-                first = GROUPS[name]
-                self.places[-1][name] = end[first]
-                end[first] += layout.page_bytes + -layout.page_bytes % 16
-        self.block_stride = max(end.values()) + 48
-
-    def allocate(self) -> Tensor:
-        return torch.full((BLOCKS * self.block_stride,), 0xFF, dtype=torch.uint8)
-
-    def caches(self, pool: Tensor, number: int) -> LayerCaches:
-        layouts = self.layers[number].spec.layouts(self.layers[number].kind)
-        places, stride = self.places[number], self.block_stride
-        views = {
-            name: pool_view(pool, layout, block_stride=stride, offset=places[name])
-            for name, layout in layouts.items()
-        }
-        return LayerCaches(**views)
-
-    def run(self, pool: Tensor, *rest: Any) -> list[Tensor]:
-        return self.attend([self.caches(pool, number) for number in range(2)], *rest)
-
-    def attend(
-        self, caches: list[LayerCaches], inputs: list[dict[str, Tensor]], *batch: Tensor
-    ) -> list[Tensor]:
-        """Both layers; the second waits for the first, whose output changes none of its bits."""
-        outputs: list[Tensor] = []
-        for layer, held, given in zip(self.layers, caches, inputs, strict=True):
-            if outputs:
-                before = outputs[0].flatten(1)[:, :512].to(given["kv"])
-                given = {**given, "kv": given["kv"] + before * 0}
-            values = (LayerInputs(**given), layer.attention.weights, held, layer.step(*batch))
-            out = attention_layer(
-                layer.spec, layer.kind, *values, state_rings=False, save_first=True
-            )
-            assert isinstance(out, Tensor)
-            outputs.append(out)
-        return outputs
-
-
-def steps_of(pool: Pool) -> list[tuple[Any, ...]]:
-    """Prefills of two requests, then decodes: all blocks of a group in turn."""
-    hidden, steps, done = hidden_states(2), [], [0, 0]
-    for counts in ([9, 4], [1, 1], [1, 1], [5, 1], [1, 3]):
-        ends = [before + count for before, count in zip(done, counts, strict=True)]
-        rows = [hidden[r, done[r] : ends[r]] for r in range(2)]
-        inputs = [projected(layer, torch.cat(rows)[None])[0] for layer in pool.layers]
-        table = i32([[0, 2, 4, 6, 0, 2, 4, 6], [1, 3, 5, 7, 1, 3, 5, 7]])
-        positions = [(r, p) for r in range(2) for p in range(done[r], ends[r])]
-        slots = i64([int(table[r, p // 4]) * 4 + p % 4 for r, p in positions])
-        starts = i32([0, counts[0], sum(counts)])
-        batch = (starts, i32(ends), slots, table, table[:, :2] + 8, table + 16)
-        steps.append((inputs, *batch))
-        done = ends
-    return steps
-
-
-OTHERS = [
-    (spec, backend, grad)
-    for spec in (SPEC, PLAIN)
-    for backend in ("eager", "aot_eager", "inductor")
-    for grad in (torch.no_grad, torch.inference_mode)
-]
-
-
-@pytest.mark.parametrize(
-    ("spec", "backend", "grad"),
-    [(PLAIN, "aot_eager", torch.no_grad), *nightly("one of these, and Inductor below", *OTHERS)],
-)
-def test_every_byte_of_the_pool_is_that_of_eager_code(
-    spec: LayerSpec, backend: str, grad: Callable[[], Any]
-) -> None:
-    torch._dynamo.reset()
-    made = Pool(spec)
-    compiled = torch.compile(made.run, fullgraph=True, backend=backend, dynamic=True)
-    # a float that starts as a symbol and ends as a constant has the graph traced twice
-    with grad(), torch._dynamo.config.patch(specialize_float=True):
-        expected, pool, steps = made.allocate(), made.allocate(), steps_of(made)
-        apart = [
-            LayerCaches(
-                **{
-                    name: layout.allocate(BLOCKS)
-                    .view(torch.uint8)
-                    .fill_(0xFF)
-                    .view(layout.storage_dtype)
-                    for name, layout in spec.layouts(layer.kind).items()
-                }
-            )
-            for layer in made.layers
-        ]
-        for step in steps:
-            wanted, before = made.run(expected, *step), pool.clone()
-            for out, alone in zip(wanted, made.attend(apart, *step), strict=True):
-                assert torch.equal(out, alone)
-            for out, other in zip(compiled(pool, *step), wanted, strict=True):
-                close = {"rtol": 2**-7, "atol": 0.02} if spec is SPEC else {"rtol": 0, "atol": 3e-6}
-                torch.testing.assert_close(out, other, **close)
-            assert not torch.equal(pool, before)
-            assert torch.equal(pool, expected)
-    for number in range(2):
-        for name, cache in vars(made.caches(expected, number)).items():
-            if cache is not None:
-                own = slice(GROUPS[name], GROUPS[name] + 8)
-                pair = (
-                    each[own].view(torch.uint8) for each in (cache, getattr(apart[number], name))
-                )
-                assert torch.equal(*pair)
-
+from tests.helpers import i32, i64
 
 PAGE = 64000
 MAIN, STATES = MainLayout(4), StateLayout(4, 2048)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -175,19 +175,6 @@ def test_a_job_that_raises_prints_its_error(monkeypatch, capsys):
     monkeypatch.setitem(jobs.JOBS, "package", (raises, ours.Package))
     assert main(["--job=package", "--layers=1", "--steps=8", "--device=cpu", "--since=0"]) == 0
     assert json.loads(capsys.readouterr().out) == {"error": "OSError: no compiler"}
-
-
-@pytest.mark.nightly("make demo runs the jobs, also in .ci/run")
-def test_a_job_gives_its_result_and_the_clock_is_that_of_the_demo(capfd):
-    """Stock's graphs of one window layer: one with a first cache, one with a longer one, ..."""
-    with jobs.Job("count-stock", WORK, Progress(since=time.time() - 1000)) as job:
-        found = job.result()
-    expected = measure.decode(stock.Stock(WORK.model(), WORK.prompts()), WORK.steps)
-    assert isinstance(found, Graphs)
-    assert found.tokens == expected.tokens
-    assert found.graphs == found.recompiles + 1 > 1
-    line = r"\[10\d\d\.\d s\]   stock Hugging Face, step 1: 1 graphs"
-    assert re.search(line, capfd.readouterr().err)
 
 
 TOKENS = [[1, 2, 3], [4, 5, 6]]
@@ -403,54 +390,6 @@ def test_a_long_task_says_that_it_goes_on():
     assert first.endswith("s] a task")
     assert len(more) > 1
     assert all("still at it after 0 s: a task" in line for line in more)
-
-
-class Here:
-    """A ``Job`` in this process."""
-
-    def __init__(self, name, work, progress):
-        made = jobs.JOBS[name][0](work, progress)
-        self.found = jobs.JOBS[name][1](**json.loads(json.dumps(asdict(made))))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def result(self):
-        return self.found
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("an example; its jobs, its clock and its table have tests of their own")
-@pytest.mark.parametrize("how", ["here", "command"])
-def test_the_demo_of_one_layer_from_end_to_end(tmp_path, monkeypatch, capfd, how):
-    """In one process, or as users run it."""
-    out = tmp_path / "demo.json"
-    arguments = ["--layers=1", "--steps=8", "--device=cpu", f"--out={out}"]
-    if how == "here":
-        monkeypatch.setattr(run, "Job", Here)
-        assert main(arguments) == 0
-        said = capfd.readouterr().err
-    else:
-        ended = subprocess.run(
-            [sys.executable, "-m", "examples.demo", *arguments],
-            capture_output=True, text=True, timeout=900,
-        )  # fmt: skip
-        said = ended.stderr
-        assert ended.returncode == 0, said
-    found = json.loads(out.read_text())
-    mine = found["ours"]
-    assert found["problems"] == []
-    assert (mine["graphs"]["graphs"], mine["graphs"]["recompiles"]) == (1, 0)
-    assert mine["package"]["tokens"] == mine["graphs"]["tokens"] == found["stock"]["tokens"]
-    assert mine["package"]["imported"] == []
-    assert mine["package"]["megabytes"] > 0
-    assert found["stock"]["graphs"]["graphs"] > 1
-    assert (mine["graphs"]["backend"], mine["compiled_by"]) == ("eager", "AOTInductor package")
-    assert mine["compiled_speed"] > 0
-    assert "s] dsv4_ops: compile the decode step" in said
 
 
 @pytest.mark.gpu

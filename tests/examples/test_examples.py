@@ -114,24 +114,22 @@ def test_examples_of_the_compiled_step(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("test_deepseek_v3.py has a changing batch in one graph; no other compiles it")
+@pytest.mark.nightly("test_deepseek_v32.py has a changing batch in one graph; none compiles these")
 @pytest.mark.usefixtures("without_vectors")
-@pytest.mark.parametrize("options", [[], ["--eager", "--version", 2]], ids=["V3", "V2"])
-def test_deepseek_v3(options):
-    last = run("08_deepseek_v3.py", *options)[-1]
+@pytest.mark.parametrize(
+    ("script", "options", "steps"),
+    [
+        ("08_deepseek_v3.py", [], 32),
+        ("08_deepseek_v3.py", ["--eager", "--version", 2], 32),
+        ("12_deepseek_v32.py", [], 24),
+        ("12_deepseek_v32.py", ["--eager", "--family", "GLM-5"], 24),
+    ],
+    ids=["V3", "V2", "V3.2", "GLM-5"],
+)
+def test_dense_and_selected_rows(script, options, steps):
+    last = run(script, *options)[-1]
     graphs = 0 if options else 1
-    assert last.startswith(f"shown: graphs = {graphs}, graph breaks = 0 in 32 decode steps")
-    assert last.endswith("0 tokens differ from Hugging Face's")
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("test_deepseek_v32.py has a changing batch in one graph; no other compiles it")
-@pytest.mark.usefixtures("without_vectors")
-@pytest.mark.parametrize("options", [[], ["--eager", "--family", "GLM-5"]], ids=["V3.2", "GLM-5"])
-def test_deepseek_v32(options):
-    last = run("12_deepseek_v32.py", *options)[-1]
-    graphs = 0 if options else 1
-    assert last.startswith(f"shown: graphs = {graphs}, graph breaks = 0 in 24 decode steps")
+    assert last.startswith(f"shown: graphs = {graphs}, graph breaks = 0 in {steps} decode steps")
     assert last.endswith("0 tokens differ from Hugging Face's")
 
 
