@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from tests.gluon_emulator.barriers import MOST, Barrier
 from tests.gluon_emulator.memory import load, poison
-from tests.gluon_emulator.values import EmulationError, Value, from_bits, storage
+from tests.gluon_emulator.values import EmulationError, Typed, Value, from_bits, storage
 
 THREADS = 128
 """Threads of a partition."""
@@ -61,7 +61,7 @@ class _Memory:
         self.accesses: dict[tuple[int, str, tuple[tuple[int, int], ...]], _Access] = {}
 
 
-class Shared:
+class Shared(Typed):
     """A view of shared memory. ``box`` is what it spans of every dimension of the allocation, in
     values or, of the last, bytes; ``axes`` are the dimension and the unit of each of its own."""
 
@@ -78,14 +78,6 @@ class Shared:
     @property
     def shape(self) -> list[int]:
         return list(self.bits.shape)
-
-    @property
-    def type(self) -> Any:
-        return self
-
-    @property
-    def layout(self) -> str:
-        return "layout"
 
     def _part(self, dim: int, start: int, length: int) -> tuple[tuple[int, int], ...]:
         if not 0 <= start <= start + length <= self.bits.shape[dim]:

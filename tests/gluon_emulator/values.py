@@ -57,7 +57,19 @@ def widened(bits: np.ndarray) -> np.ndarray:
     return words.view(np.float32).reshape(bits.shape)
 
 
-class Value:
+class Typed:
+    """What kernels ask of all tensors: a type with its own attributes, and some layout."""
+
+    @property
+    def type(self) -> Any:
+        return self
+
+    @property
+    def layout(self) -> str:
+        return "layout"
+
+
+class Value(Typed):
     """A tensor, or of no dimensions a scalar. ``buffers`` are what a pointer may lead to."""
 
     def __init__(self, data: Any, dtype: Any, buffers: tuple[Any, ...] = ()) -> None:
@@ -69,14 +81,6 @@ class Value:
     @property
     def shape(self) -> list[int]:
         return list(self.data.shape)
-
-    @property
-    def type(self) -> Any:
-        return self
-
-    @property
-    def layout(self) -> str:
-        return "layout"
 
     def __repr__(self) -> str:
         return f"{self.dtype}{self.shape} {self.data}"

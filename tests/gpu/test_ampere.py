@@ -107,15 +107,6 @@ def test_contract(name):
         checks.check_cuda_graph(spec)
 
 
-def rms(engine, want):
-    squares = [
-        (logits - want[request, place]).float().square().mean()
-        for request, kept in enumerate(engine.logits)
-        for place, logits in kept.items()
-    ]
-    return float(torch.stack(squares).mean().sqrt())
-
-
 def patched(family, **settings):
     """A model without discrete choices that rounding could turn."""
     from dsv4_ops.testing.models import small_mla_model, small_model
@@ -148,7 +139,7 @@ def test_a_model_compiled_and_captured(family, tmp_path, monkeypatch):
         for _ in range(30):
             engine.decode(counts, step=step)
         engine.prefill(dict.fromkeys(range(REQUESTS), 60))
-        return rms(engine, want)
+        return engine.rms(want)
 
     on_hopper = error()
     assert on_hopper < 0.3  # logits have a standard deviation of one

@@ -13,10 +13,10 @@ from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.gpu.test_prefill import on_device
-from tests.gpu.test_providers import adversarial_gathered
 from tests.support.attention_batches import (
     DEVICE,
     GATHERED,
+    adversarial_gathered,
     agrees,
     gathered_case,
     generator,

@@ -15,13 +15,13 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import build_package, load_package
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.gpu.test_providers import adversarial_gathered
 from tests.support.attention_batches import (
     DECODE,
     DEVICE,
     GATHERED,
     PAGED,
     PER_TOKEN,
+    adversarial_gathered,
     agrees,
     decode_case,
     kernel,

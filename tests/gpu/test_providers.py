@@ -26,13 +26,14 @@ from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import exact_results
 from tests.gpu.providers import BUILD
 from tests.gpu.test_cache import needs_baselines
-from tests.helpers import INT32_MAX, INT32_MIN, i32
+from tests.helpers import i32
 from tests.support.attention_batches import (
     DECODE,
     DEVICE,
     GATHERED,
     PAGED,
     SCALE,
+    adversarial_gathered,
     cache_of,
     decode_case,
     gathered_case,
@@ -98,18 +99,6 @@ def test_flash_mla_decodes(tokens, heads, extra, sizes):
 def test_flash_mla_decodes_pages(tokens, heads):
     case = paged_case(tokens, tokens, heads).on(DEVICE)
     check(PAGED, case, call(PAGED, case, impl="flash_mla"))
-
-
-def adversarial_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
-    case = gathered_case(seed, tokens, heads, topk)
-    q, kv, indices, lens, sink = case.tensors
-    kv[1::2] = math.nan
-    indices = torch.where(indices >= 0, indices // 2 * 2, -1)
-    indices[:, 3::5] = i32([-2, INT32_MIN, len(kv), INT32_MAX])[torch.arange(tokens) % 4][:, None]
-    lens[::4] = i32([0, -5, INT32_MAX, topk + 1])[torch.arange(len(lens[::4])) % 4]
-    indices[1] = -1
-    behind = torch.arange(topk) >= lens[:, None]
-    return Case("adversarial", (q, kv, torch.where(behind, 1, indices), lens, sink), case.settings)
 
 
 @pytest.mark.parametrize("topk", [640, 100])

@@ -127,27 +127,19 @@ def test_epsilon_is_a_constant_of_the_graph():
 def test_one_launch_covers_heads_and_keys():
     """Programs of the launcher: four keys each, then four heads of a token each."""
     pytest.importorskip("triton", reason="triton is published for Linux only")
-    from dsv4_ops.kernels.launcher import Launcher
     from dsv4_ops.kernels.rope import qnorm_rope_insert
+    from tests.support.launches import Launches
 
     def programs(num_tokens: int, num_heads: int, num_slots: int) -> list[int]:
-        launched = []
-
-        class Recorder:
-            def __init__(self, kernel) -> None:
-                assert kernel is qnorm_rope_insert.qnorm_rope_kv_insert_kernel
-
-            def __getitem__(self, grid):
-                return lambda *args, **kwargs: launched.append(grid[0])
-
         q = torch.empty(num_tokens, num_heads, 512, dtype=torch.bfloat16)
         cache, slots = MainLayout(64).allocate(1), torch.zeros(num_slots, dtype=torch.int64)
         where = torch.zeros(num_tokens, dtype=torch.int64)
-        settings = {**FP8, "layout": "v4_fp8"}
+        settings, launch = {**FP8, "layout": "v4_fp8"}, Launches()
         qnorm_rope_insert.qnorm_rope_kv_insert(
-            Launcher(Recorder), q, q[:, 0], cache, slots, where, TABLE, **settings
+            launch, q, q[:, 0], cache, slots, where, TABLE, **settings
         )
-        return launched
+        assert {name for name, _ in launch.made} <= {"qnorm_rope_kv_insert_kernel"}
+        return [grid[0] for _, grid in launch.made]
 
     assert programs(5, 64, 5) == [5 * 16 + 2]
     assert programs(70000, 1, 0) == [70000]

@@ -244,6 +244,20 @@ def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: floa
     return Case("gathered", tensors, {"softmax_scale": SCALE})
 
 
+def adversarial_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
+    """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key at
+    all."""
+    case = gathered_case(seed, tokens, heads, topk)
+    q, kv, indices, lens, sink = case.tensors
+    kv[1::2] = math.nan
+    indices = torch.where(indices >= 0, indices // 2 * 2, -1)
+    indices[:, 3::5] = i32([-2, INT32_MIN, len(kv), INT32_MAX])[torch.arange(tokens) % 4][:, None]
+    lens[::4] = i32([0, -5, INT32_MAX, topk + 1])[torch.arange(len(lens[::4])) % 4]
+    indices[1] = -1
+    behind = torch.arange(topk) >= lens[:, None]
+    return Case("adversarial", (q, kv, torch.where(behind, 1, indices), lens, sink), case.settings)
+
+
 def agrees_when_sampled(name: str, part: int, *, precise: bool = False) -> None:
     """75 of the calls that the op's strategy draws: a part, as most of their time is compiling.
     ``precise`` compares with float64, too."""

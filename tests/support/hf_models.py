@@ -138,13 +138,18 @@ class Engine:
             self.done[request] += count
             self.logits[request][self.done[request] - 1] = logits[place].clone()
 
+    def differences(self, want: Tensor) -> Iterator[Tensor]:
+        """Of all logits kept, on the device of ``want``."""
+        for request, kept in enumerate(self.logits):
+            for place, logits in kept.items():
+                yield logits.to(want.device).float() - want[request, place]
+
     def worst(self, want: Tensor) -> float:
-        """Largest difference of all logits kept."""
-        return max(
-            float((logits.cpu() - want[request, place]).abs().max())
-            for request, kept in enumerate(self.logits)
-            for place, logits in kept.items()
-        )
+        return max(float(each.abs().max()) for each in self.differences(want))
+
+    def rms(self, want: Tensor) -> float:
+        squares = [each.square().mean() for each in self.differences(want)]
+        return float(torch.stack(squares).mean().sqrt())
 
 
 def run_randomly(engine: Engine, rng: Random, most: int = 40) -> Engine:

@@ -8,6 +8,7 @@ import torch
 
 import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.target import HOPPER
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import INT32_MAX, INT32_MIN, nightly
@@ -23,6 +24,9 @@ from tests.support.mla_batches import (
     planned,
     sparse_case,
 )
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+from tests.support.launches import Launches
 
 emulated = pytest.importorskip(
     "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
@@ -195,15 +199,6 @@ def test_other_rows_have_the_kernel_in_triton():
         mla_case(6, [2], 4, longest=40, width=80, rank=64, layout=FP8),
     ]
     for case in cases:
-        emulator = emulated.Emulator()
-        launched = []
-        emulator.wrap = lambda kernel, seen=launched: seen.append(kernel.__name__) or _Nothing()
-        OPS[DENSE].implementation("kernels")(emulator, *case.tensors, **case.settings)
-        assert launched[0] == IN_TRITON
-
-
-class _Nothing:
-    """A kernel that does nothing."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: None
+        launch = Launches(HOPPER)
+        OPS[DENSE].implementation("kernels")(launch, *case.tensors, **case.settings)
+        assert launch.made[0][0] == IN_TRITON

@@ -1,7 +1,5 @@
 """Where the Gluon kernels are launched, and what a graph has of them."""
 
-import functools
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,32 +12,11 @@ from dsv4_ops.lowering.inspect import hopper_calls, opaque_calls
 pytest.importorskip("triton")
 
 from dsv4_ops.kernels.common.hopper import support
-from dsv4_ops.kernels.launcher import Launcher
 from tests.support import forked
+from tests.support.launches import Launches
 
 SETTINGS = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 64}
 DECODE = {**SETTINGS, "num_splits": 0, "batch_invariant": False}
-
-
-class Launches(Launcher):
-    """A launcher that takes down kernels and grids, and constants of each, on a GPU of a
-    capability."""
-
-    def __init__(self, capability):
-        super().__init__(functools.partial(Grid, self), capability=capability)
-        self.made, self.constants = [], {}
-
-
-class Grid:
-    def __init__(self, launches, kernel):
-        self.launches, self.name = launches, kernel.__name__
-
-    def __getitem__(self, grid):
-        def launch(*args, **constants):
-            self.launches.made.append((self.name, grid))
-            self.launches.constants[self.name] = constants
-
-        return launch
 
 
 def arguments(tokens, width=512, heads=64, layout="v4_fp8", device="meta"):

@@ -225,10 +225,3 @@ def test_what_is_known_of_a_decode_compiles(heads, columns, tokens, dynamic):
     )
     made = list(compiled(paged_program(heads, columns, tokens, dims)))
     assert [each.function for each in made] == ["hopper_split_keys_kernel"]
-
-
-@pytest.mark.nightly("that of a sparse decode")
-@pytest.mark.slow
-def test_what_is_known_of_a_dense_decode_compiles():
-    made = list(compiled(dense_program(16)[0]))
-    assert [each.function for each in made] == ["hopper_mla_decode_kernel"]

@@ -10,7 +10,7 @@ from tests.support.prefill_batches import PREFILL, prefill_case, unsplit
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 pytest.importorskip("dsv4_ops.kernels.common.hopper.support")
-launcher = pytest.importorskip("dsv4_ops.kernels.launcher")
+from tests.support.launches import Launches
 
 
 def test_keys_of_few_tokens_are_cut():
@@ -20,10 +20,14 @@ def test_keys_of_few_tokens_are_cut():
     for tokens, heads, splits in ((1, 8, 4), (33, 64, 4), (34, 64, 2), (33, 65, 2), (67, 64, 1)):
         case = prefill_case(1, tokens, heads, "C4", topk=70, longest=300)
         for each, expected in ((case, splits), (unsplit(case), 1)):
-            launched = launches(each)
+            launch = Launches(HOPPER)
+            OPS[PREFILL].implementation("kernels")(launch, *each.tensors, **each.settings)
             joined = [("combine_splits_kernel", (tokens, heads, 1))] if expected > 1 else []
             wide = -(-heads // 64)
-            assert launched == [("hopper_prefill_keys_kernel", (tokens * expected, wide)), *joined]
+            assert launch.made == [
+                ("hopper_prefill_keys_kernel", (tokens * expected, wide)),
+                *joined,
+            ]
 
 
 @pytest.mark.parametrize(
@@ -49,19 +53,3 @@ def test_wide_tables_are_copied(tokens, pages, copied):
         "window_size": 128,
     }
     assert gathers(values) == copied
-
-
-def launches(case):
-    """Names and grids; nothing runs."""
-    found = []
-    launch = launcher.Launcher(lambda kernel: GridOf(kernel, found), capability=HOPPER)
-    OPS[PREFILL].implementation("kernels")(launch, *case.tensors, **case.settings)
-    return found
-
-
-class GridOf:
-    def __init__(self, kernel, found):
-        self.kernel, self.found = kernel, found
-
-    def __getitem__(self, grid):
-        return lambda *_, **__: self.found.append((self.kernel.__name__, grid))

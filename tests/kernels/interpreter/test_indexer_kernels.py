@@ -13,33 +13,7 @@ from tests.helpers import NIGHTLY
 from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
-from dsv4_ops.kernels.launcher import EAGER
-
-
-class Grids(dict[str, torch.SymInt | int]):
-    """A launch that takes down the programs and the arguments of every kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.arguments = {}
-
-    def __getattr__(self, name):
-        return getattr(EAGER, name)
-
-    def __call__(self, kernel):
-        return Grid(self, kernel.__name__.removesuffix("_kernel"))
-
-
-class Grid:
-    def __init__(self, grids, name):
-        self.grids, self.name = grids, name
-
-    def __getitem__(self, grid):
-        (self.grids[self.name],) = grid
-        return self.call
-
-    def call(self, *arguments, **_):
-        self.grids.arguments[self.name] = arguments
+from tests.support.launches import Launches
 
 
 @pytest.mark.parametrize(
@@ -53,18 +27,19 @@ def test_merges_of_any_number_of_tokens(tokens, grouped, parts):
     logits, lens = torch.empty(tokens, 200_000), torch.empty(tokens, dtype=torch.int32)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         fakes = [mode.from_tensor(each, static_shapes=False) for each in (logits, lens)]
-        grids = Grids()
-        OPS["indexer_topk"].launcher("triton")(grids, *fakes, topk=512)
-    assert isinstance(grids["merge_groups"], torch.SymInt)
-    assert int(grids["merge_groups"]) == grouped
-    assert int(grids["merge_parts"]) == parts
+        launch = Launches()
+        OPS["indexer_topk"].launcher("triton")(launch, *fakes, topk=512)
+    grids = {name: programs for name, (programs,) in launch.made}
+    assert isinstance(grids["merge_groups_kernel"], torch.SymInt)
+    assert int(grids["merge_groups_kernel"]) == grouped
+    assert int(grids["merge_parts_kernel"]) == parts
 
 
 @pytest.mark.parametrize(
     ("name", "kernel", "dtype", "settings"),
     [
-        ("indexer_logits", "indexer_logits", torch.int32, {"num_rows": 9}),
-        ("indexer_select", "select_keys", torch.int64, {"compress_ratio": 4, "topk": 512}),
+        ("indexer_logits", "indexer_logits_kernel", torch.int32, {"num_rows": 9}),
+        ("indexer_select", "select_keys_kernel", torch.int64, {"compress_ratio": 4, "topk": 512}),
     ],
 )
 def test_rows_of_tokens_are_a_view_of_one_row_a_token(name, kernel, dtype, settings):
@@ -73,12 +48,12 @@ def test_rows_of_tokens_are_a_view_of_one_row_a_token(name, kernel, dtype, setti
     places, tables = torch.zeros(6, 4, dtype=dtype), torch.zeros(6, 8, dtype=torch.int32)
     queries = (torch.empty(24, 64, 128).to(torch.float8_e4m3fn), torch.empty(24, 64))
     requests = torch.zeros(24, dtype=torch.int32)
-    grids, flat = Grids(), Grids()
-    for taken, each in ((grids, places), (flat, places.flatten())):
+    launches, flat = Launches(), Launches()
+    for taken, each in ((launches, places), (flat, places.flatten())):
         tensors = (*queries, layout.allocate(8), each, requests, tables)
         OPS[name].launcher("triton")(taken, *tensors, block_size=64, layout=layout.tag, **settings)
-    assert grids == flat
-    given = [each for each in grids.arguments[kernel] if isinstance(each, torch.Tensor)]
+    assert launches.made == flat.made
+    given = [each for each in launches.arguments[kernel] if isinstance(each, torch.Tensor)]
     assert [each.shape for each in given if each.data_ptr() == places.data_ptr()] == [(24,)]
 
 
