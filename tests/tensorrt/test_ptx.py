@@ -175,46 +175,6 @@ def test_the_driver_launches_it_with_the_arguments_of_a_plugin(dtype, inverse):
     assert torch.equal(out, apply_rope(x, positions, table, inverse=inverse))
 
 
-@pytest.mark.gpu
-@no_gpu
-def test_the_driver_launches_one_with_two_outputs():
-    from dsv4_ops.integrations.tensorrt.plugins import combine_kernel, combine_options
-    from dsv4_ops.reference.indices import combine_topk_swa_indices
-
-    major, minor = torch.cuda.get_device_capability()
-    settings = {"window_size": 128, "compress_ratio": 4, "topk": 3}
-    settings |= {"workspace_rows": 300, "swa_offset": 100}
-    kernel = combine_kernel(settings, 10 * major + minor)
-    positions = torch.tensor([7, 0, -1, 300, 2**31 - 2, 2**31 - 1, 40, 41])
-    integers = ([0, 1, 0, 2, 1, 0, -1, 3], [9, 1, 301], [5, 1, 130])
-    topk = torch.randint(-3, 30, (8, 5), generator=torch.Generator().manual_seed(0))
-    rest = (torch.tensor(each).int() for each in integers)
-    inputs = [each.cuda() for each in (topk.int(), positions, *rest)]
-    width = combine_options(**settings)["WIDTH"]
-    found = [torch.full(size, 7, device="cuda").int() for size in ((8, width), (8,))]
-    launch(kernel, 8, inputs, (5, 3), found)
-    for ours, wanted in zip(found, combine_topk_swa_indices(*inputs, **settings), strict=True):
-        assert torch.equal(ours, wanted)
-
-
-@pytest.mark.gpu
-@no_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_driver_launches_the_scores_of_64_heads(dtype):
-    from dsv4_ops.integrations.tensorrt.plugins import LOGITS_ROWS, logits_kernel
-    from dsv4_ops.reference.indexer import indexer_logits
-
-    major, minor = torch.cuda.get_device_capability()
-    settings = {"num_rows": 75, "block_size": 4}
-    kernel = logits_kernel(dtype, 64, 128, settings, 10 * major + minor)
-    inputs = plain_scores(dtype, 64)
-    found = torch.full((6, 75), 7.0, device="cuda")
-    blocks = 6 * -(-75 // LOGITS_ROWS[dtype])
-    launch(kernel, blocks, [each.cuda() for each in inputs], (3, 20, 50), (found,))
-    wanted = indexer_logits(*inputs, **settings, layout="plain")
-    assert torch.equal(found.cpu().nan_to_num(5.0), wanted.nan_to_num(5.0))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_fit_the_shared_memory_of_any_launch(dtype):
     from dsv4_ops.integrations.tensorrt.plugins import logits_kernel

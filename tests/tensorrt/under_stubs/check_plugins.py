@@ -33,20 +33,26 @@ def described(dtype, *shape):
     return plugin.TensorDesc(plugin.ShapeExprs.from_tuple(shape), dtype)
 
 
-def segments(dtype, dim, tokens=None):
-    inputs = torch.randn(3, 4, dim).to(dtype), torch.tensor([1, 2, 3]), torch.randn(16, 32)
-    shapes = None if tokens is None else ({0: tokens}, {0: tokens}, None)
-    program = torch.export.export(Rope(), inputs, dynamic_shapes=shapes)
+def segments(module, *inputs, shapes=None):
+    """Names of the parts of a compiled module that gives what the module does."""
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes)
     settings = {"dryrun": True, "min_block_size": 1}
     found = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, **settings)
-    assert torch.equal(found(*inputs), Rope()(*inputs))
+    assert torch.equal(found(*inputs), module(*inputs))
     return [name for name, _ in found.named_children()]
 
 
+def rows(dtype, dim):
+    return torch.randn(3, 4, dim).to(dtype), torch.tensor([1, 2, 3]), torch.randn(16, 32)
+
+
+TOKENS = {0: torch.export.Dim("tokens", min=2, max=64)}
+
+
 def test_it_joins_the_engine_of_its_neighbours():
-    assert segments(torch.float32, 128) == ["_run_on_acc_0"]
-    tokens = torch.export.Dim("tokens", min=2, max=64)
-    assert segments(torch.bfloat16, 64, tokens) == ["_run_on_acc_0"]
+    assert segments(Rope(), *rows(torch.float32, 128)) == ["_run_on_acc_0"]
+    shapes = TOKENS, TOKENS, None
+    assert segments(Rope(), *rows(torch.bfloat16, 64), shapes=shapes) == ["_run_on_acc_0"]
 
 
 class Combine(nn.Module):
@@ -60,11 +66,7 @@ SETTINGS = {"window_size": 4, "compress_ratio": 4, "topk": 2, "workspace_rows": 
 def test_two_outputs_join_an_engine():
     integers = (torch.tensor(each).int() for each in ([0], [9], [5]))
     inputs = (torch.tensor([[1, 0]]).int(), torch.tensor([7]), *integers)
-    program = torch.export.export(Combine(), inputs)
-    settings = {"dryrun": True, "min_block_size": 1}
-    found = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, **settings)
-    assert torch.equal(found(*inputs), Combine()(*inputs))
-    assert [name for name, _ in found.named_children()] == ["_run_on_acc_0"]
+    assert segments(Combine(), *inputs) == ["_run_on_acc_0"]
 
 
 class Score(nn.Module):
@@ -78,13 +80,8 @@ def test_scores_join_an_engine():
     tensors = torch.randn(3, 2, 128), torch.randn(3, 2), torch.randn(5, 4, 128)
     integers = (torch.tensor([7, 1, 0]), torch.tensor([0, 1, -1]), torch.tensor([[3, 1], [2, 9]]))
     inputs = (*tensors, *(each.int() for each in integers))
-    tokens = torch.export.Dim("tokens", min=2, max=64)
-    shapes = {0: tokens}, ({0: tokens}, None, {0: tokens}, {0: tokens}, None)
-    program = torch.export.export(Score(), inputs, dynamic_shapes=shapes)
-    settings = {"dryrun": True, "min_block_size": 1}
-    found = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, **settings)
-    assert torch.equal(found(*inputs), Score()(*inputs))
-    assert [name for name, _ in found.named_children()] == ["_run_on_acc_0"]
+    shapes = TOKENS, (TOKENS, None, TOKENS, TOKENS, None)
+    assert segments(Score(), *inputs, shapes=shapes) == ["_run_on_acc_0"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,8 @@ def test_other_scores_stay_in_pytorch(q, heads, schedule, settings):
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, 128), (torch.float32, 96)])
 def test_other_calls_stay_in_pytorch(dtype, dim):
-    assert segments(dtype, dim) == ["_run_on_acc_0", "_run_on_gpu_1", "_run_on_acc_2"]
+    found = segments(Rope(), *rows(dtype, dim))
+    assert found == ["_run_on_acc_0", "_run_on_gpu_1", "_run_on_acc_2"]
 
 
 def test_the_output_is_like_x():
@@ -145,9 +143,13 @@ class Builder:
         return Constant(known[kind](left.value, right.value))
 
 
-def test_the_launch_is_one_block_per_row(monkeypatch):
+@pytest.fixture
+def known_sizes(monkeypatch):
     monkeypatch.setattr(_tensor.trt, "IDimensionExpr", Constant)
     monkeypatch.setattr(_tensor.SymIntExpr, "_exprBuilder", Builder())
+
+
+def test_the_launch_is_one_block_per_row(known_sizes):
     x = described(tensorrt.bfloat16, 6, 4, 128)
     inputs = x, described(tensorrt.int64, 6), described(tensorrt.float32, 16, 64)
     aot = QDP_REGISTRY["dsv4_ops::apply_rope"].aot_impl_func
@@ -158,9 +160,7 @@ def test_the_launch_is_one_block_per_row(monkeypatch):
     assert [each._expr.value for each in sizes] == [24, 1, 32, 0, 4, 16]
 
 
-def test_combine_has_two_int32_outputs_and_a_block_per_token(monkeypatch):
-    monkeypatch.setattr(_tensor.trt, "IDimensionExpr", Constant)
-    monkeypatch.setattr(_tensor.SymIntExpr, "_exprBuilder", Builder())
+def test_combine_has_two_int32_outputs_and_a_block_per_token(known_sizes):
     lists = described(tensorrt.int32, 6, 3), described(tensorrt.int64, 6)
     inputs = (*lists, described(tensorrt.int32, 6), *[described(tensorrt.int32, 2)] * 2)
     definition = QDP_REGISTRY["dsv4_ops::combine_topk_swa_indices"]
@@ -173,9 +173,7 @@ def test_combine_has_two_int32_outputs_and_a_block_per_token(monkeypatch):
     assert [each._expr.value for each in (launch.grid_x, *numbers)] == [6, 3, 2]
 
 
-def test_scores_are_float32_and_a_block_per_token_and_64_rows(monkeypatch):
-    monkeypatch.setattr(_tensor.trt, "IDimensionExpr", Constant)
-    monkeypatch.setattr(_tensor.SymIntExpr, "_exprBuilder", Builder())
+def test_scores_are_float32_and_a_block_per_token_and_64_rows(known_sizes):
     q, k_cache = (described(tensorrt.bfloat16, *size, 128) for size in ((6, 2), (5, 4)))
     integers = (described(tensorrt.int32, *size) for size in ((6,), (6,), (3, 9)))
     inputs = q, described(tensorrt.float32, 6, 2), k_cache, *integers
