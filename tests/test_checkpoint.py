@@ -32,7 +32,7 @@ from dsv4_ops.testing.checkpoint import (
 from dsv4_ops.testing.float64.experts import fp4_values
 from dsv4_ops.testing.float64.linear import block_values
 from tests.helpers import NIGHTLY
-from tests.support.mutated import NUMBERS, accepts, mutated
+from tests.support.mutated import NUMBERS, accepts, mutated, restored
 
 SMALL = {
     **TINY,
@@ -513,11 +513,10 @@ def contradictory(draw, header):
 def test_any_header_is_accepted_or_refused_clearly(fuzzed, data):
     """One that is accepted is one that safetensors reads alike."""
     file = fuzzed / "model.safetensors"
-    whole = file.read_bytes()
     header, weights = header_of(file)
     any_change = mutated(header).map(lambda made: (made, 0))
-    try:
-        changed, added = data.draw(any_change | contradictory(header))
+    changed, added = data.draw(any_change | contradictory(header))
+    with restored(file):
         write_header(file, changed, weights + bytes(added))
         if not accepts_all(fuzzed):
             return
@@ -527,47 +526,33 @@ def test_any_header_is_accepted_or_refused_clearly(fuzzed, data):
                 part = opened.get_slice(name)
                 assert part.get_dtype() == changed[name]["dtype"]
                 assert part.get_shape() == changed[name]["shape"]
-    finally:
-        file.write_bytes(whole)
 
 
 @given(data=st.data())
 @settings(max_examples=100 if NIGHTLY else 25, deadline=None)
-def test_any_bytes_of_a_header_are_accepted_or_refused_clearly(fuzzed, data):
-    file = fuzzed / "model.safetensors"
-    whole = file.read_bytes()
-    try:
+def test_any_bytes_of_a_header_and_any_config_are_accepted_or_refused_clearly(fuzzed, data):
+    with restored(fuzzed / "model.safetensors") as whole:
         stop = 8 + int.from_bytes(whole[:8], "little")
         at = data.draw(st.integers(0, 12) | st.integers(0, stop))
         length = data.draw(st.integers(0, 6))
         content = whole[:at] + data.draw(st.binary(max_size=6)) + whole[at + length :]
-        file.write_bytes(content)
+        (fuzzed / "model.safetensors").write_bytes(content)
         accepts_all(fuzzed)
-    finally:
-        file.write_bytes(whole)
-
-
-@given(data=st.data())
-@settings(max_examples=100 if NIGHTLY else 25, deadline=None)
-def test_any_config_is_accepted_or_refused_clearly(fuzzed, data):
-    file = fuzzed / "config.json"
-    whole = file.read_bytes()
-    try:
-        file.write_text(json.dumps(data.draw(mutated(json.loads(whole)))))
+    with restored(fuzzed / "config.json") as whole:
+        (fuzzed / "config.json").write_text(json.dumps(data.draw(mutated(json.loads(whole)))))
         accepts_all(fuzzed)
-    finally:
-        file.write_bytes(whole)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 100_000, '{"\\ud800": 1}'])
 def test_texts_that_parsers_choke_on_are_refused(fuzzed, content):
-    for name in ("config.json", "model.safetensors"):
-        file = fuzzed / name
-        whole = file.read_bytes()
-        text = content.encode()
-        file.write_bytes(text if name == "config.json" else len(text).to_bytes(8, "little") + text)
-        assert f"{name} must be JSON, got " in refused(fuzzed)
-        file.write_bytes(whole)
+    text = content.encode()
+    for name, size in (
+        ("config.json", b""),
+        ("model.safetensors", len(text).to_bytes(8, "little")),
+    ):
+        with restored(fuzzed / name):
+            (fuzzed / name).write_bytes(size + text)
+            assert f"{name} must be JSON, got " in refused(fuzzed)
 
 
 def test_a_path_is_one():

@@ -1,5 +1,6 @@
 """JSON with a change somewhere, and whether what reads it accepts it or refuses it clearly."""
 
+import contextlib
 import json
 import re
 
@@ -44,3 +45,13 @@ def accepts(read, path, op="check_checkpoint"):
         return True
     assert re.match(rf"(?s){op}: .* must .+, got .*\. \w.*\.$", message), message
     return False
+
+
+@contextlib.contextmanager
+def restored(file):
+    """The bytes of a file, which it has again afterwards."""
+    whole = file.read_bytes()
+    try:
+        yield whole
+    finally:
+        file.write_bytes(whole)

@@ -15,7 +15,7 @@ from dsv4_ops.checkpoint.mla_format import mla_tensors
 from dsv4_ops.integrations import transformers as hf
 from tests.helpers import NIGHTLY, nightly
 from tests.support import v3_checkpoint
-from tests.support.mutated import accepts, mutated
+from tests.support.mutated import accepts, mutated, restored
 
 E4M3 = torch.float8_e4m3fn
 ATTENTION = "model.layers.0.self_attn"
@@ -277,17 +277,13 @@ def test_a_config_of_another_model_is_refused(copied, name, value, message, monk
 @settings(max_examples=60 if NIGHTLY else 20, deadline=None)
 def test_any_config_and_header_are_accepted_or_refused_clearly(released, data):
     for name in ("config.json", FILE):
-        file = released[0] / name
-        whole = file.read_bytes()
-        start = 8 if name == FILE else 0
-        stop = 8 + int.from_bytes(whole[:8], "little") if start else len(whole)
-        try:
+        with restored(released[0] / name) as whole:
+            start = 8 if name == FILE else 0
+            stop = 8 + int.from_bytes(whole[:8], "little") if start else len(whole)
             text = json.dumps(data.draw(mutated(json.loads(whole[start:stop])))).encode()
             size = len(text).to_bytes(8, "little")[:start]
-            file.write_bytes(size + text + whole[stop:])
+            (released[0] / name).write_bytes(size + text + whole[stop:])
             accepts(check_checkpoint, released[0])
-        finally:
-            file.write_bytes(whole)
 
 
 # Scales that Hugging Face keeps in bytes
