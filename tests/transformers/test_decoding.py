@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.generation import decoding
+from dsv4_ops.integrations.transformers.generation.kept import STEPS
 from dsv4_ops.integrations.transformers.steps.dry_runs import padding
 from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.helpers import nightly
@@ -336,12 +337,12 @@ def test_one_compile_serves_batches_and_lengths(family):
         assert torch.equal(ours, model.generate(ids, **settings))
         first = len(counted) if first is None else first
     assert len(counted) == first > 0
-    steps = getattr(model, decoding.STEPS)
+    steps = getattr(model, STEPS)
     assert len(steps) == 1
 
 
 def test_copies_compile_their_own(model):
-    steps = getattr(model, decoding.STEPS)
+    steps = getattr(model, STEPS)
     assert isinstance(copy.deepcopy(steps), decoding.CompiledSteps)
     assert len(pickle.loads(pickle.dumps(steps))) == 0
 

@@ -23,6 +23,7 @@ from dsv4_ops.integrations.transformers.cache.paged_cache import (
     OutOfBlocks as OutOfBlocks,
     PagedCache as PagedCache,
 )
+from dsv4_ops.integrations.transformers.generation.kept import empty_cache as empty_cache
 from dsv4_ops.integrations.transformers.generation.speculation import (
     SpeculativeStep as SpeculativeStep,
     speculative_prefill as speculative_prefill,

@@ -19,6 +19,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
 )
 from dsv4_ops.integrations.transformers.batching import hooks as batching
 from dsv4_ops.integrations.transformers.generation import decoding, hooks
+from dsv4_ops.integrations.transformers.generation.kept import STEPS, empty_cache
 from dsv4_ops.integrations.transformers.modules import rewrite
 from dsv4_ops.integrations.transformers.modules.checks import check_layers, check_placement
 from dsv4_ops.integrations.transformers.modules.replacement import Maker, Replacement
@@ -150,7 +151,7 @@ def patch(
         replaced.method(model, name, hook)
     setattr(model, _SPEC, spec)
     setattr(model, _REPLACED, replaced)
-    setattr(model, decoding.STEPS, decoding.CompiledSteps())
+    setattr(model, STEPS, decoding.CompiledSteps())
     add_replacements(model, replacements)
     return model
 
@@ -182,7 +183,8 @@ def unpatch(model: Any) -> Any:
         model.destroy_cached_continuous_batching_manager()
     model._modules.pop(DRAFT, None)
     rewrite.restore(model, forwards.rewrites(model, getattr(model, _SPEC)))
-    for name in (_SPEC, _REPLACED, decoding.STEPS):
+    empty_cache(model)
+    for name in (_SPEC, _REPLACED, STEPS):
         delattr(model, name)
     return model
 

@@ -3,7 +3,7 @@
 Hugging Face prepares the inputs, runs the prefill and makes the processors. Its own loop then
 builds new inputs for every token, and compiles each batch size anew. This one runs one step on the
 same tensors. On a GPU it looks only every ``CHECK_EVERY`` steps whether all texts have ended,
-and captures the step in a CUDA graph.
+and captures the step in a CUDA graph. In a cache that ``generate`` makes, the graph is kept.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
+from dsv4_ops.integrations.transformers.generation.kept import (
+    STEPS,
+    WARM_CALLS,
+    KeptCache,
+    KeptCaches,
+    captured,
+    keeps_on,
+)
 from dsv4_ops.integrations.transformers.generation.prompts import setting
 from dsv4_ops.integrations.transformers.modules.checks import uncalled
 from dsv4_ops.integrations.transformers.modules.replacement import (
@@ -35,9 +43,6 @@ Step = Callable[[StepBatch, CacheTensors], Tensor]
 CHECK_EVERY = 8
 """Steps after which the host asks whether all texts have ended; the steps beyond store nothing."""
 
-WARM_CALLS = 2
-"""Steps that run before a CUDA graph captures one."""
-
 PROCESSORS = (
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
@@ -55,9 +60,6 @@ CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria")
 
 DEVICES = ("cpu", "cuda")
 """Devices whose calls the loop takes."""
-
-STEPS = "dsv4_ops_decode_steps"
-"""Attribute of a model with its compiled steps, which ``patch`` adds and ``unpatch`` removes."""
 
 _ARGUMENTS = ("custom_generate", "assistant_model", "tokenizer", "assistant_tokenizer")
 """Arguments that choose another decoding method, or that ``generate`` passes to its own only."""
@@ -93,10 +95,12 @@ class DeviceDecoding:
     Args:
         on_end: Called with the texts that have ended, and those that had before their last token.
         streamer: As passed to ``generate``, which passes it to its own methods only.
+        kept: Returns the kept cache that the call has taken, or None.
     """
 
     on_end: Callable[[Tensor, Tensor], None]
     streamer: Any
+    kept: Callable[[], KeptCache | None]
 
     def __call__(
         self,
@@ -120,7 +124,7 @@ class DeviceDecoding:
                 streamer=self.streamer,
                 **inputs,
             )
-        texts = decoded(model, call, self.streamer)
+        texts = decoded(model, call, self.streamer, self.kept())
         self.on_end(texts.ended, texts.padded)
         return texts.ids[:, : int(texts.length)].contiguous()
 
@@ -159,15 +163,31 @@ class Call(NamedTuple):
         return self.inputs.get(cache_argument())
 
 
-def decoded(model: Any, call: Call, streamer: Any) -> Texts:
+def decoded(model: Any, call: Call, streamer: Any, kept: KeptCache | None = None) -> Texts:
     """Run the prefill and all steps of a call for which ``takes`` is true."""
     compiles = model._valid_auto_compile_criteria(call.inputs, call.config)
-    step = _compiled(model, call) if compiles else _eager(model)
+    step, captures = _eager(model), False
+    if compiles:
+        compiled, rows = _compiled(model, call), len(call.prompts)
+        captures = kept is None
+        step = _whole(compiled) if kept is None else kept.step(compiled, rows)
     logits = model._prefill(call.prompts, call.config, call.inputs).logits
     texts = Texts(call)
     with _decoding(model):
-        texts.extend(step, logits[:, -1].float(), streamer, captures=compiles)
+        texts.extend(step, logits[:, -1].float(), streamer, captures=captures)
     return texts
+
+
+def may_keep(model: Any, config: Any) -> bool:
+    """Whether the loop may decode a call from a kept cache: one that no user gets, with steps that
+    are captured."""
+    return (
+        keeps_on(model.device)
+        and model.dsv4_ops_spec.parallel is None
+        and not config.disable_compile
+        and not any(getattr(config, name, False) for name in _OUTPUTS)
+        and _calls_only_ours(model)
+    )
 
 
 def _has_other_ranks() -> bool:
@@ -272,7 +292,7 @@ class Texts:
             if looks and self.eos is not None and bool(self.ended.all()):
                 break
             if captures and self.ids.is_cuda and count == WARM_CALLS + 1:
-                decode = _captured(decode)
+                decode = captured(decode)
             decode()
             _stream(streamer, self)
         if streamer is not None:
@@ -327,24 +347,17 @@ def _stream(streamer: Any, texts: Texts) -> None:
         streamer.put(texts.ids[:, int(texts.length) - 1].cpu())
 
 
-def _captured(decode: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step in a CUDA graph, which reads and writes the same tensors at each replay. What
-    other threads do on the GPU meanwhile is not captured, and allowed."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        decode()
-    return graph.replay
-
-
 class CompiledSteps(dict[Any, CompiledStep]):
     """The compiled steps of a model by their settings. A copy of the model compiles its own.
 
     Attributes:
         prefills: Requests the kernels of eager prefills.
+        kept: What ``generate`` keeps for its next call.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.kept = KeptCaches()
         self.prefills = DryRuns(prefill_step)
 
     def __deepcopy__(self, memo: Any) -> CompiledSteps:
@@ -378,7 +391,7 @@ def compiled_step(
     return steps[key]
 
 
-def _compiled(model: Any, call: Call) -> Step:
+def _compiled(model: Any, call: Call) -> CompiledStep:
     """Return the model's step for any number of texts, with the ``CompileConfig`` of the call.
 
     Meanwhile, workers compile the prefill's kernels.
@@ -387,13 +400,14 @@ def _compiled(model: Any, call: Call) -> Step:
     step = compiled_step(model, decode_step, call.config.compile_config)
     num_tokens = min(call.prompts.numel(), cache.max_chunk * rows)
     getattr(model, STEPS).prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
-
-    def run(batch: StepBatch, tensors: CacheTensors) -> Tensor:
-        return step(batch, tensors, state_rings=False)
-
     if not step.parts and cache.device.type == "cuda":
-        run(padding(rows, rows, cache.device), cache.tensors)
-    return run
+        _whole(step)(padding(rows, rows, cache.device), cache.tensors)
+    return step
+
+
+def _whole(step: CompiledStep) -> Step:
+    """A step without the states of several tokens a text."""
+    return lambda batch, cache: step(batch, cache, state_rings=False)
 
 
 def _eager(model: Any) -> Step:

@@ -22,6 +22,7 @@ from dsv4_ops.integrations.transformers.cache.paged_cache import (
 )
 from dsv4_ops.integrations.transformers.generation import decoding
 from dsv4_ops.integrations.transformers.generation.draft_generation import DraftDecoding, check_call
+from dsv4_ops.integrations.transformers.generation.kept import STEPS, KeptCache, KeptCaches
 from dsv4_ops.integrations.transformers.generation.prompts import (
     CACHES,
     MASK,
@@ -50,6 +51,8 @@ class _Call:
     padded: Tensor | None = None  # rows that had ended before their last token
     mask: Tensor | None = None  # the prompts' mask
     num_drafts: int = 0
+    may_keep: bool = False  # a method of ours decodes, unless something is found later
+    kept: KeptCache | None = None
 
     def step(self, ended: Tensor) -> None:
         """Record the rows that have ended, including the last token."""
@@ -95,24 +98,36 @@ def generate(before: Method) -> Method:
             call.num_drafts = num_drafts
             arguments["custom_generate"] = DraftDecoding(num_drafts)
         elif decoding.may_take(self, arguments):
+            call.may_keep = True
             arguments["custom_generate"] = decoding.DeviceDecoding(
-                call.end, arguments.get("streamer")
+                call.end, arguments.get("streamer"), lambda: call.kept
             )
         if "cache" in arguments:
             arguments[cache_argument()] = arguments.pop("cache")
         token = _CALL.set(call)
         try:
             out = before(self, *args[len(names) :], **arguments)
+        except torch.OutOfMemoryError:
+            kept_of(self).clear()
+            raise
         finally:
             _CALL.reset(token)
         for cache in call.caches:
             cache.raise_if_dropped()
-            if call.mask is not None:
+            if call.mask is not None and call.kept is None:
                 sequences = out if isinstance(out, Tensor) else out.sequences
                 remember(cache, sequences, call.mask, call.padded)
+        if call.kept is not None:
+            kept_of(self).give_back(call.kept)
         return out
 
     return run
+
+
+def kept_of(model: Any) -> KeptCaches:
+    """What ``generate`` keeps on a patched model."""
+    kept: KeptCaches = getattr(model, STEPS).kept
+    return kept
 
 
 def mask_of_prompts(before: Method) -> Method:
@@ -165,14 +180,18 @@ def prepare_cache(before: Method) -> Method:
             num_drafts = 0 if call is None else call.num_drafts
             longest = max_cache_length + 1 + max(num_drafts, looked_up)
             chunk = _chunk(generation_config, model_kwargs, rows, longest)
-            paged = PagedCache.for_model(
-                self,
-                max_batch_size=rows,
-                max_cache_len=longest,
-                # assisted decoding runs a prompt and its first drafts in one call
-                max_chunk=longest if assisted else max(chunk, 1 + num_drafts),
-                next_n=1 + num_drafts,
-            )
+            if call is not None and call.may_keep and decoding.may_keep(self, generation_config):
+                call.kept = kept_of(self).take(self, rows, longest, chunk)
+                paged = call.kept.cache
+            else:
+                paged = PagedCache.for_model(
+                    self,
+                    max_batch_size=rows,
+                    max_cache_len=longest,
+                    # assisted decoding runs a prompt and its first drafts in one call
+                    max_chunk=longest if assisted else max(chunk, 1 + num_drafts),
+                    next_n=1 + num_drafts,
+                )
             model_kwargs[cache_argument()] = cache = paged
             result = None
         else:

@@ -6,8 +6,8 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType, NoneType
 from typing import Any
@@ -49,6 +49,7 @@ from dsv4_ops.integrations.transformers.steps.progress import PartsBar
 from dsv4_ops.integrations.transformers.steps.step import (
     check_model,
     check_tensors,
+    checked,
     decode_step,
     spec_of,
     tensors_of,
@@ -237,12 +238,42 @@ class CompiledStep:
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         """Run the step; the first call compiles."""
         with torch.no_grad(), self._bar:
-            if not self.settings["dynamic"]:
-                return self._stepped(batch, cache, **rest)
-            with one_graph_for_all_sizes(), run_time_launches():
+            with self._all_sizes():
                 logits = self._stepped(batch, cache, **rest)
-            self._dry_runs.request_batches(self.model, tensors_of(self.step.__name__, cache), rest)
+            if self.settings["dynamic"]:
+                tensors = tensors_of(self.step.__name__, cache)
+                self._dry_runs.request_batches(self.model, tensors, rest)
             return logits
+
+    def form(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Any:
+        """Return what a CUDA graph captures of the model in this step; a graph may be replayed
+        while this stays equal. It updates what steps update outside of their graphs.
+
+        Returns:
+            None: unknown, as the step has not run yet, or none of its parts is kept.
+        """
+        if not self.regional:
+            return None
+        with torch.no_grad(), self._all_sizes():
+            self._follow()
+            sizes = len(batch.tokens), len(batch.rows)
+            done = self._passes(cache, sizes, rest)
+            key, run = self._planned(batch, cache, rest, done)
+            if key is None or isinstance(run, _Recorder):
+                self._plans.pop(key, None)
+                return None
+            checked(self.step.__name__, self.model, batch, cache, self._shares())
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            return self._plans[key], [local(each).data_ptr() for each in tensors]
+
+    @contextmanager
+    def _all_sizes(self) -> Iterator[None]:
+        """Let a trace of a dynamic step hold for all sizes."""
+        if not self.settings["dynamic"]:
+            yield
+            return
+        with one_graph_for_all_sizes(), run_time_launches():
+            yield
 
     def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         op = self.step.__name__

@@ -1,0 +1,239 @@
+"""Caches and CUDA graphs that ``generate`` keeps on a model for its next calls.
+
+A graph holds the addresses of a cache, so both are kept together. A call takes a cache for itself,
+and gives it back when it has ended without an error: calls at the same time have others. No user
+gets a kept cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.integrations.transformers.architectures.base import draft_of
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
+from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep
+from dsv4_ops.integrations.transformers.steps.dry_runs import padding
+from dsv4_ops.integrations.transformers.steps.step import spec_of
+from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
+
+DEVICES = ("cuda",)
+"""Devices whose calls keep caches: those of CUDA graphs."""
+
+WARM_CALLS = 2
+"""Steps that run before a CUDA graph captures one."""
+
+MOST_CACHES = 2
+MOST_GRAPHS = 8
+"""Graphs of a cache, one for each number of texts."""
+LEAST_CHUNK = 256
+"""Tokens of a prompt in one step that every kept cache takes, so that short prompts share one."""
+
+MOST_OF_MEMORY = 1 / 16
+"""Part of the device's memory that kept caches may take."""
+
+STEPS = "dsv4_ops_decode_steps"
+"""Attribute of a model with its compiled steps and ``KeptCaches``, from ``patch`` to
+``unpatch``."""
+
+
+def empty_cache(model: Any) -> None:
+    """Free the caches and CUDA graphs that ``generate`` keeps on a patched model.
+
+    ``generate`` makes them again. ``unpatch`` frees them too. torch's allocator then has the
+    memory; ``torch.cuda.empty_cache`` gives it to other processes.
+
+    Raises:
+        ValueError: the model is not patched.
+
+    Example:
+        >>> from dsv4_ops.testing.models import small_model
+        >>> from dsv4_ops.integrations import transformers as v4
+        >>> v4.empty_cache(v4.patch(small_model(), kv="fp32", precision="reference"))
+    """
+    spec_of("empty_cache", model)
+    kept: KeptCaches = getattr(model, STEPS).kept
+    kept.clear()
+
+
+class KeptStep:
+    """A decode step of so many texts from a kept cache, on tensors of its own.
+
+    It is captured in a CUDA graph after ``WARM_CALLS`` calls. Later calls of ``generate`` replay
+    the graph if the model and its weights' addresses are those of the capture.
+    """
+
+    def __init__(self, step: CompiledStep, cache: CacheTensors, rows: int, pool: Any) -> None:
+        self._step, self._cache, self._pool = step, cache, pool
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=cache.device)
+        batch = padding(rows, rows, cache.device)
+        self._batch = replace(batch, query_start_loc=starts, rows=starts[:-1].clone())
+        self._replay: Callable[[], None] | None = None
+        self._form: Any = None
+        self._logits: Tensor | None = None
+        self._calls = 0
+
+    def begin(self) -> None:
+        """Prepare for a call of ``generate``: drop a graph that no longer holds."""
+        self._batch.seq_lens.zero_()  # the texts of the call before are no longer in the cache
+        if self._replay is not None and (self._form is None or self._form != self._found()):
+            self._replay, self._calls = None, 0
+
+    def __call__(self, batch: StepBatch, _: CacheTensors) -> Tensor:
+        """Return the logits, which the next call overwrites."""
+        self._batch.tokens.copy_(batch.tokens)
+        self._batch.seq_lens.copy_(batch.seq_lens)
+        if self._replay is None and self._calls == WARM_CALLS:
+            self._form = self._found()
+            self._replay = captured(self._run, self._pool)
+        if self._replay is None:
+            self._calls += 1
+            self._run()
+        else:
+            self._replay()
+        assert self._logits is not None
+        return self._logits
+
+    def _run(self) -> None:
+        self._logits = self._step(self._batch, self._cache, state_rings=False)
+
+    def _found(self) -> Any:
+        return self._step.form(self._batch, self._cache, state_rings=False)
+
+
+@dataclass
+class KeptCache:
+    """A cache, and the steps that read and write it.
+
+    Attributes:
+        cache: The cache. Its requests own their rows and blocks for good.
+        made_for: What it depends on besides its sizes.
+        epoch: ``clear`` calls before it was made.
+    """
+
+    cache: PagedCache
+    made_for: Any
+    epoch: int
+    steps: dict[Any, KeptStep] = field(default_factory=dict)
+    pool: Any = None
+
+    def step(self, step: CompiledStep, rows: int) -> KeptStep:
+        """Return the step of so many texts, for a call of ``generate`` that begins."""
+        key = step, rows
+        found = self.steps.pop(key, None)
+        if found is None:
+            if self.pool is None:  # graphs share it, as one runs at a time
+                self.pool = pool_of(self.cache.device)
+            found = KeptStep(step, self.cache.tensors, rows, self.pool)
+        found.begin()
+        self.steps[key] = found
+        if len(self.steps) > MOST_GRAPHS:
+            del self.steps[next(iter(self.steps))]
+        return found
+
+    def covers(self, sizes: tuple[int, int, int]) -> bool:
+        """Whether it has rows, positions and a chunk of at least these sizes."""
+        return all(mine >= other for mine, other in zip(self.sizes, sizes, strict=True))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows, positions of a row, and ``max_chunk``."""
+        return self.cache.max_batch_size, self.cache.max_cache_len, self.cache.max_chunk
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return sum(self.cache.memory().values())
+
+
+class KeptCaches:
+    """The kept caches of a model, the last one used first."""
+
+    def __init__(self) -> None:
+        self._caches: list[KeptCache] = []
+        self._lock = threading.Lock()
+        self._epoch = 0
+
+    def take(self, model: Any, rows: int, length: int, chunk: int) -> KeptCache:
+        """Return an empty cache of at least these sizes; make one if none is kept."""
+        sizes, made_for = (rows, length, chunk), _made_for(model)
+        with self._lock:
+            self._caches = [each for each in self._caches if each.made_for == made_for]
+            fit = [each for each in self._caches if each.covers(sizes)]
+            found = min(fit, key=lambda each: each.nbytes, default=None)
+            if found is not None:
+                self._caches.remove(found)
+        if found is not None:
+            found.cache.reset()
+            found.cache.tensors.dropped.zero_()
+            return found
+        longest = rounded(length, spec_of("generate", model))
+        try:
+            cache = _cache(model, rows, longest, max(chunk, min(LEAST_CHUNK, longest)))
+        except torch.OutOfMemoryError:
+            self.clear()
+            cache = _cache(model, *sizes)
+        return KeptCache(cache, made_for, self._epoch)
+
+    def give_back(self, cache: KeptCache) -> None:
+        """Keep a cache that a call took; drop those that it replaces, and the oldest."""
+        with self._lock:
+            if cache.epoch != self._epoch:
+                return
+            others = [each for each in self._caches if not cache.covers(each.sizes)]
+            left, self._caches = most_bytes(cache.cache.device), []
+            for each in (cache, *others):
+                if each.nbytes <= left and len(self._caches) < MOST_CACHES:
+                    self._caches.append(each)
+                    left -= each.nbytes
+
+    def clear(self) -> None:
+        """Free all, and keep none that a call has taken."""
+        with self._lock:
+            self._caches.clear()
+            self._epoch += 1
+
+
+def _made_for(model: Any) -> Any:
+    spec, has_draft = spec_of("generate", model), draft_of(model) is not None
+    return spec.fingerprint, spec.kv, model.device, has_draft, torch.is_inference_mode_enabled()
+
+
+def _cache(model: Any, rows: int, length: int, chunk: int) -> PagedCache:
+    return PagedCache.for_model(model, max_batch_size=rows, max_cache_len=length, max_chunk=chunk)
+
+
+def rounded(length: int, spec: Any) -> int:
+    """Round a length up to whole blocks and by a quarter at most, so that somewhat longer texts
+    use the same cache."""
+    step = max(spec.block_tokens, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // step) * step
+
+
+def keeps_on(device: torch.device) -> bool:
+    """Whether calls on a device keep caches."""
+    return device.type in DEVICES
+
+
+def most_bytes(device: torch.device) -> float:
+    """Bytes that kept caches may take."""
+    return MOST_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory
+
+
+def pool_of(device: torch.device) -> Any:
+    """Return a memory pool for CUDA graphs."""
+    return torch.cuda.graph_pool_handle()
+
+
+def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
+    """Capture a function in a CUDA graph, which reads and writes the same tensors at each replay.
+    What other threads do on the GPU meanwhile is not captured, and allowed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run()
+    return graph.replay

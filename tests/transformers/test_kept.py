@@ -1,0 +1,227 @@
+"""Caches and CUDA graphs that ``generate`` keeps for its next call, with graphs of a CPU."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from transformers import CompileConfig
+from transformers.generation.streamers import BaseStreamer
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.compile_cache import precompiled
+from dsv4_ops.integrations.transformers.generation import kept
+from dsv4_ops.testing.models import small_mla_model
+from tests.fakes import graphs
+
+PROMPT = torch.tensor([[3, 5, 7, 11, 13, 17, 19], [2, 4, 6, 8, 10, 12, 14]])
+CONFIG = CompileConfig(backend="eager")
+CONFIG._compile_all_devices = True
+SETTINGS = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Parts that one test compiles and others load."""
+    return str(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture
+def captures(folder, monkeypatch):
+    """The captures; the CPU has caches of at most 1 MiB."""
+    made = []
+    monkeypatch.setenv("DSV4_OPS_CACHE", folder)
+    monkeypatch.setattr(precompiled, "environment", lambda settings: "here")
+    monkeypatch.setattr(kept, "DEVICES", ("cpu",))
+    monkeypatch.setattr(kept, "most_bytes", lambda device: 2**20)
+    monkeypatch.setattr(kept, "pool_of", lambda device: "pool")
+    monkeypatch.setattr(
+        kept, "captured", lambda run, pool: made.append(pool) or graphs.captured(run)
+    )
+    return made
+
+
+@pytest.fixture
+def model():
+    made = small_mla_model(num_hidden_layers=1)
+    return v4.patch(made, kv="fp32", precision="reference")
+
+
+def check(model, ids=PROMPT, **settings):
+    """A call that may keep returns the tokens of one that does not."""
+    settings = SETTINGS | settings
+    out = []
+    for more in ({"compile_config": CONFIG}, {"disable_compile": True}):
+        torch.manual_seed(7)
+        out.append(model.generate(ids, **settings, **more))
+    assert torch.equal(*out)
+    return out[0]
+
+
+def caches(model):
+    return getattr(model, kept.STEPS).kept._caches
+
+
+def test_later_calls_capture_nothing(model, captures):
+    """Of other prompts, lengths and settings; another number of texts captures once."""
+    longer = torch.cat([PROMPT, PROMPT + 1, PROMPT.flip(0)], 1)
+    check(model)
+    assert captures == ["pool"]
+    check(model, PROMPT + 1)
+    check(model, longer, max_new_tokens=20)
+    check(model, do_sample=True, temperature=0.7, top_k=9, repetition_penalty=1.3)
+    eos = int(check(model)[0, 9])
+    check(model, eos_token_id=eos)
+    assert captures == ["pool"]
+    for _ in range(2):
+        check(model, PROMPT[:1])
+        check(model)
+    assert len(captures) == 2
+    assert len(caches(model)) == 1
+
+
+def test_graphs_follow_the_weights(model, captures):
+    """Values in place and copies that ``patch`` made need no capture, other addresses one."""
+    first = check(model)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        layer.self_attn.kv_b_proj.weight.mul_(-1)
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    changed = check(model)
+    assert not torch.equal(first, changed)
+    assert len(captures) == 1
+    held = model.lm_head.weight.data
+    model.lm_head.weight.data = held.flip(0)
+    check(model)
+    assert len(captures) == 2
+    layer.input_layernorm.weight = torch.nn.Parameter(-layer.input_layernorm.weight)
+    check(model)
+    assert len(captures) == 3
+    layer.mlp.extra = 3
+    check(model)
+    assert len(captures) == 4
+    check(model)
+    assert len(captures) == 4
+
+
+@pytest.mark.usefixtures("captures")
+def test_users_get_no_kept_cache(model):
+    cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
+    settings = {**SETTINGS, "compile_config": CONFIG}
+    out = model.generate(PROMPT, return_dict_in_generate=True, **settings)
+    model.generate(PROMPT, cache=cache, **settings)
+    handle = model.register_forward_hook(lambda *_: None)
+    model.generate(PROMPT, **settings)
+    handle.remove()
+    model.generate(PROMPT, **SETTINGS, disable_compile=True)
+    assert caches(model) == []
+    assert torch.equal(out.sequences, check(model))
+    assert len(caches(model)) == 1
+    assert out[v4.cache.paged_cache.cache_argument()].seq_lens.tolist() == [13, 13]
+
+
+class Calls(BaseStreamer):
+    """Calls ``generate`` for each token, in a thread of its own."""
+
+    def __init__(self, call):
+        self.call, self.results = call, []
+
+    def put(self, value):
+        thread = threading.Thread(target=lambda: self.results.append(self.call()))
+        thread.start()
+        thread.join()
+
+    def end(self):
+        pass
+
+
+def test_calls_at_the_same_time_have_caches_of_their_own(model, captures):
+    want = check(model, PROMPT[:1])
+    inner = Calls(lambda: check(model, PROMPT[:1]))
+    found = model.generate(PROMPT[:1], streamer=inner, compile_config=CONFIG, **SETTINGS)
+    assert all(torch.equal(each, want) for each in (found, *inner.results))
+    assert len(inner.results) == 8  # with the prompt
+    assert len(captures) == 2
+
+
+def test_a_call_that_fails_gives_nothing_back(model, captures):
+    class Fails(BaseStreamer):
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 5:
+                raise RuntimeError("no more")
+
+    check(model, PROMPT[:1])
+    with pytest.raises(RuntimeError, match="no more"):
+        model.generate(PROMPT[:1], streamer=Fails(), compile_config=CONFIG, **SETTINGS)
+    assert caches(model) == []
+    check(model, PROMPT[:1])
+    assert len(captures) == 2
+
+
+def test_caches_are_few_and_small(model, captures, monkeypatch):
+    """A larger one replaces those that it covers; the oldest goes; all go where memory lacks."""
+    check(model, PROMPT[:1])
+    check(model)  # more rows
+    assert [each.sizes[:2] for each in caches(model)] == [(2, 64)]
+    check(model, PROMPT[:1], max_new_tokens=90)
+    check(model, PROMPT.repeat(2, 1), max_new_tokens=4)
+    assert [each.sizes[:2] for each in caches(model)] == [(4, 64), (1, 128)]
+    bytes_of = caches(model)[0].nbytes
+    monkeypatch.setattr(kept, "most_bytes", lambda device: bytes_of)
+    check(model, PROMPT.repeat(2, 1), max_new_tokens=4)
+    assert [each.sizes[:2] for each in caches(model)] == [(4, 64)]
+    monkeypatch.setattr(kept, "most_bytes", lambda device: bytes_of - 1)
+    check(model)
+    assert caches(model) == []
+
+
+def test_memory_that_lacks_is_taken_from_kept_caches(model, captures, monkeypatch):
+    check(model, PROMPT[:1])
+    old, made, before = weakref.ref(caches(model)[0].cache), [], kept._cache
+
+    def lacking(model, *sizes):
+        made.append(sizes)
+        if old() is not None:
+            raise torch.OutOfMemoryError
+        return before(model, *sizes)
+
+    monkeypatch.setattr(kept, "_cache", lacking)
+    gc.disable()  # a cycle would hold the memory
+    try:
+        model.generate(PROMPT, compile_config=CONFIG, **SETTINGS)
+    finally:
+        gc.enable()
+    assert [sizes[:2] for sizes in made] == [(2, 64), (2, 14)]
+
+
+@pytest.mark.usefixtures("captures")
+@pytest.mark.parametrize("release", [v4.empty_cache, v4.unpatch])
+def test_what_is_kept_is_freed(model, release):
+    """At once, and by a call that has taken it too."""
+    check(model)
+    ref = weakref.ref(caches(model)[0].cache)
+    gc.disable()
+    try:
+        release(model)
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+def test_a_cache_is_for_its_model(model, captures):
+    """Its settings, and inference mode, whose tensors no other mode writes."""
+    check(model)
+    with torch.inference_mode():
+        check(model)
+    check(model)
+    assert len(captures) == 3
+    v4.unpatch(model)
+    v4.patch(model, kv="bf16", precision="reference")
+    check(model)
+    assert caches(model)[0].cache.spec.kv == "bf16"
+    with pytest.raises(ValueError, match=r"^empty_cache: model must be patched"):
+        v4.empty_cache(small_mla_model(num_hidden_layers=1))
