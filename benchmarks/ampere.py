@@ -1,5 +1,7 @@
-"""Benchmark code for an A100 on a Hopper card, beside what that card runs: what the instructions of
-sm_80 cost, not how fast an A100 is."""
+"""Benchmark A100 code on a Hopper card, beside the code that the card runs itself.
+
+It shows the cost of sm_80's instructions, not the speed of an A100.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launch_plans import PLANS
 
 MOST = 2.0
-"""The code of an A100 may take this many times as long as Triton's for the card."""
+"""Maximum time of an A100's code, relative to Triton's code for the card."""
 
 _BATCHES, _HEADS, _CONTEXT = (1, 8, 64), 64, 32768
 
@@ -40,12 +42,12 @@ class Row:
     """Device time per call, in microseconds.
 
     Args:
-        case, rows: Of the call.
-        hopper_us: What the card runs, Gluon kernels among it.
+        case, rows: Name and rows of the call.
+        hopper_us: The code that the card runs, with Gluon kernels.
         triton_us: Triton's code for the card, without Gluon kernels.
         sm_80_us: Triton's code for an A100.
         times_triton: ``sm_80_us`` over ``triton_us``.
-        error: What went wrong.
+        error: The error, if the case failed.
     """
 
     case: str
@@ -62,7 +64,7 @@ class Row:
 
 @contextlib.contextmanager
 def without_gluon(folder: Path) -> Iterator[None]:
-    """Hopper's Gluon kernels take no call."""
+    """Run no Gluon kernel for Hopper."""
     PLANS.plans.clear()
     with mock.patch.object(support, "runs", _runs_nothing):
         yield
@@ -85,7 +87,7 @@ CODES: dict[str, Callable[[Path], contextlib.AbstractContextManager[None]]] = {
 }
 
 Calls = Callable[[], Sequence[Call]]
-"""Checks a case where it is called, and returns the calls to time."""
+"""Checks a case when it is called, and returns the calls to time."""
 
 
 def _case_calls(case: Case, device: torch.device) -> Calls:
@@ -116,7 +118,7 @@ def _dense_calls(layout: str, batch: int, device: torch.device) -> Calls:
 
 
 def cases_of(device: torch.device, *, smoke: bool = False) -> list[tuple[Row, Callable[[], Calls]]]:
-    """Rows, and what makes their calls."""
+    """Return rows, and the function that makes the calls of each."""
     made = [
         *insert_cases("insert", _BATCHES, smoke=smoke),
         *decode_cases(_BATCHES, (_HEADS,), (512,)),

@@ -1,6 +1,9 @@
-"""Ours beside the libraries, adapters and all: where ``impl="auto"`` takes a library (``is_faster``
-in ``dispatch/choice.py``). Run it on the GPU as ``python -m benchmarks.choice``; what finds the
-libraries is in ``dsv4_ops.dispatch.providers``."""
+"""Compare our kernels with the libraries, adapters included, to find the sizes at which
+``impl="auto"`` selects a library (``is_faster`` in ``dispatch/choice.py``).
+
+Run it on the GPU as ``python -m benchmarks.choice``. ``dsv4_ops.dispatch.providers`` says where
+libraries are found.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +53,14 @@ SIZES: dict[str, list[tuple[int, int, int]]] = {
         for op in _INDEXER
     },
 }
-"""Tokens, heads, and rows of the compressed cache, of the list, or of a request."""
+"""Tokens, heads, and rows: of the compressed cache, of the list, or of a request."""
 
 CONTEXT = 16384
-"""Positions before the tokens of a prefill, which are of one request of C4."""
+"""Positions before the tokens of a prefill, which belong to one C4 request."""
 
 
 def like(op: str, tokens: int, heads: int, rows: int, device: str = "cuda") -> Like:
-    """Shapes of such a call, as ``example`` takes them."""
+    """Return the shapes of a call, in the form that ``example`` takes."""
 
     def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> Any:
         return shape, dtype, torch.device(device)
@@ -116,7 +119,7 @@ def like(op: str, tokens: int, heads: int, rows: int, device: str = "cuda") -> L
 
 
 def _prefill(tensor: Callable[..., Any], tokens: int, rows: int) -> Like:
-    """Tokens of one request that select ``rows`` each."""
+    """Make tokens of one request, each with a selection of ``rows`` rows."""
     context, ratio, size = CONTEXT + tokens, 4, 64
     found: Like = {}
     for source, held in (("swa", context), ("extra", context // ratio)):
@@ -130,7 +133,7 @@ def _prefill(tensor: Callable[..., Any], tokens: int, rows: int) -> Like:
 
 
 def example(op: str, like: dict[str, Any]) -> dict[str, Any]:
-    """Make arguments of these shapes: full lists of rows from all over the caches."""
+    """Make arguments of these shapes, with full lists of random rows."""
     made = {
         name: _tensor(*value) if isinstance(value, tuple) and len(value) == 3 else value
         for name, value in like.items()
@@ -155,8 +158,8 @@ def example(op: str, like: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prefilled(made: dict[str, Any]) -> None:
-    """The last tokens of requests that fill their tables, as many of each, and rows that all of
-    them may see."""
+    """Make the last tokens of requests that fill their tables, the same number for each, and select
+    rows that all of them may see."""
     token = torch.arange(made["positions"].shape[0], device=made["positions"].device)
     each = max(-(-len(token) // max(made["swa_block_table"].shape[0], 1)), 1)
     rows = _table_rows(made, "swa_block_table", "swa_block_size")
@@ -177,7 +180,7 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def _rows(made: dict[str, Any]) -> dict[str, int]:
-    """How many rows or blocks the entries of each list choose among."""
+    """Return the number of rows or blocks that the entries of each list are sampled from."""
     found = {}
     for source in ("swa", "extra"):
         if isinstance(made.get(f"{source}_indices"), Tensor):
@@ -217,7 +220,7 @@ def _plan(made: dict[str, Any]) -> Tensor:
 
 
 def captured(op: str, impl: str, sets: list[Like], *, planned: bool = False) -> Capture:
-    """Calls in a CUDA graph over rotating inputs."""
+    """Time calls in a CUDA graph over rotating inputs."""
     run = OPS[op].reference
     if impl != "reference":
         from dsv4_ops.kernels.launcher import EAGER  # imports triton

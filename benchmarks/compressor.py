@@ -1,4 +1,4 @@
-"""Benchmark the compressor, saved states and compressed windows, against its roofline."""
+"""Benchmark the compressor (saved states and compressed windows) against its roofline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from benchmarks.harness.measure import OpBench, run_cases
 from benchmarks.harness.work import Case
 
 CASES = tuple(KINDS)
-"""Kinds of compressors, in the order in which they are measured."""
+"""Kinds of compressors, in the order of measurement."""
 
 
 def chosen_cases(kinds: Sequence[str], *, smoke: bool) -> list[Case]:
-    """The cases of some kinds of compressors."""
+    """Make the cases of some kinds of compressors."""
     decode, prefill = ((2, 8), (256,)) if smoke else ((1, 8, 128), (4096, 8192))
     return [case for kind in kinds for case in compressor_cases(kind, decode, prefill)]
 
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Bench(OpBench):
-    """The limit is a copy."""
+    """Measure the compressor, whose limit is a copy."""
 
     title = (
         "KV compressor, states saved and windows compressed, microseconds; checked before timing: "

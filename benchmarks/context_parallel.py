@@ -64,36 +64,37 @@ CPU_VARIANTS = CUDA_VARIANTS[:2]
 _HEADS, _TOKENS = (64, 128), (1, 4, 16, 32, 64, 128, 256)
 _CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
 _MODEL_CONTEXTS, _MODEL_STEPS, _MOST_ERROR = (4096, 131072), 6, 0.1
-"""Logits in bfloat16 of other orders of addition; a near tie of routers falls differently."""
+"""Maximum error of logits in bfloat16: sums have another order, and near ties of routers fall
+differently."""
 _SMALL_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
 _CALLS = 16
-"""Of a graph, so that its launch does not count."""
+"""Calls per graph, so that its launch does not count."""
 _SAMPLES = 7
 _V4_HEADS = 64
 _CANDIDATES = 512
-"""Of a token that a rank's indexer selects in V4."""
+"""Candidates per token that a rank's indexer selects in V4."""
 _INTERLEAVE = 64
-"""Positions on one rank in turn: a block."""
+"""Consecutive positions on one rank: a block."""
 
 
 @dataclass
 class Row:
-    """A time in microseconds of device, the same on all ranks as they wait for each other.
+    """Device time in microseconds, the same on all ranks, because they wait for each other.
 
     Args:
         group: "combine", "gather", "layer" for the attention of a V3 layer between its projections,
             "v4_layer" for a C4 or C128 layer of DeepSeek-V4, "v4_model" or "v3_model" for the
             decode step of a patched model of 4 layers and 16 experts.
-        ranks: Processes, a GPU each.
-        variant: Collective of a combine, of a gather behind what it gathers; what a layer shares,
-            behind its kind in V4.
-        heads: Query heads of all ranks; 0 of candidates, which have none.
-        tokens: Tokens of the step, one a request.
-        context: Rows that each of them sees; 0 of a combine or a gather.
-        us: Median of replays of a CUDA graph; on a CPU wall time.
-        kernels: Of a model's step, for each of its layers.
+        ranks: Processes, with a GPU each.
+        variant: The collective of a combine; the gathered tensors and the collective of a gather;
+            the kind of a V4 layer, and what the layers share.
+        heads: Query heads of all ranks; 0 for candidates, which have none.
+        tokens: Tokens of the step, one per request.
+        context: Rows that each token sees; 0 for a combine or a gather.
+        us: Median of replays of a CUDA graph; on a CPU, wall time.
+        kernels: Kernels per layer in a model's step.
         cache_gb: Caches of a model on a rank.
-        error: What went wrong.
+        error: The error, if the case failed.
     """
 
     group: str
@@ -116,7 +117,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def partials(
     seed: int, world: int, tokens: int, heads: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Outputs in bfloat16 and log-sum-exps of all ranks; one has no keys for the first token."""
+    """Sample outputs in bfloat16 and log-sum-exps of all ranks. One rank has no keys for the first
+    token."""
     made = torch.Generator(device).manual_seed(seed)
     outs = torch.randn(world, tokens, heads, RANK, generator=made, device=device).bfloat16()
     lses = torch.randn(world, tokens, heads, generator=made, device=device) * 3
@@ -125,7 +127,7 @@ def partials(
 
 
 def gathered_parts(seed: int, world: int, tokens: int, heads: int, device: torch.device) -> Tensor:
-    """Of all ranks: queries in bfloat16, or without heads scores and rows of 512 candidates."""
+    """Sample queries of all ranks in bfloat16; with 0 heads, scores and rows of 512 candidates."""
     made = torch.Generator(device).manual_seed(seed)
     if heads == 0:
         shape = (world, tokens, 2, _CANDIDATES)
@@ -136,7 +138,8 @@ def gathered_parts(seed: int, world: int, tokens: int, heads: int, device: torch
 
 
 def check(combine: Callable[..., Any], world: int, rank: int, device: torch.device) -> float:
-    """Largest error over what roundings of the shares and of their sum may make."""
+    """Return the largest error, relative to the bound that the roundings of the shares and of their
+    sum allow."""
     worst = 0.0
 
     def error(found: Tensor, outs: Tensor, lses: Tensor) -> float:
@@ -162,19 +165,20 @@ def check(combine: Callable[..., Any], world: int, rank: int, device: torch.devi
 
 
 def time_us(calls: Sequence[Callable[[], Any]], device: torch.device, replays: int) -> float:
-    """Per call, in as many replays a sample on every rank: what one sends, another waits for."""
+    """Time a call. Every rank takes the same number of replays per sample, because ranks wait for
+    each other."""
     if device.type != "cuda":
         return float(wall_us(calls[0], device, budget_s=0).median)
     return replays_us(Capture(calls).graph, replays) / len(calls)
 
 
 def replays_us(graph: Any, replays: int) -> float:
-    """Of one replay, in as many a sample on every rank."""
+    """Time a replay. Every rank takes the same number of replays per sample."""
     samples = []
-    for _ in range(_SAMPLES + 1):  # the first brings clocks up
+    for _ in range(_SAMPLES + 1):  # the first sample raises clocks, and is dropped
         dist.barrier()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # ranks meet
+        graph.replay()  # synchronises the ranks
         start.record()
         for _ in range(replays):
             graph.replay()
@@ -185,7 +189,7 @@ def replays_us(graph: Any, replays: int) -> float:
 
 
 class Ranks:
-    """What a process measures; rank 0 keeps the rows."""
+    """The measurements of a process; rank 0 writes the rows."""
 
     def __init__(
         self, rank: int, world: int, device: torch.device, smoke: bool, folder: str, output: Report
@@ -193,7 +197,7 @@ class Ranks:
         self.rank, self.world, self.device, self.smoke = rank, world, device, smoke
         self.group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         variants = CUDA_VARIANTS if device.type == "cuda" else CPU_VARIANTS
-        compiled = device.type == "cuda"  # on a CPU tests compile it
+        compiled = device.type == "cuda"  # tests compile it on a CPU
         self.eager = {
             via: functools.partial(ops.cp_combine, group=self.group, via=via) for via in variants
         }
@@ -208,7 +212,8 @@ class Ranks:
             print(text, flush=True)
 
     def keep(self, row: Row, measure: Callable[[], float]) -> None:
-        """Measure a row on all ranks; rank 0 prints and writes it, whatever becomes of the rest."""
+        """Measure a row on all ranks; rank 0 prints and writes it, even if the measurement
+        fails."""
         try:
             row.us = measure()
         except Exception as error:
@@ -238,7 +243,8 @@ class Ranks:
                     self.keep(row, functools.partial(time_us, calls, self.device, 8))
 
     def gather(self) -> None:
-        """Queries of all heads, and the indexer's candidates: check each, then time them."""
+        """Check each gather, of the queries of all heads and of the indexer's candidates, then time
+        it."""
         cuda = self.device.type == "cuda"
         tokens = _TOKENS[:2] if self.smoke else _TOKENS
         cases = [("queries", heads, count) for heads in _HEADS for count in tokens]
@@ -266,7 +272,7 @@ class Ranks:
                 self.keep(row, functools.partial(time_us, timed, self.device, 8))
 
     def layer(self) -> None:
-        """V3's attention: on one GPU, with heads shared, and with heads and rows shared."""
+        """Time V3's attention: on one GPU, with shared heads, and with shared heads and rows."""
         whole = MlaSpec.deepseek_v3()
         contexts, batches = (_CONTEXTS, _BATCHES) if not self.smoke else ((300,), (1, 3))
         if self.smoke:
@@ -281,7 +287,7 @@ class Ranks:
                     self.keep(row, functools.partial(self.attend, spec, cache, batch, context))
 
     def specs(self, whole: MlaSpec) -> Iterator[tuple[str, MlaSpec]]:
-        """Variants of the layer."""
+        """Yield the variants of the layer."""
         own = replace(whole, num_heads=whole.num_heads // self.world)
         yield ONE_GPU, whole
         yield TENSOR, own
@@ -290,7 +296,7 @@ class Ranks:
             yield f"{CONTEXT}, {via}", replace(own, parallel=ContextParallel.of(**settings))
 
     def attend(self, spec: MlaSpec, cache: MlaCache, batch: int, context: int) -> float:
-        """Time the absorbed queries, the attention, its combination and the values."""
+        """Time the absorbed queries, the attention, its combine and the values."""
         made = torch.Generator(self.device).manual_seed(1)
         columns = -(-context // spec.block_tokens)
         order = torch.randperm(batch * columns, generator=made, device=self.device)
@@ -316,7 +322,7 @@ class Ranks:
             return time_us(calls, self.device, 1)
 
     def v4_layer(self) -> None:
-        """Compiled decode layers of DeepSeek-V4-Flash, as ``layer`` has V3's attention."""
+        """Time compiled decode layers of DeepSeek-V4-Flash, in the variants of ``layer``."""
         contexts, batches = (_CONTEXTS, _BATCHES) if not self.smoke else ((700,), (2,))
         whole = LayerSpec.deepseek_v4_flash()
         own = replace(whole, num_groups=whole.num_groups // self.world)
@@ -338,7 +344,7 @@ class Ranks:
     def attend_v4(
         self, call: Callable[..., Any], spec: LayerSpec, kind: str, batch: int, context: int
     ) -> float:
-        """Time a decode step of requests that are at the end of a C128 row."""
+        """Time a decode step in which every request completes a C128 row."""
         made = torch.Generator(self.device).manual_seed(1)
         ranks, attention = spec.ranks, spec.attention
         share = 1 if ranks is None else self.world
@@ -346,7 +352,8 @@ class Ranks:
         context = -(-context // spec.ratio("c128")) * spec.ratio("c128")
 
         def table(positions: int, kept: int = context) -> Tensor:
-            """Blocks in turns: as many of a request as hold the last ``kept`` positions."""
+            """Make a table that repeats as many blocks per request as the last ``kept`` positions
+            need."""
             columns, ring = -(-context // positions), min(kept, context) // positions + 1
             column = torch.arange(columns, dtype=torch.int32, device=self.device)
             return torch.stack([request * ring + column % ring for request in range(batch)])
@@ -378,7 +385,7 @@ class Ranks:
         )
         for cache in (caches.swa, caches.compressed, caches.indexer):
             if cache is not None:
-                cache.random_(0x20, 0x40, generator=made)  # small numbers in each format
+                cache.random_(0x20, 0x40, generator=made)  # codes of small numbers in each format
         width = spec.compressor_width(kind, spec.head_dim)
         given: dict[str, Tensor] = {
             "q": some(batch, heads, spec.head_dim).bfloat16(),
@@ -410,8 +417,8 @@ class Ranks:
         self.model("v3_model", small_mla_model if self.device.type == "cpu" else v3_shaped)
 
     def model(self, group: str, make: Callable[..., Any]) -> None:
-        """Decode steps of a patched model: whole on every GPU, and split over all of them with
-        Hugging Face's plans of heads and experts, sharing the rows of its caches."""
+        """Time decode steps of a patched model, whole on every GPU and split over all GPUs. Hugging
+        Face's plans split heads and experts; the ranks share the rows of the caches."""
         folder = Path(self.folder, group)
         if self.rank == 0:
             make(device=self.device).save_pretrained(folder)
@@ -438,7 +445,7 @@ class Ranks:
                 shutil.rmtree(folder)
 
     def loaded(self, group: str, folder: Path, *, split: bool) -> Any:
-        """The model as Hugging Face loads it, whole or this rank's part, and patched."""
+        """Load the model with Hugging Face, whole or this rank's part, and patch it."""
         import transformers
         from transformers.distributed import DistributedConfig
 
@@ -461,7 +468,7 @@ class Ranks:
         return hf.patch(model, kv="bf16" if family == "v3" else "fp8", parallel=parallel)
 
     def steps(self, group: str, variant: str, model: Any) -> Tensor:
-        """Logits of a few steps from empty caches, and times of steps from filled ones."""
+        """Return logits of a few steps from empty caches, and time steps from full ones."""
         from dsv4_ops.integrations import transformers as hf
 
         cuda = self.device.type == "cuda"
@@ -508,12 +515,13 @@ class Ranks:
 
 
 def flash(device: torch.device) -> Any:
-    """DeepSeek-V4-Flash's sizes, 4 layers and 16 experts."""
+    """Build 4 layers and 16 experts of DeepSeek-V4-Flash's sizes."""
     return keep_float32(flash_shaped(num_experts=16, device=device))
 
 
 def _compiled(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """As a model's graph has it: heads are constants, tokens any number above 1."""
+    """Compile a collective as in a model's graph: heads are constants, tokens any number above
+    1."""
     call = torch.compile(collective, fullgraph=True)
 
     def run(*given: Tensor) -> Any:
@@ -527,7 +535,8 @@ def _compiled(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _combining(combine: Callable[..., Any] | None) -> Iterator[None]:
-    """The compiled combine in the layer, as its graph has it; the rest of it is kernels anyway."""
+    """Let the layer call the compiled combine, as a graph does. The other stages are kernels
+    anyway."""
     layer = importlib.import_module("dsv4_ops.attention.mla_layer")
     before = layer.cp_combine
     if combine is not None:
@@ -569,7 +578,7 @@ def run(options: argparse.Namespace) -> None:
     groups = options.cases or CASES
     output = Report(options, device)
     output.stamp["device"] = f"{world} x {output.stamp['device']}"
-    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # the weights of models
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # holds the weights of models
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         settings = (groups, options.smoke or on_cpu, folder, output)
         start: Any = importlib.import_module("torch.multiprocessing").spawn

@@ -22,15 +22,16 @@ NUM_EXPERTS, TOPK, WIDTH, SIZE, LIMIT = 256, 6, 4096, 2048, 10.0
 
 W4A8 = "w4a8"
 CASES = ("fp4", W4A8, "fp8", "bf16")
-"""Of weights; activations are in bf16, but in FP8 for the second, whose weights are in FP4."""
+"""Formats of weights. Activations are in bf16, but in FP8 for the second format, whose weights are
+in FP4."""
 
 CHECKED, CHECK_SCALE = 8, 64.0
-"""Tokens of a batch whose results of Humming are compared, and what multiplies x there: then a
-tenth of the gates and ups is out of bounds."""
+"""Tokens of the batch in which Humming's results are compared, and the factor of its x, which
+brings a tenth of the gates and ups out of bounds."""
 
 _TOKENS = (1, 8, 64, 128, 512, 1024, 4096)
 _CALLS = {1: 8, 8: 8}
-"""Calls of a graph, each with experts of its own: those of a token are more than the L2."""
+"""Calls per graph, each with its own experts: those of one token exceed the L2."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @functools.cache
 def expert_weights(group: str, device: torch.device) -> tuple[Any, Any, Any, Any]:
-    """gate_up, its scale, down, its scale: of all experts."""
+    """Sample gate_up, its scale, down and its scale for all experts."""
     if group == W4A8:
         return expert_weights("fp4", device)
     if group == "bf16":
@@ -62,7 +63,7 @@ def expert_weights(group: str, device: torch.device) -> tuple[Any, Any, Any, Any
 
 @functools.cache
 def bf16_weights(device: torch.device) -> tuple[Tensor, Tensor]:
-    """gate_up and down as torch's grouped products take them."""
+    """Convert gate_up and down for torch's grouped products."""
     up, down = (
         torch.empty(NUM_EXPERTS, *shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
         for shape in ((2 * SIZE, WIDTH), (WIDTH, SIZE))
@@ -71,7 +72,8 @@ def bf16_weights(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def grouped_experts(x: Tensor, routing: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Sorted rows, two grouped products, and the weighted sum."""
+    """Compute experts with torch: sort rows, multiply in two grouped products, and sum by
+    weight."""
     keys, order = ids.flatten().sort()
     experts = torch.arange(NUM_EXPERTS, dtype=torch.int32, device=x.device)
     ends = torch.searchsorted(keys, experts, right=True, out_int32=True)
@@ -85,14 +87,14 @@ def grouped_experts(x: Tensor, routing: Tensor, ids: Tensor, up: Tensor, down: T
 
 @functools.cache
 def humming_layers(library: Any, device: torch.device) -> tuple[Any, Any]:
-    """The same experts in FP4, in Humming's order."""
+    """Convert the same experts in FP4 to Humming's order."""
     up, up_scale, down, down_scale = expert_weights("fp4", device)
     made = humming.make_layer(library, up, up_scale), humming.make_layer(library, down, down_scale)
     return made[0], made[1]
 
 
 def humming_step(library: Any, row: Row, inputs: tuple[Tensor, Tensor, Tensor]) -> humming.Step:
-    """Humming's experts of a batch of this size, after a look at what they return."""
+    """Return Humming's experts for a batch of this size, after a check of their results."""
     x, routing, ids = inputs
     layers = humming_layers(library, x.device)
     step = humming.experts_step(library, layers, ids.numel(), limit=LIMIT)

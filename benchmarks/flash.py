@@ -1,11 +1,10 @@
-"""Benchmark the whole of DeepSeek-V4-Flash on several GPUs: decode steps, prefills and the start.
+"""Benchmark all layers of DeepSeek-V4-Flash on several GPUs: decode steps, prefills and the start.
 
-It starts a process per GPU (of gloo on a CPU, which checks and times small layers only). Each
+It starts a process per GPU (with gloo on a CPU, which checks and times small layers only). Each
 builds its part of a model in the released precision with random weights: Hugging Face's plans split
 experts, attention heads and the head over the GPUs, which share the rows of the caches. Before
-anything is timed, six layers on all GPUs are compared with six on one.
-
-Contexts are not prefilled: caches hold random rows, and lengths are set.
+anything is timed, the logits of six layers on all GPUs are compared with those on one. Contexts are
+not prefilled: caches hold random rows, and lengths are set.
 """
 
 from __future__ import annotations
@@ -43,47 +42,47 @@ from dsv4_ops.testing.checkpoint import FLASH
 _SMALL = {**SMALL, "index_n_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
 _SMALL |= {"moe_intermediate_size": 256, "index_topk": 16}
 _CHECKED_LAYERS, _CHECKED_TOKENS, _MOST_ERROR = 6, 9, 0.05
-"""Error of a token's logits relative to their norm, for half of the tokens: both models are in
-bfloat16, and a near tie of a router falls differently. A decode is compared at no fewer tokens."""
+"""Maximum median error of a token's logits relative to their norm. Both models are in bfloat16, and
+near ties of routers fall differently. A decode is compared at this many tokens or more."""
 _DRAFTED = 2
-"""Tokens of a request in a step that verifies one draft."""
+"""Tokens per request in a step that verifies one draft."""
 _ACCEPTED = (0.0, 0.5, 0.9)
-"""Shares of drafts that are right."""
+"""Shares of accepted drafts."""
 _REPLAYS, _PREFILLS = 8, 3
 _CHUNK = 4096
 _BYTES_PER_MS = 3.35e9
 """Of an H100."""
 _RESERVED_GB = 1.6
-"""For graphs and activations of decode steps, beside the cache."""
+"""Memory for graphs and activations of decode steps, besides the cache."""
 _TIMEOUT = timedelta(seconds=570)
-"""Of ranks that wait while another compiles."""
+"""Time that ranks wait while another rank compiles."""
 _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
 
 
 @dataclass(kw_only=True)
 class FlashRow:
-    """A phase of the start, a decode step or a prefill; the same time on all ranks.
+    """A phase of the start, a decode step or a prefill; the time is the same on all ranks.
 
     Args:
         part: "start", "check", "decode", "draft" (a step that verifies one draft of each request,
             without the draft layer), "soak" or "prefill".
-        phase: Of a start.
-        ranks: Processes, a GPU each.
-        requests: Of the step.
+        phase: Phase of the start.
+        ranks: Processes, with a GPU each.
+        requests: Requests of the step.
         tokens: New tokens of all requests.
-        context: Tokens that each request has already.
+        context: Earlier tokens of each request.
         seconds: Wall time of a phase.
-        step_ms: Median of replays of a CUDA graph; of a prefill, of all its chunks by the clock.
-        tokens_per_s: New tokens of all requests.
-        per_s_none, per_s_half, per_s_most: The same if as many drafts are right as ``_ACCEPTED``
-            has: none, half of them, or 9 of 10.
+        step_ms: Median of replays of a CUDA graph; for a prefill, wall time of all its chunks.
+        tokens_per_s: New tokens of all requests per second.
+        per_s_none, per_s_half, per_s_most: ``tokens_per_s`` if the shares of ``_ACCEPTED`` are
+            accepted: no draft, half of them, or 9 of 10.
         roofline_ms: Bytes of weights and cache rows that a GPU has to read, over 3.35 TB/s.
-        kernels: Of a layer, all kernels of the step divided by the layers.
-        collectives_pct: Share of the kernels' time that is collectives, waiting included.
-        weights_gb, cache_gb, peak_gb: Of this GPU: weights, the cache, and the allocator's maximum.
-        logits_error: Of the check, the median over tokens; ``worst_error`` that of the worst token.
-        note: Why a point was not run, or what a soak did.
-        error: What went wrong.
+        kernels: All kernels of the step, divided by the layers.
+        collectives_pct: Share of the kernels' time that collectives take, with their waits.
+        weights_gb, cache_gb, peak_gb: Weights, cache and the allocator's maximum of this GPU.
+        logits_error: Median error of the check over the tokens; ``worst_error`` is the largest.
+        note: Why a point was not run, or a summary of the soak.
+        error: The error, if the row failed.
     """
 
     part: str
@@ -128,7 +127,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure on all GPUs; rows and the table go to ``options.out``."""
+    """Measure on all GPUs; rows and table go to ``options.out``."""
     device = chosen_device(options)
     on_cpu = device.type == "cpu"
     world = options.gpus or (2 if on_cpu else torch.cuda.device_count())
@@ -141,14 +140,14 @@ def run(options: argparse.Namespace) -> None:
     options.backend = options.backend or (None if on_cpu else "inductor")
     output = Report(options, device)
     output.stamp["device"] = f"{world} x {output.stamp['device']}"
-    # parts of the weights are copied from tensors that are twice as large
+    # weights are copied from tensors twice as large
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     failed = None
     with tempfile.TemporaryDirectory() as folder:
         start: Any = importlib.import_module("torch.multiprocessing").spawn
         try:
             start(_process, (world, device.type, folder, options, output), nprocs=world)
-        except Exception as error:  # what was measured until then is shown
+        except Exception as error:  # print the rows measured so far
             print(error, file=sys.stderr, flush=True)
             failed = "a process failed; its output is above"
     output.read()
@@ -184,7 +183,7 @@ def _process(
 
 
 class Ranks:
-    """What a process builds and measures; rank 0 keeps the rows."""
+    """The measurements of a process; rank 0 writes the rows."""
 
     def __init__(
         self, rank: int, world: int, device: torch.device, options: Any, output: Report
@@ -196,7 +195,7 @@ class Ranks:
         self.began = time.perf_counter()
 
     def run(self) -> None:
-        """All phases, the most wanted rows first."""
+        """Run all phases, the most important rows first."""
         if self.world > 1 and not self.options.no_check:
             self.check()
         with self.phase("build") as row:
@@ -212,7 +211,7 @@ class Ranks:
         self.prefills(model)
 
     def row(self, part: str, **fields: Any) -> FlashRow:
-        """A row of this run."""
+        """Make a row of this run."""
         return FlashRow(part=part, layers=self.layers, ranks=self.world, **fields)
 
     def say(self, text: str) -> None:
@@ -242,7 +241,7 @@ class Ranks:
 
     @contextmanager
     def measured(self, row: FlashRow) -> Iterator[None]:
-        """Keep a row, whatever becomes of it."""
+        """Print and write a row, even if the measurement fails."""
         try:
             yield
         except Exception as error:
@@ -250,7 +249,7 @@ class Ranks:
         self.keep(row)
 
     def model(self, layers: int, *, split: bool) -> Any:
-        """The first layers of Flash: this rank's part, or all of it."""
+        """Build the first layers of Flash: this rank's part, or whole."""
         from dsv4_ops.testing.released_model import released_model, split_over
 
         config: dict[str, Any] = {**FLASH, "index_topk": INDEX_TOPK}
@@ -275,7 +274,7 @@ class Ranks:
         return v4.patch(model, parallel=parallel)
 
     def check(self) -> None:
-        """Compare logits of a few layers on all ranks with those on one."""
+        """Compare the logits of a few layers on all ranks with those on one rank."""
         layers = min(_CHECKED_LAYERS, self.layers)
         row = self.row("check")
         row.layers, began = layers, time.perf_counter()
@@ -304,7 +303,7 @@ class Ranks:
             raise WrongResult(wrong[0])
 
     def compiled(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step by kinds of layers, for all sizes; eager without a backend."""
+        """Compile the step by kinds of layers, for all sizes; without a backend it is eager."""
         from dsv4_ops.integrations import transformers as v4
 
         if self.options.backend is None:
@@ -313,7 +312,7 @@ class Ranks:
         return v4.compile_step(model, step, **settings)
 
     def prefills(self, model: Any) -> None:
-        """Prompts of one request in chunks, by the clock."""
+        """Time prompts of one request in chunks; wall time."""
         from dsv4_ops.integrations import transformers as v4
 
         prompts = sorted(self.options.prefills)
@@ -334,7 +333,7 @@ class Ranks:
         for tokens in prompts:
             found = self.row("prefill", requests=1, tokens=tokens, context=0)
             with self.measured(found):
-                prefill(tokens)  # kernels of these sizes are compiled
+                prefill(tokens)  # compiles the kernels of these sizes
                 seconds = []
                 for _ in range(_PREFILLS if self.cuda else 1):
                     wait(self.device)
@@ -350,12 +349,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of weights of this rank: those that every step reads, and those of one expert's share.
+    """Bytes of weights that this rank reads.
 
     Args:
-        dense: All but experts and the embedding.
-        experts: Routed experts.
-        chosen: Share of the experts that a token takes.
+        dense: Bytes that every step reads: all weights but experts and the embedding.
+        experts: Bytes of the routed experts.
+        chosen: Share of the experts that a token selects.
     """
 
     dense: int
@@ -364,7 +363,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: Any) -> Weights:
-        """Count those of a model."""
+        """Count the bytes of a model."""
         sizes = {
             name: each.nbytes
             for name, each in zip(
@@ -377,13 +376,13 @@ class Weights:
         return cls(dense, experts, config.num_experts_per_tok / config.n_routed_experts)
 
     def read(self, tokens: int) -> float:
-        """Bytes that a step of so many tokens reads, if routers choose at random."""
+        """Return the bytes that a step of this many tokens reads, if routers select at random."""
         hit: float = 1 - (1 - self.chosen) ** tokens
         return self.dense + self.experts * hit
 
 
 class Decodes:
-    """Decode steps of all batches and contexts, from one cache and one compiled step."""
+    """Time decode steps of all batches and contexts, from one cache and one compiled step."""
 
     def __init__(self, ranks: Ranks, model: Any, weights: Weights) -> None:
         from dsv4_ops.integrations import transformers as v4
@@ -413,7 +412,7 @@ class Decodes:
         self.graphs: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def run(self) -> None:
-        """Short contexts first; profiles and drafts after all of them."""
+        """Run short contexts first, and profiles and drafts after all contexts."""
         ranks = self.ranks
         with ranks.phase("first decode") as row:
             self.place(1, min(self.contexts), 1)
@@ -432,7 +431,7 @@ class Decodes:
         self.graphs.clear()
 
     def soak(self, steps: int) -> None:
-        """Requests that come and go, in the graph of the largest batch."""
+        """Run requests that come and go, in the graph of the largest batch."""
         ranks, requests = self.ranks, max(batch for batch, each in self.graphs if each == 1)
         batch, capture = self.graphs[requests, 1]
         for number in list(self.cache.requests):
@@ -455,7 +454,7 @@ class Decodes:
                 raise WrongResult(f"a request is off by {row.logits_error:.3f} among others")
 
     def measure(self, part: str, requests: int, context: int, each: int) -> None:
-        """A row: checked against the eager step, timed and profiled where its graph is new."""
+        """Measure a row. If its graph is new, check it against the eager step and profile it."""
         ranks, tokens = self.ranks, requests * each
         row = ranks.row(part, requests=requests, tokens=tokens, context=context)
         with ranks.measured(row):
@@ -492,13 +491,13 @@ class Decodes:
         self.cache.seq_lens.fill_(context)
 
     def batch(self, requests: int, context: int, each: int) -> Any:
-        """The next tokens of all requests."""
+        """Return the next tokens of all requests."""
         device = self.ranks.device
         return _batch([each] * requests, [context + each] * requests, range(requests), device)
 
     def row_bytes(self, context: int) -> float:
-        """Bytes of cache that a decode of one request reads on this rank: the window, of C4 layers
-        the indexer's keys and the selected rows, of C128 layers all rows."""
+        """Return the cache bytes that a decode of one request reads on this rank: the window, the
+        indexer's keys and the selected rows of C4 layers, and all rows of C128 layers."""
         config, row = self.model.config, MainLayout.data_bytes + MainLayout.scale_bytes
         key = IndexerLayout.data_bytes + IndexerLayout.scale_bytes
         window = min(config.sliding_window, context) * row
@@ -510,7 +509,7 @@ class Decodes:
         return float(sum(window + compressed[kind] / self.shares for kind in self.spec.kinds))
 
     def _capture(self, requests: int, context: int, each: int) -> None:
-        """Compare a compiled step with the eager one, and make its graph."""
+        """Compare a compiled step with the eager one, and capture its graph."""
         ranks, batch = self.ranks, self.batch(requests, context, each)
         capture = None
         if ranks.options.backend is not None:
@@ -533,7 +532,7 @@ class Decodes:
         self.graphs[requests, each] = batch, capture
 
     def _profile(self, row: FlashRow, capture: Capture) -> None:
-        """Kernels of one replay."""
+        """Count the kernels of one replay."""
         activities = device_activities(capture.graph.replay)
         busy = sum(activity.us for activity in activities)
         sent = sum(
@@ -549,21 +548,21 @@ class Decodes:
         return requests * -(-(context + _DRAFTED) // tokens)
 
     def _most_blocks(self, v4: Any) -> float:
-        """Blocks that fit into the memory that is free."""
+        """Return the number of blocks that fit into free memory."""
         if not self.ranks.cuda:
             return float("inf")
-        # a block has as many bytes without ranks, and a cache on meta cannot ask them
+        # a block has the same bytes without ranks, and a cache on the meta device cannot ask ranks
         made = functools.partial(v4.PagedCache, self.model.config, device="meta", **self.sizes)
         one, two = (sum(made(num_blocks=count).memory().values()) for count in (1, 2))
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         left = torch.tensor([free], device=self.ranks.device)
-        dist.all_reduce(left, dist.ReduceOp.MIN)  # ranks make the same cache
+        dist.all_reduce(left, dist.ReduceOp.MIN)  # all ranks make caches of one size
         return float((float(left) - _RESERVED_GB * 1e9 - (2 * one - two)) // (two - one))
 
 
 def _own(parameters: Any) -> Iterator[Tensor]:
-    """This rank's parts of parameters."""
+    """Yield this rank's parts of parameters."""
     for each in parameters:
         yield each.to_local() if hasattr(each, "to_local") else each
 
@@ -571,8 +570,8 @@ def _own(parameters: Any) -> Iterator[Tensor]:
 def _batch(
     counts: Sequence[int], lens: Sequence[int], rows: Sequence[int], device: torch.device
 ) -> Any:
-    """The next ``counts`` tokens of requests that then have ``lens``; ids are the same on every
-    rank."""
+    """Make the next ``counts`` tokens of requests, whose lengths become ``lens``; ids are the same
+    on every rank."""
     from dsv4_ops.integrations import transformers as v4
 
     made = torch.Generator().manual_seed(sum(lens))
@@ -583,7 +582,8 @@ def _batch(
 
 
 def _checked_logits(model: Any) -> Tensor:
-    """Logits of a prefill of several requests past a window of 128, and of decodes behind it."""
+    """Return logits of a prefill of several requests longer than a window of 128, and of the
+    decodes after it."""
     from dsv4_ops.integrations import transformers as v4
 
     requests, length, steps = (4, 300, 4) if model.device.type == "cuda" else (2, 140, 2)

@@ -1,7 +1,7 @@
-"""Many decode steps of one graph while requests arrive, end and are preempted.
+"""Run many decode steps of one graph while requests arrive, end and are preempted.
 
-A preempted request loses its blocks, and begins again later. Prompts are fed a token a step. At the
-end, the last logits of one request that was preempted are compared with those it has alone.
+A preempted request loses its blocks, and begins again later. Prompts are fed one token per step. At
+the end, the last logits of one preempted request are compared with its logits when it runs alone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Soak:
     """Steps of changing requests.
 
     Args:
-        cache: The cache, in which no request is left.
-        batch: Inputs of the step, with a token for each of as many requests as it has rows.
+        cache: The cache, without requests.
+        batch: Inputs of the step, with one token for each of its requests.
         step: Runs the step, and returns the logits of its tokens.
     """
 
@@ -89,7 +89,7 @@ class Soak:
         return logits[0].clone()
 
     def _step(self, running: Sequence[_Request]) -> Tensor:
-        """Feed the next token of each; other places of the batch are padding."""
+        """Feed the next token of each request; other entries of the batch are padding."""
         count, padding = len(running), [0] * (self.slots - len(running))
         tokens = [each.tokens[each.done] for each in running] + padding
         for each in running:

@@ -18,20 +18,20 @@ from benchmarks.harness.rows import OpRow
 from benchmarks.harness.work import Case
 
 CASES = ("logits", "select")
-"""Groups of cases, in the order in which they are measured."""
+"""Groups of cases, in the order of measurement."""
 
 LOGITS = Tolerance(torch.inf, 0.0, 5e-6)
 """The tolerance of DeepGEMM's own tests."""
 
 SHARED = 0.99
-"""Share of the selected rows that the baseline selects too: FP8 products are
-rounded, and which of two close scores is larger depends on it."""
+"""Minimum share of the selected rows that the baseline selects too: FP8 products are rounded, which
+decides between two close scores."""
 
 _BATCHES, _CONTEXTS = (1, 8, 64, 128), (8192, 32768, 65536, 131072)
 
 
 def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
-    """The cases of some groups."""
+    """Make the cases of some groups."""
     sizes = ((2, 5), (2560,)) if smoke else (_BATCHES, _CONTEXTS)
     return [case for group in groups for case in indexer_cases(group, *sizes, smoke=smoke)]
 
@@ -43,8 +43,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Bench(OpBench):
-    """The limit is memory or the FP8 matrix units; DeepGEMM has logits only, so that PyTorch
-    selects from them."""
+    """Measure the indexer. Its limit is memory or the FP8 matrix units. DeepGEMM computes logits
+    only, and PyTorch selects from them."""
 
     title = (
         "Lightning indexer, microseconds; before timing every score was within 1.5 times the error "
@@ -79,7 +79,7 @@ class Bench(OpBench):
 
 
 def _not_shared(baseline: Tensor, ours: Tensor) -> str | None:
-    """How many of our rows the baseline does not select."""
+    """Return the number of our rows that the baseline does not select."""
     there = ours >= 0
     found = (ours[:, :, None] == baseline[:, None].int()).any(-1) & there
     shared, total = int(found.sum()), int(there.sum())

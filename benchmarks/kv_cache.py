@@ -34,13 +34,13 @@ CASES: dict[str, Callable[[bool], list[Case]]] = {
         "plain_insert", _FEW if small else (128, 8192), smoke=small
     ),
 }
-"""Groups of cases, in the order in which they are measured."""
+"""Groups of cases, in the order of measurement."""
 
 _SMOKE_CASES = ("insert", "gather")
 
 
 def chosen_cases(groups: Iterable[str], *, smoke: bool) -> list[Case]:
-    """The cases of some groups."""
+    """Make the cases of some groups."""
     return [case for group in groups for case in CASES[group](smoke)]
 
 
@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Bench(OpBench):
-    """The limit of an op that only moves bytes is a copy; vLLM's caches are equal byte for byte."""
+    """Measure ops that only move bytes, whose limit is a copy. vLLM's caches are equal byte for
+    byte."""
 
     title = "Cache ops, microseconds; every result was checked byte for byte before timing"
     notes = (

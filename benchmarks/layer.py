@@ -23,7 +23,7 @@ from dsv4_ops.attention import LayerSpec
 from dsv4_ops.attention.metadata import AttentionSpec
 
 CASES = ("window", "c4", "c128")
-"""Kinds of layers, in the order in which they are measured."""
+"""Kinds of layers, in the order of measurement."""
 
 _SMOKE_CASES = ("window",)
 _SIZES = ((1, 16384), (8, 16384), (64, 16384), (128, 16384))
@@ -33,7 +33,7 @@ _SMALL = Model("small", 4, LayerSpec(attention=AttentionSpec(index_topk=64), num
 
 
 def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
-    """The cases of some kinds of layers."""
+    """Make the cases of some kinds of layers."""
     if smoke:
         return [case for kind in groups for case in layer_cases(kind, (_SMALL,), ((3, 1024),))]
     found = []
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Bench(OpBench):
-    """The layer, and the baselines stage by stage, in sequence."""
+    """Measure the layer, and the baselines' stages in sequence."""
 
     title = (
         "An attention layer between its projections, one decode step, microseconds; before timing "
@@ -92,7 +92,7 @@ class Bench(OpBench):
         )
         try:
             self._run_baselines(row, work)
-        except Exception as error:  # a broken baseline is a row, not the end of the run
+        except Exception as error:  # a broken baseline becomes a row and does not end the run
             row.baseline_error = one_line(error)
 
     def _run_baselines(self, row: OpRow, work: LayerWork) -> None:
@@ -115,5 +115,5 @@ class Bench(OpBench):
 
 
 def _in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
-    """The stages of one input set; what the last one returns."""
+    """Run the baseline's stages of one input set; return the result of the last stage."""
     return [call() for call in calls][-1]

@@ -30,11 +30,11 @@ LAYERS = {
 CASES = {"w8a16": "bf16", "w8a8": "fp8"}
 _TOKENS, _MORE_TOKENS = (1, 8, 32, 64), (128, 1024)
 _ROTATED = 3 * 10**8
-"""Bytes of all weights that a graph multiplies by: several times the L2."""
+"""Bytes of all weights that a graph reads: several times the L2."""
 
 
 def fp8_weight(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes of either sign, below NaN, and scales that are powers of two."""
+    """Sample codes of either sign without NaN, and power-of-two scales."""
     codes = torch.randint(-8, 8, (rows, columns), device=device).to(torch.float8_e4m3fn)
     scale = torch.randint(114, 118, (rows // 128, columns // 128), device=device)
     return codes, torch.exp2(scale.float() - 127)

@@ -1,7 +1,8 @@
-"""Compare what the allocator holds of a model in the released precision with what was computed.
+"""Compare the allocator's bytes for a model in the released precision with the computed bytes.
 
-Four layers of DeepSeek-V4-Flash's sizes: weights, a cache, and what steps take beside them. What is
-computed comes from shapes alone, as the tables of ``docs/memory.md`` do.
+The model has four layers of DeepSeek-V4-Flash's sizes. Its parts are the weights, a cache, and the
+temporary tensors of steps. The computed bytes follow from shapes alone, as in the tables of
+``docs/memory.md``.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from dsv4_ops.testing.checkpoint import FLASH
 from dsv4_ops.testing.released_model import on_meta, released_model
 
 INDEX_TOPK = 512
-"""Rows that the indexer of the released Flash selects; ``FLASH`` has those of a tiny model."""
+"""Rows that the indexer of the released Flash selects; ``FLASH`` has the number of a tiny model."""
 CLOSE = 0.01
-"""Of weights and caches: blocks of the allocator are multiples of 512 bytes."""
+"""Tolerance of weights and caches: the allocator's blocks are multiples of 512 bytes."""
 
 SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
 SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 128, "vocab_size": 260}
@@ -34,12 +35,12 @@ SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 128, "vocab_size": 260}
 
 @dataclass(kw_only=True)
 class MemoryRow:
-    """What a part of a run takes, in GB.
+    """Memory of a part of a run, in GB.
 
-    ``part`` is "weights", "cache", a step beside them at its peak, or a CUDA graph of a step, whose
-    pool is held. ``allocated`` of tensors and ``reserved`` of the device are the growth that the
-    allocator reports; None on a CPU. ``outside`` is what the device has in use beside
-    ``reserved``, CUDA's context above all.
+    ``part`` is "weights", "cache", the temporary tensors of a step at their peak, or the CUDA graph
+    of a step with its memory pool. ``allocated`` (tensors) and ``reserved`` (device) are the growth
+    that the allocator reports; None on a CPU. ``outside`` is device memory outside of ``reserved``,
+    mostly CUDA's context.
     """
 
     part: str
@@ -60,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(experts: int, **changed: Any) -> dict[str, Any]:
-    """The ``config.json`` of four layers of Flash: window, C4, C128, C4."""
+    """Return the ``config.json`` of four layers of Flash: window, C4, C128, C4."""
     return {
         **FLASH,
         "num_hidden_layers": 4,
@@ -73,13 +74,14 @@ def config_of(experts: int, **changed: Any) -> dict[str, Any]:
 
 
 def step_bytes(config: Mapping[str, Any], requests: int, tokens: int, context: int) -> int:
-    """The most that an eager step holds at once: a decode of one token per request, else a prefill.
+    """Return the maximum bytes that an eager step holds at once: a decode if every request has one
+    token, else a prefill.
 
     Args:
-        config: ``config.json``; layers of a kind hold as much one after the other, so that few
-            stand for all.
-        requests: Of the step.
-        tokens: New tokens of each.
+        config: ``config.json``. Layers of a kind hold the same bytes one after the other, so a few
+            layers stand for all.
+        requests: Requests of the step.
+        tokens: New tokens per request.
         context: Maximum tokens of a request.
     """
     from dsv4_ops.integrations import transformers as v4
@@ -92,7 +94,7 @@ def step_bytes(config: Mapping[str, Any], requests: int, tokens: int, context: i
 def _step(
     model: Any, cache: Any, requests: int, tokens: int, context: int
 ) -> functools.partial[Any]:
-    """A step at the end of a context."""
+    """Make a step at the end of a context."""
     from dsv4_ops.integrations import transformers as v4
 
     rows = torch.arange(requests, dtype=torch.int32, device=cache.device)
@@ -105,7 +107,7 @@ def _step(
 
 
 class Allocator:
-    """Growth of what the allocator of a device holds; of nothing on a CPU."""
+    """The growth of a device's allocator; none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -113,13 +115,13 @@ class Allocator:
         self.start()
 
     def start(self) -> None:
-        """Count from here."""
+        """Measure growth from here on."""
         if self.cuda:
             self.before = self._settled()
             torch.cuda.reset_peak_memory_stats()
 
     def write(self, row: MemoryRow, *, peak: bool = False) -> MemoryRow:
-        """Write what is held since ``start``, or the most that was held at once."""
+        """Write the bytes allocated since ``start``, or their peak."""
         if self.cuda:
             torch.cuda.synchronize()
             most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -169,7 +171,7 @@ def run(options: argparse.Namespace) -> None:
     for tokens in (1, min(cache.max_chunk, context)):
         computed = step_bytes(config, requests, tokens, context)
         step = _step(model, cache, requests, tokens, context)
-        step()  # kernels are compiled, libraries have their workspaces
+        step()  # compiles kernels, and lets libraries allocate workspaces
         memory.start()
         step()
         part = "decode, eager" if tokens == 1 else "prefill, eager"
@@ -189,7 +191,7 @@ def _capture(
     context: int,
     add: Callable[[MemoryRow], None],
 ) -> None:
-    """What the CUDA graph of a compiled decode step holds, its pool and its output."""
+    """Measure the CUDA graph of a compiled decode step, with its pool and its output."""
     step = _step(model, cache, requests, 1, context)
     compiled = torch.compile(step.func, fullgraph=True, dynamic=False)
     call = functools.partial(compiled, *step.args)
@@ -211,7 +213,7 @@ def _capture(
 
 
 def _checked(row: MemoryRow) -> MemoryRow:
-    """The row, if the allocator has what was computed."""
+    """Return the row if the allocator's bytes are the computed ones; raise otherwise."""
     found, computed = row.allocated_gb, row.computed_gb
     if found is not None and computed and abs(found / computed - 1) > CLOSE:
         raise WrongResult(f"memory: the allocator has {found} GB of {row.part}, not {computed}")

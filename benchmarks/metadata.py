@@ -38,12 +38,12 @@ from dsv4_ops.attention.metadata import (
 )
 
 CASES = ("mixed", "context")
-"""Batches of mixed contexts, and of requests of the same."""
+"""Groups: batches of mixed contexts, and of equal contexts."""
 
 _REQUESTS, _NEXT_N, _LONGEST = (1, 8, 32, 128, 512), (1, 2, 4), 131072
 _CONTEXTS, _CONTEXT_REQUESTS = (1024, 16384, 131072, 1048576), 128
 _MOST_TOKENS, _SMALL_MODEL = 1048576, 16384
-"""Tokens of a request that tables have columns for: of DeepSeek-V4-Flash, and of a smoke run."""
+"""Tokens per request that the tables hold: DeepSeek-V4-Flash's, and those of a smoke run."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,12 +61,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
-    """The cases of some groups."""
+    """Make the cases of some groups."""
     spec = AttentionSpec.deepseek_v4_flash(
         next_n=2 if smoke else 4, max_model_len=_SMALL_MODEL if smoke else _MOST_TOKENS
     )
     requests = _REQUESTS[:2] if smoke else _REQUESTS
-    # first one whose sizes all differ: when it is compiled, no two are taken for one and guarded on
+    # first a batch whose sizes all differ, so that the compiler does not take two sizes for one
     found = [_case(spec, 9 if smoke else 129, 2, timed=False)]
     if "mixed" in groups:
         grid = [(n, count) for n in _NEXT_N if n <= spec.next_n for count in requests]
@@ -100,7 +100,7 @@ def _case(
 
 @functools.cache
 def builder(spec: AttentionSpec) -> Callable[..., tuple[Tensor, ...]]:
-    """The builder as a function of its six tensors, of all fields."""
+    """Return the builder as a function of its six tensors that returns all fields."""
     names = tuple(DecodeMetadata.__dataclass_fields__)
 
     def build(
@@ -120,7 +120,7 @@ def builder(spec: AttentionSpec) -> Callable[..., tuple[Tensor, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class MetadataWork(Work):
-    """A ``Work`` that knows its batches, for the baseline."""
+    """A ``Work`` with its batches, for the baseline."""
 
     spec: AttentionSpec
     batches: Sequence[Batch]
@@ -129,7 +129,7 @@ class MetadataWork(Work):
 def metadata_work(
     spec: AttentionSpec, requests: int, next_n: int, context: int | None, device: torch.device
 ) -> Work:
-    """Batches of one size: of random lengths, or all of the same."""
+    """Make batches of one size: of random lengths, or of equal lengths."""
 
     def draw(seed: int) -> Batch:
         lengths = torch.full((requests,), context or 0, dtype=torch.int32)
@@ -155,7 +155,7 @@ def metadata_work(
 
 
 def differences(args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """Fields that are not exactly those of the reference."""
+    """Name the fields that differ from those of the reference."""
     names = DecodeMetadata.__dataclass_fields__
     pairs = zip(names, actual, expected, strict=True)
     found = {name: same_bytes(args, [left], [right]) for name, left, right in pairs}
@@ -163,7 +163,8 @@ def differences(args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
 
 
 class Bench(OpBench):
-    """Every field is exact; host time is that of a graph's replay, and of vLLM's builders."""
+    """Measure a step's metadata. Every field is exact; host time is that of a graph's replay, and
+    of vLLM's builders."""
 
     title = "Decode metadata of one step, microseconds; checked exactly before timing"
     notes = (
@@ -174,7 +175,7 @@ class Bench(OpBench):
 
     def __init__(self, device: torch.device, baseline: Path | None, *, budget_s: float) -> None:
         super().__init__(device, baseline, budget_s=budget_s)
-        self.cold = None  # what a step finds in the L2 are the block tables of the one before
+        self.cold = None  # a step finds the block tables of the last one in the L2
 
     def load(self, folder: Path) -> Any:
         return vllm_metadata.load(folder)
@@ -210,7 +211,7 @@ class Bench(OpBench):
             found = vllm_metadata.measure(
                 self.modules, work.spec, work.batches, DecodeMetadata(*expected), calls
             )
-        except Exception as error:  # a broken baseline is a row, not the end of the run
+        except Exception as error:  # a broken baseline becomes a row and does not end the run
             row.baseline_error = one_line(error)
             row.baseline_agrees = False if isinstance(error, BaselineMismatch) else None
             return

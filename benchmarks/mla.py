@@ -29,10 +29,10 @@ CASES = {
     "selected_bf16": PlainLayout.tag,
     "selected_ds_fp8": MlaDsFp8Layout.tag,
 }
-"""Groups of cases, and the layout of their rows; ``mla_sparse`` if rows are selected."""
+"""Groups of cases, and the layout of their rows; "mla_sparse" if rows are selected."""
 
 TOPK = 2048
-"""Selected rows of a token."""
+"""Selected rows per token."""
 
 RANK, WIDTH, BLOCK = 512, 576, 64
 SCALE = 192**-0.5
@@ -45,7 +45,7 @@ _CONTEXTS = (4096, 32768, 131072)
 _BATCHES = (1, 8, 32, 64, 128)
 _HEADS = (128, 16)
 _MOST_DIFFERENCE = 1e-2
-"""Largest difference from FlashMLA: outputs are averages of normal values, in bf16."""
+"""Maximum difference from FlashMLA: outputs are averages of normal values, in bf16."""
 
 
 @dataclass
@@ -53,15 +53,17 @@ class Row:
     """Times in microseconds, medians of replays of CUDA graphs.
 
     Args:
-        layout: Of the rows.
-        heads, batch, context: Of the case; every request has one token.
-        us: Ours.
-        topk: Selected rows of a token; None for all.
-        flash_mla_us: FlashMLA's on the same rows, its plan not counted; of all rows in bf16 only.
-            Selected rows in bf16 have its prefill. Samples of both are taken in turn.
-        roofline_us: The larger of bytes at the rate of this GPU's copies and FLOP at 790 TFLOP/s.
+        layout: Layout of the rows.
+        heads, batch, context: Sizes of the case; every request has one token.
+        us: Our op.
+        topk: Selected rows per token; None for all rows.
+        flash_mla_us: FlashMLA on the same rows, planned outside of the timing; if no rows are
+            selected, bf16 rows only. For selected bf16 rows it is FlashMLA's prefill. Samples of
+            both are taken in turn.
+        roofline_us: The longer of the bytes at the rate of this GPU's copies and the FLOP at 790
+            TFLOP/s.
         max_diff: Largest difference from FlashMLA's output.
-        error: What went wrong.
+        error: The error, if the case failed.
     """
 
     layout: str
@@ -77,12 +79,12 @@ class Row:
 
     @property
     def keys(self) -> int:
-        """Rows that a token sees."""
+        """Return the number of rows that a token sees."""
         return self.context if self.topk is None else min(self.topk, self.context)
 
 
 class Inputs:
-    """Input sets of a case over one pool of rows: each with blocks and queries of its own."""
+    """Make the input sets of a case over one pool of rows, each with its own blocks and queries."""
 
     def __init__(self, row: Row, pool: Tensor, device: torch.device) -> None:
         self.row, self.device = row, device
@@ -90,7 +92,7 @@ class Inputs:
         pages = row.batch * columns
         ranges = pool.shape[0] // pages
         size = row.batch * row.keys * pool.shape[2] * pool.element_size()
-        # sets that select share blocks, of which each reads a few rows
+        # sets with selections share blocks, and read a few rows of each
         most = _MOST_SETS if row.topk is not None else min(_MOST_SETS, ranges)
         count = max(1, min(most, -(-_ROTATED // size)))
         made = torch.Generator(device).manual_seed(0)
@@ -108,13 +110,14 @@ class Inputs:
             self.sets.append((q.bfloat16(), table.int()))
 
     def _selected(self, table: Tensor, made: torch.Generator) -> Tensor:
-        """Slots of some rows of every request, in the order of positions as an indexer has them."""
+        """Sample slots of some rows of every request, in the order of positions, as an indexer
+        returns them."""
         scores = torch.rand(self.row.batch, self.row.context, generator=made, device=self.device)
         rows = scores.topk(self.row.keys).indices.sort().values
         return table.gather(1, rows // BLOCK) * BLOCK + rows % BLOCK
 
     def ours(self) -> list[Call]:
-        """Calls of ``mla_decode``, or of ``mla_sparse``."""
+        """Make calls of ``mla_decode``, or of ``mla_sparse``."""
         if self.row.topk is not None:
             call = functools.partial(
                 ops.mla_sparse, softmax_scale=SCALE, block_size=BLOCK, layout=self.row.layout
@@ -133,7 +136,7 @@ class Inputs:
         return [functools.partial(call, q, *where, table) for q, table in self.sets]
 
     def of_flash_mla(self, library: Any) -> list[Call]:
-        """Calls of FlashMLA, planned before."""
+        """Make calls of FlashMLA's dense decode, planned here."""
         if self.row.topk is not None:
             return self._selected_of_flash_mla(library)
         op = library.ops.dense_decode_fwd
@@ -146,7 +149,8 @@ class Inputs:
         return [functools.partial(attend, q, table, *plan) for q, table in self.sets]
 
     def _selected_of_flash_mla(self, library: Any) -> list[Call]:
-        """Calls of its sparse decode, planned before, or for plain rows of its sparse prefill."""
+        """Make calls of FlashMLA's sparse decode, planned here; for plain rows, of its sparse
+        prefill."""
         if self.row.layout == PlainLayout.tag:
             op, rows = library.ops.sparse_prefill_fwd, self.cache.view(-1, 1, WIDTH)
             return [
@@ -164,7 +168,7 @@ class Inputs:
 
 
 def roofline_us(row: Row, bytes_per_us: float) -> float:
-    """The larger of what its bytes and its products take."""
+    """Return the longer of the times that bytes and products take."""
     row_bytes = {PlainLayout.tag: 2 * WIDTH, MlaFp8Layout.tag: WIDTH, MlaDsFp8Layout.tag: 656}
     moved = row.batch * row.keys * row_bytes[row.layout]
     moved += row.batch * row.heads * (WIDTH + RANK) * 2
@@ -192,7 +196,7 @@ def measure(row: Row, pool: Tensor, library: Any, copy_rate: float, device: torc
 
 
 def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
-    """Rows of normal values, or of codes that are no NaN."""
+    """Sample rows of normal values, or of codes without NaN."""
     if layout == PlainLayout.tag:
         pool = torch.empty(blocks, BLOCK, WIDTH, dtype=torch.bfloat16, device=device)
         return pool.normal_()
@@ -222,7 +226,7 @@ def run(options: argparse.Namespace) -> None:
             row = Row(layout, heads, batch, context, TOPK if "selected" in group else None)
             try:
                 measure(row, pool, library, copies, device)
-            except Exception as error:  # a case that fails keeps its error
+            except Exception as error:  # a case that fails has its error in the row
                 row.error = report.one_line(error)
             output.add(row)
             failed += [row.error] if row.error else []

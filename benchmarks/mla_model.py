@@ -1,5 +1,5 @@
-"""Benchmark DeepSeek-V3 and V3.2: decode steps beside Hugging Face's own, and V3's prefills over
-long contexts."""
+"""Benchmark DeepSeek-V3 and V3.2: decode steps of the patched models and of Hugging Face's own, and
+V3's prefills over long contexts."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Row:
     """A step of the model, or the memory of a prefill.
 
     Args:
-        case: "decode" of V3, "selected" of V3.2, or "memory".
-        context: Tokens before the step's.
+        case: "decode" (V3), "selected" (V3.2) or "memory".
+        context: Tokens before those of the step.
         batch: Requests.
-        stock_ms: Hugging Face's step, of V3 compiled, of V3.2 eager; None where its memory does not
-            suffice.
-        step_ms: Of the patched model, one CUDA graph for all contexts.
-        graphs: Graphs that were compiled for all contexts.
-        chunk_rows: Rows of the workspace that chunks of the context are expanded in.
-        peak_gib: What a layer allocates at most.
-        whole_gib: The same with the context as one chunk.
+        stock_ms: Hugging Face's step, compiled for V3 and eager for V3.2; None if it runs out of
+            memory.
+        step_ms: The patched model's step, one CUDA graph for all contexts.
+        graphs: Number of graphs that were compiled for all contexts.
+        chunk_rows: Rows of the workspace in which the context is expanded chunk by chunk.
+        peak_gib: Peak memory of a layer.
+        whole_gib: Peak memory with the context as one chunk.
     """
 
     case: str
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def v3_shaped(device: torch.device) -> Any:
-    """A model with 4 layers of DeepSeek-V3's sizes, 16 experts and random weights."""
+    """Build a model with 4 layers of DeepSeek-V3's sizes, 16 experts and random weights."""
     return _shaped("DeepseekV3", device)
 
 
@@ -87,7 +87,7 @@ def _shaped(family: str, device: torch.device) -> Any:
             attn_implementation="sdpa",
         )
     model = in_bfloat16(getattr(transformers, f"{family}ForCausalLM"), config, device)
-    rotary = model.model.rotary_emb  # made in bfloat16, other than ``from_pretrained`` makes it
+    rotary = model.model.rotary_emb  # made in bfloat16 here, but not by ``from_pretrained``
     model.model.rotary_emb = type(rotary)(config).to(device)
     for name, weight in model.named_parameters():
         is_norm = name.endswith("norm.weight")
@@ -96,13 +96,14 @@ def _shaped(family: str, device: torch.device) -> Any:
 
 
 def _stock_step(model: Any, batch: int, context: int, compiles: bool) -> Call:
-    """Hugging Face's step over a StaticCache of ``context`` rows: all of them are expanded and
-    attended to, whichever exist."""
+    """Time Hugging Face's step over a StaticCache of ``context`` rows. It expands and attends to
+    all rows, existing or not."""
     import transformers
 
     cache = transformers.StaticCache(config=model.config, max_cache_len=context)
     ids = torch.arange(batch, device=model.device)[:, None]
-    model(ids, None, None, cache, use_cache=True)  # by position: its name depends on transformers
+    # positional: the cache's name depends on transformers
+    model(ids, None, None, cache, use_cache=True)
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
@@ -113,7 +114,7 @@ def _stock_step(model: Any, batch: int, context: int, compiles: bool) -> Call:
 def decode(
     case: str, device: torch.device, batches: Sequence[int], contexts: Sequence[int]
 ) -> Iterator[Row]:
-    """Decode steps of the patched model, one graph for all contexts of a batch."""
+    """Time decode steps of the patched model, with one graph for all contexts of a batch."""
     from dsv4_ops.integrations import transformers as hf
 
     selects = case == "selected"
@@ -159,7 +160,7 @@ def decode(
 
 
 def _fill(pages: torch.Tensor) -> None:
-    """Fill a cache with random rows; bytes become codes and scales without NaN."""
+    """Fill a cache with random rows; bytes become codes without NaN, and scales."""
     if pages.is_floating_point():
         pages.normal_()
     else:
@@ -167,7 +168,7 @@ def _fill(pages: torch.Tensor) -> None:
 
 
 def prefill(device: torch.device, cached: int, rows: int) -> Call:
-    """A layer of V3: a request of ``_NEW`` tokens over a context, in chunks of ``rows``."""
+    """Run a layer of V3: a request of ``_NEW`` tokens over a context, in chunks of ``rows``."""
     chunks = max_context_chunks(num_reqs=1, max_model_len=cached, workspace_rows=rows)
     settings: dict[str, Any] = {"workspace_rows": rows, "max_chunks": chunks}
     settings |= _SMALL if device.type == "cpu" else {}
@@ -196,8 +197,8 @@ def prefill(device: torch.device, cached: int, rows: int) -> Call:
 
 
 def memory(device: torch.device) -> Iterator[Row]:
-    """Peak of what a layer allocates while contexts grow, with chunks of one size and without. On
-    a CPU the layer runs, and nothing is counted."""
+    """Measure a layer's peak memory over growing contexts, in chunks of one size and as one chunk.
+    On a CPU the layer runs, and memory is not measured."""
     cuda = device.type == "cuda"
     for context in _CONTEXTS if cuda else (256,):
         peaks: list[float | None] = []

@@ -1,4 +1,5 @@
-"""Benchmark steps of a whole model: a decode step, Hugging Face's own and patched, or a prefill."""
+"""Benchmark steps of a whole model: a decode step of Hugging Face's model and of the patched one,
+or a prefill."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
         else:
             try:
                 _measure_patched(of_batch, model)
-            except Exception as error:  # a row that says so, not the end of the run
+            except Exception as error:  # a failure becomes a row and does not end the run
                 for row in of_batch:
                     row.error = row.error or one_line(error)
         for row in of_batch:
@@ -113,7 +114,7 @@ def _run_prefills(model: Any, options: argparse.Namespace, output: Report) -> No
         row = _row(model, 1, num_tokens)
         try:
             _measure_prefill(row, model)
-        except Exception as error:  # a row that says so, not the end of the run
+        except Exception as error:  # a failure becomes a row and does not end the run
             row.error = one_line(error)
         output.add(row)
     title = f"A prefill of 4 layers of DeepSeek-V4-Flash's sizes, {options.experts} experts"
@@ -121,7 +122,7 @@ def _run_prefills(model: Any, options: argparse.Namespace, output: Report) -> No
 
 
 def _measure_prefill(row: ModelRow, model: Any) -> None:
-    """One request from an empty cache, again and again; the head sees its last token."""
+    """Time prefills of one request from an empty cache; the head computes its last token only."""
     from dsv4_ops.integrations import transformers as v4
 
     num_tokens, device = row.context, model.device
@@ -157,13 +158,16 @@ def _row(model: Any, batch: int, context: int) -> ModelRow:
 
 
 def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None:
-    """A few steps from a filled cache, which grows as it does in use. Compiled, one step again and
-    again from the same cache: in use it would compile ten graphs and more."""
+    """Time steps from a full cache.
+
+    Eager steps extend the cache, as in use. Compiled, the same step is repeated from the same
+    cache: in use, it would compile ten graphs or more.
+    """
     try:
         cache = filled_cache(model, batch=row.batch, context=row.context)
         ids = torch.arange(row.batch, device=model.device)[:, None]
 
-        def step() -> Any:  # the cache by position: its name depends on transformers
+        def step() -> Any:  # positional: the cache's name depends on transformers
             return model(ids, None, None, cache, use_cache=True).logits
 
         row.stock_ms = step_ms(step, model.device, _STOCK_STEPS)
@@ -179,7 +183,8 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
                 return whole(ids, None, None, same_again(cache), use_cache=True).logits
 
             row.stock_compiled_ms = step_ms(compiled_step, model.device, _STOCK_STEPS)
-    except torch.OutOfMemoryError as error:  # what it asked for; the rest is what others hold
+    # only the size of the request; the rest is about other processes
+    except torch.OutOfMemoryError as error:
         row.stock_error = one_line(error).partition(" GPU ")[0]
     except RuntimeError as error:
         row.stock_error = one_line(error)
@@ -190,7 +195,7 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
 
 
 def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
-    """One cache and one compiled step for all contexts of a batch."""
+    """Time steps of a batch with one cache and one compiled step for all contexts."""
     from dsv4_ops.integrations import transformers as v4
 
     batch, longest = rows[0].batch, max(row.context for row in rows)
@@ -237,7 +242,7 @@ def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
 
 
 def _metadata(model: Any, batch: Any, cache: Any) -> Any:
-    """What all layers share, as the compiled step has it in front of them."""
+    """Time the metadata that all layers share, as the compiled step computes it."""
     from dsv4_ops.integrations.transformers.steps.step import build_step
 
     return build_step(model.dsv4_ops_spec, batch, cache, "decode", model.config.vocab_size)
@@ -272,13 +277,13 @@ _STAGES = {
 
 
 def stage_of(name: str) -> str:
-    """Part of a step that a kernel belongs to, by its name."""
+    """Return the part of a step that a kernel belongs to, by its name."""
     found = (stage for stage, parts in _STAGES.items() if any(part in name for part in parts))
     return next(found, "norms, routers, streams, metadata")
 
 
 def _batch(model: Any, batch: int, context: int) -> Any:
-    """The next token of requests of ``context`` tokens."""
+    """Make the next token of requests with ``context`` tokens."""
     from dsv4_ops.integrations import transformers as v4
 
     rows = torch.arange(batch, dtype=torch.int32, device=model.device)
@@ -287,7 +292,7 @@ def _batch(model: Any, batch: int, context: int) -> Any:
 
 
 def fill(cache: Any) -> None:
-    """Random keys in every row of every block, and random states."""
+    """Fill every row of every block with random keys, and the states with random values."""
     from dsv4_ops import quantize_and_insert_indexer_k, quantize_and_insert_k_cache
 
     spec, attention = cache.spec.layers, cache.spec.layers.attention

@@ -1,5 +1,5 @@
-"""AOTInductor packages of sparse MLA: one per form, exported once for any number of tokens and
-measured beside the calls that it was made of."""
+"""Measure AOTInductor packages of sparse MLA beside the eager calls. There is one package per form,
+exported once for any number of tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_TOKENS = 8192
 _GATHERED_BEFORE = "baseline_us is FlashMLA alone, over bf16 rows gathered before"
 
 Dims = Mapping[int, str]
-"""Dimensions of an argument that a package takes in any size, by number; equal names are one."""
+"""Dynamic dimensions of an argument, by number; equal names are equal sizes."""
 
 _PER_TOKEN: Dims = {0: _TOKENS}
 
@@ -39,11 +39,11 @@ class Form:
     """A call that is exported once.
 
     Args:
-        name: What the rows call it.
-        case: The case of so many tokens.
-        dims: Of every argument.
-        exported: Tokens that it is exported with.
-        baseline_note: What the baseline leaves out.
+        name: Name in the rows.
+        case: Makes the case for a number of tokens.
+        dims: Dynamic dimensions of every argument.
+        exported: Number of tokens of the export.
+        baseline_note: Work that the baseline leaves out.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class PackageWork(Work):
-    """A ``Work`` that a package is measured with."""
+    """A ``Work`` with its package."""
 
     form: Form
 
@@ -70,14 +70,14 @@ _DIMS: dict[str, tuple[Dims, ...]] = {
     ),
     "gathered": (_PER_TOKEN, {0: "rows"}, _PER_TOKEN, _PER_TOKEN, {}),
 }  # fmt: skip
-"""Caches, tables and workspaces of the cases differ in size."""
+"""Dynamic dimensions: caches, tables and workspaces of the cases differ in size."""
 
 
 def forms(
     heads: int, selected: int, dense: int, keys: int, *, prefix: int, rows: int, exported: int
 ) -> dict[str, Form]:
-    """Decode of ``selected`` rows, of ``dense`` rows by block tables, prefill of ``selected`` rows
-    behind ``prefix`` tokens, and ``keys`` of gathered ``rows``."""
+    """Return the forms: decode of ``selected`` rows, decode of ``dense`` rows through block tables,
+    prefill of ``selected`` rows after ``prefix`` tokens, and ``keys`` of gathered ``rows``."""
     cases: dict[str, Callable[[int], Case]] = {
         "decode": lambda count: decode_cases((count,), (heads,), (selected,))[-1],
         "paged": lambda count: paged_cases((count,), heads, dense, (dense,))[0],
@@ -92,7 +92,7 @@ def forms(
 
 
 def package_cases(form: Form, tokens: Sequence[int]) -> list[Case]:
-    """The cases of a form of so many tokens, with its package beside them."""
+    """Make the cases of a form for these numbers of tokens, with its package."""
     return [_case(form, form.case(count)) for count in tokens]
 
 
@@ -104,25 +104,27 @@ def _case(form: Form, case: Case) -> Case:
 def package_work(
     form: Form, build: Callable[[torch.device], Work], device: torch.device
 ) -> PackageWork:
-    """The same inputs and calls."""
+    """Build the case with the same inputs and calls."""
     work = build(device)
     same = {field.name: getattr(work, field.name) for field in dataclasses.fields(Work)}
     return PackageWork(**{**same, "baseline_note": form.baseline_note}, form=form)
 
 
 class Packages:
-    """The packages of a run: each is built when it is first asked for."""
+    """The packages of a run; each is built at its first use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[str, Callable[..., Any] | Exception] = {}
 
     def of(self, form: Form) -> Callable[..., Any]:
-        """The package of a form. Raises what stood in the way of building it, every time."""
+        """Return the package of a form. If it cannot be built, raise the same error at every
+        call."""
         if form.name not in self._made:
             try:
                 self._made[form.name] = build(form, self._device)
-            except Exception as error:  # kept: it would take as long again; its frames hold inputs
+            # stored: another build takes as long; without frames, which hold inputs
+            except Exception as error:
                 self._made[form.name] = error.with_traceback(None)
         made = self._made[form.name]
         if isinstance(made, Exception):
@@ -131,7 +133,7 @@ class Packages:
 
 
 class _Call(torch.nn.Module):
-    """A call, whose results are a tuple."""
+    """A module for a call, which returns its results as a tuple."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -142,7 +144,7 @@ class _Call(torch.nn.Module):
 
 
 def build(form: Form, device: torch.device) -> Callable[..., Any]:
-    """Export a form, compile its package and load it as CUDA graphs can capture it."""
+    """Export a form, compile its package, and load it so that CUDA graphs can capture it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{form.name}.pt2"
         steps: dict[str, Callable[[Any], Any]] = {

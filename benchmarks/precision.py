@@ -1,4 +1,5 @@
-"""Measure the logit error of every mode of a patched model against float32 Hugging Face."""
+"""Measure the logit error of every mode of a patched model against Hugging Face's model in
+float32."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ from dsv4_ops.testing.text import prompts
 
 @dataclass(kw_only=True)
 class PrecisionRow:
-    """Logits of one mode beside those of Hugging Face's model in float32 without a cache, of the
-    same weights, which bfloat16 has exactly.
+    """Logits of one mode, compared with those of Hugging Face's model in float32 without a cache.
 
-    ``case`` is the path of the tokens: "prefill", one call for all up to ``first`` of "decode",
-    which is a call per token, behind them. ``rms_pct`` is the root mean square of the difference
-    and ``median_pct`` that of the middle token, both of the standard deviation of the logits;
-    ``max_std`` the largest difference in such deviations. ``argmax_pct`` of the tokens have the
-    same likeliest next one. ``kl_millinats`` is the mean divergence from float32's distribution.
+    Both have the same weights, which bfloat16 represents exactly. ``case`` is the path of the
+    tokens: "prefill" is one call for the first tokens, and "decode" is one call for each token
+    after them. ``rms_pct`` is the root mean square of the difference, and ``median_pct`` the
+    difference of the median token, both in percent of the standard deviation of the logits;
+    ``max_std`` is the largest difference in standard deviations. ``argmax_pct`` of the tokens have
+    the same likeliest next token. ``kl_millinats`` is the mean divergence from float32's
+    distribution.
     """
 
     case: str
@@ -51,7 +53,7 @@ class PrecisionRow:
 
 
 Mode = tuple[str, str, str | None, str | None]
-"""What runs, the dtype of the weights, of keys, and the recipe."""
+"""A mode: the dtype of the weights, the format of keys, and the recipe."""
 
 MODES: tuple[Mode, ...] = (
     ("Hugging Face", "fp32", None, None),
@@ -64,16 +66,16 @@ MODES: tuple[Mode, ...] = (
     ("patched", "bf16", "bf16", "serve"),
     ("patched", "bf16", "fp8", "serve"),
 )
-"""The last one is what ``patch`` does if it is told nothing, to a model as it is released."""
+"""The last mode is the default of ``patch``, on a model in the released dtype."""
 _SMOKE_MODES = (MODES[1], MODES[-1])
 
 _INDEX_TOPK = 64
-"""Rows that the indexer selects: fewer than there are."""
+"""Rows that the indexer selects, fewer than the context has."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Requests, tokens of each in the prefill, and behind it in steps of one."""
+    """Requests, tokens of each in the prefill, and decoded tokens after it."""
 
     requests: int = 4
     prefill: int = 448
@@ -101,15 +103,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def round_weights(model: Any) -> Any:
-    """Give the weights values that bfloat16 has, as released ones have; those that Hugging Face
-    keeps in float32 stay as they are."""
+    """Round the weights to bfloat16, like released ones, except those that Hugging Face keeps in
+    float32."""
     for weight in _cast_in_bfloat16(model):
         weight.data = weight.data.bfloat16().float()
     return model
 
 
 def in_bfloat16(model: Any) -> Any:
-    """A copy of the model as ``from_pretrained(dtype=torch.bfloat16)`` makes it."""
+    """Copy the model as ``from_pretrained(dtype=torch.bfloat16)`` loads it."""
     made = copy.deepcopy(model)
     for weight in _cast_in_bfloat16(made):
         weight.data = weight.data.bfloat16()
@@ -126,14 +128,14 @@ def _cast_in_bfloat16(model: Any) -> Iterator[Tensor]:
 
 
 class _Judge:
-    """Compares modes with one forward in float32 over the same tokens."""
+    """Compares modes with one float32 forward over the same tokens."""
 
     def __init__(self, model: Any, ids: Tensor, sizes: _Sizes) -> None:
         self.ids, self.sizes = ids, sizes
         self.expected = model(ids, use_cache=False).logits.double()
 
     def rows(self, model: Any, mode: Mode) -> Iterator[PrecisionRow]:
-        """A row per path."""
+        """Return a row per path."""
         runs, weights, kv, precision = mode
         start, error, logits = time.perf_counter(), None, None
         try:
@@ -159,7 +161,7 @@ class _Judge:
         import transformers
 
         cache = transformers.DynamicCache(config=model.config)
-        # by position: its name depends on transformers
+        # positional: the cache's name depends on transformers
         return self._through(lambda ids: model(ids, None, None, cache, use_cache=True).logits)
 
     def _patched(self, model: Any, kv: str, precision: str) -> Tensor:
@@ -185,7 +187,8 @@ class _Judge:
 
 
 def compare(logits: Tensor, expected: Tensor) -> dict[str, float]:
-    """How far logits ``[requests, tokens, vocabulary]`` are from the expected ones."""
+    """Return the differences of logits ``[requests, tokens, vocabulary]`` from the expected
+    ones."""
     deviation = expected.std()
     difference = logits - expected
     of_token = difference.square().mean(-1).sqrt()

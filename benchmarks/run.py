@@ -1,5 +1,8 @@
-"""Benchmarks: ``python -m benchmarks NAME``. Each checks its results before timing anything;
-``python -m benchmarks report FILE`` prints a table of the rows that one has left."""
+"""Benchmarks: ``python -m benchmarks NAME``.
+
+Each checks its results before timing anything; ``python -m benchmarks report FILE`` prints a table
+of stored rows.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ BENCHES = {
     "ampere": "code for an A100 on a Hopper card: beside what that card runs",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
-"""Name of a benchmark, a module with ``run``, and what it measures. ``CASES`` of the module are
-groups to choose from, its ``add_options`` adds options that only it has."""
+"""Names of the benchmarks, which are modules with ``run``, and the measured ops. ``CASES`` of a
+module are groups to choose from; its ``add_options`` adds options that only it has."""
 
 
 class BenchError(RuntimeError):
@@ -41,17 +44,18 @@ class BenchError(RuntimeError):
 
 
 class WrongResult(BenchError):
-    """A result differs from its reference: the case is not timed and the run fails."""
+    """A result differs from its reference: the case is not timed, and the run fails."""
 
     status = 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one benchmark. Exit status: 0, 1 (wrong result), 2 (bad arguments), 130 (interrupted)."""
+    """Run one benchmark; return the exit status: 0, 1 (wrong result), 2 (bad arguments), 130
+    (interrupted)."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         options = _parser().parse_args(arguments)
-    except SystemExit as stop:  # argparse has worded the error, or printed the help
+    except SystemExit as stop:  # argparse has printed the error or the help
         return stop.code if isinstance(stop.code, int) else 2
     options.command = "python -m benchmarks " + shlex.join(_recorded(arguments))
     try:
@@ -66,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _recorded(arguments: Sequence[str]) -> list[str]:
-    """Arguments as the rows keep them: without ``--out``, and of ``--baseline`` only the folder's
-    name. Rows are published; where a machine keeps its files is not."""
+    """Return the arguments for the rows, without ``--out``, and with only the folder's name of
+    ``--baseline``: rows are published, but not the paths of a machine."""
     kept: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -82,7 +86,7 @@ def _recorded(arguments: Sequence[str]) -> list[str]:
 
 
 def _abbreviates(option: str, *names: str) -> bool:
-    """Whether argparse takes ``option`` for one of ``names``."""
+    """Whether argparse reads ``option`` as one of ``names``."""
     return len(option) > 2 and any(name.startswith(option) for name in names)
 
 

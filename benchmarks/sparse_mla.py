@@ -36,8 +36,8 @@ PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
 _SMOKE_CASES = ("decode",)
 _BATCHES = (1, 2, 8, 32, 64, 128, 256)
 _PREFILLS = (1, 8, 64, 128, 256, 512, 2048)
-_SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # rows of C128 of 1M tokens
-_LARGEST_PREFIX = 983040  # FlashMLA holds 1048576 rows, the window's among them
+_SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # the table holds C128 rows of 1M tokens
+_LARGEST_PREFIX = 983040  # FlashMLA holds 1048576 rows, including the window's
 _GATHERED = (1, 8, 32, 128, 512, 2048)
 _PACKAGED, _LARGE = (2, 8, 64, 256), (512, 2048)
 
@@ -63,7 +63,8 @@ def _packages(small: bool) -> list[Case]:
     sizes: dict[str, tuple[int, ...]]
     if small:
         made = forms(4, 64, 64, 128, prefix=512, rows=256, exported=3)
-        sizes = {name: (2, 70 if name == "prefill" else 5) for name in made}  # 70: more blocks
+        # 70 tokens need more blocks
+        sizes = {name: (2, 70 if name == "prefill" else 5) for name in made}
     else:
         made = forms(64, 512, 1024, 640, prefix=PREFIX, rows=ROWS, exported=64)
         more = {"prefill": _LARGE, "gathered": _LARGE}
@@ -106,11 +107,11 @@ CASES: dict[str, Callable[[bool], list[Case]]] = {
     ),
     GROUP: _packages,
 }
-"""Groups of cases, in the order in which they are measured."""
+"""Groups of cases, in the order of measurement."""
 
 
 def chosen_cases(groups: Iterable[str], *, smoke: bool) -> list[Case]:
-    """The cases of some groups."""
+    """Make the cases of some groups."""
     return [case for group in groups for case in CASES[group](smoke)]
 
 
@@ -121,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Bench(OpBench):
-    """FlashMLA agrees within the tolerances of its own tests."""
+    """Measure sparse MLA; FlashMLA agrees within the tolerances of its own tests."""
 
     title = (
         "Sparse MLA, microseconds; before timing every result was within 1.5 times the error of "
@@ -142,22 +143,22 @@ class Bench(OpBench):
         "package_us: an AOTInductor package of the form that the variant names, made once for any "
         "number of tokens, timed as compiled_us.",
     )
-    cache: Any = None  # vLLM's cache ops, or why there are none
+    cache: Any = None  # vLLM's cache ops, or the reason that there are none
 
     @functools.cached_property
     def packages(self) -> Packages:
-        """Those of this run."""
+        """The packages of this run."""
         return Packages(self.device)
 
     def load(self, folder: Path) -> Any:
         try:
             self.cache = vllm_metadata.load(folder, ("cache",)).cache
-        except Exception as error:  # only the whole prefill needs them, and says so
+        except Exception as error:  # only the whole prefill needs them, and reports the error
             self.cache = error
         return flash_mla.load(folder)
 
     def others(self, row: OpRow, work: Work) -> Mapping[str, Callable[[], Function]]:
-        """The package of a form, and both variants of a prefill."""
+        """Return the package of a form, and both variants of a prefill."""
         if isinstance(work, PackageWork):
             return {"package_us": functools.partial(self.packages.of, work.form)}
         if self.copies is None or not isinstance(work, PrefillWork):
@@ -200,11 +201,11 @@ class Bench(OpBench):
             return
         try:
             self._time_whole(row, work, ours)
-        except Exception as error:  # a broken baseline is a row, not the end of the run
+        except Exception as error:  # a broken baseline becomes a row and does not end the run
             row.say("baseline_error", f"whole: {one_line(error)}")
 
     def _time_whole(self, row: OpRow, work: PrefillWork, ours: Sequence[Tensor]) -> None:
-        """vLLM's way from FP8 blocks, and its parts in the order in which they need each other."""
+        """Time vLLM's prefill from FP8 blocks, and its stages in their order."""
         if isinstance(self.cache, Exception):
             raise self.cache
         held = whole_prefills(self.modules, self.cache, work)

@@ -1,7 +1,8 @@
-"""Benchmark a start: from a model on the device to its first steps, and to steps of other sizes.
+"""Benchmark a start, from a model on the device to its first steps, and to steps of other sizes.
 
 Layers have the full sizes of DeepSeek-V4-Flash in the released precision. Every start is a process
-of its own: a cold one with empty folders of compiled code, warm ones with what it left there.
+of its own: a cold one with empty folders of compiled code, warm ones with the folders that it
+filled.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from dsv4_ops.testing.checkpoint import FLASH
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DSV4_OPS_CACHE")
 _SMALL = {**SMALL, "index_n_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
 _MOST_ERROR = 0.05
-"""Of the largest logit, between the eager and the compiled step: both are in bfloat16."""
+"""Maximum error of the compiled step's logits from the eager step's, relative to the largest logit;
+both are in bfloat16."""
 
 
 @dataclass(kw_only=True)
 class StartRow:
     """One phase of a start.
 
-    ``seconds`` is the wall time of the phase, ``graphs`` the number of graphs that it compiled;
-    afterwards, ``clock_ms`` is the median wall time of the step, and ``step_ms`` its median time in
-    a CUDA graph.
+    ``seconds`` is the wall time of the phase, and ``graphs`` the number of graphs that it compiled.
+    ``clock_ms`` is the median wall time of the step after the phase, and ``step_ms`` its median
+    time in a CUDA graph.
     """
 
     start: str
@@ -63,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Start in processes of their own; rows and the table go to ``options.out``."""
+    """Start in separate processes; rows and table go to ``options.out``."""
     device = chosen_device(options)
     options.layers = options.layers or (20 if device.type == "cuda" else 5)
     if options.child:
@@ -81,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
 def _follow(
     options: argparse.Namespace, name: str, environment: dict[str, str], output: Report
 ) -> None:
-    """Run one start and keep its rows as they come."""
+    """Run one start, and write each of its rows at once."""
     command = [sys.executable, "-m", "benchmarks", "start", "--child", name]
     for option in ("device", "layers", "backend"):
         command += [f"--{option}", str(getattr(options, option))]
@@ -100,7 +102,7 @@ def _follow(
 
 
 def _phases(options: argparse.Namespace, device: torch.device) -> Any:
-    """Rows of the phases of a start in this process."""
+    """Yield the rows of a start's phases in this process."""
     began = time.perf_counter()
     import dsv4_ops.integrations.transformers as v4
     from dsv4_ops.testing.released_model import released_model
@@ -138,7 +140,7 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
 
 
 class Steps:
-    """The compiled steps of a model, and requests that they extend."""
+    """The compiled steps of a model, and the requests that they extend."""
 
     def __init__(self, v4: Any, model: Any, cache: Any, backend: str) -> None:
         self.v4, self.model, self.cache = v4, model, cache
@@ -150,7 +152,7 @@ class Steps:
         self.lens = [0] * len(self.rows)
 
     def first(self, step: Callable[..., Any], counts: Sequence[int]) -> tuple[float, int]:
-        """Seconds of a step, and the graphs that it compiled."""
+        """Return the seconds of a step, and the number of graphs that it compiled."""
         batch, graphs = self.batch(counts), _graphs()
         began = time.perf_counter()
         step(batch, self.cache)
@@ -158,7 +160,7 @@ class Steps:
         return time.perf_counter() - began, _graphs() - graphs
 
     def batch(self, counts: Sequence[int]) -> Any:
-        """The next ``counts`` tokens of the first requests."""
+        """Make the next ``counts`` tokens of the first requests."""
         device = self.cache.device
         for number, count in enumerate(counts):
             self.lens[number] += count
@@ -179,7 +181,7 @@ class Steps:
             )
 
     def clock_ms(self, step: Callable[..., Any], counts: Sequence[int]) -> float:
-        """Median wall time of the step, repeated at the same positions."""
+        """Return the median wall time of the step, repeated at the same positions."""
         batch, times = self.batch(counts), list[float]()
         for _ in range(5):
             began = time.perf_counter()
@@ -189,7 +191,7 @@ class Steps:
         return median(times)
 
     def captured_ms(self, requests: int) -> float:
-        """Median time of replays of a CUDA graph of the step."""
+        """Return the median time of replays of a CUDA graph of the step."""
         batch = self.batch([1] * requests)
         return Capture([lambda: self.decode(batch, self.cache)]).device_us().median / 1e3
 

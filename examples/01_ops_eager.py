@@ -24,7 +24,7 @@ from dsv4_ops.attention.metadata import (
 )
 from dsv4_ops.core.layout import MainLayout
 
-PAGE = 4  # rows of a block of the cache
+PAGE = 4  # rows per block of the cache
 SPEC = AttentionSpec(
     window_size=4, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=PAGE, max_model_len=16
 )
@@ -35,22 +35,22 @@ def int32(values: list, device: str) -> Tensor:
 
 
 class Layer:
-    """A cache of five blocks, and which of them requests have: entry [request, block] of the table
-    is the block of the request's positions block * 4 to block * 4 + 3."""
+    """A cache of five blocks, and a block table: entry [request, block] is the block of the
+    request's positions block * 4 to block * 4 + 3."""
 
     def __init__(self, device: str) -> None:
         self.cache = MainLayout(block_size=PAGE).allocate(num_blocks=5, device=device)
-        self.pages = int32([[2, 0], [4, -1], [-1, -1]], device)  # the third request has none
+        self.pages = int32([[2, 0], [4, -1], [-1, -1]], device)  # the third request has no blocks
         self.device = device
 
     def step(
         self, starts: list[int], lens: list[int], keys: list[float]
     ) -> tuple[DecodeMetadata, Tensor, Tensor]:
-        """Metadata, slot of every token, and what it attends to.
+        """Compute metadata, insert keys and attend.
 
         Args:
             starts: First token of every request of the step, and one past the last.
-            lens: Tokens of every request, those of this step included; 0 for a padding request.
+            lens: Tokens of every request, including those of this step; 0 for a padding request.
             keys: Value of every token's key.
         """
         query_start_loc, seq_lens = int32(starts, self.device), int32(lens, self.device)

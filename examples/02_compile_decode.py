@@ -15,7 +15,7 @@ import os
 import time
 from dataclasses import dataclass
 
-# waiting threads that spin would take the core from the compiler
+# idle threads that spin would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -26,14 +26,14 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
 
-ROWS, TOKENS = 6, 16  # of a step: requests, two of them padding here; tokens
-PROMPTS, CHUNK = (3, 40, 100, 150), 3  # lengths; tokens of a prompt per step
+ROWS, TOKENS = 6, 16  # requests (two of them padding here) and tokens of a step
+PROMPTS, CHUNK = (3, 40, 100, 150), 3  # lengths of the prompts; prompt tokens per step
 
 
 @dataclass
 class Request:
-    row: int  # of the cache
-    tokens: list[int]  # the prompt, then what was decoded
+    row: int  # row of the cache
+    tokens: list[int]  # the prompt, then decoded tokens
     stored: int = 0  # tokens that the cache holds
 
 
@@ -64,8 +64,8 @@ def take(requests: list[Request], batch: v4.StepBatch, logits: Tensor) -> None:
 
 
 def differing(requests: list[Request], device: str) -> int:
-    """Tokens that are not those that Hugging Face's model decodes: one call per request gives what
-    it says after every token."""
+    """Count the tokens that differ from those of Hugging Face's model, which decodes each text in
+    one call."""
     stock, wrong = small_model(device=device), 0
     for request, length in zip(requests, PROMPTS, strict=True):
         ids = torch.tensor([request.tokens], device=device)
@@ -97,7 +97,7 @@ def main() -> int:
     step = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
     print("compiling: a minute or two, unless Inductor's cache has it", flush=True)
     begun, steps, seconds = time.perf_counter(), 0, 0.0
-    while len(requests[-1].tokens) <= PROMPTS[-1] + args.steps:  # the longest decodes last
+    while len(requests[-1].tokens) <= PROMPTS[-1] + args.steps:  # the longest prompt decodes last
         batch = next_batch(requests, args.device)
         take(requests, batch, step(model, batch, cache.tensors))
         steps += 1
@@ -106,7 +106,7 @@ def main() -> int:
             print(f"first step after {seconds - begun:.0f} s: {first} graph", flush=True)
         if steps % 32 == 0:
             print(f"step {steps}: lengths {[len(r.tokens) for r in requests]}", flush=True)
-    cache.raise_if_dropped()  # a graph cannot refuse what does not fit: it counts
+    cache.raise_if_dropped()  # a graph cannot raise: it counts tokens that do not fit
     each = (time.perf_counter() - seconds) / (steps - 1)
     graphs = counters["stats"]["unique_graphs"]
     breaks, wrong = sum(counters["graph_break"].values()), differing(requests, args.device)

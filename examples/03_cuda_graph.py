@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from itertools import chain
 
-# waiting threads that spin would take the core from the compiler
+# idle threads that spin would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -27,8 +27,8 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
 
-ROWS, TOKENS = 6, 16  # of a step: requests, tokens
-LENGTHS = (3, 12, 7, 10)  # of the prompts; the other two requests are padding
+ROWS, TOKENS = 6, 16  # requests and tokens of a step
+LENGTHS = (3, 12, 7, 10)  # lengths of the prompts; the other two requests are padding
 
 
 class Decoder:
@@ -56,7 +56,7 @@ class Decoder:
             self.int32(rows),
         )
         if device == "cuda":
-            mark_static(*vars(self.batch).values())  # a graph then reads them in place
+            mark_static(*vars(self.batch).values())  # so that a graph reads them in place
 
     def int32(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.cache.device)
@@ -75,7 +75,7 @@ class Decoder:
             self.batch.tokens[: len(LENGTHS)] = tokens[-1]
             self.batch.seq_lens.add_(self.grows)
             tokens.append(step()[: len(LENGTHS)].argmax(-1))
-        self.cache.raise_if_dropped()  # no step looks at values, nor waits: this does
+        self.cache.raise_if_dropped()  # synchronises; no step reads values
         finish(self.cache.device)
         return torch.stack(tokens, 1).tolist(), (time.perf_counter() - begun) / steps
 

@@ -30,8 +30,8 @@ from dsv4_ops.testing.text import ByteTokenizer
 
 SOURCE = Path(__file__).parent / "aoti_runner"
 PROMPTS = ("Beautiful is better than ugly.", "In the face of ambiguity,")
-REQUESTS, MAX_LEN = 2, 512  # what the packages are for
-MAX_TOKENS = 32  # of a prefill: the prompts come in two chunks
+REQUESTS, MAX_LEN = 2, 512  # sizes of the packages
+MAX_TOKENS = 32  # tokens of a prefill step: the prompts come in two chunks
 
 
 def export(step: str, path: Path, device: str) -> None:
@@ -95,8 +95,8 @@ def generate(program: Path, prefill: Path, package: Path, count: int) -> list[li
 
 @torch.no_grad()
 def differing(found: list[list[int]]) -> int:
-    """Tokens that are not those that the model decodes as Hugging Face made it: one call per prompt
-    gives what it says after every token."""
+    """Count the tokens that differ from those of Hugging Face's model, which decodes each text in
+    one call."""
     model, wrong = small_model(), 0
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         ids = ByteTokenizer().encode(prompt, bos=True) + tokens

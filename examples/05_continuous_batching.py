@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from random import Random
 
-# waiting threads that spin would take the core from the compiler
+# idle threads that spin would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -30,8 +30,8 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import real_text
 
-# tokens of a step; PyTorch's eager kernels round the last numbers of a tensor otherwise where these
-# do not fill a vector, so that bits need a multiple of 8
+# tokens of a step: a multiple of 8. PyTorch's eager kernels compute the last numbers of a tensor in
+# another way if they do not fill a vector, which would change bits
 TOKENS = 16
 SIZES = {"max_batch_size": 6, "max_cache_len": 512, "max_chunk": TOKENS, "num_blocks": 4}
 

@@ -27,7 +27,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 
 REQUESTS, LENGTH = 2, 136
-CLOSE = 1e-4  # logits have a standard deviation of one
+CLOSE = 1e-4  # the standard deviation of logits is one
 SETTINGS = settings(
     deadline=None, database=None, derandomize=True, report_multiple_bugs=False,
     phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
@@ -37,7 +37,8 @@ Step = Callable[[object, v4.StepBatch, v4.CacheTensors], Tensor]
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens of each request in a step, padding after them, and what the padding's fields hold."""
+    """Tokens of each request in a step, padding tokens after them, and the values in the padding's
+    fields."""
 
     counts: tuple[int, ...]
     padding: int = 0
@@ -53,7 +54,7 @@ def schedules(max_chunk: int) -> st.SearchStrategy[list[Sampled]]:
 
 
 class Check:
-    """A model's step against Hugging Face's logits."""
+    """A model's step, compared with Hugging Face's logits."""
 
     def __init__(self, step: Step, device: str) -> None:
         self.step, self.device, self.ran = step, device, 0
@@ -84,14 +85,14 @@ class Check:
         self.cache.raise_if_dropped()
 
     def batch(self, counts: list[int], done: list[int], sampled: Sampled) -> v4.StepBatch:
-        """The next tokens of every request; a request without tokens rests."""
+        """Return the next tokens of every request; a request without tokens rests."""
         starts, lens, rows, tokens = [0], [], [], []
         for request, count in enumerate(counts):
             tokens += self.text[request, done[request] : done[request] + count].tolist()
             starts.append(len(tokens))
             lens.append(done[request] + count)
             rows.append(request)
-        for _ in range(sampled.padding):  # a row that the cache does not have makes it padding
+        for _ in range(sampled.padding):  # a row that the cache lacks marks padding
             tokens.append(sampled.garbage)
             starts.append(len(tokens))
             lens.append(sampled.garbage)
@@ -103,7 +104,7 @@ class Check:
         )
 
     def fuzz(self, examples: int, max_chunk: int) -> str | None:
-        """The failure of the shortest schedule that hypothesis finds, or None."""
+        """Return the failure of the shortest schedule that hypothesis finds, or None."""
 
         @settings(SETTINGS, max_examples=examples)
         @given(schedules(max_chunk))

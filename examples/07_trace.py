@@ -1,9 +1,8 @@
 """Where the time of a decode step goes: a trace for Perfetto, and two tables.
 
-Eager steps are split by stage: hooks on the modules of the patched Hugging Face model give every
-moment to the innermost stage that is running. A compiled step has no stages any more, its kernels
-are fused across them; of it, a table names the kernels. The trace has both; open it at
-https://ui.perfetto.dev.
+Eager steps are split by stage: hooks on the modules of the patched Hugging Face model assign every
+moment to the innermost running stage. The kernels of a compiled step are fused across stages, so a
+table lists them by name. The trace has both; open it at https://ui.perfetto.dev.
 
     python examples/07_trace.py --trace trace.json
 """
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# waiting threads that spin would take the core from the compiler
+# idle threads that spin would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -28,11 +27,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 
-ROWS, TOKENS, LENGTH = 6, 16, 200  # of a step: requests, tokens; of a request: tokens before it
+ROWS, TOKENS, LENGTH = 6, 16, 200  # requests and tokens of a step; earlier tokens of a request
 
 
 def decode_batch(cache: v4.PagedCache) -> v4.StepBatch:
-    """A token for each of four requests; the other requests and tokens are padding."""
+    """Make a token for each of four requests; the other requests and tokens are padding."""
     for request in range(4):
         cache.add(request, num_tokens=LENGTH)
     cache.seq_lens.fill_(LENGTH)  # as if steps had filled the rows
@@ -74,7 +73,7 @@ def main() -> int:
     activities += [ProfilerActivity.CUDA] if args.device == "cuda" else []
     print("compiling: a minute or two, unless Inductor's cache has it", flush=True)
     step = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
-    step(model, batch, cache.tensors)  # before the hooks: they would become part of the graph
+    step(model, batch, cache.tensors)  # before the hooks, which would become part of the graph
     steps, compiled = range(args.steps), timed(lambda: step(model, batch, cache.tensors), args)
     name_kernels()
     with profile(activities=activities) as profiler:

@@ -17,7 +17,7 @@ import os
 import time
 from dataclasses import dataclass
 
-# waiting threads that spin would take the core from the compiler
+# idle threads that spin would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -28,15 +28,15 @@ from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.testing.models import small_mla_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
 
-ROWS, MAX_LEN = 4, 256  # requests of a step, one of them padding here; tokens of a request
-PROMPTS = (90, 7, 40, 25)  # lengths; the last prompt takes the row of the first request to end
+ROWS, MAX_LEN = 4, 256  # requests of a step (one of them padding here); maximum tokens of a request
+PROMPTS = (90, 7, 40, 25)  # lengths; the last prompt takes the row of the first request that ends
 
 
 @dataclass
 class Request:
     name: str
-    tokens: list[int]  # the prompt, then what was decoded
-    prompt: int  # length
+    tokens: list[int]  # the prompt, then decoded tokens
+    prompt: int  # length of the prompt
 
 
 def int32(values: list[int], device: str) -> Tensor:
@@ -46,7 +46,8 @@ def int32(values: list[int], device: str) -> Tensor:
 def batch_of(
     requests: list[Request], counts: list[int], cache: hf.PagedCache, device: str
 ) -> hf.StepBatch:
-    """The last ``counts`` tokens of every request, then padding requests of a token each."""
+    """Return the last ``counts`` tokens of every request, then padding requests of one token
+    each."""
     padding = ROWS - len(requests)
     tokens, starts, lens, rows = [], [0], [], []
     for request, count in zip(requests, counts, strict=True):
@@ -62,8 +63,8 @@ def batch_of(
 
 
 def differing(request: Request, stock: torch.nn.Module, device: str) -> int:
-    """Tokens that are not those that Hugging Face's model decodes: one call gives what it says
-    after every token."""
+    """Count the tokens that differ from those of Hugging Face's model, which decodes the text in
+    one call."""
     ids = torch.tensor([request.tokens], device=device)
     best = stock(ids, use_cache=False).logits[0].argmax(-1).tolist()
     pairs = zip(best[request.prompt - 1 : -1], request.tokens[request.prompt :], strict=True)
@@ -118,7 +119,7 @@ def main() -> int:
         seconds += (time.perf_counter() - begun) * (number > 0)
         for request, token in zip(live, best, strict=False):
             request.tokens.append(token)
-    cache.raise_if_dropped()  # a graph cannot refuse what does not fit: it counts
+    cache.raise_if_dropped()  # a graph cannot raise: it counts tokens that do not fit
     wrong = sum(differing(request, stock, args.device) for request in requests)
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     print(f"{ByteTokenizer().decode(requests[1].tokens)!r}")

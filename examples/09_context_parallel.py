@@ -22,7 +22,8 @@ from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.testing.models import small_mla_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
 
-PROMPTS, MAX_LEN = (90, 7, 140), 320  # lengths; a request of 7 tokens lies on one rank alone
+# lengths of the prompts (a request of 7 tokens is on one rank alone); maximum tokens
+PROMPTS, MAX_LEN = (90, 7, 140), 320
 
 
 def int32(values: list[int], device: torch.device) -> torch.Tensor:
@@ -32,7 +33,7 @@ def int32(values: list[int], device: torch.device) -> torch.Tensor:
 def decode(
     model: torch.nn.Module, steps: int, compiled: bool, device: torch.device
 ) -> tuple[list[list[int]], hf.PagedCache]:
-    """Tokens of every request: the prompt in one step of all requests, then greedy decodes."""
+    """Return the tokens of every request: the prompts in one step, then greedy decodes."""
     cache = hf.PagedCache.for_model(model, max_batch_size=len(PROMPTS), max_cache_len=MAX_LEN)
     requests, text = [], real_text(sum(PROMPTS))
     for number, length in enumerate(PROMPTS):

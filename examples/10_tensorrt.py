@@ -24,7 +24,7 @@ REQUESTS = 2
 
 
 def compile_step(model: Any, cache: v4.PagedCache, **options: Any) -> Callable[..., Tensor]:
-    """The decode step of one token per request, partitioned into engines and PyTorch segments."""
+    """Compile the decode step of one token per request into engines and PyTorch segments."""
     import torch_tensorrt
 
     inputs = v4.decode_inputs(padding_batch(cache, REQUESTS, REQUESTS), cache)
@@ -34,7 +34,7 @@ def compile_step(model: Any, cache: v4.PagedCache, **options: Any) -> Callable[.
 
 
 def compare(model: Any, step: Callable[..., Tensor], cache: v4.PagedCache, steps: int) -> float:
-    """Largest distance of logits from those of PyTorch, over steps that read what was written."""
+    """Return the largest distance of logits from PyTorch's, over steps that read earlier writes."""
     plain = v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=512)
     device = cache.device
     tokens, worst = torch.tensor([5, 6], device=device), 0.0

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# waiting threads that spin would take the core from the compiler
+# idle threads that spin would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -34,7 +34,7 @@ PROMPT = 12
 
 
 class Clock:
-    """Prints what is being done, and how long it took."""
+    """Prints the current task, and the time that it took."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -48,7 +48,7 @@ class Clock:
 def decode(
     step: Callable[..., Tensor], cache: v4.PagedCache, tokens: list[int], count: int, device: str
 ) -> list[int]:
-    """Append ``count`` tokens, each the likeliest after those before it."""
+    """Append ``count`` tokens, each the likeliest after the tokens before it."""
     tokens = list(tokens)
     for _ in range(count):
         cache.reserve("request", len(tokens))
@@ -62,7 +62,7 @@ def decode(
 
 
 def prefilled(model: Any, tokens: list[int], device: str) -> tuple[v4.PagedCache, int]:
-    """A cache with the prompt in it, and the token after that."""
+    """Prefill a cache with the prompt; return it and the next token."""
     cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
     cache.add("request", num_tokens=len(tokens))
     starts, lens, rows = (
@@ -105,7 +105,8 @@ def run(folder: Path, args: argparse.Namespace) -> int:
         f"shown: {model.config.num_hidden_layers} layers with {info.expert_dtype} experts on "
         f"{args.device}, {len(names)} compiled parts; {wrong} tokens differ from those of generate"
     )
-    return int(args.eager and wrong > 0)  # compiled code rounds otherwise: bf16 may be as likely
+    # compiled code rounds differently, and two bf16 logits may be equal
+    return int(args.eager and wrong > 0)
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 
-# waiting threads that spin would take the core from the compiler
+# idle threads that spin would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -52,7 +52,7 @@ def main() -> int:
     lengths, rows = [len(tokens) for tokens in texts], [cache.add(request) for request in (0, 1)]
 
     def batch_of(counts: list[int]) -> hf.StepBatch:
-        """The last ``counts`` tokens of both."""
+        """Return the last ``counts`` tokens of both requests."""
         tokens = [
             token for each, count in zip(texts, counts, strict=True) for token in each[-count:]
         ]
@@ -69,7 +69,7 @@ def main() -> int:
         for tokens, token in zip(texts, logits.argmax(-1).tolist(), strict=True):
             tokens.append(token)
         logits = step(model, batch_of([1, 1]), cache.tensors)
-    cache.raise_if_dropped()  # a graph cannot refuse what does not fit: it counts
+    cache.raise_if_dropped()  # a graph cannot raise: it counts tokens that do not fit
 
     wrong = 0
     for tokens, length in zip(texts, lengths, strict=True):

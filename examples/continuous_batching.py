@@ -1,16 +1,16 @@
-"""A scheduler of continuous batching over a ``PagedCache``, to be read: which tokens of which
-requests a step computes.
+"""A scheduler of continuous batching over a ``PagedCache``, written to be read: it decides which
+tokens of which requests a step computes.
 
 To serve a model, use ``model.generate_batch(prompts)``, ``python -m dsv4_ops serve MODEL`` or vLLM
 (docs/engines.md).
 
-The device runs one step of fixed shape over and over. All that changes is decided here, on the
-host, and reaches the device as the values of four small tensors (``StepBatch``):
+The device repeats one step of fixed shape. All decisions are made here, on the host, and reach the
+device as the values of four small tensors (``StepBatch``):
 
 - Decodes come first, one token each; chunks of prompts fill the rest of the step.
 - Requests start in the order of their arrival, when a row and blocks for their tokens are free.
-- If a request lacks a block for its next token, the youngest one is preempted: it gives its row and
-  blocks back, waits at the head of the queue, and computes all of its tokens again.
+- If a request lacks a block for its next token, the youngest request is preempted: it gives its row
+  and blocks back, waits at the head of the queue, and computes all of its tokens again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache, StepBatc
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and the tokens that followed so far."""
+    """A prompt, and the tokens generated after it."""
 
     name: int
     prompt: list[int]
@@ -40,12 +40,12 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Tokens to compute before the next one can be chosen: 1 while decoding."""
+        """Number of tokens to compute before the next one can be chosen: 1 while decoding."""
         return len(self.prompt) + len(self.output) - self.stored
 
 
 class Scheduler:
-    """Requests in, steps out.
+    """Plans steps for the requests that it gets.
 
     Args:
         cache: A cache whose rows share ``num_blocks`` blocks, enough for any request alone.
@@ -59,7 +59,7 @@ class Scheduler:
         self.counts: dict[Request, int] = {}  # tokens of each request in the planned step
 
     def plan(self) -> StepBatch | None:
-        """Return the next step; None if there is none. ``commit`` takes its results."""
+        """Return the next step; None if there is none. Call ``commit`` with its results."""
         self.counts = {}
         for request in [each for each in self.running if each.left == 1]:
             if request in self.running and self._reserve(request):
@@ -71,7 +71,7 @@ class Scheduler:
         return self._batch() if self.counts else None
 
     def commit(self, next_tokens: list[int]) -> list[Request]:
-        """Take the token after each token of the step; return the requests that have ended."""
+        """Add the next token of each request in the step; return the requests that have ended."""
         row, ended = -1, []
         for request, count in self.counts.items():
             row += count

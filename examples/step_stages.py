@@ -49,7 +49,7 @@ class Stages:
         self.open.pop()[1].close()
 
     def run(self, model: Any, batch: v4.StepBatch, cache: v4.PagedCache) -> None:
-        self.begin(REST)  # what no module encloses
+        self.begin(REST)  # time outside of all modules
         v4.decode_step(model, batch, cache.tensors)
         self.end()
 
@@ -63,7 +63,7 @@ class Stages:
 
 
 def projects(name: str, module: nn.Module) -> bool:
-    """Whether a step calls it as a module; the compressors' projections are float32 unless they
+    """Whether a step calls it as a module. The compressors' projections run in float32 unless they
     have hooks, and other norms are part of an op."""
     if name in ("q_a_norm", "kv_norm"):
         return True
@@ -72,8 +72,8 @@ def projects(name: str, module: nn.Module) -> bool:
 
 
 def name_kernels() -> None:
-    """Give the CPU kernels of the compiled step, functions of a generated module, a place in the
-    trace; kernels of a GPU have one."""
+    """Record the CPU kernels of the compiled step, functions of a generated module, in the trace.
+    Those of a GPU are recorded anyway."""
     from torch._inductor.codecache import PyCodeCache
 
     def named(name: str, kernel: Any) -> Any:
@@ -92,7 +92,7 @@ def name_kernels() -> None:
 
 
 def kernel_seconds(profiler: profile, device: str) -> Counter[str]:
-    """Of the compiled steps."""
+    """Return the kernels' seconds of the compiled steps, by name."""
     events, on_gpu = profiler.events(), device == "cuda"
     end = max(e.time_range.end for e in events if e.name.startswith("compiled step"))
     found: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""DeepGEMM as a baseline: the logits of its lightning indexer, planned before they are timed."""
+"""DeepGEMM as a baseline: its lightning indexer's logits, planned outside of the timing."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dsv4_ops.core.layout import IndexerLayout
 
 
 def load(folder: Path) -> Any:
-    """The bundle's DeepGEMM, of vLLM 0.22.1. Raises whatever stands in the way."""
+    """Load DeepGEMM of vLLM 0.22.1 from the bundle; any failure raises."""
     return vllm_metadata.library(folder).load_deep_gemm()[0]
 
 
 def arguments(
     q: Tensor, weights: Tensor, k_cache: Tensor, lens: Tensor, table: Tensor, *, block_size: int
 ) -> Args:
-    """Queries, keys and lengths as DeepGEMM takes them, one query per request."""
+    """Return queries, keys and lengths in DeepGEMM's form, one query per request."""
     view = IndexerLayout(block_size).kernel_view(k_cache)
     return q[:, None], view, weights, lens[:, None].contiguous(), table
 
 
 def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable[..., Tensor]:
-    """Logits of one input set; unwritten past the lengths. The plan depends on the lengths, which
-    all sets share."""
+    """Compute the logits of one input set, undefined past the lengths. All sets share the lengths,
+    and therefore the plan."""
     lens = sets[0][3]
     plan = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
 
@@ -53,8 +53,8 @@ def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable
 def select_call(
     sets: Sequence[Args], block_size: int, topk: int, library: Any
 ) -> Callable[..., Tensor]:
-    """Rows selected with DeepGEMM: PyTorch's top k of its logits, in any order. All rows of all
-    requests exist, so that nothing has to be masked."""
+    """Select rows with DeepGEMM: PyTorch's top-k of its logits, in any order. All rows of all
+    requests exist, so no logit is masked."""
     logits = logits_call(sets, block_size, library)
 
     def call(*args: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FlashMLA as a baseline: its calls on the inputs of our cases, planned before they are timed."""
+"""FlashMLA as a baseline: its calls on the inputs of our cases, planned outside of the timing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4_ops.core.layout import MainLayout
 
 
 def load(folder: Path) -> Any:
-    """The bundle's FlashMLA, of vLLM 0.22.1. Raises whatever stands in the way."""
+    """Load FlashMLA of vLLM 0.22.1 from the bundle; any failure raises."""
     return vllm_metadata.library(folder).FlashMLA()
 
 
@@ -31,8 +31,8 @@ def decode_arguments(
     block_sizes: tuple[int, int],
     per_request: int = 1,
 ) -> Args:
-    """The arguments of ``sparse_mla_decode`` as FlashMLA takes them: one request per batch row, of
-    ``per_request`` tokens with the same lengths."""
+    """Convert the arguments of ``sparse_mla_decode`` to FlashMLA's: one request per batch row, with
+    ``per_request`` tokens of the same lengths."""
 
     def by_request(values: Tensor) -> Tensor:
         return values.view(-1, per_request, *values.shape[1:])
@@ -49,8 +49,8 @@ def decode_arguments(
 def decode_call(
     sets: Sequence[Args], scale: float, library: Any, *, planned: bool = True
 ) -> Callable[..., Any]:
-    """Decode of one input set. The plan depends on shapes and lengths, which all sets share; it is
-    made here if it is ``planned``, else in every call."""
+    """Decode one input set. The plan depends on shapes and lengths, which all sets share. If
+    ``planned``, it is made here, else in every call."""
 
     def attend(args: Args, meta: Any) -> Any:
         q, swa, indices, lens, extra, extra_indices, extra_lens, sink = args
@@ -77,7 +77,8 @@ def decode_call(
 
 
 def prefill_call(scale: float, library: Any) -> Callable[..., Any]:
-    """Prefill over gathered rows. The unit of its lse differs between documents: left out."""
+    """Prefill over gathered rows. Its lse is not returned, because documents disagree about its
+    unit."""
 
     def call(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, sink: Tensor) -> Tensor:
         out: Tensor = library.sparse_prefill(

@@ -1,8 +1,8 @@
 """Humming (humming-kernels) as a baseline: FP4 experts with bf16 activations.
 
-Humming has the products of all experts, each a launch that dequantises as it multiplies, and an
-elementwise kernel that takes an activation as source. It sorts no rows and adds none up: engines
-bring kernels for both. Here our ``expert_plan`` sorts, and Inductor's loop adds up.
+Humming launches one product for all experts, which dequantises as it multiplies, and an elementwise
+kernel for an activation that its caller writes in CUDA. It neither sorts rows nor sums them:
+engines have kernels for both. Here our ``expert_plan`` sorts, and a loop of Inductor's sums.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import dsv4_ops as ops
 from benchmarks.run import BenchError
 
 MOST_ERROR = 4 * 2**-9
-"""Largest error over the size of the result: four roundings to bf16, of gate and up, of the
-activation, of what an expert returns, and of the sum. Stream-K also adds its parts in bf16."""
+"""Maximum error relative to the norm of the result. Four values are rounded to bf16: gate and up,
+the activation, an expert's result, and the sum. Stream-K also adds its parts in bf16."""
 
 _INDEXED = {"gemm_type": "indexed"}
-"""Rows stay where they are and are read by index: the default of vLLM and SGLang."""
+"""Rows stay in place and are read by index, as by default in vLLM and SGLang."""
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From hidden states, routing weights and ids to what the experts return."""
+"""Computes the results of the experts from hidden states, routing weights and ids."""
 
 
 def load() -> Any:
-    """The package. Raises BenchError with what stands in the way."""
+    """Import the package; raise a BenchError with the reason if that fails."""
     try:
         importlib.import_module("humming.layer")
         return importlib.import_module("humming")
@@ -39,10 +39,10 @@ def load() -> Any:
 
 
 def make_layer(library: Any, codes: Tensor, scale: Tensor) -> Any:
-    """A layer of FP4 codes [num_experts, n, k / 2] and UE8M0 bytes [num_experts, n, k / 32], as
-    the checkpoint has them, in Humming's order."""
+    """Make a layer in Humming's order from the checkpoint's FP4 codes [num_experts, n, k / 2] and
+    UE8M0 bytes [num_experts, n, k / 32]."""
     num_experts, rows, packed = codes.shape
-    with torch.device(codes.device):  # else it makes its parameters on the CPU
+    with torch.device(codes.device):  # otherwise it makes its parameters on the CPU
         layer = library.layer.HummingLayer(
             shape_n=rows,
             shape_k=2 * packed,
@@ -56,7 +56,7 @@ def make_layer(library: Any, codes: Tensor, scale: Tensor) -> Any:
 
 
 def choose(table: Sequence[tuple[int, int, dict[str, Any]]], num_rows: int) -> dict[str, Any]:
-    """The entry of a table of Humming's heuristics that its launcher takes for so many rows."""
+    """Return the entry of Humming's heuristics that its launcher uses for this number of rows."""
     for above, most, entry in table:
         if above < num_rows and (num_rows <= most or most <= 0):
             return entry
@@ -64,7 +64,7 @@ def choose(table: Sequence[tuple[int, int, dict[str, Any]]], num_rows: int) -> d
 
 
 def activation(limit: float) -> str:
-    """SwiGLU of gate ``a`` and up ``b`` with its bounds, as CUDA."""
+    """Write the SwiGLU of gate ``a`` and up ``b``, with its bounds, in CUDA."""
     bound = f"{limit!r}f"
     gate, up = f"fminf(a, {bound})", f"fminf(fmaxf(b, -{bound}), {bound})"
     return f"{gate} / (1.0f + __expf(-{gate})) * {up}"
@@ -74,7 +74,7 @@ def experts_step(library: Any, layers: Sequence[Any], num_rows: int, *, limit: f
     """Experts of ``num_rows`` pairs of a token and its expert; every id is one of the experts.
 
     Args:
-        layers: Of gate and up, and of down.
+        layers: The layer of gate and up, and the layer of down.
     """
     method, impl = library.layer.HummingMethod, activation(limit)
     tables = [method.get_default_tuning_configs(each, **_INDEXED) for each in layers]
@@ -109,13 +109,15 @@ def experts_step(library: Any, layers: Sequence[Any], num_rows: int, *, limit: f
 
 
 def weighted_sum(out: Tensor, weights: Tensor) -> Tensor:
-    """Add up what the experts of a token return, in float32."""
+    """Sum the results of each token's experts in float32."""
     terms = out.view(*weights.shape, -1).float() * weights[..., None]
     return terms.sum(1).bfloat16()
 
 
 def _plan(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorted rows, experts of blocks, and how many rows all blocks hold. Humming takes a row as
-    unsigned and skips one that is out of range: -1, our padding, is."""
+    """Return sorted rows, the experts of blocks, and the number of rows in all blocks.
+
+    Humming reads a row as unsigned and skips one that is out of range, such as -1, our padding.
+    """
     plan = ops.expert_plan(ids, num_experts=num_experts, block_size=block)
     return plan.sorted_rows, plan.expert_of_block, plan.num_blocks * block

@@ -24,7 +24,7 @@ from dsv4_ops.ops.rope import ROPE_DIM
 
 Call = Callable[[], Any]
 
-_QUERY = Tolerance(1e-2, 1e-2)  # of vLLM's test of its query norm
+_QUERY = Tolerance(1e-2, 1e-2)  # tolerance of vLLM's test of its query norm
 NOTES = {
     "window": "",
     "c4": "vLLM's kernels of the compressor and of the indexer's queries are those in Triton, "
@@ -33,7 +33,7 @@ NOTES = {
     "another in the CuTe DSL; the slots of all compressed rows are there before, as its metadata "
     "makes them once a step; ",
 }
-"""What the baseline of a kind of layer leaves out, or does otherwise than ours."""
+"""The stages of a kind of layer that the baseline lacks, or computes in another way."""
 
 
 class Libraries(NamedTuple):
@@ -50,7 +50,7 @@ class Libraries(NamedTuple):
 
 
 def load(folder: Path) -> Libraries:
-    """All of the bundle. Raises whatever stands in the way."""
+    """Load all baselines of a bundle; any failure raises."""
     states, compressor = "save_partial_states", "fused_compress_quant_cache"
     files = (states, compressor, "fused_indexer_q", "fused_inv_rope_fp8_quant")
     return Libraries(
@@ -63,8 +63,8 @@ def load(folder: Path) -> Libraries:
 
 
 class Results(NamedTuple):
-    """What stages of ours leave: ``slots`` are those of the selected rows, ``out`` is the attention
-    before its rotation is undone."""
+    """Results of our stages: queries, ``slots`` of the selected rows, and the attention output
+    before inverse RoPE."""
 
     q: Tensor
     slots: Tensor | None
@@ -72,7 +72,7 @@ class Results(NamedTuple):
 
 
 def our_results(kind: str, spec: LayerSpec, args: Args) -> Results:
-    """Run the stages of a layer."""
+    """Run our stages of a layer."""
     layer, slots = LayerCall(spec, kind, *parts_of(args)), None
     if kind == "c4":
         q, query = stages.insert(layer, schedule="decode", state_rings=False)
@@ -87,7 +87,7 @@ def our_results(kind: str, spec: LayerSpec, args: Args) -> Results:
 
 
 class BaselineStages:
-    """The baseline's step of one input set: each stage takes what the ones before it left."""
+    """The baseline's step for one input set; each stage reads the results of earlier stages."""
 
     def __init__(
         self, libraries: Libraries, kind: str, spec: LayerSpec, args: Args, ours: Results
@@ -106,8 +106,8 @@ class BaselineStages:
         self.quantized: Any = None
 
     def calls(self, found: Found | None = None) -> list[Call]:
-        """The stages in their order. Each is made and run once; what it leaves is compared with
-        ours if differences are to be kept."""
+        """Make and run each stage once, in order; return the calls. If ``found`` is given, compare
+        the results with ours."""
         made: dict[str, Callable[[], Call]] = {"window": self._window}
         if self.kind != "window":
             made["compressed"] = lambda: self._compress("", "compressed")
@@ -130,7 +130,7 @@ class BaselineStages:
         return calls
 
     def written(self, name: str) -> list[Rows]:
-        """The rows that a stage writes to the baseline's copies of the caches."""
+        """Return the rows that a stage writes to the baseline's copies of the caches."""
         group, step = self.group, self.step
         of = {
             "window": (("swa", step.slot_mapping),),
@@ -149,7 +149,7 @@ class BaselineStages:
         ]
 
     def compare(self, name: str, found: Found) -> None:
-        """Compare what a stage left beside rows of caches with ours."""
+        """Compare the other results of a stage with ours."""
         text = None
         if name == "window":
             text = outside("query", self.q, self.ours.q, _QUERY)
@@ -161,7 +161,7 @@ class BaselineStages:
                 text = f"selection: other rows of {wrong} of {left.shape[0]} tokens"
         elif name == "attention":
             text = outside(name, self.out, self.ours.out, DECODE_OUT)
-        elif name == "inverse_rope_fp8":  # with ours of the same attention output
+        elif name == "inverse_rope_fp8":  # ours, from the same attention output
             ours = dsv4_ops.inverse_rope_group_quantize(
                 self.out, self.step.positions, self.weights.cos_sin_cache,
                 num_groups=self.spec.num_groups, scale_layout="row",
@@ -176,13 +176,13 @@ class BaselineStages:
             found.wrong.append(text)
 
     def _window(self) -> Call:
-        """Its fused query norm, RoPE and insert."""
+        """Make the call of vLLM's fused query norm, RoPE and insert."""
         step, swa, size = self.step, self.own["swa"], self.spec.attention.swa_block_size
         table = self.weights.cos_sin_cache
         fused = self.libraries.extension.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
         q, kv, eps = self.inputs.q, self.inputs.kv, self.spec.eps
 
-        def call() -> None:  # 64 and 128 heads are those that it need not pad
+        def call() -> None:  # it pads other numbers of heads to 64 or 128
             heads = q.shape[1]
             self.q = fused(
                 q, kv, swa, step.slot_mapping, step.positions, table, heads, eps, size
@@ -191,7 +191,7 @@ class BaselineStages:
         return call
 
     def _compress(self, prefix: str, cache: str) -> Call:
-        """States saved, then the finished windows compressed and stored."""
+        """Save states, then compress and store complete windows."""
         save = self.libraries.states.save_partial_states
         store = self.libraries.compressor.compress_norm_rope_store_triton
         layout = cast(Any, self.layouts[cache])

@@ -1,5 +1,5 @@
-"""vLLM 0.22.1's sparse prefill from FP8 blocks: the rows of a request dequantised to a bf16
-workspace, indices into it combined, FlashMLA over it."""
+"""vLLM 0.22.1's sparse prefill over FP8 blocks: it dequantises a request's rows into a bf16
+workspace, converts indices to rows of the workspace, and calls FlashMLA."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dsv4_ops.core.layout import MainLayout
 
 
 class Context(NamedTuple):
-    """One prefill request of ``tokens`` new tokens: vLLM gathers four of these at a time, and one
-    alone is one chunk.
+    """One prefill request of ``tokens`` new tokens: vLLM gathers up to four requests per chunk, so
+    one request is one chunk.
 
     Args:
-        tokens: Tokens of the step.
-        length: Those before them, too.
+        tokens: New tokens.
+        length: All tokens, including earlier ones.
         ratio: Tokens per compressed row.
     """
 
@@ -30,22 +30,22 @@ class Context(NamedTuple):
 
     @property
     def compressed(self) -> int:
-        """Compressed rows that are gathered: all of the request, whatever is selected."""
+        """Number of gathered compressed rows: all rows of the request, selected or not."""
         return self.length // self.ratio
 
     @property
     def block_size(self) -> int:
-        """Compressed rows of a block."""
+        """Compressed rows per block."""
         return PAGES[self.ratio]
 
     @property
     def window(self) -> int:
-        """Window rows that are gathered."""
+        """Number of gathered window rows."""
         return self.tokens + min(self.length - self.tokens, WINDOW - 1)
 
     @property
     def note(self) -> str:
-        """What the baseline's times are of."""
+        """Note on the baseline's times."""
         return (
             "baseline_us is FlashMLA alone, over bf16 rows gathered before; baseline_whole_us is "
             f"vLLM's gather of {self.compressed} C{self.ratio} and {self.window} window rows to "
@@ -57,20 +57,20 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillWork(Work):
-    """A ``Work`` of arguments of ``sparse_mla_prefill`` that knows its request."""
+    """A ``Work`` with arguments of ``sparse_mla_prefill`` and its request."""
 
     context: Context
     scale: float
 
 
 class WholePrefill:
-    """The calls of vLLM's prefill for one input set.
+    """vLLM's prefill of one input set.
 
     Args:
         flash_mla: FlashMLA.
         cache: vLLM's cache ops.
         work: The case.
-        place: Number of the input set.
+        place: Index of the input set.
         workspace: bf16 [1, rows, 512], which all layers of a server share.
     """
 
@@ -94,22 +94,23 @@ class WholePrefill:
         self.indices = self.lens = ints()
 
     def _every(self, positions: Tensor) -> Tensor:
-        """The selection of a layer that attends to all rows, which a server makes once a step."""
+        """Build the selection of a layer that attends to all rows, which a server builds once per
+        step."""
         row = torch.arange(self.context.compressed, dtype=torch.int32, device=positions.device)
         visible = (positions + 1) // self.context.ratio
         return torch.where(row < visible[:, None], row, -1).to(torch.int32)
 
     @staticmethod
     def rows(context: Context) -> tuple[int, int]:
-        """Rows of the workspace of a request, and at which of them the window starts: those of a
-        server whose longest request and step are these."""
+        """Return the workspace rows per request, and the row at which the window starts, in a
+        server for which this request and this step are the longest."""
         start = -(-context.length // context.ratio)
         return start + WINDOW + context.tokens, start
 
     def gather(self) -> None:
-        """Compressed rows, then those of the window."""
+        """Gather the compressed rows, then the window rows."""
         gather, size = self.cache.dequantize_and_gather_k_cache, self.context.block_size
-        counts = self.seq_lens // self.context.ratio  # in every layer
+        counts = self.seq_lens // self.context.ratio  # a server computes it in every layer
         start = self.rows(self.context)[1]
         compressed = MainLayout(size).kernel_view(self.extra)[:, :, 0]
         window = MainLayout(PAGE).kernel_view(self.swa)[:, :, 0]
@@ -123,7 +124,7 @@ class WholePrefill:
         )  # fmt: skip
 
     def combine(self) -> tuple[Tensor, Tensor]:
-        """Indices of the gathered rows that every token attends to."""
+        """Return the indices of the gathered rows that every token attends to."""
         self.indices, self.lens = self.cache.combine_topk_swa_indices(
             self.selected, self.starts, self.seq_lens, self.gather_lens, WINDOW,
             self.context.ratio, self.selected.shape[1], *self.rows(self.context),
@@ -131,7 +132,7 @@ class WholePrefill:
         return self.indices, self.lens
 
     def attend(self) -> Tensor:
-        """FlashMLA over the workspace."""
+        """Run FlashMLA over the workspace."""
         out: Tensor = self.flash_mla.sparse_prefill(
             self.q,
             self.workspace.view(-1, 1, MainLayout.head_dim),
@@ -150,7 +151,7 @@ class WholePrefill:
 
 
 def whole_prefills(flash_mla: Any, cache: Any, work: PrefillWork) -> list[WholePrefill]:
-    """The calls of every input set, over one workspace."""
+    """Make the calls of every input set, over one workspace."""
     rows = WholePrefill.rows(work.context)[0]
     q = work.sets[0][0]
     workspace = torch.zeros(1, rows, MainLayout.head_dim, dtype=torch.bfloat16, device=q.device)

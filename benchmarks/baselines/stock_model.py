@@ -16,13 +16,14 @@ LAYER_TYPES = (
     "heavily_compressed_attention",
     "compressed_sparse_attention",
 )
-"""Layers of each type, of the 43 of DeepSeek-V4-Flash."""
+"""Layers of each type among the 43 of DeepSeek-V4-Flash."""
 
 
 def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> Any:
-    """A bf16 model of DeepSeek-V4-Flash's sizes with few layers and experts, and random weights.
+    """Build a bf16 model of DeepSeek-V4-Flash's sizes with few layers and experts, and random
+    weights.
 
-    From 5.24 on transformers makes the parameters of ``keep_float32`` in float32 by itself.
+    From 5.24 on, transformers itself makes the parameters of ``keep_float32`` in float32.
     """
     import transformers
 
@@ -50,7 +51,7 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
 
 
 def in_bfloat16(kind: Any, config: Any, device: torch.device) -> Any:
-    """A model whose parameters are made in bfloat16, where they are."""
+    """Build a model with parameters in bfloat16, directly on the device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -65,7 +66,7 @@ def _spread(weight: Tensor) -> float:
 
 
 def filled_cache(model: Any, *, batch: int, context: int) -> Any:
-    """The ``DynamicCache`` of requests of ``context`` tokens, a multiple of all ratios."""
+    """Fill a ``DynamicCache`` for requests of ``context`` tokens, a multiple of all ratios."""
     import transformers
 
     config, device = model.config, model.device
@@ -92,8 +93,8 @@ def filled_cache(model: Any, *, batch: int, context: int) -> Any:
 
 
 def same_again(cache: Any) -> Any:
-    """A cache in the same state, which a step may change: it puts new tensors into its layers and
-    leaves these as they are."""
+    """Copy a cache for a step, which replaces tensors of the copy's layers and leaves the original
+    unchanged."""
     made = copy.copy(cache)
     made.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in made.layers:

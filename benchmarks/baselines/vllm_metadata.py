@@ -1,11 +1,12 @@
-"""vLLM 0.22.1's metadata builders on our batches: what a server runs before every decode step.
+"""vLLM 0.22.1's metadata builders on our batches: the work of a server before every decode step.
 
-The kernels are third-party files loaded at run time from a carried bundle; the order of the calls
-and the host work between them are written here, after the builders' behaviour. It is a lower bound
-of what vLLM pays: the token-to-request copy is made once (three builders make one each), the C4
-slots once (two builders compute them), and left out are the clamped copies of the block tables, the
-DeepGEMM and FlashMLA plans, and the Python around it all. Contents differ in two points: vLLM gets
-``positions`` ready-made, and for next_n = 4 it copies a block-table row per token for the indexer.
+The kernels are third-party files that are loaded at run time from a bundle. The order of the calls
+and the host work between them are written here, and follow the builders' behaviour. The times are a
+lower bound of vLLM's: the token-to-request copy is made once (three builders make one each), the C4
+slots are computed once (two builders compute them), and the clamped copies of the block tables, the
+DeepGEMM and FlashMLA plans, and the Python around all of it are left out. Contents differ in two
+points: vLLM does not compute ``positions`` here, and for next_n = 4 it copies a block-table row per
+token for the indexer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dsv4_ops.attention.metadata import AttentionSpec, DecodeMetadata
 
 VERSION = "vLLM 0.22.1"
 _MAX_BATCHED_TOKENS = 8192  # vLLM's default on an H200: buffers are refilled to their end
-_NATIVE_NEXT_N = (1, 2)  # what DeepGEMM's paged kernel takes on Hopper; others are flattened
+_NATIVE_NEXT_N = (1, 2)  # sizes that DeepGEMM's paged kernel takes on Hopper; others are flattened
 _NEEDED = ("comp", "swa", "idx", "fms")
 _POISON = -7
 
@@ -47,7 +48,7 @@ class BaselineResult:
 
 
 def library(folder: Path) -> Any:
-    """The bundle's loader, ``anchor_lib``."""
+    """Load ``anchor_lib``, the bundle's loader."""
     scripts = (folder / "bench").resolve()
     if not (scripts / "anchor_lib.py").is_file():
         raise FileNotFoundError(
@@ -60,7 +61,7 @@ def library(folder: Path) -> Any:
 
 
 def load(folder: Path, needed: Sequence[str] = _NEEDED) -> Any:
-    """The vLLM modules of the bundle. Raises whatever stands in the way of the ``needed`` ones."""
+    """Load the bundle's vLLM modules; raise if one of the ``needed`` ones fails to load."""
     modules = library(folder).load_vllm_triton()
     failed = {name: text for name, text in modules.errors.items() if name in needed}
     if failed:
@@ -102,12 +103,13 @@ class BuilderSequence:
         self.indexer_lens = self.c4_lens
 
     def step(self) -> None:
-        """Everything, as a server calls it."""
+        """Run all builders, as a server does."""
         self.map_tokens()
         self.device_step()
 
     def map_tokens(self) -> None:
-        """Request of every token: built on the host, copied to the device from pinned memory."""
+        """Compute the request of every token on the host, and copy it to the device from pinned
+        memory."""
         lengths = torch.diff(self.query_start_loc_cpu)
         requests = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
         if self.token_to_req.is_cuda:
@@ -115,7 +117,8 @@ class BuilderSequence:
         self.token_to_req[: requests.shape[0]].copy_(requests, non_blocking=True)
 
     def device_step(self) -> None:
-        """What can be captured: the builders of window, indexer, C4 and C128 layers."""
+        """Run the part that can be captured: the builders of window, indexer, C4 and C128
+        layers."""
         self._window()
         self._indexer()
         tables = self.batch.block_tables
@@ -135,7 +138,8 @@ class BuilderSequence:
         )  # fmt: skip
 
     def _indexer(self) -> None:
-        """Lengths for the indexer: [num_reqs, next_n] natively, [num_tokens] when flattened."""
+        """Return the lengths for the indexer: [num_reqs, next_n] if DeepGEMM takes that, else
+        [num_tokens]."""
         batch, requests = self.batch, self.batch.requests
         decode_lens = self.indexer.decode_lens_buffer[:requests]
         torch.diff(batch.query_start_loc, out=decode_lens)
@@ -148,9 +152,9 @@ class BuilderSequence:
             num_decode_tokens=batch.tokens, use_native=batch.next_n in _NATIVE_NEXT_N,
             next_n=batch.next_n, max_decode_len=longest,
         )[0]  # fmt: skip
-        if batch.next_n > 1:  # a buffer of the builder's own
+        if batch.next_n > 1:  # a buffer of the builder
             lens //= self.spec.c4_ratio
-        else:  # the runner's tensor, which must not change
+        else:  # a tensor of the runner, which must not change
             self.c4_lens[:requests] = lens // self.spec.c4_ratio
             self.c4_lens[requests : batch.tokens] = 0
             lens = self.c4_lens[: batch.tokens]
@@ -196,8 +200,11 @@ def measure(
     expected: DecodeMetadata,
     capture_calls: int,
 ) -> BaselineResult | None:
-    """Check a step over the first batch against ``expected``; on a GPU, time steps over all. Device
-    time is that of a graph of the device steps, plus the profiled copies to the device."""
+    """Check a step over the first batch against ``expected``; on a GPU, time steps over all
+    batches.
+
+    Device time is the time of a graph of the device steps, plus the profiled copies to the device.
+    """
     sequences = [BuilderSequence(modules, spec, batch) for batch in batches]
     first = sequences[0]
     first.step()

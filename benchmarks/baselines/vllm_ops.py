@@ -1,5 +1,5 @@
-"""More files of vLLM 0.22.1 that a bundle may hold: its Triton kernels around attention, and the
-extension with its query norm. ``benchmarks/README.md`` says how they get there."""
+"""Other files of vLLM 0.22.1 that a bundle may hold: Triton kernels around attention, and the
+extension with the query norm. ``benchmarks/README.md`` says how to add them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ KERNELS = "models/deepseek_v4/common/ops"
 
 EXTENSION = "_C.abi3.so"
 
-_SCALE_BYTES = 16  # what DeepGEMM aligns a column of scales to
-_libraries: list[Any] = []  # an op lives as long as its library object
+_SCALE_BYTES = 16  # alignment of a column of scales in DeepGEMM
+_libraries: list[Any] = []  # keep the library objects: an op lives as long as its library
 _loaded: set[Path] = set()
 
 
 def triton_file(folder: Path, name: str) -> Any:
-    """The module of a file of Triton kernels.
+    """Load a file of Triton kernels as a module.
 
     Raises:
         FileNotFoundError: the bundle lacks it.
@@ -48,7 +48,7 @@ def triton_file(folder: Path, name: str) -> Any:
 
 
 def extension(folder: Path) -> Any:
-    """The ops of vLLM's own extension; a packed one is unpacked first.
+    """Load the ops of vLLM's own extension, unpacked first if it is packed.
 
     Raises:
         FileNotFoundError: the bundle lacks it.
@@ -72,11 +72,12 @@ def _load_library(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         unpacked = Path(folder, EXTENSION)
         unpacked.write_bytes(lzma.decompress(path.read_bytes()))
-        torch.ops.load_library(unpacked)  # stays mapped when its file is gone
+        torch.ops.load_library(unpacked)  # stays mapped after its file is deleted
 
 
 def _fill_stubs() -> None:
-    """What the files call at import, or at a call, of modules that the bundle has stubs for."""
+    """Add the functions that the files use, at import or in a call, from modules that are stubs in
+    the bundle."""
     ops: Any = importlib.import_module("vllm.utils.torch_utils")
     ops.direct_register_custom_op = _register
     scales: Any = importlib.import_module("vllm.utils.deep_gemm")
@@ -94,7 +95,7 @@ def _register(
     mutates_args: Sequence[str] = (),
     fake_impl: Callable[..., Any] | None = None,
 ) -> None:
-    """An op of vLLM's that calls ``op_func``, unless an earlier bundle had it."""
+    """Define an op of vLLM's that calls ``op_func``, unless an earlier bundle defined it."""
     if hasattr(torch.ops.vllm, op_name):
         return
     library = torch.library.Library("vllm", "FRAGMENT")

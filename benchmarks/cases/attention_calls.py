@@ -1,4 +1,4 @@
-"""The calls of sparse MLA that are measured."""
+"""Calls of sparse MLA to measure."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def decode(*tensors: Any) -> SparseMla:
 
 
 def prefill_c4(*tensors: Any) -> SparseMla:
-    """By size: no library is faster."""
+    """Let the op choose by size; no library is faster here."""
     return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(C4))
 
 
 def prefill_c128(*tensors: Any) -> SparseMla:
-    """By size, too."""
+    """Let the op choose by size."""
     return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(C128))
 
 
 def prefill_from_pages(ratio: int, *tensors: Any) -> SparseMla:
-    """Every token dequantises its own keys, whatever the size."""
+    """Let every token dequantise its own keys, at any size."""
     return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(ratio), impl="triton")
 
 
 def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
-    """By way of a copy of the rows in bf16, whatever the size: no ``impl`` asks for that alone."""
+    """Copy the rows to bf16 first, at any size. No ``impl`` selects this variant alone."""
     launch, prefill = _kernels("launcher"), _kernels("sparse_mla.prefill")
     call = PrefillCall(*tensors, **prefill_settings(ratio))
     with torch.cuda.device_of(tensors[0]):
@@ -70,7 +70,7 @@ def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
 
 
 def on_hopper(q: Tensor) -> bool:
-    """Whether our kernels in Gluon run over FP8 caches for such queries."""
+    """Whether our Gluon kernels run these queries over FP8 caches."""
     try:
         return bool(_kernels("common.hopper.support").runs(_kernels("launcher").EAGER, q, True))
     except ImportError:  # no triton
@@ -78,12 +78,12 @@ def on_hopper(q: Tensor) -> bool:
 
 
 def _kernels(module: str) -> Any:
-    """Loaded when they are needed: they bring triton."""
+    """Import a module of kernels at its first use, because it imports triton."""
     return importlib.import_module(f"dsv4_ops.kernels.{module}")
 
 
 def gathered(*tensors: Any) -> SparseMlaGathered:
-    """By size: no library is faster."""
+    """Let the op choose by size; no library is faster here."""
     return dsv4_ops.sparse_mla_gathered(*tensors, softmax_scale=SCALE)
 
 
@@ -101,6 +101,6 @@ def plan_and_decode_paged(*tensors: Any) -> SparseMla:
 
 
 def plan_of(args: Args, lens: int) -> Tensor:
-    """A plan; argument ``lens`` counts the compressed rows."""
+    """Make a plan; argument ``lens`` has the numbers of compressed rows."""
     plan: Tensor = dsv4_ops.sparse_mla_plan(args[3], args[lens], num_heads=args[0].shape[1])
     return plan

@@ -1,4 +1,4 @@
-"""Cases of sparse MLA: decode steps of several shapes, and ragged ones."""
+"""Cases of sparse MLA: decode steps of several shapes, and ragged steps."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla
 
-_SELECTED_FROM = 4  # times as many rows as are selected
+_SELECTED_FROM = 4  # rows to select from, relative to the rows selected
 _LONGEST = 131072
 _EDGE_TOKENS = 24
 
 
 def _listed_values(args: Args) -> int:
-    """Values of the keys of a token, of lists."""
+    """Return the number of values of a token's keys, which two lists name."""
     width = args[2].shape[1] + (0 if args[5] is None else args[5].shape[1])
     return int(width) * MainLayout.head_dim
 
 
 def _paged_values(args: Args) -> int:
-    """The same, of a list and a block table."""
+    """Return the number of values of a token's keys, which a list and a block table name."""
     return int(args[2].shape[1] + args[7].shape[1] * PAGE_128) * MainLayout.head_dim
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way to call the op, and what its results are compared with."""
+    """A form of the call, and the check of its results."""
 
     call: Callable[..., SparseMla]
     check: ByToken
@@ -64,7 +64,7 @@ class Form:
 
 
 _PLANNING = "planning counted"
-_BY_TOKEN = (0, 2, 3, 5, 6)  # of both ops
+_BY_TOKEN = (0, 2, 3, 5, 6)  # arguments with a row per token, in both ops
 _LISTED, _PAGED = "sparse_mla_decode", "sparse_mla_decode_paged"
 DECODE = Form(decode, ByToken(_LISTED, settings(PAGE), _BY_TOKEN, _listed_values))
 PAGED = Form(decode_paged, ByToken(_PAGED, settings(PAGE_128), _BY_TOKEN, _paged_values))
@@ -95,7 +95,8 @@ class Shape:
         return f"{WINDOW}+{self.width}" if self.width else str(WINDOW)
 
     def cost(self, index_bytes: int | None = None, rows: int | None = None) -> tuple[int, int]:
-        """Bytes and FLOP of a call: every token reads its own rows, unless only ``rows`` differ."""
+        """Return bytes and FLOP of a call. Every token reads its own rows, unless only ``rows``
+        differ."""
         keys = sum(self.swa_lens) + sum(self.extra_lens)
         queries = self.tokens * self.heads * MainLayout.head_dim
         moved = (keys if rows is None else rows) * MainLayout(PAGE).row_bytes + 2 * 2 * queries
@@ -104,12 +105,12 @@ class Shape:
 
 
 def uniform(tokens: int, heads: int, width: int) -> Shape:
-    """Every list is full."""
+    """Make full lists for every token."""
     return Shape(heads, width, (WINDOW,) * tokens, (width,) * tokens)
 
 
 def ragged(tokens: int, heads: int, width: int, ratio: int) -> Shape:
-    """Contexts from 100 to 128k tokens, mostly short."""
+    """Make contexts from 100 to 128k tokens, most of them short."""
     generator = torch.Generator().manual_seed(tokens)
     contexts = mixed_lengths(tokens, longest=_LONGEST, generator=generator).tolist()
     swa = tuple(min(context, WINDOW) for context in contexts)
@@ -117,7 +118,7 @@ def ragged(tokens: int, heads: int, width: int, ratio: int) -> Shape:
 
 
 def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[int]) -> list[Case]:
-    """Adversarial entries, then full lists of every shape."""
+    """Make a case of adversarial entries, then cases of full lists of every shape."""
     edges = functools.partial(_edge_work, heads[0], widths[0])
     cases = [shape_case("decode", uniform(_EDGE_TOKENS, heads[0], widths[0]), edges, "adversarial")]
     for count in heads:
@@ -131,13 +132,13 @@ def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[
 
 
 def window_cases(batches: Sequence[int], heads: int) -> list[Case]:
-    """Layers without compressed rows."""
+    """Make calls of layers without compressed rows."""
     shapes = [uniform(tokens, heads, 0) for tokens in batches]
     return [shape_case("window", shape, functools.partial(decode_work, shape)) for shape in shapes]
 
 
 def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int) -> list[Case]:
-    """Several tokens of a request, each with its own selection, as in speculative decoding."""
+    """Make several tokens per request, each with its own selection, as in speculative decoding."""
     shapes = [uniform(count * per_request, heads, width) for count in requests]
     of = functools.partial(functools.partial, decode_work, per_request=per_request)
     return [shape_case("mtp", shape, of(shape), f"{per_request} a request") for shape in shapes]
@@ -146,7 +147,8 @@ def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int)
 def paged_cases(
     batches: Sequence[int], heads: int, width: int, lengths: Sequence[int]
 ) -> list[Case]:
-    """C128 layers of requests of equal length: the first rows of block tables of blocks of 2."""
+    """Make C128 layers of requests of equal length, which see the first rows of block tables with 2
+    rows per block."""
     cases = []
     for tokens in batches:
         for rows in lengths:
@@ -158,7 +160,7 @@ def paged_cases(
 
 
 def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) -> list[Case]:
-    """Requests of very different length: C4, then C128."""
+    """Make requests of very different lengths: C4, then C128."""
     cases = []
     for tokens in batches:
         selected = ragged(tokens, heads, widths[0], C4)
@@ -178,14 +180,14 @@ def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) ->
 
 
 def planned(build: Callable[[torch.device], Work], lens: int, device: torch.device) -> Work:
-    """The same with a plan, which a step makes once for all layers; argument ``lens`` counts the
-    compressed rows."""
+    """Build the case with a plan, which a step makes once for all layers; argument ``lens`` has the
+    numbers of compressed rows."""
     work = build(device)
     return dataclasses.replace(work, sets=[(*args, plan_of(args, lens)) for args in work.sets])
 
 
 def planning(build: Callable[[torch.device], Work], device: torch.device) -> Work:
-    """The same with the plans of both sides made in the call."""
+    """Build the case with the plans of both sides made in the call."""
     work = build(device)
     baseline: Any = work.baseline
     call = {decode: plan_and_decode, decode_paged: plan_and_decode_paged}[work.call]
@@ -195,7 +197,7 @@ def planning(build: Callable[[torch.device], Work], device: torch.device) -> Wor
 def shape_case(
     group: str, shape: Shape, build: Callable[[torch.device], Work], variant: str = ""
 ) -> Case:
-    """A case of a group of cases, named by its shape; adversarial ones are checked alone."""
+    """Name a case by its group and shape. Adversarial cases are checked, not timed."""
     return Case(
         group,
         f"{shape.tokens} x {shape.heads} heads, {shape.keys}",
@@ -209,7 +211,7 @@ def shape_case(
 
 
 def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Work:
-    """Window and selected rows by their slots."""
+    """Build a case whose window and selected rows are slots."""
     draw, cost = Draw(device, shape.tokens), shape.cost()
     count, tokens = rotating_sets(cost[0], device), shape.tokens
     swa_cache, swa_tables = draw.cache(PAGE, (count, tokens, WINDOW // PAGE + 1))
@@ -237,7 +239,8 @@ def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Wor
 
 
 def paged_work(shape: Shape, device: torch.device) -> Work:
-    """The window, and the first rows of a block table; the baseline gets their slots ready-made."""
+    """Build a case with a window, and the first rows of a block table. The baseline gets the slots,
+    computed outside of the timing."""
     draw, tokens = Draw(device, shape.tokens), shape.tokens
     read = sum(-(-length // PAGE_128) for length in shape.extra_lens) + sum(shape.swa_lens)
     cost, columns = shape.cost(4 * read), -(-shape.width // PAGE_128)
@@ -263,7 +266,7 @@ def paged_work(shape: Shape, device: torch.device) -> Work:
 
 
 def _edge_work(heads: int, width: int, device: torch.device) -> Work:
-    """Slots that do not exist between those that do, lists that are empty or end in the middle."""
+    """Put absent slots among the others; make some lists empty, and end some in the middle."""
     work = decode_work(uniform(_EDGE_TOKENS, heads, width), device)
     q, swa_cache, swa, _, extra_cache, extra, _, sink = work.sets[0]
     absent = torch.tensor([-1, -(2**31), 2**31 - 1, 10**6 * PAGE], device=device).to(torch.int32)

@@ -13,11 +13,11 @@ from benchmarks.cases.cache_cases import filled_pages
 from dsv4_ops.core.layout import MainLayout
 
 WINDOW, PAGE, PAGE_128 = 128, 64, 2
-"""Keys of the window, and rows per block of its and C4's caches and of C128's."""
+"""Keys of the window, and rows per block: of the window and C4 caches, and of the C128 cache."""
 
 C4, C128 = 4, 128
 PAGES = {C4: PAGE, C128: PAGE_128}
-"""Rows per block of a compressed cache, by the tokens of a row."""
+"""Rows per block of a compressed cache, by the ratio."""
 
 
 class Draw:
@@ -42,19 +42,20 @@ class Draw:
         return torch.randn(heads, device=self.device, generator=self.generator)
 
     def rows(self, tokens: int, count: int, high: int) -> Tensor:
-        """``count`` different rows below ``high`` per token, ascending."""
+        """Sample ``count`` distinct rows below ``high`` per token, in ascending order."""
         order = torch.rand(tokens, high, device=self.device, generator=self.generator)
         return order.topk(count).indices.sort().values
 
     def window(self, tokens: int, pages: int) -> Tensor:
-        """Consecutive rows anywhere on the blocks of a token."""
+        """Sample a run of consecutive rows on the blocks of each token."""
         first = torch.randint(
             0, pages * PAGE - WINDOW + 1, (tokens, 1), device=self.device, generator=self.generator
         )
         return first + torch.arange(WINDOW, device=self.device)
 
     def cache(self, block_size: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """A cache full of keys, and block tables of random blocks of which no two share one."""
+        """Make a full cache, and block tables of random blocks, each of which is in one table
+        only."""
         layout, pages = MainLayout(block_size), torch.Size(shape).numel()
         insert = functools.partial(
             dsv4_ops.quantize_and_insert_k_cache, block_size=layout.block_size
@@ -70,7 +71,7 @@ class Draw:
 
 
 def slots(table: Tensor, rows: Tensor, block_size: int, lens: Tensor) -> Tensor:
-    """Slots of rows of requests, -1 behind the first ``lens``."""
+    """Compute the slots of requests' rows; -1 after the first ``lens``."""
     found = table.gather(1, rows // block_size) * block_size + rows % block_size
     column = torch.arange(rows.shape[1], device=rows.device)
     return torch.where(column < lens[:, None], found, -1).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Cases of the cache ops: inserts, gathers, and inserts behind an elementwise producer."""
+"""Cases of the cache ops: inserts, gathers, and inserts after an elementwise producer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAIN, INDEXER, PLAIN = MainLayout(BLOCK_SIZE), IndexerLayout(BLOCK_SIZE), PlainL
 
 _POOL_PAGES = 4096
 _SMOKE_PAGES = 64
-_FILLED_PAGES = 512  # blocks that are filled together: bounds the memory of the reference
+_FILLED_PAGES = 512  # blocks filled at a time, to bound the reference's memory
 _CONSECUTIVE_FROM = 2048
 _EDGE_TOKENS = 37
 _EDGE_PAGES = 19
@@ -41,12 +41,12 @@ def insert_plain(k: Tensor, k_cache: Tensor, slots: Tensor) -> None:
 
 
 def produce_and_insert(x: Tensor, w: Tensor, k_cache: Tensor, slots: Tensor) -> None:
-    """As the package compiles it: the producer's kernel, then ours."""
+    """Run the op as users compile it: the producer's kernel, then ours."""
     dsv4_ops.quantize_and_insert_k_cache(x * w, k_cache, slots, block_size=BLOCK_SIZE)
 
 
 def produce_and_scatter(x: Tensor, w: Tensor, k_cache: Tensor, slots: Tensor) -> None:
-    """The reference, which Inductor compiles to scatters that it may fuse with the producer."""
+    """Run the reference, which Inductor compiles to scatters and may fuse with the producer."""
     reference.quantize_and_insert_k_cache(
         x * w, k_cache, slots, block_size=BLOCK_SIZE, layout=MAIN.tag
     )
@@ -84,7 +84,8 @@ def _baseline_gather(modules: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Insert:
-    """An insert: op, layout, values per key, vLLM's kernel; with a producer, keys are ``x * w``."""
+    """An insert: op, layout, values per key, and vLLM's kernel. With a producer, keys are ``x *
+    w``."""
 
     call: Callable[..., Any]
     layout: Layout
@@ -94,7 +95,7 @@ class _Insert:
     eager: bool = True
 
     def keys(self, tokens: int, device: torch.device, generator: torch.Generator) -> list[Tensor]:
-        """Leading arguments of the call."""
+        """Return the leading arguments of the call."""
         keys = [random_keys(tokens, self.width, device, generator)]
         if self.produced:
             keys.append(random_keys(1, self.width, device, generator)[0].clone())
@@ -122,7 +123,7 @@ _INSERTS = {
 
 
 def insert_cases(case: str, tokens: tuple[int, ...], *, smoke: bool) -> list[Case]:
-    """Slots that do not exist, then random slots, then consecutive ones for many tokens."""
+    """Make absent slots, then random slots, then consecutive slots for many tokens."""
     insert, pages = _INSERTS[case], _SMOKE_PAGES if smoke else _POOL_PAGES
     edges = functools.partial(_insert_edges, insert)
     cases = [Case(case, "slots that do not exist", edges, rows=_EDGE_TOKENS, timed=False)]
@@ -139,10 +140,10 @@ def insert_cases(case: str, tokens: tuple[int, ...], *, smoke: bool) -> list[Cas
 
 
 def fused_cases(tokens: tuple[int, ...], *, smoke: bool) -> list[Case]:
-    """An insert of ``x * w``: producer and kernel, and Inductor's scatter."""
+    """Make inserts of ``x * w``: producer and kernel, and Inductor's scatter."""
     pages = _SMOKE_PAGES if smoke else _POOL_PAGES
     cases = []
-    for count in reversed(tokens):  # Inductor chooses block sizes for the first batch that it sees
+    for count in reversed(tokens):  # Inductor chooses block sizes for its first batch
         for variant in ("kernel", "scatter"):
             build = functools.partial(
                 _insert_work, _INSERTS[variant], count, pages, consecutive=False
@@ -176,7 +177,7 @@ def _insert_work(
 
 
 def _insert_edges(insert: _Insert, device: torch.device) -> Work:
-    """Slots below 0 and past the cache between ordinary ones."""
+    """Sample slots below 0 and past the cache among valid ones."""
     generator = torch.Generator(device).manual_seed(1)
     cache = junk_pages(insert.layout, _EDGE_PAGES, device, generator)
     slots_in_all = _EDGE_PAGES * BLOCK_SIZE
@@ -188,7 +189,7 @@ def _insert_edges(insert: _Insert, device: torch.device) -> Work:
 
 
 def gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
-    """Gathers into a workspace: blocks that do not exist, requests of equal length, a ragged
+    """Make gathers into a workspace: with absent blocks, of requests of equal length, of a ragged
     batch."""
     cases = [Case("gather", "pages that do not exist", _gather_edges, rows=150, timed=False)]
     for requests, rows in shapes:
@@ -219,7 +220,8 @@ def _gather_work(
 
 
 def _gather_edges(device: torch.device) -> Work:
-    """Blocks that do not exist, an empty request, one longer than its table and the workspace."""
+    """Make absent blocks, an empty request, and a request longer than its table and the
+    workspace."""
     generator = torch.Generator(device).manual_seed(1)
     cache = filled_pages(MAIN, insert_main, _EDGE_PAGES, device, generator)
     table = torch.tensor(
@@ -234,7 +236,7 @@ def _gather_edges(device: torch.device) -> Work:
 
 
 def indexer_gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
-    """Gathers of the indexer's keys, one request behind the other."""
+    """Make gathers of the indexer's keys, request after request."""
     cases = []
     for requests, rows in shapes:
         build = functools.partial(_indexer_gather_work, requests, rows, smoke=smoke)
@@ -265,7 +267,8 @@ def paged(
     *,
     smoke: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """A filled cache, and ``count`` block tables of random blocks of which no two share one."""
+    """Make a full cache, and ``count`` block tables of random blocks, each of which is in one table
+    only."""
     needed = requests * columns
     pages = max(_SMOKE_PAGES if smoke else _POOL_PAGES, count * needed)
     insert = insert_main if layout is MAIN else insert_indexer
@@ -285,7 +288,7 @@ def filled_pages(
     device: torch.device,
     generator: torch.Generator,
 ) -> Tensor:
-    """A cache whose rows are ordinary keys."""
+    """Make a cache whose rows are ordinary keys."""
     cache = layout.allocate(pages, device)
     for start in range(0, pages, _FILLED_PAGES):
         part = cache[start : start + _FILLED_PAGES]
@@ -297,7 +300,7 @@ def filled_pages(
 def junk_pages(
     layout: Layout, pages: int, device: torch.device, generator: torch.Generator
 ) -> Tensor:
-    """A cache of random bytes: a byte that an insert must not touch shows if it does."""
+    """Make a cache of random bytes, so that a write to any other byte shows."""
     cache = layout.allocate(pages, device)
     junk = torch.randint(0, 256, (cache.nbytes,), dtype=torch.uint8, device=device,
                          generator=generator)  # fmt: skip
@@ -312,6 +315,7 @@ def random_keys(
 
 
 def _workspace(requests: int, rows: int, device: torch.device) -> Tensor:
-    """Filled with a value that no gather may leave where it writes, or change where it does not."""
+    """Make a result full of one value, which a gather must overwrite in its rows and keep
+    elsewhere."""
     shape = (requests, rows, MAIN.head_dim)
     return torch.full(shape, -7.0, dtype=torch.bfloat16, device=device)

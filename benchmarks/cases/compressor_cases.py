@@ -1,4 +1,4 @@
-"""Cases of the compressor: states saved and finished windows compressed, in decode and prefill."""
+"""Cases of the compressor, in decode and prefill: save states, and compress complete windows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dsv4_ops.testing.contract.compare import assert_agrees
 
 _EPS = 1e-6
 _ROPE_DIM = 64
-_CONTEXT = 4096  # position of the first window that a decode step is in: a multiple of the ratios
-_STATES, _CACHE = 2, 9  # arguments that a call writes to
+_CONTEXT = 4096  # position of the first window of a decode step: a multiple of the ratios
+_STATES, _CACHE = 2, 9  # arguments that a call mutates
 _EDGE_TOKENS = 24
 
 
@@ -38,12 +38,12 @@ class Kind:
 
     @property
     def width(self) -> int:
-        """Values of kv, and of score, per token."""
+        """Values of kv, and of the score, per token."""
         return self.layout.head_dim * (2 if self.overlap else 1)
 
     @property
     def window(self) -> int:
-        """Tokens that a compressed row is made of."""
+        """Tokens per window."""
         return self.ratio * (2 if self.overlap else 1)
 
     @property
@@ -72,7 +72,7 @@ KINDS = {
 
 @functools.cache
 def save_and_compress(kind: str) -> Callable[..., None]:
-    """What a layer does in every step, for one kind of compressor."""
+    """The work of a layer in every step, for one kind of compressor."""
     settings = KINDS[kind].settings
 
     def call(
@@ -97,8 +97,8 @@ def save_and_compress(kind: str) -> Callable[..., None]:
 
 
 def reference(kind: str, *args: Any) -> None:
-    """The same by the references, of which the second gets only the tokens that finish a window:
-    it takes their rows from the saved states, and its memory does not grow with the others."""
+    """Run the references. The second gets only the tokens that complete a window, and reads other
+    rows from the saved states, so its memory does not grow with the other tokens."""
     kv_score, ape, states, state_slots, positions, req_indices, table, *_, slots = args
     norm_weight, cos_sin_cache, cache = args[7:10]
     spec = KINDS[kind]
@@ -116,7 +116,8 @@ def reference(kind: str, *args: Any) -> None:
 def differences(
     kind: Kind, args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> str | None:
-    """How states differ in a bit, or rows by more than float64 allows."""
+    """Describe a difference, or return None. States must be equal bit for bit, rows within the
+    float64 budget."""
     if not differing_bytes(actual, expected):
         return None
     if wrong := differing_bytes(actual[:1], expected[:1]):
@@ -138,8 +139,8 @@ def differences(
 
 @dataclass(frozen=True)
 class Step:
-    """Tokens of a step: position and request of each. Every earlier token that they need is in the
-    states."""
+    """The tokens of a step: position and request of each. The states have every earlier token that
+    they need."""
 
     positions: tuple[int, ...]
     req_indices: tuple[int, ...]
@@ -153,7 +154,7 @@ class Step:
 
 
 def decode_step(kind: Kind, requests: int, *, finishing: bool) -> Step:
-    """A token of every request: all at the end of a window, or one of ``ratio`` of them."""
+    """Make one token per request: all at the end of a window, or one in ``ratio`` of them."""
     last = kind.ratio - 1
     offsets = [last if finishing else request % kind.ratio for request in range(requests)]
     return Step(tuple(_CONTEXT + offset for offset in offsets), tuple(range(requests)))
@@ -165,7 +166,7 @@ def prefill_step(tokens: int) -> Step:
 
 
 def compressor_cases(kind: str, decode: Sequence[int], prefill: Sequence[int]) -> list[Case]:
-    """Tokens and slots that do not exist, decode steps, prefill."""
+    """Make absent tokens and slots, decode steps, and prefills."""
     spec = KINDS[kind]
     edges = functools.partial(_edge_work, kind)
     cases = [Case(kind, "absent slots and padding", edges, rows=_EDGE_TOKENS, timed=False)]
@@ -184,8 +185,8 @@ def _case(kind: str, shape: str, step: Step, variant: str = "") -> Case:
 
 
 def moved_bytes(kind: Kind, step: Step) -> int:
-    """Bytes that must move: projections in, states and rows out; of the windows that are finished
-    what is in the states only; what says where."""
+    """Return the bytes that must move: projections in, states and rows out, earlier states of
+    complete windows, and all indices."""
     tokens, dim = len(step.positions), kind.layout.head_dim
     here = set(zip(step.req_indices, step.positions, strict=True))
     stored, finished = 0, step.finished(kind)
@@ -200,7 +201,7 @@ def moved_bytes(kind: Kind, step: Step) -> int:
 
 
 def step_work(kind: str, step: Step, device: torch.device) -> Work:
-    """Every input set has states and a cache of its own."""
+    """Build a case; every input set has its own states and cache."""
     spec, tokens = KINDS[kind], len(step.positions)
     moved = moved_bytes(spec, step)
     generator = torch.Generator(device).manual_seed(tokens)
@@ -234,7 +235,7 @@ def step_work(kind: str, step: Step, device: torch.device) -> Work:
 def _states(
     kind: Kind, step: Step, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """States full of values, and a table of random blocks for the tokens that a step can need."""
+    """Make full states, and a table of random blocks for the tokens that a step can need."""
     size = kind.state_block_size
     first = max(min(step.positions) - kind.window + 1, 0) // size
     last = (max(step.positions) // kind.ratio + 1) * kind.ratio // size
@@ -250,7 +251,7 @@ def _states(
 def _cache(
     kind: Kind, step: Step, positions: Tensor, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """A cache of random bytes, and a random slot for every token that finishes a window."""
+    """Make a cache of random bytes, and a random slot for every token that completes a window."""
     size, finished = kind.layout.block_size, step.finished(kind)
     pages = max(2, step.requests, -(-finished // size))
     order = torch.randperm(pages * size, device=device, generator=generator)
@@ -260,8 +261,7 @@ def _cache(
 
 
 def _edge_work(kind: str, device: torch.device) -> Work:
-    """Padding, requests and slots that do not exist, blocks that are missing, one window of
-    many."""
+    """Make padding, absent requests, slots and blocks, and one window of many."""
     spec = KINDS[kind]
     work = step_work(kind, decode_step(spec, _EDGE_TOKENS, finishing=True), device)
     args = list(work.sets[0])

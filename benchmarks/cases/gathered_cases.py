@@ -1,5 +1,5 @@
-"""Cases of sparse MLA over bf16 rows that were gathered before: the form of FlashMLA's sparse
-prefill."""
+"""Cases of sparse MLA over bf16 rows gathered before the call, as FlashMLA's sparse prefill takes
+them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
 
 ROWS = 8192
-"""Rows of the workspace of an input set: those of a request of C4 of some 30k tokens."""
+"""Rows in the workspace of an input set: a C4 request of about 30k tokens."""
 
 
 def _values(args: Args) -> int:
-    """Values of the keys of a token."""
+    """Return the number of values of a token's keys."""
     return int(args[2].shape[1]) * MainLayout.head_dim
 
 
@@ -32,7 +32,7 @@ _CHECK = ByToken("sparse_mla_gathered", {"softmax_scale": SCALE}, (0, 2, 3), _va
 def gathered_cases(
     tokens: Sequence[int], models: Sequence[tuple[int, int]], rows: int = ROWS
 ) -> list[Case]:
-    """Full lists of different rows, for (heads, keys of a token)."""
+    """Make full lists of different rows, for pairs (heads, keys per token)."""
     return [_case(count, heads, keys, rows) for heads, keys in models for count in tokens]
 
 
@@ -47,14 +47,14 @@ def _case(tokens: int, heads: int, keys: int, rows: int) -> Case:
 
 
 def cost(heads: int, listed: Tensor) -> tuple[int, int]:
-    """Bytes and FLOP of a call: it reads each row that it lists once, and writes the output."""
+    """Return bytes and FLOP of a call, which reads each listed row once and writes the output."""
     queries, width = listed.shape[0] * heads * MainLayout.head_dim, MainLayout.head_dim
     moved = 2 * int(listed.unique().numel()) * width + 2 * 2 * queries + listed.nbytes
     return moved, 2 * heads * listed.numel() * (width + width)
 
 
 def gathered_work(tokens: int, heads: int, keys: int, rows: int, device: torch.device) -> Work:
-    """Every token lists rows of its own anywhere in a workspace, which every input set has."""
+    """Build a case: every token lists random rows of the input set's workspace."""
     draw = Draw(device, tokens)
     listed = draw.rows(tokens, keys, rows).int()
     moved, flop = cost(heads, listed)

@@ -1,4 +1,4 @@
-"""Cases of the lightning indexer in decode: logits, and rows selected without any."""
+"""Cases of the lightning indexer in decode: logits, and a selection that stores no logits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _CALLS: dict[str, Callable[..., Tensor]] = {"logits": logits, "select": select}
 def indexer_cases(
     group: str, batches: Sequence[int], contexts: Sequence[int], *, smoke: bool
 ) -> list[Case]:
-    """What does not exist, then requests of equal context."""
+    """Make absent tokens, requests and blocks, then requests of equal context."""
     edges = functools.partial(_edge_work, group, smoke=smoke)
     context = _EDGE_CONTEXT // (4 if smoke else 1)
     cases = [_case(group, _EDGE_TOKENS, context, edges, "adversarial")]
@@ -117,14 +117,14 @@ def _work(group: str, sets: Sequence[Args], **more: Any) -> Work:
 
 
 def _edge_work(group: str, device: torch.device, *, smoke: bool) -> Work:
-    """Tokens that see nothing, few rows or more than the table has; requests and blocks that do not
-    exist."""
+    """Make tokens that see no row, few rows or more than the table has, and absent requests and
+    blocks."""
     context = _EDGE_CONTEXT // (4 if smoke else 1)
     work = indexer_work(group, _EDGE_TOKENS, context, device, smoke=smoke)
     q, weights, cache, where, requests, table = work.sets[0]
     seen = [0, 1, TOPK - 1, TOPK + 1, 2**28, -1] * (_EDGE_TOKENS // 6)
     lens = torch.tensor(seen, device=device)
     where.copy_(lens if group == "logits" else lens * _RATIO - 1)
-    requests[2], requests[9] = -1, _EDGE_TOKENS  # of tokens that see rows
+    requests[2], requests[9] = -1, _EDGE_TOKENS  # their tokens see rows
     table[3, ::2], table[4, 1::3] = -1, 2**30
     return _work(group, [(q, weights, cache, where, requests, table)], moved_bytes=0)

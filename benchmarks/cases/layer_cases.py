@@ -1,4 +1,4 @@
-"""Cases of a whole attention layer in decode: the stages between its projections, one step."""
+"""Cases of an attention layer in one decode step: the stages between its projections."""
 
 from __future__ import annotations
 
@@ -31,29 +31,30 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 
 INDEX_HEADS = 64
 OUT = Tolerance(1e-3, 2.01 / 128, 2e-5)
-"""What the output may differ by from the references on the CPU: as in FlashMLA's own tests, with
-space for an e4m3 code of a row that the step writes."""
+"""Maximum difference of the output from the references on the CPU: that of FlashMLA's own tests,
+plus one e4m3 code of a row that the step writes."""
 
 TOKEN_COSINE = 1e-4
-"""The cosine difference of any one token: a few other selected rows make it a hundred times as
-large."""
+"""Maximum cosine difference of a token; a few wrong rows in its selection cause a hundred times as
+much."""
 
 INPUTS, WEIGHTS, CACHES, GROUP = map(
     len, map(fields, (LayerInputs, LayerWeights, LayerCaches, CompressedStep))
 )
-"""Tensors of LayerInputs, LayerWeights, LayerCaches and CompressedStep. The arguments of a call are
-the first three, then the tensors of AttentionStep, its C4 group before its C128 group."""
+"""Numbers of tensors in LayerInputs, LayerWeights, LayerCaches and CompressedStep. The arguments of
+a call are the first three, then the tensors of AttentionStep, its C4 group before its C128
+group."""
 
 _STEP = INPUTS + WEIGHTS + CACHES
 
 _MAX_SETS = 8
-_ROPE_ROWS = 64  # the table repeats: angles of a small position are as good as of a large one
+_ROPE_ROWS = 64  # the table repeats: large positions need no other angles than small ones
 _LONGEST = 131072
 
 
 @dataclass(frozen=True)
 class Model:
-    """What of a released model the cases depend on."""
+    """The sizes of a released model that the cases depend on."""
 
     name: str
     heads: int
@@ -66,8 +67,8 @@ PRO = Model("Pro", 128, LayerSpec.deepseek_v4_pro())
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of a step: their contexts, in tables for ``longest`` tokens; with ``plan`` the
-    step has one."""
+    """The requests of a step: contexts, columns of the tables (``longest`` tokens), and whether the
+    step has a plan."""
 
     contexts: tuple[int, ...]
     longest: int
@@ -80,14 +81,14 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork(Work):
-    """A ``Work`` that knows its layer, for stages and baselines."""
+    """A ``Work`` with its layer, for stages and baselines."""
 
     kind: str
     spec: LayerSpec
 
 
 def step_of(args: Args) -> AttentionStep:
-    """The step among the arguments of a call."""
+    """Return the step among the arguments of a call."""
     req_indices, positions, slot_mapping, swa_indices, swa_lens, *groups = args[_STEP:]
     return AttentionStep(
         req_indices=req_indices,
@@ -101,7 +102,7 @@ def step_of(args: Args) -> AttentionStep:
 
 
 def parts_of(args: Args) -> tuple[LayerInputs, LayerWeights, LayerCaches, AttentionStep]:
-    """What ``attention_layer`` takes, from the arguments of a call."""
+    """Return the arguments of ``attention_layer`` from those of a call."""
     rest = args[INPUTS:]
     return (
         LayerInputs(*args[:INPUTS]),
@@ -124,7 +125,7 @@ def layer_call(kind: str, spec: LayerSpec) -> Callable[..., Tensor]:
 
 
 def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, int]]) -> list[Case]:
-    """Decode steps of (requests, context), every request at the end of a window."""
+    """Make decode steps of (requests, context), with every request at the end of a window."""
     cases = []
     for model in models:
         for requests, context in sizes:
@@ -134,8 +135,8 @@ def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, i
 
 
 def ragged_cases(models: Sequence[Model], sizes: Sequence[int]) -> list[Case]:
-    """C128 layers of requests of very different length, mostly short, each at the end of a window:
-    without a plan, and with one that their step made before."""
+    """Make C128 layers of requests of very different lengths, most of them short, each at the end
+    of a window: without a plan, and with a plan that the step made before the call."""
     cases = []
     for model in models:
         for requests in sizes:
@@ -162,8 +163,8 @@ def _case(kind: str, model: Model, requests: Requests, shape: str) -> Case:
 
 
 def cost(kind: str, model: Model, contexts: Sequence[int]) -> tuple[int, int]:
-    """Bytes that must move and FLOP, those of FP8 products counted half: they take half the
-    time."""
+    """Return the bytes that must move, and FLOP. An FP8 product counts half, because it takes half
+    the time."""
     moved, flop = zip(*(_cost(kind, model, context) for context in contexts), strict=True)
     return sum(moved), sum(flop)
 
@@ -190,7 +191,7 @@ def _cost(kind: str, model: Model, context: int) -> tuple[int, int]:
 
 
 def layer_work(kind: str, model: Model, requests: Requests, device: torch.device) -> LayerWork:
-    """Every input set has caches and tables of its own; weights are shared."""
+    """Build a case. Input sets share weights, and have their own caches and tables."""
     moved, flop = cost(kind, model, requests.contexts)
     draw = _Draw(kind, model, requests, device)
     count = min(rotating_sets(moved, device), _MAX_SETS)
@@ -208,7 +209,7 @@ def layer_work(kind: str, model: Model, requests: Requests, device: torch.device
 
 
 def differs(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """How far the outputs are apart."""
+    """Describe a difference of two outputs that exceeds the tolerances, or return None."""
     ours, want = actual[0], expected[0].to(actual[0].device)
     found = outside("out", ours, want, OUT)
     if found:
@@ -251,14 +252,14 @@ class _Draw:
         toward = torch.zeros(self.requests, IndexerLayout.head_dim, device=self.device)
         toward[:, : IndexerLayout.head_dim // 2] = self.normal(
             self.requests, IndexerLayout.head_dim // 2
-        ).sign()  # the half that is not rotated
+        ).sign()  # the half without RoPE
         caches = self.caches(step, toward)
         shared = (step.req_indices, step.positions, step.slot_mapping, step.swa_indices)
         groups = (*vars(step.c4).values(), *vars(step.c128).values())
         return (*self.inputs(toward), *weights, *caches, *shared, step.swa_lens, *groups)
 
     def inputs(self, toward: Tensor) -> tuple[Tensor | None, ...]:
-        """Projections. The indexer's queries all look for keys that point ``toward``."""
+        """Sample projections, with the indexer's queries in the direction of ``toward``."""
         tokens, dim, index_dim = self.requests, MainLayout.head_dim, IndexerLayout.head_dim
         found: list[Tensor | None] = [None] * INPUTS
         found[0] = self.normal(tokens, self.heads, dim).bfloat16()
@@ -273,7 +274,7 @@ class _Draw:
         return tuple(found)
 
     def table(self, tokens_per_page: int, pages: int) -> Tensor:
-        """The last ``pages`` blocks of every request on blocks of random order."""
+        """Put the last ``pages`` blocks of every request on random blocks."""
         columns = torch.arange(-(-self.longest // tokens_per_page), device=self.device)
         stops = -(-self.lens()[:, None] // tokens_per_page)
         used = (columns < stops) & (columns >= stops - pages)
@@ -330,8 +331,8 @@ class _Draw:
         return step.c4 if self.kind == "c4" else step.c128
 
     def indexer_keys(self, layout: IndexerLayout, step: AttentionStep, toward: Tensor) -> Tensor:
-        """Keys of which as many point ``toward`` as are selected, by far more than the others: no
-        rounding of a score changes the selection."""
+        """Sample keys. As many as are selected point ``toward`` far more than the others do, so
+        that the rounding of scores does not change the selection."""
         table = step.c4.block_table
         cache = layout.allocate(int(table.max()) + 1, self.device)
         for request, context in enumerate(self.contexts):
@@ -339,7 +340,8 @@ class _Draw:
             row = torch.arange(rows, device=self.device)
             share = torch.rand(rows, device=self.device, generator=self.generator) / 2
             order = torch.randperm(rows - 1, device=self.device, generator=self.generator)
-            share[order[: self.spec.attention.index_topk]] += 1  # not the row of this step
+            # without the row that this step writes
+            share[order[: self.spec.attention.index_topk]] += 1
             key = toward[request] * share[:, None] + 0.25 * self.normal(rows, toward.shape[1])
             page = table[request, row // layout.block_size].long()
             slots = page * layout.block_size + row % layout.block_size

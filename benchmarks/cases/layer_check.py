@@ -1,4 +1,4 @@
-"""Compare the caches that a baseline's stages and ours leave: byte for byte, or within one code."""
+"""Compare the caches that a baseline's stages and ours write: byte for byte, or within one code."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dsv4_ops.reference.pages import Columns, gather_rows, row_columns, scatter_
 from dsv4_ops.testing.cases.compressor import row_values
 
 CODE_STEP, ROPE_STEP = 2.0**-3, 2.0**-7
-"""Of e4m3 and bf16, relative, at most."""
+"""Maximum relative step between codes of e4m3 and of bf16."""
 
-_NEAR_ZERO = 2.0**-16  # of a row's largest value: steps there, and float32 sums that cancel
+_NEAR_ZERO = 2.0**-16  # relative to a row's maximum: there, steps and float32 sums cancel
 _SPOILED = 0x5A
 
 
 @dataclass
 class Found:
-    """What a comparison found: ``wrong`` is outside of what rounding does, ``notes`` inside."""
+    """The differences that a comparison found: ``wrong`` ones exceed rounding, ``notes`` do not."""
 
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, different: int, total: int, wrong: str | None) -> None:
-        """Keep a difference of some of ``total`` bytes."""
+        """Record a difference of some of ``total`` bytes."""
         if wrong:
             self.wrong.append(f"{name}: {wrong}")
         elif different:
@@ -38,7 +38,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a cache that a stage writes, in the baseline's copy of it and in ours."""
+    """The rows of a cache that a stage writes, in the baseline's copy and in ours."""
 
     name: str
     layout: Layout
@@ -47,7 +47,7 @@ class Rows:
     slots: Tensor
 
     def spoil(self) -> None:
-        """Overwrite the baseline's, so that one that it does not write shows."""
+        """Overwrite the baseline's rows, so that a missing write shows."""
         if isinstance(self.layout, StateLayout):
             slots, size = self.slots, self.layout.block_size
             self.layout.rows(self.baseline)[slots // size, slots % size] = torch.nan
@@ -57,7 +57,7 @@ class Rows:
             self.baseline.copy_(scatter_rows(self.baseline, rows, self.slots, columns))
 
     def compare(self, found: Found) -> None:
-        """Bytes of the rows, then values."""
+        """Compare the bytes of the rows, then their values."""
         if isinstance(self.layout, StateLayout):
             wrong = differing_bytes([self.baseline], [self.ours])
             text = f"{wrong} of {self.ours.nbytes} bytes differ" if wrong else None
@@ -95,7 +95,7 @@ class Rows:
 def compare_codes(
     name: str, baseline: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor], found: Found
 ) -> None:
-    """The same for e4m3 codes [..., n] and what a row of them is multiplied with, [...]."""
+    """Compare e4m3 codes [..., n] and the factors of their rows, [...]."""
     different, total = differing_bytes(baseline, ours), sum(part.nbytes for part in ours)
     wrong = None
     if different:
@@ -105,7 +105,7 @@ def compare_codes(
 
 
 def steps_apart(name: str, ours: Tensor, baseline: Tensor, step: float) -> str | None:
-    """Values that are more than a step of their code apart."""
+    """Count values that differ by more than a step of their code."""
     size = torch.maximum(ours.abs(), baseline.abs()).float()
     allowed = step * size + _NEAR_ZERO * size.amax(-1, keepdim=True)
     wrong = ~((ours.float() - baseline.float()).abs() <= allowed)

@@ -1,5 +1,5 @@
-"""Cases of sparse MLA's prefill: one request behind a prefix, that selects from its compressed rows
-(C4) or sees all of them (C128)."""
+"""Cases of sparse MLA's prefill: one request after a prefix, which selects compressed rows (C4) or
+sees all of them (C128)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ PREFIX, LONG_PREFIX = 16384, 131072
 
 _CALLS = {C4: prefill_c4, C128: prefill_c128}
 _TILE = 128
-"""FlashMLA's lists are as wide as a multiple of this."""
+"""The width of FlashMLA's lists is a multiple of this."""
 
 
 def _values(args: Args) -> int:
-    """Values of the keys of a token: of its selection, or of a table of blocks of C128."""
+    """Return the number of values of a token's keys: those of its selection, or of C128's block
+    table."""
     table, selected = args[6], args[7]
     width = table.shape[1] * PAGES[C128] if selected is None else selected.shape[1]
     return int(WINDOW + width) * MainLayout.head_dim
@@ -46,7 +47,7 @@ def _form(ratio: int) -> Form:
 def selecting_cases(
     tokens: Sequence[int], models: Sequence[tuple[int, int]], prefix: int = PREFIX
 ) -> list[Case]:
-    """Layers of C4, for models of (heads, top-k)."""
+    """Make C4 layers, for models of (heads, top-k)."""
     return [
         _case(uniform(count, heads, width), _context(count, prefix, C4), prefix, "")
         for heads, width in models
@@ -57,8 +58,8 @@ def selecting_cases(
 def dense_cases(
     tokens: Sequence[int], heads: Sequence[int], prefix: int = LONG_PREFIX, table_rows: int = 0
 ) -> list[Case]:
-    """Layers of C128: every token sees all rows that are finished. Block tables fit, or are wider
-    for ``table_rows``."""
+    """Make C128 layers: every token sees all complete rows. Block tables fit the request, or have
+    ``table_rows`` rows."""
     return [_dense(count, each, prefix, table_rows) for each in heads for count in tokens]
 
 
@@ -74,7 +75,8 @@ def _dense(tokens: int, heads: int, prefix: int, table_rows: int) -> Case:
 
 
 def _context(tokens: int, prefix: int, ratio: int) -> Context:
-    """Whole blocks of the window cache are behind, and a whole window before the first token."""
+    """Round the prefix so that whole blocks of the window cache precede the first token, and a
+    whole window too."""
     return Context(tokens, round_up(prefix, PAGE) + WINDOW - 1 + tokens, ratio)
 
 
@@ -87,8 +89,8 @@ def _case(shape: Shape, context: Context, prefix: int, variant: str, table_rows:
 
 
 class _Rows(NamedTuple):
-    """Rows of a request: their blocks, how many of them FlashMLA is given, and every token's of
-    those, -1 for none."""
+    """The rows of a request: their blocks, the number of blocks that FlashMLA gets, and the rows of
+    every token, -1 for none."""
 
     cache: Tensor
     table: Tensor
@@ -97,7 +99,7 @@ class _Rows(NamedTuple):
     listed: Tensor
 
     def dense(self) -> Tensor:
-        """The rows in bf16."""
+        """Return the rows in bf16."""
         length = torch.tensor([self.held], dtype=torch.int32, device=self.table.device)
         size = self.block_size
         return dsv4_ops.gather_k_cache(
@@ -108,10 +110,8 @@ class _Rows(NamedTuple):
 def prefill_work(
     shape: Shape, context: Context, prefix: int, table_rows: int, device: torch.device
 ) -> PrefillWork:
-    """Tokens after a prefix of one request, which attend to their window and rows of the prefix.
-
-    The baseline gets the rows gathered in bf16.
-    """
+    """Build tokens of one request after a prefix, which attend to their window and to rows of the
+    prefix. The baseline gets the rows gathered in bf16."""
     draw, ratio = Draw(device, shape.tokens), context.ratio
     lens = draw.lens(shape.swa_lens) + draw.lens(shape.extra_lens)
     one_set = functools.partial(
@@ -120,7 +120,7 @@ def prefill_work(
     pairs = [one_set()]
     selected = pairs[0][0][7]
     seen = context.compressed if selected is None else int(selected.unique().numel())
-    entries = None if ratio == C4 else 0  # of lists, which C128 has none of
+    entries = None if ratio == C4 else 0  # number of list entries; C128 has no lists
     cost = shape.cost(entries, seen + context.window)
     pairs += [one_set() for _ in range(rotating_sets(cost[0], device) - 1)]
     work = _form(ratio).work(
@@ -142,9 +142,9 @@ def _one_set(
     lens: Tensor,
     sink: Tensor,
 ) -> tuple[Args, Args]:
-    """Arguments of ours and of the baseline."""
+    """Return the arguments of our op and of the baseline."""
     tokens, ratio, device = shape.tokens, context.ratio, draw.device
-    before = round_up(prefix, PAGE) // PAGE  # blocks of the window cache that are gone
+    before = round_up(prefix, PAGE) // PAGE  # freed blocks of the window cache
     step = torch.arange(tokens, device=device)
     positions = context.length - tokens + step
     request = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -164,8 +164,8 @@ def _one_set(
 def _compressed(
     draw: Draw, shape: Shape, context: Context, selectable: int, table_rows: int
 ) -> _Rows:
-    """Compressed rows of the request: a selection of its first ones, or all that a token sees. The
-    block table is that of longer requests where it has more rows."""
+    """Make the compressed rows of the request: a selection among the first ones, or all that a
+    token sees. If the block table has more rows, it is that of a longer request."""
     size = PAGES[context.ratio]
     cache, table = draw.cache(size, (1, -(-context.compressed // size)))
     table = pad(table, (0, max(0, table_rows // size - table.shape[1])), value=-1)
@@ -178,7 +178,8 @@ def _compressed(
 
 
 def _gathered(swa: _Rows, extra: _Rows) -> tuple[Tensor, Tensor]:
-    """bf16 rows [num_rows, 1, 512], compressed ones first, and every token's of them."""
+    """Return bf16 rows [num_rows, 1, 512], compressed ones first, and the rows that every token
+    attends to."""
     rows = torch.cat([extra.dense(), swa.dense()])
     indices = torch.cat([swa.listed + extra.held, extra.listed], 1)
     width = indices.shape[1]

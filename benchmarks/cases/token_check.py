@@ -17,7 +17,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees
 
-_VALUES = 2**26  # of the keys of a part, in float64
+_VALUES = 2**26  # values of a chunk's keys, in float64
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ByToken:
     Args:
         op: Name of the op.
         settings: Its keyword arguments.
-        places: Arguments that have a row per token.
-        values: Values of the keys that one token sees, of an input set.
+        places: Indices of the arguments with a row per token.
+        values: Returns the number of values of the keys that a token of an input set sees.
     """
 
     op: str
@@ -37,7 +37,7 @@ class ByToken:
     values: Callable[[Args], int]
 
     def reference(self, *args: Any) -> list[Tensor]:
-        """What the reference makes of a call, on the device of its tensors."""
+        """Run the reference on a call, on the device of its tensors."""
         function = OPS[self.op].reference
         results = [tensors(function(*part, **self.settings)) for _, part in self._parts(args)]
         return [torch.cat(parts) for parts in zip(*results, strict=True)]
@@ -45,7 +45,7 @@ class ByToken:
     def differences(
         self, args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
     ) -> str | None:
-        """How far results are from what the reference's errors allow."""
+        """Describe results that exceed the error budget of the reference, or return None."""
         if not differing_bytes(actual, expected):
             return None
         op_testing = OPS[self.op].implementation("testing")
@@ -58,7 +58,7 @@ class ByToken:
         return None
 
     def _parts(self, args: Args) -> Iterator[tuple[slice, Args]]:
-        """Slices of tokens and the call for each."""
+        """Yield slices of tokens, and the call for each."""
         step = max(1, _VALUES // self.values(args))
         for start in range(0, args[0].shape[0], step):
             tokens = slice(start, start + step)
@@ -73,8 +73,8 @@ class ByToken:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """An element passes by its absolute or by its relative difference; ``cosine`` bounds
-    1 - 2 ab / (aa + bb) over all."""
+    """A tolerance: an element passes by its absolute or by its relative difference; ``cosine``
+    bounds 1 - 2 ab / (aa + bb) over all elements."""
 
     absolute: float
     relative: float
@@ -82,13 +82,13 @@ class Tolerance:
 
 
 def outside(name: str, baseline: Tensor, ours: Tensor, tolerance: Tolerance) -> str | None:
-    """How two results differ by more than ``tolerance``."""
+    """Describe the difference of two results that exceeds ``tolerance``."""
     if baseline.shape != ours.shape:
         return f"{name} is {list(baseline.shape)}, not {list(ours.shape)}"
     left, right = baseline.double(), ours.double()
     error = (left - right).abs()
     fails = ~((error <= tolerance.absolute) | (error <= tolerance.relative * right.abs()))
-    fails &= left != right  # infinities agree with themselves; NaN agrees with nothing
+    fails &= left != right  # equal infinities agree; NaN agrees with nothing
     if bool(fails.any()):
         worst = float(error[fails].nan_to_num(torch.inf).max())
         return f"{name}: {int(fails.sum())} of {fails.numel()} differ, by up to {worst:.2g}"

@@ -1,7 +1,8 @@
-"""Code for an A100 on a Hopper card: PTX of sm_80, which the card's ptxas takes as it is.
+"""Run A100 code on a Hopper card: PTX of sm_80, which the card's ptxas accepts.
 
-Tests show by it what an A100 would compute, and ``benchmarks/ampere.py`` what its code costs on
-that card."""
+Tests show the results that an A100 would compute, and ``benchmarks/ampere.py`` the time of its code
+on that card.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def _stages(
     *,
     card: int,
 ) -> tuple[str, str] | None:
-    """Replace the last stages of Triton's compiler. Since 3.7 it calls this without arguments too,
-    for a word that cached kernels are told apart by."""
+    """Replace the last stages of Triton's compiler. Since 3.7 Triton also calls this without
+    arguments, for a word that becomes part of the kernels' cache key."""
     if backend is None:
         return "sm_80", "sm_80"
     if language != Language.TRITON:
@@ -50,12 +51,12 @@ def _stages(
 
 
 def _forget() -> None:
-    """Drop the kernels that this process has loaded: Triton does not tell targets apart."""
+    """Unload the kernels of this process: Triton's table does not distinguish targets."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # before loaded kernels are dropped
+        torch.cuda.synchronize()  # finish kernels before they are unloaded
     torch._dynamo.reset()
     PLANS.plans.clear()
-    vars(DeviceProperties)["create"].__func__.cache_clear()  # of Inductor's, with the capability
+    vars(DeviceProperties)["create"].__func__.cache_clear()  # Inductor's cache holds the capability
     for each in gc.get_objects():
         if type(each) is JITFunction:
             each.device_caches.clear()
@@ -63,12 +64,12 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def as_an_a100(folder: Path) -> Iterator[None]:
-    """All that asks for the GPU's compute capability is told 8.0, and Triton compiles for sm_80.
+    """Report capability 8.0 to all callers, and let Triton compile for sm_80.
 
-    ptxas makes the PTX the binary of the card that is here, as the driver would. ``folder`` takes
-    compiled code. Not for code that workers compile: they know nothing of this.
+    ptxas compiles the PTX for the card in this machine, as the driver would. ``folder`` holds
+    compiled code. Compile workers are not patched.
     """
-    target = driver.active.get_current_target()  # before it is told otherwise
+    target = driver.active.get_current_target()  # before it reports another capability
     _forget()
     hook = functools.partial(_stages, card=target.arch)
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}

@@ -12,7 +12,7 @@ from dsv4_ops.attention.metadata import AttentionSpec, BlockTables, DecodeMetada
 
 SHORTEST_CONTEXT = 100
 _MAX_SETS = 32
-_CAPTURED_CALLS = 8  # at least so many per CUDA graph, so that its launch does not count
+_CAPTURED_CALLS = 8  # minimum calls per CUDA graph, so that its launch does not count
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Batch:
     slot_mapping: Tensor
     block_tables: BlockTables
     positions: Tensor
-    """int64 [num_tokens]. Our builder derives it; the baselines get it ready-made, as from vLLM."""
+    """int64 [num_tokens]. Our builder computes it; the baselines get it, as from vLLM."""
 
     @property
     def tokens(self) -> int:
@@ -42,7 +42,7 @@ class Batch:
 
 
 def mixed_lengths(requests: int, *, longest: int, generator: torch.Generator) -> Tensor:
-    """Log-uniform lengths from ``SHORTEST_CONTEXT`` to ``longest``: mostly short, a few long."""
+    """Sample log-uniform lengths from ``SHORTEST_CONTEXT`` to ``longest``: most are short."""
     low, high = math.log(min(SHORTEST_CONTEXT, longest)), math.log(longest)
     draw = torch.rand(requests, generator=generator, dtype=torch.float64)
     return (low + (high - low) * draw).exp().round().clamp(max=longest).to(torch.int32)
@@ -51,7 +51,8 @@ def mixed_lengths(requests: int, *, longest: int, generator: torch.Generator) ->
 def draw_batch(
     spec: AttentionSpec, lengths: Tensor, *, next_n: int, device: torch.device, seed: int
 ) -> Batch:
-    """A batch of requests with these ``lengths`` (context included) and distinct random blocks."""
+    """Make a batch of requests with these ``lengths`` (context included) and distinct random
+    blocks."""
     requests = lengths.shape[0]
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -76,7 +77,8 @@ def draw_batch(
 
 
 def input_bytes(spec: AttentionSpec, batch: Batch) -> int:
-    """Bytes that any builder must read: request and token vectors, each needed block id once."""
+    """Return the bytes that any builder must read: request and token vectors, and each needed block
+    id once."""
     last = batch.seq_lens.long() - 1
     first = (last - (batch.next_n - 1) - (spec.window_size - 1)).clamp(min=0)
     window_pages = last // spec.swa_block_size - first // spec.swa_block_size + 1
@@ -91,12 +93,13 @@ def input_bytes(spec: AttentionSpec, batch: Batch) -> int:
 
 
 def output_bytes(metadata: DecodeMetadata) -> int:
-    """Bytes that any builder must write."""
+    """Return the bytes that any builder must write."""
     return sum(tensor.nbytes for tensor in vars(metadata).values())
 
 
 def rotating_sets(step_bytes: int, device: torch.device) -> int:
-    """Input sets to rotate through: three times the L2 where 32 sets can do that; one on a CPU."""
+    """Return the number of input sets to rotate through: up to 32, for three times the L2; one on a
+    CPU."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -104,5 +107,5 @@ def rotating_sets(step_bytes: int, device: torch.device) -> int:
 
 
 def captured_calls(sets: int) -> int:
-    """Calls of a CUDA graph that goes through ``sets`` input sets: a multiple of them."""
+    """Return the number of calls in a CUDA graph over ``sets`` input sets: a multiple of them."""
     return sets * math.ceil(_CAPTURED_CALLS / sets)

@@ -1,4 +1,4 @@
-"""Count the bytes that a call holds at once, on any device, the meta device too."""
+"""Count the bytes that a call holds at once, on any device, including meta."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that ops return while it is entered, and ``peak``, the most at once.
+    """Count the bytes of tensors that ops return inside this context; ``peak`` is the maximum.
 
-    What a kernel allocates for itself, or an op that decomposes nowhere, is not seen.
+    Kernels' own allocations, and ops that are not decomposed, are not counted.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most that ``call`` holds at once, beside what exists before it."""
+    """Return the maximum bytes that ``call`` holds at once, besides tensors that existed before."""
     counted = LiveBytes()
     with torch.no_grad(), counted:
         call()

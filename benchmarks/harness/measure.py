@@ -32,23 +32,20 @@ from benchmarks.harness.work import (
 from benchmarks.run import BenchError, WrongResult
 
 FLOP_PER_US = 790e6
-"""What an H200 does in bf16: the best that was measured of its matrix products; twice that in
-FP8."""
+"""Best measured bf16 matrix product of an H200; FP8 has twice the rate."""
 
 Function = Callable[..., Any]
 
 
 def compiled_op(function: Function) -> Function:
-    """The function compiled for all sizes."""
+    """Compile a function for all sizes."""
     compiled: Function = torch.compile(function, fullgraph=True, dynamic=True)
     return compiled
 
 
 class OpBench:
-    """The compiled functions of a run and the measurement of one case.
-
-    A benchmark says what its title and notes are, and what its baseline is.
-    """
+    """The compiled functions of a run, and the measurement of one case. A benchmark defines its
+    title, its notes and its baseline."""
 
     title: ClassVar[str]
     notes: ClassVar[tuple[str, ...]] = ()
@@ -72,7 +69,7 @@ class OpBench:
             self.copies = Copies(device, self.cold)
 
     def load(self, folder: Path) -> Any:
-        """Load what ``Work.baseline`` is called with from a bundle; raise if that fails."""
+        """Load the modules that ``Work.baseline`` takes from a bundle; any failure raises."""
         raise NotImplementedError
 
     def compare_baseline(
@@ -82,7 +79,8 @@ class OpBench:
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
-        """Keep in the row how the baseline's results differ: by default, in bytes."""
+        """Record the difference of the baseline's results in the row: by default, the number of
+        bytes."""
         wrong = differing_bytes(baseline, expected)
         row.baseline_agrees = wrong == 0
         if wrong:
@@ -90,12 +88,12 @@ class OpBench:
             row.say("baseline_note", f"{wrong} of {total} bytes differ")
 
     def others(self, row: OpRow, work: Work) -> Mapping[str, Callable[[], Function]]:
-        """What makes other calls of ours that leave the same, by the field of their time."""
+        """Return other forms of our call with the same results, by the field of their time."""
         return {}
 
     def measure(self, case: Case) -> OpRow:
-        """Check, then time one case. A failure is kept in the row and ends the run with an error
-        after the last case."""
+        """Check, then time one case. A failure is written to the row; the run raises after the last
+        case."""
         start = time.perf_counter()
         row = OpRow(
             case=case.case, shape=case.shape, variant=case.variant, requests=case.requests,
@@ -118,14 +116,16 @@ class OpBench:
             raise BenchError(f"{len(self.failures)} cases failed, {one_line(self.failures[0])}")
 
     def compiled(self, call: Function) -> Function:
-        """The compiled form of an op, one for all cases."""
+        """Return the compiled form of an op, one for all cases."""
         if call not in self._compiled:
             self._compiled[call] = compiled_op(call)
         return self._compiled[call]
 
     def graph_us(self, calls: Sequence[Call], *, repeated: bool = True) -> float:
-        """Device time of one call in a graph of all of them. Where one reads little, the next
-        repeat finds it in the L2: then a graph of each once is truer, although its launch counts.
+        """Time one call in a graph of several; device time.
+
+        If a call reads little, its next repeat finds the data in the L2. A graph per call is then
+        more accurate, although its launch counts.
         """
         repeats = captured_calls(len(calls)) // len(calls) if repeated else 1
         return float(Capture(list(calls) * repeats).device_us(self.cold).median)
@@ -142,7 +142,7 @@ class OpBench:
             try:
                 more[field] = make()
                 results = checked(work, written, more[field])
-            except Exception as error:  # one that does not run here is said in the row
+            except Exception as error:  # the row says which form does not run here
                 more.pop(field, None)
                 row.say("note", f"{field}: {one_line(error)}")
                 continue
@@ -189,11 +189,11 @@ class OpBench:
         case: Case,
         copies: Copies,
     ) -> Sequence[Sequence[Tensor]]:
-        """Time a case; what its calls leave for each input set."""
+        """Time a case, and collect the results for each input set."""
         first = work.sets[0]
         written.reset()
         wanted = [work.results(compiled, args) for args in work.sets]
-        if written.groups:  # what all calls leave together
+        if written.groups:  # results of all calls together
             wanted = written.copies()
         ours = self._device_us(f"compiled, {case}", compiled, work, written, wanted)
         row.compiled_us, row.compiled_us_range = _fields(ours)
@@ -254,7 +254,7 @@ class OpBench:
             device = Capture(_captured(call, of_baseline)).device_us(self.cold)
             row.baseline_us, row.baseline_us_range = _fields(device)
             row.baseline_host_us = host_us(functools.partial(call, *of_baseline.sets[0])).median
-        except Exception as error:  # a broken baseline is a row, not the end of the run
+        except Exception as error:  # a broken baseline becomes a row and does not end the run
             row.baseline_error = one_line(error)
 
 
@@ -263,7 +263,7 @@ def _fields(timing: Timing) -> tuple[float, list[float]]:
 
 
 def _captured(call: Call, work: Work) -> list[Call]:
-    """Calls of a CUDA graph: every input set in turn."""
+    """Return the calls of a CUDA graph: every input set in turn."""
     calls: list[Call] = [functools.partial(call, *args) for args in work.sets]
     return calls * (captured_calls(len(calls)) // len(calls))
 
@@ -275,7 +275,7 @@ def run_cases(
     device = chosen_device(options)
     output, start = Report(options, device), time.perf_counter()
     left_out = []
-    # a graph for one token and one request each, and one per configuration
+    # allow a graph for one token and one request each, and one per configuration
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
         bench = bench_type(device, options.baseline, budget_s=0.1 if options.smoke else 0.5)
         for case in report.progress(matching(options, cases), options.bench):

@@ -10,13 +10,13 @@ from benchmarks.harness.batches import captured_calls, rotating_sets
 from benchmarks.harness.timing import Capture
 from dsv4_ops.core.layout import round_up
 
-_LARGE = 2**28  # from 512 MiB on an H200 copies at two thirds of its bandwidth
+_LARGE = 2**28  # from 512 MiB on, an H200 copies at two thirds of its bandwidth
 _VECTOR = 16
 
 
 class ColdCache:
-    """Called, it empties the L2 by reading a buffer of four times its size: no line left in it is
-    one that must be written back."""
+    """Empties the L2 when called: it reads a buffer of four times the L2's size, so that no line
+    has to be written back."""
 
     def __init__(self, device: torch.device) -> None:
         size = 4 * torch.cuda.get_device_properties(device).L2_cache_size
@@ -27,7 +27,7 @@ class ColdCache:
 
 
 class Copies:
-    """Times of copies on the device, measured where they are first asked for.
+    """Times of copies on the device, measured at first use.
 
     ``bytes_per_us`` is the bandwidth of a copy of 256 MiB, bytes read plus bytes written.
     """
@@ -38,15 +38,16 @@ class Copies:
         self.bytes_per_us = 2 * _LARGE / self.us(2 * _LARGE)
 
     def us(self, moved_bytes: int) -> float:
-        """Time of a copy that reads half of ``moved_bytes`` and writes as many."""
+        """Return the time of a copy that reads half of ``moved_bytes`` and writes the other
+        half."""
         size = round_up(max(moved_bytes // 2, 1), _VECTOR)
         if size not in self._known:
             self._known[size] = self._measured(size)
         return self._known[size]
 
     def _measured(self, size: int) -> float:
-        """The faster of a memcpy and of a kernel that reads and writes as much: some sizes are slow
-        in one of them."""
+        """Time a memcpy and a kernel with the same reads and writes, and return the faster: each is
+        slow for some sizes."""
         sets = rotating_sets(2 * size, self.device)
         source = torch.zeros(sets, size // 8, dtype=torch.int64, device=self.device)
         target = torch.empty_like(source)

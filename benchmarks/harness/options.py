@@ -39,7 +39,7 @@ def add_cases(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:
 
 
 def matching(options: argparse.Namespace, cases: Sequence[Case]) -> Sequence[Case]:
-    """The cases of ``--match``, and those that are not timed."""
+    """Return the cases that ``--match`` selects, and the cases that are checked but not timed."""
     if not options.match:
         return cases
     found = [case for case in cases if not case.timed or options.match in str(case)]
@@ -49,7 +49,7 @@ def matching(options: argparse.Namespace, cases: Sequence[Case]) -> Sequence[Cas
 
 
 def chosen_device(options: argparse.Namespace) -> torch.device:
-    """The device of ``--device`` and ``--smoke``; sets the threads of ``--threads``."""
+    """Return the device of ``--device`` and ``--smoke``; apply ``--threads``."""
     if options.threads:
         torch.set_num_threads(options.threads)
     name = options.device
@@ -61,7 +61,7 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
 
 
 def size(text: str) -> int:
-    """An int of at least 1."""
+    """Parse an int of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -69,5 +69,5 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> Sequence[int]:
-    """Ints of at least 1, sorted, once each."""
+    """Parse distinct ints of at least 1, and sort them."""
     return tuple(sorted({size(part) for part in text.split(",")}))

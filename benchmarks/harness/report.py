@@ -31,21 +31,21 @@ _POINT = (
     "context", "heads", "keys", "rows", "tokens", "layout", "model", "runs", "weights", "kv",
     "precision", "activations", "cache", "selection", "ranks", "layers",
 )  # fmt: skip
-"""What says which point a row is of."""
+"""Fields that identify the point of a row."""
 
 _NOT_SHOWN = {
     "device", "threads", "torch", "triton", "transformers", "python", "dsv4_ops", "commit",
     "sources", "date", "command", "copy_tbs", "plotted", "moved_bytes", "flop", "input_sets",
     "bandwidth_gbs", "weight_bytes", "weights_gb", "text",
 }  # fmt: skip
-"""Provenance, and what other columns are computed from: shown if they are asked for."""
+"""Provenance, and fields that other columns are computed from; shown only on request."""
 
 _OURS = ("compiled_us", "us", "device_us", "step_ms")
 _BASELINES = ("baseline_whole_us", "baseline_us", "baseline_device_us", "flash_mla_us", "stock_ms")
 
 
 def stamp(device: torch.device, command: str) -> dict[str, Any]:
-    """Where, when and with what a row was measured."""
+    """The provenance of a row: commit, date, device and versions."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else _processor(),
@@ -77,7 +77,8 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Commit of our checkout, ``-dirty`` if tracked files differ; None outside of one."""
+    """Return the commit of our checkout, with ``-dirty`` if tracked files differ; None outside of a
+    checkout."""
     package = Path(__file__).resolve().parents[1]
     try:
         described = subprocess.run(
@@ -90,7 +91,7 @@ def _commit() -> str | None:
 
 
 class Report:
-    """Writes each row as it comes, so that an interrupted run keeps what it has."""
+    """Writes each row at once, so that an interrupted run keeps its rows."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, **more: Any) -> None:
         folder, name = Path(options.out), options.bench
@@ -101,15 +102,15 @@ class Report:
         self.path.write_text("")
 
     def add(self, row: Any) -> None:
-        """Keep a row, a dataclass, and append it to the JSONL file. What its field ``more`` holds
-        becomes fields of the row."""
+        """Append a row, a dataclass, to the JSONL file. The items of its field ``more`` become
+        fields of the row."""
         self.rows.append({**vars(row), **vars(row).get("more", {})})
         self.rows[-1].pop("more", None)
         with self.path.open("a") as file:
             file.write(json.dumps({**self.rows[-1], **self.stamp}) + "\n")
 
     def read(self) -> None:
-        """Take the rows from the file, where other processes have added them."""
+        """Read the rows from the file, to which other processes have appended them."""
         lines = self.path.read_text().splitlines()
         self.rows = [
             {name: value for name, value in json.loads(line).items() if name not in self.stamp}
@@ -117,7 +118,7 @@ class Report:
         ]
 
     def finish(self, title: str, *notes: str) -> None:
-        """Print the table of all rows between title and notes, and keep it beside the rows."""
+        """Print the table of all rows between title and notes, and write it beside the rows."""
         stamped = " ".join(f"{key}={value}" for key, value in self.stamp.items())
         text = "\n\n".join([title, stamped, markdown(self.rows), *_texts(self.rows), *notes])
         self.path.with_suffix(".md").write_text(text + "\n")
@@ -140,8 +141,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
-    """The last run of every point, in the order in which the points first came. Which of two runs
-    looks better plays no part."""
+    """Return the last run of every point, in the order of the first runs, whichever run looks
+    better."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         point = tuple(row.get(name) for name in _POINT)
@@ -151,8 +152,8 @@ def newest(rows: Sequence[Row]) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str] = (), match: str = "") -> str:
-    """A table of some fields, by default those with a value in any row; ``times_faster`` and
-    ``pct_of_roofline`` are computed where rows have what they are made of."""
+    """Format a table of some fields, by default of those with a value in any row. ``times_faster``
+    and ``pct_of_roofline`` are computed for rows with the needed fields."""
     complete = [{**row, **_derived(row)} for row in rows]
     names = [name for name in columns if name]
     if not names:
@@ -165,7 +166,7 @@ def markdown(rows: Sequence[Row], columns: Sequence[str] = (), match: str = "") 
 
 
 def _texts(rows: Sequence[Row]) -> list[str]:
-    """Errors and notes of rows, and the points of each."""
+    """Return errors and notes of rows, and the points of each."""
     points: dict[str, list[str]] = {}
     for row in rows:
         where = " ".join(str(row[name]) for name in _POINT if row.get(name) not in (None, ""))
@@ -180,14 +181,14 @@ def _is_text(name: str) -> bool:
 
 
 def _has(rows: Sequence[Row], name: str) -> bool:
-    """Whether a field holds something that a cell can show."""
+    """Whether a cell can show the value of a field."""
     found = [row[name] for row in rows if row.get(name) not in (None, "")]
     words = str if _is_text(name) else ()
     return bool(found) and not any(isinstance(value, (list, dict, words)) for value in found)
 
 
 def _derived(row: Row) -> Row:
-    """The baseline's time over ours, and the roofline's share of it."""
+    """Return the baseline's time over ours, and the roofline's time over ours in percent."""
     ours = _first(row, _OURS)
     if not ours:
         return {}
@@ -201,7 +202,7 @@ def _first(row: Row, names: Sequence[str]) -> float | None:
 
 
 def _cell(name: str, value: object) -> str:
-    """Three digits of a number; a dash for nothing."""
+    """Format a number with three digits; a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -222,8 +223,8 @@ def progress(items: Sequence[Item], title: str) -> Iterator[Item]:
 
 
 def one_line(error: Exception) -> str:
-    """Type of an error and the first line of its message; the next too where that only announces
-    it."""
+    """Return the type of an error and the first line of its message, and the second line if the
+    first only announces it."""
     first, _, rest = str(error).strip().partition("\n")
     if first.endswith(":"):
         first = f"{first} {rest.strip().partition(chr(10))[0]}"

@@ -1,4 +1,4 @@
-"""The row of a measured op, and of a step of a model."""
+"""The rows of a measured op and of a model's step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class OpRow:
-    """One measured op; times in microseconds, None where the device has no such number.
+    """One measured op; times in microseconds, None if the device has no such time.
 
     ``compiled_us`` is device time per call of the op in a function compiled with dynamic sizes,
-    ``eager_us`` of the op called without a compiler, both inside a CUDA graph; on a CPU, wall
-    time. ``baseline_us`` is the other implementation on the same inputs; ``baseline_agrees`` is
-    whether its results are ours, byte for byte or within the tolerance of its own tests, and
-    ``baseline_max_diff`` the largest difference of one.
-
-    ``moved_bytes`` is what any implementation must read and write, ``flop`` what its products
-    take. ``roofline_us`` is the longer of the bytes at the bandwidth of a copy of 256 MiB and the
-    FLOP at the rate of the matrix units. ``copy_us`` is a copy of as many bytes. ``kernels`` counts
-    what one compiled call runs on the device, ``activities`` has the times of each. ``host_us`` and
+    ``eager_us`` that of the op called without a compiler, both inside a CUDA graph; on a CPU, wall
+    time. ``baseline_us`` is the other implementation on the same inputs. ``baseline_agrees`` is
+    whether its results equal ours, byte for byte or within the tolerance of its own tests;
+    ``baseline_max_diff`` is the largest difference of an element. ``moved_bytes`` is the minimum
+    that any implementation reads and writes, ``flop`` the operations of its products.
+    ``roofline_us`` is the longer of the bytes at the bandwidth of a copy of 256 MiB and the FLOP at
+    the rate of the matrix units. ``copy_us`` is a copy of the same number of bytes. ``kernels``
+    counts the kernels of one compiled call, ``activities`` has the time of each. ``host_us`` and
     ``baseline_host_us`` are Python time per call outside of a graph. ``*_range`` are the 20th and
     80th percentile. ``more`` has fields that only some benchmarks have.
     """
@@ -56,17 +55,20 @@ class OpRow:
     more: dict[str, Any] = field(default_factory=dict)
 
     def say(self, name: str, text: str | None) -> None:
-        """Add a text to a field of texts."""
+        """Append a text to a field of texts."""
         texts = (getattr(self, name), text)
         setattr(self, name, "; ".join(each for each in texts if each) or None)
 
 
 @dataclass(kw_only=True)
 class ModelRow:
-    """A step of a model. ``*_ms`` are times between a call and the next with the device never idle
-    on purpose, ``busy_ms`` the sum of what ran on the device. ``roofline_ms`` is the time to read
-    all weights but the embeddings. ``metadata_us`` is what all layers share of a step, in a graph
-    of its own. ``stages`` are microseconds of the parts of a step."""
+    """A step of a model.
+
+    ``*_ms`` are times between two calls of a device that is never idle by design, ``busy_ms`` is
+    the sum of all kernels' times. ``roofline_ms`` is the time to read all weights but the
+    embeddings. ``metadata_us`` is the time of the metadata that all layers share, in a graph of its
+    own. ``stages`` are microseconds of the parts of a step.
+    """
 
     batch: int
     context: int

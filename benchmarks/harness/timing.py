@@ -1,4 +1,4 @@
-"""Timers: device time of CUDA graphs, host time of a call, and its device activities."""
+"""Timers: device time of CUDA graphs, host time of a call, and its kernels."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Timing(NamedTuple):
 
 
 def summary(samples: Sequence[float]) -> Timing:
-    """Median and spread of samples in microseconds."""
+    """Return median and spread of samples in microseconds."""
     ranked = sorted(samples)
     last = len(ranked) - 1
     return Timing(statistics.median(ranked), ranked[round(0.2 * last)], ranked[round(0.8 * last)])
 
 
 class Capture:
-    """A CUDA graph of ``calls`` in sequence; ``outputs`` are held, so that no two share memory."""
+    """A CUDA graph of ``calls`` in sequence; it holds ``outputs``, so that no two share memory."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         side = torch.cuda.Stream()
@@ -49,20 +49,20 @@ class Capture:
             self.outputs = [call() for call in calls]
 
     def device_us(self, before: Call | None = None) -> Timing:
-        """Device time per call, launches inside the graph included.
+        """Return device time per call, launches inside the graph included.
 
-        ``before`` runs ahead of every sample, outside of the time that is taken, and leaves the
-        device busy until the graph is launched: ``memory.ColdCache``. A sample is then one replay.
+        ``before`` runs ahead of every sample, outside of the measured time, and keeps the device
+        busy until the graph is launched, as ``memory.ColdCache`` does. A sample is then one replay.
         """
         replays = self._replays()
         if before is None:
             return summary([self._sample_us(replays) for _ in range(_SAMPLES)])
-        self._sample_us(replays)  # clocks up
+        self._sample_us(replays)  # raises clocks
         calls = len(self.outputs)
         return summary([_event_us(self.graph.replay, before) / calls for _ in range(_COLD_SAMPLES)])
 
     def _replays(self) -> int:
-        """How many replays a sample is."""
+        """Return the number of replays per sample."""
         self.graph.replay()
         return max(1, math.ceil(_SAMPLE_MS * 1e3 / max(_event_us(self.graph.replay), 1.0)))
 
@@ -75,9 +75,9 @@ class Capture:
 
 
 def alternating_us(captures: Sequence[Capture]) -> list[Timing]:
-    """Device time per call of each, from samples taken in turn.
+    """Return device time per call of each, from samples taken in turn.
 
-    A card at its power limit lowers its clock as it gets warmer: of two kernels that are timed one
+    A card at its power limit lowers its clocks as it gets warmer: if two kernels were timed one
     after the other, the second would look up to a tenth slower.
     """
     replays = [capture._replays() for capture in captures]
@@ -100,13 +100,13 @@ def _event_us(call: Call, before: Call | None = None) -> float:
 
 
 def host_us(call: Call) -> Timing:
-    """What a call costs the Python thread of a server, which never waits for the results.
+    """Return the Python time of a call in a server, which never waits for results.
 
-    Rounds are far shorter than the launch queue. No other work is put before them: some of the
-    baselines' copies wait for the stream, and that wait would be counted as baseline.
+    Rounds are far shorter than the launch queue. No other work precedes them: some of the
+    baselines' copies wait for the stream, and that wait would count as the baseline's.
     """
     samples: list[float] = []
-    for _ in range(_ROUNDS + 1):  # the first round fills allocator caches
+    for _ in range(_ROUNDS + 1):  # the first round fills the allocator's caches
         torch.cuda.synchronize()
         samples.append(_round_us(call, _CALLS_PER_ROUND))
     torch.cuda.synchronize()
@@ -114,7 +114,7 @@ def host_us(call: Call) -> Timing:
 
 
 def wall_us(call: Call, device: torch.device, *, budget_s: float) -> Timing:
-    """Time until the result of a call is there, waiting for the device."""
+    """Return the time to the result of a call, with a wait for the device."""
 
     def finished() -> None:
         call()
@@ -136,8 +136,8 @@ def _round_us(call: Call, calls: int) -> float:
 
 
 def step_ms(call: Call, device: torch.device, steps: int) -> float:
-    """Milliseconds from one call to the next, without a wait of the host between them; on a CPU, of
-    single calls."""
+    """Return milliseconds from one call to the next, without a wait of the host between them; on a
+    CPU, those of single calls."""
     call()
     samples, steps = [], steps if device.type == "cuda" else 1
     for _ in range(3):
@@ -151,7 +151,7 @@ def step_ms(call: Call, device: torch.device, steps: int) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -164,9 +164,9 @@ class Activity(NamedTuple):
 
 
 def device_activities(call: Call) -> list[Activity]:
-    """Everything that one call runs on the device, in order."""
+    """Return the kernels, copies and fills of one call, in order."""
     activities: list[Activity] = []
-    for _ in range(2):  # the first profile of a process may miss its beginning
+    for _ in range(2):  # the first profile of a process may miss its start
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             call()

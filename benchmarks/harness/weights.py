@@ -1,4 +1,4 @@
-"""Rows and the run of benchmarks of products that are bound by the bytes of their weights."""
+"""Rows and the run of benchmarks of products whose limit is the bytes of their weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.harness.timing import Call, Capture, alternating_us
 from benchmarks.run import BenchError
 
 MOST_ERROR = 4e-3
-"""Largest error over the size of the result: two roundings to bf16."""
+"""Maximum error relative to the norm of the result: two roundings to bf16."""
 
 
 @dataclass
@@ -23,17 +23,17 @@ class Row:
     """Times in microseconds, medians of replays of a CUDA graph over rotating inputs.
 
     Args:
-        case, tokens: What was multiplied.
+        case, tokens: The product.
         weight_bytes: Bytes of the weights that a call reads, with their scales.
-        us: Ours, with ``impl="auto"``.
-        impl: What that took.
-        pct_of_copy: ``weight_bytes`` over ``us``, of the rate of this GPU's copies.
-        baseline_us: The same of torch with bf16 weights: ``F.linear``, or grouped products.
-        scaled_mm_us: torch's block-wise product of FP8 activations, their quantisation included.
-        humming_us: Of Humming's experts (``baselines/humming.py``).
-        humming_error: Of it, against the reference.
-        error: Relative, against float32.
-        failed: What went wrong.
+        us: Our op, with ``impl="auto"``.
+        impl: The implementation that "auto" selects.
+        pct_of_copy: ``weight_bytes`` over ``us``, in percent of the rate of this GPU's copies.
+        baseline_us: torch with bf16 weights: ``F.linear``, or grouped products.
+        scaled_mm_us: torch's block-scaled product of FP8 activations, with their quantisation.
+        humming_us: Humming's experts (``baselines/humming.py``).
+        humming_error: Error of Humming's experts relative to the reference.
+        error: Error relative to float32.
+        failed: The error, if the case failed.
     """
 
     case: str
@@ -51,14 +51,14 @@ class Row:
 
 
 def time_forms(row: Row, forms: Mapping[str, Sequence[Call]]) -> None:
-    """Fill in fields of a row: per call, those of a form in one CUDA graph, samples in turn."""
+    """Fill in fields of a row: time per call of each form in a CUDA graph, with samples in turn."""
     timings = alternating_us([Capture(calls) for calls in forms.values()])
     for field, timing in zip(forms, timings, strict=True):
         setattr(row, field, timing.median)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of a result, over the size of what it should be."""
+    """Return the norm of the error, relative to that of the expected result."""
     difference = found.float() - expected.float()
     return float(difference.norm() / expected.float().norm())
 

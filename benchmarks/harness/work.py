@@ -1,4 +1,4 @@
-"""A case of a benchmark as calls over rotating inputs, and the comparison of what they leave."""
+"""A case of a benchmark as calls over rotating inputs, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from benchmarks.run import WrongResult
 
 Args = tuple[Any, ...]
 Difference = Callable[[Args, Sequence[Tensor], Sequence[Tensor]], "str | None"]
-"""(input set, what a call left, what the reference leaves) -> how they differ, or None."""
+"""(input set, results of a call, results of the reference) -> a description of the difference, or
+None."""
 
 _POISON = 0x5A
 
@@ -35,15 +36,15 @@ class Work:
         call: The op as a function of one input set, on any device; on a CPU it is the reference.
         sets: Input sets of equal shapes to rotate through.
         moved_bytes: Bytes that a call must read and write.
-        written: Which arguments a call writes to; none if it returns its results.
+        written: Arguments that a call mutates; none if it returns its results.
         baseline: vLLM's function of the same arguments, from its modules.
-        baseline_sets: The baseline's arguments, where they are not ``sets``.
-        baseline_note: What the baseline leaves out.
-        eager: Whether the time without a compiler means something.
+        baseline_sets: The baseline's arguments, if they are not ``sets``.
+        baseline_note: Work that the baseline leaves out.
+        eager: Whether the time without a compiler is meaningful.
         flop: Floating-point operations of the products of a call.
-        reference: What to compare with, called with a copy of an input set on its device; None for
+        reference: Computes the expected results from a copy of an input set on its device; None for
             ``call`` on a CPU.
-        difference: How results are compared.
+        difference: Compares results.
     """
 
     call: Callable[..., Any]
@@ -59,12 +60,12 @@ class Work:
     difference: Difference = same_bytes
 
     def results(self, call: Callable[..., Any], args: Args) -> list[Tensor]:
-        """What ``call`` leaves: its results, or the arguments that it writes to."""
+        """Return the outcome of ``call``: its results, or the arguments that it mutates."""
         returned = call(*args)
         return [args[place] for place in self.written] or tensors(returned)
 
     def expected(self, place: int = 0) -> list[Tensor]:
-        """What the reference leaves for an input set."""
+        """Return the reference's outcome for an input set."""
         device = "cpu" if self.reference is None else None
         copies = tuple(
             arg.to(device or arg.device, copy=True) if isinstance(arg, Tensor) else arg
@@ -73,14 +74,17 @@ class Work:
         return self.results(self.reference or self.call, copies)
 
     def of_baseline(self) -> Work:
-        """The same with the arguments that the baseline takes."""
+        """Return the same case with the baseline's arguments."""
         return dataclasses.replace(self, sets=self.baseline_sets or self.sets)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row to measure. ``build`` draws its inputs; a case that is not ``timed`` is only
-    checked. ``labels`` are fields that only rows of some benchmarks have."""
+    """One row to measure.
+
+    ``build`` samples its inputs. A case that is not ``timed`` is only checked. ``labels`` are
+    fields that only rows of some benchmarks have.
+    """
 
     case: str
     shape: str
@@ -96,9 +100,9 @@ class Case:
 
 
 class Written:
-    """The tensors that the calls of a case write to, and what they held at first.
+    """The tensors that the calls of a case mutate, and their first contents.
 
-    ``groups`` are those of one input set; sets that write to the same tensors have one group.
+    ``groups`` are those of one input set; sets that mutate the same tensors have one group.
     """
 
     def __init__(self, work: Work) -> None:
@@ -108,39 +112,41 @@ class Written:
         self._first = self.copies()
 
     def copies(self) -> list[list[Tensor]]:
-        """What they hold now."""
+        """Return copies of their contents."""
         return [[tensor.clone() for tensor in group] for group in self.groups]
 
     def reset(self) -> None:
-        """Give them their first contents."""
+        """Restore their first contents."""
         for group, contents in zip(self.groups, self._first, strict=True):
             for tensor, first in zip(group, contents, strict=True):
                 tensor.copy_(first)
 
 
 def tensors(returned: Any) -> list[Tensor]:
-    """The tensors that an op returned."""
+    """Return the tensors that an op returned."""
     if returned is None:
         return []
     return [returned] if isinstance(returned, Tensor) else list(returned)
 
 
 def poison(results: Sequence[Tensor]) -> None:
-    """Overwrite results, so that memory that the next call leaves unwritten shows."""
+    """Overwrite results, so that memory that the next call does not write shows."""
     for result in results:
         result.view(torch.uint8).fill_(_POISON)
 
 
 def checked(work: Work, written: Written, call: Call) -> list[Tensor]:
-    """What ``call`` leaves for the first input set, from the first contents or over poison."""
+    """Return the outcome of ``call`` for the first input set, from the first contents or over
+    poison."""
     written.reset()
     if not work.written:
-        poison(work.results(call, work.sets[0]))  # freed at once: the next call gets this memory
+        # freed at once, so that the next call gets this memory
+        poison(work.results(call, work.sets[0]))
     return work.results(call, work.sets[0])
 
 
 def differing_bytes(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
-    """How many bytes of two lists of tensors differ.
+    """Return the number of bytes in which two lists of tensors differ.
 
     Raises:
         WrongResult: they differ in number, shape or dtype.
@@ -167,10 +173,11 @@ def check(
     case: object,
     place: int = 0,
 ) -> None:
-    """What an input set left is what the reference allows, or nothing is timed.
+    """Raise if the outcome of an input set is not one that the reference allows; nothing is timed
+    then.
 
     Raises:
-        WrongResult: it is not.
+        WrongResult: it is not allowed.
     """
     try:
         difference = work.difference(work.sets[place], actual, expected)
@@ -181,5 +188,5 @@ def check(
 
 
 def ours_on(tensor: Tensor) -> str:
-    """The ``impl`` that is timed beside its baselines: ours, also where they are loaded."""
+    """Return the ``impl`` to time beside the baselines: ours, even if libraries are loaded."""
     return "triton" if tensor.is_cuda else "auto"

@@ -72,11 +72,12 @@ class _Request:
 
 
 REQUESTED = Launcher(_Request, aligns_inputs=True)
-"""Compile what would be launched; tensors are taken to be aligned, as torch allocates them."""
+"""Compile the kernel for a launch's arguments. Tensors count as aligned, as torch allocates
+them."""
 
 
 def _typed(value: Any) -> Any:
-    """Replace tensors by their dtypes, of which Triton compiles a kernel."""
+    """Replace tensors by their dtypes, for which Triton compiles a kernel."""
     if isinstance(value, Tensor):
         return MockTensor(value.dtype)
     if isinstance(value, tuple):

@@ -1,1 +1,1 @@
-"""Hugging Face's small DeepSeek-V4, or V3, beside it patched: ``python -m examples.demo``."""
+"""Hugging Face's small DeepSeek-V4 or V3 beside the patched model: ``python -m examples.demo``."""

@@ -1,4 +1,4 @@
-"""Long measurements in processes of their own, side by side: each mostly keeps one core busy."""
+"""Long measurements in separate processes, side by side: each keeps about one core busy."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ from examples.demo.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REQUESTS = 2
-PROMPT_LENGTH = 100  # 64 steps then cross token 128: a window of keys and a C128 window are full
+PROMPT_LENGTH = 100  # 64 steps pass token 128, and so fill a window of keys and a C128 window
 COUNT_BACKEND = "eager"
 BACKEND = "inductor"
 JOB_SECONDS = 1200
 _ENVIRONMENT = {
-    # the demo's own process tries the compiler with each set of vector instructions: 10 s less
+    # the demo's own process tests the compiler with each set of vector instructions: saves 10 s
     "TORCHINDUCTOR_VEC_ISA_OK": "1",
-    # what calls a package's kernels has no loops: 10 s less
+    # the code that calls a package's kernels has no loops: saves 10 s
     "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
 }
 _YIELDING = ("count-stock",)
-"""Jobs that leave the cores to others: the package takes longest, and the demo waits for it."""
+"""Environment of jobs that leave cores to others: the package takes longest, and the demo waits for
+it."""
 
 # Two kernels per layer unroll the iterations: the released 20 take 15 s more to compile.
 SINKHORN_ITERATIONS = 3
 LAYERS_IN_TURN = (SPARSE, HEAVY, SLIDING)
-"""Kinds of V4's layers: the first two have all ops, as both attend to a window too."""
+"""Kinds of V4's layers. The first two have all ops, because both attend to a window too."""
 LAYERS = 2
 
 
 def small_v4(*, num_hidden_layers: int, **changed: Any) -> Any:
-    """A small DeepSeek-V4 of layers in turn."""
+    """Build a small DeepSeek-V4 whose layers take these kinds in turn."""
     kinds = list(islice(cycle(LAYERS_IN_TURN), num_hidden_layers))
     return small_model(layer_types=kinds, hc_sinkhorn_iters=SINKHORN_ITERATIONS, **changed)
 
@@ -65,32 +66,33 @@ MODELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "v3": ("DeepSeek-V3", small_mla_model),
     "v32": ("DeepSeek-V3.2", small_dsa_model),
 }
-"""What ``--model`` takes: what they are, and who makes a small one."""
+"""Values of ``--model``: a name for the table, and a function that builds a small model."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is run: the model's layers, its device, the decode steps, which of ``MODELS``."""
+    """A run: the model's layers, its device, the decode steps, and the key in ``MODELS``."""
 
     device: torch.device
     layers: int
     steps: int
     of: str = "v4"
     enough: int | None = None
-    """Graphs of stock Hugging Face after which counting stops."""
+    """Number of graphs of stock Hugging Face at which counting stops."""
     package: bool = True
-    """Whether there is an AOTInductor package."""
+    """Whether to build an AOTInductor package."""
     folder: Path | None = None
-    """Where the package stays; None if nobody wants it."""
+    """Folder of the package; None for a temporary one."""
 
     @property
     def backend(self) -> str:
-        """Backend of ``torch.compile`` for our step: on a CPU, Inductor compiles it once, for the
-        package if there is one."""
+        """Backend of ``torch.compile`` for our step. On a CPU, Inductor compiles the step once, for
+        the package if there is one."""
         return COUNT_BACKEND if self.package and self.device.type == "cpu" else BACKEND
 
     def model(self) -> Any:
-        """Without an end token: requests go on for all steps, also in generate."""
+        """Build the model without an end token, so that requests run all steps, also in
+        generate."""
         make = MODELS[self.of][1]
         return make(device=self.device, num_hidden_layers=self.layers, eos_token_id=None)
 
@@ -99,7 +101,7 @@ class Work:
         return torch.tensor(prompts(NUM_REQUESTS, PROMPT_LENGTH), device=self.device)
 
     def ours(self, model: Any) -> ours.Ours:
-        """``model`` patched in the reference mode, with a cache for all steps."""
+        """Patch ``model`` in the reference mode, with a cache for all steps."""
         from dsv4_ops.integrations import transformers as v4
 
         patched = v4.patch(model, kv="fp32", precision="reference")
@@ -107,7 +109,7 @@ class Work:
 
 
 def count_stock(work: Work, progress: Progress) -> Graphs:
-    """Graphs that decoding takes with stock Hugging Face."""
+    """Count the graphs that decoding takes with stock Hugging Face."""
     return measure.count_graphs(
         stock.Stock(work.model(), work.prompts()),
         work.steps,
@@ -118,21 +120,22 @@ def count_stock(work: Work, progress: Progress) -> Graphs:
 
 
 def compile_ours(work: Work, progress: Progress) -> Graphs:
-    """Graphs that decoding takes with the patched model."""
+    """Count the graphs that decoding takes with the patched model."""
     return measure.count_graphs(
         work.ours(work.model()), work.steps, backend=work.backend, progress=progress.say
     )
 
 
 def build_package(work: Work, progress: Progress) -> Package:
-    """The AOTInductor package of our decode step."""
+    """Build the AOTInductor package of our decode step."""
     with TemporaryDirectory() as folder:
         side = work.ours(work.model())
         return ours.package(side, work.steps, work.folder or Path(folder), progress.say)
 
 
 def capture_stock(work: Work, progress: Progress) -> Captured:
-    """Stock's decode step in a CUDA graph: a capture that fails may spoil its process."""
+    """Capture stock's decode step in a CUDA graph. A capture that fails may leave its process
+    unusable."""
     return measure.capture(stock.Stock(work.model(), work.prompts()), work.steps)
 
 
@@ -142,11 +145,11 @@ JOBS: dict[str, tuple[Callable[[Work, Progress], Any], type]] = {
     "capture-stock": (capture_stock, Captured),
     "package": (build_package, Package),
 }
-"""What a process does, and what it gives."""
+"""Functions of the processes, by name."""
 
 
 def arguments(work: Work, job: str | None = None) -> list[str]:
-    """What Python is given to run the demo of ``work``, or a job of it alone."""
+    """Return Python's arguments to run the demo of ``work``, or one job of it."""
     options = [f"--model={work.of}", f"--steps={work.steps}", f"--layers={work.layers}"]
     options += [f"--device={work.device}", f"--stock-graphs={work.enough or 0}"]
     options += [] if work.package else ["--fast"]
@@ -158,8 +161,8 @@ class Job:
 
     Args:
         name: One of ``JOBS``.
-        work: What to run.
-        progress: Whose clock its lines have.
+        work: The run.
+        progress: The clock of its lines.
     """
 
     def __init__(self, name: str, work: Work, progress: Progress) -> None:
@@ -183,7 +186,7 @@ class Job:
         self.process.communicate()
 
     def result(self) -> Any:
-        """Wait for what it gives; ``Failed`` if it raised or ended without a result."""
+        """Wait for the result; return ``Failed`` if the job raised or ended without one."""
 
         def wait() -> dict[str, Any]:
             out, _ = self.process.communicate(timeout=JOB_SECONDS)
@@ -199,8 +202,8 @@ class Job:
 
 
 def run_job(name: str, work: Work, progress: Progress, *, attempted: bool) -> None:
-    """Do a job and print what it gives as JSON: its error too, or raise that."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch's own, while it exports
+    """Run a job, and print its result, or its error, as JSON."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch's own, during an export
     if attempted and name in _YIELDING:
         os.nice(19)
     if name == "package":

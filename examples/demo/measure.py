@@ -29,25 +29,26 @@ class Side(Protocol):
     prompts: Tensor
     """int64 [num_requests, length]."""
     step: Callable[..., Tensor]
-    """Logits [num_requests, vocabulary] of the arguments of a decode step."""
+    """Compute logits [num_requests, vocabulary] from the arguments of a decode step."""
 
     def start(self) -> Tensor:
-        """Prefill the prompts into an empty cache; logits of their last tokens."""
+        """Prefill the prompts into an empty cache; return the logits of their last tokens."""
 
     def arguments(self, tokens: Tensor) -> tuple[Any, ...]:
-        """What ``step`` takes for the next token of every request, int64 [num_requests]."""
+        """Return the arguments of ``step`` for the next token of every request, int64
+        [num_requests]."""
 
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """Nothing was tried, for a reason."""
+    """A measurement that was not tried, and the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """It was tried and raised."""
+    """A measurement that raised."""
 
     error: str
     """Type and message."""
@@ -55,7 +56,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a run gave: of the prefill and of every step."""
+    """Results of a run: of the prefill and of every step."""
 
     tokens: list[list[int]]
     """Greedy tokens of every request."""
@@ -65,7 +66,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Graphs:
-    """What compiling a decode step with ``fullgraph=True`` took."""
+    """Result of compiling a decode step with ``fullgraph=True``."""
 
     backend: str
     graphs: int
@@ -73,14 +74,14 @@ class Graphs:
     recompiles: int
     """Graphs after that of the first step."""
     limit: int
-    """Recompiles that torch allows by default."""
+    """Number of recompiles that torch allows by default."""
     fails_at: int | None
-    """Decode step that raised at that limit, from 1; the rest ran with a higher one."""
+    """Decode step that raised at that limit, counted from 1; the other steps had a higher limit."""
     seconds: float
-    """CPU seconds: other processes run at the same time."""
+    """CPU seconds, because other processes run at the same time."""
     tokens: list[list[int]]
     stopped_at: int | None = None
-    """Decode step after which nobody went on counting; None if all were run."""
+    """Decode step at which counting stopped; None if all steps ran."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Captured:
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """Result of ``call``, or ``Failed`` with the first line of its error."""
+    """Return the result of ``call``, or ``Failed`` with the first line of its error."""
     try:
         return call()
     except Exception as error:
@@ -100,13 +101,13 @@ def attempt(call: Callable[[], Any]) -> Any:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of the compilers that it ran."""
+    """Return the CPU seconds of this process and of the compilers that it ran."""
     return sum(os.times()[:4])
 
 
 @torch.no_grad()
 def decode(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> Decoded:
-    """Decode greedily from the prompts; ``step`` replaces that of ``side``."""
+    """Decode greedily from the prompts; ``step`` replaces the step of ``side``."""
     run = step or side.step
     logits = [side.start()]
     for _ in range(steps):
@@ -117,8 +118,11 @@ def decode(side: Side, steps: int, step: Callable[..., Tensor] | None = None) ->
 
 @torch.no_grad()
 def tokens_per_second(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> float:
-    """Tokens per second of decode steps after the prefill and some steps to warm up: the best of
-    chunks of steps, as others may use the machine. Tokens stay on the device."""
+    """Return the tokens per second of decode steps, after the prefill and a warm-up.
+
+    It is the best of several chunks of steps, because other processes may use the machine. Tokens
+    stay on the device.
+    """
     run = step or side.step
     logits = side.start()
     for _ in range(WARM_UP_STEPS):
@@ -150,10 +154,10 @@ def count_graphs(
     Starts at torch's own recompile limit; where that raises, goes on with ``limit``.
 
     Args:
-        side: What to compile.
+        side: The side to compile.
         steps: Decode steps.
-        backend: Of ``torch.compile``; the number of graphs does not depend on it.
-        limit: Most graphs that are compiled in all.
+        backend: Backend of ``torch.compile``; the number of graphs does not depend on it.
+        limit: Maximum number of graphs.
         enough: Graphs after which to stop; None runs all steps.
         compiled: ``torch.compile(side.step, fullgraph=True, backend=backend)``, to use it later.
         progress: Told of every graph.
@@ -204,7 +208,8 @@ def count_graphs(
 
 @torch.no_grad()
 def host_syncs(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> float:
-    """Host synchronisations per decode step that CUDA reports; the tokens stay on the device."""
+    """Return the host synchronisations per decode step that CUDA reports; the tokens stay on the
+    device."""
     run = step or side.step
     logits = side.start()
     for _ in range(WARM_UP_STEPS):
@@ -287,7 +292,7 @@ def _counted() -> Iterator[Any]:
 
 @contextmanager
 def _quiet_dynamo() -> Iterator[None]:
-    """Without its warning at the recompile limit: that is reported as a result."""
+    """Suppress the warning at the recompile limit, which is reported as a result."""
     logger = logging.getLogger("torch._dynamo")
     level = logger.level
     logger.setLevel(logging.ERROR)

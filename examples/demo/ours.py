@@ -21,7 +21,7 @@ from examples.demo.measure import cpu_seconds
 PACKAGE = "decode.pt2"
 RUNNER = Path(__file__).with_name("package_process.py")
 _RUNNER_SECONDS = 300
-# there are two C++ files: to precompile headers takes longer than it saves
+# for two C++ files, precompiling headers takes longer than it saves
 _SETTINGS = {"aot_inductor.precompile_headers": False}
 
 
@@ -29,9 +29,9 @@ class Ours:
     """A patched model with a ``PagedCache``, all requests decoding.
 
     Args:
-        model: Patched.
+        model: The patched model.
         prompts: int64 [num_requests, length], on the device of the model.
-        max_cache_len: Most tokens of a request.
+        max_cache_len: Maximum tokens of a request.
     """
 
     def __init__(self, model: Any, prompts: Tensor, max_cache_len: int) -> None:
@@ -52,7 +52,7 @@ class Ours:
         self.step: Callable[..., Tensor] = step
 
     def start(self) -> Tensor:
-        """Prefill the prompts into the empty cache; logits of their last tokens."""
+        """Prefill the prompts into the empty cache; return the logits of their last tokens."""
         from dsv4_ops.integrations import transformers as v4
 
         self.cache.reset()
@@ -66,7 +66,7 @@ class Ours:
         return logits
 
     def arguments(self, tokens: Tensor) -> tuple[Any, ...]:
-        """What ``step`` takes for the next tokens; every call advances a step."""
+        """Return the arguments of ``step`` for the next tokens; every call advances a step."""
         from dsv4_ops.integrations import transformers as v4
 
         self.seq_lens += 1
@@ -76,14 +76,14 @@ class Ours:
 
 @dataclass(frozen=True)
 class Package:
-    """An AOTInductor package of a decode step, and what it gave in a process of its own."""
+    """An AOTInductor package of a decode step, and its results in a separate process."""
 
     megabytes: float
     seconds: float
     """CPU seconds to export, compile and write it."""
     tokens: list[list[int]]
     imported: list[str]
-    """Modules of dsv4_ops and transformers that the process had loaded: none is wanted."""
+    """Modules of dsv4_ops and transformers that the process imported; there should be none."""
 
 
 @torch.no_grad()
@@ -94,14 +94,14 @@ def package(
     cannot import dsv4_ops or transformers.
 
     Args:
-        side: What to compile.
+        side: The side to compile.
         steps: Decode steps.
-        folder: Where the package is written.
-        progress: Told what begins.
+        folder: Folder of the package.
+        progress: Reports each phase.
 
     Raises:
         RuntimeError: that process failed.
-        Exception: what export and compilation raise.
+        Exception: an error of export or compilation.
     """
     from dsv4_ops.integrations import transformers as v4
 
@@ -133,7 +133,7 @@ def _compilers_at_once() -> Iterator[None]:
         if builder.get_target_file_path().endswith((".wrapper.o", ".kernel.o")):
             begun.append(pool.submit(build, builder))
             return
-        for each in begun:  # the linker needs them
+        for each in begun:  # the linker needs all object files
             each.result()
         build(builder)
 
@@ -142,7 +142,7 @@ def _compilers_at_once() -> Iterator[None]:
 
 
 def packaged_step(side: Ours, path: Path) -> Callable[..., Tensor]:
-    """The step of a package, for the arguments that ``side`` gives its own."""
+    """Run the package with the arguments that ``side`` makes for its own step."""
     from dsv4_ops.integrations import transformers as v4
 
     run = torch._inductor.aoti_load_package(str(path))
@@ -155,7 +155,7 @@ def packaged_step(side: Ours, path: Path) -> Callable[..., Tensor]:
 
 
 def decoding_process(package_path: Path, inputs: Path) -> subprocess.Popen[str]:
-    """Start ``package_process.py``, which imports torch before the files are there."""
+    """Start ``package_process.py``, which imports torch before the files exist."""
     command = [sys.executable, "-I", str(RUNNER), str(package_path), str(inputs)]
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -164,7 +164,7 @@ def decoding_process(package_path: Path, inputs: Path) -> subprocess.Popen[str]:
 
 
 def decoded(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Let it decode: its tokens and what it imported.
+    """Let the process decode; return its tokens and its imports.
 
     Raises:
         RuntimeError: it failed.

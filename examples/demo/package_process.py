@@ -14,7 +14,7 @@ UNWANTED = ("dsv4_ops", "transformers")
 
 
 class Refuse:
-    """An import hook: whoever needs an unwanted package, fails."""
+    """An import hook that raises for unwanted packages."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -24,12 +24,12 @@ class Refuse:
 
 
 def main(package: str, inputs: str) -> None:
-    """Decode once a line comes in, and print tokens and unwanted modules as JSON."""
+    """Decode when a line arrives, and print tokens and unwanted modules as JSON."""
     sys.meta_path.insert(0, Refuse)
     import torch
 
     if not sys.stdin.readline():
-        return  # there is no package
+        return  # no package was written
     saved = torch.load(inputs)
     tokens, starts, seq_lens, *rest = saved["inputs"]
     step = torch._inductor.aoti_load_package(package)

@@ -1,4 +1,4 @@
-"""Lines that say what the demo is doing, with the seconds since it began."""
+"""Lines about the current task of the demo, with the seconds since its start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Progress:
     Args:
         since: ``time.time()`` when the demo began; None is now.
         every: Seconds between the lines of a long task.
-        stream: Where to write instead.
+        stream: Stream to write to instead.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the demo began."""
+        """Seconds since the start of the demo."""
         return time.time() - self.since
 
     def say(self, text: str) -> None:
@@ -36,7 +36,7 @@ class Progress:
 
     @contextmanager
     def during(self, task: str) -> Iterator[None]:
-        """Say that ``task`` begins, that it goes on, and how long it took."""
+        """Print that ``task`` begins, that it goes on, and the time that it took."""
         self.say(task)
         begun, ended = time.time(), threading.Event()
 

@@ -41,7 +41,7 @@ from examples.demo.progress import Progress
 
 MIN_STEPS, MAX_STEPS = 8, 4096
 MAX_LAYERS = 61
-GENERATED = 8  # tokens asked of generate
+GENERATED = 8  # tokens of each request in generate
 TIMED_STEPS = 28
 
 NEEDS_GPU = Unmeasured("needs a GPU")
@@ -51,11 +51,13 @@ TOO_LONG = Unmeasured("Inductor takes minutes")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; 0 if the patched model did all it should, 1 if not, 2 for bad usage."""
+    """Run the demo; return 0 if the patched model fulfils all promises, 1 if not, 2 for bad
+    usage."""
     options = _parser().parse_args(argv)
-    # the pool of compile workers costs more than it saves on one graph
+    # for one graph, the pool of compile workers costs more than it saves
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # a compile makes a million objects, few of them garbage: looking for it takes a tenth of it
+    # a compile makes a million objects, few of them garbage: the collector takes a tenth of the
+    # time
     gc.set_threshold(50_000, 20, 20)
     progress = Progress(options.since)
     try:
@@ -79,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         found = run(work, progress)
-    except ImportError as error:  # of transformers, which takes seconds: the package begins before
+    # importing transformers takes seconds, so the package begins before
+    except ImportError as error:
         print(error, file=sys.stderr)
         return 2
     return _report(found, work, options.out)
@@ -102,7 +105,7 @@ def _report(found: table.Demo, work: Work, out: Path | None) -> int:
 
 
 def _job_of(problem: str) -> str | None:
-    """The job that shows a problem with its traceback; None where the whole demo does."""
+    """Return the job whose traceback shows a problem; None if only the whole demo does."""
     shown_by = {"compiled decode failed": "compile", "the AOTInductor package failed": "package"}
     return next((job for text, job in shown_by.items() if problem.startswith(text)), None)
 
@@ -110,7 +113,7 @@ def _job_of(problem: str) -> str | None:
 def run(work: Work, progress: Progress) -> table.Demo:
     """Measure both sides."""
     steps = work.steps
-    # Inductor tries the compiler with each set of vector instructions: in processes, so beside us
+    # Inductor tests the compiler with each set of vector instructions in processes: do so meanwhile
     isa = threading.Thread(target=lambda: attempt(_try_compiler), daemon=True)
     with ExitStack() as stack:
         work = replace(work, folder=Path(stack.enter_context(TemporaryDirectory())))
@@ -148,7 +151,7 @@ def run(work: Work, progress: Progress) -> table.Demo:
         if work.package:
             with progress.during("wait for the process that builds the package"):
                 found["package"] = package.result()
-        isa.join()  # loading a package asks for its result
+        isa.join()  # loading a package needs its result
         with progress.during("both: tokens per second, with nothing beside"):
             found |= _compiled_speed(work, side, compiled, found["package"])
             found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(side, steps, compiled))
@@ -172,14 +175,14 @@ def _try_compiler() -> None:
 
 
 def _timed(work: Work) -> int:
-    """Decode steps of a speed: it is the best of chunks, so that more would say the same."""
+    """Decode steps per speed: the best chunk counts, so more steps would not change it."""
     return min(work.steps, TIMED_STEPS)
 
 
 def _compiled_speed(
     work: Work, side: ours.Ours, compiled: Callable[..., Tensor], package: Any
 ) -> dict[str, Any]:
-    """Speed of the step that Inductor compiled, and for what it did."""
+    """Return the speed of the step that Inductor compiled, and the way in which it was compiled."""
     if work.backend == BACKEND:
         speed = attempt(lambda: measure.tokens_per_second(side, _timed(work), compiled))
         return {"compiled_speed": speed, "compiled_by": "torch.compile"}
@@ -198,7 +201,7 @@ def _compiled_speed(
 def _eager(
     side: Side, model: Any, ids: Tensor, steps: int
 ) -> tuple[measure.Decoded, dict[str, Any]]:
-    """What needs no compiler."""
+    """Run the measurements that need no compiler."""
     decoded = measure.decode(side, steps)
     static = attempt(lambda: stock.generated(model, ids, GENERATED, cache_implementation="static"))
     return decoded, {"tokens": decoded.tokens, "static_generate": static}

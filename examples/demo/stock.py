@@ -1,4 +1,4 @@
-"""Hugging Face's model as it is: the side to compare with."""
+"""Hugging Face's unpatched model: the side to compare with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Stock:
     """A ``DeepseekV4ForCausalLM`` with the ``DynamicCache`` that it makes for itself.
 
     Args:
-        model: Not patched.
+        model: The model, not patched.
         prompts: int64 [num_requests, length], on the device of the model.
     """
 
@@ -22,26 +22,26 @@ class Stock:
         self.cache: Any = None
 
         def step(tokens: Tensor, cache: Any) -> Tensor:
-            # by position: its name depends on the version of transformers
+            # positional: the cache's name depends on transformers
             logits: Tensor = model(tokens, None, None, cache, use_cache=True).logits
             return logits[:, -1]
 
         self.step: Callable[..., Tensor] = step
 
     def start(self) -> Tensor:
-        """Prefill the prompts into a new cache; logits of their last tokens."""
+        """Prefill the prompts into a new cache; return the logits of their last tokens."""
         from transformers import DynamicCache
 
         self.cache = DynamicCache(config=self.model.config)
         return self.step(self.prompts, self.cache)
 
     def arguments(self, tokens: Tensor) -> tuple[Any, ...]:
-        """What ``step`` takes for the next tokens."""
+        """Return the arguments of ``step`` for the next tokens."""
         return tokens[:, None], self.cache
 
 
 def generated(model: Any, prompts: Tensor, count: int, **settings: Any) -> list[list[int]]:
-    """The first ``count`` greedy tokens that the model's own ``generate`` gives."""
+    """Return the first ``count`` greedy tokens of the model's own ``generate``."""
     ended = model.generate(
         prompts,
         max_new_tokens=count,
@@ -58,7 +58,7 @@ def export_step(side: Stock) -> Any:
     """Export a decode step and its cache, as an AOTInductor package needs it.
 
     Raises:
-        Exception: what ``torch.export`` raises.
+        Exception: an error of ``torch.export``.
     """
 
     class Step(torch.nn.Module):

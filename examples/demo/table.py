@@ -1,4 +1,4 @@
-"""The demo's table: what was measured of both sides, in words, and as JSON."""
+"""The demo's table: measurements of both sides, in words, and as JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from examples.demo.ours import Package
 Tokens = list[list[int]]
 
 LOGITS_WITHIN = 1e-4
-"""What the reference mode promises in float32."""
+"""Maximum difference of logits in the reference mode in float32."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What was run, and where."""
+    """The run and the machine."""
 
     device: str
     threads: int
@@ -27,11 +27,11 @@ class Setting:
     dsv4_ops: str
     num_requests: int
     prompt: str
-    """How the first one begins."""
+    """Start of the first prompt."""
     prompt_length: int
     steps: int
     generated: int
-    """Tokens of each request that ``generate`` is asked for."""
+    """Tokens per request that ``generate`` returns."""
     layers: int
     model: str = "DeepSeek-V4"
 
@@ -48,24 +48,24 @@ class Figures:
     """By Inductor."""
     graphs: Graphs | Failed
     host_syncs: float | Unmeasured | Failed
-    """Per decode step, eager for stock and compiled for ours."""
+    """Host synchronisations per decode step, eager for stock and compiled for ours."""
     cuda_graph: Captured | Unmeasured | Failed
     static_generate: Tokens | Failed
     """What ``generate(cache_implementation="static")`` gives."""
     package: Package | Unmeasured | Failed
     compiled_by: str = ""
-    """For what Inductor compiled the step of ``compiled_speed``."""
+    """The way in which Inductor compiled the step of ``compiled_speed``."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """All that the demo measured."""
+    """All measurements of the demo."""
 
     setting: Setting
     stock: Figures
     ours: Figures
     logits_difference: float
-    """Largest difference of a logit, eager, ours from stock."""
+    """Largest difference of our eager logits from stock's."""
     seconds: float
 
 
@@ -77,11 +77,11 @@ _TRIED = {
     "static_generate": "static cache",
     "package": "torch.export and AOTInductor",
 }
-"""What was tried, by the field that has its error."""
+"""Names of measurements, by the field that holds their error."""
 
 
 def rows(demo: Demo) -> list[Row]:
-    """The table's rows: what is measured, stock, ours."""
+    """Return the table's rows: measurement, stock, ours."""
     expected = demo.stock.tokens
 
     def both(name: str, describe: Callable[[Figures], str]) -> Row:
@@ -129,7 +129,7 @@ def rows(demo: Demo) -> list[Row]:
 
 
 def render(demo: Demo) -> str:
-    """The table and what it was measured on, as text."""
+    """Format the table, with the run and the machine."""
     header: Row = ("", "stock Hugging Face (for comparison)", "dsv4_ops")
     table = [header, *rows(demo)]
     widths = [max(len(row[column]) for row in table) for column in range(2)]
@@ -152,19 +152,19 @@ def render(demo: Demo) -> str:
 
 
 def problems(demo: Demo) -> list[str]:
-    """What the patched model should have done and did not, a line each."""
+    """List the promises that the patched model broke, a line each."""
     return [*_wrong_tokens(demo), *_wrong_graphs(demo.ours)]
 
 
 def as_json(demo: Demo) -> dict[str, Any]:
-    """All measurements and the rows, for ``json.dumps``."""
+    """Return all measurements and the rows, for ``json.dumps``."""
     table = [dict(zip(("name", "stock", "ours"), row, strict=True)) for row in rows(demo)]
     return {**asdict(demo), "table": table, "problems": problems(demo)}
 
 
 def same(tokens: Tokens, expected: Tokens) -> str:
-    """How many of ``tokens`` are the expected ones; of requests, the first tokens may be all that
-    was asked for."""
+    """Count the ``tokens`` that equal the expected ones; ``generate`` may have returned the first
+    tokens of each request only."""
     total = _count(tokens)
     equal = sum(
         token == wanted
@@ -208,7 +208,7 @@ def _wrong_tokens(demo: Demo) -> Iterator[str]:
             if tokens != wanted:
                 said = f"{same(tokens, wanted)}, {_count(wanted)} expected"
                 yield f"greedy tokens of {name} differ from stock Hugging Face: {said}"
-    if not demo.logits_difference <= LOGITS_WITHIN:  # NaN is none
+    if not demo.logits_difference <= LOGITS_WITHIN:  # also true for NaN
         yield f"logits differ from stock Hugging Face by {demo.logits_difference:.1e}"
 
 
