@@ -42,8 +42,8 @@ def keys_of(made: torch.Generator, count: int, deviation: float = 1.5) -> Tensor
     return (normal(made, count, 512) * deviation).clamp(-10 * deviation, 10 * deviation)
 
 
-def cache_of(layout: MainLayout, blocks: int, slots: Tensor, k: Tensor, fill: int = 0xFF) -> Tensor:
-    """Rows in their slots, written by our op; every other byte is ``fill``: 0xFF is NaN."""
+def cache_of(layout: MainLayout, blocks: int, slots: Tensor, k: Tensor) -> Tensor:
+    """Rows in their slots, written by our op; every other byte is 0xFF, which is NaN."""
     cache = layout.allocate(blocks, DEVICE)
     size = layout.block_size
     ops.quantize_and_insert_k_cache(k.to(DEVICE), cache, slots.to(DEVICE).long(), block_size=size)
@@ -51,7 +51,7 @@ def cache_of(layout: MainLayout, blocks: int, slots: Tensor, k: Tensor, fill: in
     used[:, : 576 * size].view(blocks, size, 576)[page, row] = True
     scales = used[:, 576 * size : 584 * size].view(blocks, size, 8)
     scales[page, row] = (torch.arange(8) < 7).expand(len(slots), 8)
-    return torch.where(used, cache.cpu(), fill).to(torch.uint8)
+    return torch.where(used, cache.cpu(), 0xFF).to(torch.uint8)
 
 
 def ragged_lens(made: torch.Generator, tokens: int, width: int, adversarial: bool) -> Tensor:
@@ -113,7 +113,6 @@ def decode_case(
     block: int = 64,
     extra_block: int = 64,
     adversarial: bool = True,
-    fill: int = 0xFF,
     cache_seed: int = 0,
     deviation: float = 1.5,
     **changed: object,
@@ -128,7 +127,7 @@ def decode_case(
         blocks = -(-count // size)
         slots, unused = split_slots(stored, blocks * size)
         k = keys_of(stored, len(slots), deviation)
-        cache = cache_of(MainLayout(size), blocks, slots, k, fill)
+        cache = cache_of(MainLayout(size), blocks, slots, k)
         lens = ragged_lens(made, tokens, width, adversarial)
         tensors += [
             cache,
@@ -167,18 +166,17 @@ def paged_case(
     heads: int,
     columns: int = 150,
     *,
-    fill: int = 0xFF,
     cache_seed: int = 0,
     **changed: object,
 ) -> Case:
     """C128: blocks of 2 rows, every other one NaN; tables with blocks that do not exist."""
     made, stored = generator(seed + 2), generator(cache_seed)
-    window = decode_case(seed, tokens, heads, None, fill=fill, cache_seed=cache_seed)
+    window = decode_case(seed, tokens, heads, None, cache_seed=cache_seed)
     num_reqs = min(tokens, 5)
     pages = torch.randperm(2 * num_reqs * columns, generator=stored)[: num_reqs * columns]
     table = pages[torch.randperm(len(pages), generator=made)].view(num_reqs, columns).int()
     slots = (pages[:, None] * 2 + torch.arange(2)).flatten()
-    cache = cache_of(MainLayout(2), 2 * len(pages), slots, keys_of(stored, len(slots)), fill)
+    cache = cache_of(MainLayout(2), 2 * len(pages), slots, keys_of(stored, len(slots)))
     for column, page in enumerate((-1, INT32_MIN, INT32_MAX, 2 * len(pages))):
         table[column % num_reqs, 3 * column % columns] = page
     requests = integers(made, 0, num_reqs, tokens)

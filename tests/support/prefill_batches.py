@@ -52,14 +52,14 @@ def requests_of(made: torch.Generator, tokens: int, longest: int) -> tuple[Tenso
 
 
 def pages_of(
-    made: torch.Generator, stored: torch.Generator, size: int, shape: tuple[int, int], fill: int
+    made: torch.Generator, stored: torch.Generator, size: int, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """A cache of random blocks, every other one ``fill``, and a table of the others with some
+    """A cache of random blocks, every other one NaN, and a table of the others with some
     blocks that do not exist."""
     count = shape[0] * shape[1]
     pages = torch.randperm(2 * count, generator=stored)[:count]
     slots = (pages[:, None] * size + torch.arange(size)).flatten()
-    cache = cache_of(MainLayout(size), 2 * count, slots, keys_of(stored, len(slots)), fill)
+    cache = cache_of(MainLayout(size), 2 * count, slots, keys_of(stored, len(slots)))
     table = pages[torch.randperm(count, generator=made)].view(shape).int()
     for bad in (*BAD, 2 * count):
         if count > 8:
@@ -78,7 +78,6 @@ def prefill_case(
     max_reqs: int = 8,
     block: int = 64,
     window: int = WINDOW,
-    fill: int = 0xFF,
     cache_seed: int = 0,
 ) -> Case:
     """Ragged requests over random blocks, some of them none, in caches whose other blocks are NaN:
@@ -92,11 +91,11 @@ def prefill_case(
     owners[7::11] = i32([-1, max_reqs, *BAD])[integers(made, 0, 5, len(owners[7::11])).long()]
     q = normal(made, tokens, heads, 512)
     columns = -(-longest // block)
-    cache, table = pages_of(made, stored, block, (max_reqs, columns), fill)
+    cache, table = pages_of(made, stored, block, (max_reqs, columns))
     extra: list[Tensor | None] = [None, None, None]
     if mode != "window":
         columns = -(-(longest // ratio) // extra_block)
-        extra[:2] = pages_of(made, stored, extra_block, (max_reqs, columns), fill)
+        extra[:2] = pages_of(made, stored, extra_block, (max_reqs, columns))
     if mode == "C4":
         extra[2] = selected(made, positions, ratio, topk)
     changed = {"window_size": window, "compress_ratio": ratio}

@@ -106,21 +106,6 @@ def test_sampled_calls(name, chosen):
     compare()
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "heads", "changed"),
-    [
-        (DECODE, 5, 8, {}),
-        (PAGED, 2, 65, {"num_splits": 7}),
-        *nightly("these two, and sampled calls", (PAGED, 5, 8, {}), (PAGED, 1, 128, {}),
-         (DECODE, 3, 9, {"num_splits": 1}), (DECODE, 4, 64, {"batch_invariant": True}),
-         (PAGED, 1, 1, {"num_splits": 2})),
-    ],
-)  # fmt: skip
-def test_full_caches(name, tokens, heads, changed):
-    """Adversarial indices, lengths, blocks, requests and sinks; rows that nobody lists are NaN."""
-    check(name, case_of(name, tokens, tokens, heads, **changed))
-
-
 @pytest.mark.parametrize(("block", "extra"), [(1, 70), (48, None), (256, 70)])
 def test_pages_of_any_size(block, extra):
     check(DECODE, decode_case(1, 3, 8, extra, block=block, extra_block=48, num_splits=2))
