@@ -8,34 +8,14 @@ import torch
 
 from dsv4_ops.core.layout import StateLayout
 from dsv4_ops.kernels.compressor import launch as kernels
-from dsv4_ops.kernels.compressor.launch import save_and_compress
-from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case
 from tests.kernels.interpreter.interpret_kernels import check, fuzz
-from tests.support.compressor_steps import SPECS, Engine, random_sequences, random_weights, together
+from tests.support.compressor_steps import SPECS, random_weights
 
 PROGRAMS = ((1, 1, 1), (2, 3, 2), (8, 1, 4), (4, 5, 1))
 """Tokens that a program scans together, programs, rows that a thread reads at a time."""
 FEW = (2,)
 """What `make test` has of them."""
-
-
-def long_prefill(kind: str, lens: list[int], seed: int) -> None:
-    """Requests of some of which every program finds a window, most of them of this call as a
-    whole."""
-    weights = random_weights(kind, seed)
-    sequences = random_sequences(kind, lens, seed)
-    ours, other = (Engine(kind, weights, lens) for _ in range(2))
-
-    def step(*tensors: torch.Tensor, **settings: object) -> None:
-        save_and_compress(EAGER, *tensors, **settings)
-
-    ours.step(sequences, padding=5, call=together(step))
-    other.step(sequences, padding=5)
-    assert torch.equal(ours.states.nan_to_num(), other.states.nan_to_num())
-    for request in range(len(lens)):
-        actual, expected = ours.rows(request), other.rows(request)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=3e-6)
 
 
 def nearly_whole_windows(kind: str, tokens: int, seed: int) -> None:
@@ -94,8 +74,6 @@ def main(examples: int) -> None:
         fuzz("compress_and_insert", examples // 2)
         fuzz("save_and_compress", examples - examples // 2)
         fuzz("insert_c4_step", examples // 2)
-        long_prefill("C4 indexer", [50, 3, 61], tokens)
-        long_prefill("C128 narrow", [150, 3, 133], tokens)
         nearly_whole_windows("C4 indexer", 60, tokens)
         nearly_whole_windows("C128 narrow", 520, tokens)
         print(tokens, programs, depth)

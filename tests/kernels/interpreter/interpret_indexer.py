@@ -2,7 +2,6 @@
 already have parts, reductions and groups; tests/kernels/interpreter/test_indexer_kernels.py starts
 it with TRITON_INTERPRET=1. Prints how often each of these happened."""
 
-import itertools
 import sys
 from collections import Counter
 
@@ -61,50 +60,6 @@ def long_rows(seed: int, kind: str, topk: int = TOPK) -> Case:
     return Case(kind, (logits, lens), {"topk": topk})
 
 
-def long_selection(seed: int, kind: str, topk: int = TOPK, pages: int = 20) -> Case:
-    """Slots of up to 20 blocks of 64 rows of two requests, the second of which has entries that no
-    block has; the third token is padding, the fourth has few rows. Scores are whole numbers, many
-    of them equal; "ascending" or "descending" by row."""
-    generator = torch.Generator().manual_seed(seed)
-    cache, rows = IndexerLayout(64).allocate(2 * pages), 64 * pages
-    table = torch.randperm(2 * pages, generator=generator, dtype=torch.int32).view(2, pages)
-    scales = torch.randint(1, 50, (2 * pages, 64), generator=generator).float()
-    if kind != "random":
-        place = torch.arange(1, rows + 1).view(pages, 64).float()
-        scales[table.long()] = place if kind == "ascending" else rows + 1 - place
-    cache[:, : 64 * 128] = 0x38
-    cache[:, 64 * 128 : 64 * 132] = scales.view(torch.uint8)
-    table[1, ::3], table[1, 1::9], table[1, 2::9] = -1, 2**31 - 1, 2 * pages
-    q = torch.ones(5, 1, 128).to(torch.float8_e4m3fn)
-    positions = torch.tensor([rows - 1, rows - 1, rows - 1, 2 * topk, rows - 70])
-    requests = torch.tensor([0, 1, 2, 1, 1], dtype=torch.int32)
-    sizes = {"block_size": 64, "compress_ratio": 1, "topk": topk, "layout": IndexerLayout.tag}
-    tensors = (q, torch.ones(5, 1), cache, positions, requests, table)
-    return Case(f"{kind}, slots", tensors, {**sizes, "slots": True})
-
-
-def check_slots(thorough: bool) -> None:
-    """One part, lists that fill at most half of what is merged at once and more, groups that are,
-    and groups that are not; each of random scores, and of those that rise or fall by row."""
-    kinds = itertools.cycle(("ascending", "descending"))
-    for kind in ("random", "ascending", "descending") if thorough else ("descending",):
-        check("indexer_select", long_selection(0, kind, pages=1))
-        check("indexer_select", long_selection(1, kind))
-        check("indexer_select", long_selection(2, kind, topk=40))
-    changes = (("GROUPS", 6), ("MERGE_CAPACITY", 1024), ("PROGRAMS", 5))
-    for name, value in changes if thorough else changes[:1]:
-        setattr(launchers, name, value)
-        for kind in ("random", next(kinds)) if thorough else (next(kinds),):
-            check("indexer_select", long_selection(3, kind))
-            check("indexer_select", long_selection(4, kind, pages=4))
-            check("indexer_select", long_selection(5, kind, topk=40))
-        setattr(launchers, name, SMALL[name])
-    sizes = {"block_size": 64, "compress_ratio": 1, "topk": 130, "layout": IndexerLayout.tag}
-    spec, tensors = OPS["indexer_select"], beyond_int32()
-    found = spec.implementation("kernels")(EAGER, *tensors, **sizes, slots=True)
-    assert torch.equal(found, spec.reference(*tensors, **sizes, slots=True))
-
-
 def main(examples: int) -> None:
     vars(launchers).update(SMALL)
     indexer.STEP = 16
@@ -119,7 +74,6 @@ def main(examples: int) -> None:
         check("indexer_topk", long_rows(1, kind))
         check("indexer_topk", long_rows(2, kind, topk=40))
         launchers.MERGE_CAPACITY = SMALL["MERGE_CAPACITY"]
-    check_slots(thorough)
     for name in ("indexer_topk", "indexer_select"):
         for case in testing.cases_of(name):
             check(name, case)
@@ -134,6 +88,9 @@ def main(examples: int) -> None:
     compare()
     small["slots"] = True
     compare()
+    spec, tensors, small["topk"] = OPS["indexer_select"], beyond_int32(), 130
+    found = spec.implementation("kernels")(EAGER, *tensors, **small)
+    assert torch.equal(found, spec.reference(*tensors, **small))
     print(happened)
 
 
