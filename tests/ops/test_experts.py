@@ -10,7 +10,7 @@ from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.reference import experts as reference
-from dsv4_ops.testing.cases.experts import W4A8, W4A16, expert_weights
+from dsv4_ops.testing.cases.experts import W4A16, expert_weights
 from dsv4_ops.testing.contract.compare import assert_agrees
 from dsv4_ops.testing.float64.experts import E2M1
 from tests.helpers import i32
@@ -18,24 +18,14 @@ from tests.helpers import i32
 EXPERTS, WIDTH, SIZE = 6, 256, 128
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def made(num_tokens, topk=2, *, bits=4):
+def made(num_tokens, topk=2):
     """A call of experts, every token with distinct ones."""
-    generator = seeded(num_tokens)
-    weights = expert_weights(generator, EXPERTS, WIDTH, SIZE, bits)
-    x = torch.randn(num_tokens, WIDTH, generator=generator) * (2.0**-8 if bits == 8 else 1.0)
+    generator = torch.Generator().manual_seed(num_tokens)
+    weights = expert_weights(generator, EXPERTS, WIDTH, SIZE, 4)
+    x = torch.randn(num_tokens, WIDTH, generator=generator)
     ids = torch.rand(num_tokens, EXPERTS, generator=generator).argsort(1)[:, :topk]
     routed = torch.rand(num_tokens, topk, generator=generator)
     return x.to(torch.bfloat16), routed, ids.to(torch.int32), *weights
-
-
-def check(what, call, settings, actual):
-    case = testing.Case(what, call, settings)
-    expected = case.run(OPS["experts"].reference)
-    assert_agrees(what, testing.op_testing("experts"), case, (actual,), expected)
 
 
 def test_codes_of_e2m1_have_their_values():
@@ -73,17 +63,10 @@ def test_compiled_code_holds_no_copy_of_an_expert():
     compiled = torch.compile(lambda *tensors: ops.experts(*tensors, **W4A16), fullgraph=True)
     torch._dynamo.reset()
     out, code = compile_and_get_code(compiled, *call)
-    check("compiled", call, W4A16, out)
+    case = testing.Case("compiled", call, W4A16)
+    expected = case.run(OPS["experts"].reference)
+    assert_agrees("compiled", testing.op_testing("experts"), case, (out,), expected)
     shapes = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)
     sizes = [torch.Size(map(int, shape.split(", "))).numel() for shape in shapes]
     assert sizes
     assert max(sizes) == 5 * 2 * max(2 * SIZE, WIDTH)
-
-
-@pytest.mark.nightly("test_opcheck traces them; the loops of FP4 are compiled above")
-def test_fp8_experts_compile_with_quantised_activations():
-    call = made(4, bits=8)
-    compiled = torch.compile(lambda *tensors: ops.experts(*tensors, **W4A8), fullgraph=True)
-    torch._dynamo.reset()
-    with torch._inductor.config.patch({"cpp.simdlen": 1}):
-        check("compiled, W8A8", call, W4A8, compiled(*call))

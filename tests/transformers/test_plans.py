@@ -111,18 +111,6 @@ def test_steps_share_what_a_library_would_make_in_every_layer(
         assert all(torch.equal(ours[place], other[place]) for place in ours)
 
 
-@pytest.mark.usefixtures("no_kernels", "flash_mla")
-def test_a_model_without_windows_has_no_metadata_for_them():
-    types = [LAYER_TYPES[1], LAYER_TYPES[2]]
-    sizes = {"layer_types": types, "num_attention_heads": 64, "index_n_heads": 64}
-    model = v4.patch(small_model(dtype=torch.bfloat16, **sizes), impl="flash_mla")
-    assert model.dsv4_ops_spec.step_layers.kinds == ("c4", "c128")
-    engine = Engine(model, new_cache(model), text())
-    with Called() as called:
-        engine.decode(SHORT, padding=1)
-    assert called.names.count("flash_mla_metadata") == 2
-
-
 @pytest.mark.usefixtures("deep_gemm")
 def test_a_pickled_model_has_no_schedules_of_another_gpu():
     """Its layers make their own, as those of another process may have other SMs."""
@@ -134,11 +122,17 @@ def test_a_pickled_model_has_no_schedules_of_another_gpu():
     assert copy.deepcopy(model).dsv4_ops_spec is before
 
 
-@pytest.mark.usefixtures("deep_gemm")
-def test_a_model_without_indexers_has_no_schedule():
-    types = [LAYER_TYPES[0], LAYER_TYPES[2]]
-    model = v4.patch(small_model(dtype=torch.bfloat16, layer_types=types), impl="deep_gemm")
-    assert model.dsv4_ops_spec.step_layers.schedule_sms == 0
+@pytest.mark.usefixtures("flash_mla", "deep_gemm")
+@pytest.mark.parametrize(
+    ("impl", "kinds"), [("flash_mla", ("c4", "c128")), ("deep_gemm", ("window", "c128"))]
+)
+def test_steps_are_for_the_kinds_of_the_model(impl, kinds):
+    """attention/test_layer_plans.py has what a step makes for each kind."""
+    types = [LAYER_TYPES[("window", "c4", "c128").index(kind)] for kind in kinds]
+    sizes = {"layer_types": types, "num_attention_heads": 64, "index_n_heads": 64}
+    model = v4.patch(small_model(dtype=torch.bfloat16, **sizes), impl=impl)
+    held = model.dsv4_ops_spec.step_layers
+    assert (held.kinds, held.schedule_sms) == (kinds, 0)
 
 
 @pytest.mark.parametrize("impl", ["flash_mla", "deep_gemm"])
