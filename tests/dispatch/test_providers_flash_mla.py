@@ -190,8 +190,8 @@ def test_a_plan_goes_with_its_kernel(flash_mla):
         "sparse_mla_decode: plan must be None for impl 'flash_mla', got a tensor. "
         "Pass flash_mla_plan, or none."
     )
-    theirs = plan_of(case)
-    assert message(ValueError, DECODE, bare, num_splits=2, flash_mla_plan=theirs) == (
+    of_flash_mla = plan_of(case)
+    assert message(ValueError, DECODE, bare, num_splits=2, flash_mla_plan=of_flash_mla) == (
         "sparse_mla_decode: num_splits must be 0 with a plan, got 2. Pass one of the two."
     )
 

@@ -19,7 +19,6 @@ from tests.ops.error_rows.cache import (
 from tests.ops.error_rows.valid import MAIN, MINIMUM, NUMBERS, OWN, Valid
 
 QNORM = ("qnorm_rope_kv_insert",)
-GROUPS = ("inverse_rope_group", "inverse_rope_group_quantize")
 EVERY_DTYPE = "torch.int32 torch.int64 torch.float32 torch.bool"
 ANY = "Pass a tensor of any dtype"
 
