@@ -79,3 +79,9 @@ def prefetch_column(table, num_reqs, row, BLOCK_SIZE: tl.constexpr):
     mask = (request < num_reqs) & (column < max_blocks) & (row % (8 * BLOCK_SIZE) == 0)
     entry = request.to(tl.int64) * table_stride + column.to(tl.int64) * column_stride
     tl.load(block_table + entry, mask=mask, volatile=True)
+
+
+@triton.constexpr_function
+def word_pointer(size):
+    """Return the type of a pointer to integers of ``size`` bytes, 2 or 4."""
+    return tl.pointer_type(tl.int16 if size == 2 else tl.int32)

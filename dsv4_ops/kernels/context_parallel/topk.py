@@ -8,8 +8,7 @@ from torch import Tensor
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES
-from dsv4_ops.kernels.indexer.score_tile import ABSENT_KEY, sortable
-from dsv4_ops.kernels.indexer.topk_merge import find_threshold
+from dsv4_ops.kernels.common.topk import ABSENT_KEY, find_threshold, sortable
 from dsv4_ops.kernels.launcher import Launcher
 
 NO_ROW = tl.constexpr(2**31 - 1)

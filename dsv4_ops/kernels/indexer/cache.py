@@ -12,8 +12,8 @@ from dsv4_ops.core.types import INT32_MAX
 from dsv4_ops.kernels.arguments import listed, paged, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
+from dsv4_ops.kernels.common.quantize_insert import insert
 from dsv4_ops.kernels.common.sizes import SIZES
-from dsv4_ops.kernels.kv_cache.quantize_insert import insert
 from dsv4_ops.kernels.launcher import Launcher
 
 INSERT_TOKENS = 16

@@ -1,17 +1,9 @@
-"""Score a tile of the lightning indexer's FP8 keys with one query, and order scores as integers."""
+"""Score a tile of the lightning indexer's FP8 keys with one query."""
 
 import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.fp8 import decode_to_bf16, multiply_add  # by name: Inductor copies
-
-ABSENT_KEY = tl.constexpr(-(2**31))
-"""Key of a row that does not exist: below that of any score."""
-
-_NAN_KEY = tl.constexpr(-(2**31) + 1)
-_SIGN = tl.constexpr(-(2**31))
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -148,13 +140,3 @@ def score_tile(
     codes = load_codes(base + row * DATA_BYTES, 1, kv_valid, DATA_BYTES, CONVERTS)
     scale = tl.load(scales, mask=kv_valid, other=0.0)
     return score_codes(codes, scale, query, weight), kv_valid
-
-
-@triton.jit
-def sortable(score):
-    """Return int32 keys in the order of float32 scores: -0 equals 0, and NaN is below every
-    number."""
-    bits = score.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ _MAGNITUDE, bits)
-    key = tl.where(bits == _SIGN, 0, key)
-    return tl.where((bits & _MAGNITUDE) > _INFINITY, _NAN_KEY, key)

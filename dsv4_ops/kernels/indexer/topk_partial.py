@@ -16,14 +16,13 @@ import triton.language as tl
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import valid_tokens
 from dsv4_ops.kernels.common.sizes import SIZES
+from dsv4_ops.kernels.common.topk import ABSENT_KEY, sortable
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.indexer.score_tile import (
-    ABSENT_KEY,
     load_query,
     load_tile_pages,
     load_weights,
     score_tile,
-    sortable,
 )
 from dsv4_ops.kernels.indexer.topk_merge import emit_list, pad_list, partition, reduce_list
 

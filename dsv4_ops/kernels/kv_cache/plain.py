@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.paging import locate_positions, locate_slots
+from dsv4_ops.kernels.common.paging import locate_positions, locate_slots, word_pointer
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -17,12 +17,6 @@ WIDTH = 512
 """Values of a row per program."""
 
 WARPS = 4
-
-
-@triton.constexpr_function
-def word_pointer(size):
-    """Return the type of a pointer to integers of ``size`` bytes, 2 or 4."""
-    return tl.pointer_type(tl.int16 if size == 2 else tl.int32)
 
 
 @triton.jit(do_not_specialize=SIZES)

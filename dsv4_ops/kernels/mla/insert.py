@@ -9,9 +9,8 @@ from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout
 from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import encode, round_to_bf16, widen
-from dsv4_ops.kernels.common.paging import locate_slots
+from dsv4_ops.kernels.common.paging import locate_slots, word_pointer
 from dsv4_ops.kernels.common.sizes import SIZES
-from dsv4_ops.kernels.kv_cache.plain import word_pointer
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla.decode import FORMATS
 

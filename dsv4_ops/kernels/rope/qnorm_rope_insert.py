@@ -10,9 +10,9 @@ from dsv4_ops.kernels.arguments import angles, row_format, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.paging import locate_slots
+from dsv4_ops.kernels.common.quantize_insert import insert_codes
 from dsv4_ops.kernels.common.rope import rotate_pairs
 from dsv4_ops.kernels.common.sizes import SIZES
-from dsv4_ops.kernels.kv_cache.quantize_insert import insert_codes
 from dsv4_ops.kernels.launcher import Launcher
 
 _NAN_BITS = tl.constexpr(0x7FC0)

@@ -8,10 +8,10 @@ import triton.language as tl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
+from dsv4_ops.kernels.common.dequant_gather import gather_ragged
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS, locate_positions, valid_tokens
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.external.sanitize import sink_arguments, store_finite_sink
-from dsv4_ops.kernels.kv_cache.launch import gather_ragged
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source, Spans
 

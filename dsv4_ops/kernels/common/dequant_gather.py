@@ -1,13 +1,28 @@
 """Gather rows of FP8 caches as bf16: the rows of a ragged batch into a workspace, or all rows of a
 dense result."""
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels.arguments import listed, paged, row_format, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import dequantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
 from dsv4_ops.kernels.common.sizes import SIZES
+from dsv4_ops.kernels.launcher import Launcher
+
+WORKSPACE_ROWS, WORKSPACE_WARPS = 8, 2
+"""Rows per tile and warps per program of the ragged gather."""
+
+REQUESTS = 32
+"""Requests whose lengths a program of the ragged gather loads together."""
+
+PROGRAMS = 16 * 132
+"""Maximum programs of the ragged gather: as many as an H200 runs at once."""
 
 
 @triton.jit
@@ -134,3 +149,30 @@ def gather_dense_kernel(
     target = start + (request * num_rows + rows) * HEAD_DIM
     cache = (k_cache, page_stride, num_blocks)
     _copy_rows(target, 1, rows < num_rows, cache, page, row, row_valid, FORMAT)
+
+
+def gather_ragged(
+    launch: Launcher,
+    out: torch.Tensor,
+    strides: Sequence[int],
+    num_rows: int,
+    k_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor | None,
+    block_table: torch.Tensor,
+    *,
+    num_reqs: int,
+    block_size: int,
+    offset: int,
+) -> None:
+    """Gather into a workspace with ``num_rows`` rows per request, from row ``offset`` on.
+    ``num_reqs`` and ``num_rows - offset`` are positive."""
+    main, capacity = MainLayout(block_size), num_rows - offset
+    counts = seq_lens if gather_lens is None else gather_lens
+    tiles = num_reqs * ((capacity + WORKSPACE_ROWS - 1) // WORKSPACE_ROWS)
+    launch(gather_ragged_kernel)[torch.sym_min(tiles, PROGRAMS),](
+        out, *strides, capacity, offset,
+        *paged(k_cache), *strided(seq_lens, counts), *listed(block_table), num_reqs,
+        FORMAT=row_format(launch, main, k_cache), WHOLE=gather_lens is None, ROWS=WORKSPACE_ROWS,
+        REQUESTS=REQUESTS, num_warps=WORKSPACE_WARPS,
+    )  # fmt: skip
