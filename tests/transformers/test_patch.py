@@ -3,6 +3,7 @@ calls without a ``PagedCache``. Calls with one are in ``test_calls.py``."""
 
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from types import MethodType
 
 import pytest
@@ -128,16 +129,20 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 OTHER_YARN = {**MLA_YARN, "rope_theta": 20000.0}
 EXACT = {"kv": "fp32", "precision": "reference"}
 CAUSAL = "model must be a DeepseekV4ForCausalLM"
+LOAD = r"Load it first: transformers.AutoModelForCausalLM.from_pretrained\("
 UNKNOWN = NotImplementedError
 ARCHITECTURES = " or ".join(map(repr, FAMILIES))
 REFUSED = {
     "patched": (patched, {}, ValueError, "model must not be patched yet, got a patched one"),
     "architecture": (llama, {}, UNKNOWN, f"model_type must be {ARCHITECTURES}, got llama"),
-    "no model": (lambda: None, {}, UNKNOWN, f"model_type must be {ARCHITECTURES}, got NoneType"),
-    "name": (lambda: "deepseek/V4", {}, TypeError, "model must be a model, got its name. Load it"),
+    "no model": (lambda: None, {}, TypeError, f"model must be a model, got a NoneType. {LOAD}path"),
+    "name": (lambda: "a/V3", {}, TypeError, f"model must be a model, got its name. {LOAD}'a/V3'"),
+    "folder": (lambda: Path("V3"), {}, TypeError, f"model must .* got its name. {LOAD}'V3'"),
+    "class": (lambda: transformers.DeepseekV3ForCausalLM, {}, TypeError,
+     f"model must be a model, got a class. {LOAD}path"),
     "compiled": (compiled, {}, TypeError, f"{CAUSAL}, got OptimizedModule. Compile it once it is"),
     "base model": (lambda: small_model().model, {}, TypeError, f"{CAUSAL}, got DeepseekV4Model"),
-    "configuration": (small_config, {}, TypeError, f"{CAUSAL}, got DeepseekV4Config"),
+    "configuration": (small_config, {}, TypeError, f"model must .*a DeepseekV4Config. {LOAD}path"),
     "layer types": (lambda: changed(layer_types=["sliding_attention", "linear_attention",
      "full_attention"]), {}, UNKNOWN,
      "config.layer_types must hold only .*, got 'full_attention', 'linear_attention'"),

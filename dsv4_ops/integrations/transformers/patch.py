@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.checks import Checks
@@ -118,17 +121,9 @@ def patch(
         >>> model.dsv4_ops_spec.kinds
         ('window', 'c4', 'c128')
     """
-    if isinstance(model, str):
-        raise argument_error(
-            "patch",
-            "model",
-            must="be a model",
-            got="its name",
-            do=f"Load it first: DeepseekV4ForCausalLM.from_pretrained({model!r})",
-            kind=TypeError,
-        )
-    config = getattr(model, "config", model)
     checks = Checks("patch")
+    _check_is_model(checks, model)
+    config = getattr(model, "config", model)
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("plan", plan)
     checks.flag("score", score)
@@ -187,6 +182,20 @@ def unpatch(model: Any) -> Any:
     for name in (_SPEC, _REPLACED, STEPS):
         delattr(model, name)
     return model
+
+
+def _check_is_model(checks: Checks, model: Any) -> None:
+    if isinstance(model, nn.Module):
+        return
+    is_name = isinstance(model, str | Path)
+    folder = repr(str(model)) if is_name else "path"
+    raise checks.error(
+        "model",
+        must="be a model",
+        got="its name" if is_name else "a class" if isinstance(model, type) else kind_of(model),
+        do=f"Load it first: transformers.AutoModelForCausalLM.from_pretrained({folder})",
+        kind=TypeError,
+    )
 
 
 def _check_model(model: Any, spec: ModelSpec) -> None:
