@@ -62,13 +62,13 @@ def collect(
         "system": _system,
         "torch": _torch,
         "versions": lambda problems: _versions(problems, warnings),
-        "steps": lambda problems: _steps(problems, steps, progress),
         "gpu": _gpu,
         "providers": lambda problems: _providers(problems, selftest),
         "torch-tensorrt": _tensorrt,
         "lowerings": lambda problems: _lowerings(problems, selftest, progress),
         "cache": _cache,
         "aot_inductor": _aot_inductor,
+        "steps": lambda problems: _steps(problems, steps, progress),  # takes longest
     }
     report: dict[str, Any] = {}
     for name, probe in probes.items():
