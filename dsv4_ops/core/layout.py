@@ -118,7 +118,8 @@ class Layout(ABC):
     def allocate(self, num_blocks: int, device: torch.device | str | None = None) -> Tensor:
         """Allocate a cache of ``num_blocks`` pages, filled with zeros."""
         at_least(f"{type(self).__name__}.allocate", 0, num_blocks=num_blocks)
-        return torch.zeros(self.shape(num_blocks), dtype=self.storage_dtype, device=device)
+        with torch.inference_mode(False):  # or no op outside of it could write to the cache
+            return torch.zeros(self.shape(num_blocks), dtype=self.storage_dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.utils._pytree import (
 )
 
 from benchmarks.baselines.stock_model import YARN
+from dsv4_ops.core.layout import PlainLayout
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_config, small_mla_model
 from tests.support.hf_models import (
@@ -57,6 +58,15 @@ def test_outputs():
     position = torch.arange(LENGTH)[None]
     got = reference()(ids(), position_ids=position, cache=cache_of()).logits
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+
+
+def test_a_cache_of_inference_mode_is_written_outside_of_it():
+    with torch.inference_mode():
+        cache, pages = cache_of(), PlainLayout(2, 4, torch.float32).allocate(1)
+        reference()(ids()[:, :-1], cache=cache)
+    pages.add_(1)
+    got = reference()(ids()[:, -1:], cache=cache).logits
+    torch.testing.assert_close(got, expected()[:2, LENGTH - 1 : LENGTH], rtol=0, atol=CLOSE)
 
 
 FAMILIES = {"V4": (reference, stock), "V3": (lambda: mla(True), lambda: mla(False))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.attention.caches import mark_static
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.errors import argument_error
+from dsv4_ops.core.errors import argument_error, kind_of
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import (
     draft_of,
@@ -44,6 +45,12 @@ def cache_argument() -> str:
 
     names = {field.name for field in fields(MoeModelOutputWithPast)}
     return "cache" if "cache" in names else "past_key_values"
+
+
+def check_kind(op: str, name: str, cache: Any) -> None:
+    """Raise if an argument of ``forward`` or ``generate`` is no cache, and not None."""
+    rule = "be a PagedCache, or another Cache of transformers"
+    Checks(op).kind(name, cache, Cache, must=rule, do="Make one with PagedCache.for_model")
 
 
 @dataclass(frozen=True)
@@ -164,19 +171,23 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self._pool = BlockPool(max_batch_size, blocks, self.blocks_per_row)
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.text: Text | None = None
-        lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
         drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
-        self.tensors = CacheTensors(
-            tables=self.spec.tables(self._pool_table(), self.rings, max_cache_len),
-            rope=self.spec.rope_tables(max_cache_len, self.device),
-            layers=self._layers(self.spec.kinds, blocks),
-            draft=self._layers(drafts, blocks),
+        with torch.inference_mode(False):  # or no step outside of it could write to the cache
+            self.tensors = self._tensors(blocks, drafts)
+        mark_static(*pytree.tree_leaves(self.tensors))
+
+    def _tensors(self, num_blocks: int, drafts: tuple[str, ...]) -> CacheTensors:
+        lens = torch.zeros(self._max_batch_size, dtype=torch.int32, device=self.device)
+        return CacheTensors(
+            tables=self.spec.tables(self._pool_table(), self.rings, self._max_cache_len),
+            rope=self.spec.rope_tables(self._max_cache_len, self.device),
+            layers=self._layers(self.spec.kinds, num_blocks),
+            draft=self._layers(drafts, num_blocks),
             made_for=self.spec.fingerprint,
             dropped=torch.zeros(1, dtype=torch.int64, device=self.device),
             seq_lens=lens,
             written=torch.zeros_like(lens),
         )
-        mark_static(*pytree.tree_leaves(self.tensors))
 
     def _layers(self, kinds: tuple[str, ...], num_blocks: int) -> tuple[Any, ...]:
         sizes = (self._max_batch_size, num_blocks, self.rings, self.device)
@@ -449,7 +460,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
                 "position_ids from the first rejected one; to begin anew, call reset",
                 kind=NotImplementedError,
             )
-        count = int(tokens_to_remove)
+        try:
+            count = operator.index(tokens_to_remove)
+        except TypeError as error:
+            raise argument_error(
+                "crop",
+                "tokens_to_remove",
+                must="be an int",
+                got=kind_of(tokens_to_remove),
+                do="Pass minus the number of tokens to remove",
+                kind=TypeError,
+            ) from error
         lens = self.seq_lens
         lens.copy_(lens.clamp(max=count) if count > 0 else (lens + count).clamp(min=0))
 
