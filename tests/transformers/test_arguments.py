@@ -43,6 +43,10 @@ ACCEPTED = {
     "compile_step": dict.fromkeys(("model", "step", "mode", "unknown"), "")
      | {"cache_file": "str None", "on_part": "function None", "backend": "function"}
      | {"fullgraph": FLAG, "dynamic": "True None", "options": "dict None"},
+    "forward": dict.fromkeys(("input_ids", "scored"), "")
+     | dict.fromkeys(("attention_mask", "position_ids", "inputs_embeds"), "None")
+     | {"cache": "None"},
+    "crop": {"tokens_to_remove": "7 -1 0 True"},
     "generate": dict.fromkeys(("input_ids", "inputs_embeds", "position_ids", "cache"), "None")
      | dict.fromkeys(("past_key_values", "generation_config", "streamer"), "None")
      | dict.fromkeys(("attention_mask", "num_draft_tokens"), "None")
@@ -75,6 +79,16 @@ def patched():
     return v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
 
 
+@functools.cache
+def scored():
+    model = small_mla_model(num_hidden_layers=1)
+    return v4.patch(model, kv="fp32", precision="reference", score=True)
+
+
+def cache_of():
+    return v4.PagedCache.for_model(patched(), max_batch_size=1, max_cache_len=64)
+
+
 def call(op, name, value, folder):
     """Call a public function with a value in one argument and valid ones in all others."""
     one = {name: value}
@@ -85,6 +99,13 @@ def call(op, name, value, folder):
         v4.PagedCache(**{"config": patched().config, **sizes, **one})
     elif op == "compile_step":
         v4.compile_step(**{"model": patched(), **one})
+    elif op == "crop":
+        cache_of().crop(value)
+    elif op == "forward" and name == "scored":
+        scored()(value)
+    elif op == "forward":
+        cache, ids = cache_of(), torch.tensor([[5, 6, 7]])
+        patched()(**{"input_ids": ids, "cache": cache, **one})
     elif op == "generate":
         prompt = {} if name == "inputs_embeds" else {"input_ids": torch.tensor([[5, 6, 7]])}
         patched().generate(**{**prompt, "max_new_tokens": 2, "pad_token_id": 0, **one})

@@ -226,7 +226,7 @@ def test_a_manager_starts_again_with_the_cache_that_it_has(caches):
         )
         assert [result.generated_tokens for result in results.values()] == want
     assert len(caches) == 1
-    with pytest.raises(ValueError, match="workload_hints must fit with max_new_tokens"):
+    with pytest.raises(ValueError, match=r"workload_hints must have at most .* tokens with"):
         model.generate_batch([[5] * 80], generation_config=settings(3))
     v4.unpatch(model)
     assert not hasattr(model, hooks.CACHED)
@@ -302,9 +302,9 @@ def test_old_releases_are_refused_before_anything_changes(monkeypatch):
         ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
         ({"max_batch_tokens": -1}, ValueError, "max_batch_tokens must be at least 1, got -1"),
         ({"max_blocks_per_request": 1, "hints": (60, 6)}, ValueError,
-         "hints must fit with max_new"),
+         "workload_hints must have at most 65 tokens with the answer"),
         ({"num_blocks": 1, "hints": (60, 6)}, ValueError,
-         "of 64 tokens, got 60 + 6 tokens. Pass a"),
+         "stores all but the last, got 60 + 6 tokens. Pass a"),
         ({"use_async_batching": True}, NotImplementedError, "use_async_batching must be False or"),
         ({"cpu_offload_space": 1.0}, NotImplementedError, "cpu_offload_space must be 0 with a"),
         ({"scheduler_type": "lifo"}, ValueError, "scheduler_type must be"),
@@ -347,7 +347,7 @@ def test_a_request_that_does_not_fit_is_refused_and_others_go_on():
     manager.start()
     manager.add_request(prompt, request_id="one")
     for kind, message, call in (
-        (ValueError, "input_ids must fit with max_new_tokens into a", ([5] * 65,)),
+        (ValueError, "input_ids must have at most 65 tokens with the", ([5] * 65,)),
         (ValueError, "got 20 + 46 tokens. Pass a shorter prompt", (prompt, None, 46)),
         (ValueError, "max_new_tokens must be at least 1, got 0", (prompt, None, 0)),
         (ValueError, "input_ids must have at least one token", ([],)),

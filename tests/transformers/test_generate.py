@@ -126,16 +126,22 @@ def added(*requests, **sizes):
     return cache
 
 
+def short():
+    return cache_of(max_cache_len=PROMPT + NEW - 2)
+
+
 BEAMS = "num_beams must be 1 with a PagedCache, got 2. Pass cache_implementation='dynamic' instead."
-NO_BLOCKS = "max_length must fit into the free blocks, 3 of 3, got tokens for 4 more blocks"
+NO_BLOCKS = "max_new_tokens must fit into the free blocks, 3 of 3, got tokens for 4 more blocks"
 MOST = "batch size must be at most max_batch_size of the cache = {}, got {}"
 TWO = {"do_sample": True, "num_return_sequences": 2}
 FEW = {"num_blocks": 3, "max_cache_len": 600}
+ALL = f"the cache stores all tokens but the last, {PROMPT + NEW - 2} in all"
 REFUSED = {
+    "too many new": (short, {}, f"max_new_tokens must be at most {NEW - 1} here: {ALL}, got {NEW}"),
     "too long": (
-        lambda: cache_of(max_cache_len=PROMPT + NEW - 2),
-        {},
-        "max_length must be at most 17: the cache stores all but the last token, got 18",
+        short,
+        {"max_new_tokens": None, "max_length": PROMPT + NEW},
+        f"max_length must be at most {PROMPT + NEW - 1} here: {ALL}, got {PROMPT + NEW}",
     ),
     "too wide": (lambda: cache_of(max_batch_size=1), {}, MOST.format(1, 2)),
     "too many samples": (cache_of, TWO, MOST.format(2, 4)),
@@ -205,6 +211,9 @@ def test_what_hugging_face_refuses():
         generate(reference(), prompt_lookup_num_tokens=3)
     with pytest.raises(NotImplementedError, match=r"^generate: use_mtp .*got True. Pass num_draft"):
         generate(reference(), use_mtp=True)
+    for draft in ({"use_mtp": True}, {"num_draft_tokens": 2}):
+        with pytest.raises(NotImplementedError, match=r"Pass prompt_lookup_num_tokens or an assi"):
+            generate(mla(3, True), **draft)
     with pytest.raises(NotImplementedError, match="output_attentions must be False"):
         generate(reference(), output_attentions=True, return_dict_in_generate=True)
 
@@ -325,7 +334,7 @@ def test_assisted_decoding_from_a_given_cache():
     assert torch.equal(second, generate(mla(3, False), turn))
     small = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=24 + NEW + 1)
     with pytest.raises(
-        ValueError, match=r"^generate: max_length and its drafts must be at most 32: .* got 33."
+        ValueError, match=rf"max_new_tokens must be at most {NEW - 1} here: .*, and 3 drafts, 31 "
     ):
         generate(model, repeated(), cache=small, **drafts)
     assert small.requests == {}

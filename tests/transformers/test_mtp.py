@@ -300,14 +300,11 @@ def test_models_that_cannot_have_it_are_refused(path, model, quantized, tmp_path
     wide = write_checkpoint(tmp_path, CONFIG | {"n_routed_experts": 16})
     v3 = v4.patch(small_mla_model(), kv="fp32", precision="reference")
     others = " or ".join(v3.dsv4_ops_spec.causal_lm)
+    family = "model must be of a family whose draft layer steps run"
     for held, folder, message in (
         (model, path, "model must have no draft layer yet, got one that has. It is loaded already"),
         (quantized, wide, "path must have the model's n_routed_experts, 8, got 16. Pass the model"),
-        (
-            v3,
-            path,
-            f"model must be DeepseekV4ForCausalLM for a draft layer, got {others}. Draft by",
-        ),
+        (v3, path, f"{family}, got {others}. Pass prompt_lookup_num_tokens or an assistant_"),
         (torch.nn.Linear(2, 2), path, "model must be patched, got an unpatched Linear. Call patch"),
     ):
         with pytest.raises((ValueError, NotImplementedError)) as raised:
@@ -391,9 +388,11 @@ def test_steps_that_cannot_run_are_refused(model, quantized, text):
     sizes = {"max_batch_size": 3, "max_cache_len": 160, "next_n": 2}
     bare = v4.PagedCache(model.config, **sizes, kv="fp32", precision="reference")
     plain = v4.PagedCache.for_model(quantized, **sizes)
+    v3 = v4.patch(small_mla_model(), kv="fp32", precision="reference")
+    latents = v4.PagedCache.for_model(v3, max_batch_size=3, max_cache_len=200)
     for each in (bare, small, plain):
         prompts(text, each)
-    for each in (bare, small, plain, cache):
+    for each in (bare, small, plain, cache, latents):
         each.seq_lens.fill_(160)
     before = cache.tensors.draft[0].swa.clone()
     ragged = replace(batch, query_start_loc=i32([0, 1, 4, 6]))
@@ -406,13 +405,14 @@ def test_steps_that_cannot_run_are_refused(model, quantized, text):
     )
     wrong = {"uniforms": torch.rand(3, 2), "temperature": 1.0}
     for held, given, into, rest, message in (
-        (quantized, batch, plain, {}, "model must have a draft layer, got none. Call load_mtp"),
+        (quantized, batch, plain, {}, r"model must have a draft layer, got none. Call load_mtp\("),
+        (v3, batch, latents, {}, "model must be of a family .* Pass prompt_lookup_num_tokens or"),
         (model, batch, bare, {}, "cache must have the keys of a draft layer, got none. Make"),
         (model, ragged, cache, {}, "batch.query_start_loc must have as many tokens for every"),
         (model, short, cache, {}, "batch.tokens must have as many tokens for every request, at"),
         (model, wide, small, {}, "cache must be made with next_n of at least"),
         (model, batch, cache, wrong, "uniforms must have 3 col"),
     ):
-        with pytest.raises(ValueError, match="speculative_step: " + message):
+        with pytest.raises((ValueError, NotImplementedError), match="speculative_step: " + message):
             v4.speculative_step(held, given, into, **rest)
     assert torch.equal(cache.tensors.draft[0].swa, before)

@@ -18,7 +18,11 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     StepRun,
     run_part,
 )
-from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
+from dsv4_ops.integrations.transformers.cache.paged_cache import (
+    PagedCache,
+    cache_argument,
+    check_kind,
+)
 from dsv4_ops.integrations.transformers.modules.checks import check_modules
 from dsv4_ops.integrations.transformers.modules.replacement import (
     Forward,
@@ -66,6 +70,7 @@ def model_forward(spec: ModelSpec, score: bool, before: Forward) -> Forward:
         if score and cache is None:
             cache = _own_cache(spec, self, input_ids, inputs_embeds)
         if not isinstance(cache, PagedCache):
+            check_kind(OP, "cache", cache)
             spec.check_other_cache(OP)
             return before(
                 self,
@@ -121,7 +126,9 @@ def _own_cache(
             do="Pass PagedCache.for_model(model, ...), or score without torch.compile",
             kind=NotImplementedError,
         )
-    batch, length = (1, 1) if inputs is None else (max(size, 1) for size in inputs.shape[:2])
+    batch, length, device = 1, 1, body.device
+    if isinstance(inputs, Tensor) and inputs.dim() > 1:  # else the step raises
+        batch, length, device = *(max(size, 1) for size in inputs.shape[:2]), inputs.device
     return PagedCache(
         body.config,
         max_batch_size=batch,
@@ -130,7 +137,7 @@ def _own_cache(
         kv=spec.kv,
         precision=spec.recipe,
         parallel=spec.parallel,
-        device=body.device if inputs is None else inputs.device,
+        device=device,
     )
 
 

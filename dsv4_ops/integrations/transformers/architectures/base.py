@@ -350,9 +350,9 @@ class ModelSpec(ABC):
         raise argument_error(
             op,
             "model",
-            must="be DeepseekV4ForCausalLM for a draft layer",
+            must="be of a family whose draft layer steps run",
             got=" or ".join(self.causal_lm),
-            do="Draft by other means",
+            do="Pass prompt_lookup_num_tokens or an assistant_model to generate, which draft too",
             kind=NotImplementedError,
         )
 

@@ -176,7 +176,8 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
             raise argument_error(
                 op,
                 name,
-                must=f"fit with max_new_tokens into a request's cache of {self.most_tokens} tokens",
+                must=f"have at most {self.most_tokens + 1} tokens with the answer, of which "
+                "the cache stores all but the last",
                 got=f"{prompt} + {new} tokens",
                 do="Pass a shorter prompt or fewer max_new_tokens, or a ContinuousBatchingConfig "
                 "with more max_blocks_per_request and num_blocks",

@@ -73,13 +73,13 @@ def check_call(model: Any, num_drafts: Any, arguments: dict[str, Any]) -> None:
     """Raise if a call of ``generate`` with these arguments cannot draft."""
     Checks(_OP).at_least(1, num_draft_tokens=num_drafts)
     if draft_of(model) is None:
-        model.dsv4_ops_spec.draft_kinds(_OP)  # load_mtp refuses other families
+        model.dsv4_ops_spec.draft_kinds(_OP)
         raise argument_error(
             _OP,
             "num_draft_tokens",
             must="be None for a model without a draft layer",
             got=num_drafts,
-            do="Call load_mtp first",
+            do="Call load_mtp(model, path) first, with the folder of its checkpoint",
         )
     for name, value in arguments.items():
         is_known = name in _ARGUMENTS or hasattr(model.generation_config, name)

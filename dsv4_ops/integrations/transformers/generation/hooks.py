@@ -81,6 +81,7 @@ def generate(before: Method) -> Method:
     def run(self: Any, *args: Any, **arguments: Any) -> Any:
         arguments = dict(**dict(zip(names, args, strict=False)), **arguments)
         if setting(self, arguments, "use_mtp"):
+            self.dsv4_ops_spec.draft_kinds("generate")
             raise argument_error(
                 "generate",
                 "use_mtp",
@@ -200,7 +201,8 @@ def prepare_cache(before: Method) -> Method:
             )
             if isinstance(cache, PagedCache):
                 cache.raise_if_dropped()
-                _reserve_rows(cache, rows, max_cache_length, looked_up)
+                asked = _asked(generation_config, max_cache_length + 1)
+                _reserve_rows(cache, rows, max_cache_length, asked, looked_up)
         if call is not None and isinstance(cache, PagedCache):
             call.caches.append(cache)
             columns = getattr(generation_config, "_mask_length", 0)
@@ -232,18 +234,30 @@ def chunk_of(rows: int, max_cache_len: int) -> int:
     return min(max_cache_len, DEFAULT_CHUNK, max(_STEP_TOKENS // rows, _MIN_CHUNK))
 
 
-def _reserve_rows(cache: PagedCache, rows: int, length: int, drafts: int = 0) -> None:
+def _asked(generation_config: Any, max_length: int | None = None) -> tuple[str, int]:
+    """Return the setting that says how long texts may become, and its value. Hugging Face
+    shortens ``max_length`` of prompts that are embeddings."""
+    if generation_config.max_new_tokens is not None:
+        return "max_new_tokens", generation_config.max_new_tokens
+    return "max_length", generation_config.max_length if max_length is None else max_length
+
+
+def _reserve_rows(
+    cache: PagedCache, rows: int, length: int, asked: tuple[str, int], drafts: int = 0
+) -> None:
     """Add requests and blocks for all tokens of ``generate``; after an error nothing has
     changed."""
-    checks, name = Checks("generate"), "max_length and its drafts" if drafts else "max_length"
+    checks, (name, value) = Checks("generate"), asked
     length += drafts
     checks.at_most("batch size", rows, "max_batch_size of the cache", cache.max_batch_size)
     if length > cache.max_cache_len:
+        most = max(value + cache.max_cache_len - length, 0)
+        stored = f"all tokens but the last{f', and {drafts} drafts' if drafts else ''}"
         raise checks.error(
             name,
-            must=f"be at most {cache.max_cache_len + 1}: the cache stores all but the last token",
-            got=length + 1,
-            do="Pass a smaller max_new_tokens, or make the cache with a larger max_cache_len",
+            must=f"be at most {most} here: the cache stores {stored}, {cache.max_cache_len} in all",
+            got=value,
+            do=f"Pass a smaller {name}, or make the cache with a larger max_cache_len",
         )
     owners = {row: request for request, row in cache.requests.items()}
     vacant = [row for row in range(rows) if row not in owners]
@@ -257,7 +271,7 @@ def _reserve_rows(cache: PagedCache, rows: int, length: int, drafts: int = 0) ->
         )
     num_blocks = sum(cache.lacking_blocks(owners.get(row), length) for row in range(rows))
     if num_blocks > cache.num_free_blocks:
-        advice = "Free a request, or pass a smaller max_new_tokens"
+        advice = f"Free a request, or pass a smaller {name}"
         sizes = (cache.num_free_blocks, cache.num_blocks, num_blocks)
         raise out_of_blocks("generate", name, *sizes, advice)
     for row in range(rows):
@@ -310,7 +324,8 @@ def prefill(before: Method) -> Method:
         if embeddings is None and not before_inputs:
             check_continues(input_ids, mask, cache)
         if before_inputs:
-            _reserve_rows(cache, mask.shape[0], generation_config.max_length - 1 + before_inputs)
+            length, asked = generation_config.max_length, _asked(generation_config)
+            _reserve_rows(cache, mask.shape[0], length - 1 + before_inputs, asked)
         chunk_size, forward = generation_config.prefill_chunk_size, self.__call__
         if chunk_size and self._valid_auto_compile_criteria(model_kwargs, generation_config):
             forward = self.get_compiled_call(generation_config.compile_config)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error, kind_of
-from dsv4_ops.integrations.transformers.cache.paged_cache import Cache, PagedCache, Text
+from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, Text, check_kind
 from dsv4_ops.integrations.transformers.steps.padded import matrix, shape_text
 
 CACHES = (None, "static", "hybrid")
@@ -52,12 +52,11 @@ def check_kinds(model: Any, arguments: dict[str, Any]) -> None:
         checks.kind(shown, value, Tensor, must="be a tensor", do=do)
         if value is not None and shown == "input_ids":
             checks.floats(shown, value, torch.int64, torch.int32)
-    lists, caches = "be a list", "be a PagedCache, or another Cache of transformers"
-    make = "Make one with PagedCache.for_model"
+    for name in ("cache", "past_key_values"):
+        check_kind(_OP, name, arguments.get(name))
+    lists = "be a list"
     for name, kind, must, do in (
         ("generation_config", GenerationConfig, "be a GenerationConfig", "Pass one, or None"),
-        ("cache", Cache, caches, make),
-        ("past_key_values", Cache, caches, make),
         ("logits_processor", (list, tuple), lists, "Pass a LogitsProcessorList, or None"),
         ("stopping_criteria", (list, tuple), lists, "Pass a StoppingCriteriaList, or None"),
     ):

@@ -259,8 +259,13 @@ def _checked(
 def _check_draft(op: str, spec: ModelSpec, model: Any, cache: CacheTensors, next_n: int) -> None:
     draft = draft_of(model)
     if draft is None:
+        spec.draft_kinds(op)
         raise argument_error(
-            op, "model", must="have a draft layer", got="none", do="Call load_mtp first"
+            op,
+            "model",
+            must="have a draft layer",
+            got="none",
+            do="Call load_mtp(model, path) first, with the folder of its checkpoint",
         )
     if len(cache.draft) != len(spec.draft_kinds(op)):
         raise argument_error(
