@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.generation import decoding
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import small_model
 from tests.support.attention_batches import no_host_sync
@@ -140,19 +141,24 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
 def generated(model, ids, **more):
-    return model.generate(ids, **GREEDY, **more).tolist()
+    return model.generate(ids, **{**GREEDY, **more}).tolist()
 
 
-def test_generate_compiles_once():
-    """One compile serves the second cache, with another number of rows, and captured steps."""
-    ids = text().cuda()[:2, :40]
+def test_generate_compiles_each_part_once():
+    """One graph a kind of layer, and three for the rest, serve caches of other sizes, other numbers
+    of rows and lengths, and captured steps; the guard that another compile would fail is named."""
+    ids = text().cuda()[:REQUESTS, :40]
     want = generated(small_model(device="cuda"), ids)
     model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
     counters.clear()
-    assert generated(model, ids, cache=cache_of(model)) == want
-    graphs = counters["stats"]["unique_graphs"]
-    assert graphs > 0
-    assert generated(model, ids[:1]) == want[:1]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert generated(model, ids[:2], cache=cache_of(model)) == want[:2]
+        (step,) = getattr(model, decoding.STEPS).values()
+        graphs = counters["stats"]["unique_graphs"]
+        assert graphs == len(step.parts) == len(model.dsv4_ops_spec.kinds) + 3
+        assert generated(model, ids[:1]) == want[:1]
+        assert generated(model, ids) == want
+        assert generated(model, ids[:2, :9], max_new_tokens=40)
     assert counters["stats"]["unique_graphs"] == graphs
     assert generated(model, ids, disable_compile=True) == want
 
