@@ -1,5 +1,6 @@
 """A patched model on a GPU: against Hugging Face's on the CPU, captured, packaged."""
 
+import dataclasses
 from random import Random
 
 import pytest
@@ -8,10 +9,14 @@ import torch
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from benchmarks.harness.timing import Capture
+from dsv4_ops.core import target
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.generation import decoding
+from dsv4_ops.kernels.launch_plans import PLANS
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import small_model
 from tests.support.attention_batches import no_host_sync
@@ -84,6 +89,40 @@ def test_captured_decode(drift, monkeypatch):
             engine.done[request] += 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert engine.rms(want) < 1.5 * eager
+
+
+def test_kernels_that_start_early_compute_the_same(drift, monkeypatch):
+    """Steps, called and captured, have the bits and caches of kernels that start one by one."""
+    cache = cache_of(drift[0])
+    engine = Engine(drift[0], cache, text())
+    engine.prefill(dict.fromkeys(range(REQUESTS), 120))
+    batch = engine.batch(dict.fromkeys(range(REQUESTS), 1))
+    state = tree_leaves(cache.tensors)
+    before = [each.clone() for each in state]
+    compiled = v4.compile_step(drift[0], v4.decode_step, dynamic=True, backend="aot_eager")
+    assert target.TARGETS[target.HOPPER].dependent_launch
+
+    def bits(run):
+        for each, old in zip(state, before, strict=True):
+            each.copy_(old)
+        return [each.contiguous().flatten().view(torch.uint8).clone() for each in (run(), *state)]
+
+    def step():
+        return compiled(batch, cache)
+
+    def replay():
+        capture.graph.replay()
+        return capture.outputs[0]
+
+    PLANS.plans.clear()
+    with monkeypatch.context() as patch:
+        late = dataclasses.replace(target.TARGETS[target.HOPPER], dependent_launch=False)
+        patch.setitem(target.TARGETS, target.HOPPER, late)
+        expected = bits(step)
+    PLANS.plans.clear()
+    capture = Capture([step])
+    for run in (step, *20 * [replay]):
+        assert all(map(torch.equal, bits(run), expected))
 
 
 def test_package_on_a_gpu(drift, tmp_path):
