@@ -447,15 +447,19 @@ def _check_tensor(name: str, expected: TensorInfo, actual: TensorInfo, *, op: st
     )
 
 
-def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
+def draft_tensors(
+    path: Path | str, *, kind: str = V4, op: str = OP
+) -> tuple[str, dict[str, StoredTensor]]:
     """Check the headers of a released checkpoint's draft layer (MTP); read no tensor.
 
     Args:
         path: The folder with ``config.json`` and the index of the shards.
+        kind: The ``model_type`` that the config must have.
         op: Public function that an error names.
 
     Returns:
-        The tensors under ``mtp.0.``, by name without that prefix.
+        The prefix of the layer's names, "mtp.0." or that of the layer after the last, and its
+        tensors by name without it.
 
     Raises:
         ValueError: the files hold no draft layer or several, or a tensor of the layer is missing,
@@ -464,16 +468,17 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
     """
     path = Checks(op).path("path", path)
     config = read_json(path / CONFIG, op)
-    kind = config.get("model_type")
-    if kind != V4:
+    if config.get("model_type") != kind:
         raise argument_error(
             op,
             "model_type",
-            must=f"be {V4!r}",
-            got=repr(kind),
-            do="Draft layers of other architectures are unknown",
+            must=f"be {kind!r}",
+            got=repr(config.get("model_type")),
+            do="Pass the model's own checkpoint",
             kind=NotImplementedError,
         )
+    if kind != V4:
+        return _mla_draft_tensors(path, config, op)
     stored = read_headers(path, op, lambda name: name.startswith("mtp."))
     dspark = [name for name in stored if any(part in name for part in DSPARK)]
     if dspark:
@@ -485,34 +490,66 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
             do="DSpark's drafts are not implemented",
             kind=NotImplementedError,
         )
-    if not stored:
-        raise argument_error(
-            op,
-            "path",
-            must="hold a draft layer, mtp.0",
-            got="no tensor of it",
-            do="Pass a checkpoint that has one",
-        )
-    others = [name for name in stored if not name.startswith("mtp.0.")]
-    if others:
-        raise argument_error(
-            op,
-            "path",
-            must="hold one draft layer, mtp.0",
-            got=min(others),
-            do="Drafts of several layers are unknown",
-            kind=NotImplementedError,
-        )
+    prefix = "mtp.0."
+    _check_one_draft(op, prefix, stored)
     expert = _require(stored, "mtp.0.ffn.experts.0.w1.weight", op=op).info.dtype
     scale = _scale_dtype(op, stored, "mtp.0.attn.wq_a.scale")
     settings = {**config, "num_hidden_layers": 0, "num_nextn_predict_layers": 1}
     _check_sizes(op, settings)
+    dtypes = ("fp4" if expert == FP4_PAIRS else "fp8", scale)
+    listed = _tensors(op, settings, *dtypes)
+    expected = (each for each in listed if each[0].startswith(prefix))
+    return prefix, _draft_tensors(op, prefix, stored, expected)
+
+
+def _mla_draft_tensors(
+    path: Path, config: Mapping[str, Any], op: str
+) -> tuple[str, dict[str, StoredTensor]]:
+    expected = list(mla_format.mla_draft_tensors(op, config))
+    stored = read_headers(path, op, lambda name: mla_format.is_draft(config, name))
+    prefix = mla_format.draft_prefix(config)
+    _check_one_draft(op, prefix, stored)
+    for name in (*stored,):
+        if mla_format.is_skipped_draft(name.removeprefix(prefix)):
+            del stored[name]
+    return prefix, _draft_tensors(op, prefix, stored, expected)
+
+
+def _check_one_draft(op: str, prefix: str, stored: Mapping[str, StoredTensor]) -> None:
+    layer = prefix.rstrip(".")
+    if not stored:
+        raise argument_error(
+            op,
+            "path",
+            must=f"hold a draft layer, {layer}",
+            got="no tensor of it",
+            do="Pass a checkpoint that has one",
+        )
+    others = [name for name in stored if not name.startswith(prefix)]
+    if others:
+        raise argument_error(
+            op,
+            "path",
+            must=f"hold one draft layer, {layer}",
+            got=min(others),
+            do="Drafts of several layers are unknown",
+            kind=NotImplementedError,
+        )
+
+
+def _draft_tensors(
+    op: str,
+    prefix: str,
+    stored: Mapping[str, StoredTensor],
+    expected: Iterable[tuple[str, TensorInfo]],
+) -> dict[str, StoredTensor]:
+    """Return the expected tensors by their names without the prefix; raise unless the files have
+    exactly these."""
     tensors = {}
-    for name, info in _tensors(op, settings, "fp4" if expert == FP4_PAIRS else "fp8", scale):
-        if name.startswith("mtp."):
-            tensor = tensors[name] = _require(stored, name, info, op=op)
-            _check_tensor(name, info, tensor.info, op=op)
-    unknown = [name for name in stored if name not in tensors]
+    for name, info in expected:
+        tensor = tensors[name.removeprefix(prefix)] = _require(stored, name, info, op=op)
+        _check_tensor(name, info, tensor.info, op=op)
+    unknown = [name for name in stored if name.removeprefix(prefix) not in tensors]
     if unknown:
         raise argument_error(
             op,
@@ -521,7 +558,7 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
             got=min(unknown),
             do="It is of another model",
         )
-    return {name.removeprefix("mtp.0."): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _scale_dtype(op: str, stored: Mapping[str, StoredTensor], name: str) -> str:

@@ -33,6 +33,8 @@ _DRAFTS = "num_nextn_predict_layers"
 _SKIPPED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
 """Suffixes of tensors that loaders skip: those that old files store and loaders compute from the
 config, and cache scales of other engines."""
+_DRAFT_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""Copies of the model's embedding and head, which some files have beside the draft layer."""
 _SHARED_EXPERTS = {"deepseek_v2": 2}
 """Hugging Face's default of ``n_shared_experts`` if it is not 1."""
 
@@ -44,6 +46,12 @@ def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
         ValueError: a size is missing or not an integer, the config has biases, or its skipped
             modules are not patterns.
     """
+    config = _checked(op, config)
+    return _Tensors(config, skipped_modules(op, config)).all()
+
+
+def _checked(op: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with the fields that it may leave out; raise as ``mla_tensors``."""
     kind = config["model_type"]
     config = {"n_shared_experts": _SHARED_EXPERTS.get(kind, 1), **config}
     check_sizes(op, config, _SIZES, zero=("first_k_dense_replace",))
@@ -64,7 +72,36 @@ def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
                 got=repr(config[name]),
                 do="Quantised layers with biases are unknown",
             )
-    return _Tensors(config, skipped_modules(op, config)).all()
+    return config
+
+
+def mla_draft_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
+    """Return the same of the draft layer: a layer of experts, with an indexer if the family has
+    them, and the projection and norms around it.
+
+    A config without ``quantization_config`` has plain weights.
+    """
+    quantization = config.get("quantization_config") or {"modules_to_not_convert": [".*"]}
+    config = _checked(op, {**config, "quantization_config": quantization})
+    layer, width = config["num_hidden_layers"], config["hidden_size"]
+    config["first_k_dense_replace"] = min(config["first_k_dense_replace"], layer)
+    if "indexer_types" in config:
+        config["indexer_types"].append("full")
+    yield from _Tensors(config, skipped_modules(op, config)).layer(layer)
+    prefix = draft_prefix(config)
+    yield _plain(f"{prefix}eh_proj", width, 2 * width)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield _plain(f"{prefix}{name}", width)
+
+
+def is_skipped_draft(name: str) -> bool:
+    """Whether loaders skip a tensor of the draft layer, by its name without the prefix."""
+    return name in _DRAFT_COPIES or f".{name}".endswith(_SKIPPED)
+
+
+def draft_prefix(config: Mapping[str, Any]) -> str:
+    """Prefix of the names of the draft layer's tensors."""
+    return f"model.layers.{config['num_hidden_layers']}."
 
 
 def is_other(config: Mapping[str, Any], name: str) -> bool:
@@ -120,14 +157,17 @@ class _Tensors:
         yield from self.linear("lm_head", vocabulary, width)
         yield _plain("model.norm", width)
         for layer in range(config["num_hidden_layers"]):
-            prefix = f"model.layers.{layer}."
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                yield _plain(f"{prefix}{name}", width)
-            yield from self.attention(f"{prefix}self_attn.", layer)
-            if layer < config["first_k_dense_replace"]:
-                yield from self.block(f"{prefix}mlp.", config["intermediate_size"])
-            else:
-                yield from self.experts(f"{prefix}mlp.")
+            yield from self.layer(layer)
+
+    def layer(self, layer: int) -> Iterator[tuple[str, TensorInfo]]:
+        config, prefix = self.config, f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield _plain(f"{prefix}{name}", config["hidden_size"])
+        yield from self.attention(f"{prefix}self_attn.", layer)
+        if layer < config["first_k_dense_replace"]:
+            yield from self.block(f"{prefix}mlp.", config["intermediate_size"])
+        else:
+            yield from self.experts(f"{prefix}mlp.")
 
     def attention(self, prefix: str, layer: int) -> Iterator[tuple[str, TensorInfo]]:
         config = self.config

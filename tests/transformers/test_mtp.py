@@ -13,7 +13,7 @@ pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 
 from dsv4_ops.checkpoint.headers import CONFIG as CONFIG_FILE, INDEX
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.loading.draft import released_weights
+from dsv4_ops.integrations.transformers.loading.v4_draft import released_weights
 from dsv4_ops.reference.experts import expert_values
 from dsv4_ops.testing.checkpoint import TINY, tensors, write_checkpoint
 from dsv4_ops.testing.models import small_mla_model
@@ -269,7 +269,7 @@ ABSENT = "path must hold {}, got no such tensor. Download the file again, or con
          "path must hold no tensor that a draft layer has no place for, got mtp.0.engram.weight"),
         (_rename("mtp.0.", "mtp.1."), "path must hold one draft layer, mtp.0, got mtp.1.attn.att"),
         (_without_draft, "path must hold a draft layer, mtp.0, got no tensor of it. Pass a check"),
-        (None, "model_type must be 'deepseek_v4', got 'deepseek_v41'. Draft layers of other arch"),
+        (None, "model_type must be 'deepseek_v4', got 'deepseek_v41'. Pass the model's own ch"),
         (_nan_code, f"{E4M3} must hold codes of numbers, got NaN (0x7F or 0xFF). Download it agai"),
         (_nan, f"{E8M0} must hold bytes of 0 to 254, as 255 is NaN, got 1 other values. Download"),
     ],
@@ -299,12 +299,14 @@ def test_float32_scales_that_bytes_cannot_hold_are_refused(tmp_path, value):
 def test_models_that_cannot_have_it_are_refused(path, model, quantized, tmp_path):
     wide = write_checkpoint(tmp_path, CONFIG | {"n_routed_experts": 16})
     v3 = v4.patch(small_mla_model(), kv="fp32", precision="reference")
-    others = " or ".join(v3.dsv4_ops_spec.causal_lm)
-    family = "model must be of a family whose draft layer steps run"
     for held, folder, message in (
         (model, path, "model must have no draft layer yet, got one that has. It is loaded already"),
         (quantized, wide, "path must have the model's n_routed_experts, 8, got 16. Pass the model"),
-        (v3, path, f"{family}, got {others}. Pass prompt_lookup_num_tokens or an assistant_"),
+        (
+            v3,
+            path,
+            "model_type must be 'deepseek_v3', got 'deepseek_v4'. Pass the model's own checkpoint",
+        ),
         (torch.nn.Linear(2, 2), path, "model must be patched, got an unpatched Linear. Call patch"),
     ):
         with pytest.raises((ValueError, NotImplementedError)) as raised:

@@ -60,6 +60,19 @@ def draft_of(model: Any) -> Any:
     return model._modules.get(DRAFT)
 
 
+def check_drafts(op: str, ranks: ContextParallel | None) -> None:
+    """Raise an error of ``op`` if ranks share the cache, which drafts do not support."""
+    if ranks is not None:
+        raise argument_error(
+            op,
+            "parallel",
+            must="be None with a draft layer",
+            got="ranks",
+            do="Patch the model without ranks",
+            kind=NotImplementedError,
+        )
+
+
 Runner = Callable[..., Any]
 """Runs a part of a step; its arguments are the part's name, its function and the function's
 arguments.
@@ -294,15 +307,16 @@ class ModelSpec(ABC):
         states: Tensor = hidden
         return states
 
+    @abstractmethod
     def run_streams(
         self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
     ) -> Tensor:
-        """Run all layers; return the residual streams, which the draft layer reads."""
-        raise NotImplementedError
+        """Run all layers; return what the draft layer reads of them, the "streams": V4's residual
+        streams, or final, normed states."""
 
+    @abstractmethod
     def normed(self, body: Any, streams: Tensor) -> Tensor:
         """Return the final, normed states for the streams that ``run_streams`` returned."""
-        raise NotImplementedError
 
     @abstractmethod
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -344,26 +358,20 @@ class ModelSpec(ABC):
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         """Modules of an attention layer that steps do not call."""
 
+    @abstractmethod
     def draft_kinds(self, op: str) -> tuple[str, ...]:
-        """Kinds of the draft layers; raise an error of ``op`` if the family does not support
+        """Kinds of the draft layers; raise an error of ``op`` if the settings do not support
         them."""
-        raise argument_error(
-            op,
-            "model",
-            must="be of a family whose draft layer steps run",
-            got=" or ".join(self.causal_lm),
-            do="Pass prompt_lookup_num_tokens or an assistant_model to generate, which draft too",
-            kind=NotImplementedError,
-        )
 
+    @abstractmethod
     def draft_layer(self, op: str, model: Any) -> Any:
         """Make the draft layer of a model; its weights are not loaded yet."""
-        self.draft_kinds(op)
 
+    @abstractmethod
     def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> Any:
         """Build the data of a decode step that only the draft layer runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
         """Run the draft layer of a model.
 
@@ -377,11 +385,10 @@ class ModelSpec(ABC):
         Returns:
             Streams of the drafts, in the shape of ``streams``.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
         """Return the normed states of draft streams for the head, [1, num_tokens, hidden_size]."""
-        raise NotImplementedError
 
     def holds_states(self, cache: CacheTensors, next_n: int) -> bool:
         """Whether the caches keep enough states for steps of ``next_n`` tokens to be rolled

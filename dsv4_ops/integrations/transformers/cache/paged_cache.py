@@ -97,7 +97,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         precision: See ``patch``.
         parallel: See ``patch``. Each rank stores its part of the rows of every block, and a block
             has as many times more positions.
-        draft_layer: Whether to add the window keys of a draft layer (``load_mtp``).
+        draft_layer: Whether to add the caches of a draft layer (``load_mtp``).
         device: Device of the tensors.
 
     Raises:
@@ -197,7 +197,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def for_model(cls, model: Any, **sizes: Any) -> PagedCache:
         """Make a cache with the ``kv``, ``precision`` and ``device`` of a patched model.
 
-        It has the window keys of a draft layer if the model has one.
+        It has the caches of a draft layer if the model has one.
         """
         op, spec = "PagedCache.for_model", getattr(model, "dsv4_ops_spec", None)
         if spec is None:
@@ -378,8 +378,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             "window": window keys; grows with ``max_batch_size`` and ``max_chunk``. "compressed" and
             "indexer": compressed keys and indexer keys; grow with ``num_blocks``. "states":
             compressor states; grows with ``max_batch_size``. DeepSeek-V3 and V2 have "latents" in
-            place of these, V3.2 and GLM-5 "latents" and "indexer". "draft": window keys of the
-            draft layer, if there is one. "tables": RoPE tables, block tables, lengths.
+            place of these, V3.2 and GLM-5 "latents" and "indexer". "draft": caches of the draft
+            layer, if there is one. "tables": RoPE tables, block tables, lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config

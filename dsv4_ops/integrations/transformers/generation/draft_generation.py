@@ -73,7 +73,7 @@ def check_call(model: Any, num_drafts: Any, arguments: dict[str, Any]) -> None:
     """Raise if a call of ``generate`` with these arguments cannot draft."""
     Checks(_OP).at_least(1, num_draft_tokens=num_drafts)
     if draft_of(model) is None:
-        model.dsv4_ops_spec.draft_kinds(_OP)
+        model.dsv4_ops_spec.draft_kinds(_OP)  # load_mtp refuses the same
         raise argument_error(
             _OP,
             "num_draft_tokens",

@@ -8,6 +8,7 @@ of torch 2.15 shows the wrapper of a decorated forward.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -272,6 +273,12 @@ def unwrapped(module: Any) -> Any:
     while "base_layer" in module._modules:
         module = module.base_layer
     return module
+
+
+def modelling(family: str) -> tuple[Any, str]:
+    """Return Hugging Face's modelling file of a ``model_type``, and the prefix of its classes."""
+    file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return file, _FAMILIES[family]
 
 
 def is_split(weight: Any) -> bool:

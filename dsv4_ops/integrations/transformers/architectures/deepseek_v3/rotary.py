@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.errors import argument_error
-from dsv4_ops.integrations.transformers.modules.replacement import is_part
+from dsv4_ops.integrations.transformers.modules.replacement import is_part, modelling
 
 _KNOWN = ("default", "linear", "yarn", "llama3")
 """RoPE types with frequencies that do not depend on the length of a request."""
@@ -54,9 +53,8 @@ def rotary_of(op: str, config: Any) -> Rotary:
             do="Other types depend on the length",
             kind=NotImplementedError,
         )
-    family = config.model_type
-    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    kind = getattr(modeling, f"{family.title().replace('_', '')}RotaryEmbedding")
+    classes, prefix = modelling(config.model_type)
+    kind = getattr(classes, f"{prefix}RotaryEmbedding")
     with torch.device("cpu"):
         embedding = kind(copy.deepcopy(config))  # Hugging Face writes defaults into it
     frequencies = embedding.inv_freq.float().tolist()

@@ -33,8 +33,10 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     ModelSpec,
     StepRun,
     StepTokens,
+    check_drafts,
     dtype_of,
 )
+from dsv4_ops.integrations.transformers.architectures.deepseek_v3 import draft
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.rotary import (
     Rotary,
     check_rotary,
@@ -89,6 +91,8 @@ class MlaModelSpec(ModelSpec):
     interleaved: bool
 
     causal_lm = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+    draft_layers: ClassVar[tuple[str, ...]] = ("mla",)
+    """Kinds of the draft layers."""
     memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "scale": "latents"}
     shared_groups: ClassVar[tuple[str, ...]] = ("latents",)
     layout_of_kv: ClassVar[dict[str, tuple[str, torch.dtype]]] = {
@@ -291,6 +295,35 @@ class MlaModelSpec(ModelSpec):
                 **WITHOUT_MASKS,
             )
         return step_run.run("norm", normed, body, hidden, step_run.output_tokens)
+
+    def run_streams(
+        self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
+    ) -> Tensor:
+        return self.run_layers(body, hidden, ids, step_run)
+
+    def normed(self, body: Any, streams: Tensor) -> Tensor:
+        return streams
+
+    # The draft layer
+
+    def draft_kinds(self, op: str) -> tuple[str, ...]:
+        check_drafts(op, self.parallel)
+        return self.draft_layers
+
+    def draft_layer(self, op: str, model: Any) -> Any:
+        self.draft_kinds(op)
+        return draft.DraftLayer(model)
+
+    def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> MlaStep:
+        return self.build_step(step, cache, "decode")
+
+    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
+        return draft.run(model, tokens, streams, step_run)
+
+    def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
+        return streams
+
+    # The layers
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         x = hidden.flatten(0, 1)

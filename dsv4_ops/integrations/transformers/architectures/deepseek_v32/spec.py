@@ -54,6 +54,7 @@ class DsaModelSpec(MlaModelSpec):
 
     causal_lm = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
     memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "indexer": "indexer"}
+    draft_layers: ClassVar[tuple[str, ...]] = (FULL,)
     shared_groups: ClassVar[tuple[str, ...]] = ("latents", "indexer")
     layout_of_kv: ClassVar[dict[str, tuple[str, torch.dtype]]] = {
         "fp8": (MlaDsFp8Layout.tag, torch.bfloat16),

@@ -7,7 +7,6 @@ after that. Embedding and head are the model's.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -19,9 +18,14 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     StepRun,
     draft_of,
 )
+from dsv4_ops.integrations.transformers.architectures.draft_layers import (
+    empty_copy,
+    known_next,
+    state_tensors,
+    take_classes,
+)
 from dsv4_ops.integrations.transformers.modules import quantized
-from dsv4_ops.integrations.transformers.modules.replacement import Replacement, unwrapped
-from dsv4_ops.integrations.transformers.tensors import in_vocabulary
+from dsv4_ops.integrations.transformers.modules.replacement import unwrapped
 
 KINDS = ("window",)
 """Kinds of the draft layers; a model with draft layers has one."""
@@ -56,69 +60,21 @@ class DraftLayer(nn.Module):
 
 
 def _take_classes(draft: DraftLayer, body: Any) -> None:
-    """Copy the quantised modules of the model's last layer, and the dtypes of the others."""
-    source = body.layers[-1]
-    for name, _ in list(draft.layers[0].named_modules()):
-        if not name:
-            continue
-        module = _module(source, name)
-        if module is not None and quantized.is_quantized(module):
-            draft.layers[0].set_submodule(name, _empty_copy(module))
-    linear = unwrapped(source.self_attn).q_a_proj
-    if quantized.is_quantized(unwrapped(linear)):
-        width = draft.config.hidden_size
+    """Copy the quantised modules of the model's layers, and the dtypes of the others."""
+    linear = unwrapped(unwrapped(body.layers[-1].self_attn).q_a_proj)
+    if quantized.is_quantized(linear):
         for name in ("e_proj", "h_proj"):
-            setattr(draft, name, _square(unwrapped(linear), width))
-    dtypes = {f"layers.0.{name}": tensor.dtype for name, tensor in _state_tensors(source)}
-    dtypes |= {f"hc_head.{name}": tensor.dtype for name, tensor in _state_tensors(body.hc_head)}
-    for name, tensor in _state_tensors(draft):
-        if not tensor.is_floating_point():
-            continue
-        if name in ("enorm.weight", "hnorm.weight", "norm.weight"):
-            dtype = body.norm.weight.dtype
-        elif (
-            name in ("e_proj.weight", "h_proj.weight") and tensor.dtype == torch.get_default_dtype()
-        ):
-            dtype = unwrapped(linear).weight.dtype
-        else:
-            dtype = dtypes.get(name, tensor.dtype)
-        tensor.data = tensor.data.to(dtype)
-
-
-def _state_tensors(module: Any) -> list[tuple[str, Tensor]]:
-    """Return parameters, and the buffers that a checkpoint has."""
-    state = module.state_dict(keep_vars=True)
-    return [(name.replace("base_layer.", ""), tensor) for name, tensor in state.items()]
-
-
-def _module(layer: Any, name: str) -> Any:
-    """Return a layer's module of that name, without adapters, or None."""
-    for part in name.split("."):
-        layer = unwrapped(layer)._modules.get(part)
-        if layer is None:
-            return None
-    return unwrapped(layer)
-
-
-def _empty_copy(module: Any) -> Any:
-    """Return a module of the same class and settings, with parameters on the meta device."""
-    copied = copy.copy(module)
-    for name, value in list(vars(copied).items()):
-        if isinstance(value, Replacement):  # it belongs to the original
-            del copied.__dict__[name]
-    copied._parameters = {
-        name: None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
-        for name, parameter in module._parameters.items()
-    }
-    copied._buffers, copied._modules = {}, dict(module._modules)  # experts' activation
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-        setattr(copied, hooks, OrderedDict())
-    return copied
+            setattr(draft, name, _square(linear, draft.config.hidden_size))
+    dtypes = {f"hc_head.{name}": tensor.dtype for name, tensor in state_tensors(body.hc_head)}
+    dtypes |= dict.fromkeys(("enorm.weight", "hnorm.weight", "norm.weight"), body.norm.weight.dtype)
+    if not quantized.is_quantized(linear):
+        dtypes |= dict.fromkeys(("e_proj.weight", "h_proj.weight"), linear.weight.dtype)
+    take_classes(draft, body, dtypes)
 
 
 def _square(linear: Any, width: int) -> Any:
     """Return an FP8 layer of ``width`` inputs and outputs, of the class of another layer."""
-    copied = _empty_copy(linear)
+    copied = empty_copy(linear)
     copied.in_features = copied.out_features = width
     for name, parameter in copied._parameters.items():
         if parameter is not None:
@@ -132,11 +88,8 @@ def _square(linear: Any, width: int) -> Any:
 
 def run(model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
     """Run the draft layer; see ``ModelSpec.run_draft``."""
-    draft, body, step = draft_of(model), model.model, step_run.step
-    is_read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
-    embedded = body.embed_tokens(torch.where(is_read, tokens, 0))
-    # as in vLLM, the draft after position 0 reads the streams only
-    embedded = torch.where(step.positions[:, None] > 0, embedded, 0.0)[None]
+    draft, step = draft_of(model), step_run.step
+    embedded = known_next(model.model, tokens, step.positions)
     first = draft.e_proj(draft.enorm(embedded)).unsqueeze(2)
     mixed = first + draft.h_proj(draft.hnorm(streams))
     cache, rope = step_run.cache.draft[0], step_run.cache.rope.of(KINDS[0])

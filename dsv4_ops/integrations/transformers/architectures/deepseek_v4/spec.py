@@ -29,6 +29,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     LayerContext,
     StepRun,
     StepTokens,
+    check_drafts,
     draft_of,
     dtype_of,
 )
@@ -290,15 +291,7 @@ class DeepseekV4Spec(RingSpec):
     # The draft layer
 
     def draft_kinds(self, op: str) -> tuple[str, ...]:
-        if self.parallel is not None:
-            raise argument_error(
-                op,
-                "parallel",
-                must="be None with a draft layer",
-                got="ranks",
-                do="Patch the model without ranks",
-                kind=NotImplementedError,
-            )
+        check_drafts(op, self.parallel)
         return draft.KINDS
 
     def draft_layer(self, op: str, model: Any) -> Any:

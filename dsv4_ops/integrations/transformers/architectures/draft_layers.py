@@ -1,0 +1,75 @@
+"""What the draft layers of all families share: modules like the model's, and embeddings."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules.replacement import Replacement, unwrapped
+from dsv4_ops.integrations.transformers.tensors import in_vocabulary
+
+
+def take_classes(draft: Any, body: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give the layer of a draft the quantised modules and the dtypes of the model's layers.
+
+    Each module is like that of the last layer that has one of its name; not all layers have an
+    indexer, or experts. ``dtypes`` are those of tensors outside of the layer.
+    """
+    of_layer: dict[str, torch.dtype] = {}
+    for source in body.layers:
+        of_layer |= {f"layers.0.{name}": tensor.dtype for name, tensor in state_tensors(source)}
+    for name, _ in list(draft.layers[0].named_modules()):
+        found = (_module(source, name) for source in reversed(body.layers)) if name else ()
+        module = next((each for each in found if each is not None), None)
+        if module is not None and quantized.is_quantized(module):
+            draft.layers[0].set_submodule(name, empty_copy(module))
+    for name, tensor in state_tensors(draft):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to({**of_layer, **dtypes}.get(name, tensor.dtype))
+
+
+def known_next(body: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Embed the token after each position, [1, num_tokens, hidden_size]; -1 is unknown.
+
+    As in vLLM, the draft after position 0 reads the model's states only.
+    """
+    is_read = (positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
+    embedded = body.embed_tokens(torch.where(is_read, tokens, 0))
+    return torch.where(positions[:, None] > 0, embedded, 0.0)[None]
+
+
+def state_tensors(module: Any) -> list[tuple[str, Tensor]]:
+    """Return parameters, and the buffers that a checkpoint has."""
+    state = module.state_dict(keep_vars=True)
+    return [(name.replace("base_layer.", ""), tensor) for name, tensor in state.items()]
+
+
+def _module(layer: Any, name: str) -> Any:
+    """Return a layer's module of that name, without adapters, or None."""
+    for part in name.split("."):
+        layer = unwrapped(layer)._modules.get(part)
+        if layer is None:
+            return None
+    return unwrapped(layer)
+
+
+def empty_copy(module: Any) -> Any:
+    """Return a module of the same class and settings, with parameters on the meta device."""
+    copied = copy.copy(module)
+    for name, value in list(vars(copied).items()):
+        if isinstance(value, Replacement):  # it belongs to the original
+            del copied.__dict__[name]
+    copied._parameters = {
+        name: None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
+        for name, parameter in module._parameters.items()
+    }
+    copied._buffers, copied._modules = {}, dict(module._modules)  # experts' activation
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        setattr(copied, hooks, OrderedDict())
+    return copied

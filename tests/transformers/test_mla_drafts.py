@@ -1,0 +1,243 @@
+"""The draft layers of DeepSeek-V3, V3.2 and GLM-5: equal to their formula, over whole sequences and
+without a cache, and the same text with them as without.
+
+    x[i] = eh_proj([enorm(embed(t[i + 1])), hnorm(h[i])]), embed 0 at i = 0, h normed by the model
+    logits = head(norm(Layer(x)))
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounter
+
+from dsv4_ops.attention import ContextParallel
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import random_weight, small_dsa_model, small_mla_model
+from tests.support import v3_checkpoint
+from tests.transformers.test_deepseek_v32 import ordered_ties
+from tests.transformers.test_mtp import greedy_text, oracle_drafts, speculate
+
+EXACT = {"kv": "fp32", "precision": "reference"}
+LAYERS, VOCAB = 2, 3  # so few tokens that a random draft is accepted now and then
+FAMILIES = ("V3", "V3.2", "GLM-5")
+AROUND = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+
+
+def of_layers(family, layers, **changed):
+    """A model whose last layer is the draft's where there is one more than LAYERS."""
+    special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    sizes = {"num_hidden_layers": layers, "vocab_size": VOCAB, **special, **changed}
+    if family == "V3":
+        return small_mla_model(**sizes)
+    types = {"indexer_types": ["full", "shared", "full"][:layers]} if family == "GLM-5" else {}
+    return small_dsa_model(family, **sizes, **types)
+
+
+def add_draft(path, layers=LAYERS):
+    """Make the last layer of written files the draft layer: a projection and norms around it, and
+    one layer less in the config."""
+    config = json.loads((path / "config.json").read_text())
+    files, width = load_file(path / "model.safetensors"), config["hidden_size"]
+    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    for name in ("mlp_layer_types", "indexer_types", "layer_types"):
+        if config.get(name):
+            config[name] = config[name][:layers]
+    dtype = files["model.norm.weight"].dtype
+    for name in AROUND:
+        shape = (width, 2 * width) if name == "eh_proj" else (width,)
+        values = random_weight(name, shape, 1, {"norm": (1.0, 0.5)}, 0)
+        files[f"model.layers.{layers}.{name}.weight"] = values.to(dtype)
+    files[f"model.layers.{layers}.embed_tokens.weight"] = torch.zeros(1, 1)  # a copy, not read
+    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafts")
+    for family in FAMILIES:
+        of_layers(family, LAYERS + 1).save_pretrained(folder / family)
+        add_draft(folder / family)
+    return folder
+
+
+def drafting(paths, family):
+    model = v4.patch(of_layers(family, LAYERS), **EXACT)
+    return v4.load_mtp(model, paths / family)
+
+
+class Oracle:
+    """The layer as the only one of a model of Hugging Face, which reads embeddings."""
+
+    def __init__(self, path, family):
+        files = load_file(path / "model.safetensors")
+        self.trunk, self.block = (
+            of_layers(family, LAYERS),
+            of_layers(family, 1, first_k_dense_replace=0),
+        )
+        prefix, whole = f"model.layers.{LAYERS}.", of_layers(family, LAYERS + 1).state_dict()
+        state = {
+            name.replace(prefix, "model.layers.0."): each
+            for name, each in whole.items()
+            if name.startswith(prefix)
+        }
+        around = (files[f"{prefix}{name}.weight"] for name in AROUND)
+        self.eh, self.e, self.h, norm = around
+        trunk = self.trunk.state_dict()
+        kept = {name: trunk[name] for name in ("lm_head.weight", "model.embed_tokens.weight")}
+        self.block.load_state_dict({**state, **kept, "model.norm.weight": norm})
+
+    def norm(self, x, weight):
+        eps = self.trunk.config.rms_norm_eps
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+    def streams(self, tokens):
+        with ordered_ties():
+            return self.trunk.model(tokens, use_cache=False).last_hidden_state
+
+    def draft(self, states, following):
+        embedded = self.trunk.model.embed_tokens.weight[following].clone()
+        embedded[:, 0] = 0
+        x = torch.cat([self.norm(embedded, self.e), self.norm(states, self.h)], -1) @ self.eh.mT
+        with ordered_ties():
+            out = self.block.model(inputs_embeds=x, use_cache=False).last_hidden_state
+        return out @ self.trunk.lm_head.weight.mT, out
+
+
+@pytest.fixture
+def text():
+    return torch.randint(0, VOCAB, (3, 120), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_greedy_and_drafts_are_those_of_the_formula(paths, family, text):
+    """Contexts are of fewer and of more tokens than are selected, which are 16."""
+    model, oracle = drafting(paths, family), Oracle(paths / family, family)
+    want, counts = greedy_text(model, text), set()
+    for index, (known, found) in enumerate(speculate(model, text, 2)):
+        drafts = found.batch.tokens.view(3, -1)
+        for request, each in enumerate(known):
+            length = min(len(each), len(want[request]))
+            assert torch.equal(each[:length], want[request][:length])
+            if index % 3 == request:
+                assert torch.equal(drafts[request, 1:], oracle_drafts(oracle, each, 2))
+        counts |= set(found.num_accepted.tolist()) if index else set()
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_formula(paths, family, text, monkeypatch):
+    """Of the first draft after a prompt, in float32."""
+    model, oracle = drafting(paths, family), Oracle(paths / family, family)
+    ids, seen = text[:1, :60], []
+    monkeypatch.setattr(
+        type(model.dsv4_ops_spec), "draft_hidden", lambda _, __, it: seen.append(it) or it
+    )
+    cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=128, next_n=2)
+    ints = [torch.tensor(each, dtype=torch.int32) for each in ([0, 60], [60], [cache.add(0, 64)])]
+    found = v4.speculative_prefill(model, v4.StepBatch(ids[0], *ints), cache, num_drafts=1)
+    following = torch.cat([ids[:, 1:], found.tokens[:, :1]], 1)
+    want, _ = oracle.draft(oracle.streams(ids), following)
+    got = model.lm_head(seen[0])[0, 0]
+    torch.testing.assert_close(got, want[0, -1], rtol=0, atol=1e-5)
+    assert cache.memory()["draft"] == cache.memory()["latents"] // LAYERS + (
+        0 if family == "V3" else 2 * 64 * 128 * 4
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_writes_the_same_text(paths, family, text):
+    model = drafting(paths, family)
+    ids, mask = text[:2, :40].clone(), torch.ones(2, 40, dtype=torch.int64)
+    mask[1, :31] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    settings |= {"eos_token_id": None, "pad_token_id": 0}
+    want = model.generate(ids, **settings)
+    assert torch.equal(model.generate(ids, num_draft_tokens=2, **settings), want)
+    chunks = {"prefill_chunk_size": 16, "num_draft_tokens": 1}
+    assert torch.equal(model.generate(ids, **chunks, **settings), want)
+
+
+def test_a_step_is_one_graph(paths, text):
+    model, counter = drafting(paths, "GLM-5"), CompileCounter()
+    compiled = torch.compile(v4.speculative_step, backend=counter, fullgraph=True)
+    pairs = zip(speculate(model, text, 1), speculate(model, text, 1, compiled), strict=True)
+    for (_, want), (_, found) in list(pairs)[:4]:
+        assert torch.equal(found.batch.tokens, want.batch.tokens)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("family", [3, 32, "GLM-5"])
+def test_fp8_files(family, tmp_path):
+    """Codes where the model has codes, of the same values; else their values."""
+    types = {"indexer_types": ["full", "shared", "full"]} if family == "GLM-5" else {}
+    whole = v3_checkpoint.random_model(family, num_hidden_layers=3, **types)
+    state = v3_checkpoint.write(tmp_path, whole)
+    add_draft(tmp_path)
+    model = v4.load_mtp(v4.patch(v4.load_quantized(tmp_path), kv="bf16"), tmp_path)
+    layer, prefix = model.mtp.layers[0], f"model.layers.{LAYERS}."
+    kinds = {str(each.dtype) for each in layer.self_attn.parameters() if each.dim() == 2}
+    assert "torch.float8_e4m3fn" in kinds
+    assert layer.mlp.experts.down_proj.dtype == torch.float8_e4m3fn
+    assert not any(each.is_meta for each in model.mtp.state_dict().values())
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    ids = torch.arange(20)[None] * 7 % 250
+    want = model.generate(ids, **settings)
+    assert torch.equal(model.generate(ids, num_draft_tokens=1, **settings), want)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    del config.quantization_config
+    dense = v4.load_mtp(v4.patch(type(whole)(config).eval(), kv="bf16"), tmp_path)
+    found = dense.mtp.state_dict()
+    for name, value in state.items():
+        if name.startswith(prefix):
+            got = found[f"layers.0.{name.removeprefix(prefix)}"]
+            assert torch.equal(got, value.to(got.dtype)), name
+    name = f"{prefix}self_attn.o_proj"
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = config["quantization_config"]
+    quantization["modules_to_not_convert"] = [
+        *quantization.get("modules_to_not_convert", ["lm_head"]),
+        name,
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = load_file(tmp_path / "model.safetensors")
+    files[f"{name}.weight"] = files[f"{name}.weight"].bfloat16()
+    del files[f"{name}.weight_scale_inv"]
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    plain = v4.patch(v4.load_quantized(tmp_path), kv="bf16")
+    with pytest.raises(NotImplementedError, match=rf"^load_mtp: {name}.weight must be quantised"):
+        v4.load_mtp(plain, tmp_path)
+
+
+def test_what_cannot_be_loaded_is_refused(paths, tmp_path):
+    model = v4.patch(of_layers("V3.2", LAYERS), **EXACT)
+    for message, path, changed in (
+        ("model_type must be 'deepseek_v32', got 'glm_moe_dsa'", paths / "GLM-5", model),
+        ("path must have the model's index_n_heads, 8, got 16", paths / "V3.2",
+         v4.patch(of_layers("V3.2", LAYERS, index_n_heads=8), **EXACT)),
+        ("path must hold a draft layer, model.layers.1, got no ten", tmp_path / "none", None),
+        ("path must hold model.layers.2.self_attn.indexer.wk.weight", tmp_path / "lost", model),
+        ("parallel must be None with a draft layer, got ranks", paths / "V3.2", None),
+    ):  # fmt: skip
+        if path.parent == tmp_path:
+            of_layers("V3.2", 1 if path.name == "none" else 3).save_pretrained(path)
+            if path.name == "lost":
+                add_draft(path)
+                files = load_file(path / "model.safetensors")
+                del files["model.layers.2.self_attn.indexer.wk.weight"]
+                save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+            else:
+                changed = v4.patch(of_layers("V3.2", 1), **EXACT)
+        if changed is None:
+            ranks = ContextParallel(group="0", world_size=2)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(ContextParallel, "agree", lambda *_, **__: None)
+                changed = v4.patch(of_layers("V3.2", LAYERS), **EXACT, parallel=ranks)
+        with pytest.raises((ValueError, NotImplementedError)) as raised:
+            v4.load_mtp(changed, path)
+        assert str(raised.value).startswith(f"load_mtp: {message}"), raised.value
+        assert not hasattr(changed, "mtp")
