@@ -176,8 +176,12 @@ def attend_expanded(
         settings: dict[str, Any] = {"softmax_scale": spec.softmax_scale, "impl": spec.prefill_impl}
         return mla_prefill(*tensors, start_loc, cu_seq_lens, causal=causal, **settings)
 
-    expanded = torch.nn.functional.linear(kv_c, w_kv_b).unflatten(-1, heads)
-    out, lse = attend(expanded, k_pe, start_loc, True)
+    def expand(latents: Tensor) -> Tensor:
+        expanded = torch.nn.functional.linear(latents, w_kv_b)
+        split: Tensor = expanded.to(q.dtype).unflatten(-1, heads)  # autocast changes the dtype
+        return split
+
+    out, lse = attend(expand(kv_c), k_pe, start_loc, True)
     if step.chunk_slots is not None:
         chunks = cast(ContextChunks, step.chunks)
         merged = (out.to(torch.float32), lse)  # float32 until the last chunk
@@ -186,7 +190,7 @@ def attend_expanded(
             latent, rope = rows.split((spec.kv_lora_rank, spec.qk_rope_head_dim), -1)
             bounds = chunks.cu_seq_lens[chunk]
             if chunk == 0:  # the fullest one: expanding all rows takes 2/3 of the time
-                expanded = torch.nn.functional.linear(latent, w_kv_b).unflatten(-1, heads)
+                expanded = expand(latent)
             else:
                 expanded = mla_expand_kv(latent, w_kv_b.unflatten(0, heads), bounds[-1:])
             part = attend(expanded, rope, bounds, False)
