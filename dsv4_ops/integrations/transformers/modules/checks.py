@@ -68,6 +68,9 @@ def check_modules(
     if own_forward(body) is not None:
         raise _changed(op, "model.model", "a forward of its own")
     check_layers(op, kinds, body)
+    rotary = body._modules.get("rotary_emb")  # a draft layer has none
+    if rotary is not None:
+        check_skipped(op, "model", [("rotary_emb", rotary)], False)
     for index, (kind, layer) in enumerate(zip(kinds, body.layers, strict=True)):
         attention = unwrapped(layer.self_attn)
         name = f"model.layers.{index}.self_attn"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.errors import argument_error
-from dsv4_ops.integrations.transformers.modules.replacement import is_part, modelling
+from dsv4_ops.integrations.transformers.modules.replacement import (
+    SOURCE,
+    Maker,
+    is_part,
+    modelling,
+)
+from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 
 _KNOWN = ("default", "linear", "yarn", "llama3")
 """RoPE types with frequencies that do not depend on the length of a request."""
@@ -82,18 +89,63 @@ def softmax_scale(config: Any) -> float:
 
 def check_rotary(op: str, model: Any, rotary: Rotary) -> None:
     """Raise if a rotary embedding of the model differs: buffers may change after construction."""
-    want = torch.tensor(rotary.frequencies, dtype=torch.float64)
     for name, module in model.named_modules():
-        if not is_part(module, "RotaryEmbedding") or module.inv_freq.is_meta:
-            continue
-        inv_freq = module.inv_freq.detach().cpu()
-        bound = 4 * torch.finfo(inv_freq.dtype).eps * want  # the whole model may have been cast
-        same = inv_freq.shape == want.shape and float(module.attention_scaling) == rotary.scaling
-        if not same or bool(((inv_freq.double() - want).abs() > bound).any()):
-            raise argument_error(
-                op,
-                name,
-                must="be that of config.rope_parameters",
-                got="one of other frequencies or another scaling",
-                do="Make the model from it",
-            )
+        if is_part(module, "RotaryEmbedding"):
+            _check(op, name, module, rotary)
+
+
+def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
+    """Raise if a rotary embedding differs from ours. Reads its buffer on the host."""
+    if module.inv_freq.is_meta:
+        return
+    want = torch.tensor(rotary.frequencies, dtype=torch.float64)
+    inv_freq = module.inv_freq.detach().cpu()
+    bound = 4 * torch.finfo(inv_freq.dtype).eps * want  # the whole model may have been cast
+    same = inv_freq.shape == want.shape and float(module.attention_scaling) == rotary.scaling
+    if not same or bool(((inv_freq.double() - want).abs() > bound).any()):
+        raise argument_error(
+            op,
+            name,
+            must="be that of config.rope_parameters",
+            got="one of other frequencies or another scaling",
+            do="Make the model from it",
+        )
+
+
+class RotaryFrequencies(Rewrite):
+    """Remember the frequencies that ``patch`` saw, as steps read the table of the cache instead.
+
+    Args:
+        rotary: Frequencies of the model.
+    """
+
+    def __init__(self, rotary: Rotary) -> None:
+        self.rotary = rotary
+
+    def applies(self, module: Any) -> bool:
+        """Whether a module is Hugging Face's rotary embedding."""
+        return is_part(module, "RotaryEmbedding")
+
+    def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
+        """Note the buffer; no method is replaced."""
+        setattr(module, SOURCE, _source(module))
+        return iter(())
+
+    def check_unchanged(self, op: str, name: str, module: Any) -> None:
+        """Raise if the frequencies changed since. Reads them only if they may have."""
+        source = _source(module)
+        # torch does not count writes through inv_freq.data or NumPy
+        if module.inv_freq.device.type == "cpu" or getattr(module, SOURCE, None) != source:
+            _check(op, name, module, self.rotary)
+            if getattr(module, SOURCE, None) != source:
+                setattr(module, SOURCE, source)
+
+    def restore(self, module: Any) -> None:
+        """Forget the buffer."""
+        vars(module).pop(SOURCE, None)
+
+
+def _source(module: Any) -> tuple[Any, ...]:
+    buffer = module.inv_freq
+    version = 0 if buffer.is_inference() else buffer._version
+    return buffer.data_ptr(), version, float(module.attention_scaling)

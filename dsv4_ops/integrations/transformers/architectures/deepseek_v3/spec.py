@@ -39,6 +39,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3 import draft
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.rotary import (
     Rotary,
+    RotaryFrequencies,
     check_rotary,
     rotary_of,
     softmax_scale,
@@ -217,7 +218,13 @@ class MlaModelSpec(ModelSpec):
         return MlaRope(self.rotary.table(num_positions, rounded, device))
 
     def layer_caches(
-        self, kind: str, num_rows: int, num_blocks: int, rings: dict[str, int], device: torch.device
+        self,
+        kind: str,
+        num_rows: int,
+        num_blocks: int,
+        max_cache_len: int,
+        rings: dict[str, int],
+        device: torch.device,
     ) -> Any:
         return MlaCache.allocate(self.layers, num_blocks, device)
 
@@ -372,7 +379,13 @@ class MlaModelSpec(ModelSpec):
 
     @property
     def family_rewrites(self) -> tuple[Rewrite, ...]:
-        return AbsorbedWeights(self.layers), OneOpRouter()
+        return AbsorbedWeights(self.layers), OneOpRouter(), RotaryFrequencies(self.rotary)
+
+    def refresh(self, op: str, body: Any, *, copies_only: bool = False) -> None:
+        super().refresh(op, body, copies_only=copies_only)
+        rotary = body._modules.get("rotary_emb")  # a draft layer has none
+        if rotary is not None and not torch.compiler.is_compiling():
+            RotaryFrequencies(self.rotary).check_unchanged(op, "model.rotary_emb", rotary)
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         yield "kv_b_proj", attention.kv_b_proj
