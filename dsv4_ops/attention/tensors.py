@@ -211,9 +211,15 @@ class DsaCache:
         device: torch.device | str | None = None,
         *,
         selects: bool = True,
+        num_key_blocks: int | None = None,
     ) -> DsaCache:
-        """Allocate an empty cache for one layer; ``selects`` says whether it has an indexer."""
-        keys = spec.index_cache_layout().allocate(num_blocks, device) if selects else None
+        """Allocate an empty cache for one layer.
+
+        ``selects`` says whether it has an indexer; ``num_key_blocks`` are the blocks of its keys,
+        if not ``num_blocks``.
+        """
+        blocks = num_blocks if num_key_blocks is None else num_key_blocks
+        keys = spec.index_cache_layout().allocate(blocks, device) if selects else None
         return cls(spec.cache_layout().allocate(num_blocks, device), keys)
 
 

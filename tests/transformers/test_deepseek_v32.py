@@ -185,6 +185,11 @@ def test_caches_no_longer_than_a_selection_attend_to_all_rows(family):
     names = set(called.names)
     assert "mla_decode" in names
     assert names.isdisjoint({"mla_sparse", "indexer_select"})
+    # there are no keys, so that a copy of them to a longer cache is an error
+    assert cache.memory()["indexer"] == 0
+    longer = new_cache(model)
+    with pytest.raises(IndexError):
+        longer.tensors.layers[0].indexer[0] = cache.tensors.layers[0].indexer[0]
 
 
 WIDE = {"v_head_dim": 256, "qk_nope_head_dim": 192}
@@ -474,6 +479,43 @@ def test_attributes_that_steps_do_not_read_must_be_those_of_the_configuration(fa
         run()
 
 
+@pytest.mark.parametrize("family", ["V3", *FAMILIES])
+def test_a_changed_rotary_embedding_is_refused(family):
+    """Steps read a table that the cache made; what has not changed is read once."""
+    make = small_mla_model if family == "V3" else partial(small_dsa_model, family)
+    model = v4.patch(make(num_hidden_layers=1), **EXACT)
+    cache, rotary = new_cache(model), model.model.rotary_emb
+    batch, step = (
+        Engine(model, cache, tokens()).batch({0: 3}),
+        v4.compile_step(model, backend="eager"),
+    )
+    runs = (
+        lambda: model(tokens()[:, :3], cache=new_cache(model)),
+        lambda: v4.decode_step(model, batch, cache),
+        lambda: step(batch, cache),
+    )
+    other = "model.rotary_emb must be that of config.rope_parameters, got one of other freq"
+    for run in runs:
+        run()
+        for change in (lambda: rotary.inv_freq.mul_(2), lambda: rotary.inv_freq.data.mul_(2)):
+            change()
+            with pytest.raises(ValueError, match=other):
+                run()
+            rotary.inv_freq.div_(2)
+            run()
+        rotary.attention_scaling *= 2
+        with pytest.raises(ValueError, match=other):
+            run()
+        rotary.attention_scaling /= 2
+    handle = rotary.register_forward_hook(lambda *_: None)
+    for run in runs[:2]:
+        with pytest.raises(
+            NotImplementedError, match=r"model.rotary_emb must be Hugging Face's own"
+        ):
+            run()
+    handle.remove()
+
+
 def test_types_of_indexers_are_read_of_glm_alone():
     """DeepSeek-V3.2 has an indexer in every layer, whatever its configuration holds."""
     types = ["full", "shared", "shared"]
@@ -485,12 +527,20 @@ def test_types_of_indexers_are_read_of_glm_alone():
         v4.patch(model, **EXACT)
 
 
-def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model():
-    ids, stock = tokens()[:1, :16], small_dsa_model(num_hidden_layers=2)
-    exact, model = stock(ids).logits, v4.patch(small_dsa_model(num_hidden_layers=2), **EXACT)
+@pytest.mark.parametrize(
+    ("make", "expands"),
+    [(small_mla_model, True), (small_mla_model, False), (small_dsa_model, False)],
+)
+def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model(make, expands, monkeypatch):
+    """Of prompts in caches, which may expand their contexts, and of calls without a cache."""
+    monkeypatch.setattr(MlaSpec, "break_even", 0 if expands else 10**6)
+    ids, stock = tokens()[:1, :16], make(num_hidden_layers=2)
+    exact, model = stock(ids).logits, v4.patch(make(num_hidden_layers=2), **EXACT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        stocks, own = ((each(ids).logits - exact).square().mean() for each in (stock, model))
-    assert 0 < own <= 1.5 * stocks
+        found = [each(ids).logits for each in (stock, model)]
+        found += [model(ids, cache=new_cache(model)).logits]
+    stocks, *own = ((each - exact).square().mean() for each in found)
+    assert all(0 < each <= 1.5 * stocks for each in own)
 
 
 @pytest.mark.parametrize(

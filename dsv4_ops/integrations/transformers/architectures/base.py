@@ -263,7 +263,13 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def layer_caches(
-        self, kind: str, num_rows: int, num_blocks: int, rings: dict[str, int], device: torch.device
+        self,
+        kind: str,
+        num_rows: int,
+        num_blocks: int,
+        max_cache_len: int,
+        rings: dict[str, int],
+        device: torch.device,
     ) -> Any:
         """Allocate the caches of a layer."""
 

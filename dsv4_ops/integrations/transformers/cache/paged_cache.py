@@ -190,7 +190,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         )
 
     def _layers(self, kinds: tuple[str, ...], num_blocks: int) -> tuple[Any, ...]:
-        sizes = (self._max_batch_size, num_blocks, self.rings, self.device)
+        sizes = (self._max_batch_size, num_blocks, self._max_cache_len, self.rings, self.device)
         return tuple(self.spec.layer_caches(kind, *sizes) for kind in kinds)
 
     @classmethod

@@ -125,9 +125,20 @@ class DsaModelSpec(MlaModelSpec):
     # The cache
 
     def layer_caches(
-        self, kind: str, num_rows: int, num_blocks: int, rings: dict[str, int], device: torch.device
+        self,
+        kind: str,
+        num_rows: int,
+        num_blocks: int,
+        max_cache_len: int,
+        rings: dict[str, int],
+        device: torch.device,
     ) -> DsaCache:
-        return DsaCache.allocate(self.layers, num_blocks, device, selects=kind == FULL)
+        # in a short cache all rows are selected: no block of keys, so that none can be copied
+        keys = 0 if max_cache_len <= self.layers.index_topk else num_blocks
+        selects = kind == FULL
+        return DsaCache.allocate(
+            self.layers, num_blocks, device, selects=selects, num_key_blocks=keys
+        )
 
     def kind_of(self, caches: Any) -> str:
         if not isinstance(caches, DsaCache):

@@ -216,7 +216,13 @@ class DeepseekV4Spec(RingSpec):
         return rounded_table(self.layers, kind, num_positions, self.dtype).to(device)
 
     def layer_caches(
-        self, kind: str, num_rows: int, num_blocks: int, rings: dict[str, int], device: torch.device
+        self,
+        kind: str,
+        num_rows: int,
+        num_blocks: int,
+        max_cache_len: int,
+        rings: dict[str, int],
+        device: torch.device,
     ) -> LayerCaches:
         states = 0 if kind == "window" else rings[f"{kind}_states"]
         return LayerCaches.allocate(
