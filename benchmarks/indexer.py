@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines import deep_gemm, vllm_metadata
-from benchmarks.cases.indexer_cases import indexer_cases
+from benchmarks.cases import indexer_cases
 from benchmarks.cases.token_check import Tolerance, outside
 from benchmarks.harness.measure import FLOP_PER_US, OpBench, run_cases
 from benchmarks.harness.rows import OpRow
 from benchmarks.harness.work import Case
 
-CASES = ("logits", "select")
+CASES = ("logits", "select", indexer_cases.V32)
 """Groups of cases, in the order of measurement."""
 
 LOGITS = Tolerance(torch.inf, 0.0, 5e-6)
@@ -28,12 +28,17 @@ SHARED = 0.99
 decides between two close scores."""
 
 _BATCHES, _CONTEXTS = (1, 8, 64, 128), (8192, 32768, 65536, 131072)
+_V32_CONTEXTS = (32768, 131072)
 
 
 def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
     """Make the cases of some groups."""
-    sizes = ((2, 5), (2560,)) if smoke else (_BATCHES, _CONTEXTS)
-    return [case for group in groups for case in indexer_cases(group, *sizes, smoke=smoke)]
+    found = []
+    for group in groups:
+        contexts = _V32_CONTEXTS if group == indexer_cases.V32 else _CONTEXTS
+        sizes = ((2, 5), (2560,)) if smoke else (_BATCHES, contexts)
+        found += indexer_cases.indexer_cases(group, *sizes, smoke=smoke)
+    return found
 
 
 def run(options: argparse.Namespace) -> None:
@@ -51,7 +56,7 @@ class Bench(OpBench):
         "that the reference has against float64, or that the FP8 matrix unit allows"
     )
     notes = (
-        "Shapes are requests x context; 4 tokens are one row.\n"
+        "Shapes are requests x context; 4 tokens are one row, in select_v32 each is one.\n"
         f"baseline: {vllm_metadata.VERSION}'s DeepGEMM on the same inputs, its plan made before: "
         "logits; of select, logits and torch.topk of them.\n"
         "baseline_agrees: its logits are ours within the tolerance of its own tests; of our "

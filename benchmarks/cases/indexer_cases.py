@@ -17,12 +17,14 @@ from benchmarks.harness.batches import rotating_sets
 from benchmarks.harness.work import Args, Case, Work, ours_on
 
 HEADS = 64
-TOPK = 512
-_RATIO = 4
+TOPK, _RATIO = 512, 4
+V32 = "select_v32"
+"""The group of DeepSeek-V3.2's selection: 2048 of all tokens."""
+_SELECTIONS = {"select": (TOPK, _RATIO), V32: (2048, 1)}
+"""Rows that are selected, and tokens of a row."""
 _EDGE_TOKENS, _EDGE_CONTEXT = 12, 8192
 _BY_TOKEN = (0, 1, 3, 4)
 _PAGES = {"block_size": BLOCK_SIZE, "layout": INDEXER.tag}
-_SELECT = {**_PAGES, "compress_ratio": _RATIO, "topk": TOPK}
 
 
 def logits(
@@ -35,16 +37,17 @@ def logits(
     )  # fmt: skip
 
 
-def select(
-    q: Tensor, weights: Tensor, k_cache: Tensor, positions: Tensor, requests: Tensor, table: Tensor
-) -> Tensor:
+def select(*args: Tensor, topk: int, compress_ratio: int) -> Tensor:
     return dsv4_ops.indexer_select(
-        q, weights, k_cache, positions, requests, table, block_size=BLOCK_SIZE,
-        compress_ratio=_RATIO, topk=TOPK, impl=ours_on(q),
+        *args, block_size=BLOCK_SIZE, compress_ratio=compress_ratio, topk=topk,
+        impl=ours_on(args[0]),
     )  # fmt: skip
 
 
-_CALLS: dict[str, Callable[..., Tensor]] = {"logits": logits, "select": select}
+def selection(group: str) -> dict[str, int]:
+    """The settings that only a selection has."""
+    topk, ratio = _SELECTIONS[group]
+    return {"topk": topk, "compress_ratio": ratio}
 
 
 def indexer_cases(
@@ -72,7 +75,7 @@ def _case(
 
 def cost(group: str, tokens: int, rows: int) -> tuple[int, int]:
     """Bytes and FLOP of a call: the keys of every request, its blocks, queries, weights, result."""
-    result = 4 * (rows if group == "logits" else TOPK)
+    result = 4 * (rows if group == "logits" else _SELECTIONS[group][0])
     vectors = HEADS * (INDEXER.head_dim + 4) + 8
     moved = rows * INDEXER.row_bytes + -(-rows // BLOCK_SIZE) * 4 + vectors + result
     return tokens * moved, 2 * tokens * rows * HEADS * INDEXER.head_dim
@@ -82,12 +85,13 @@ def indexer_work(
     group: str, tokens: int, context: int, device: torch.device, *, smoke: bool
 ) -> Work:
     generator = torch.Generator(device).manual_seed(context)
-    rows = context // _RATIO
+    topk, ratio = _SELECTIONS.get(group, (TOPK, _RATIO))
+    rows = context // ratio
     moved, flop = cost(group, tokens, rows)
     count, columns = rotating_sets(moved, device), -(-rows // BLOCK_SIZE)
     cache, tables = paged(INDEXER, count, tokens, columns, device, generator, smoke=smoke)
     lens = torch.full((tokens,), rows, dtype=torch.int32, device=device)
-    where = lens if group == "logits" else lens.long() * _RATIO - 1
+    where = lens if group == "logits" else lens.long() * ratio - 1
     requests = torch.arange(tokens, dtype=torch.int32, device=device)
     sets: list[Args] = []
     of_baseline: list[Args] = []
@@ -98,8 +102,8 @@ def indexer_work(
         sets.append((*query, cache, where, requests, table))
         of_baseline.append(deep_gemm.arguments(*query, cache, lens, table, block_size=BLOCK_SIZE))
     baseline: Callable[..., Any] = functools.partial(deep_gemm.logits_call, of_baseline, BLOCK_SIZE)
-    if group == "select":
-        baseline = functools.partial(deep_gemm.select_call, of_baseline, BLOCK_SIZE, TOPK)
+    if group in _SELECTIONS:
+        baseline = functools.partial(deep_gemm.select_call, of_baseline, BLOCK_SIZE, topk)
     return _work(
         group, sets, moved_bytes=moved, flop=flop, baseline=baseline, baseline_sets=of_baseline,
     )  # fmt: skip
@@ -107,13 +111,16 @@ def indexer_work(
 
 def _work(group: str, sets: Sequence[Args], **more: Any) -> Work:
     rows = sets[0][5].shape[1] * BLOCK_SIZE
-    settings = _SELECT if group == "select" else {**_PAGES, "num_rows": rows}
+    of_group = selection(group) if group in _SELECTIONS else {"num_rows": rows}
+    op = "logits" if group == "logits" else "select"
     check = ByToken(
-        f"indexer_{group}", settings, _BY_TOKEN, lambda args: max(rows * INDEXER.head_dim, 1)
+        f"indexer_{op}",
+        {**_PAGES, **of_group},
+        _BY_TOKEN,
+        lambda args: max(rows * INDEXER.head_dim, 1),
     )
-    return Work(
-        _CALLS[group], sets, reference=check.reference, difference=check.differences, **more
-    )
+    call = functools.partial(select, **of_group) if op == "select" else logits
+    return Work(call, sets, reference=check.reference, difference=check.differences, **more)
 
 
 def _edge_work(group: str, device: torch.device, *, smoke: bool) -> Work:
@@ -122,9 +129,10 @@ def _edge_work(group: str, device: torch.device, *, smoke: bool) -> Work:
     context = _EDGE_CONTEXT // (4 if smoke else 1)
     work = indexer_work(group, _EDGE_TOKENS, context, device, smoke=smoke)
     q, weights, cache, where, requests, table = work.sets[0]
-    seen = [0, 1, TOPK - 1, TOPK + 1, 2**28, -1] * (_EDGE_TOKENS // 6)
+    topk, ratio = _SELECTIONS.get(group, (TOPK, _RATIO))
+    seen = [0, 1, topk - 1, topk + 1, 2**28, -1] * (_EDGE_TOKENS // 6)
     lens = torch.tensor(seen, device=device)
-    where.copy_(lens if group == "logits" else lens * _RATIO - 1)
+    where.copy_(lens if group == "logits" else lens * ratio - 1)
     requests[2], requests[9] = -1, _EDGE_TOKENS  # their tokens see rows
     table[3, ::2], table[4, 1::3] = -1, 2**30
     return _work(group, [(q, weights, cache, where, requests, table)], moved_bytes=0)
