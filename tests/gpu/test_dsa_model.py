@@ -1,0 +1,93 @@
+"""Small V3.2 and GLM-5 on a GPU, with FP8 caches of 656 and 132 bytes a token: captured, as near to
+float32 as eager steps; and the tokens of a model with its draft layer."""
+
+from random import Random
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v32")
+
+from torch._dynamo.utils import counters
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.loading import draft
+from dsv4_ops.testing.models import random_weight, small_dsa_model
+from tests.gpu.test_model import rms
+from tests.support.hf_models import LENGTH, REQUESTS, Engine, random_counts, text
+
+DEVICE = "cuda"
+# dense layers, so that rounding turns no expert; more than half of the tokens see more than 64 rows
+SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3, "index_topk": 64}
+FAMILIES = ("V3.2", "GLM-5")
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def started(model):
+    """An engine behind the prefill of its requests."""
+    sizes = {"max_batch_size": REQUESTS, "max_cache_len": LENGTH}
+    engine = Engine(model, v4.PagedCache.for_model(model, **sizes), text())
+    engine.prefill(dict.fromkeys(range(REQUESTS), 120))
+    return engine
+
+
+@torch._inductor.config.patch("triton.cudagraph_or_error", True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_decode(family):
+    """One CUDA graph for steps of a changing batch, without a recompile."""
+    want = small_dsa_model(family, device=DEVICE, **SIZES)(text().to(DEVICE)).logits
+    model = v4.patch(small_dsa_model(family, device=DEVICE, dtype=torch.bfloat16, **SIZES))
+    eager = started(model)
+    for _ in range(20):
+        eager.decode(dict.fromkeys(range(REQUESTS), 1))
+    step = torch.compile(v4.decode_step, fullgraph=True, mode="reduce-overhead")
+    engine, rng = started(model), Random(1)
+    counters.clear()
+    for _ in range(20):
+        counts = {each: 1 for each in range(REQUESTS) if rng.random() < 0.8} or {0: 1}
+        engine.decode(counts, padding=REQUESTS - len(counts), step=step)
+    assert counters["stats"]["unique_graphs"] == 1
+    errors = rms(engine, want), rms(eager, want)
+    print(f"{family}: captured {errors[0]:.3f}, eager {errors[1]:.3f}")
+    assert errors[0] < 1.5 * errors[1]
+    assert errors[1] < 0.3  # logits have a standard deviation of one
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_in_float32(family):
+    """Prefills, chunks and decodes, beside Hugging Face's on the same GPU."""
+    sizes = {**SIZES, "num_hidden_layers": 3}
+    want = small_dsa_model(family, device=DEVICE, **sizes)(text().to(DEVICE)).logits.cpu()
+    model = small_dsa_model(family, device=DEVICE, **sizes)
+    model = v4.patch(model, kv="fp32", precision="reference")
+    sizes = {"max_batch_size": REQUESTS, "max_cache_len": LENGTH}
+    engine, rng = Engine(model, v4.PagedCache.for_model(model, **sizes), text()), Random(0)
+    while min(engine.done) < LENGTH:
+        run = engine.decode if rng.random() < 0.5 else engine.prefill
+        run(random_counts(rng, engine.done, 130), padding=rng.randrange(3))
+    assert engine.worst(want) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts(family):
+    """One graph; texts in float32 are those without drafts."""
+    sizes = {"vocab_size": 260, "num_hidden_layers": 2}
+    model = small_dsa_model(family, device=DEVICE, **sizes)
+    model = v4.patch(model, kv="fp32", precision="reference")
+    layer = model.dsv4_ops_spec.draft_layer("test", model)
+    layer = layer.to_empty(device=DEVICE)
+    for name, weight in layer.state_dict().items():
+        ranges = {"norm": (1.0, 0.5), "bias": (0.0, 0.4)}
+        weight.copy_(random_weight(name, weight.shape, 1, ranges, 8))
+    draft.attach(model, layer)
+    ids = text()[:2, :60].to(DEVICE)
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    want = model.generate(ids, **settings)
+    assert torch.equal(model.generate(ids, num_draft_tokens=2, **settings), want)
