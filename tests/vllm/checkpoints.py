@@ -16,17 +16,18 @@ _HUGGING_FACE = ("layer_types", "mlp_layer_types", "rope_parameters", "compress_
 """Fields that only Hugging Face's class has."""
 
 
-def write_v4(path: Path, **changed: Any) -> Path:
-    """Write a DeepSeek-V4 in float32.
+def write_v4(path: Path, model: Any = None, **changed: Any) -> Path:
+    """Write a DeepSeek-V4: ``model``, or a small one in float32.
 
     vLLM's own class of its config refuses the fields that Hugging Face saves.
     """
-    small_model(**changed).save_pretrained(path)
+    model = model or small_model(**changed)
+    model.save_pretrained(path)
     saved = json.loads((path / "config.json").read_text())
     config = {name: value for name, value in saved.items() if name not in _HUGGING_FACE}
     config |= {name: TINY[name] for name in ("rope_theta", "compress_rope_theta", "rope_scaling")}
     config |= {
-        "torch_dtype": "float32",
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
         "compress_ratios": [*(_RATIOS[kind] for kind in saved["layer_types"]), 0],
         "num_hash_layers": saved["mlp_layer_types"].count("hash_moe"),
     }

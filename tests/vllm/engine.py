@@ -1,10 +1,14 @@
 """Run requests through vLLM's engine, and compare with a step over prompt and answer."""
 
 import hashlib
+import itertools
 import json
 import os
 import random
+import statistics
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +36,10 @@ class Report(NamedTuple):
         cached, preempted, drafted: Tokens found in the prefix cache, preemptions, tokens drafted.
         graphs, late: Graphs compiled before the first request, and after it.
         pool: Digest of every byte of all caches after the last request.
+        captured, eager: CUDA graphs captured, and steps that ran in none.
+        times: Of the steps in which all requests decode, the medians in ms: ``step`` from one to
+            the next; ``schedule``, ``execute`` and ``update``, what the host does for each, the
+            launches with ``execute``; ``device``, from the first launch of ``execute`` to the last.
     """
 
     error: float
@@ -44,6 +52,63 @@ class Report(NamedTuple):
     graphs: int
     late: int
     pool: str
+    captured: int
+    eager: int
+    times: dict[str, float]
+
+
+class Clock:
+    """Count and time the steps of an engine.
+
+    Args:
+        llm: vLLM's ``LLM``, without asynchronous scheduling if times are to be read.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        import torch
+
+        self.cuda = torch.cuda.is_available()
+        self.steps: list[dict[str, Any]] = []
+        scheduler = core_of(llm).scheduler
+        for name, owner, function in (
+            ("schedule", scheduler, "schedule"),
+            ("execute", runner_of(llm), "execute_model"),
+            ("update", scheduler, "update_from_output"),
+        ):
+            setattr(owner, function, partial(self._timed, name, getattr(owner, function)))
+
+    def _timed(self, name: str, function: Any, *args: Any, **rest: Any) -> Any:
+        begun, event = time.perf_counter(), self._event(name)
+        result = function(*args, **rest)
+        if name == "schedule":
+            counts = result.num_scheduled_tokens.values()
+            self.steps.append({"begun": begun, "counts": list(counts)})
+        self.steps[-1][name] = time.perf_counter() - begun
+        if event is not None:
+            self.steps[-1]["events"] = (event, self._event(name))
+        return result
+
+    def _event(self, name: str) -> Any:
+        import torch
+
+        if name != "execute" or not self.cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def medians(self) -> dict[str, float]:
+        """Milliseconds of the steps in which as many requests as in the next decode."""
+        times: dict[str, list[float]] = {}
+        for step, after in itertools.pairwise(self.steps):
+            if step["counts"] and set(step["counts"]) == {1} and after["counts"] == step["counts"]:
+                for name in ("schedule", "execute", "update"):
+                    times.setdefault(name, []).append(1e3 * step[name])
+                times.setdefault("step", []).append(1e3 * (after["begun"] - step["begun"]))
+                if self.cuda:
+                    begin, end = step["events"]
+                    times.setdefault("device", []).append(begin.elapsed_time(end))
+        return {name: round(statistics.median(each), 4) for name, each in times.items()}
 
 
 def make_engine(path: str, **settings: Any) -> Any:
@@ -54,6 +119,8 @@ def make_engine(path: str, **settings: Any) -> Any:
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="WARNING",
+        VLLM_HOST_IP="127.0.0.1",  # a machine may have no other
+        GLOO_SOCKET_IFNAME="lo",
     )
     import torch
 
@@ -65,6 +132,9 @@ def make_engine(path: str, **settings: Any) -> Any:
     defaults: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8}
     defaults |= {"skip_tokenizer_init": True, "dtype": "float32", "disable_log_stats": False}
     defaults |= {"enable_prefix_caching": False, "max_num_batched_tokens": 64}
+    if torch.cuda.is_available():
+        defaults |= {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.1}
+        defaults |= {"async_scheduling": False}
     return LLM(model=path, **(defaults | settings))
 
 
@@ -104,17 +174,17 @@ def run(
     llm = make_engine(path, **settings)
     import torch
     from torch._dynamo.utils import counters
+    from vllm.compilation.counter import compilation_counter
 
     from dsv4_ops.integrations.vllm import _compat
 
     graphs = counters["stats"]["unique_graphs"]
-    runner, counts, steps = runner_of(llm), [0, 0], []
-    model = runner.model
+    runner, eager, steps = runner_of(llm), [0], []
+    model, clock = runner.get_model(), Clock(llm)
     before = model.forward
 
     def counted(input_ids: Any, positions: Any, *args: Any, **rest: Any) -> Any:
-        counts[0] += 1
-        counts[1] += len(input_ids)
+        eager[0] += 1
         if record:
             steps.append(_step(input_ids, _compat.group_tensors(), runner.input_batch.req_ids))
         return before(input_ids, positions, *args, **rest)
@@ -129,19 +199,23 @@ def run(
         text = json.dumps({"num_blocks": num_blocks, "steps": steps}, separators=(",", ":"))
         Path(record).write_text(text + "\n")
     storage = next(iter(model.pages.values())).kv_cache.untyped_storage()
-    held = torch.empty(0, dtype=torch.uint8).set_(storage)
-    pool = hashlib.sha256(held.numpy()).hexdigest()
+    held = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    pool = hashlib.sha256(held.set_(storage).cpu().numpy()).hexdigest()
     late = counters["stats"]["unique_graphs"] - graphs
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
     return Report(
         *compared(model, outs),
-        *counts,
+        sum(any(step["counts"]) for step in clock.steps),
+        sum(sum(step["counts"]) for step in clock.steps),
         sum(out.num_cached_tokens or 0 for out in outs),
         int(metrics.get("vllm:num_preemptions") or 0),
         int(metrics.get("vllm:spec_decode_num_draft_tokens") or 0),
         graphs,
         late,
         pool,
+        compilation_counter.num_cudagraph_captured,
+        eager[0],
+        clock.medians(),
     )
 
 
@@ -154,15 +228,17 @@ def compared(model: Any, outs: list[Any]) -> tuple[float, int]:
 
     error, wrong = 0.0, 0
     for out in outs:
-        prompt, answer = out.prompt_token_ids, torch.tensor(out.outputs[0].token_ids)
-        ids = torch.cat((torch.tensor(prompt), answer))[None]
-        cache = PagedCache.for_model(model.hf, max_batch_size=1, max_cache_len=1024, max_chunk=1024)
+        device, prompt = model.hf.device, out.prompt_token_ids
+        answer = torch.tensor(out.outputs[0].token_ids, device=device)
+        ids = torch.cat((torch.tensor(prompt, device=device), answer))[None]
+        most = model.max_model_len
+        cache = PagedCache.for_model(model.hf, max_batch_size=1, max_cache_len=most, max_chunk=most)
         with torch.no_grad():
             logits = model.hf(ids, cache=cache).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
         steps = zip(answer.tolist(), out.outputs[0].logprobs, strict=True)
         said = [step[token].logprob for token, step in steps]
-        error = max(error, float((torch.tensor(said) - chosen).abs().max()))
+        error = max(error, float((torch.tensor(said) - chosen.cpu()).abs().max()))
         wrong += int((logits.gather(-1, answer[:, None])[:, 0] < logits.amax(-1)).sum())
     return error, wrong
 

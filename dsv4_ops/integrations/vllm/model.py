@@ -77,6 +77,8 @@ class DeepseekForCausalLM(nn.Module):
             model = causal_lm.from_pretrained(
                 self.path, config=self.config, dtype=self.dtype, **place
             )
+            if self.dtype == torch.float32 and device.type != "cpu":
+                model.set_experts_implementation("batched_mm")  # the default reads on the host
         else:
             model = load_quantized(self.path, config=self.config, **place)
         self.hf = patch(model.eval().requires_grad_(False), **self.settings)
