@@ -20,11 +20,12 @@ import torch._functorch.config as functorch_config
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 
 __all__ = [
+    "FakeTensor",  # 2.11, 2.13, 2.15
     "FakeTensorMode",  # 2.11, 2.13, 2.15
     "FunctionalTensorMode",  # 2.11, 2.13, 2.15
     "OpOverload",  # 2.11, 2.13, 2.15

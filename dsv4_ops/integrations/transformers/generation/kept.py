@@ -226,14 +226,16 @@ def most_bytes(device: torch.device) -> float:
 
 
 def pool_of(device: torch.device) -> Any:
-    """Return a memory pool for CUDA graphs."""
-    return torch.cuda.graph_pool_handle()
+    """Return a memory pool for CUDA graphs, which outlives them: torch takes the handle of a pool
+    whose last graph is gone for an error."""
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
 
 
 def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     """Capture a function in a CUDA graph, which reads and writes the same tensors at each replay.
     What other threads do on the GPU meanwhile is not captured, and allowed."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    graph, handle = torch.cuda.CUDAGraph(), None if pool is None else pool.id
+    with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"):
         run()
     return graph.replay
