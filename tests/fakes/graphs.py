@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig
+
+from dsv4_ops.integrations.transformers.compile_cache import precompiled
+from dsv4_ops.integrations.transformers.generation import draft_generation, kept
+
+CONFIG = CompileConfig(backend="eager")
+"""Compile on a CPU too."""
+CONFIG._compile_all_devices = True
 
 
 class _Recording(TorchDispatchMode):
@@ -30,7 +38,23 @@ class _Recording(TorchDispatchMode):
         return out
 
 
-def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
+def install(monkeypatch: Any, folder: Any) -> list[Any]:
+    """Let ``generate`` capture steps on the CPU, whose parts are kept in a folder, as Dynamo runs
+    under no recording. Caches of at most 1 MiB are kept. Returns the pools of the captures."""
+    pools: list[Any] = []
+    monkeypatch.setenv("DSV4_OPS_CACHE", str(folder))
+    monkeypatch.setattr(precompiled, "environment", lambda settings: "here")
+    monkeypatch.setattr(kept, "DEVICES", ("cpu",))
+    monkeypatch.setattr(kept, "most_bytes", lambda device: 2**20)
+    monkeypatch.setattr(kept, "pool_of", lambda device: "pool")
+    for module in (kept, draft_generation):
+        monkeypatch.setattr(
+            module, "captured", lambda run, pool=None: pools.append(pool) or captured(run)
+        )
+    return pools
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
     """Stand for ``kept.captured``."""
     recording = _Recording()
     with recording:

@@ -8,10 +8,12 @@ import torch
 pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 
 import transformers
+from torch._dynamo.utils import counters
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from dsv4_ops.testing.models import small_mla_model
+from tests.fakes import graphs
 from tests.oracles.mtp import float32_model
 
 CONFIG = {**TINY, "vocab_size": 5, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
@@ -219,6 +221,31 @@ def test_a_mask_of_one_row_is_of_all(model, num_drafts):
     want = model.generate(ids, attention_mask=mask.expand(2, -1), **settings)
     got = model.generate(ids, attention_mask=mask, num_draft_tokens=num_drafts, **settings)
     assert torch.equal(got, want)
+
+
+def test_one_compile_serves_all_sizes_and_drafts(tmp_path, monkeypatch):
+    """Of texts, prompts, drafts and settings. Captured steps, here by a fake of CUDA graphs, write
+    the same texts."""
+    path = write_checkpoint(tmp_path, {**CONFIG, "num_hidden_layers": 1, "compress_ratios": [0, 0]})
+    model = v4.patch(float32_model(path), kv="fp32", precision="reference")
+    model = v4.load_mtp(model, path)
+    made, first = graphs.install(monkeypatch, tmp_path / "parts"), None
+    counters.clear()
+    sampled = {"do_sample": True, "top_k": 3}
+    calls = [((9, 4), 2, {}), ((30,), 3, {}), ((3, 1, 5), 1, {}), ((9, 2), 2, sampled)]
+    for number, (sizes, num_drafts, more) in enumerate(calls):
+        ids, mask = prompts(*sizes)
+        settings = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, **more}
+        settings |= {"num_draft_tokens": num_drafts, "attention_mask": mask}
+        texts = []
+        for setting in ({"compile_config": graphs.CONFIG}, {"disable_compile": True}):
+            torch.manual_seed(5)
+            texts.append(model.generate(ids, **settings, **setting))
+        assert torch.equal(*texts)
+        first = first or counters["stats"]["unique_graphs"]
+        assert counters["stats"]["unique_graphs"] == first > 0
+        assert len(made) == number + 1
+    assert len(list((tmp_path / "parts").rglob("*-*.0"))) == first
 
 
 def test_ids_of_int32(model):

@@ -6,40 +6,27 @@ import weakref
 
 import pytest
 import torch
-from transformers import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.integrations.transformers.generation import kept
 from dsv4_ops.testing.models import small_mla_model
 from tests.fakes import graphs
+from tests.fakes.graphs import CONFIG
 
 PROMPT = torch.tensor([[3, 5, 7, 11, 13, 17, 19], [2, 4, 6, 8, 10, 12, 14]])
-CONFIG = CompileConfig(backend="eager")
-CONFIG._compile_all_devices = True
 SETTINGS = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Parts that one test compiles and others load."""
-    return str(tmp_path_factory.mktemp("parts"))
+    return tmp_path_factory.mktemp("parts")
 
 
 @pytest.fixture
 def captures(folder, monkeypatch):
-    """The captures; the CPU has caches of at most 1 MiB."""
-    made = []
-    monkeypatch.setenv("DSV4_OPS_CACHE", folder)
-    monkeypatch.setattr(precompiled, "environment", lambda settings: "here")
-    monkeypatch.setattr(kept, "DEVICES", ("cpu",))
-    monkeypatch.setattr(kept, "most_bytes", lambda device: 2**20)
-    monkeypatch.setattr(kept, "pool_of", lambda device: "pool")
-    monkeypatch.setattr(
-        kept, "captured", lambda run, pool: made.append(pool) or graphs.captured(run)
-    )
-    return made
+    return graphs.install(monkeypatch, folder)
 
 
 @pytest.fixture

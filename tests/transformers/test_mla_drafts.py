@@ -135,14 +135,14 @@ def test_logits_are_those_of_the_formula(paths, family, text, monkeypatch):
     model, oracle = drafting(paths, family), Oracle(paths / family, family)
     ids, seen = text[:1, :60], []
     monkeypatch.setattr(
-        type(model.dsv4_ops_spec), "draft_hidden", lambda _, __, it: seen.append(it) or it
+        type(model.dsv4_ops_spec), "normed", lambda _, __, it, *rest: seen.append(it) or it
     )
     cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=128, next_n=2)
     ints = [torch.tensor(each, dtype=torch.int32) for each in ([0, 60], [60], [cache.add(0, 64)])]
     found = v4.speculative_prefill(model, v4.StepBatch(ids[0], *ints), cache, num_drafts=1)
     following = torch.cat([ids[:, 1:], found.tokens[:, :1]], 1)
     want, _ = oracle.draft(oracle.streams(ids), following)
-    got = model.lm_head(seen[0])[0, 0]
+    got = model.lm_head(seen[-1])[0, 0]
     torch.testing.assert_close(got, want[0, -1], rtol=0, atol=1e-5)
     assert cache.memory()["draft"] == cache.memory()["latents"] // LAYERS + (
         0 if family == "V3" else 2 * 64 * 128 * 4

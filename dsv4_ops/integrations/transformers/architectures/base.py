@@ -321,8 +321,11 @@ class ModelSpec(ABC):
         streams, or final, normed states."""
 
     @abstractmethod
-    def normed(self, body: Any, streams: Tensor) -> Tensor:
-        """Return the final, normed states for the streams that ``run_streams`` returned."""
+    def normed(
+        self, body: Any, streams: Tensor, part: str = "norm", run: Runner = run_part
+    ) -> Tensor:
+        """Return the final, normed states for the streams that ``run_streams`` returned, or those
+        of a draft layer, ``body``, for its streams; ``run`` runs the part."""
 
     @abstractmethod
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -378,23 +381,22 @@ class ModelSpec(ABC):
         """Build the data of a decode step that only the draft layer runs."""
 
     @abstractmethod
-    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
+    def run_draft(
+        self, part: str, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun
+    ) -> Tensor:
         """Run the draft layer of a model.
 
         Args:
+            part: Name of the part for the ``Runner``.
             model: The model.
             tokens: Next token after each token of the step, [num_tokens], int64; -1 if unknown.
             streams: Residual streams of the step's tokens, after the last layer or the draft
             before.
-            step_run: The step; the layer does not read ``run`` and ``state_rings``.
+            step_run: The step; the layer does not read ``state_rings``.
 
         Returns:
             Streams of the drafts, in the shape of ``streams``.
         """
-
-    @abstractmethod
-    def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
-        """Return the normed states of draft streams for the head, [1, num_tokens, hidden_size]."""
 
     def holds_states(self, cache: CacheTensors, next_n: int) -> bool:
         """Whether the caches keep enough states for steps of ``next_n`` tokens to be rolled

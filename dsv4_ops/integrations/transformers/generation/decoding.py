@@ -32,7 +32,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     is_library_method,
     own_forward,
 )
-from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep, compile_step
+from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep, check_settings
 from dsv4_ops.integrations.transformers.steps.dry_runs import DryRuns, padding
 from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_step
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
@@ -369,25 +369,27 @@ class CompiledSteps(dict[Any, CompiledStep]):
 
 def compiled_step(
     model: Any,
-    step: Callable[..., Tensor],
+    step: Callable[..., Any],
     config: Any,
     on_part: Callable[[str], None] | None = None,
+    of_parts: Callable[..., Any] | None = None,
 ) -> CompiledStep:
     """Return a step of the model for any number of tokens and requests, which the model keeps.
 
     Args:
         model: A patched model.
-        step: ``decode_step`` or ``prefill_step``.
+        step: ``decode_step``, ``prefill_step``, or another step with ``of_parts``.
         config: A ``CompileConfig``, whose backend and options are taken, or None.
         on_part: As for ``compile_step``.
+        of_parts: As for ``CompiledStep``.
     """
     values = {name: getattr(config, name, None) for name in ("backend", "options")}
     settings = {name: value for name, value in values.items() if value is not None}
     steps, key = getattr(model, STEPS), repr((step.__name__, sorted(settings.items())))
     if key not in steps:
-        steps[key] = compile_step(
-            model, step, mode="regional", dynamic=True, on_part=on_part, **settings
-        )
+        settings["dynamic"] = True
+        check_settings("compile_step", settings)
+        steps[key] = CompiledStep(model, step, True, None, on_part, settings, of_parts)
     return steps[key]
 
 

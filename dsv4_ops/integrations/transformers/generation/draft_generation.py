@@ -5,7 +5,9 @@ Hugging Face prepares inputs, lengths and logits processors, and calls this deco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error, kind_of
 from dsv4_ops.integrations.transformers.architectures.base import draft_of
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
+from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
+from dsv4_ops.integrations.transformers.generation.kept import WARM_CALLS, captured, keeps_on
 from dsv4_ops.integrations.transformers.generation.prompts import (
     CACHES,
     MASK,
@@ -24,6 +28,7 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
 )
 from dsv4_ops.integrations.transformers.generation.speculation import (
     SpeculativeStep,
+    speculate,
     speculative_prefill,
     speculative_step,
 )
@@ -160,13 +165,15 @@ class _Run:
     ) -> None:
         self.model, self.cache, self.num_drafts = model, cache, num_drafts
         self.sampled, self.warpers = bool(config.do_sample), warpers
-        self._step = speculative_step
+        self._step: Callable[..., SpeculativeStep] = partial(speculative_step, model)
         compiled = config.compile_config
-        on_gpu = model.device.type == "cuda" and not config.disable_compile
-        if compiled is not None or on_gpu:
-            settings = {} if compiled is None else compiled.to_dict()
-            settings = {name: value for name, value in settings.items() if name[0] != "_"}
-            self._step = torch.compile(speculative_step, **{**settings, "fullgraph": True})
+        self._captures = keeps_on(model.device) and not config.disable_compile
+        if compiled is not None or self._captures:
+            self._step = compiled_step(model, speculative_step, compiled, of_parts=speculate)
+        self._calls = 0
+        self._held: list[Tensor] = []
+        self._found: SpeculativeStep | None = None
+        self._replay: Callable[[], None] | None = None
 
     def prefill(self, batch: StepBatch, following: Tensor) -> SpeculativeStep:
         """Run a chunk of the prompts."""
@@ -176,20 +183,47 @@ class _Run:
             self.cache.tensors,
             num_drafts=self.num_drafts,
             following=following,
-            **self._sampling(len(following), self.num_drafts + 1),
+            **self._sampling(self._uniforms(len(following), self.num_drafts + 1)),
         )
 
     def step(self, previous: SpeculativeStep) -> SpeculativeStep:
-        """Run the step that follows ``previous``."""
-        count = 2 * self.num_drafts + 1
-        sampling = self._sampling(len(previous.tokens), count)
-        tensors, probs = self.cache.tensors, previous.draft_probs
-        return self._step(self.model, previous.batch, tensors, draft_probs=probs, **sampling)
+        """Run the step that follows ``previous``; its result is overwritten by the next, captured
+        one."""
+        batch, count = previous.batch, 2 * self.num_drafts + 1
+        sampling = (previous.draft_probs, self._uniforms(len(previous.tokens), count))
+        inputs = [each for each in (batch.tokens, batch.seq_lens, *sampling) if each is not None]
+        if self._captures and self._calls == WARM_CALLS:
+            self._held = [each.clone() for each in inputs]
+            self._replay = captured(lambda: self._run(batch, *self._held))
+        self._calls += 1
+        if self._replay is None:
+            self._run(batch, *inputs)
+        else:
+            for held, new in zip(self._held, inputs, strict=True):
+                held.copy_(new)
+            self._replay()
+        assert self._found is not None
+        return self._found
 
-    def _sampling(self, rows: int, columns: int) -> dict[str, Any]:
+    def _run(
+        self,
+        batch: StepBatch,
+        tokens: Tensor,
+        lens: Tensor,
+        probs: Tensor | None = None,
+        uniforms: Tensor | None = None,
+    ) -> None:
+        batch, sampling = replace(batch, tokens=tokens, seq_lens=lens), self._sampling(uniforms)
+        self._found = self._step(batch, self.cache.tensors, draft_probs=probs, **sampling)
+
+    def _uniforms(self, rows: int, columns: int) -> Tensor | None:
         if not self.sampled:
+            return None
+        return torch.rand(rows, columns, dtype=torch.float32, device=self.model.device)
+
+    def _sampling(self, uniforms: Tensor | None) -> dict[str, Any]:
+        if uniforms is None:
             return {}
-        uniforms = torch.rand(rows, columns, dtype=torch.float32, device=self.model.device)
         return {"uniforms": uniforms, "temperature": 1.0, "warp": self._warp}
 
     def _warp(self, logits: Tensor) -> Tensor:

@@ -17,7 +17,13 @@ from torch import Tensor
 import dsv4_ops.ops.draft as ops
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
-from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, StepRun, draft_of
+from dsv4_ops.integrations.transformers.architectures.base import (
+    ModelSpec,
+    Runner,
+    StepRun,
+    draft_of,
+    run_part,
+)
 from dsv4_ops.integrations.transformers.cache.dropped_tokens import storable, values_are_free
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 from dsv4_ops.integrations.transformers.modules.checks import check_modules
@@ -106,15 +112,41 @@ def speculative_step(
         >>> found.tokens.shape, found.batch.tokens.shape
         (torch.Size([1, 3]), torch.Size([3]))
     """
+    return speculate(
+        model,
+        batch,
+        cache,
+        draft_probs=draft_probs,
+        uniforms=uniforms,
+        temperature=temperature,
+        warp=warp,
+    )
+
+
+def speculate(
+    model: Any,
+    batch: StepBatch,
+    cache: CacheTensors | PagedCache,
+    *,
+    draft_probs: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    temperature: float = 0.0,
+    warp: Warp | None = None,
+    run: Runner = run_part,
+    shared: bool = False,
+) -> SpeculativeStep:
+    """``speculative_step``, as parts for ``run``; ``shared`` as for ``decode``. No part depends on
+    the number of drafts or on the sampling."""
     op = "speculative_step"
-    spec, tensors, width = _checked(op, model, batch, cache)
+    spec, tensors, width = _checked(op, model, batch, cache, shared)
     num_reqs, num_drafts = batch.rows.shape[0], width - 1
     checks = Checks(op)
     if uniforms is not None:
         checks.tensor("uniforms", uniforms, torch.float32, "num_reqs", "2 * num_drafts + 1")
         _check_columns(op, uniforms, 2 * num_drafts + 1)
-    step_run, streams = _trunk(spec, model, batch, tensors, "decode")
-    logits = model.lm_head(spec.normed(model.model, streams))[0]
+    step_run, streams = _trunk(spec, model, batch, tensors, "decode", run)
+    hidden = spec.normed(model.model, streams, "norm", run)[0]
+    logits = run("head", model.lm_head, hidden)
     drafted = batch.tokens.view(num_reqs, width)[:, 1:]
     verified = ops.verify_draft(
         _warped(warp, logits).view(num_reqs, width, -1),
@@ -238,10 +270,10 @@ def _forget_rejected(batch: StepBatch, cache: CacheTensors, rejected: Tensor) ->
 
 
 def _checked(
-    op: str, model: Any, batch: StepBatch, cache: CacheTensors | PagedCache
+    op: str, model: Any, batch: StepBatch, cache: CacheTensors | PagedCache, shared: bool
 ) -> tuple[ModelSpec, CacheTensors, int]:
     """Raise if a step cannot run; return the spec, the caches, and the tokens per request."""
-    spec, tensors = checked(op, model, batch, cache)
+    spec, tensors = checked(op, model, batch, cache, shared)
     num_reqs, num_tokens = batch.rows.shape[0], batch.tokens.shape[0]
     width = num_tokens // max(num_reqs, 1)
     rule, advice = "have as many tokens for every request, at least 2", "Pass `batch` of a step"
@@ -299,12 +331,17 @@ def _check_columns(op: str, uniforms: Tensor, columns: int) -> None:
 
 
 def _trunk(
-    spec: ModelSpec, model: Any, batch: StepBatch, cache: CacheTensors, schedule: str
+    spec: ModelSpec,
+    model: Any,
+    batch: StepBatch,
+    cache: CacheTensors,
+    schedule: str,
+    run: Runner = run_part,
 ) -> tuple[StepRun, Tensor]:
     """A step, and the residual streams of its tokens."""
-    step = build_step(spec, batch, cache, schedule, model.config.vocab_size)
+    step = run("metadata", build_step, spec, batch, cache, schedule, model.config.vocab_size)
     ids, hidden = embedded(model.model, batch.tokens, None, step)
-    step_run = StepRun(step, cache, schedule, state_rings=schedule == "prefill")
+    step_run = StepRun(step, cache, schedule, schedule == "prefill", run)
     return step_run, spec.run_streams(model.model, hidden, ids, step_run)
 
 
@@ -331,13 +368,14 @@ def _draft(
     """
     step_run, streams, following, last = trunk
     uniforms, temperature, warp = sampling
-    streams = spec.run_draft(model, following, streams, step_run)
+    streams = spec.run_draft("draft", model, following, streams, step_run)
     streams = streams.index_select(1, last)
-    cache, lens = step_run.cache, batch.seq_lens
+    cache, lens, run = step_run.cache, batch.seq_lens, step_run.run
     drafts: list[Tensor] = []
     probs: list[Tensor] = []
     for index in range(num_drafts):
-        logits = _warped(warp, model.lm_head(spec.draft_hidden(model, streams))[0])
+        hidden = spec.normed(draft_of(model), streams, "draft_norm", run)[0]
+        logits = _warped(warp, run("head", model.lm_head, hidden))
         if uniforms is None:
             drafts.append(logits.float().argmax(-1))
         else:
@@ -350,13 +388,17 @@ def _draft(
             lens = _grown(lens, 1)
             # the draft layer reads its own streams, for one token per request
             starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
-            step_tokens, _ = tokens_of(StepBatch(drafts[-1], starts, lens, batch.rows), cache)
-            step_tokens = replace(
-                step_tokens, tokens=storable(step_tokens.tokens, cache, spec.block_tokens)
-            )
-            step_run = StepRun(spec.build_draft_step(step_tokens, cache), cache, "decode", False)
-            streams = spec.run_draft(model, drafts[-1], streams, step_run)
+            following_batch = StepBatch(drafts[-1], starts, lens, batch.rows)
+            step = run("draft_metadata", _draft_step, spec, following_batch, cache)
+            step_run = StepRun(step, cache, "decode", False, run)
+            streams = spec.run_draft("next_draft", model, drafts[-1], streams, step_run)
     return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
+
+
+def _draft_step(spec: ModelSpec, batch: StepBatch, cache: CacheTensors) -> Any:
+    step_tokens, _ = tokens_of(batch, cache)
+    tokens = storable(step_tokens.tokens, cache, spec.block_tokens)
+    return spec.build_draft_step(replace(step_tokens, tokens=tokens), cache)
 
 
 def _grown(lens: Tensor, by: Tensor | int) -> Tensor:

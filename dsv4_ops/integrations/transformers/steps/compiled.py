@@ -148,7 +148,7 @@ def compile_step(
             do="Pass print, say",
             kind=TypeError,
         )
-    _check_settings(op, settings)
+    check_settings(op, settings)
     regional = mode == "regional" or (mode == "auto" and len(spec.kinds) > MOST_WHOLE)
     path = None if cache_file is None else checks.path("cache_file", cache_file)
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -162,7 +162,7 @@ def compile_step(
     return CompiledStep(model, step, regional, path, on_part, settings)
 
 
-def _check_settings(op: str, settings: dict[str, Any]) -> None:
+def check_settings(op: str, settings: dict[str, Any]) -> None:
     """Raise if ``torch.compile`` lacks one of these settings, or a value is of another type."""
     checks = Checks(op)
     names = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
@@ -198,6 +198,8 @@ def check_backend(op: str, name: str, backend: Any) -> None:
 class CompiledStep:
     """A compiled step of a model, made by ``compile_step``.
 
+    ``of_parts`` stands for the step in parts, if its parts depend on no keyword argument.
+
     Attributes:
         parts: Compiled parts by name: one per kind of layer and three for the rest, or "step".
     """
@@ -210,8 +212,10 @@ class CompiledStep:
         cache_file: Path | None,
         on_part: Callable[[str], None] | None,
         settings: dict[str, Any],
+        of_parts: Callable[..., Any] | None = None,
     ) -> None:
         self.model, self._patched = model, model
+        self._of_parts = of_parts
         self._watch: Watch | None = None
         self._hooks: Watch | None = None
         self._hooked: dict[int, int] = {}
@@ -230,20 +234,20 @@ class CompiledStep:
         self._shared: list[tuple[dict[str, Any], str, int]] | None = None
         self._cache: tuple[Any, str, Any] = (lambda: None, "", None)
         self._spec = spec_of("compile_step", model)
-        self._dry_runs = DryRuns(step)
+        self._dry_runs = DryRuns(step, of_parts)
         self._passed: tuple[Any, dict[str, Any], bool] = (lambda: None, {}, False)
         ranks = self._spec.parallel
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
-    def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
+    def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Any:
         """Run the step; the first call compiles."""
         with torch.no_grad(), self._bar:
             with self._all_sizes():
-                logits = self._stepped(batch, cache, **rest)
+                found = self._stepped(batch, cache, **rest)
             if self.settings["dynamic"]:
                 tensors = tensors_of(self.step.__name__, cache)
                 self._dry_runs.request_batches(self.model, tensors, rest)
-            return logits
+            return found
 
     def form(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Any:
         """Return what a CUDA graph captures of the model in this step; a graph may be replayed
@@ -275,12 +279,13 @@ class CompiledStep:
         with one_graph_for_all_sizes(), run_time_launches():
             yield
 
-    def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
+    def _stepped(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Any:
         op = self.step.__name__
         tensors = tensors_of(op, cache)
         # check here: Dynamo replaces errors that are raised in a graph
         check_tensors(op, batch, tensors)
-        _check_options(op, rest)
+        of_parts = {} if self._of_parts else rest
+        _check_options(op, of_parts)
         if self.regional:
             self._follow()
         if self._ranks is not None:
@@ -288,24 +293,24 @@ class CompiledStep:
             self._ranks.agree("compile_step", "batch", "cpu", **shapes)
         sizes = len(batch.tokens), len(batch.rows)
         if self.settings["dynamic"]:
-            self._dry_runs.request_kernels(self.model, tensors, *sizes, rest)
-        done = self.regional and self._passes(tensors, sizes, rest)
-        key, run = self._planned(batch, tensors, rest, done)
+            self._dry_runs.request_kernels(self.model, tensors, *sizes, of_parts)
+        done = self.regional and self._passes(tensors, sizes, of_parts)
+        key, run = self._planned(batch, tensors, of_parts, done)
         if self.regional:
             rest = {**rest, "run": run, "shared": self._shares()}
             with checks_are_done() if done else nullcontext():
-                logits = PARTS[self.step](self.model, batch, tensors, **rest)
+                found = (self._of_parts or PARTS[self.step])(self.model, batch, tensors, **rest)
             if self._shared is None:
                 self._shared = _shared_weights(self.model.model)
         else:
             self._refresh(op, tensors.device)
-            logits = run("step", self.step, self.model, batch, tensors, **rest)
+            found = run("step", self.step, self.model, batch, tensors, **rest)
         if isinstance(run, _Recorder):
             self._plans[key] = run.plan
         if self._compiled:
             self._compiled = False
             self._write()
-        return logits
+        return found
 
     def _passes(self, cache: CacheTensors, sizes: tuple[int, int], rest: dict[str, Any]) -> bool:
         """Whether all checks of the step pass with fake tensors."""

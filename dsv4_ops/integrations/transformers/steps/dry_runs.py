@@ -44,14 +44,15 @@ class DryRuns:
     for kernels only, which update no module: fake parts of its weights would become buffers.
 
     Args:
-        step: ``decode_step`` or ``prefill_step``.
+        step: The step.
+        parts: The step as parts for a ``Runner``.
 
     Attributes:
         num_parts: Parts of a step, one per kind of layer; None before the end of a dry run.
     """
 
-    def __init__(self, step: Callable[..., Any]) -> None:
-        self.step = step
+    def __init__(self, step: Callable[..., Any], parts: Callable[..., Any] | None = None) -> None:
+        self.step, self._parts = step, parts or PARTS[step]
         self._asked: set[Any] = set()
         self._has_asked_batches, self._has_jobs = False, False
         self._passed: set[Any] = set()
@@ -140,8 +141,8 @@ class DryRuns:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), kernels:
             batch = padding(num_tokens, num_reqs, cache.device)
             once = OncePerName()
-            PARTS[self.step](model, batch, cache, run=once, **rest)
-            self.num_parts = len(once.results)
+            self._parts(model, batch, cache, run=once, **rest)
+            self.num_parts = len(once.names)
 
 
 def structure_of(cache: CacheTensors) -> Any:
@@ -210,12 +211,16 @@ def padding(num_tokens: int, num_reqs: int, device: torch.device) -> StepBatch:
 
 
 class OncePerName:
-    """A ``Runner`` that runs one part of each name, and returns its result for all others."""
+    """A ``Runner`` that runs one part of each name and shape, and returns its result for all
+    others."""
 
     def __init__(self) -> None:
-        self.results: dict[str, Any] = {}
+        self.results: dict[Any, Any] = {}
+        self.names: set[str] = set()
 
     def __call__(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
-        if name not in self.results:
-            self.results[name] = function(*args, **rest)
-        return self.results[name]
+        key = name, *(each.shape for each in args if isinstance(each, Tensor))
+        if key not in self.results:
+            self.results[key] = function(*args, **rest)
+            self.names.add(name)
+        return self.results[key]

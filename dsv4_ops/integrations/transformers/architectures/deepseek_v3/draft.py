@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsv4_ops.integrations.transformers.architectures.base import (
-    WITHOUT_MASKS,
-    StepRun,
-    draft_of,
-)
+from dsv4_ops.integrations.transformers.architectures.base import WITHOUT_MASKS, LayerContext
 from dsv4_ops.integrations.transformers.architectures.draft_layers import known_next, take_classes
 from dsv4_ops.integrations.transformers.modules.replacement import modelling
 
@@ -56,14 +52,13 @@ class DraftLayer(nn.Module):
         self.eval().requires_grad_(False)
 
 
-def run(model: Any, tokens: Tensor, states: Tensor, step_run: StepRun) -> Tensor:
+def run(draft: Any, body: Any, tokens: Tensor, states: Tensor, context: LayerContext) -> Tensor:
     """Run the draft layer; see ``ModelSpec.run_draft``. Its states are normed, as the model's."""
-    draft, (caches,) = draft_of(model), step_run.cache.draft
-    embedded = known_next(model.model, tokens, step_run.step.positions)
+    embedded = known_next(body, tokens, context.step.positions)
     both = torch.cat((draft.enorm(embedded), draft.hnorm(states)), -1)
     hidden = draft.layers[0](
         draft.eh_proj(both.to(draft.eh_proj.weight.dtype)).to(states.dtype),
-        dsv4_ops=step_run.context(0, caches, step_run.cache.rope.table),
+        dsv4_ops=context,
         **WITHOUT_MASKS,
     )
     normed: Tensor = draft.norm(hidden[0] if isinstance(hidden, tuple) else hidden)

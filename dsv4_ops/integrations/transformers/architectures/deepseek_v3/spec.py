@@ -31,10 +31,13 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     Execution,
     LayerContext,
     ModelSpec,
+    Runner,
     StepRun,
     StepTokens,
     check_drafts,
+    draft_of,
     dtype_of,
+    run_part,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3 import draft
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.rotary import (
@@ -308,7 +311,9 @@ class MlaModelSpec(ModelSpec):
     ) -> Tensor:
         return self.run_layers(body, hidden, ids, step_run)
 
-    def normed(self, body: Any, streams: Tensor) -> Tensor:
+    def normed(
+        self, body: Any, streams: Tensor, part: str = "norm", run: Runner = run_part
+    ) -> Tensor:
         return streams
 
     # The draft layer
@@ -324,11 +329,15 @@ class MlaModelSpec(ModelSpec):
     def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> MlaStep:
         return self.build_step(step, cache, "decode")
 
-    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
-        return draft.run(model, tokens, streams, step_run)
-
-    def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
-        return streams
+    def run_draft(
+        self, part: str, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun
+    ) -> Tensor:
+        cache = step_run.cache
+        context = step_run.context(0, cache.draft[0], cache.rope.table)
+        ran: Tensor = step_run.run(
+            part, draft.run, draft_of(model), model.model, tokens, streams, context
+        )
+        return ran
 
     # The layers
 

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsv4_ops.integrations.transformers.architectures.base import (
-    WITHOUT_MASKS,
-    LayerContext,
-    StepRun,
-    draft_of,
-)
+from dsv4_ops.integrations.transformers.architectures.base import WITHOUT_MASKS, LayerContext
 from dsv4_ops.integrations.transformers.architectures.draft_layers import (
     empty_copy,
     known_next,
@@ -86,14 +81,11 @@ def _square(linear: Any, width: int) -> Any:
     return copied
 
 
-def run(model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
+def run(draft: Any, body: Any, tokens: Tensor, streams: Tensor, context: LayerContext) -> Tensor:
     """Run the draft layer; see ``ModelSpec.run_draft``."""
-    draft, step = draft_of(model), step_run.step
-    embedded = known_next(model.model, tokens, step.positions)
+    embedded = known_next(body, tokens, context.step.positions)
     first = draft.e_proj(draft.enorm(embedded)).unsqueeze(2)
     mixed = first + draft.h_proj(draft.hnorm(streams))
-    cache, rope = step_run.cache.draft[0], step_run.cache.rope.of(KINDS[0])
-    context = LayerContext(step, cache, rope, step_run.schedule, state_rings=False)
     return draft.layers[0](
         mixed.to(streams.dtype),
         input_ids=None,

@@ -27,11 +27,13 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     WITHOUT_MASKS,
     Execution,
     LayerContext,
+    Runner,
     StepRun,
     StepTokens,
     check_drafts,
     draft_of,
     dtype_of,
+    run_part,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import draft
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
@@ -291,8 +293,11 @@ class DeepseekV4Spec(RingSpec):
             )
         return streams
 
-    def normed(self, body: Any, streams: Tensor) -> Tensor:
-        return _normed(body, streams)
+    def normed(
+        self, body: Any, streams: Tensor, part: str = "norm", run: Runner = run_part
+    ) -> Tensor:
+        states: Tensor = run(part, _normed, body, streams)
+        return states
 
     # The draft layer
 
@@ -310,11 +315,16 @@ class DeepseekV4Spec(RingSpec):
         cache = replace(cache, layers=cache.draft)
         return self.build_ring_step(layers, step, cache, 0)
 
-    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun) -> Tensor:
-        return draft.run(model, tokens, streams, step_run)
-
-    def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
-        return _normed(draft_of(model), streams)
+    def run_draft(
+        self, part: str, model: Any, tokens: Tensor, streams: Tensor, step_run: StepRun
+    ) -> Tensor:
+        cache, kind = step_run.cache, draft.KINDS[0]
+        rope, schedule = cache.rope.of(kind), step_run.schedule
+        context = LayerContext(step_run.step, cache.draft[0], rope, schedule, state_rings=False)
+        ran: Tensor = step_run.run(
+            part, draft.run, draft_of(model), model.model, tokens, streams, context
+        )
+        return ran
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         return attention(module, self.step_layers, self.recipe, hidden, context)
