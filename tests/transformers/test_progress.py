@@ -2,13 +2,14 @@
 
 import io
 import sys
+from shutil import rmtree
 
 from transformers.utils import logging
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.steps.progress import PartsBar
+from dsv4_ops.integrations.transformers.compile_cache import precompiled
 from dsv4_ops.testing.models import small_mla_model
-from tests.support.hf_models import Engine, new_cache, text
+from tests.support.hf_models import Engine, first_step, new_cache, text
 
 
 class Terminal(io.StringIO):
@@ -33,21 +34,37 @@ def test_a_terminal_shows_the_parts(monkeypatch):
     assert len(terminal.getvalue()) == before  # nothing is compiled
 
 
-def test_a_log_shows_nothing(monkeypatch):
-    """Nor does a terminal, where transformers' bars are disabled."""
-    monkeypatch.setattr(sys, "stderr", Terminal())
+def test_a_log_has_one_line(monkeypatch, tmp_path):
+    """A bar on a terminal, a line elsewhere; neither where transformers' bars are disabled, and no
+    line if all parts are loaded."""
+    monkeypatch.setenv("DSV4_OPS_CACHE", str(tmp_path))
+    monkeypatch.setattr(precompiled, "environment", lambda settings: "here")
+    model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32", precision="reference")
+    batch, cache = first_step(model)
 
-    def bar():
-        with PartsBar("decode_step") as bar:
-            bar.begin("norm", 2)
-            bar.begin("head", 2)
-            return not getattr(bar._bar, "disable", True)
+    def shown(stderr=io.StringIO):
+        monkeypatch.setattr(sys, "stderr", stderr())
+        step = v4.compile_step(model, mode="regional", dynamic=True, backend="eager")
+        for _ in range(2):
+            cache.reset()
+            step(batch, cache)
+        return sys.stderr.getvalue(), step
 
-    assert bar()
     logging.disable_progress_bar()
     try:
-        assert not bar()
+        assert shown()[0] == ""
+        rmtree(tmp_path)
+        assert shown(Terminal)[0] == ""
+        rmtree(tmp_path)
     finally:
         logging.enable_progress_bar()
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert not bar()
+    line, step = shown()
+    assert line == (
+        "dsv4_ops: compiling decode_step in 4 parts, about a minute the first time; "
+        f"kept in {tmp_path}\n"
+    )
+    assert repr(step) == (
+        "CompiledStep(decode_step, 'regional', all sizes, parts: metadata, "
+        f"DeepseekV3MLP, norm, head, kept in '{tmp_path}')"
+    )
+    assert shown()[0] == ""

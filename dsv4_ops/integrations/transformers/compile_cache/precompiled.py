@@ -602,6 +602,9 @@ class PartsFile:
         if path.is_file():
             self._read()
 
+    def __str__(self) -> str:
+        return str(self._path)
+
     def _read(self) -> None:
         if not zipfile.is_zipfile(self._path):  # written by a version that kept torch's caches only
             self.caches = self._path.read_bytes()
@@ -667,8 +670,12 @@ class PartsFolder:
     takes_parts = True
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._home = folder
         self._folder = folder / environment(settings) / kernel_files.processor()
         kernel_files.agree_with_workers()
+
+    def __str__(self) -> str:
+        return str(self._home)
 
     def _path(self, name: str) -> Path:
         return self._folder / name.replace("/", "-")

@@ -98,7 +98,8 @@ def compile_step(
             autotuning is reused if TORCHINDUCTOR_CACHE_DIR has the same path, and repeated
             otherwise. Loading a part runs its code: load only what you wrote.
         on_part: Called with the name of every part before it is compiled or loaded. None shows a
-            progress bar on a terminal, unless transformers' progress bars are disabled.
+            progress bar on a terminal, and one line elsewhere, unless transformers' progress bars
+            are disabled.
         settings: Settings of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by
             default. Parts of other backends than Inductor are not kept. With ``dynamic=True`` one
             graph per part serves all numbers of tokens and requests, and all cache sizes. On CUDA,
@@ -220,11 +221,11 @@ class CompiledStep:
         self._hooks: Watch | None = None
         self._hooked: dict[int, int] = {}
         self.step, self.regional, self._on_part = step, regional, on_part
-        self._bar = PartsBar(step.__name__)
         self.settings = {"fullgraph": True, "dynamic": False, **settings}
         self.parts: dict[str, Callable[..., Any]] = {}
         self._jits: dict[str, Callable[..., Any]] = {}
         self._file = _parts(cache_file, self.settings)
+        self._bar = PartsBar(step.__name__, self._file)
         self._loaded: frozenset[str] | None = None
         self._compiled = False
         self._kept: dict[str, Part] = {}
@@ -248,6 +249,13 @@ class CompiledStep:
                 tensors = tensors_of(self.step.__name__, cache)
                 self._dry_runs.request_batches(self.model, tensors, rest)
             return found
+
+    def __repr__(self) -> str:
+        mode = "regional" if self.regional else "whole"
+        sizes = "all sizes" if self.settings["dynamic"] else "fixed sizes"
+        parts = ", ".join(self.parts) or "none yet"
+        place = "" if self._file is None else f", kept in {str(self._file)!r}"
+        return f"CompiledStep({self.step.__name__}, {mode!r}, {sizes}, parts: {parts}{place})"
 
     def form(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Any:
         """Return what a CUDA graph captures of the model in this step; a graph may be replayed
@@ -477,12 +485,16 @@ class CompiledStep:
         if name in self.parts:
             return
         if self._on_part is None:
-            self._bar.begin(name, self._dry_runs.num_parts if self.regional else 1)
+            self._bar.begin(name, self._num_parts())
         else:
             self._on_part(name)
 
+    def _num_parts(self) -> int | None:
+        return self._dry_runs.num_parts if self.regional else 1
+
     def _load(self) -> None:
         """Load the entries of torch's caches. Not needed if all parts of a step are in the file."""
+        self._bar.compiles(self._num_parts())
         self._compiled = True
         if self._loaded is None:
             self._loaded = _load(None if self._file is None else self._file.caches)

@@ -1,26 +1,30 @@
-"""A progress bar of the parts that a step compiles."""
+"""How far a compile is: a bar of its parts on a terminal, or else one line."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
 class PartsBar:
     """A bar on a terminal, from the first part that is compiled to the end of the block.
 
-    transformers' switch for progress bars (``disable_progress_bar``) turns it off. There is none if
-    the step takes less than a second.
+    There is none if the step takes less than a second. Without a terminal, a step that compiles
+    writes one line to stderr. transformers' switch for progress bars (``disable_progress_bar``)
+    turns both off.
 
     Args:
         title: Name of the step.
+        place: Where parts are kept, or None.
     """
 
-    def __init__(self, title: str) -> None:
-        self._title = title
+    def __init__(self, title: str, place: Any) -> None:
+        self._title, self._place = title, place
         self._bar: Any = None
+        self._has_line = False
 
     def begin(self, name: str, num_parts: int | None) -> None:
-        """Show that a part is compiled now, of so many if that is known."""
+        """Show that a part is compiled or loaded now, of so many if that is known."""
         if self._bar is None:
             from transformers.utils.logging import tqdm
 
@@ -31,6 +35,19 @@ class PartsBar:
         else:
             self._bar.update()
         self._bar.set_postfix_str(name)
+
+    def compiles(self, num_parts: int | None) -> None:
+        """Write the line before the first part that is compiled, unless a bar shows it."""
+        from transformers.utils import logging
+
+        enabled = logging.is_progress_bar_enabled()
+        if self._has_line or self._bar is None or sys.stderr.isatty() or not enabled:
+            return
+        self._has_line = True
+        parts = "" if num_parts is None else f" in {num_parts} parts"
+        kept = "not kept" if self._place is None else f"kept in {self._place}"
+        text = f"dsv4_ops: compiling {self._title}{parts}, about a minute the first time; {kept}"
+        print(text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> PartsBar:
         return self
