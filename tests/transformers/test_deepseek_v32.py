@@ -479,11 +479,10 @@ def test_attributes_that_steps_do_not_read_must_be_those_of_the_configuration(fa
         run()
 
 
-@pytest.mark.parametrize("family", ["V3", *FAMILIES])
+@each_model
 def test_a_changed_rotary_embedding_is_refused(family):
     """Steps read a table that the cache made; what has not changed is read once."""
-    make = small_mla_model if family == "V3" else partial(small_dsa_model, family)
-    model = v4.patch(make(num_hidden_layers=1), **EXACT)
+    model = v4.patch(small(family, num_hidden_layers=1), **EXACT)
     cache, rotary = new_cache(model), model.model.rotary_emb
     batch, step = (
         Engine(model, cache, tokens()).batch({0: 3}),
@@ -527,15 +526,11 @@ def test_types_of_indexers_are_read_of_glm_alone():
         v4.patch(model, **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("make", "expands"),
-    [(small_mla_model, True), (small_mla_model, False), (small_dsa_model, False)],
-)
-def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model(make, expands, monkeypatch):
-    """Of prompts in caches, which may expand their contexts, and of calls without a cache."""
-    monkeypatch.setattr(MlaSpec, "break_even", 0 if expands else 10**6)
-    ids, stock = tokens()[:1, :16], make(num_hidden_layers=2)
-    exact, model = stock(ids).logits, v4.patch(make(num_hidden_layers=2), **EXACT)
+@each_context
+def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model(family):
+    """Of prompts in caches, and of calls without a cache."""
+    ids, stock = tokens()[:1, :16], small(family, num_hidden_layers=2)
+    exact, model = stock(ids).logits, v4.patch(small(family, num_hidden_layers=2), **EXACT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = [each(ids).logits for each in (stock, model)]
         found += [model(ids, cache=new_cache(model)).logits]

@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounter
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import random_weight, small_dsa_model, small_mla_model
+from dsv4_ops.testing.models import random_weight
 from tests.support import v3_checkpoint
-from tests.transformers.test_deepseek_v32 import ordered_ties
+from tests.transformers.test_deepseek_v32 import ordered_ties, small
 from tests.transformers.test_mtp import greedy_text, oracle_drafts, speculate
 
 EXACT = {"kv": "fp32", "precision": "reference"}
@@ -30,10 +30,7 @@ def of_layers(family, layers, **changed):
     """A model whose last layer is the draft's where there is one more than LAYERS."""
     special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     sizes = {"num_hidden_layers": layers, "vocab_size": VOCAB, **special, **changed}
-    if family == "V3":
-        return small_mla_model(**sizes)
-    types = {"indexer_types": ["full", "shared", "full"][:layers]} if family == "GLM-5" else {}
-    return small_dsa_model(family, **sizes, **types)
+    return small(family, **sizes)
 
 
 def add_draft(path, layers=LAYERS):
