@@ -16,7 +16,7 @@ from benchmarks.baselines import flash_mla
 from benchmarks.harness import report
 from benchmarks.harness.measure import FLOP_PER_US
 from benchmarks.harness.memory import ColdCache, Copies
-from benchmarks.harness.options import chosen_device
+from benchmarks.harness.options import chosen_device, sizes
 from benchmarks.harness.report import Report
 from benchmarks.harness.timing import Call, Capture, alternating_us
 from benchmarks.run import BenchError
@@ -209,19 +209,28 @@ def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
     return pool
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    for name, default in (("batches", _BATCHES), ("contexts", _CONTEXTS)):
+        shown = ", ".join(map(str, default))
+        parser.add_argument(
+            f"--{name}", type=sizes, default=default, metavar="A,B,..", help=f"default: {shown}"
+        )
+
+
 def run(options: argparse.Namespace) -> None:
     """Time the cases of the command line; rows and table go to ``options.out``."""
     device = chosen_device(options)
     if device.type != "cuda":
         raise BenchError("mla: it times kernels, which run on CUDA only")
     library = None if options.baseline is None else flash_mla.load(options.baseline)
-    contexts = _CONTEXTS[:1] if options.smoke else _CONTEXTS
+    contexts = options.contexts[:1] if options.smoke else options.contexts
     copies = Copies(device, ColdCache(device)).bytes_per_us
     output, failed = Report(options, device, copy_tbs=copies / 1e6), []
     for group in options.cases or CASES:
         layout = CASES[group]
-        pool = pool_of(layout, max(_BATCHES) * max(contexts) // BLOCK, device)
-        cases = list(itertools.product(_HEADS, contexts, _BATCHES))
+        pool = pool_of(layout, max(options.batches) * max(contexts) // BLOCK, device)
+        cases = list(itertools.product(_HEADS, contexts, options.batches))
         for heads, context, batch in report.progress(cases, f"mla, {group}"):
             row = Row(layout, heads, batch, context, TOPK if "selected" in group else None)
             try:
