@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 import dsv4_ops as ops
 from benchmarks.baselines.stock_model import flash_shaped
-from benchmarks.harness.options import chosen_device
+from benchmarks.harness.options import chosen_device, size
 from benchmarks.harness.report import Report, one_line
 from benchmarks.harness.timing import Capture, device_activities, wall_us
 from benchmarks.mla_model import v3_shaped
@@ -111,7 +111,7 @@ class Row:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
-    parser.add_argument("--ranks", type=int, metavar="N", help="default: all GPUs; 2 on a CPU")
+    parser.add_argument("--ranks", type=size, metavar="N", help="default: all GPUs; 2 on a CPU")
 
 
 def partials(

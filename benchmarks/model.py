@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.baselines.stock_model import filled_cache, flash_shaped, same_again
 from benchmarks.harness import report
-from benchmarks.harness.options import chosen_device, sizes
+from benchmarks.harness.options import chosen_device, size, sizes
 from benchmarks.harness.report import Report, one_line
 from benchmarks.harness.rows import ModelRow
 from benchmarks.harness.timing import device_activities, step_ms
@@ -32,7 +32,7 @@ _STOCK_STEPS = 5
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
     parser.add_argument("--batches", type=sizes, metavar="A,B,..", help="default: 1,8,32,128")
-    parser.add_argument("--experts", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--experts", type=size, default=16, help="default: %(default)s")
     parser.add_argument("--contexts", type=sizes, metavar="A,B,..", help="default: 4k, 32k, 128k")
     parser.add_argument(
         "--stock-compiled",
@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="bf16",
         help="what products of the released precision take; default: %(default)s",
     )
-    parser.add_argument("--max-seconds", type=int, metavar="N", help="start no batch later")
+    parser.add_argument("--max-seconds", type=size, metavar="N", help="start no batch later")
 
 
 @torch.no_grad()

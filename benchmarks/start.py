@@ -26,6 +26,7 @@ from benchmarks.harness.report import Report
 from benchmarks.harness.timing import Capture, wait
 from benchmarks.memory import SMALL
 from benchmarks.run import BenchError, WrongResult
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.testing.checkpoint import FLASH
 
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DSV4_OPS_CACHE")
@@ -59,7 +60,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=size, help="default: 20; 5 on a CPU")
     add("--prefills", type=sizes, default=(1000, 517, 1), help="tokens; default: 1000,517,1")
     add("--batches", type=sizes, default=(8, 1, 2, 32), help="requests; default: 8,1,2,32")
-    add("--warm", type=int, default=1, metavar="N", help="warm starts; default: %(default)s")
+    add(
+        "--warm",
+        type=bounded_int(0),
+        default=1,
+        metavar="N",
+        help="warm starts; default: %(default)s",
+    )
     add("--backend", default="inductor", help="of torch.compile; default: %(default)s")
     add("--child", metavar="NAME", help=argparse.SUPPRESS)
 
@@ -75,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     output = Report(options, device)
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {name: f"{folder}/{name}" for name in _FOLDERS}
-        for number in range(1 + max(options.warm, 0)):
+        for number in range(1 + options.warm):
             _follow(options, f"warm {number}" if number else "cold", environment, output)
     output.finish(f"Starts of {options.layers} layers of Flash's sizes", *_NOTES)
 

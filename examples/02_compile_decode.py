@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
@@ -78,7 +79,12 @@ def differing(requests: list[Request], device: str) -> int:
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=64, help="steps in which all requests decode")
+    parser.add_argument(
+        "--steps",
+        type=bounded_int(1, 256 - max(PROMPTS)),
+        default=64,
+        help="steps in which all requests decode",
+    )
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention.caches import mark_static
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
@@ -108,7 +109,7 @@ def finish(device: torch.device) -> None:
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=bounded_int(1, 256 - max(LENGTHS)), default=32)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     decoder, found = Decoder(args.device), {}

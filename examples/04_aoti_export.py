@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import ByteTokenizer
@@ -111,7 +112,12 @@ def main() -> int:
     parser.add_argument("--package", type=Path, help="where the decode is, or is to be")
     parser.add_argument("--prefill", type=Path, help="where the prefill is, or is to be")
     parser.add_argument("--build", type=Path, help="where to build the C++ program")
-    parser.add_argument("--tokens", type=int, default=16, help="to generate per prompt")
+    parser.add_argument(
+        "--tokens",
+        type=bounded_int(1, MAX_LEN - max(map(len, PROMPTS)) - 1),
+        default=16,
+        help="to generate per prompt",
+    )
     parser.add_argument("--direct", action="store_true", help="do not ask for CMake")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

@@ -26,6 +26,7 @@ from continuous_batching import Request, Scheduler
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import real_text
@@ -75,8 +76,8 @@ def sampled(count: int, seed: int) -> list[Request]:
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=bounded_int(1), default=24)
+    parser.add_argument("--seed", type=bounded_int(0), default=0)
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

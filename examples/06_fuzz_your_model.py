@@ -23,6 +23,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from torch import Tensor
 
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 
@@ -128,7 +129,7 @@ def forgetful(model: object, batch: v4.StepBatch, cache: v4.CacheTensors) -> Ten
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--examples", type=int, default=12, help="schedules to draw")
+    parser.add_argument("--examples", type=bounded_int(1), default=12, help="schedules to draw")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     print(f"drawing {args.examples} schedules for decode_step", flush=True)

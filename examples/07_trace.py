@@ -24,6 +24,7 @@ import torch
 from step_stages import REST, Stages, finish, kernel_seconds, name_kernels
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 
@@ -62,7 +63,7 @@ def table(title: str, seconds: Counter[str], steps: int, rows: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, default=Path("trace.json"))
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=bounded_int(1), default=5)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     model = small_model(device=args.device)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.testing.models import small_mla_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
@@ -74,8 +75,10 @@ def differing(request: Request, stock: torch.nn.Module, device: str) -> int:
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=32, help="decode steps")
-    parser.add_argument("--version", type=int, default=3, choices=(2, 3), help="of DeepSeek")
+    parser.add_argument(
+        "--steps", type=bounded_int(2, MAX_LEN - max(PROMPTS)), default=32, help="decode steps"
+    )
+    parser.add_argument("--version", type=bounded_int(2, 3), default=3, help="of DeepSeek")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

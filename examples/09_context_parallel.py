@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dsv4_ops.attention import ContextParallel
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.testing.models import small_mla_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
@@ -58,8 +59,10 @@ def decode(
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--interleave", type=int, default=16, help="positions on a rank in turn")
+    parser.add_argument("--steps", type=bounded_int(1, MAX_LEN - max(PROMPTS)), default=12)
+    parser.add_argument(
+        "--interleave", type=bounded_int(1), default=16, help="positions on a rank in turn"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()

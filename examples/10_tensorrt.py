@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import tensorrt, transformers as v4
 from dsv4_ops.integrations.transformers.steps.export import DecodeModule, padding_batch
 from dsv4_ops.testing.models import small_model
 
-REQUESTS = 2
+REQUESTS, MAX_LEN = 2, 512
 
 
 def compile_step(model: Any, cache: v4.PagedCache, **options: Any) -> Callable[..., Tensor]:
@@ -35,7 +36,7 @@ def compile_step(model: Any, cache: v4.PagedCache, **options: Any) -> Callable[.
 
 def compare(model: Any, step: Callable[..., Tensor], cache: v4.PagedCache, steps: int) -> float:
     """Return the largest distance of logits from PyTorch's, over steps that read earlier writes."""
-    plain = v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=512)
+    plain = v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=MAX_LEN)
     device = cache.device
     tokens, worst = torch.tensor([5, 6], device=device), 0.0
     rows = [
@@ -56,7 +57,7 @@ def compare(model: Any, step: Callable[..., Tensor], cache: v4.PagedCache, steps
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=bounded_int(1, MAX_LEN), default=16)
     args = parser.parse_args()
     try:
         tensorrt.enable()
@@ -64,7 +65,7 @@ def main() -> int:
         print(f"needs torch-tensorrt: {error}")
         return 1
     model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
-    cache = v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=512)
+    cache = v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=MAX_LEN)
     step = compile_step(model, cache, min_block_size=1, disable_tf32=True)
     engines = sum("_run_on_acc" in name for name, _ in step.named_children())
     worst = compare(model, step, cache, args.steps)

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.checkpoint.format import check_checkpoint
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.checkpoint import write_checkpoint
 
-PROMPT = 12
+PROMPT, MAX_LEN = 12, 256
 
 
 class Clock:
@@ -63,7 +64,7 @@ def decode(
 
 def prefilled(model: Any, tokens: list[int], device: str) -> tuple[v4.PagedCache, int]:
     """Prefill a cache with the prompt; return it and the next token."""
-    cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
+    cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=MAX_LEN)
     cache.add("request", num_tokens=len(tokens))
     starts, lens, rows = (
         torch.tensor(each, dtype=torch.int32, device=device)
@@ -112,7 +113,12 @@ def run(folder: Path, args: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, help="of a checkpoint; default: a tiny one")
-    parser.add_argument("--tokens", type=int, default=4, help="decoded after the prompt")
+    parser.add_argument(
+        "--tokens",
+        type=bounded_int(1, MAX_LEN - PROMPT - 1),
+        default=4,
+        help="decoded after the prompt",
+    )
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--cache-file", type=Path, help="for compiled code")
     parser.add_argument("--device", default="cpu")

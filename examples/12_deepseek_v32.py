@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch._dynamo.utils import counters
 
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.testing.models import small_dsa_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
@@ -31,7 +32,9 @@ PROMPTS, MAX_LEN = (10, 200), 256
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24, help="decode steps")
+    parser.add_argument(
+        "--steps", type=bounded_int(1, MAX_LEN - max(PROMPTS)), default=24, help="decode steps"
+    )
     parser.add_argument("--family", default="V3.2", choices=("V3.2", "GLM-5"))
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--device", default="cpu")

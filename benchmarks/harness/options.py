@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.harness.work import Case
 from benchmarks.run import BenchError
+from dsv4_ops.cli.options import bounded_int
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -60,12 +61,8 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
     return torch.device(name)
 
 
-def size(text: str) -> int:
-    """Parse an int of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+size = bounded_int(1)
+"""Type of an option that takes an int of at least 1."""
 
 
 def sizes(text: str) -> Sequence[int]:

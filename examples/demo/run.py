@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops._version import __version__
+from dsv4_ops.cli.options import bounded_int
 from dsv4_ops.testing.models import require_transformers
 from dsv4_ops.testing.text import real_text
 from examples.demo import measure, ours, stock, table
@@ -247,15 +248,21 @@ def _setting(work: Work) -> table.Setting:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     add = parser.add_argument
-    add("--steps", type=_steps, default=64, metavar="N", help="decode steps, default: %(default)s")
     add(
-        "--layers", type=_layers, default=LAYERS, metavar="N",
+        "--steps",
+        type=bounded_int(MIN_STEPS, MAX_STEPS),
+        default=64,
+        metavar="N",
+        help="decode steps, default: %(default)s",
+    )
+    add(
+        "--layers", type=bounded_int(1, MAX_LAYERS), default=LAYERS, metavar="N",
         help="layers, of each kind in turn, default: %(default)s",
     )  # fmt: skip
     add("--model", choices=tuple(MODELS), default="v4", help="default: %(default)s")
     add("--device", default="auto", help="auto, cpu or cuda; default: a GPU if there is one")
     add(
-        "--stock-graphs", type=int, default=3, metavar="N",
+        "--stock-graphs", type=bounded_int(0), default=3, metavar="N",
         help="count Hugging Face's graphs up to N, 0 counts all, default: %(default)s",
     )  # fmt: skip
     add("--fast", action="store_true", help="leave out the AOTInductor package")
@@ -264,20 +271,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--since", type=float, help=argparse.SUPPRESS)
     add("--folder", type=Path, help=argparse.SUPPRESS)
     return parser
-
-
-def _steps(text: str) -> int:
-    value = int(text)
-    if not MIN_STEPS <= value <= MAX_STEPS:
-        raise argparse.ArgumentTypeError(f"must be {MIN_STEPS} to {MAX_STEPS}, got {value}")
-    return value
-
-
-def _layers(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= MAX_LAYERS:
-        raise argparse.ArgumentTypeError(f"must be 1 to {MAX_LAYERS}, got {value}")
-    return value
 
 
 def _device(name: str) -> torch.device:

@@ -359,9 +359,9 @@ def test_a_job_by_itself_raises(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--steps", "7"], "must be 8 to 4096, got 7"),
-        (["--steps", "many"], "invalid"),
-        (["--layers", "0"], "must be 1 to 61, got 0"),
+        (["--steps", "7"], "must be an int, 8 to 4096, got 7"),
+        (["--steps", "many"], "must be an int, 8 to 4096, got many"),
+        (["--layers", "0"], "must be an int, 1 to 61, got 0"),
         (["--nothing"], "unrecognized arguments: --nothing"),
     ],
 )

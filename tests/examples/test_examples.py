@@ -52,6 +52,30 @@ def test_every_script_says_what_it_shows_and_stays_short():
         assert 'print(f"shown: ' in text or 'f"shown: ' in text, name
 
 
+OPTIONS = [
+    (name, option)
+    for name in SCRIPTS
+    for option in re.findall(r'"(--\w+)",\s+type=bounded_int', (EXAMPLES / name).read_text())
+]
+
+
+@pytest.mark.parametrize("value", ["-1", "x", "1000000000000"])
+def test_numbers_out_of_range_are_refused(value, monkeypatch, capsys):
+    """Before anything is made, by every option that takes a number."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    assert not [name for name in SCRIPTS if "type=int" in (EXAMPLES / name).read_text()]
+    unbounded = {"--requests", "--seed", "--examples", "--interleave"}
+    for name, option in OPTIONS:
+        if value.isdigit() and (option in unbounded or name.startswith("07")):
+            continue
+        monkeypatch.setattr("sys.argv", [name, option, value])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / name))["main"]()
+        assert ended.value.code == 2
+        rule = rf"argument {option}: must be an int.*, got {value}\n"
+        assert re.search(rule, capsys.readouterr().err), name
+
+
 def test_tensorrt_says_what_is_missing():
     """Where torch-tensorrt cannot be imported; tests/tensorrt compiles the same program."""
     if importlib.util.find_spec("torch_tensorrt") is not None:
