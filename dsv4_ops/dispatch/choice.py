@@ -70,8 +70,8 @@ def is_faster(op: str, library: str, values: Values) -> bool:
 def subject(values: Values) -> Tensor:
     """Return the tensor that decides device and sizes: ``q``, ``x``, or the first tensor."""
     tensors = (each for each in values.values() if isinstance(each, Tensor))
-    found: Tensor = values.get("q", values.get("x"))
-    return next(tensors) if found is None else found
+    named: Tensor | None = values.get("q", values.get("x"))
+    return next(tensors) if named is None else named
 
 
 class Choice(NamedTuple):

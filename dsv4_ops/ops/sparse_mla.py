@@ -520,11 +520,11 @@ def sparse_mla_decode(
     widths = (swa_indices.shape[1], extra_width)
     schedule = check_plans(checks, plan, flash_mla_plan, num_splits, batch_invariant, impl, widths)
     check_inverse_rope(checks, q, positions, cos_sin_cache)
-    window = (q, swa_cache, swa_indices, swa_lens)
+    window = (swa_cache, swa_indices, swa_lens)
     rest = (attn_sink, plan, positions, cos_sin_cache, schedule)
     sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
     settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **arguments}
-    return SparseMla(*_sparse_mla_decode(*window, *extra.values(), *rest, **settings))
+    return SparseMla(*_sparse_mla_decode(q, *window, *extra.values(), *rest, **settings))
 
 
 def sparse_mla_decode_paged(
@@ -628,12 +628,12 @@ def sparse_mla_decode_paged(
     widths = (swa_indices.shape[1], extra_block_table.shape[1] * extra_block_size)
     schedule = check_plans(checks, plan, flash_mla_plan, num_splits, batch_invariant, impl, widths)
     check_inverse_rope(checks, q, positions, cos_sin_cache)
-    window = (q, swa_cache, swa_indices, swa_lens)
+    window = (swa_cache, swa_indices, swa_lens)
     rest = (attn_sink, plan, positions, cos_sin_cache, schedule)
     sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
     extra = (extra_cache, extra_lens, req_indices, extra_block_table)
     settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **arguments}
-    return SparseMla(*_sparse_mla_decode_paged(*window, *extra, *rest, **settings))
+    return SparseMla(*_sparse_mla_decode_paged(q, *window, *extra, *rest, **settings))
 
 
 def sparse_mla_gathered(
@@ -845,7 +845,7 @@ def sparse_mla_prefill(
     tables = {"swa_block_table": swa_block_table, "extra_block_table": extra_block_table}
     arguments = {"q": q, "layout": layout, **tables, **blocks}
     check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, impl, q.device, arguments)
-    window = (q, swa_cache, positions, req_indices, swa_block_table)
+    window = (swa_cache, positions, req_indices, swa_block_table)
     extra = (extra_cache, extra_block_table, topk_indices)
     settings = {"softmax_scale": softmax_scale, "layout": layout, "impl": impl, **sizes}
-    return SparseMla(*_sparse_mla_prefill(*window, *extra, attn_sink, **settings))
+    return SparseMla(*_sparse_mla_prefill(q, *window, *extra, attn_sink, **settings))

@@ -135,12 +135,13 @@ def patch(
     spec = spec_of_config("patch", config, kv, precision, **settings)
     _check_model(model, spec)
     spec = spec.of_model(model)
-    rewrite.check("patch", model, forwards.rewrites(model, spec))
     spec.check_model("patch", model)
     if spec.parallel is not None:
         spec.parallel.agree("patch", "model", model.device, spec=spec)
     spec = spec.scheduled(next(model.parameters()).device)
-    replacements = list(rewrite.apply(model, forwards.rewrites(model, spec, score)))
+    rewrites = forwards.rewrites(model, spec, score)
+    rewrite.check("patch", model, rewrites)
+    replacements = list(rewrite.apply(model, rewrites))
     replaced = _Replacements()
     for name, hook in (hooks.HOOKS | batching.HOOKS).items():
         replaced.method(model, name, hook)
