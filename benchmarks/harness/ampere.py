@@ -69,7 +69,7 @@ def as_an_a100(folder: Path) -> Iterator[None]:
     ptxas compiles the PTX for the card in this machine, as the driver would. ``folder`` holds
     compiled code. Compile workers are not patched.
     """
-    target = driver.active.get_current_target()  # before it reports another capability
+    target = driver.active.get_current_target()  # read before it is patched
     _forget()
     hook = functools.partial(_stages, card=target.arch)
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}

@@ -123,7 +123,7 @@ class ContextParallel:
             check_combines(op, "spec.parallel.via", self.via, row_bytes, device)
 
     def agree(self, op: str, what: str, device: torch.device | str, **values: Any) -> None:
-        """Raise on every rank if any of ``values`` differs between ranks, which would hang steps.
+        """Raise on every rank if any of ``values`` differs between ranks: steps would hang.
 
         Synchronises with the host: call it at setup, not in a step.
 

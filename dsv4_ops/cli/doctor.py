@@ -331,7 +331,8 @@ def selftest() -> None:
 
 
 def _selftest_outcome() -> str:
-    """Run ``selftest`` in a fresh process without caches, which must use the lowerings at once."""
+    """Run ``selftest`` in a fresh process without caches: its first compilation must use the
+    lowerings."""
     code = "import dsv4_ops.cli.doctor as d; d.selftest()"
     status, _, message = _child(["-c", code], TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     return f"exit status {status}: {message}" if status else "passed"

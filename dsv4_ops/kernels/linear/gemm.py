@@ -168,7 +168,7 @@ def _multiplies_codes(
     out_dtype: torch.dtype,
 ) -> bool:
     """Return whether products of codes are faster for ``x`` [num_tokens, num_groups, in_features],
-    and precise enough: the matrix unit adds them in about 14 bits, which do for bf16 results."""
+    and precise enough: the matrix unit adds them in about 14 bits, enough for bf16 results."""
     if out_dtype != torch.bfloat16:
         return False
     num_tokens, is_fp8 = x.shape[0], x_scale is not None or activations == "fp8"

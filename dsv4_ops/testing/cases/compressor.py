@@ -170,7 +170,8 @@ def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
 
 
 def _exact(value: Tensor, size: Tensor, unit: float) -> Exact:
-    """Combine one rounding of the result with the float32 roundings before it, in its units."""
+    """Return the error of one rounding of the result plus the float32 roundings before it, in units
+    of one rounding of the result."""
     return Exact(value, value.abs() + ROUNDINGS * (FP32_UNIT / unit) * size)
 
 
