@@ -31,7 +31,7 @@ def decode(monkeypatch):
 
 
 def test_ops_give_the_bits_of_the_modules(decode):
-    """test_joined.py compiles them."""
+    """test_fused_projections.py compiles them."""
     (expected, none), (found, count) = decode(()), decode(("cpu",))
     assert (none, count) == (0, 6)
     assert torch.equal(found, expected)

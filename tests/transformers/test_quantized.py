@@ -264,7 +264,9 @@ def step_of(model, tokens=(5, 6)):
     return v4.StepBatch(torch.tensor(tokens), starts, lens, rows), cache
 
 
-@pytest.mark.nightly("test_joined.py has a step in one graph; test_opcheck traces every op")
+@pytest.mark.nightly(
+    "test_fused_projections.py has a step in one graph; test_opcheck traces every op"
+)
 def test_inductors_step_and_its_package(tiny, tmp_path):
     model = v4.patch(v4.load_quantized(tiny))
     (batch, cache), (_, other), (_, third) = (step_of(model) for _ in range(3))
