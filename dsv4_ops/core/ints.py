@@ -1,8 +1,9 @@
-"""Checks of ints and floats, shared by ops and layouts."""
+"""Ints and floats: their checks, shared by ops and layouts, and arithmetic without guards."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -16,10 +17,15 @@ INT64_MAX = 2**63 - 1
 def single(value: torch.Tensor) -> torch.Tensor:
     """Return the element of a tensor [1], without a dimension.
 
-    In a graph with symbolic sizes, Inductor may not know that a symbol is 1, and reads what lies
-    behind the element where torch repeats it.
+    In a graph with symbolic sizes, Inductor may not know that a symbol is 1, and reads past the
+    element where torch repeats it.
     """
     return value[0]
+
+
+def positive(number: Any) -> Any:
+    """``int(number > 0)`` without guarding a SymInt."""
+    return torch.sym_max(0, torch.sym_min(1, number))
 
 
 def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dsv4_ops.core.ints import positive
 from dsv4_ops.core.tiles import PROGRAMS, head_tiles
 
 MOST_LISTED, MOST_GATHERED = 2**27, 2**20
@@ -45,11 +46,6 @@ def gathers(values: Mapping[str, Any]) -> Any:
         * positive(MOST_GATHERED + 1 - rows)
         * positive(MOST_LISTED + 1 - tokens * columns)
     )
-
-
-def positive(number: Any) -> Any:
-    """``int(number > 0)`` without guarding a SymInt."""
-    return torch.sym_max(0, torch.sym_min(1, number))
 
 
 def workspace_rows(values: Mapping[str, Any]) -> Any:

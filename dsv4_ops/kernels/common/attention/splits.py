@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dsv4_ops.core.ints import positive
 from dsv4_ops.core.tiles import (
     COMBINE_COLUMNS,
     EXTRA_SPLIT_SHARE,
@@ -18,7 +19,6 @@ from dsv4_ops.core.tiles import (
     PROGRAMS,
     programs_per_tile,
 )
-from dsv4_ops.dispatch.prefill import positive
 from dsv4_ops.kernels.common.attention import combine
 from dsv4_ops.kernels.launcher import Launcher
 
