@@ -107,8 +107,14 @@ def _prefetch_l2(address: Value, size: Value) -> None:
             raise EmulationError(f"prefetch of {count} bytes at {start}")
 
 
+def _prefetch_line(address: Value, valid: Value) -> None:
+    """Asks for 16 bytes of each line."""
+    _prefetch_l2(address, valid * 16)
+
+
 ASSEMBLY = {
     "prefetch_l2": _prefetch_l2,
+    "prefetch_line": _prefetch_line,
     "codes_to_f16": _codes_to_f16,
     "widen_codes": _widen_codes,
     "scale_codes": _scale_codes,

@@ -29,6 +29,12 @@ from dsv4_ops.kernels.mla.hopper.copy_producer import (
 CODES, SCALED = gl.constexpr(1), gl.constexpr(2)
 """Formats of rows: codes alone, or codes followed by scales and RoPE values."""
 
+_LINE = gl.constexpr(128)
+"""Bytes of a line of the L2."""
+
+_LINE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0]))
+_LINE_ROW = gl.constexpr(gl.SliceLayout(1, _LINE_LAYOUT.value))
+
 _GROUP = gl.constexpr(32)
 """Words of codes that share a scale."""
 
@@ -103,13 +109,32 @@ def prefetch_l2(address, size):
 
 
 @gluon.jit
+def prefetch_line(address, valid):
+    """Prefetch the line of each address into the L2."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [address, valid],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _prefetch(pages, block, entries):
     """Prefetch the pages that begin in a block, or the block's rows if pages are larger than it.
-    Pages that end within a block are left to the loads. Rows in any slots are prefetched one by
-    one."""
-    PAGE_ROWS: gl.constexpr = pages.block_size if pages.block_size < KEYS else KEYS
-    ROWS: gl.constexpr = 1 if pages.slots else PAGE_ROWS
-    if pages.block_size % ROWS == 0:
+    Pages that end within a block are left to the loads. Rows in any slots are prefetched by lines:
+    a warp asks for one row at a time, but for lines at once."""
+    ROWS: gl.constexpr = pages.block_size if pages.block_size < KEYS else KEYS
+    if pages.slots:
+        rows = locate_rows(pages, block, entries, WORD_ROW)
+        offset = gl.arange(0, 1024 // _LINE, gl.SliceLayout(0, _LINE_LAYOUT)) * _LINE
+        start = gl.convert_layout(rows.start.to(gl.int64, bitcast=True), _LINE_ROW)
+        exists = gl.convert_layout(rows.position, _LINE_ROW) < NO_POSITION
+        mask = exists[:, None] & (offset < pages.row_size)[None, :]
+        prefetch_line(start[:, None] + offset[None, :], mask.to(gl.int32))
+    elif pages.block_size % ROWS == 0:
         rows = locate_rows(pages, block, entries, WORD_ROW)
         is_start = (rows.position < NO_POSITION) & (rows.position % ROWS == 0)
         size = gl.where(is_start, ROWS * pages.row_size, 0)
