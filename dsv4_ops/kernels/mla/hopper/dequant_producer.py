@@ -18,6 +18,7 @@ from dsv4_ops.kernels.mla.hopper.copy_producer import (
     SMEM_WORDS,
     WORD_LAYOUT,
     WORD_ROW,
+    Rows,
     arrive_after_copies,
     clear_nonfinite,
     load_entries,
@@ -166,6 +167,17 @@ def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
+def _load_next_half(rows, HALF: gl.constexpr, loaded, zero, FORMAT: gl.constexpr):
+    """Load half the latents once the half before, ``loaded``, is there: one counter of the hardware
+    counts all loads, so that a wait for earlier ones would wait for these too. ``zero`` is 0, which
+    the compiler does not know."""
+    if FORMAT == SCALED:
+        nothing = loaded.right_scale.to(gl.int32, bitcast=True) & zero
+        rows = Rows(rows.start + nothing * 16, rows.position)
+    return _load_half(rows, HALF, FORMAT)
+
+
+@gluon.jit
 def _load_rope(rows, FORMAT: gl.constexpr):
     """Load the codes of the RoPE columns; RoPE values are copied later, when their tile is free."""
     if FORMAT == SCALED:
@@ -239,18 +251,19 @@ def dequantise_pairs(pages, pairs, full_pairs, smem, FORMAT: gl.constexpr, GROUP
     even_codes = _load_half(even, LEFT, FORMAT)
     pair = pairs * 0
     while pair < pairs:
+        zero = pair >> 28
         phase = (pair & 1) ^ 1
         is_masked = pair >= full_pairs
         odd = locate_rows(pages, 2 * pair + 1, next_odd, WORD_ROW)
         next_odd = load_entries(pages, 2 * pair + 3, WORD_ROW)
-        odd_codes = _load_half(odd, RIGHT, FORMAT)
+        odd_codes = _load_next_half(odd, RIGHT, even_codes, zero, FORMAT)
         mbarrier.wait(kv_free[LEFT][EVEN], phase)
         kv_valid_smem.index(EVEN).store(even.position)
         bad_even = _store_half(
             kv_smem[LEFT].index(EVEN), even_codes, none_bad, is_masked, FORMAT, GROUP
         )
         arrive_after_copies(kv_ready[LEFT][EVEN])
-        even_codes = _load_half(even, RIGHT, FORMAT)
+        even_codes = _load_next_half(even, RIGHT, odd_codes, zero, FORMAT)
         rope = _load_rope(even, FORMAT)
         mbarrier.wait(kv_free[RIGHT][ODD], phase)
         kv_valid_smem.index(ODD).store(odd.position)
@@ -258,7 +271,7 @@ def dequantise_pairs(pages, pairs, full_pairs, smem, FORMAT: gl.constexpr, GROUP
             kv_smem[RIGHT].index(ODD), odd_codes, none_bad, is_masked, FORMAT, GROUP
         )
         arrive_after_copies(kv_ready[RIGHT][ODD])
-        odd_codes = _load_half(odd, LEFT, FORMAT)
+        odd_codes = _load_next_half(odd, LEFT, even_codes, zero, FORMAT)
         mbarrier.wait(kv_free[RIGHT][EVEN], phase)
         bad_even = _store_half(
             kv_smem[RIGHT].index(EVEN), even_codes, bad_even, is_masked, FORMAT, GROUP
@@ -268,7 +281,7 @@ def dequantise_pairs(pages, pairs, full_pairs, smem, FORMAT: gl.constexpr, GROUP
         rope = _load_rope(odd, FORMAT)
         even = locate_rows(pages, 2 * pair + 2, next_even, WORD_ROW)
         next_even = load_entries(pages, 2 * pair + 4, WORD_ROW)
-        even_codes = _load_half(even, LEFT, FORMAT)
+        even_codes = _load_next_half(even, LEFT, odd_codes, zero, FORMAT)
         mbarrier.wait(kv_free[LEFT][ODD], phase)
         bad_odd = _store_half(
             kv_smem[LEFT].index(ODD), odd_codes, bad_odd, is_masked, FORMAT, GROUP
