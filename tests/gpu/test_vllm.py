@@ -15,7 +15,7 @@ FEW = {
     "v4": {"num_gpu_blocks_override": 160},
     "v3": {"num_gpu_blocks_override": 24, "block_size": 64},
 }
-"""Blocks, so that some requests lose theirs."""
+"""Too few blocks, so that some requests are preempted."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,7 @@ def graphs(mode, **more):
     [("v4", "NONE"), ("v4", "FULL_DECODE_ONLY"), ("v4", "FULL"), ("v3", "FULL")],
 )
 def test_answers_are_those_of_a_step_alone(folders, version, mode, runner, monkeypatch):
-    """40 requests in chunks, of which some share blocks in the step that fills them, and some lose
-    theirs."""
+    """40 requests in chunks; some share blocks in the step that fills them, some are preempted."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     settings = {**SHARED, **FEW[version], "enforce_eager": mode == "NONE"}
     settings |= {"compilation_config": graphs(mode)} if mode != "NONE" else {}
