@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DeepseekV4ForCausalLM
 
 from dsv4_ops.attention import AttentionStep
 from dsv4_ops.core.versions import release
-from dsv4_ops.integrations.transformers import PagedCache, patch
+from dsv4_ops.integrations.transformers import PagedCache, load_quantized, patch
 from dsv4_ops.integrations.vllm.steps import EngineSteps, GroupTensors, V4Family, cache_name
+from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.helpers import nightly
 from tests.vllm.record import RECORDED, SIZES
@@ -226,6 +228,25 @@ def test_every_byte_of_the_pool_is_that_of_eager_steps(name, model, backend, req
         assert counter.frame_count == graphs
     else:  # Inductor compiles a decode of one token again
         assert graphs < counter.frame_count <= 1.5 * graphs
+
+
+@pytest.mark.nightly("test_every_byte_of_the_pool_is_that_of_eager_steps, in float32")
+@pytest.mark.skipif(release(torch.__version__) < (2, 13), reason="vLLM 0.32 has torch 2.13")
+def test_compiled_fp8_is_as_close_to_float32_as_eager(tmp_path):
+    """Graphs round bfloat16 elsewhere, so bytes differ."""
+    kinds = {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0]}
+    write_checkpoint(tmp_path, {**TINY, **kinds})
+    exact = DeepseekV4ForCausalLM.from_pretrained(tmp_path).float().eval()
+    recorded = read("v4", patch(load_quantized(tmp_path), kv="fp8"))
+    models = (patch(exact, kv="fp32", precision="reference"), recorded.model, recorded.model)
+    want, eager, compiled = (
+        torch.cat(
+            [each.float() for each, _ in states_and_bytes(recorded._replace(model=model), by)]
+        )
+        for model, by in zip(models, (None, None, "aot_eager"), strict=True)
+    )
+    assert (compiled - want).norm() < 1.05 * (eager - want).norm()
+    assert (compiled - eager).norm() < 0.2 * (eager - want).norm()
 
 
 def test_compiled_layers_refuse_caches_that_are_apart(recorded):
