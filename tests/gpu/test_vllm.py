@@ -25,10 +25,10 @@ def folders(tmp_path_factory):
     return {"v4": write_v4(path / "v4"), "v3": write_v3(path / "v3")}
 
 
-def graphs(mode, **more):
-    """Settings of vLLM's CUDA graphs, without ``torch.compile`` unless ``more`` says otherwise."""
+def graphs(cudagraph_mode, mode=0):
+    """Settings of vLLM's CUDA graphs; of ``torch.compile`` too if ``mode`` is 3."""
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
-    return {"mode": 0, "cudagraph_mode": mode, **sizes, **more}
+    return {"mode": mode, "cudagraph_mode": cudagraph_mode, **sizes}
 
 
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["v1", "v2"])

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -69,27 +70,45 @@ def test_later_calls_capture_nothing(model, captures):
 
 
 def test_graphs_follow_the_weights(model, captures):
-    """Values in place and copies that ``patch`` made need no capture, other addresses one."""
+    """New values need no capture; weights that ``patch`` copied and other addresses need one."""
     first = check(model)
     layer = model.model.layers[0]
     with torch.no_grad():
-        layer.self_attn.kv_b_proj.weight.mul_(-1)
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
     changed = check(model)
     assert not torch.equal(first, changed)
     assert len(captures) == 1
+    with torch.no_grad():
+        layer.self_attn.kv_b_proj.weight.mul_(-1)
+    assert not torch.equal(check(model), changed)
+    assert len(captures) == 2
     held = model.lm_head.weight.data
     model.lm_head.weight.data = held.flip(0)
     check(model)
-    assert len(captures) == 2
+    assert len(captures) == 3
     layer.input_layernorm.weight = torch.nn.Parameter(-layer.input_layernorm.weight)
     check(model)
-    assert len(captures) == 3
+    assert len(captures) == 4
     layer.mlp.extra = 3
     check(model)
-    assert len(captures) == 4
+    assert len(captures) == 5
     check(model)
-    assert len(captures) == 4
+    assert len(captures) == 5
+
+
+def test_what_hugging_face_changes_while_it_decodes(model, captures, monkeypatch):
+    """On a GPU it switches the configured experts and back; the graph is of the switched ones."""
+
+    @contextmanager
+    def switched(self):
+        self.config.switched = True
+        yield
+        del self.config.switched
+
+    monkeypatch.setattr(type(model), "_optimize_model_for_decode", switched)
+    for _ in range(3):
+        check(model)
+    assert len(captures) == 1
 
 
 @pytest.mark.usefixtures("captures")

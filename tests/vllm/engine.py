@@ -119,6 +119,7 @@ def make_engine(path: str, **settings: Any) -> Any:
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="WARNING",
+        VLLM_USE_FLASHINFER_SAMPLER="0",  # the bundle has none
         VLLM_HOST_IP="127.0.0.1",  # a machine may have no other
         GLOO_SOCKET_IFNAME="lo",
     )

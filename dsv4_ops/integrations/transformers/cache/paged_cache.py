@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
@@ -208,9 +209,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     def _pool_table(self) -> Tensor:
         """Block table of the shared pool; -1 for blocks that are not reserved."""
-        row = torch.arange(self.max_batch_size, dtype=torch.int32)[:, None]
-        owned = row * self.blocks_per_row + torch.arange(self.blocks_per_row, dtype=torch.int32)
-        return (owned if self.owns_blocks else torch.full_like(owned, -1)).to(self.device)
+        shape = self.max_batch_size, self.blocks_per_row
+        owned = torch.arange(math.prod(shape), dtype=torch.int32, device=self.device).view(shape)
+        return owned if self.owns_blocks else torch.full_like(owned, -1)
 
     # Requests
 
@@ -321,8 +322,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         blocks = self._pool.blocks[request]
         if blocks:
             row = self._pool.rows[request]
-            table = torch.tensor(blocks, dtype=torch.int32)
-            self.tensors.tables.pool[row, : len(blocks)] = table.to(self.device)
+            table = torch.tensor(blocks, dtype=torch.int32, device=self.device)
+            self.tensors.tables.pool[row, : len(blocks)] = table
 
     # Hugging Face's Cache interface
 

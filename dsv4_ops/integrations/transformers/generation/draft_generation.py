@@ -141,7 +141,7 @@ class DraftDecoding:
         pad = generation_config._pad_token_tensor
         out = input_ids.new_full((len(new), width), 0 if pad is None else int(pad))
         for row, tokens in zip(out, new, strict=True):
-            row[: len(tokens)] = torch.tensor(tokens, dtype=row.dtype)
+            row[: len(tokens)] = torch.tensor(tokens, dtype=row.dtype, device=row.device)
         return torch.cat([input_ids, out], 1)
 
 
@@ -272,7 +272,7 @@ def _prefilled(run: _Run, prompts: list[Tensor]) -> SpeculativeStep:
             int(prompt[stop]) if 0 < stop < len(prompt) else -1
             for prompt, stop in zip(prompts, stops, strict=True)
         ]
-        counts = torch.tensor([0, *map(len, parts)]).cumsum(0)
+        counts = torch.tensor([0, *map(len, parts)], device="cpu").cumsum(0)
         batch = StepBatch(
             torch.cat(parts).to(device),
             counts.to(device, torch.int32),

@@ -355,7 +355,7 @@ def prefill(before: Method) -> Method:
 def masks(before: Method) -> Method:
     """``create_masks_for_generate``: with a ``PagedCache``, mask the padding of new tokens only.
 
-    Tokens that the cache stores and tokens after a row's end count as padding. The mask has the
+    Tokens that the cache stores and tokens after a row's end count as padding. The mask has
     the same shape in every step.
     """
 
@@ -377,9 +377,9 @@ def masks(before: Method) -> Method:
             new = new[:, mask.shape[1] - length :].contiguous()
         call = _CALL.get()
         if call is not None and call.padded is not None:
-            new = torch.ones(batch, length, dtype=torch.int64) if new is None else new
-            padded = call.padded.to(new.device)
-            new = new * ~padded[:, None]
+            if new is None:
+                new = torch.ones(batch, length, dtype=torch.int64, device=cache.device)
+            new = new * ~call.padded.to(new.device)[:, None]
         return new
 
     return make

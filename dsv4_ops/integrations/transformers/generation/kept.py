@@ -76,18 +76,21 @@ class KeptStep:
         self._replay: Callable[[], None] | None = None
         self._form: Any = None
         self._logits: Tensor | None = None
-        self._calls = 0
+        self._calls, self._begins = 0, True
 
     def begin(self) -> None:
-        """Prepare for a call of ``generate``: drop a graph that no longer holds."""
+        """Prepare for a call of ``generate``."""
         self._batch.seq_lens.zero_()  # the texts of the call before are no longer in the cache
-        if self._replay is not None and (self._form is None or self._form != self._found()):
-            self._replay, self._calls = None, 0
+        self._begins = True
 
     def __call__(self, batch: StepBatch, _: CacheTensors) -> Tensor:
         """Return the logits, which the next call overwrites."""
         self._batch.tokens.copy_(batch.tokens)
         self._batch.seq_lens.copy_(batch.seq_lens)
+        # not in ``begin``: Hugging Face changes the configuration while it decodes
+        begins, self._begins = self._begins and self._replay is not None, False
+        if begins and (self._form is None or self._form != self._found()):
+            self._replay, self._calls = None, 0
         if self._replay is None and self._calls == WARM_CALLS:
             self._form = self._found()
             self._replay = captured(self._run, self._pool)

@@ -41,9 +41,10 @@ class Rotary:
                 angles.
             device: Device of the table.
         """
-        exact = torch.float64 if dtype is None else torch.float32
-        frequencies = torch.tensor(self.frequencies, dtype=exact)
-        angles = torch.arange(num_positions, dtype=exact)[:, None] * frequencies
+        exact: dict[str, Any] = {"dtype": torch.float64 if dtype is None else torch.float32}
+        exact["device"] = "cpu"
+        frequencies = torch.tensor(self.frequencies, **exact)
+        angles = torch.arange(num_positions, **exact)[:, None] * frequencies
         table = torch.cat([angles.cos(), angles.sin()], -1) * self.scaling
         return table.to(dtype or torch.float32).to(torch.float32).to(device)
 
@@ -99,7 +100,7 @@ def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
     """Raise if a rotary embedding differs from ours. Reads its buffer on the host."""
     if module.inv_freq.is_meta:
         return
-    want = torch.tensor(rotary.frequencies, dtype=torch.float64)
+    want = torch.tensor(rotary.frequencies, dtype=torch.float64, device="cpu")
     inv_freq = module.inv_freq.detach().cpu()
     if isinstance(inv_freq, FakeTensor):  # in a dry run
         return

@@ -104,7 +104,8 @@ def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | 
     theta = layers.rope_theta if label == "main" else layers.compress_rope_theta
     slowdowns = yarn.slowdowns(layers.rope_dim, theta) if yarn else [1.0] * len(inv_freq)
     powers = [theta ** (-2 * pair / layers.rope_dim) for pair in range(len(inv_freq))]
-    ours = torch.tensor(powers, dtype=torch.float64) * torch.tensor(slowdowns, dtype=torch.float64)
+    exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    ours = torch.tensor(powers, **exact) * torch.tensor(slowdowns, **exact)
     steps = abs(math.log(theta)) + (yarn.factor if yarn else 0.0) + 8.0
     info = torch.finfo(inv_freq.dtype)
     relative = torch.finfo(torch.float32).eps * steps + info.eps
@@ -116,12 +117,13 @@ def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | 
 def rounded_table(layers: LayerSpec, kind: str, num_positions: int, dtype: torch.dtype) -> Tensor:
     """Cosines and sines of float32 angles, rounded to the dtype as Hugging Face does."""
     theta = layers.rope_theta if kind == "window" else layers.compress_rope_theta
-    pairs = torch.arange(0, layers.rope_dim, 2, dtype=torch.float32) / layers.rope_dim
+    single: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    pairs = torch.arange(0, layers.rope_dim, 2, **single) / layers.rope_dim
     frequencies = 1.0 / theta**pairs
     if kind != "window" and layers.yarn is not None:
         slowdowns = layers.yarn.slowdowns(layers.rope_dim, theta)
-        frequencies = frequencies * torch.tensor(slowdowns, dtype=torch.float32)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+        frequencies = frequencies * torch.tensor(slowdowns, **single)
+    angles = torch.arange(num_positions, **single)[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1).to(dtype).to(torch.float32)
 
 

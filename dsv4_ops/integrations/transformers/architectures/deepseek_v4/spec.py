@@ -196,11 +196,12 @@ class DeepseekV4Spec(RingSpec):
             "c4_states": self.layers.c4_state_block_size,
             "c128_states": self.layers.c128_state_block_size,
         }
-        row = torch.arange(pool.shape[0], dtype=torch.int32)[:, None]
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": pool.device}
+        row = torch.arange(pool.shape[0], **ints)[:, None]
         tables = {}
         for name, block_size in sizes.items():
-            block = torch.arange(-(-max_cache_len // block_size), dtype=torch.int32)
-            tables[name] = (row * rings[name] + block % rings[name]).to(pool.device)
+            block = torch.arange(-(-max_cache_len // block_size), **ints)
+            tables[name] = row * rings[name] + block % rings[name]
         if self.parallel is None:
             return CacheTables(compressed=pool, **tables)
         return ShardedTables(compressed=pool, **tables, cp_rank=self.parallel.rank(pool.device))
