@@ -1,4 +1,5 @@
-"""Benchmark a start, from a model on the device to its first steps, and to steps of other sizes.
+"""Benchmark a start, from a model on the device to its first steps, and to steps of other sizes,
+or to the first texts of ``generate``.
 
 Layers have the full sizes of DeepSeek-V4-Flash in the released precision. Every start is a process
 of its own: a cold one with empty folders of compiled code, warm ones with the folders that it
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -42,7 +43,8 @@ class StartRow:
 
     ``seconds`` is the wall time of the phase, and ``graphs`` the number of graphs that it compiled.
     ``clock_ms`` is the median wall time of the step after the phase, and ``step_ms`` its median
-    time in a CUDA graph.
+    time in a CUDA graph. ``token_ms`` is how much longer a call of ``generate``
+    takes with a token more.
     """
 
     start: str
@@ -52,6 +54,7 @@ class StartRow:
     graphs: int | None = None
     clock_ms: float | None = None
     step_ms: float | None = None
+    token_ms: float | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="warm starts; default: %(default)s",
     )
+    add("--generate", type=size, metavar="N", help="call generate for N tokens, in place of steps")
     add("--backend", default="inductor", help="of torch.compile; default: %(default)s")
     add("--child", metavar="NAME", help=argparse.SUPPRESS)
 
@@ -96,6 +100,7 @@ def _follow(
         command += [f"--{option}", str(getattr(options, option))]
     for option in ("prefills", "batches"):
         command += [f"--{option}", ",".join(map(str, getattr(options, option)))]
+    command += ["--generate", str(options.generate)] if options.generate else []
     command += ["--smoke"] if options.smoke else []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -119,18 +124,23 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
     small = _SMALL if device.type == "cpu" else {}
     config = {**FLASH, "index_topk": 512, **small, "num_hidden_layers": layers}
     model = v4.patch(released_model({**config, "compress_ratios": ratios}, device=device))
-    most = max(options.batches)
-    longest = max(1 << (max(options.prefills) - 1).bit_length(), 64)
-    cache = v4.PagedCache.for_model(
-        model, max_batch_size=most, max_cache_len=8 * longest, max_chunk=longest
-    )
-    steps = Steps(v4, model, cache, options.backend)
 
     def row(phase: str, seconds: float, graphs: int, **times: float | None) -> StartRow:
         return StartRow(
             start=options.child, phase=phase, layers=layers, seconds=seconds, graphs=graphs, **times
         )
 
+    wait(device)
+    if options.generate:
+        yield row("build and patch", time.perf_counter() - began, 0)
+        yield from _generated(options, model, row)
+        return
+    most = max(options.batches)
+    longest = max(1 << (max(options.prefills) - 1).bit_length(), 64)
+    cache = v4.PagedCache.for_model(
+        model, max_batch_size=most, max_cache_len=8 * longest, max_chunk=longest
+    )
+    steps = Steps(v4, model, cache, options.backend)
     wait(device)
     yield row("build and patch", time.perf_counter() - began, 0)
     for tokens in options.prefills:
@@ -144,6 +154,38 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
         step_ms = steps.captured_ms(requests) if device.type == "cuda" else None
         phase = f"decode of {requests}"
         yield row(phase, seconds, graphs, clock_ms=clock_ms, step_ms=step_ms)
+
+
+def _generated(
+    options: argparse.Namespace, model: Any, row: Callable[..., StartRow]
+) -> Iterator[StartRow]:
+    """Rows of calls of ``generate`` after the longest prompt, of all batches and of all again."""
+    prompt, new, device = max(options.prefills), options.generate, model.device
+    more: dict[str, Any] = {}
+    if device.type == "cpu":
+        from transformers import CompileConfig
+
+        more["compile_config"] = CompileConfig(backend=options.backend)
+        more["compile_config"]._compile_all_devices = True
+
+    def seconds(requests: int, count: int) -> float:
+        ids = torch.randint(3, 250, (requests, prompt), device=device)
+        began = time.perf_counter()
+        settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more}
+        texts = model.generate(ids, max_new_tokens=count, **settings)
+        wait(device)
+        if texts.shape[1] != prompt + count:
+            raise WrongResult(f"start: a text has {texts.shape[1] - prompt} of {count} tokens")
+        return time.perf_counter() - began
+
+    for name in ("", " again"):
+        for requests in options.batches:
+            graphs, first = _graphs(), seconds(requests, new)
+            token_ms = None
+            if name:
+                token_ms = 1e3 * (seconds(requests, 2 * new) - seconds(requests, new)) / new
+            phase = f"generate of {requests}{name}"
+            yield row(phase, first, _graphs() - graphs, token_ms=token_ms)
 
 
 class Steps:
@@ -212,5 +254,6 @@ def _graphs() -> int:
 _NOTES = (
     "seconds: wall time of the first step of that size; graphs: those that it compiled.",
     "clock_ms: median wall time of later steps of that size, launched one by one.",
+    "token_ms: of calls of twice as many tokens and of as many, the difference by token.",
     "step_ms: median over replays of a CUDA graph of the step; checked against the eager step.",
 )

@@ -14,6 +14,7 @@ from benchmarks import model as model_bench
 from benchmarks.baselines.stock_model import filled_cache, flash_shaped, same_again
 from benchmarks.run import main
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.generation import decoding
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.released_model import keep_float32
 from tests.helpers import nightly
@@ -134,3 +135,8 @@ def test_a_start_has_a_row_of_every_phase(monkeypatch, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["phase"] for row in rows] == ["build and patch", "prefill of 9", "decode of 2"]
     assert all(row["start"] == "cold" and row["seconds"] > 0 for row in rows)
+    eager = lambda model, call: functools.partial(v4.decode_step, model)  # noqa: E731
+    monkeypatch.setattr(decoding, "_compiled", eager)
+    assert main(["start", "--smoke", "--child", "cold", *sizes, "--generate", "2"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["phase"] for row in rows[1:]] == ["generate of 2", "generate of 2 again"]
