@@ -50,7 +50,8 @@ def scatter_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: C
     Not every compiler can skip a write, so a token without a slot repeats the write of the first
     token that has one. If none has, all tokens rewrite row 0 with its current values.
     """
-    num_tokens, num_blocks, block_size = values.shape[0], cache.shape[0], columns.block_size
+    # in torch 2.11 a slice of values has a size that no trace may compare with 0
+    num_tokens, num_blocks, block_size = slot_mapping.shape[0], cache.shape[0], columns.block_size
     if num_tokens == 0 or num_blocks == 0:
         return cache.clone(memory_format=torch.contiguous_format)
     token = torch.arange(num_tokens, device=cache.device)
