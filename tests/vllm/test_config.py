@@ -79,7 +79,7 @@ def test_the_mode_of_vllm_compiles_or_does_not(given, backend):
         ("hf_overrides", {"num_hidden_layers": 2}),
         ("load_format", "dummy"),
         ("mode", SimpleNamespace(name="STOCK_TORCH_COMPILE")),
-        ("speculative_config", SimpleNamespace(method="mtp")),
+        ("speculative_config", SimpleNamespace(method="eagle")),
     ],
 )
 def test_what_the_model_would_ignore_is_refused_by_name(name, value):
@@ -89,6 +89,22 @@ def test_what_the_model_would_ignore_is_refused_by_name(name, value):
         NotImplementedError, match=f"DeepseekForCausalLM: {said.get(name, name)} must be "
     ):
         check_config(config(**{name: value}))
+
+
+DRAFTS = {"speculative_config": SimpleNamespace(method="mtp")}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"hf_config": SimpleNamespace(model_type="deepseek_v3")}, "model_type"),
+        ({"mode": SimpleNamespace(name="VLLM_COMPILE")}, "compilation_config.mode"),
+    ],
+)
+def test_v4_drafts_by_its_own_layer_in_eager_steps(changed, name):
+    check_config(config(**DRAFTS, mode=SimpleNamespace(name="NONE")))
+    with pytest.raises(NotImplementedError, match=f"DeepseekForCausalLM: {name} must be "):
+        check_config(config(**DRAFTS | {"mode": SimpleNamespace(name="NONE")} | changed))
 
 
 SPLIT = {"tensor_parallel_size": 2, "mode": SimpleNamespace(name="NONE")}

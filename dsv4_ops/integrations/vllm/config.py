@@ -10,6 +10,9 @@ from dsv4_ops.core.errors import argument_error
 
 OP = "DeepseekForCausalLM"
 
+OWN_DRAFTS = "mtp"
+"""vLLM's method of drafts by the checkpoint's own layer."""
+
 CLASSES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
@@ -85,9 +88,13 @@ def check_config(vllm_config: Any) -> None:
     load = vllm_config.load_config.load_format
     _check("load_format", load in ("auto", "hf", "safetensors"), "auto", load)
     drafts = vllm_config.speculative_config
-    methods = ("ngram", "ngram_gpu", "suffix")
+    methods = ("ngram", "ngram_gpu", "suffix", OWN_DRAFTS)
     method = methods[0] if drafts is None else drafts.method
     _check("speculative_config", method in methods, "of method " + " or ".join(methods), method)
+    if method == OWN_DRAFTS:
+        _check("model_type", family == "deepseek_v4", "deepseek_v4 with a draft layer", family)
+        eager = compile_backend(vllm_config) is None
+        _check("compilation_config.mode", eager, "NONE with a draft layer", compiled)
 
 
 def _check(name: str, fulfilled: bool, must: str, got: object) -> None:

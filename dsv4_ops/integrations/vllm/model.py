@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsv4_ops.integrations.transformers import load_quantized, patch
+from dsv4_ops.integrations.transformers import load_mtp, load_quantized, patch
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import require_transformers
 from dsv4_ops.integrations.vllm import _compat
 from dsv4_ops.integrations.vllm.config import (
     CLASSES,
     OP,
+    OWN_DRAFTS,
     check_config,
     compile_backend,
     patch_settings,
@@ -41,6 +42,8 @@ class DeepseekForCausalLM(nn.Module):
         self.max_model_len = config.max_model_len
         drafts = vllm_config.speculative_config
         self.decode_tokens = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
+        own = drafts is not None and drafts.method == OWN_DRAFTS
+        self.most_drafted = vllm_config.scheduler_config.max_num_batched_tokens if own else 0
         self.target_device = torch.device(vllm_config.device_config.device)
         self.num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self.settings, self.backend = patch_settings(vllm_config), compile_backend(vllm_config)
@@ -57,7 +60,8 @@ class DeepseekForCausalLM(nn.Module):
         for layer, kind in enumerate(family.spec.kinds):
             for field, cache in family.caches(kind).items():
                 name = cache_name(layer, field)
-                self.pages[name.replace(".", "_")] = Pages(name, cache, self._given)
+                pages = self.pages[name.replace(".", "_")] = Pages(name, cache, self._given)
+                pages.owner = (self,)
         self.hf: Any = None
         self.steps: EngineSteps | None = None
         self._num_given = 0
@@ -82,13 +86,25 @@ class DeepseekForCausalLM(nn.Module):
         else:
             model = load_quantized(self.path, config=self.config, **place)
         self.hf = patch(model.eval().requires_grad_(False), **self.settings)
+        if self.most_drafted:
+            load_mtp(self.hf, self.path)
         self.steps = EngineSteps(
             self.hf,
             max_model_len=self.max_model_len,
             decode_tokens=self.decode_tokens,
             backend=self.backend,
+            most_drafted=self.most_drafted,
         )
         return {name for name, _ in self.named_parameters()}
+
+    @property
+    def model(self) -> Any:
+        """What vLLM takes the embedding from, for a draft model."""
+        return self.hf.model
+
+    def get_mtp_target_hidden_states(self) -> Tensor | None:
+        """Return the residual streams of the last step, if a draft layer reads them."""
+        return None if self.steps is None else self.steps.streams
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings of ids."""

@@ -96,6 +96,7 @@ class Pages(nn.Module, AttentionLayerBase):
         super().__init__()
         self.layer_name, self.cache, self._on_bind = name, cache, on_bind
         self.kv_cache = torch.empty(0)
+        self.owner: tuple[Any, ...] = ()  # the model; in a tuple, as it has this module too
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if name in layers:
             raise argument_error(

@@ -16,6 +16,7 @@ RELEASES = ((0, 32), (0, 33))
 ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
 """Model classes of checkpoints that ours replaces."""
 
+_DRAFT = "DeepSeekV4MTPModel", "dsv4_ops.integrations.vllm.draft:DeepseekDraft"
 _MODEL = "dsv4_ops.integrations.vllm.model:DeepseekForCausalLM"
 
 
@@ -43,3 +44,4 @@ def register() -> None:
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     for architecture in ARCHITECTURES:
         vllm.ModelRegistry.register_model(architecture, _MODEL)
+    vllm.ModelRegistry.register_model(*_DRAFT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,13 +29,14 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     ModelSpec,
     Runner,
     StepRun,
+    draft_of,
     run_part,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec import MlaModelSpec
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.spec import DeepseekV4Spec
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 from dsv4_ops.integrations.transformers.modules.replacement import with_methods
-from dsv4_ops.integrations.transformers.steps.step import run_layers
+from dsv4_ops.integrations.transformers.steps.step import embedded, run_layers
 from dsv4_ops.integrations.vllm.pool import CompiledParts, pooled
 
 
@@ -85,10 +86,12 @@ class EngineCache:
     Attributes:
         layers: Caches of every layer.
         rope: RoPE tables.
+        draft: Caches of the draft layer.
     """
 
     layers: tuple[Any, ...]
     rope: Any
+    draft: tuple[Any, ...] = ()
 
 
 class V4Family:
@@ -163,12 +166,15 @@ class V4Family:
         compressed: dict[str, Tensor],
         states: dict[str, Tensor],
         schedule: str,
+        kinds: tuple[str, ...] | None = None,
     ) -> AttentionStep:
         spec, num_tokens = self.spec, swa.slot_mapping.shape[0]
+        layers = spec.layers_for(schedule, num_tokens)
+        layers = layers if kinds is None else replace(layers, kinds=kinds)
         none = dict.fromkeys(("c4", "c128"), swa.block_table.new_zeros((len(swa.seq_lens), 0)))
         plans = schedule == "decode" and num_tokens <= MAX_REQUESTS
         return build_attention_step(
-            spec.layers_for(schedule, num_tokens),
+            layers,
             swa.query_start_loc,
             swa.seq_lens,
             swa.slot_mapping,
@@ -176,6 +182,10 @@ class V4Family:
             StateTables(**(none | states)),
             plan_heads=spec.plan_heads if plans else 0,
         )
+
+    def build_draft(self, swa: GroupTensors, schedule: str) -> AttentionStep:
+        """Build the metadata of the draft layer, which has windows only."""
+        return self._whole(swa, {}, {}, schedule, self.spec.draft_kinds("DeepseekDraft"))
 
     def _with_window(self, step: AttentionStep, swa: GroupTensors, schedule: str) -> AttentionStep:
         layers = self.spec.layers_for(schedule, swa.slot_mapping.shape[0])
@@ -269,16 +279,30 @@ class EngineSteps:
         decode_tokens: Most tokens of a request in a decode step, drafts included.
         backend: Backend of ``torch.compile`` for the metadata, each kind of layer and the norm, as
             ``compile_step(mode="regional", dynamic=True)`` compiles them; None runs them eagerly.
+        most_drafted: Most tokens of a step whose residual streams a draft layer reads.
     """
 
     def __init__(
-        self, model: Any, *, max_model_len: int, decode_tokens: int = 1, backend: Any = None
+        self,
+        model: Any,
+        *,
+        max_model_len: int,
+        decode_tokens: int = 1,
+        backend: Any = None,
+        most_drafted: int = 0,
     ) -> None:
         self.model, self.max_model_len, self.decode_tokens = model, max_model_len, decode_tokens
         self.spec: ModelSpec = model.dsv4_ops_spec
         self.family: Any = family_of(self.spec)
         self.rope = self.spec.rope_tables(max_model_len, model.device)
         self.layers: tuple[Any, ...] = ()
+        self.streams: Tensor | None = None
+        if most_drafted:
+            width = model.config.hc_mult * model.config.hidden_size
+            # at one address, where a CUDA graph writes it
+            self.streams = torch.zeros(
+                most_drafted, width, dtype=self.spec.dtype, device=model.device
+            )
         self.groups: Any = None
         self._found = False
         self._parts = None if backend is None else CompiledParts(backend)
@@ -339,8 +363,33 @@ class EngineSteps:
             save_first=save_first,
             layer_steps=steps,
         )
-        hidden = run_layers(self._body, self.spec, tokens.to(torch.int64), None, step_run)
-        return hidden.flatten(0, -2)
+        tokens = tokens.to(torch.int64)
+        if self.streams is None:
+            return run_layers(self._body, self.spec, tokens, None, step_run).flatten(0, -2)
+        ids, hidden = embedded(self._body, tokens, None, steps[0])
+        streams = self.spec.run_streams(self._body, hidden, ids, step_run)
+        self.streams[: len(tokens)].copy_(streams[0].flatten(1))
+        return self.spec.normed(self._body, streams).flatten(0, -2)
+
+    @torch.inference_mode()
+    def draft(self, tokens: Tensor, streams: Tensor, caches: Any, swa: GroupTensors) -> Tensor:
+        """Run the draft layer on the streams of tokens and the tokens that follow them.
+
+        ``streams`` and what it returns are [num_tokens, hc_mult * hidden_size].
+        """
+        schedule = "decode" if swa.max_query_len <= self.decode_tokens else "prefill"
+        swa = swa._replace(slot_mapping=swa.slot_mapping[: len(tokens)])
+        cache: Any = EngineCache((), self.rope, (caches,))
+        step_run = StepRun(self.family.build_draft(swa, schedule), cache, schedule, False)
+        by_stream = streams.unflatten(-1, (self.model.config.hc_mult, -1))[None]
+        out = self.spec.run_draft("draft", self.model, tokens.to(torch.int64), by_stream, step_run)
+        return out[0].flatten(1)
+
+    def draft_hidden(self, streams: Tensor) -> Tensor:
+        """Return the hidden states, which the head takes, of streams that ``draft`` returned."""
+        by_stream = streams.unflatten(-1, (self.model.config.hc_mult, -1))[None]
+        hidden: Tensor = self.spec.normed(draft_of(self.model), by_stream)
+        return hidden[0]
 
     def compile(self) -> None:
         """Compile all parts with steps of padding, which write to no cache. Does nothing if layers
