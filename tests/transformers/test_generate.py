@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
-from dsv4_ops.testing.models import small_mla_model, small_model
+from dsv4_ops.testing.models import small_dsa_model, small_mla_model, small_model
 from dsv4_ops.testing.text import PAD
 from tests.helpers import nightly
 from tests.support.hf_models import check_states, new_cache, reference, stock, text
@@ -35,6 +35,16 @@ def generate(model, tokens=None, **settings):
 @lru_cache
 def wanted():
     return generate(stock())
+
+
+@pytest.mark.parametrize("make", [small_model, small_mla_model, small_dsa_model])
+def test_tensors_are_made_on_the_device_of_the_model(make):
+    """And not on the default device, by ``patch`` and by ``generate``."""
+    model, tokens = make(), ids()
+    want = generate(model, tokens)
+    with torch.device("meta"):
+        v4.patch(model, kv="fp32", precision="reference")
+        assert torch.equal(generate(model, tokens), want)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_an_unpatched_model_is_refused():
         (lambda: v4.unpatch(None), "unpatch: model must be patched, got a NoneType. There is"),
         (lambda: cache_of(model),
          "PagedCache.for_model: .*, got an unpatched DeepseekV4Fo.*. Call"),
-        (lambda: model(ids(), cache=cache),
+        (lambda: model(ids(), **{cache_argument(): cache}),
          "PagedCache: .* patched, got an unpatched one. Call pa"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"^{message}"):

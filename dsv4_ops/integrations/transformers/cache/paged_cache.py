@@ -173,7 +173,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.text: Text | None = None
         drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
-        with torch.inference_mode(False):  # or no step outside of it could write to the cache
+        # whatever mode and default device the caller has: steps elsewhere write to the cache
+        with torch.inference_mode(False), torch.device("cpu"):
             self.tensors = self._tensors(blocks, drafts)
         mark_static(*pytree.tree_leaves(self.tensors))
 
