@@ -62,13 +62,13 @@ def test_outputs():
 
 def test_a_cache_of_inference_mode_is_written_outside_of_it():
     """Nor does it follow the default device."""
-    reference()
+    model, tokens = reference(), ids()
     with torch.inference_mode(), torch.device("meta"):
         cache, pages = cache_of(num_blocks=2), PlainLayout(2, 4, torch.float32).allocate(1, "cpu")
         cache.add("a", 64), cache.add("b", 64)
-        reference()(ids()[:, :-1], cache=cache)
+        model(tokens[:, :-1], cache=cache)
     pages.add_(1)
-    got = reference()(ids()[:, -1:], cache=cache).logits
+    got = model(tokens[:, -1:], cache=cache).logits
     torch.testing.assert_close(got, expected()[:2, LENGTH - 1 : LENGTH], rtol=0, atol=CLOSE)
 
 
