@@ -39,7 +39,7 @@ ACCEPTED = {
      | dict.fromkeys(("parallel", "query"), "None"),
     "PagedCache": SIZES | dict.fromkeys(("num_blocks", "max_chunk"), COUNT_OR_NONE)
      | dict.fromkeys(("config", "kv", "precision"), "")
-     | {"parallel": "None", "draft_layer": "", "device": "None"},
+     | {"parallel": "None", "draft_layer": FLAG, "device": "None"},
     "compile_step": dict.fromkeys(("model", "step", "mode", "unknown"), "")
      | {"cache_file": "str None", "on_part": "function None", "backend": "function"}
      | {"fullgraph": FLAG, "dynamic": "True None", "options": "dict None"},

@@ -221,9 +221,6 @@ def test_what_hugging_face_refuses():
         generate(reference(), prompt_lookup_num_tokens=3)
     with pytest.raises(NotImplementedError, match=r"^generate: use_mtp .*got True. Pass num_draft"):
         generate(reference(), use_mtp=True)
-    for draft in ({"use_mtp": True}, {"num_draft_tokens": 2}):
-        with pytest.raises(NotImplementedError, match=r"Pass prompt_lookup_num_tokens or an assi"):
-            generate(mla(3, True), **draft)
     with pytest.raises(NotImplementedError, match="output_attentions must be False"):
         generate(reference(), output_attentions=True, return_dict_in_generate=True)
 
