@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.baselines.stock_model import flash_shaped
+from dsv4_ops.core.versions import release
 from tests.vllm.checkpoints import write_v4
 from tests.vllm.engine import run
 
@@ -32,7 +33,8 @@ def main(requests: int, context: int, graphs: str) -> None:
     }
     if torch.cuda.is_available():
         settings |= {"kv_cache_memory_bytes": 8 * 2**30, "gpu_memory_utilization": 0.5}
-        settings["compilation_config"] = {"cudagraph_mode": graphs}
+        compiles = release(torch.__version__) >= (2, 13)
+        settings["compilation_config"] = {"cudagraph_mode": graphs, "mode": 3 if compiles else 0}
         model = flash_shaped(num_experts=16, device=torch.device("cuda"))
     else:
         model = None

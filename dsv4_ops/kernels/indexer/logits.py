@@ -8,6 +8,8 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.target import Target
+from dsv4_ops.core.tiles import PROGRAMS
+from dsv4_ops.core.torch_compat import statically_known_true
 from dsv4_ops.kernels.arguments import angles, paged, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES
@@ -31,7 +33,10 @@ STEP = 128
 """Keys that are scored at a time: a multiple of 64, as the matrix unit needs."""
 
 ROWS = 512
-"""Logits of a token per program of the paged kernel, where Triton converts codes."""
+"""Logits of a token per program of the paged kernel; half of them if the programs are few and keys
+become bf16, of which a tile has half as many."""
+
+_FEW = 4 * PROGRAMS * ROWS
 
 TOKENS = 8
 """Queries per program of the ragged kernel, which scores the same keys with all of them."""
@@ -145,7 +150,9 @@ def indexer_logits(
         return out
     target = launch.target(q.device)
     sizes = tile_sizes(int(num_heads), target)
-    rows = ROWS if target.converts_codes else ROWS // 2  # a tile of bf16 has half as many keys
+    rows = ROWS
+    if not target.converts_codes and statically_known_true(num_tokens * num_rows < _FEW):
+        rows //= 2
     launch(indexer_logits_kernel)[num_tokens * ((num_rows + rows - 1) // rows),](
         *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(lens.reshape(-1), req_indices),
