@@ -13,7 +13,6 @@ from torch._dynamo.utils import counters
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.loading import draft
 from dsv4_ops.testing.models import random_weight, small_dsa_model
-from tests.gpu.test_model import rms
 from tests.support.hf_models import LENGTH, REQUESTS, Engine, random_counts, text
 
 DEVICE = "cuda"
@@ -54,7 +53,7 @@ def test_captured_decode(family):
         counts = {each: 1 for each in range(REQUESTS) if rng.random() < 0.8} or {0: 1}
         engine.decode(counts, padding=REQUESTS - len(counts), step=step)
     assert counters["stats"]["unique_graphs"] == 1
-    errors = rms(engine, want), rms(eager, want)
+    errors = engine.rms(want), eager.rms(want)
     print(f"{family}: captured {errors[0]:.3f}, eager {errors[1]:.3f}")
     assert errors[0] < 1.5 * errors[1]
     assert errors[1] < 0.3  # logits have a standard deviation of one
