@@ -1,12 +1,12 @@
 """Requests through vLLM's engine on a GPU, in its CUDA graphs, which hold the metadata of a step.
 
-``tests/vllm/bundle.py`` brings vLLM to a machine without an index.
+``.ci/vllm_bundle.py`` brings vLLM to a machine without an index.
 """
 
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="tests/vllm/bundle.py brings it")
+pytest.importorskip("vllm", reason=".ci/vllm_bundle.py brings it")
 
 from dsv4_ops.core.versions import release
 from tests.vllm.checkpoints import write_v3, write_v4

@@ -1,13 +1,13 @@
 """vLLM 0.33's Python without its kernels: for a GPU machine that reaches no index, or for a CPU.
 
-    python -m tests.vllm.bundle .probe/vllm.tar.xz
+    python .ci/vllm_bundle.py .probe/vllm.tar.xz
 
 A machine with Python 3.12, PyTorch and transformers imports it after ``tar -xf .probe/vllm.tar.xz
 -C FOLDER`` and ``export PYTHONPATH=FOLDER:$PWD``: the engine, its scheduler, sampler, CUDA graphs
 and Triton kernels. Models run by this package need no other kernel of vLLM. Its compiled library is
 replaced by ``KERNELS``, and vLLM's own models do not run.
 
-    python -m tests.vllm.bundle build/vllm .venv-vllm
+    python .ci/vllm_bundle.py build/vllm .venv-vllm
 
 makes a folder with the CPU kernels of the environment of ``make test-vllm``, whose tests then run
 over it: ``VLLM_TARGET_DEVICE=cpu PYTHONPATH=build/vllm make test-vllm``.
