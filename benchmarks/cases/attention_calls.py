@@ -42,13 +42,14 @@ def settings(extra_block_size: int) -> dict[str, Any]:
     }
 
 
-def decode(*tensors: Any) -> SparseMla:
-    return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE), impl=ours_on(tensors[0]))
+def decode(*tensors: Any, **chosen: Any) -> SparseMla:
+    given = {**settings(PAGE), "impl": ours_on(tensors[0]), **chosen}
+    return dsv4_ops.sparse_mla_decode(*tensors, **given)
 
 
-def prefill_c4(*tensors: Any) -> SparseMla:
+def prefill_c4(*tensors: Any, **chosen: Any) -> SparseMla:
     """Let the op choose by size; no library is faster here."""
-    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(C4))
+    return dsv4_ops.sparse_mla_prefill(*tensors, **{**prefill_settings(C4), **chosen})
 
 
 def prefill_c128(*tensors: Any) -> SparseMla:
@@ -82,14 +83,14 @@ def _kernels(module: str) -> Any:
     return importlib.import_module(f"dsv4_ops.kernels.{module}")
 
 
-def gathered(*tensors: Any) -> SparseMlaGathered:
+def gathered(*tensors: Any, **chosen: Any) -> SparseMlaGathered:
     """Let the op choose by size; no library is faster here."""
-    return dsv4_ops.sparse_mla_gathered(*tensors, softmax_scale=SCALE)
+    return dsv4_ops.sparse_mla_gathered(*tensors, softmax_scale=SCALE, **chosen)
 
 
-def decode_paged(*tensors: Any) -> SparseMla:
-    chosen = {**settings(PAGE_128), "impl": ours_on(tensors[0])}
-    return dsv4_ops.sparse_mla_decode_paged(*tensors, **chosen)
+def decode_paged(*tensors: Any, **chosen: Any) -> SparseMla:
+    given = {**settings(PAGE_128), "impl": ours_on(tensors[0]), **chosen}
+    return dsv4_ops.sparse_mla_decode_paged(*tensors, **given)
 
 
 def plan_and_decode(*tensors: Any) -> SparseMla:

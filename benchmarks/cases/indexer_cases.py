@@ -27,20 +27,17 @@ _BY_TOKEN = (0, 1, 3, 4)
 _PAGES = {"block_size": BLOCK_SIZE, "layout": INDEXER.tag}
 
 
-def logits(
-    q: Tensor, weights: Tensor, k_cache: Tensor, lens: Tensor, requests: Tensor, table: Tensor
-) -> Tensor:
-    num_rows = table.shape[1] * BLOCK_SIZE
+def logits(*args: Tensor, impl: str | None = None) -> Tensor:
+    num_rows = args[-1].shape[1] * BLOCK_SIZE
     return dsv4_ops.indexer_logits(
-        q, weights, k_cache, lens, requests, table, block_size=BLOCK_SIZE, num_rows=num_rows,
-        impl=ours_on(q),
-    )  # fmt: skip
+        *args, block_size=BLOCK_SIZE, num_rows=num_rows, impl=impl or ours_on(args[0])
+    )
 
 
-def select(*args: Tensor, topk: int, compress_ratio: int) -> Tensor:
+def select(*args: Tensor, topk: int, compress_ratio: int, impl: str | None = None) -> Tensor:
     return dsv4_ops.indexer_select(
         *args, block_size=BLOCK_SIZE, compress_ratio=compress_ratio, topk=topk,
-        impl=ours_on(args[0]),
+        impl=impl or ours_on(args[0]),
     )  # fmt: skip
 
 
