@@ -120,7 +120,7 @@ def _dense_calls(layout: str, batch: int, device: torch.device) -> Calls:
 def cases_of(device: torch.device, *, smoke: bool = False) -> list[tuple[Row, Callable[[], Calls]]]:
     """Return rows, and the function that makes the calls of each."""
     made = [
-        *insert_cases("insert", _BATCHES, smoke=smoke),
+        *insert_cases(_BATCHES, smoke=smoke),
         *decode_cases(_BATCHES, (_HEADS,), (512,)),
         *paged_cases(_BATCHES, _HEADS, 1024, (1024,)),
         *(

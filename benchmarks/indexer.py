@@ -13,8 +13,7 @@ from torch import Tensor
 from benchmarks.baselines import deep_gemm, vllm_metadata
 from benchmarks.cases import indexer_cases
 from benchmarks.cases.token_check import Tolerance, outside
-from benchmarks.harness.measure import FLOP_PER_US, OpBench, run_cases
-from benchmarks.harness.rows import OpRow
+from benchmarks.harness.measure import FLOP_PER_US, Checked, OpBench, run_cases
 from benchmarks.harness.work import Case
 
 CASES = ("logits", "select", indexer_cases.V32)
@@ -67,13 +66,8 @@ class Bench(OpBench):
     def load(self, folder: Path) -> Any:
         return deep_gemm.load(folder)
 
-    def compare_baseline(
-        self,
-        row: OpRow,
-        baseline: Sequence[Tensor],
-        ours: Sequence[Tensor],
-        expected: Sequence[Tensor],
-    ) -> None:
+    def compare_baseline(self, at: Checked, baseline: Sequence[Tensor]) -> None:
+        row, ours = at.row, at.ours
         if row.case == "logits":
             found = outside("logits", baseline[0], ours[0], LOGITS)
             row.baseline_max_diff = float((baseline[0].double() - ours[0].double()).abs().max())

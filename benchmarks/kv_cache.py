@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines import vllm_metadata
-from benchmarks.cases.cache_cases import (
-    fused_cases,
-    gather_cases,
-    indexer_gather_cases,
-    insert_cases,
-)
+from benchmarks.cases.cache_cases import gather_cases, insert_cases
 from benchmarks.harness.measure import OpBench, run_cases
 from benchmarks.harness.work import Case
 
@@ -21,22 +16,10 @@ _FEW, _INSERTS = (8, 128), (1, 8, 32, 128, 512, 2048, 8192, 65536)
 _GATHERS = ((1, 128), (4, 128), (4, 2048), (1, 8192), (4, 8192), (1, 32768), (8, 8192))
 
 CASES: dict[str, Callable[[bool], list[Case]]] = {
-    "insert": lambda small: insert_cases("insert", _FEW if small else _INSERTS, smoke=small),
+    "insert": lambda small: insert_cases(_FEW if small else _INSERTS, smoke=small),
     "gather": lambda small: gather_cases(_GATHERS[:2] if small else _GATHERS, smoke=small),
-    "fused": lambda small: fused_cases(_FEW if small else (1, 32, 128, 2048, 8192), smoke=small),
-    "indexer_insert": lambda small: insert_cases(
-        "indexer_insert", _FEW if small else (128, 8192), smoke=small
-    ),
-    "indexer_gather": lambda small: indexer_gather_cases(
-        ((2, 128),) if small else ((4, 2048), (4, 16384)), smoke=small
-    ),
-    "plain_insert": lambda small: insert_cases(
-        "plain_insert", _FEW if small else (128, 8192), smoke=small
-    ),
 }
 """Groups of cases, in the order of measurement."""
-
-_SMOKE_CASES = ("insert", "gather")
 
 
 def chosen_cases(groups: Iterable[str], *, smoke: bool) -> list[Case]:
@@ -46,8 +29,7 @@ def chosen_cases(groups: Iterable[str], *, smoke: bool) -> list[Case]:
 
 def run(options: argparse.Namespace) -> None:
     """Check and time the cases of the command line; rows and table go to ``options.out``."""
-    groups = options.cases or (_SMOKE_CASES if options.smoke else CASES)
-    run_cases(options, chosen_cases(groups, smoke=options.smoke), Bench)
+    run_cases(options, chosen_cases(options.cases or CASES, smoke=options.smoke), Bench)
 
 
 class Bench(OpBench):

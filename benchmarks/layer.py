@@ -8,17 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from benchmarks.baselines.layer import NOTES, BaselineStages, Libraries, load, our_results
 from benchmarks.baselines.vllm_metadata import VERSION as VLLM
-from benchmarks.cases.layer_cases import FLASH, PRO, LayerWork, Model, layer_cases, ragged_cases
+from benchmarks.cases.layer_cases import FLASH, PRO, LayerWork, Model, layer_cases
 from benchmarks.cases.layer_check import Found
-from benchmarks.harness.measure import OpBench, run_cases
-from benchmarks.harness.report import one_line
-from benchmarks.harness.rows import OpRow
+from benchmarks.harness.measure import Checked, OpBench, run_cases
 from benchmarks.harness.timing import device_activities, host_us
-from benchmarks.harness.work import Case, Work, Written
+from benchmarks.harness.work import Case, Work
 from dsv4_ops.attention import LayerSpec
 from dsv4_ops.attention.metadata import AttentionSpec
 
@@ -28,7 +24,6 @@ CASES = ("window", "c4", "c128")
 _SMOKE_CASES = ("window",)
 _SIZES = ((1, 16384), (8, 16384), (64, 16384), (128, 16384))
 _LONG = ((8, 131072),)
-_RAGGED = (8, 64)
 _SMALL = Model("small", 4, LayerSpec(attention=AttentionSpec(index_topk=64), num_groups=2))
 
 
@@ -40,8 +35,6 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
     for kind in groups:
         sizes = _SIZES if kind == "window" else (*_SIZES, *_LONG)
         found += layer_cases(kind, (FLASH, PRO), sizes)
-        if kind == "c128":
-            found += ragged_cases((FLASH,), _RAGGED)
     return found
 
 
@@ -62,7 +55,6 @@ class Bench(OpBench):
     notes = (
         "Shapes are model, requests x context. Every request finishes a window in this step: of "
         "four steps of C4, or 128 of C128, that is the most expensive one.\n"
-        "planned: the plan that the step makes once for all its C128 layers was made before.\n"
         "FLOP of the indexer's FP8 products count half.\n"
         f"baseline: the same step by the kernels of {VLLM}, its FlashMLA and DeepGEMM, and "
         "torch.topk, one behind the other on one stream, where vLLM overlaps the compressors and "
@@ -75,27 +67,15 @@ class Bench(OpBench):
     def load(self, folder: Path) -> Libraries:
         return load(folder)
 
-    def _time_baseline(
-        self,
-        row: OpRow,
-        work: Work,
-        written: Written,
-        ours: Sequence[Tensor],
-        expected: Sequence[Tensor],
-    ) -> None:
-        row.baseline_error = self.baseline_error
-        if self.modules is None:
-            return
+    def has_baseline(self, work: Work) -> bool:
+        return True
+
+    def time_baseline(self, at: Checked) -> None:
+        row, work = at.row, at.work
         assert isinstance(work, LayerWork)
         row.baseline_note = (
             f"{NOTES[work.kind]}vLLM's inverse RoPE quantises to FP8, ours leaves bf16"
         )
-        try:
-            self._run_baselines(row, work)
-        except Exception as error:  # a broken baseline becomes a row and does not end the run
-            row.baseline_error = one_line(error)
-
-    def _run_baselines(self, row: OpRow, work: LayerWork) -> None:
         held = []
         for args in work.sets:
             results = our_results(work.kind, work.spec, args)

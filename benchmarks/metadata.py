@@ -23,14 +23,11 @@ from benchmarks.harness.batches import (
     output_bytes,
     rotating_sets,
 )
-from benchmarks.harness.measure import Function, OpBench, run_cases
+from benchmarks.harness.measure import Checked, Function, OpBench, run_cases
 from benchmarks.harness.memory import Copies
-from benchmarks.harness.report import one_line
-from benchmarks.harness.rows import OpRow
 from benchmarks.harness.timing import Capture, host_us
-from benchmarks.harness.work import Args, Case, Work, Written, same_bytes
+from benchmarks.harness.work import Args, Case, Work, same_bytes
 from dsv4_ops.attention.metadata import (
-    COMPILE_OPTIONS,
     AttentionSpec,
     BlockTables,
     DecodeMetadata,
@@ -46,18 +43,9 @@ _MOST_TOKENS, _SMALL_MODEL = 1048576, 16384
 """Tokens per request that the tables hold: DeepSeek-V4-Flash's, and those of a smoke run."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
-    options = "dsv4_ops.attention.metadata.COMPILE_OPTIONS"
-    parser.add_argument("--tuned", action="store_true", help=f"compile with {options}")
-
-
 def run(options: argparse.Namespace) -> None:
     """Check and time the cases of the command line; rows and table go to ``options.out``."""
-    cases = chosen_cases(options.cases or CASES, smoke=options.smoke)
-    settings: dict[str, Any] = COMPILE_OPTIONS if options.tuned else {}
-    with torch._inductor.config.patch(settings):
-        run_cases(options, cases, Bench)
+    run_cases(options, chosen_cases(options.cases or CASES, smoke=options.smoke), Bench)
 
 
 def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
@@ -180,41 +168,23 @@ class Bench(OpBench):
     def load(self, folder: Path) -> Any:
         return vllm_metadata.load(folder)
 
-    def _time_cuda(
-        self,
-        row: OpRow,
-        work: Work,
-        written: Written,
-        compiled: Function,
-        case: Case,
-        copies: Copies,
-    ) -> Sequence[Sequence[Tensor]]:
-        wanted = super()._time_cuda(row, work, written, compiled, case, copies)
-        single = Capture([functools.partial(compiled, *work.sets[0])])
-        row.host_us = host_us(single.graph.replay).median
-        return wanted
+    def _time_cuda(self, at: Checked, compiled: Function, copies: Copies) -> None:
+        super()._time_cuda(at, compiled, copies)
+        single = Capture([functools.partial(compiled, *at.work.sets[0])])
+        at.row.host_us = host_us(single.graph.replay).median
 
-    def _time_baseline(
-        self,
-        row: OpRow,
-        work: Work,
-        written: Written,
-        ours: Sequence[Tensor],
-        expected: Sequence[Tensor],
-    ) -> None:
-        row.baseline_error = self.baseline_error
-        if self.modules is None:
-            return
+    def has_baseline(self, work: Work) -> bool:
+        return True
+
+    def time_baseline(self, at: Checked) -> None:
+        row, work = at.row, at.work
         assert isinstance(work, MetadataWork)
-        calls = captured_calls(len(work.sets))
+        calls, expected = captured_calls(len(work.sets)), DecodeMetadata(*at.expected)
         try:
-            found = vllm_metadata.measure(
-                self.modules, work.spec, work.batches, DecodeMetadata(*expected), calls
-            )
-        except Exception as error:  # a broken baseline becomes a row and does not end the run
-            row.baseline_error = one_line(error)
-            row.baseline_agrees = False if isinstance(error, BaselineMismatch) else None
-            return
+            found = vllm_metadata.measure(self.modules, work.spec, work.batches, expected, calls)
+        except BaselineMismatch:
+            row.baseline_agrees = False
+            raise
         row.baseline_agrees = True
         if found is not None:
             row.baseline_us, row.baseline_host_us = found.device_us.median, found.host_us.median

@@ -1,5 +1,4 @@
-"""Benchmark steps of a whole model: a decode step of Hugging Face's model and of the patched one,
-or a prefill."""
+"""Benchmark decode steps of a whole model: of Hugging Face's model, and of the patched one."""
 
 from __future__ import annotations
 
@@ -45,18 +44,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="bf16",
         help="released: FP8 linears and FP4 experts, without Hugging Face's step",
     )
-    parser.add_argument(
-        "--prefill",
-        type=sizes,
-        metavar="A,B,..",
-        help="prefills of one request of that many tokens, patched, instead of decode steps",
-    )
-    parser.add_argument(
-        "--activations",
-        choices=("bf16", "fp8"),
-        default="bf16",
-        help="what products of the released precision take; default: %(default)s",
-    )
     parser.add_argument("--max-seconds", type=size, metavar="N", help="start no batch later")
 
 
@@ -66,8 +53,8 @@ def run(options: argparse.Namespace) -> None:
     from dsv4_ops.integrations import transformers as v4
 
     device, released = chosen_device(options), options.precision == "released"
-    if options.prefill or released:
-        options.bench = "model_prefill" if options.prefill else "model_released"
+    if released:
+        options.bench = "model_released"
     output = Report(options, device)
     cpu = device.type == "cpu"
     changed: dict[str, Any] = SMALL if cpu else {}
@@ -75,9 +62,6 @@ def run(options: argparse.Namespace) -> None:
         model = released_model(config_of(options.experts, **changed), device=device)
     else:
         model = flash_shaped(num_experts=options.experts, device=device, **changed)
-    if options.prefill:
-        _run_prefills(model, options, output)
-        return
     points = {2: (512,)} if cpu else _POINTS
     chosen = options.batches or tuple(points)
     rows = [
@@ -103,46 +87,6 @@ def run(options: argparse.Namespace) -> None:
         for row in of_batch:
             output.add(row)
     output.finish("A decode step of a model with 4 layers of DeepSeek-V4-Flash's sizes", _NOTES)
-
-
-def _run_prefills(model: Any, options: argparse.Namespace, output: Report) -> None:
-    from dsv4_ops.integrations import transformers as v4
-
-    precision = v4.Recipe.serve(activations=options.activations)
-    v4.patch(keep_float32(model), precision=precision)
-    for num_tokens in report.progress(options.prefill, "prefills, tokens"):
-        row = _row(model, 1, num_tokens)
-        try:
-            _measure_prefill(row, model)
-        except Exception as error:  # a failure becomes a row and does not end the run
-            row.error = one_line(error)
-        output.add(row)
-    title = f"A prefill of 4 layers of DeepSeek-V4-Flash's sizes, {options.experts} experts"
-    output.finish(title)
-
-
-def _measure_prefill(row: ModelRow, model: Any) -> None:
-    """Time prefills of one request from an empty cache; the head computes its last token only."""
-    from dsv4_ops.integrations import transformers as v4
-
-    num_tokens, device = row.context, model.device
-    cache = v4.PagedCache.for_model(
-        model, max_batch_size=1, max_cache_len=num_tokens + 256, max_chunk=num_tokens
-    )
-    starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-    tokens = torch.arange(num_tokens, device=device) % model.config.vocab_size
-    batch = v4.StepBatch(tokens, starts, starts[1:].clone(), starts[:1].clone())
-    eager_call = functools.partial(v4.prefill_step, model, batch, cache.tensors)
-    row.eager_ms = step_ms(eager_call, device, 3)
-    torch._dynamo.reset()
-    compiled = torch.compile(v4.prefill_step, fullgraph=True, dynamic=False)
-    call = functools.partial(compiled, model, batch, cache.tensors)
-    start = time.perf_counter()
-    row.max_diff = float((call() - eager_call()).abs().max())
-    row.compile_s = time.perf_counter() - start
-    row.step_ms = step_ms(call, device, _STEPS // 3)
-    if device.type == "cuda":
-        _profile_kernels(row, call)
 
 
 def _row(model: Any, batch: int, context: int) -> ModelRow:

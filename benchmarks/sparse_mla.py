@@ -23,10 +23,10 @@ from benchmarks.cases.attention_cases import (
 from benchmarks.cases.gathered_cases import ROWS, gathered_cases
 from benchmarks.cases.prefill_cases import PREFIX, dense_cases, selecting_cases
 from benchmarks.cases.token_check import Tolerance, outside
-from benchmarks.harness.measure import Function, OpBench, run_cases
+from benchmarks.harness.measure import Checked, Function, OpBench, run_cases
 from benchmarks.harness.report import one_line
 from benchmarks.harness.rows import OpRow
-from benchmarks.harness.work import Case, Work, Written
+from benchmarks.harness.work import Case, Work
 from benchmarks.packages import GROUP, Packages, PackageWork, forms, package_cases
 
 DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 2.01 / 128, 5e-6), Tolerance(1e-6, 8.01 / 65536)
@@ -172,13 +172,8 @@ class Bench(OpBench):
             "copied_us": lambda: functools.partial(prefill_by_copy, ratio),
         }
 
-    def compare_baseline(
-        self,
-        row: OpRow,
-        baseline: Sequence[Tensor],
-        ours: Sequence[Tensor],
-        expected: Sequence[Tensor],
-    ) -> None:
+    def compare_baseline(self, at: Checked, baseline: Sequence[Tensor]) -> None:
+        row, ours = at.row, at.ours
         kind = row.variant if row.case == GROUP else row.case
         out = PREFILL_OUT if kind in ("prefill", "gathered") else DECODE_OUT
         pairs = zip(("out", "lse"), baseline, ours, (out, DECODE_LSE), strict=False)
@@ -188,19 +183,13 @@ class Bench(OpBench):
             row.baseline_max_diff = float((baseline[0].double() - ours[0].double()).abs().max())
         row.say("baseline_note", "; ".join(found))
 
-    def _time_baseline(
-        self,
-        row: OpRow,
-        work: Work,
-        written: Written,
-        ours: Sequence[Tensor],
-        expected: Sequence[Tensor],
-    ) -> None:
-        super()._time_baseline(row, work, written, ours, expected)
-        if self.modules is None or not isinstance(work, PrefillWork):
+    def time_baseline(self, at: Checked) -> None:
+        super().time_baseline(at)
+        row, work = at.row, at.work
+        if not isinstance(work, PrefillWork):
             return
         try:
-            self._time_whole(row, work, ours)
+            self._time_whole(row, work, at.ours)
         except Exception as error:  # a broken baseline becomes a row and does not end the run
             row.say("baseline_error", f"whole: {one_line(error)}")
 

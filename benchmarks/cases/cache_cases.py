@@ -1,10 +1,9 @@
-"""Cases of the cache ops: inserts, gathers, and inserts after an elementwise producer."""
+"""Cases of the cache ops: inserts and gathers."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor
 import dsv4_ops
 from benchmarks.harness.batches import rotating_sets
 from benchmarks.harness.work import Case, Work
-from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout, QuantizedLayout
-from dsv4_ops.reference import kv_cache as reference
+from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, QuantizedLayout
 
 BLOCK_SIZE = 64
-MAIN, INDEXER, PLAIN = MainLayout(BLOCK_SIZE), IndexerLayout(BLOCK_SIZE), PlainLayout(BLOCK_SIZE)
+MAIN, INDEXER = MainLayout(BLOCK_SIZE), IndexerLayout(BLOCK_SIZE)
 
 _POOL_PAGES = 4096
 _SMOKE_PAGES = 64
@@ -36,43 +34,14 @@ def insert_indexer(k: Tensor, k_cache: Tensor, slots: Tensor) -> None:
     dsv4_ops.quantize_and_insert_indexer_k(k, k_cache, slots, block_size=BLOCK_SIZE)
 
 
-def insert_plain(k: Tensor, k_cache: Tensor, slots: Tensor) -> None:
-    dsv4_ops.insert_k_cache(k, k_cache, slots)
-
-
-def produce_and_insert(x: Tensor, w: Tensor, k_cache: Tensor, slots: Tensor) -> None:
-    """Run the op as users compile it: the producer's kernel, then ours."""
-    dsv4_ops.quantize_and_insert_k_cache(x * w, k_cache, slots, block_size=BLOCK_SIZE)
-
-
-def produce_and_scatter(x: Tensor, w: Tensor, k_cache: Tensor, slots: Tensor) -> None:
-    """Run the reference, which Inductor compiles to scatters and may fuse with the producer."""
-    reference.quantize_and_insert_k_cache(
-        x * w, k_cache, slots, block_size=BLOCK_SIZE, layout=MAIN.tag
-    )
-
-
 def gather_into(out: Tensor, k_cache: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
     dsv4_ops.dequantize_and_gather_k_cache(
         out, k_cache, seq_lens, None, block_table, block_size=BLOCK_SIZE
     )
 
 
-def gather_indexer(
-    k_cache: Tensor, cu_seq_lens: Tensor, block_table: Tensor, num_rows: int
-) -> tuple[Tensor, Tensor]:
-    return dsv4_ops.gather_indexer_k(
-        k_cache, cu_seq_lens, block_table, block_size=BLOCK_SIZE, num_rows=num_rows
-    )
-
-
 def _baseline_insert(modules: Any) -> Callable[..., Any]:
     return functools.partial(modules.cache.quantize_and_insert_k_cache, block_size=BLOCK_SIZE)
-
-
-def _baseline_produce(modules: Any) -> Callable[..., Any]:
-    insert = _baseline_insert(modules)
-    return lambda x, w, k_cache, slots: insert(x * w, k_cache, slots)
 
 
 def _baseline_gather(modules: Any) -> Callable[..., Any]:
@@ -82,110 +51,55 @@ def _baseline_gather(modules: Any) -> Callable[..., Any]:
     )
 
 
-@dataclass(frozen=True)
-class _Insert:
-    """An insert: op, layout, values per key, and vLLM's kernel. With a producer, keys are ``x *
-    w``."""
-
-    call: Callable[..., Any]
-    layout: Layout
-    width: int
-    baseline: Callable[[Any], Callable[..., Any]] | None = None
-    produced: bool = False
-    eager: bool = True
-
-    def keys(self, tokens: int, device: torch.device, generator: torch.Generator) -> list[Tensor]:
-        """Return the leading arguments of the call."""
-        keys = [random_keys(tokens, self.width, device, generator)]
-        if self.produced:
-            keys.append(random_keys(1, self.width, device, generator)[0].clone())
-        return keys
-
-    def work(self, sets: list[tuple[Any, ...]], tokens: int) -> Work:
-        moved = tokens * (self.width * 2 + self.layout.row_bytes + 8)
-        return Work(
-            call=self.call,
-            sets=sets,
-            moved_bytes=moved + self.produced * self.width * 2,
-            written=(1 + self.produced,),
-            baseline=self.baseline,
-            eager=self.eager,
-        )
-
-
-_INSERTS = {
-    "insert": _Insert(insert_main, MAIN, 512, _baseline_insert),
-    "indexer_insert": _Insert(insert_indexer, INDEXER, 128),
-    "plain_insert": _Insert(insert_plain, PLAIN, 512),
-    "kernel": _Insert(produce_and_insert, MAIN, 512, _baseline_produce, produced=True),
-    "scatter": _Insert(produce_and_scatter, MAIN, 512, produced=True, eager=False),
-}
-
-
-def insert_cases(case: str, tokens: tuple[int, ...], *, smoke: bool) -> list[Case]:
+def insert_cases(tokens: tuple[int, ...], *, smoke: bool) -> list[Case]:
     """Make absent slots, then random slots, then consecutive slots for many tokens."""
-    insert, pages = _INSERTS[case], _SMOKE_PAGES if smoke else _POOL_PAGES
-    edges = functools.partial(_insert_edges, insert)
-    cases = [Case(case, "slots that do not exist", edges, rows=_EDGE_TOKENS, timed=False)]
+    pages = _SMOKE_PAGES if smoke else _POOL_PAGES
+    cases = [
+        Case("insert", "slots that do not exist", _insert_edges, rows=_EDGE_TOKENS, timed=False)
+    ]
     for variant in ("random", "consecutive"):
         for count in tokens:
-            if variant == "consecutive" and (case != "insert" or count < _CONSECUTIVE_FROM):
+            if variant == "consecutive" and count < _CONSECUTIVE_FROM:
                 continue
             build = functools.partial(
-                _insert_work, insert, count, pages, consecutive=variant == "consecutive"
+                _insert_work, count, pages, consecutive=variant == "consecutive"
             )
             shape = f"{count} token{'s' * (count > 1)}"
-            cases.append(Case(case, shape, build, rows=count, variant=variant))
+            cases.append(Case("insert", shape, build, rows=count, variant=variant))
     return cases
 
 
-def fused_cases(tokens: tuple[int, ...], *, smoke: bool) -> list[Case]:
-    """Make inserts of ``x * w``: producer and kernel, and Inductor's scatter."""
-    pages = _SMOKE_PAGES if smoke else _POOL_PAGES
-    cases = []
-    for count in reversed(tokens):  # Inductor chooses block sizes for its first batch
-        for variant in ("kernel", "scatter"):
-            build = functools.partial(
-                _insert_work, _INSERTS[variant], count, pages, consecutive=False
-            )
-            shape = f"{count} token{'s' * (count > 1)}"
-            cases.append(Case("fused", shape, build, rows=count, variant=variant))
-    for variant in ("kernel", "scatter"):
-        edges = functools.partial(_insert_edges, _INSERTS[variant])
-        shape = "slots that do not exist"
-        cases.append(Case("fused", shape, edges, _EDGE_TOKENS, variant=variant, timed=False))
-    return cases
+def _insert(sets: list[tuple[Any, ...]], tokens: int) -> Work:
+    moved = tokens * (MAIN.head_dim * 2 + MAIN.row_bytes + 8)
+    return Work(insert_main, sets, moved, written=(1,), baseline=_baseline_insert)
 
 
-def _insert_work(
-    insert: _Insert, tokens: int, pages: int, device: torch.device, *, consecutive: bool
-) -> Work:
+def _insert_work(tokens: int, pages: int, device: torch.device, *, consecutive: bool) -> Work:
     generator = torch.Generator(device).manual_seed(tokens)
-    cache = junk_pages(insert.layout, pages, device, generator)
+    cache = junk_pages(MAIN, pages, device, generator)
     slots_in_all = pages * BLOCK_SIZE
-    moved = insert.work([], tokens).moved_bytes
     sets: list[tuple[Any, ...]] = []
-    for place in range(rotating_sets(moved, device)):
+    for place in range(rotating_sets(_insert([], tokens).moved_bytes, device)):
         if consecutive:
             start = place * tokens % (slots_in_all - tokens + 1)
             slots = torch.arange(start, start + tokens, device=device)
         else:
             slots = torch.randperm(slots_in_all, generator=generator, device=device)
             slots = slots[:tokens].clone()
-        sets.append((*insert.keys(tokens, device, generator), cache, slots))
-    return insert.work(sets, tokens)
+        sets.append((random_keys(tokens, MAIN.head_dim, device, generator), cache, slots))
+    return _insert(sets, tokens)
 
 
-def _insert_edges(insert: _Insert, device: torch.device) -> Work:
+def _insert_edges(device: torch.device) -> Work:
     """Sample slots below 0 and past the cache among valid ones."""
     generator = torch.Generator(device).manual_seed(1)
-    cache = junk_pages(insert.layout, _EDGE_PAGES, device, generator)
+    cache = junk_pages(MAIN, _EDGE_PAGES, device, generator)
     slots_in_all = _EDGE_PAGES * BLOCK_SIZE
     slots = torch.randperm(slots_in_all, generator=generator, device=device)[:_EDGE_TOKENS].clone()
     absent = (-1, -7, -(2**63), slots_in_all, slots_in_all + 5, 2**40, 2**63 - 1, -1)
     slots[: 4 * len(absent) : 4] = torch.tensor(absent, device=device)
-    keys = insert.keys(_EDGE_TOKENS, device, generator)
-    return insert.work([(*keys, cache, slots)], _EDGE_TOKENS)
+    keys = random_keys(_EDGE_TOKENS, MAIN.head_dim, device, generator)
+    return _insert([(keys, cache, slots)], _EDGE_TOKENS)
 
 
 def gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
@@ -233,28 +147,6 @@ def _gather_edges(device: torch.device) -> Work:
     return Work(
         gather_into, [(_workspace(5, 150, device), cache, seq_lens, table)], 0, written=(0,)
     )
-
-
-def indexer_gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
-    """Make gathers of the indexer's keys, request after request."""
-    cases = []
-    for requests, rows in shapes:
-        build = functools.partial(_indexer_gather_work, requests, rows, smoke=smoke)
-        shape = f"{requests * rows} rows"
-        cases.append(Case("indexer_gather", shape, build, rows=requests * rows, requests=requests))
-    return cases
-
-
-def _indexer_gather_work(requests: int, rows: int, device: torch.device, *, smoke: bool) -> Work:
-    generator = torch.Generator(device).manual_seed(rows)
-    columns = -(-rows // BLOCK_SIZE)
-    total = requests * rows
-    moved = 2 * total * INDEXER.row_bytes + 4 * requests * (columns + 1)
-    count = rotating_sets(moved, device)
-    cache, tables = paged(INDEXER, count, requests, columns, device, generator, smoke=smoke)
-    starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * rows
-    sets = [(cache, starts.clone(), table, total) for table in tables]
-    return Work(gather_indexer, sets, moved)
 
 
 def paged(

@@ -13,7 +13,7 @@ from torch import Tensor
 import dsv4_ops
 from benchmarks.cases.cache_cases import filled_pages
 from benchmarks.cases.token_check import Tolerance, outside
-from benchmarks.harness.batches import mixed_lengths, rotating_sets
+from benchmarks.harness.batches import rotating_sets
 from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.attention import (
     AttentionStep,
@@ -49,7 +49,6 @@ _STEP = INPUTS + WEIGHTS + CACHES
 
 _MAX_SETS = 8
 _ROPE_ROWS = 64  # the table repeats: large positions need no other angles than small ones
-_LONGEST = 131072
 
 
 @dataclass(frozen=True)
@@ -63,20 +62,6 @@ class Model:
 
 FLASH = Model("Flash", 64, LayerSpec.deepseek_v4_flash())
 PRO = Model("Pro", 128, LayerSpec.deepseek_v4_pro())
-
-
-@dataclass(frozen=True)
-class Requests:
-    """The requests of a step: contexts, columns of the tables (``longest`` tokens), and whether the
-    step has a plan."""
-
-    contexts: tuple[int, ...]
-    longest: int
-    plan: bool = False
-
-    @property
-    def count(self) -> int:
-        return len(self.contexts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,50 +111,23 @@ def layer_call(kind: str, spec: LayerSpec) -> Callable[..., Tensor]:
 
 def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, int]]) -> list[Case]:
     """Make decode steps of (requests, context), with every request at the end of a window."""
-    cases = []
-    for model in models:
-        for requests, context in sizes:
-            alike = Requests((context,) * requests, context)
-            cases.append(_case(kind, model, alike, f"{requests} x {context} tokens"))
-    return cases
+    return [
+        Case(
+            kind,
+            f"{model.name}, {requests} x {context} tokens",
+            functools.partial(layer_work, kind, model, requests, context),
+            rows=requests,
+            requests=requests,
+            labels={"context": context, "heads": model.heads},
+        )
+        for model in models
+        for requests, context in sizes
+    ]
 
 
-def ragged_cases(models: Sequence[Model], sizes: Sequence[int]) -> list[Case]:
-    """Make C128 layers of requests of very different lengths, most of them short, each at the end
-    of a window: without a plan, and with a plan that the step made before the call."""
-    cases = []
-    for model in models:
-        for requests in sizes:
-            generator = torch.Generator().manual_seed(requests)
-            sampled = mixed_lengths(requests, longest=_LONGEST, generator=generator).tolist()
-            ratio = model.spec.ratio("c128")
-            contexts = tuple(-(-context // ratio) * ratio for context in sampled)
-            shape = f"{requests} x {min(contexts)} to {max(contexts)} tokens"
-            steps = [Requests(contexts, _LONGEST, plan) for plan in (False, True)]
-            cases += [_case("c128", model, step, shape) for step in steps]
-    return cases
-
-
-def _case(kind: str, model: Model, requests: Requests, shape: str) -> Case:
-    return Case(
-        kind,
-        f"{model.name}, {shape}",
-        functools.partial(layer_work, kind, model, requests),
-        rows=requests.count,
-        requests=requests.count,
-        variant="planned" if requests.plan else "",
-        labels={"context": requests.longest, "heads": model.heads},
-    )
-
-
-def cost(kind: str, model: Model, contexts: Sequence[int]) -> tuple[int, int]:
+def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int]:
     """Return the bytes that must move, and FLOP. An FP8 product counts half, because it takes half
     the time."""
-    moved, flop = zip(*(_cost(kind, model, context) for context in contexts), strict=True)
-    return sum(moved), sum(flop)
-
-
-def _cost(kind: str, model: Model, context: int) -> tuple[int, int]:
     spec, dim = model.spec, MainLayout.head_dim
     row, index_row = MainLayout(1).row_bytes, IndexerLayout(1).row_bytes
     keys, flop = min(context, spec.attention.window_size), 0
@@ -187,13 +145,15 @@ def _cost(kind: str, model: Model, context: int) -> tuple[int, int]:
             flop += rows * INDEX_HEADS * IndexerLayout.head_dim  # half of 2
     moved += keys * row
     flop += 4 * model.heads * keys * dim
-    return moved, flop
+    return requests * moved, requests * flop
 
 
-def layer_work(kind: str, model: Model, requests: Requests, device: torch.device) -> LayerWork:
+def layer_work(
+    kind: str, model: Model, requests: int, context: int, device: torch.device
+) -> LayerWork:
     """Build a case. Input sets share weights, and have their own caches and tables."""
-    moved, flop = cost(kind, model, requests.contexts)
-    draw = _Draw(kind, model, requests, device)
+    moved, flop = cost(kind, model, requests, context)
+    draw = _Draw(kind, model, requests, context, device)
     count = min(rotating_sets(moved, device), _MAX_SETS)
     weights = draw.weights()
     return LayerWork(
@@ -225,18 +185,19 @@ def differs(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> st
 class _Draw:
     """Random inputs of one case."""
 
-    def __init__(self, kind: str, model: Model, requests: Requests, device: torch.device) -> None:
+    def __init__(
+        self, kind: str, model: Model, requests: int, context: int, device: torch.device
+    ) -> None:
         self.kind, self.spec, self.heads = kind, model.spec, model.heads
-        self.requests, self.contexts = requests.count, requests.contexts
-        self.longest, self.plan, self.device = requests.longest, requests.plan, device
-        self.generator = torch.Generator(device).manual_seed(self.requests + self.longest)
+        self.requests, self.context, self.device = requests, context, device
+        self.generator = torch.Generator(device).manual_seed(requests + context)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, generator=self.generator)
 
     def weights(self) -> tuple[Tensor | None, ...]:
         table = self.spec.rope_table(self.kind, _ROPE_ROWS, self.device)
-        table = table.repeat(-(-self.longest // _ROPE_ROWS), 1)
+        table = table.repeat(-(-self.context // _ROPE_ROWS), 1)
         found: list[Tensor | None] = [table, self.normal(self.heads)]
         for dim, there in (
             (MainLayout.head_dim, self.kind != "window"),
@@ -275,7 +236,7 @@ class _Draw:
 
     def table(self, tokens_per_page: int, pages: int) -> Tensor:
         """Put the last ``pages`` blocks of every request on random blocks."""
-        columns = torch.arange(-(-self.longest // tokens_per_page), device=self.device)
+        columns = torch.arange(-(-self.context // tokens_per_page), device=self.device)
         stops = -(-self.lens()[:, None] // tokens_per_page)
         used = (columns < stops) & (columns >= stops - pages)
         table = torch.full(used.shape, -1, dtype=torch.int32, device=self.device)
@@ -285,13 +246,13 @@ class _Draw:
         return table
 
     def lens(self) -> Tensor:
-        return torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
+        return torch.full((self.requests,), self.context, dtype=torch.int32, device=self.device)
 
     def step(self) -> AttentionStep:
         attention = self.spec.attention
         size = attention.swa_block_size
         swa = self.table(size, attention.window_size // size + 1)
-        rows = self.table(attention.block_tokens, self.longest)
+        rows = self.table(attention.block_tokens, self.context)
         states = {
             kind: self.table(self.spec.state_block_size(kind), self.state_blocks(kind))
             for kind in ("c4", "c128")
@@ -301,8 +262,7 @@ class _Draw:
         starts = torch.arange(self.requests + 1, dtype=torch.int32, device=self.device)
         tables = BlockTables(swa=swa, c4=rows, c128=rows.clone())
         given = (starts, self.lens(), slots, tables, StateTables(**states))
-        heads = self.heads if self.plan else 0
-        return build_attention_step(self.spec, *given, plan_heads=heads)
+        return build_attention_step(self.spec, *given)
 
     def state_blocks(self, kind: str) -> int:
         window = self.spec.ratio(kind) * (2 if kind == "c4" else 1)
@@ -335,9 +295,9 @@ class _Draw:
         that the rounding of scores does not change the selection."""
         table = step.c4.block_table
         cache = layout.allocate(int(table.max()) + 1, self.device)
-        for request, context in enumerate(self.contexts):
-            rows = context // self.spec.attention.c4_ratio
-            row = torch.arange(rows, device=self.device)
+        rows = self.context // self.spec.attention.c4_ratio
+        row = torch.arange(rows, device=self.device)
+        for request in range(self.requests):
             share = torch.rand(rows, device=self.device, generator=self.generator) / 2
             order = torch.randperm(rows - 1, device=self.device, generator=self.generator)
             # without the row that this step writes

@@ -6,6 +6,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +44,28 @@ def compiled_op(function: Function) -> Function:
     return compiled
 
 
+@dataclass
+class Checked:
+    """A case to time, whose results are right.
+
+    Args:
+        row: Gets the times.
+        case, work: The case and its inputs.
+        written: Resets what the calls write.
+        ours: Results of the compiled call for the first input set.
+        expected: Those of the reference.
+        wanted: Results of every input set, or of all calls together if they write to a tensor.
+    """
+
+    row: OpRow
+    case: Case
+    work: Work
+    written: Written
+    ours: Sequence[Tensor]
+    expected: Sequence[Tensor]
+    wanted: Sequence[Sequence[Tensor]] = ()
+
+
 class OpBench:
     """The compiled functions of a run, and the measurement of one case. A benchmark defines its
     title, its notes and its baseline."""
@@ -72,20 +95,18 @@ class OpBench:
         """Load the modules that ``Work.baseline`` takes from a bundle; any failure raises."""
         raise NotImplementedError
 
-    def compare_baseline(
-        self,
-        row: OpRow,
-        baseline: Sequence[Tensor],
-        ours: Sequence[Tensor],
-        expected: Sequence[Tensor],
-    ) -> None:
+    def has_baseline(self, work: Work) -> bool:
+        """Whether there is a baseline of a case."""
+        return work.baseline is not None
+
+    def compare_baseline(self, at: Checked, baseline: Sequence[Tensor]) -> None:
         """Record the difference of the baseline's results in the row: by default, the number of
         bytes."""
-        wrong = differing_bytes(baseline, expected)
-        row.baseline_agrees = wrong == 0
+        wrong = differing_bytes(baseline, at.expected)
+        at.row.baseline_agrees = wrong == 0
         if wrong:
-            total = sum(item.nbytes for item in expected)
-            row.say("baseline_note", f"{wrong} of {total} bytes differ")
+            total = sum(item.nbytes for item in at.expected)
+            at.row.say("baseline_note", f"{wrong} of {total} bytes differ")
 
     def others(self, row: OpRow, work: Work) -> Mapping[str, Callable[[], Function]]:
         """Return other forms of our call with the same results, by the field of their time."""
@@ -149,76 +170,63 @@ class OpBench:
             check(field, work, results, expected, case)
         if not case.timed:
             return
+        at = Checked(row, case, work, written, ours, expected)
         if self.copies is not None:
-            wanted = self._time_cuda(row, work, written, compiled, case, self.copies)
+            self._time_cuda(at, compiled, self.copies)
         else:
-            wanted = []
             row.compiled_us, row.compiled_us_range = _fields(self._wall(compiled, work))
             row.eager_us, row.eager_us_range = _fields(self._wall(work.call, work))
         for field, call in more.items():
             try:
-                row.more[field] = self._time_other(call, work, written, wanted, f"{field}, {case}")
+                row.more[field] = self._time_other(field, call, at)
             except WrongResult:  # noqa: PERF203 # a few calls of milliseconds
                 raise
             except Exception as error:
                 row.say("note", f"{field}: {one_line(error)}")
-        self._time_baseline(row, work, written, ours, expected)
+        if not self.has_baseline(work):
+            return
+        row.baseline_error = self.baseline_error
+        if self.modules is None:
+            return
+        try:
+            self.time_baseline(at)
+        except Exception as error:  # a broken baseline becomes a row and does not end the run
+            row.baseline_error = one_line(error)
 
     def _wall(self, call: Function, work: Work) -> Timing:
         args = work.sets[0]
         return wall_us(lambda: call(*args), self.device, budget_s=self.budget_s)
 
-    def _time_other(
-        self,
-        call: Function,
-        work: Work,
-        written: Written,
-        wanted: Sequence[Sequence[Tensor]],
-        name: str,
-    ) -> float:
+    def _time_other(self, name: str, call: Function, at: Checked) -> float:
         if self.copies is None:
-            return float(self._wall(call, work).median)
-        return float(self._device_us(name, call, work, written, wanted).median)
+            return float(self._wall(call, at.work).median)
+        return float(self._device_us(name, call, at).median)
 
-    def _time_cuda(
-        self,
-        row: OpRow,
-        work: Work,
-        written: Written,
-        compiled: Function,
-        case: Case,
-        copies: Copies,
-    ) -> Sequence[Sequence[Tensor]]:
+    def _time_cuda(self, at: Checked, compiled: Function, copies: Copies) -> None:
         """Time a case, and collect the results for each input set."""
+        row, work, written = at.row, at.work, at.written
         first = work.sets[0]
         written.reset()
-        wanted = [work.results(compiled, args) for args in work.sets]
+        at.wanted = [work.results(compiled, args) for args in work.sets]
         if written.groups:  # results of all calls together
-            wanted = written.copies()
-        ours = self._device_us(f"compiled, {case}", compiled, work, written, wanted)
+            at.wanted = written.copies()
+        ours = self._device_us("compiled", compiled, at)
         row.compiled_us, row.compiled_us_range = _fields(ours)
         single = Capture([functools.partial(compiled, *first)])
         row.activities = [list(item) for item in device_activities(single.graph.replay)]
         row.kernels = len(row.activities)
         if work.eager:
-            eager = self._device_us(f"eager, {case}", work.call, work, written, wanted)
+            eager = self._device_us("eager", work.call, at)
             row.eager_us, row.eager_us_range = _fields(eager)
             row.host_us = host_us(functools.partial(work.call, *first)).median
         row.bandwidth_gbs = copies.bytes_per_us / 1e3
         row.roofline_us = max(work.moved_bytes / copies.bytes_per_us, work.flop / self.flop_per_us)
         if not work.flop:
             row.copy_us = copies.us(work.moved_bytes)
-        return wanted
 
-    def _device_us(
-        self,
-        name: str,
-        call: Call,
-        work: Work,
-        written: Written,
-        wanted: Sequence[Sequence[Tensor]],
-    ) -> Timing:
+    def _device_us(self, name: str, call: Call, at: Checked) -> Timing:
         """Check a graph of calls over all input sets, then time it."""
+        work, written = at.work, at.written
         capture = Capture(_captured(call, work))
         written.reset()
         for output in capture.outputs:
@@ -226,36 +234,24 @@ class OpBench:
         capture.graph.replay()
         left = written.groups or [tensors(output) for output in capture.outputs]
         for number, results in enumerate(left):
-            expected, place = wanted[number % len(wanted)], number % len(work.sets)
+            place, expected = number % len(work.sets), at.wanted[number % len(at.wanted)]
             if work.reference is not None and differing_bytes(results, expected):
                 expected = work.expected(place)
-            check("CUDA graph replay", work, results, expected, name, place)
+            check("CUDA graph replay", work, results, expected, f"{name}, {at.case}", place)
         return capture.device_us(self.cold)
 
-    def _time_baseline(
-        self,
-        row: OpRow,
-        work: Work,
-        written: Written,
-        ours: Sequence[Tensor],
-        expected: Sequence[Tensor],
-    ) -> None:
-        if work.baseline is None:
-            return
-        row.baseline_error = self.baseline_error
-        if self.modules is None:
-            return
+    def time_baseline(self, at: Checked) -> None:
+        """Compare the baseline, then time it; what it raises is in the row."""
+        row, work = at.row, at.work
+        assert work.baseline is not None
         row.baseline_note, of_baseline = work.baseline_note, work.of_baseline()
-        try:
-            call = work.baseline(self.modules)
-            self.compare_baseline(row, checked(of_baseline, written, call), ours, expected)
-            if self.copies is None:
-                return
-            device = Capture(_captured(call, of_baseline)).device_us(self.cold)
-            row.baseline_us, row.baseline_us_range = _fields(device)
-            row.baseline_host_us = host_us(functools.partial(call, *of_baseline.sets[0])).median
-        except Exception as error:  # a broken baseline becomes a row and does not end the run
-            row.baseline_error = one_line(error)
+        call = work.baseline(self.modules)
+        self.compare_baseline(at, checked(of_baseline, at.written, call))
+        if self.copies is None:
+            return
+        device = Capture(_captured(call, of_baseline)).device_us(self.cold)
+        row.baseline_us, row.baseline_us_range = _fields(device)
+        row.baseline_host_us = host_us(functools.partial(call, *of_baseline.sets[0])).median
 
 
 def _fields(timing: Timing) -> tuple[float, list[float]]:

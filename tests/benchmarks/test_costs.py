@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import kv_cache, layer, packages, sparse_mla
+from benchmarks import kv_cache, packages, sparse_mla
 from benchmarks.cases import (
     attention_cases,
     gathered_cases,
@@ -28,14 +28,11 @@ def small(module, group, shape=None, variant=""):
 
 
 def test_bytes_of_caches():
-    def moved(group, shape, variant=""):
-        return small(kv_cache, group, shape, variant).build(CPU).moved_bytes
+    def moved(group, shape):
+        return small(kv_cache, group, shape).build(CPU).moved_bytes
 
     assert moved("insert", "8 tokens") == 8 * (512 * 2 + 584 + 8)
     assert moved("gather", "4x128 rows") == 4 * (128 * (584 + 1024) + 2 * 4 + 4)
-    assert moved("indexer_insert", "8 tokens", "random") == 8 * (256 + 132 + 8)
-    assert moved("plain_insert", "8 tokens", "random") == 8 * (1024 + 1024 + 8)
-    assert moved("fused", "8 tokens", "scatter") == 8 * (1024 + 584 + 8) + 1024
 
 
 def test_bytes_of_compressors():
@@ -66,17 +63,15 @@ def test_costs_of_the_indexer():
 
 def test_costs_of_a_layer():
     """One request of C4 at 16384 tokens: 128 + 512 rows of 584 bytes, 4096 + 1 keys of 132."""
-    moved, flop = layer_cases.cost("c4", layer_cases.FLASH, (16384,))
+    moved, flop = layer_cases.cost("c4", layer_cases.FLASH, 1, 16384)
     queries = 2 * 64 * 512 * 2 + 512 * 2 + 64 * (128 * 2 + 4)
     projections = 2 * 1024 * 4 + 2 * 256 * 4  # read, and written to the states
     older = 7 * 2 * (512 + 128) * 4  # a half of each row of kv and of score
     rows = (128 + 512 + 2) * 584 + (4096 + 1) * 132
     assert moved == queries + 2 * projections + older + rows + 128 * 4
     assert flop == 4 * 64 * 640 * 512 + 4096 * 64 * 128
-    contexts = (384, 128, 1024)
-    alone = [layer_cases.cost("c128", layer._SMALL, (context,)) for context in contexts]
-    found = layer_cases.cost("c128", layer._SMALL, contexts)
-    assert found == tuple(map(sum, zip(*alone, strict=True)))
+    several = layer_cases.cost("c4", layer_cases.FLASH, 3, 16384)
+    assert several == (3 * moved, 3 * flop)
 
 
 def test_costs_of_sparse_attention():

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import dsv4_ops
-from benchmarks import layer
 from benchmarks.baselines.layer import Libraries
-from benchmarks.cases.layer_cases import Requests, layer_work, parts_of
-from benchmarks.harness.work import Case
+from benchmarks.cases.layer_cases import parts_of
 from benchmarks.layer import CASES, Bench, chosen_cases
 from dsv4_ops.core.layout import MainLayout
 from tests.benchmarks.test_ops import DeepGEMM
@@ -18,7 +16,6 @@ from tests.fakes.attention import FlashMLA
 from tests.fakes.vllm_ops import fakes
 
 CPU = torch.device("cpu")
-CONTEXTS = (384, 128, 1024)
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
@@ -130,22 +127,3 @@ def test_a_wrong_stage_shows_in_the_output(change):
     place = {"sink": weights.attn_sink, "states": caches.states, "selection": args[3]}[change]
     place.neg_() if change != "sink" else place.add_(5.0)
     assert work.difference(args, [work.call(*args)], expected) is not None
-
-
-# C128 layers of requests of very different length
-
-
-@pytest.mark.parametrize("plan", [False, True])
-def test_a_ragged_step_is_checked_with_the_plan_of_its_step(plan):
-    def build(device):
-        return layer_work("c128", layer._SMALL, Requests(CONTEXTS, 2048, plan), device)
-
-    row = measured(Case("c128", "ragged", build, 3, 3))
-    assert (row.error, row.baseline_error, row.baseline_agrees) == (None, None, True)
-    step = parts_of(build(CPU).sets[0])[3]
-    assert step.positions.tolist() == [383, 127, 1023]
-    assert step.c128.lens.tolist() == [3, 1, 8]
-    assert (step.c128.plan is None) == (not plan)
-    if plan:
-        made = dsv4_ops.sparse_mla_plan(step.swa_lens, step.c128.lens, num_heads=4)
-        assert torch.equal(step.c128.plan, made)

@@ -17,7 +17,6 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.generation import decoding
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.released_model import keep_float32
-from tests.helpers import nightly
 
 SMALL = {
     "hidden_size": 64,
@@ -100,19 +99,11 @@ def test_a_run_has_a_row(smoke, monkeypatch):
     assert row["max_diff"] == 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--precision", "released"],
-        *nightly("decode", ["--precision", "released", "--prefill", "8"]),
-    ],
-)
-def test_a_run_in_released_precision_has_a_row(smoke, monkeypatch, tmp_path, options):
+def test_a_run_in_released_precision_has_a_row(smoke, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     sizes = ["--batches", "2", "--contexts", "256", "--experts", "8"]
-    assert smoke("model", *sizes, *options)[0] == 0
-    name = "model_prefill" if "--prefill" in options else "model_released"
-    (row,) = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
+    assert smoke("model", *sizes, "--precision", "released")[0] == 0
+    (row,) = map(json.loads, (tmp_path / "model_released.jsonl").read_text().splitlines())
     assert row["error"] is row["stock_ms"] is None
     assert row["step_ms"] > 0
 
