@@ -21,11 +21,14 @@ from tests.support.hopper import hopper  # noqa: F401  # a fixture
 BETWEEN_RANKS = {"gather_ranks", "merge_ranks"}
 """Kernels whose programs wait for other GPUs: nothing may take a place on an SM meanwhile."""
 
+LATE = BETWEEN_RANKS | {"finish_heads_kernel"}
+"""The last follows FlashMLA's combine, which may end before the kernel that it was to wait for."""
+
 WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 MEMORY = re.compile(r"\b(?:ld|st|atom|red|prefetch)[\w.:]*\.global|\bcp\.\w|\bgriddepcontrol\.\w+")
 
 
-def test_all_kernels_but_those_between_ranks_wait_in_their_first_line():
+def test_all_kernels_but_late_ones_wait_in_their_first_line():
     """Before any branch, so that every program waits; and nowhere else."""
     functions, called = {}, set()
     for path in Path(*package.__path__).rglob("*.py"):
@@ -39,7 +42,7 @@ def test_all_kernels_but_those_between_ranks_wait_in_their_first_line():
         body = node.body[1:] if ast.get_docstring(node) else node.body
         first |= {name} if ast.unparse(body[0]) == call else set()
         assert call not in "\n".join(map(ast.unparse, body[1:]))
-    assert first == functions.keys() - called - BETWEEN_RANKS
+    assert first == functions.keys() - called - LATE
     assert len(first) > 50
 
 

@@ -6,7 +6,9 @@ kernel. Where the option is set, Triton's compiler writes the wait into the bina
 Inductor launch that binary early: no launch has one without the other. Elsewhere, such as from the
 C++ of a package, the binary is launched late, and the wait does nothing.
 
-The wait is for whatever kernel came before, and so for all earlier ones: that one waited too.
+The wait is for whatever kernel came before, and so for all earlier ones if that one waited too. All
+of ours do. FlashMLA's combine starts early, and its programs for a text that was not split end
+without a wait while the decode still stores. So the kernel after FlashMLA's starts late.
 """
 
 import triton

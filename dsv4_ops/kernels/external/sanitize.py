@@ -110,8 +110,8 @@ def finish_heads_kernel(
     ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Store -inf as the lse of heads without keys, with CLEARS also zeros as their values; apply
-    inverse RoPE to the last ROPE values of every head."""
-    wait_for_previous_kernel()
+    inverse RoPE to the last ROPE values of every head. It starts late, as FlashMLA's combine may
+    end before the decode has stored its results."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = head < num_heads
