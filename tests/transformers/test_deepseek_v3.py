@@ -295,6 +295,17 @@ def test_a_model_is_cast_after_patching(dtype):
     assert torch.equal(got, want)
 
 
+def test_a_model_of_the_released_rope_is_cast_to_float16():
+    """Its low frequencies, 3e-6, are subnormal there: the cast changes them by up to 1 percent."""
+    model = small_mla_model(num_hidden_layers=1, qk_rope_head_dim=64).half()
+    frequencies = model.model.rotary_emb.inv_freq.float()
+    assert frequencies.min() < torch.finfo(torch.float16).smallest_normal / 16
+    v4.patch(model, kv="bf16", precision="reference")
+    model.model.rotary_emb.inv_freq[-1] *= 1.1
+    with pytest.raises(ValueError, match=r"model.rotary_emb must be that of"):
+        model(tokens()[:, :3], cache=new_cache(model))
+
+
 @pytest.mark.parametrize("mode", ["regional", *nightly("regional steps", "whole")])
 def test_weights_that_change_are_absorbed_by_compiled_steps(mode):
     sizes = {"num_hidden_layers": 2}

@@ -104,7 +104,8 @@ def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
     inv_freq = module.inv_freq.detach().cpu()
     if isinstance(inv_freq, FakeTensor):  # in a dry run
         return
-    bound = 4 * torch.finfo(inv_freq.dtype).eps * want  # the whole model may have been cast
+    info = torch.finfo(inv_freq.dtype)  # the whole model may have been cast, also to float16,
+    bound = info.eps * (4 * want + info.smallest_normal)  # where low frequencies are subnormal
     same = inv_freq.shape == want.shape and float(module.attention_scaling) == rotary.scaling
     if not same or bool(((inv_freq.double() - want).abs() > bound).any()):
         raise argument_error(
