@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache
 from dsv4_ops.integrations.transformers.cache.blocks import BlockPool
-from dsv4_ops.testing.models import small_config, small_dsa_model, small_mla_model, small_model
+from dsv4_ops.testing.models import small_config
 
 
 def cache(**sizes):
@@ -178,19 +177,3 @@ def test_an_unknown_device_is_refused_before_anything_is_allocated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="PagedCache: device must be one that torch sees, got cud"):
         cache(device="cuda:0")
-
-
-@pytest.mark.parametrize("make", [small_model, small_mla_model, small_dsa_model])
-def test_default_devices_are_not_read(make):
-    """A program may have set another one, as vLLM does: here of tensors without values."""
-    model, ids = make(), torch.tensor([5, 6, 7])
-    starts, lens = (torch.tensor(each, dtype=torch.int32) for each in ([0, 2, 3], [2, 1]))
-    found = []
-    for device in ("cpu", "meta"):
-        with torch.device(device):
-            v4.patch(model, kv="fp32", precision="reference")
-            cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=200)
-            rows = torch.tensor([cache.add(each, 100) for each in range(2)], device="cpu").int()
-            found.append(v4.prefill_step(model, v4.StepBatch(ids, starts, lens, rows), cache))
-            v4.unpatch(model)
-    assert torch.equal(*found)
