@@ -1,5 +1,5 @@
-"""Heads that Hugging Face's plans split over the ranks that share a cache, and its plans of
-experts: logits and rows of one process, on gloo processes that the tests start."""
+"""Heads that Hugging Face's plans split over the ranks that share a cache: logits and rows of one
+process, on gloo processes that the tests start."""
 
 import os
 from functools import partial
@@ -159,24 +159,6 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
         patched(model, parallel=ContextParallel.of(own))
 
 
-def rank_experts(rank: int, family: str, folder: Path) -> None:
-    """Experts split by Hugging Face, whole or each in parts, beside a cache that ranks share; with
-    heads split too."""
-    stock = whole(family)
-    want = logits_of(stock, text())
-    (_, of_one), world = run(patched(stock), 8), dist.get_world_size()
-    for config in (
-        {"tp_plan": "auto"},
-        {"tp_plan": "auto", "ep_size": world},
-        {"tp_plan": head_plan(family), "ep_size": world},
-    ):
-        model = split(family, folder, **config)
-        experts = model.model.layers[1].mlp.experts.gate_up_proj
-        share = experts.to_local() if hasattr(experts, "to_local") else experts
-        assert share.numel() * world == stock.model.layers[1].mlp.experts.gate_up_proj.numel()
-        equal_to_one(patched(model, parallel=ContextParallel.of()), of_one, want, 8)
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -192,10 +174,3 @@ def checkpoints(tmp_path_factory):
 )
 def test_heads_of_two_ranks(family, checkpoints, tmp_path):
     run_ranks(2, rank_splits, tmp_path, family, checkpoints, seconds=120)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("test_tensor_parallel.py; the code of experts is Hugging Face's")
-@pytest.mark.parametrize("family", MODELS)
-def test_experts_of_two_ranks(family, checkpoints, tmp_path):
-    run_ranks(2, rank_experts, tmp_path, family, checkpoints, seconds=120)
