@@ -101,8 +101,9 @@ def compile_step(
             progress bar on a terminal, and one line elsewhere, unless transformers' progress bars
             are disabled.
         settings: Settings of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by
-            default. Parts of other backends than Inductor are not kept. With ``dynamic=True`` one
-            graph per part serves all numbers of tokens and requests, and all cache sizes. On CUDA,
+            default. Parts of other backends than Inductor are not kept, nor is a whole step with
+            ``dynamic=True``, where one graph per part serves all numbers of tokens and requests,
+            and all cache sizes; on a CPU, Inductor may compile one token for itself. On CUDA,
             our ops then stay calls in the graph, which choose tiles by the real sizes as in eager
             mode: capture the step in CUDA graphs to hide their host time.
 
@@ -225,7 +226,9 @@ class CompiledStep:
         self.parts: dict[str, Callable[..., Any]] = {}
         self._jits: dict[str, Callable[..., Any]] = {}
         self._file = _parts(cache_file, self.settings)
-        self._bar = PartsBar(step.__name__, self._file)
+        # the guards of a whole dynamic step are Dynamo's, which stay in the process
+        self._place = self._file if regional or not self.settings["dynamic"] else None
+        self._bar = PartsBar(step.__name__, self._place)
         self._loaded: frozenset[str] | None = None
         self._compiled = False
         self._kept: dict[str, Part] = {}
@@ -254,7 +257,7 @@ class CompiledStep:
         mode = "regional" if self.regional else "whole"
         sizes = "all sizes" if self.settings["dynamic"] else "fixed sizes"
         parts = ", ".join(self.parts) or "none yet"
-        place = "" if self._file is None else f", kept in {str(self._file)!r}"
+        place = "" if self._place is None else f", kept in {str(self._place)!r}"
         return f"CompiledStep({self.step.__name__}, {mode!r}, {sizes}, parts: {parts}{place})"
 
     def form(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Any:

@@ -44,7 +44,7 @@ class PartsBar:
         if self._has_line or self._bar is None or sys.stderr.isatty() or not enabled:
             return
         self._has_line = True
-        parts = "" if num_parts is None else f" in {num_parts} parts"
+        parts = "" if num_parts in (None, 1) else f" in {num_parts} parts"
         kept = "not kept" if self._place is None else f"kept in {self._place}"
         text = f"dsv4_ops: compiling {self._title}{parts}, about a minute the first time; {kept}"
         print(text, file=sys.stderr, flush=True)
