@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from dsv4_ops.checkpoint.format import check_checkpoint
 from dsv4_ops.checkpoint.headers import CONFIG, INDEX, WHOLE
 from dsv4_ops.core.errors import argument_error
-from dsv4_ops.testing.checkpoint import write_checkpoint
+from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
+from dsv4_ops.testing.text import write_tokenizer
 
 
 def write(path: str, family: str, seed: int, shards: int) -> None:
-    """Write ``dsv4_ops.testing.checkpoint.TINY`` with random weights.
+    """Write ``dsv4_ops.testing.checkpoint.TINY`` with random weights, and with transformers a
+    tokenizer of bytes.
 
     Raises:
         ValueError: the folder already has a checkpoint, or the number of shards is below 1.
@@ -25,6 +28,8 @@ def write(path: str, family: str, seed: int, shards: int) -> None:
             do="Pass --check to check it, or remove it",
         )
     write_checkpoint(path, family=family, seed=seed, shards=shards)
+    if importlib.util.find_spec("transformers"):
+        write_tokenizer(path, bos=TINY["bos_token_id"], eos=TINY["eos_token_id"])
 
 
 def describe(path: str) -> str:

@@ -7,7 +7,9 @@ import contextlib
 import importlib
 import inspect
 import io
+import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 BOS, EOS, PAD = 256, 257, 258
 VOCAB_SIZE = 260
@@ -48,6 +50,39 @@ class ByteTokenizer:
                 "Pass ids of a model with vocab_size=260."
             )
         return bytes(token for token in ids if token < BOS).decode(errors="replace")
+
+
+def write_tokenizer(path: Path | str, *, bos: int = 0, eos: int = 1) -> None:
+    """Write a tokenizer of bytes beside a checkpoint, in Hugging Face's format.
+
+    A byte is a token; its ids are the first that neither special token has, 2 to 257 by default.
+    The chat template names the role of each message. Needs transformers.
+
+    >>> from transformers import AutoTokenizer
+    >>> write_tokenizer("tiny")
+    >>> AutoTokenizer.from_pretrained("tiny").encode("Hi", add_special_tokens=False)
+    [41, 74]
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"<s>": bos, "</s>": eos}
+    free = (token for token in itertools.count() if token not in special.values())
+    vocabulary = {letter: next(free) for letter in sorted(pre_tokenizers.ByteLevel.alphabet())}
+    made = Tokenizer(models.BPE(vocab=special | vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    wrapped.chat_template = (
+        "{% for each in messages %}{{ each['role'] }}: {{ each['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    wrapped.save_pretrained(path)
 
 
 def real_text(num_bytes: int) -> str:

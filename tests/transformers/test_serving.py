@@ -438,3 +438,19 @@ def test_a_model_that_is_not_there(capsys):
     pytest.importorskip("fastapi", reason="needs the extra serve")
     assert main(["serve", str(Path("no") / "such" / "folder")]) == 1
     assert "no/such/folder" in capsys.readouterr().err
+
+
+def test_the_tiny_checkpoint_has_a_tokenizer(tmp_path):
+    """A token is a byte: "!" has the first id after the special tokens, "H" follows 39 later."""
+    from transformers import AutoTokenizer
+
+    from dsv4_ops.cli import checkpoint
+
+    checkpoint.write(str(tmp_path), "instruct", 0, 1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("!H") == [0, 2, 41]
+    text = "H\u00fc \u4f60\n  x"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    chat = [{"role": "user", "content": "Hi"}]
+    made = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert made == "user: Hi\nassistant:"
