@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
-from dsv4_ops.core.target import HOPPER
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import (
     bf16_activations,
@@ -530,8 +529,9 @@ def _multiplies_codes(
 ) -> bool:
     """Return whether kernels multiply FP4 weights as codes here: code tiles need loads of 16 bytes.
     Addresses are unknown while a graph is traced; Inductor aligns its inputs."""
-    capability = launch.capability(gate_up.device)
-    if bits != 4 or not (capability == HOPPER or (INTERPRETED and capability is None)):
+    device = gate_up.device
+    interpreted = INTERPRETED and launch.capability(device) is None
+    if bits != 4 or not (launch.target(device).is_hopper or interpreted):
         return False
     return launch.opaque_gluon or (launch.is_aligned(gate_up) and launch.is_aligned(down))
 

@@ -69,11 +69,11 @@ class KeptStep:
     """
 
     def __init__(self, step: CompiledStep, cache: CacheTensors, rows: int, pool: Any) -> None:
+        self._replay: Callable[[], None] | None = None  # first, as a graph must go before its pool
         self._step, self._cache, self._pool = step, cache, pool
         starts = torch.arange(rows + 1, dtype=torch.int32, device=cache.device)
         batch = padding(rows, rows, cache.device)
         self._batch = replace(batch, query_start_loc=starts, rows=starts[:-1].clone())
-        self._replay: Callable[[], None] | None = None
         self._form: Any = None
         self._logits: Tensor | None = None
         self._calls, self._begins = 0, True
