@@ -18,6 +18,12 @@ def cache(**sizes):
     )
 
 
+def test_a_cache_beyond_memory_is_refused_by_its_number_of_blocks():
+    """About 550 GB a layer."""
+    with pytest.raises(RuntimeError, match="num_blocks must leave memory on cpu, got 4194304 bl"):
+        cache(num_blocks=2**22)
+
+
 def test_pages_are_given_and_taken_back():
     paged = cache(num_blocks=5)
     assert (paged.add("a", 257), paged.add("b", 256)) == (0, 1)

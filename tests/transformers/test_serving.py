@@ -168,12 +168,12 @@ def test_a_temperature_samples_and_no_value_of_it_ends_the_server(server, texts)
 
     assert {text(temperature=value) for value in (0, 1e-45, 1e-5)} == {greedy}
     assert {text(temperature=5, seed=seed) for seed in range(3)} - {greedy}
+    sampled = '{"do_sample": true, "max_new_tokens": 8, "temperature": 0.0}'
+    assert text(generation_config=sampled) == greedy
     for value in (float("nan"), float("inf"), -1):
         status, error = answer(temperature=value)
         assert status == 400
-        assert error["error"]["message"].startswith(
-            "temperature must be finite and at least 0.0001"
-        )
+        assert error["error"]["message"].startswith("temperature must be finite and not negative")
     assert answer(temperature=1, top_p=float("nan"))[0] == 400
     assert text() == greedy
 
@@ -201,6 +201,18 @@ def test_paths_and_devices_are_checked_before_a_load(path, settings, text, monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=re.escape(text)):
         serve.server(path, **settings)
+
+
+@needs_server
+def test_settings_and_the_tokenizer_are_checked_before_a_load(folder, tmp_path):
+    from dsv4_ops.cli import serve
+
+    pytest.importorskip("fastapi", reason="needs the extra serve")
+    shutil.copy(f"{folder}/config.json", tmp_path)
+    with pytest.raises(ValueError, match="serve: kv must be"):
+        serve.server(str(tmp_path), kv="fp7")
+    with pytest.raises(ValueError, match="serve: MODEL must have a tokenizer, got"):
+        serve.server(str(tmp_path))
 
 
 @needs_server
@@ -263,7 +275,7 @@ def test_openai_s_client(server, texts):
         (CHAT, chat("x", model="other"), 400, "pinned"),
         (CHAT, chat("x" * 95), 400, "at most max_cache_len = 100 tokens, got 102. Send a shorter"),
         (CHAT, chat("x" * 95, stream=True), 400, "at most max_cache_len = 100 tokens, got 102."),
-        ("/v1/completions", {"prompt": ""}, 400, "input_ids must have at least one token"),
+        ("/v1/completions", {"prompt": ""}, 400, "The prompt must have at least one token."),
         ("/v1/completions", {"prompt": [1, 2]}, 400, "prompt must be a string"),
     ],
 )

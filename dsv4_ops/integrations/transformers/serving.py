@@ -145,6 +145,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         super().__init__(
             continuous_batching=True, host=host, port=port, non_blocking=True, log_level="error"
         )
+        # before minutes of loading
+        spec_of_config(OP, AutoConfig.from_pretrained(path), **self._patch)
         models = self._model_manager
         # so that Hugging Face does not load its own class when it asks for a model again
         models.force_model, models.model_timeout = path, -1
@@ -214,7 +216,6 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
     def _load(self, name: str, *_: Any, **__: Any) -> Any:
         """Load and patch the model in place of Hugging Face's ``_load_model``."""
         config = AutoConfig.from_pretrained(self.path)
-        spec_of_config(OP, config, **self._patch)  # before hours of loading
         self._on_progress(f"loading {self.path}")
         if self.quantized:
             model = load_quantized(Path(self.path), **self._place)
@@ -231,7 +232,16 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
                 raise argument_error(
                     OP, "model", must=f"be {self.path}", got=name, do="Start another server"
                 )
-            return load(name, *args, **rest)
+            try:
+                return load(name, *args, **rest)
+            except (OSError, ValueError) as error:
+                raise argument_error(
+                    OP,
+                    "MODEL",
+                    must="have a tokenizer",
+                    got=f"{self.path}, whose tokenizer does not load",
+                    do="Save one there by tokenizer.save_pretrained",
+                ) from error
 
         return checked
 
@@ -327,6 +337,8 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
                 headers={"Retry-After": "1"},
             )
         prompt = inputs["input_ids"]
+        if not len(prompt):
+            raise HTTPException(400, "The prompt must have at least one token. Send a text.")
         most_new = self._cb.most_tokens - len(prompt) + 1  # the last token is not stored
         if most_new < 1:
             raise HTTPException(
@@ -525,7 +537,7 @@ def _sampled(build: Callable[..., Any]) -> Callable[..., Any]:
     def config_of(body: Any, *args: Any, **rest: Any) -> Any:
         config = build(body, *args, **rest)
         if body.get("temperature") is not None and "generation_config" not in body:
-            config.do_sample = not 0 <= float(body["temperature"]) < LEAST_TEMPERATURE
+            config.do_sample = True
         return config
 
     return config_of
@@ -555,22 +567,22 @@ def _shared(model: Any) -> Any:
 
 def _sampling(config: Any, vocab_size: int) -> dict[str, Any]:
     """Return a request's settings for the processors of ``_shared``."""
-    if not config.do_sample:
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    if not config.do_sample or 0 <= temperature < LEAST_TEMPERATURE:
         return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
     found = {
-        "temperature": float(config.temperature or 1.0),
+        "temperature": temperature,
         "top_k": min(int(config.top_k or vocab_size), vocab_size),
         "top_p": float(1.0 if config.top_p is None else config.top_p),
     }
-    temperature, is_hot = found["temperature"], found["temperature"] >= LEAST_TEMPERATURE
     if (
-        not (math.isfinite(temperature) and is_hot)
+        not 0 <= temperature < math.inf  # also false for NaN
         or found["top_k"] < 1
         or not 0 < found["top_p"] <= 1
     ):
         raise HTTPException(
             400,
-            f"temperature must be finite and at least {LEAST_TEMPERATURE}, top_k positive and "
-            f"top_p in (0, 1], got {found}.",
+            "temperature must be finite and not negative, top_k positive and top_p in (0, 1], "
+            f"got {found}.",
         )
     return found

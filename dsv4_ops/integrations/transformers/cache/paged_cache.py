@@ -104,6 +104,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     Raises:
         ValueError, TypeError, NotImplementedError: a size is out of range, the model is not
             supported, or the ranks of ``parallel`` pass different sizes.
+        RuntimeError: the tensors do not fit into memory (a GPU's ``OutOfMemoryError`` is one).
 
     Example:
         >>> from dsv4_ops.testing.models import small_config
@@ -174,8 +175,20 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.text: Text | None = None
         drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
         # whatever mode and default device the caller has: steps elsewhere write to the cache
-        with torch.inference_mode(False), torch.device("cpu"):
-            self.tensors = self._tensors(blocks, drafts)
+        try:
+            with torch.inference_mode(False), torch.device("cpu"):
+                self.tensors = self._tensors(blocks, drafts)
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            raise argument_error(
+                "PagedCache",
+                "num_blocks",
+                must=f"leave memory on {self.device}",
+                got=f"{blocks} blocks of {self.spec.block_tokens} tokens",
+                do="Pass a smaller max_cache_len, max_batch_size or num_blocks",
+                kind=type(error),
+            ) from error
         mark_static(*pytree.tree_leaves(self.tensors))
 
     def _tensors(self, num_blocks: int, drafts: tuple[str, ...]) -> CacheTensors:
