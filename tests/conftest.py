@@ -68,9 +68,8 @@ def vectors() -> Iterator[None]:
 
 
 # what test_stubs.py runs in a process of its own, where torch-tensorrt stands on stubs
-collect_ignore_glob = (
-    [] if os.environ.get("DSV4_OPS_UNDER_STUBS") else ["tensorrt/under_stubs/*.py"]
-)
+under_stubs = os.environ.get("DSV4_OPS_UNDER_STUBS")
+collect_ignore_glob = [] if under_stubs else ["tensorrt/under_stubs/*.py"]
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +101,8 @@ def _no_grad_for_models(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("dsv4_ops", "long suites in several calls")
     group.addoption("--part", metavar="K/N", help="run every N-th test, from the K-th on")
-    group.addoption(
-        "--stop-after", type=float, metavar="S", help="skip what is left after S seconds"
-    )
-    group.addoption(
-        "--cpu-seconds", metavar="FILE", help="write what each test and file took of all cores"
-    )
+    group.addoption("--stop-after", type=float, metavar="S", help="skip the rest after S seconds")
+    group.addoption("--cpu-seconds", metavar="FILE", help="write the time of each test and file")
 
 
 def pytest_configure(config: pytest.Config) -> None:

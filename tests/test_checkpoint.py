@@ -89,14 +89,10 @@ def test_a_size_that_is_no_whole_block_is_refused():
 @pytest.mark.parametrize("read", [released_tensors, weight_bytes])
 def test_a_config_without_a_size_is_refused_by_name(read):
     config = {name: value for name, value in FLASH.items() if name != "n_routed_experts"}
-    with pytest.raises(
-        ValueError, match=r"config must have n_routed_experts, got 1 missing\. Take"
-    ):
+    with pytest.raises(ValueError, match=r"config must have n_routed_experts, got 1 missing"):
         read({**config})
     short = {**FLASH, "compress_ratios": [0, 0]}
-    with pytest.raises(
-        ValueError, match=r"config\.compress_ratios must have a ratio for each of 43"
-    ):
+    with pytest.raises(ValueError, match=r"config\.compress_ratios must have a ratio for each of"):
         read(short)
 
 
@@ -116,10 +112,8 @@ def test_weights_on_each_gpu():
     # 3 x 2048 x 4096 FP4 with a scale for 32, 256 experts of 43 layers, a fourth of them
     assert parts["experts"] == 43 * 256 // 4 * 3 * 2048 * 4096 * (16 + 1) // 32
     assert parts["shared experts"] == 43 * 3 * (2048 * 4096 + 16 * 32) // 4
-    for gpus, split, message in (
-        (3, False, "n_routed_experts, 256, got 3"),
-        (16, True, "o_groups, 8, got 16"),
-    ):
+    cases = ((3, False, "n_routed_experts, 256, got 3"), (16, True, "o_groups, 8, got 16"))
+    for gpus, split, message in cases:
         with pytest.raises(ValueError, match=f"^weight_bytes: num_gpus must divide {message}. "):
             weight_bytes(FLASH, num_gpus=gpus, split_heads=split)
 
@@ -188,9 +182,7 @@ def test_a_checkpoint_depends_on_its_seed_only(tmp_path):
         for name, shards in (("a", 1), ("b", 3))
     )
     assert once.keys() == again.keys()
-    assert all(
-        torch.equal(once[name].view(torch.uint8), again[name].view(torch.uint8)) for name in once
-    )
+    assert all(torch.equal(as_bytes(once[name]), as_bytes(again[name])) for name in once)
     other = dict(tensors(write_checkpoint(tmp_path / "c", SMALL, seed=1)))
     assert not torch.equal(once["embed.weight"], other["embed.weight"])
 
@@ -546,10 +538,8 @@ def test_any_bytes_of_a_header_and_any_config_are_accepted_or_refused_clearly(fu
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 100_000, '{"\\ud800": 1}'])
 def test_texts_that_parsers_choke_on_are_refused(fuzzed, content):
     text = content.encode()
-    for name, size in (
-        ("config.json", b""),
-        ("model.safetensors", len(text).to_bytes(8, "little")),
-    ):
+    sizes = ("config.json", b""), ("model.safetensors", len(text).to_bytes(8, "little"))
+    for name, size in sizes:
         with restored(fuzzed / name):
             (fuzzed / name).write_bytes(size + text)
             assert f"{name} must be JSON, got " in refused(fuzzed)
@@ -613,12 +603,8 @@ def test_given_weights_are_quantised_and_the_rest_is_random(tmp_path):
     scale = files[fp4.replace("weight", "scale")]
     assert fp4_values(files[fp4], scale).unique().tolist() == [3 * 2.0**-20]
     random = dict(tensors(write_checkpoint(tmp_path / "random", SMALL)))
-    same = [
-        name
-        for name, value in files.items()
-        if torch.equal(as_bytes(value), as_bytes(random[name]))
-    ]
-    assert len(same) == len(random) - 5  # two weights with scales, and the sink
+    same = [torch.equal(as_bytes(files[name]), as_bytes(random[name])) for name in files]
+    assert sum(same) == len(random) - 5  # two weights with scales, and the sink
 
 
 def as_bytes(tensor):

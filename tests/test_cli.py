@@ -274,21 +274,17 @@ def test_doctor_has_no_problem_and_its_steps_compile(capsys):
 
 
 def test_doctor_says_which_step_fails_and_what_shows_it(monkeypatch):
-    stderr = (
-        "Traceback ...\n  File ...\nValueError: broken on purpose\n\nSet a variable to see more\n"
-    )
-    wrong = SimpleNamespace(returncode=1, stdout="", stderr=stderr)
-    right = SimpleNamespace(returncode=0, stdout="8.5\n", stderr="a warning\n")
-    monkeypatch.setattr(
-        doctor.subprocess, "run", lambda command, **_: wrong if "V4" in command[-1] else right
-    )
+    stderr = "Traceback ...\n  File ...\nValueError: broken on purpose\n\nSet a variable\n"
+    done = [
+        SimpleNamespace(returncode=0, stdout="8.5\n", stderr="a warning\n"),
+        SimpleNamespace(returncode=1, stdout="", stderr=stderr),
+    ]
+    monkeypatch.setattr(doctor.subprocess, "run", lambda command, **_: done["V4" in command[-1]])
     monkeypatch.setattr(probes, "distribution_version", lambda name: "5.24.0")
     problems, said = [], []
     section = doctor._steps(problems, True, said.append)
-    assert section == {
-        "DeepSeek-V4": "fails: ValueError: broken on purpose",
-        "DeepSeek-V3": "compiles, 8.5 s",
-    }
+    want = {"DeepSeek-V4": "fails: ValueError: broken on purpose", "DeepSeek-V3": "compiles, 8.5 s"}
+    assert section == want
     (problem,) = problems
     assert "DeepSeek-V4 fails with torch" in problem
     assert f"`{sys.executable} -m dsv4_ops.cli.steps DeepSeek-V4` prints" in problem
@@ -371,9 +367,8 @@ def test_doctor_knows_versions_that_were_tested_together(
         assert (problems, warnings) == ([], [said] if said else [])
 
 
-needs_gxx = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ on Linux"
-)
+lacks_gxx = sys.platform != "linux" or shutil.which("g++") is None
+needs_gxx = pytest.mark.skipif(lacks_gxx, reason="needs g++ on Linux")
 
 
 @pytest.fixture
@@ -407,9 +402,8 @@ def test_linked_libraries_tells_static_from_dynamic(monkeypatch, static_cxx, rea
 )
 def test_doctor_says_which_kernels_a_gpu_runs(monkeypatch, capability, kernels):
     major, minor = capability
-    found = SimpleNamespace(
-        name="A100", multi_processor_count=108, total_memory=2**36, major=major, minor=minor
-    )
+    numbers = {"multi_processor_count": 108, "total_memory": 2**36}
+    found = SimpleNamespace(name="A100", major=major, minor=minor, **numbers)
     monkeypatch.setattr(probes, "no_gpu_reason", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
@@ -467,9 +461,8 @@ def test_a_gpu_library_needs_a_gpu(monkeypatch):
     assert probes.probe("deep_gemm").reason == f"needs a CUDA device: no driver{where}"
     monkeypatch.setattr(probes, "no_gpu_reason", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert probes.probe("deep_gemm").reason == (
-        f"needs compute capability 9.0 or later; this GPU has 8.0{where}"
-    )
+    reason = f"needs compute capability 9.0 or later; this GPU has 8.0{where}"
+    assert probes.probe("deep_gemm").reason == reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert probes.probe("deep_gemm").usable
 

@@ -137,9 +137,7 @@ def rank_parts(rank, folder):
         assert forward.__qualname__.endswith("tp_forward"), "that of Hugging Face's plan"
     gate = model.model.layers[0].mlp.gate
     gate.forward = gate.forward  # as ep_router sets one
-    with pytest.raises(
-        NotImplementedError, match=r"^patch: .*0\.mlp\.gate must number the experts"
-    ):
+    with pytest.raises(NotImplementedError, match=r"^patch: .*0\.mlp\.gate must number the"):
         v4.patch(model, parallel=ContextParallel.of() if heads else None)
     loaded = v4.load_quantized(folder / "files", distributed_config=split_over(2))
     model = released_model(SPLIT, device="cpu", distributed=split_over(2))

@@ -2,7 +2,7 @@
 
 That it selects and attends as Hugging Face's layers do is in transformers/test_deepseek_v32.py."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -63,7 +63,7 @@ def call_of(spec, num_tokens=TOKENS, padding=0, **changed):
     return partial(dsa_layer, spec, **{**arguments, **changed}), arguments["cache"]
 
 
-ROWS_656 = dataclasses.replace(
+ROWS_656 = replace(
     SPEC,
     kv_lora_rank=512,
     qk_rope_head_dim=64,
@@ -109,9 +109,7 @@ def test_a_layer_without_an_indexer_attends_to_the_slots_it_is_given():
 
 def test_backward_is_refused():
     call, _ = call_of(SPEC)
-    inputs = dataclasses.replace(
-        call.keywords["inputs"], kv_c=sampled(TOKENS, RANK).requires_grad_()
-    )
+    inputs = replace(call.keywords["inputs"], kv_c=sampled(TOKENS, RANK).requires_grad_())
     out = call(inputs=inputs).out.sum()
     with pytest.raises(NotImplementedError, match=r"^dsa_layer: results must not be differentiat"):
         out.backward()
@@ -120,22 +118,22 @@ def test_backward_is_refused():
 def test_wrong_calls_are_refused_before_anything_is_written():
     call, cache = call_of(SPEC)
     indexer, slots = call.keywords["indexer"], torch.zeros(TOKENS, 3, dtype=torch.int32)
-    expanded = dataclasses.replace(SPEC, context="chunked", workspace_rows=4)
+    expanded = replace(SPEC, context="chunked", workspace_rows=4)
     chunked = build_mla_step(expanded, i32([0, 7]), i32([7]), i32([[2, 0]]), num_tokens=TOKENS)
     w_kv_b = sampled(HEADS * (NOPE + VALUE), RANK)
-    weights = dataclasses.replace(call.keywords["weights"], w_kv_b=w_kv_b)
+    weights = replace(call.keywords["weights"], w_kv_b=w_kv_b)
     for changed, message in (
         ({"slots": slots}, "slots must be given to a layer without an indexer, .* got both"),
         ({"indexer": None}, "slots must be given to a layer without an indexer, .* got neither"),
         ({"indexer": None, "slots": slots[:, :2]}, r"slots must have shape \[.*, 3\], got"),
         ({"indexer": None, "slots": slots.long()}, "slots must be torch.int32"),
-        ({"indexer": dataclasses.replace(indexer, k=indexer.k[:, :64])},
+        ({"indexer": replace(indexer, k=indexer.k[:, :64])},
          r"indexer.k must have shape \[.*, 128\], got"),
-        ({"indexer": dataclasses.replace(indexer, q=indexer.q.bfloat16())},
+        ({"indexer": replace(indexer, q=indexer.q.bfloat16())},
          "indexer.q must be torch.float32, got torch.bfloat16"),
-        ({"indexer": dataclasses.replace(indexer, weights=indexer.weights[:, :1])},
+        ({"indexer": replace(indexer, weights=indexer.weights[:, :1])},
          r"indexer.weights must have shape \[.*, 2\], got"),
-        ({"cache": dataclasses.replace(cache, indexer=None)},
+        ({"cache": replace(cache, indexer=None)},
          "cache.indexer must be a tensor, got NoneType"),
         ({"step": chunked, "weights": weights},
          "step must have the context 'absorbed', got expanded contexts"),
@@ -158,27 +156,23 @@ RANKS = ContextParallel(group="0", world_size=2, shards_index_heads=True)
         ({"layout": "mla_fp8", "qk_rope_head_dim": 8}, ValueError, "layout must be 'plain' or 'ml"),
         ({"indexer_layout": "v4_fp8"}, ValueError, "indexer_layout must be 'v4_indexer_fp8' or"),
         ({"interleaved": 1}, TypeError, "interleaved must be a bool"),
-        (
-            {"parallel": RANKS},
-            NotImplementedError,
-            "parallel.shards_index_heads must be False, got",
-        ),
+        ({"parallel": RANKS}, NotImplementedError, "parallel.shards_index_heads must be False"),
     ],
 )
 def test_errors_of_a_spec(changed, error, message):
     with pytest.raises(error, match=f"^DsaSpec: {message}"):
-        dataclasses.replace(SPEC, **changed)
+        replace(SPEC, **changed)
 
 
 def test_a_library_runs_the_ops_that_it_has():
     """FlashMLA attends to selected rows of the released sizes; caches no longer than a selection
     are read by our kernels."""
     spec = DsaSpec(num_heads=128, softmax_scale=1.0, layout="mla_ds_fp8")
-    assert dataclasses.replace(spec, impl="flash_mla").dense == spec
-    wide = dataclasses.replace(spec, v_head_dim=256, qk_nope_head_dim=192, context="chunked")
+    assert replace(spec, impl="flash_mla").dense == spec
+    wide = replace(spec, v_head_dim=256, qk_nope_head_dim=192, context="chunked")
     assert (spec.expands, wide.expands) == (True, False)
     wide.check_impl("patch", 1, "triton")
     for heads, index_heads, impl in ((16, 64, "flash_mla"), (128, 16, "deep_gemm")):
-        other = dataclasses.replace(spec, num_heads=heads, index_heads=index_heads)
+        other = replace(spec, num_heads=heads, index_heads=index_heads)
         with pytest.raises(NotImplementedError, match=r"^patch: impl must be .* with 16 heads"):
             other.check_impl("patch", 1, impl)

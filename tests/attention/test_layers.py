@@ -114,11 +114,8 @@ def cuts(draw: Any) -> dict[str, Any]:
             request.pop()
     if not any(map(sum, requests)):
         requests[0] = [1]
-    return {
-        "cuts": requests,
-        "padding": draw(st.sampled_from([0, 0, 1, 5])),
-        "seed": draw(st.integers(0, 9)),
-    }
+    padding, seed = draw(st.sampled_from([0, 0, 1, 5])), draw(st.integers(0, 9))
+    return {"cuts": requests, "padding": padding, "seed": seed}
 
 
 @each_kind
@@ -180,9 +177,8 @@ def test_scales_of_a_quantised_output(kind: str) -> None:
     quantised = layer.attend(inputs[0], *engine.batch([LENGTH]))
     layer.spec = SPEC
     values = quantised.values.float().unflatten(-1, (-1, 128)) * quantised.scales[..., None]
-    torch.testing.assert_close(
-        values.flatten(-2).transpose(0, 1), whole[0].float(), rtol=2**-4, atol=1e-3
-    )
+    found = values.flatten(-2).transpose(0, 1)
+    torch.testing.assert_close(found, whole[0].float(), rtol=2**-4, atol=1e-3)
 
 
 def test_a_step_is_the_same_from_metadata() -> None:
@@ -216,9 +212,8 @@ def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
         assert bool((group.state_slot_mapping[~valid] == -1).all())
     without_slots = (starts, lens, torch.where(valid, slots, -1), tables, held)
     for again in (None, valid):
-        pairs = zip(
-            leaves(build_attention_step(SPEC, *without_slots, again)), leaves(step), strict=True
-        )
+        found = build_attention_step(SPEC, *without_slots, again)
+        pairs = zip(leaves(found), leaves(step), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
     whole = build_attention_step(SPEC, *batch, held)
     assert torch.equal(step.slot_mapping[valid], slots[valid])

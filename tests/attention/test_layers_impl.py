@@ -53,7 +53,7 @@ def test_what_runs_on_gpus_only_is_refused_before_anything_is_written(impl: str)
         (
             replace(SPEC, indexer_layout="plain"),
             {},
-            ("layout 'plain'", "Our kernels read 'v4_indexer_fp8'"),
+            ("layout 'plain'", "kernels read 'v4_indexer_fp8'"),
         ),
     ],
     ids=["topk", "layout"],

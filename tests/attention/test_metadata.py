@@ -65,12 +65,8 @@ def test_decode_metadata_by_hand():
     assert metadata.c128_slot_mapping.tolist() == [-1, 20 * 2 + 1, -1, -1]
     assert metadata.is_valid_token.tolist() == [True, True, True, False]
     assert metadata.c128_indices.shape == (4, 128)
-    assert metadata.c128_indices[:, :3].tolist() == [
-        [40, -1, -1],
-        [40, 41, -1],
-        [42, -1, -1],
-        [-1, -1, -1],
-    ]
+    rows = [[40, -1, -1], [40, 41, -1], [42, -1, -1], [-1, -1, -1]]
+    assert metadata.c128_indices[:, :3].tolist() == rows
 
 
 def test_a_key_per_token_by_hand():
@@ -93,12 +89,7 @@ def test_invalid_tokens_are_padding_by_hand():
     """The batch above, whose tokens 1 and 3 a captured step of a fixed size pads: token 1 completes
     its C4 and C128 rows no more. The caches' own slots say nothing about it."""
     table = i32([[7, 3], [2, 5]])
-    batch = (
-        i32([0, 2, 4]),
-        i32([8, 6]),
-        i64([100, 101, -1, 103]),
-        BlockTables(table, table, table),
-    )
+    batch = (i32([0, 2, 4]), i32([8, 6]), i64([100, 101, -1, 103]), BlockTables(*[table] * 3))
     valid = torch.tensor([True, False, True, False])
     decode, prefill = (
         build_decode_metadata(SMALL, *batch, valid),
@@ -115,9 +106,7 @@ def test_invalid_tokens_are_padding_by_hand():
         assert metadata.c128_slot_mapping.tolist() == [-1] * 4
     assert prefill.c4_row_stop.tolist() == [3, 0, 4 + 2, 0]
     assert decode.c128_indices[1].tolist() == [-1] * 128
-    with pytest.raises(
-        TypeError, match=r"^build_decode_metadata: is_valid_token must be torch.bool"
-    ):
+    with pytest.raises(TypeError, match=r"_metadata: is_valid_token must be torch\.bool"):
         build_decode_metadata(SMALL, *batch, valid.int())
     with pytest.raises(ValueError, match=r"is_valid_token must have shape \[num_tokens\] with"):
         build_prefill_metadata(SMALL, *batch, valid[:3], max_chunks=2)
@@ -228,9 +217,7 @@ def test_prefill_metadata_against_the_oracle(seed):
     bounds = oracles.prefill_row_bounds(positions, requests, seq_lens, compress_ratio=4)
     found = (metadata.c4_cu_seq_lens, metadata.c4_row_start, metadata.c4_row_stop)
     assert [tensor.tolist() for tensor in found] == list(map(list, bounds))
-    split = oracles.split_decodes_and_prefills(
-        query_start_loc, decode_threshold=4, require_uniform=False
-    )
+    split = oracles.split_decodes_and_prefills(query_start_loc, decode_threshold=4)
     assert metadata.split.tolist() == split
     lens = [stop - start for start, stop in pairwise(query_start_loc)]
     chunks, num_chunks = oracles.split_prefill_chunks(

@@ -30,7 +30,7 @@ from dsv4_ops.attention.metadata import BlockTables
 from dsv4_ops.attention.sharded import select_own, with_sink
 from dsv4_ops.attention.tensors import LayerCall
 from dsv4_ops.core.types import IndexerQuery
-from tests.helpers import NIGHTLY, i32
+from tests.helpers import NIGHTLY, i32, nightly
 from tests.support.layers import (
     PLAIN,
     SPEC,
@@ -81,11 +81,9 @@ class RankLayer(SmallLayer):
     def attend(self, inputs: dict[str, Tensor], *batch: Tensor) -> Tensor:
         weights, caches = self.attention.weights, self.attention.caches
         weights = replace(weights, attn_sink=self.own(weights.attn_sink, 0))
-        parts = {
-            "q": self.parts,
-            "indexer_q": self.index_parts,
-            "indexer_weights": self.index_parts,
-        }
+        parts = {"q": self.parts} | dict.fromkeys(
+            ("indexer_q", "indexer_weights"), self.index_parts
+        )
         own = {name: self.own(inputs[name], 1, parts[name]) for name in parts if name in inputs}
         given = LayerInputs(**inputs | own)
         found = attention_layer(
@@ -170,9 +168,8 @@ def rank_quantised(
         how = [[30, *[1] * 7], [7, 2, 1, 20, *[1] * 3]]
         if not NIGHTLY and device == "cpu":
             how = [[30, 1, 1], [7, 2, 1]]
-        for out, expected in zip(
-            in_chunks(part, inputs, how), in_chunks(whole, inputs, how), strict=True
-        ):
+        outs = (in_chunks(each, inputs, how) for each in (part, whole))
+        for out, expected in zip(*outs, strict=True):
             expected = part.own(expected, 1).float()
             error = (out.float() - expected).abs().amax((1, 2))
             assert (error <= (0.01 + 4 * 2**-9) * expected.abs().amax((1, 2))).all(), (
@@ -288,7 +285,7 @@ def rank_checks(rank: int, world: int, rounds: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "rounds"),
-    [(2, 1), pytest.param(4, 20, marks=pytest.mark.nightly("two ranks and fewer batches"))],
+    [(2, 1), *nightly("two ranks and fewer batches", (4, 20))],
 )
 def test_ranks_attend_as_one_process(world: int, rounds: int, tmp_path: Path) -> None:
     assert run_ranks(world, rank_checks, tmp_path, world, rounds) == ["done"] * world

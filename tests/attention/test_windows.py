@@ -70,11 +70,8 @@ def test_slots_by_hand() -> None:
     step = build_attention_step(SPEC, i32([0, 3]), i32([9]), i64([14, 15, 20]), *rest, valid)
     other = step.with_window(SPEC, i32([[2, 0, 1]]), i64([2, 3, -1]))
     assert other.slot_mapping.tolist() == [2, -1, -1]
-    assert other.swa_indices.tolist() == [
-        [8, 9, 10, 11, 0, 1, 2, -1],
-        [-1] * 8,
-        [9, 10, 11, 0, 1, 2, 3, 4],
-    ]
+    rows = [[8, 9, 10, 11, 0, 1, 2, -1], [-1] * 8, [9, 10, 11, 0, 1, 2, 3, 4]]
+    assert other.swa_indices.tolist() == rows
     assert other.swa_lens.tolist() == [7, 0, 8]
     with pytest.raises(ValueError, match=r"^with_window: slot_mapping must have shape"):
         step.with_window(SPEC, table, i64([1]))

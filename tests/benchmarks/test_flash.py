@@ -5,7 +5,7 @@ import torch.multiprocessing
 
 pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
 
-from tests.helpers import NIGHTLY
+from tests.helpers import NIGHTLY, nightly
 from tests.support.ranks import start_forked
 
 SIZES = ["--layers", "3", "--batches", "2", "--soak", "8", "--contexts", "40", "--prefills", "9"]
@@ -14,10 +14,7 @@ SIZES = ["--layers", "3", "--batches", "2", "--soak", "8", "--contexts", "40", "
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [
-        ["--gpus", "2"],
-        pytest.param(["--gpus", "1"], marks=pytest.mark.nightly("two processes run the same")),
-    ],
+    [["--gpus", "2"], *nightly("two processes run the same", ["--gpus", "1"])],
     ids=" ".join,
 )
 def test_every_phase_has_a_row(smoke, more, monkeypatch):

@@ -27,9 +27,7 @@ print("hit" if hits else "miss", dsv4_ops.__file__)
 @pytest.fixture
 def copied_package(tmp_path) -> Path:
     source = Path(dsv4_ops.__file__).parent
-    shutil.copytree(
-        source, tmp_path / "copy" / "dsv4_ops", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(source, tmp_path / "copy" / "dsv4_ops", ignore=lambda *_: ["__pycache__"])
     return tmp_path / "copy"
 
 

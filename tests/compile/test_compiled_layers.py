@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from dsv4_ops.lowering.inspect import compile_and_get_code, opaque_calls
 from tests.compile.test_compiled_cache import cache_sized_buffers
+from tests.helpers import nightly
 from tests.support.layers import HEADS, HIDDEN, SPEC, Engine, SmallLayer, caches_of, poison
 
 pytestmark = pytest.mark.slow
@@ -64,10 +65,10 @@ def run_beside(layer: SmallLayer, call: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "plan_heads"),
     [
-        pytest.param("window", 0, marks=pytest.mark.nightly("every other layer has a window too")),
+        *nightly("every other layer has a window too", ("window", 0)),
         ("c4", 0),
-        pytest.param("c128", 0, marks=pytest.mark.nightly("C4; test_compiled_plans.py")),
-        pytest.param("c128", HEADS, marks=pytest.mark.nightly("test_compiled_plans.py")),
+        *nightly("C4; test_compiled_plans.py", ("c128", 0)),
+        *nightly("test_compiled_plans.py", ("c128", HEADS)),
     ],
 )
 def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:

@@ -57,9 +57,8 @@ def test_steps_of_any_size_are_inputs_of_an_exported_layer(heads: int, tmp_path:
         for counts, padding in (([5, 2, 0, 9], 3), ([1, 1, 1, 1], 0)):
             batch = Engine(layer).batch(counts, padding)
             inputs.append((hidden(counts, padding), layer.step(*batch), caches))
-    program = torch.export.export(
-        OfStep(layer), inputs[0], dynamic_shapes=any_size(inputs[0]), strict=False
-    )
+    shapes = any_size(inputs[0])
+    program = torch.export.export(OfStep(layer), inputs[0], dynamic_shapes=shapes, strict=False)
     calls = [OfStep(layer), program.module(check_guards=False)]
     if NIGHTLY:
         with scalar_code():

@@ -225,10 +225,8 @@ def test_auto_goes_by_the_table(on_cpu, monkeypatch):
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     case = decode_case(0, 7, 64)
     monkeypatch.setattr(choice, "unusable", lambda library: "not installed")
-    assert providers.choice_of(DECODE, *case.tensors, **case.settings) == (
-        "triton",
-        "not installed",
-    )
+    decode = providers.choice_of(DECODE, *case.tensors, **case.settings)
+    assert decode == ("triton", "not installed")
     monkeypatch.setattr(choice, "unusable", lambda library: "")
     assert providers.choice_of(DECODE, *case.tensors, **case.settings).impl == "flash_mla"
     fewer = decode_case(0, 5, 64)

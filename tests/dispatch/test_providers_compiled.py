@@ -10,7 +10,7 @@ import torch
 import torch._inductor.config
 
 from benchmarks import choice as bench_choice
-from tests.helpers import NIGHTLY
+from tests.helpers import NIGHTLY, nightly
 from tests.support import forked
 from tests.support.providers_on_cpu import CASES, MODULE
 
@@ -72,9 +72,7 @@ print(fake_flash_mla.calls, counters["aot_autograd"]["autograd_cache_hit"])
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(
-            "build", marks=pytest.mark.nightly("the module's code needs ops of ours as well")
-        ),
+        *nightly("the module's code needs ops of ours as well", "build"),
         "module",
     ],
 )

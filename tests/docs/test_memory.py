@@ -65,6 +65,5 @@ def test_a_line_has_the_weights_of_each_gpu(line):
     sums = [sum(plan.values()) for plan in plans]
     cache = sum(cache_bytes(line["model"], 8, 2**17, None).values())
     shown = {**plans[0], "sum": sums[0], "heads split": sums[1], "cache, 8 x 128k": cache}
-    assert {name: line[name] for name in shown} == {
-        name: f"{size / 1e9:.1f}" for name, size in shown.items()
-    }
+    want = {name: f"{size / 1e9:.1f}" for name, size in shown.items()}
+    assert {name: line[name] for name in shown} == want

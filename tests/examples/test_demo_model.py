@@ -59,17 +59,13 @@ def test_layers_repeat_the_three_types_and_fields_can_be_replaced():
 @pytest.mark.parametrize("make", [models.small_mla_config, models.small_mla_model])
 @pytest.mark.parametrize("version", [1, 4])
 def test_small_models_of_dense_mla_are_v2_and_v3(make, version):
-    with pytest.raises(
-        ValueError, match=f"^{make.__name__}: version must be 2 or 3, got {version}"
-    ):
+    with pytest.raises(ValueError, match=f"^{make.__name__}: version must be 2 or 3, got"):
         make(version)
 
 
 @pytest.mark.parametrize("make", [models.small_dsa_config, models.small_dsa_model])
 def test_small_models_of_sparse_attention_are_v32_and_glm(make):
-    with pytest.raises(
-        ValueError, match=f"^{make.__name__}: family must be 'V3.2' or 'GLM-5', got 'V3'"
-    ):
+    with pytest.raises(ValueError, match=f"^{make.__name__}: family must be 'V3.2' or 'GLM-5'"):
         make("V3")
 
 

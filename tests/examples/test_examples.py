@@ -102,9 +102,7 @@ def test_context_parallel():
 def test_fuzz_your_model():
     last = run("06_fuzz_your_model.py", "--examples", 4)[-1]
     found = r"request \d, token 3 is off by [\d.]+ in \[.*\]"
-    assert re.fullmatch(
-        rf"shown: 4 schedules of .* right; the planted bug shrinks to: {found}", last
-    )
+    assert re.fullmatch(rf"shown: 4 schedules of .* right; .* shrinks to: {found}", last)
 
 
 def test_continuous_batching_in_eager():

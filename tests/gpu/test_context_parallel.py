@@ -190,9 +190,7 @@ def rank_soaks(rank, world, steps):
             worst = max(worst, error / bound)
             assert error <= 1.5 * bound, (step, queries, contexts, error, bound)
         if step % 250 == 249:
-            say(
-                f"step {step + 1}: error up to {worst:.2f} times one GPU's, {dict(requests.events)}"
-            )
+            say(f"step {step + 1}: up to {worst:.2f} times one GPU's, {dict(requests.events)}")
     torch.cuda.synchronize()
     return dict(requests.events)
 

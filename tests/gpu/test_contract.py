@@ -42,10 +42,7 @@ def test_contract_on_cuda(name):
 
 
 COMPRESSORS = ("save_compressor_states", "compress_and_insert", "save_and_compress")
-OTHERS = (
-    *(DECODE, PAGED, PREFILL),
-    *("apply_rope", "inverse_rope_group", "pack_seq", "unpack_seq"),
-)
+OTHERS = (DECODE, PAGED, PREFILL, "apply_rope", "inverse_rope_group", "pack_seq", "unpack_seq")
 OTHERS += ("inverse_rope_group_quantize", "qnorm_rope_kv_insert")
 
 

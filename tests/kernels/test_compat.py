@@ -77,9 +77,8 @@ def test_every_imported_name_is_listed():
 
 
 def test_trace_rule_machinery_exists():
-    assert issubclass(
-        torch_compat.FunctionalTensorMode, torch.utils._python_dispatch.TorchDispatchMode
-    )
+    mode = torch.utils._python_dispatch.TorchDispatchMode
+    assert issubclass(torch_compat.FunctionalTensorMode, mode)
     assert isinstance(torch.compiler.config.cache_key_tag, str)
 
 

@@ -33,10 +33,8 @@ def by_four_ops(*tensors: Tensor, **chosen: Any) -> tuple[Tensor, ...]:
         eps=chosen["eps"],
         block_size=chosen["swa_block_size"],
     )
-    for prefix, cache, layout in (
-        ("", "k_cache", "v4_fp8"),
-        ("indexer_", "indexer_cache", "v4_indexer_fp8"),
-    ):
+    caches = (("", "k_cache", "v4_fp8"), ("indexer_", "indexer_cache", "v4_indexer_fp8"))
+    for prefix, cache, layout in caches:
         ops.save_and_compress(
             *(of[f"{prefix}{name}"] for name in ("kv_score", "ape", "states")),
             *(of["state_block_table"], of["state_slot_mapping"], *tokens),
@@ -124,8 +122,7 @@ def test_the_scale_is_that_of_the_model() -> None:
     given_none = {**case.settings, "softmax_scale": None}
     *_, weights = ops.insert_c4_step(*case.copy().tensors, **given_none)
     of = dict(zip(NAMES, case.tensors, strict=True))
-    query = ops.indexer_quantize_q(
-        of["indexer_q"], of["indexer_weights"], of["positions"], of["cos_sin_cache"]
-    )
+    names = ("indexer_q", "indexer_weights", "positions", "cos_sin_cache")
+    query = ops.indexer_quantize_q(*(of[name] for name in names))
     assert torch.equal(weights, query.weights)
     assert weights[0, 0] == 2.0**-7 * 128**-0.5

@@ -76,9 +76,8 @@ def check_insert(
 @pytest.mark.parametrize(("size", "gap"), [(64, 0), (2, 16), (1, 4096), (3, 16)])
 def test_rows_at_the_ends_of_pages(kind: Any, size: int, gap: int) -> None:
     end = 3 * size
-    slots = [
-        *dict.fromkeys((end - 1, -1, size, 0, end, end + 1, 2 * size - 1, 2 * size, 2**63 - 1))
-    ]
+    slots = (end - 1, -1, size, 0, end, end + 1, 2 * size - 1, 2 * size, 2**63 - 1)
+    slots = [*dict.fromkeys(slots)]
     cache, base = cache_of(kind, size, 3, size, gap)
     check_insert(kind, keys(kind, 1, len(slots) + 2), cache, base, i64(slots), size)
 

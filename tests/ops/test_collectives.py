@@ -14,7 +14,7 @@ import dsv4_ops as ops
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.types import MergedStates
 from dsv4_ops.ops.context_parallel import GATHERS, gather_each
-from tests.helpers import NIGHTLY, i32
+from tests.helpers import NIGHTLY, i32, nightly
 from tests.support.ranks import run_ranks
 
 NAN, INF = math.nan, math.inf
@@ -95,9 +95,7 @@ def rank_checks(rank: int, world: int) -> str:
 
 @pytest.mark.nightly("test_context_parallel.py has two ranks in a model")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "world", [2, pytest.param(4, marks=pytest.mark.nightly("the same on two ranks"))]
-)
+@pytest.mark.parametrize("world", [2, *nightly("the same on two ranks", 4)])
 def test_ranks_gather_and_combine(world: int, tmp_path) -> None:
     assert run_ranks(world, rank_checks, tmp_path, world) == ["done"] * world
 

@@ -13,7 +13,7 @@ from dsv4_ops.reference.common import buffers_by
 from dsv4_ops.testing.case import results
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_agrees, assert_precise, equal
-from tests.helpers import EVERY, NIGHTLY, SMOKE
+from tests.helpers import EVERY, NIGHTLY, SMOKE, nightly
 from tests.oracles import (
     batch as oracles,
     compressor as oracles_compressor,
@@ -336,7 +336,7 @@ def test_compiled_takes_column_slices(name):
     "name",
     [
         "swa_indices_and_lens",
-        pytest.param("compress_and_insert", marks=pytest.mark.nightly("the loops of the other")),
+        *nightly("the loops of the other", "compress_and_insert"),
     ],
 )
 def test_compiled_loops_are_parallel(name):
@@ -358,15 +358,9 @@ def test_compiled_with_sizes_that_are_specialised(name, size):
             torch.zeros(size, dtype=torch.int32),
             torch.full((size, size), 3, dtype=torch.int32),
         ),
-        "token_map": (
-            torch.arange(size + 1, dtype=torch.int32),
-            torch.full((size,), 9, dtype=torch.int32),
-        ),
+        "token_map": (torch.arange(size + 1).int(), torch.full((size,), 9).int()),
     }[name]
-    kwargs = {
-        "swa_indices_and_lens": {"block_size": 4, "window_size": 4},
-        "token_map": {"num_tokens": size},
-    }[name]
+    kwargs = {"block_size": 4, "window_size": 4} if name != "token_map" else {"num_tokens": size}
     public = spec.implementation("ops")
     torch._dynamo.reset()
     compiled = torch.compile(

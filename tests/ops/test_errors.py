@@ -92,9 +92,8 @@ def test_as_many_requests_as_the_limit_allows() -> None:
     assert mapped.req_indices.tolist() == [*range(LIMIT), -1]
     flat = ops.flatten_decode(starts, lens, num_tokens=LIMIT)
     assert flat.req_indices.tolist() == list(range(LIMIT))
-    plan = ops.split_prefill_chunks(
-        lens, lens, workspace_size=LIMIT, max_logits_bytes=2**40, max_chunks=1
-    )
+    sizes = {"workspace_size": LIMIT, "max_logits_bytes": 2**40, "max_chunks": 1}
+    plan = ops.split_prefill_chunks(lens, lens, **sizes)
     assert plan.chunks.tolist() == [[0, LIMIT, 0, LIMIT]]
 
 

@@ -17,11 +17,8 @@ NAN, INF = math.nan, math.inf
 
 
 def settings_of(random: Random) -> dict:
-    ranks, turn, block = (
-        random.choice((1, 1, 2, 4)),
-        random.choice((1, 1, 2, 5)),
-        random.choice((1, 4)),
-    )
+    ranks, turn = random.choice((1, 1, 2, 4)), random.choice((1, 1, 2, 5))
+    block = random.choice((1, 4))
     least = oracles.lcm(block, ranks * turn)
     return {
         "workspace_rows": random.randint(1, 6) * least + random.choice((0, 0, 1, 3)),
@@ -51,9 +48,8 @@ def device_plan(
     """The plan of the op as the host has it."""
     chunks = ops.context_chunks(strided(i32(lens)), max_chunks=max_chunks, **settings)
     plan = []
-    for starts, bounds in zip(
-        chunks.local_starts.tolist(), chunks.cu_seq_lens.tolist(), strict=True
-    ):
+    lists = chunks.local_starts.tolist(), chunks.cu_seq_lens.tolist()
+    for starts, bounds in zip(*lists, strict=True):
         plan.append(
             [
                 (request, start * settings["cp_world_size"], last - first)
@@ -147,22 +143,16 @@ def test_a_side_without_keys_is_the_other_one(empty: float) -> None:
         nothing = (torch.full_like(out, garbage), torch.full_like(lse, empty))
         for sides in ((out, lse, *nothing), (*nothing, out, lse)):
             assert_exact(ops.merge_attn_states(*sides), (out, lse))
-        states = (
-            torch.stack([nothing[0], out, nothing[0]]),
-            torch.stack([nothing[1], lse, nothing[1]]),
-        )
+        states = (torch.stack([no, some, no]) for no, some in zip(nothing, (out, lse), strict=True))
         assert_exact(ops.merge_states(*states), (out, lse))
-        assert_exact(
-            ops.merge_attn_states(*nothing, *nothing),
-            (torch.zeros_like(out), torch.full_like(lse, -INF)),
-        )
+        nothing_at_all = torch.zeros_like(out), torch.full_like(lse, -INF)
+        assert_exact(ops.merge_attn_states(*nothing, *nothing), nothing_at_all)
 
 
 def test_merges_of_large_log_sum_exps() -> None:
     """Logits of 1e4 and more, which no exp holds."""
-    merged = ops.merge_attn_states(
-        values(2.0, 2.0), lses(1e4, -1e4), values(4.0, 4.0), lses(1e4, 1e4)
-    )
+    parts = values(2.0, 2.0), lses(1e4, -1e4), values(4.0, 4.0), lses(1e4, 1e4)
+    merged = ops.merge_attn_states(*parts)
     torch.testing.assert_close(merged, (values(3.0, 4.0), lses(1e4 + LN[2], 1e4)))
 
 
@@ -182,9 +172,8 @@ def test_nan_stays_in_its_request(causal: bool) -> None:
     clean = ragged_prefill(seed, [(3, 5), (4, 4), (2, 6)], dtype=torch.float32)
     spoiled = [each.clone() for each in clean]
     spoiled[1][6], spoiled[3][7] = NAN, NAN
-    expected, found = (
-        ops.mla_prefill(*each, softmax_scale=0.2, causal=causal) for each in (clean, spoiled)
-    )
+    settings = {"softmax_scale": 0.2, "causal": causal}
+    expected, found = (ops.mla_prefill(*each, **settings) for each in (clean, spoiled))
     for left, right in zip(found, expected, strict=True):
         assert_exact((left[:3], left[7:]), (right[:3], right[7:]))
     assert found.out[6].isnan().all()

@@ -129,9 +129,8 @@ def split_prefill_chunks(
     max_chunks: int,
     request_offset: int = 0,
 ) -> tuple[list[list[int]], list[int]]:
-    chunks = all_prefill_chunks(
-        seq_lens, query_lens, workspace_size, max_logits_bytes, request_offset
-    )
+    rest = workspace_size, max_logits_bytes, request_offset
+    chunks = all_prefill_chunks(seq_lens, query_lens, *rest)
     stored = chunks[:max_chunks]
     stored += [[0, 0, 0, 0] for _ in range(max_chunks - len(stored))]
     return stored, [len(chunks)]
@@ -176,9 +175,8 @@ def plan_prefill_chunks(
     max_logits_bytes: int,
     request_offset: int = 0,
 ) -> list[tuple[slice, slice]]:
-    chunks = all_prefill_chunks(
-        seq_lens, query_lens, workspace_size, max_logits_bytes, request_offset
-    )
+    rest = workspace_size, max_logits_bytes, request_offset
+    chunks = all_prefill_chunks(seq_lens, query_lens, *rest)
     return [(slice(chunk[0], chunk[1]), slice(chunk[2], chunk[3])) for chunk in chunks]
 
 

@@ -66,11 +66,9 @@ def verify_draft(logits, draft_ids, draft_probs, uniforms, *, temperature, bf16_
     found = []
     for request, patterns in enumerate(logits):
         rows = [[logit(value, bf16_logits) for value in row] for row in patterns]
-        shares = (
-            [[share(value) for value in row] for row in draft_probs[request]]
-            if draft_probs
-            else None
-        )
+        shares = None
+        if draft_probs:
+            shares = [[share(value) for value in row] for row in draft_probs[request]]
         chances = None if uniforms is None else [uniform(value) for value in uniforms[request]]
         kept, count = verify_request(rows, draft_ids[request], shares, chances, temperature)
         found.append((kept + [-1] * (len(rows) - len(kept)), count))

@@ -69,9 +69,8 @@ def inserted(
     keys = [rotated_key(key, position, table) for key, position in zip(kv, positions, strict=True)]
     if layout == "plain":
         return oracles_kv.insert_k_cache(keys, k_cache, slot_mapping)
-    return oracles_kv.quantize_and_insert_k_cache(
-        keys, k_cache, slot_mapping, block_size=block_size
-    )
+    insert = oracles_kv.quantize_and_insert_k_cache
+    return insert(keys, k_cache, slot_mapping, block_size=block_size)
 
 
 def quantized(row: Row) -> tuple[Row, Row]:

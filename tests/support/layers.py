@@ -233,10 +233,8 @@ class Engine:
         total = i64([0, *counts, 0]).cumsum(0).int()
         lens = [done + n if n else 0 for done, n in zip(self.done, counts, strict=True)]
         slots += [-1] * padding
-        tables = [
-            torch.cat([pages.table, pages.table[:1]])
-            for pages in (self.swa, self.rows, self.states)
-        ]
+        groups = (self.swa, self.rows, self.states)
+        tables = [torch.cat([pages.table, pages.table[:1]]) for pages in groups]
         return total, i32([*lens, 0]), i64(slots), *tables
 
     def finish(self, counts: list[int]) -> None:

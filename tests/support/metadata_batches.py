@@ -34,9 +34,7 @@ def random_inputs(
 
     def table(block_tokens: int) -> Tensor:
         columns = -(-spec.max_model_len // block_tokens)
-        pages = torch.randint(
-            0, 60_000, (num_reqs, columns), generator=generator, dtype=torch.int32
-        )
+        pages = torch.randint(60_000, (num_reqs, columns), generator=generator, dtype=torch.int32)
         pages.view(-1)[:: rng.randint(7, 40)] = -1
         return pages
 

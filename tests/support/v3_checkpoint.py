@@ -70,10 +70,7 @@ def quantized(weight: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tenso
     values = torch.empty(rows, columns)
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            part = (
-                slice(row * BLOCK, (row + 1) * BLOCK),
-                slice(column * BLOCK, (column + 1) * BLOCK),
-            )
+            part = tuple(slice(at * BLOCK, (at + 1) * BLOCK) for at in (row, column))
             block = weight[part].float()
             scale = float(block.abs().max() / 448)
             scales[row, column] = 2.0 ** math.ceil(math.log2(scale)) if power_of_two else scale

@@ -153,10 +153,7 @@ def outcome(op, name, value, folder):
 
 def test_errors_name_what_to_do():
     for wrong, text in (
-        (
-            {"inputs": "The sky"},
-            "input_ids must be a tensor, got a str. Encode a text by the token",
-        ),
+        ({"inputs": "The sky"}, "input_ids must be a tensor, got a str. Encode a text by"),
         ({"inputs": torch.ones(1, 3)}, "input_ids must be torch.int64 or torch.int32, got torch.f"),
         ({"cache": 7}, "cache must be a PagedCache, or another Cache of transformers, got an int"),
         ({"streamer": 7}, "streamer must have the methods put and end, got an int. Pass a TextStr"),

@@ -16,6 +16,7 @@ from dsv4_ops.core.versions import release
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.batching import hooks
 from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.helpers import nightly
 
 SERVES = release(transformers.__version__) >= hooks.OLDEST
 pytestmark = [
@@ -142,13 +143,10 @@ def test_each_request_gets_the_tokens_of_generate(name, scheduler, steps, caches
     assert max(tokens for tokens, _ in steps) == 64
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("v3", 21), pytest.param("v3", 200, marks=pytest.mark.nightly("the same of 21 requests"))],
-)
-def test_requests_come_go_and_stream(name, count, caches):
+@pytest.mark.parametrize("count", [21, *nightly("the same of 21 requests", 200)])
+def test_requests_come_go_and_stream(count, caches):
     """A third is cancelled after its first token; memory stays what it was."""
-    model, prompts = patched(name), prompts_of(count, seed=1)
+    model, prompts = patched("v3"), prompts_of(count, seed=1)
     manager = manager_of(model)
     addresses = [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(caches[0].tensors)]
     streams, finished, cancelled = {}, {}, set()
@@ -184,8 +182,8 @@ def test_requests_come_go_and_stream(name, count, caches):
     ("name", "count"),
     [
         ("v3", 1),
-        pytest.param("v3", 20, marks=pytest.mark.nightly("decodes alone; compile_step's tests")),
-        pytest.param("v4", 20, marks=pytest.mark.nightly("the same of V3")),
+        *nightly("decodes alone; compile_step's tests", ("v3", 20)),
+        *nightly("the same of V3", ("v4", 20)),
     ],
 )
 def test_a_step_is_compiled_once(name, count):
@@ -324,11 +322,7 @@ def test_settings_that_a_patched_model_lacks(config, kind, message):
     ("inputs", "kind", "message"),
     [
         (torch.tensor([[5]]), TypeError, "inputs must be a list of prompts, got a Tensor. Pass a"),
-        (
-            [[5], torch.tensor([5])],
-            TypeError,
-            "inputs[1] must be a list of token ids, got a Tensor",
-        ),
+        ([[5], torch.tensor([5])], TypeError, "inputs[1] must be a list of token ids, got a T"),
         ([["a"]], TypeError, "inputs[0] must be a list of token ids, got a list with a str"),
         ([[5], []], ValueError, "inputs[1] must have at least one token, and ids of the"),
         ([[5, -1]], ValueError, "ids of the vocabulary, 0 to 259, got -1. Encode"),

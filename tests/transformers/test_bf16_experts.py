@@ -10,6 +10,7 @@ from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
 from dsv4_ops.integrations.transformers.modules import bf16_experts
 from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.helpers import nightly
 from tests.support.hf_models import first_step
 
 HALF = replace(hf.Recipe.serve(), swiglu_float32=False)
@@ -51,9 +52,9 @@ def inputs_of(experts, tokens=5):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("V4", marks=pytest.mark.nightly("V3's op, in a layer of test_quantized.py")),
+        *nightly("V3's op, in a layer of test_quantized.py", "V4"),
         "V3",
-        pytest.param("V2", marks=pytest.mark.nightly("V3's forwards")),
+        *nightly("V3's forwards", "V2"),
     ],
 )
 def test_a_step_is_one_graph_with_an_op_in_every_layer(family, ran):

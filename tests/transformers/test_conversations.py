@@ -154,9 +154,8 @@ def said_by_the_model(*counts, seed=8):
     turns = Conversation(len(counts), Random(seed))
     turns.say(counts)
     answers = turns.answer()
-    return next(
-        int(one) for one in answers[:, :-1].flatten() if not (turns.ids == one)[:, :-NEW].any()
-    )
+    said = answers[:, :-1].flatten().tolist()
+    return next(one for one in said if not (turns.ids == one)[:, :-NEW].any())
 
 
 @pytest.mark.parametrize("counts", [(9, 4), *nightly("two rows", ((9,),))])
@@ -228,9 +227,7 @@ def test_what_may_be_padding_is_refused_without_a_mask():
     reference()(turns.ids, attention_mask=turns.mask, cache=turns.cache)
     turns.say([3, 3])
     lens = turns.cache.seq_lens.clone()
-    with pytest.raises(
-        ValueError, match=r"^generate: attention_mask must be given .*has another t"
-    ):
+    with pytest.raises(ValueError, match=r"^generate: attention_mask must be given .*has an"):
         turns.answer(attention_mask=None)
     assert torch.equal(turns.cache.seq_lens, lens)
     turns.answer()
@@ -268,9 +265,8 @@ def test_other_criteria_than_an_end():
         turns = Conversation(2, Random(4))
         turns.say([9, 9])
         given = {"eos_token_id": eos, "max_new_tokens": NEW, "stopping_criteria": [Third()]}
-        out = reference().generate(
-            turns.ids, pad_token_id=PAD, cache=turns.cache, **given, **RECORD
-        )
+        given |= {"pad_token_id": PAD, "cache": turns.cache}
+        out = reference().generate(turns.ids, **given, **RECORD)
         assert (out.sequences[0, -1] == PAD) == (eos is not None)
         assert turns.cache.seq_lens.tolist() == [13 if eos is None else 12, 13]
 

@@ -287,11 +287,8 @@ def test_probabilities_that_are_not_finite_are_refused(model, calls):
 
 
 def test_the_least_of_several_lengths_ends_a_text(model, calls):
-    both(
-        model,
-        calls,
-        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(11), MaxLengthCriteria(9)]),
-    )
+    lengths = StoppingCriteriaList([MaxLengthCriteria(11), MaxLengthCriteria(9)])
+    both(model, calls, stopping_criteria=lengths)
 
 
 def test_the_random_state_after_a_text_is_hugging_faces(model, calls, monkeypatch):

@@ -152,9 +152,7 @@ def test_queries_in_codes(context, request):
     want = small_mla_model(**changed).double()(tokens()).logits
     if context == "expanded":
         request.getfixturevalue("expands")
-    plain, coded = (
-        v4.patch(small_mla_model(**changed), kv="fp8", query=query) for query in (None, "fp8")
-    )
+    plain, coded = (v4.patch(small_mla_model(**changed), kv="fp8", query=q) for q in (None, "fp8"))
     assert set(coded.state_dict()) == set(plain.state_dict())
     with Dtypes() as dtypes:
         found, codes = errors_of(plain, want), errors_of(coded, want)
@@ -289,9 +287,7 @@ def test_weights_that_change_uncounted_are_absorbed_on_a_cpu(inference):
 def test_a_model_is_cast_after_patching(dtype):
     cast = v4.patch(small_mla_model(), kv="fp32", precision="reference").to(dtype)
     patched = v4.patch(small_mla_model().to(dtype), kv="fp32", precision="reference")
-    got, want = (
-        model(tokens()[:, :12], cache=new_cache(model)).logits for model in (cast, patched)
-    )
+    got, want = (m(tokens()[:, :12], cache=new_cache(m)).logits for m in (cast, patched))
     assert torch.equal(got, want)
 
 

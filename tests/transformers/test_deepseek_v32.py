@@ -195,12 +195,8 @@ def test_caches_no_longer_than_a_selection_attend_to_all_rows(family):
 WIDE = {"v_head_dim": 256, "qk_nope_head_dim": 192}
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "expands"), [("V3.2", {}, True), ("GLM-5", WIDE, False)]
-)
-def test_prompts_expand_their_contexts_where_our_kernel_takes_the_keys(
-    family, sizes, expands, monkeypatch
-):
+@pytest.mark.parametrize(("family", "sizes"), [("V3.2", {}), ("GLM-5", WIDE)])
+def test_prompts_expand_where_our_kernel_takes_the_keys(family, sizes, monkeypatch):
     """In caches no longer than a selection. GLM-5's values are too wide, and would run as the
     reference on a GPU."""
     monkeypatch.setattr(MlaSpec, "break_even", 0)
@@ -209,7 +205,7 @@ def test_prompts_expand_their_contexts_where_our_kernel_takes_the_keys(
     model = v4.patch(small_dsa_model(family, **sizes), **EXACT)
     with Called() as called:
         got = model(tokens(), cache=new_cache(model)).logits
-    assert ("mla_prefill" in called.names) == expands
+    assert ("mla_prefill" in called.names) == (family == "V3.2")
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE * max(1.0, float(want.std())))
 
 
@@ -313,9 +309,7 @@ def test_generate_is_hugging_faces(family):
     assert cache.seq_lens.tolist() == [27, 18]
 
 
-@pytest.mark.skipif(
-    release(transformers.__version__) < hooks.OLDEST, reason="transformers is refused by name"
-)
+@pytest.mark.skipif(release(transformers.__version__) < hooks.OLDEST, reason="refused by name")
 def test_generate_batch_is_generate():
     """Requests of Hugging Face's continuous batching, past the rows that are selected."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -377,17 +371,18 @@ def test_the_exported_prefill_takes_any_number_of_tokens(family):
     cache = engines[0].cache
     inputs = v4.decode_inputs(padding_batch(cache, 2, 7), cache)
     shapes = prefill_shapes(inputs, 20_000)
-    program = torch.export.export(
-        PrefillModule(model, cache), inputs, dynamic_shapes=shapes, strict=False
-    )
+    prefill = PrefillModule(model, cache)
+    program = torch.export.export(prefill, inputs, dynamic_shapes=shapes, strict=False)
     (size,) = program.range_constraints.values()
     assert (size.lower, size.upper) == (1, 20_000)
     step = program.module(check_guards=False)
     for counts in ({0: 9, 1: 40}, {0: 1}, {1: 1, 0: 20}, {0: 30, 1: 2}):
         padding = 2 - len(counts)
-        engines[0].prefill(
-            counts, padding=padding, step=lambda _, batch, __: step(*v4.decode_inputs(batch, cache))
-        )
+
+        def run(_, batch, __):
+            return step(*v4.decode_inputs(batch, cache))
+
+        engines[0].prefill(counts, padding=padding, step=run)
         engines[1].prefill(counts, padding=padding)
     assert same_logits(*engines)
     pairs = zip(*(tree_leaves(engine.cache.tensors) for engine in engines), strict=True)
@@ -484,10 +479,8 @@ def test_a_changed_rotary_embedding_is_refused(family):
     """Steps read a table that the cache made; what has not changed is read once."""
     model = v4.patch(small(family, num_hidden_layers=1), **EXACT)
     cache, rotary = new_cache(model), model.model.rotary_emb
-    batch, step = (
-        Engine(model, cache, tokens()).batch({0: 3}),
-        v4.compile_step(model, backend="eager"),
-    )
+    batch = Engine(model, cache, tokens()).batch({0: 3})
+    step = v4.compile_step(model, backend="eager")
     runs = (
         lambda: model(tokens()[:, :3], cache=new_cache(model)),
         lambda: v4.decode_step(model, batch, cache),
@@ -508,9 +501,7 @@ def test_a_changed_rotary_embedding_is_refused(family):
         rotary.attention_scaling /= 2
     handle = rotary.register_forward_hook(lambda *_: None)
     for run in runs[:2]:
-        with pytest.raises(
-            NotImplementedError, match=r"model.rotary_emb must be Hugging Face's own"
-        ):
+        with pytest.raises(NotImplementedError, match=r"model.rotary_emb must be Hugging Face"):
             run()
     handle.remove()
 
@@ -544,11 +535,7 @@ def test_autocast_is_as_close_to_float32_as_in_hugging_faces_model(family):
         ("V3", small_model().config, "the layers of the model, mla"),
         ("V3", small_mla_config(rope_parameters={**MLA_YARN, "rope_theta": 5.0}), "the model's ro"),
         ("GLM-5", small_mla_config(), "the layers of the model"),
-        (
-            "GLM-5",
-            small_dsa_config("GLM-5", indexer_types=["full", "full", "shared"]),
-            "the layers",
-        ),
+        ("GLM-5", small_dsa_config("GLM-5", indexer_types=["full"] * 2 + ["shared"]), "the lay"),
     ],
 )
 def test_caches_of_other_models_are_refused(family, config, message):

@@ -127,9 +127,7 @@ def test_a_cache_of_another_structure_is_checked_before_anything_is_written(deco
     step(batch, cache)
     other = pages_of_another_size(cache)
     before = [each.clone() for each in pytree.tree_leaves(other)]
-    with pytest.raises(
-        ValueError, match=r"^attention_layer: caches.swa must have shape .*, got \[8, 74880\]"
-    ):
+    with pytest.raises(ValueError, match=r"^attention_layer: caches.swa must .* got \[8, 74880\]"):
         step(batch, other)
     assert all(map(torch.equal, pytree.tree_leaves(other), before))
 

@@ -88,9 +88,7 @@ def test_one_graph_with_more_arguments(given):
 def test_errors_are_the_same_when_compiled():
     model, _ = one_layer("v3")
     step, cache = torch.compile(model, backend="eager"), cache_of(model)
-    with pytest.raises(
-        Exception, match="batch_size must be at most max_batch_size of the cache = 2"
-    ):
+    with pytest.raises(Exception, match=r"size must be .* max_batch_size of the cache = 2"):
         step(text()[:3, :1], cache=cache)
     assert not cache.seq_lens.any()
 

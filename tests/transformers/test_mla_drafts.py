@@ -72,10 +72,8 @@ class Oracle:
 
     def __init__(self, path, family):
         files = load_file(path / "model.safetensors")
-        self.trunk, self.block = (
-            of_layers(family, LAYERS),
-            of_layers(family, 1, first_k_dense_replace=0),
-        )
+        self.trunk = of_layers(family, LAYERS)
+        self.block = of_layers(family, 1, first_k_dense_replace=0)
         prefix, whole = f"model.layers.{LAYERS}.", of_layers(family, LAYERS + 1).state_dict()
         state = {
             name.replace(prefix, "model.layers.0."): each
@@ -196,10 +194,8 @@ def test_fp8_files(family, tmp_path):
     name = f"{prefix}self_attn.o_proj"
     config = json.loads((tmp_path / "config.json").read_text())
     quantization = config["quantization_config"]
-    quantization["modules_to_not_convert"] = [
-        *quantization.get("modules_to_not_convert", ["lm_head"]),
-        name,
-    ]
+    kept = quantization.get("modules_to_not_convert", ["lm_head"])
+    quantization["modules_to_not_convert"] = [*kept, name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     files = load_file(tmp_path / "model.safetensors")
     files[f"{name}.weight"] = files[f"{name}.weight"].bfloat16()

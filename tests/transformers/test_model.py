@@ -11,7 +11,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.integrations.transformers.steps import step as step_module
 from dsv4_ops.testing.models import small_model
-from tests.helpers import NIGHTLY, Called
+from tests.helpers import NIGHTLY, Called, nightly
 from tests.support.hf_models import (
     LENGTH,
     REQUESTS,
@@ -43,9 +43,7 @@ def test_prefill_then_decodes_as_hugging_face_calls_it():
     assert cache.seq_lens.tolist() == [start + steps] * REQUESTS
 
 
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.nightly("the same with other chunks"))]
-)
+@pytest.mark.parametrize("seed", [0, *nightly("the same with other chunks", 1)])
 def test_random_chunks_of_ragged_batches(seed):
     """Decodes before chunks, requests that rest, padding requests, blocks from a pool."""
     rng = Random(seed)

@@ -87,10 +87,7 @@ def speculate(model, text, num_drafts, step=v4.speculative_step):
     """Run until every request has NEW tokens; yield tokens known before each step and the step."""
     cache = new_cache(model, num_drafts)
     found = v4.speculative_prefill(model, prompts(text, cache), cache, num_drafts=num_drafts)
-    known = [
-        torch.cat([text[index, :size], found.tokens[index, :1]])
-        for index, size in enumerate(PROMPTS)
-    ]
+    known = [torch.cat([text[n, :size], found.tokens[n, :1]]) for n, size in enumerate(PROMPTS)]
     assert cache.seq_lens.tolist() == list(PROMPTS)
     yield known, found
     while min(len(each) - size for each, size in zip(known, PROMPTS, strict=True)) < NEW:
@@ -302,11 +299,7 @@ def test_models_that_cannot_have_it_are_refused(path, model, quantized, tmp_path
     for held, folder, message in (
         (model, path, "model must have no draft layer yet, got one that has. It is loaded already"),
         (quantized, wide, "path must have the model's n_routed_experts, 8, got 16. Pass the model"),
-        (
-            v3,
-            path,
-            "model_type must be 'deepseek_v3', got 'deepseek_v4'. Pass the model's own checkpoint",
-        ),
+        (v3, path, "model_type must be 'deepseek_v3', got 'deepseek_v4'. Pass the model's own"),
         (torch.nn.Linear(2, 2), path, "model must be patched, got an unpatched Linear. Call patch"),
     ):
         with pytest.raises((ValueError, NotImplementedError)) as raised:
@@ -344,7 +337,7 @@ def test_a_step_is_one_graph(text, tmp_path):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.nightly("longer chunks")), 50])
+@pytest.mark.parametrize("chunk", [*nightly("longer chunks", 1), 50])
 def test_prompts_in_chunks_draft_as_whole_ones(model, text, chunk):
     whole, cache = new_cache(model, 2), new_cache(model, 2)
     want = v4.speculative_prefill(model, prompts(text, whole), whole, num_drafts=2)

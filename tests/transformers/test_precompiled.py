@@ -396,9 +396,8 @@ def test_a_folder_of_parts(tmp_path, monkeypatch):
     ours.keep("a layer/123.0", b"of code")
     assert others.find("a layer/123.0") == b"of code"
     assert others.find("a layer/124.0") is None
-    assert (
-        PartsFolder(tmp_path / "parts", SETTINGS | {"dynamic": True}).find("a layer/123.0") is None
-    )
+    parts = PartsFolder(tmp_path / "parts", SETTINGS | {"dynamic": True})
+    assert parts.find("a layer/123.0") is None
     (tmp_path / "a file").touch()
     blocked = PartsFolder(tmp_path / "a file", SETTINGS)
     blocked.keep("a layer/123.0", b"of code")

@@ -264,9 +264,7 @@ def step_of(model, tokens=(5, 6)):
     return v4.StepBatch(torch.tensor(tokens), starts, lens, rows), cache
 
 
-@pytest.mark.nightly(
-    "test_fused_projections.py has a step in one graph; test_opcheck traces every op"
-)
+@pytest.mark.nightly("test_fused_projections.py has such a step; test_opcheck traces every op")
 def test_inductors_step_and_its_package(tiny, tmp_path):
     model = v4.patch(v4.load_quantized(tiny))
     (batch, cache), (_, other), (_, third) = (step_of(model) for _ in range(3))
@@ -450,11 +448,8 @@ def test_a_scale_that_the_file_lacks_is_refused(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "check_checkpoint", lambda *_, **__: ("", "", "fp4"))
     with loading._any_environment():
         model = transformers.DeepseekV4ForCausalLM.from_pretrained(path)
-    refused(
-        model,
-        ValueError,
-        f"{SCALE} must come with the checkpoint's codes, got no such tensor in it. {AGAIN}",
-    )
+    lacks = f"{SCALE} must come with the checkpoint's codes, got no such tensor in it. {AGAIN}"
+    refused(model, ValueError, lacks)
 
 
 def test_other_uses_of_these_classes_are_refused(loaded):
@@ -484,7 +479,5 @@ def test_a_path_is_a_folder(tmp_path):
     """Else Hugging Face would look for it on its hub."""
     (tmp_path / "file").touch()
     for path in ("deepseek-ai/none", tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(
-            ValueError, match=r"^load_quantized: path must be a folder, got '.*'\. "
-        ):
+        with pytest.raises(ValueError, match=r"^load_quantized: path must be a folder, got '.*'"):
             v4.load_quantized(path)

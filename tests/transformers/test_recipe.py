@@ -79,9 +79,8 @@ def test_names_are_recipes():
 @pytest.mark.parametrize("flag", PRECISIONS)
 def test_in_float32_a_precision_changes_nothing(flag):
     want = small_model()(ids()[:, :SHORT]).logits
-    torch.testing.assert_close(
-        run(patched(flag, True, F32, "fp32"), SHORT), want, rtol=0, atol=3e-5
-    )
+    found = run(patched(flag, True, F32, "fp32"), SHORT)
+    torch.testing.assert_close(found, want, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("layer", [0, 1], ids=["hash", "top-k"])
@@ -123,9 +122,8 @@ def test_swiglu():
     both, x = values(64, 128, scale=8.0), values(40, 128, scale=4.0)
     for on in (True, False):
         mlp = patched("swiglu_float32", on).model.layers[1].mlp
-        share = rounded_once(
-            mlp.experts._apply_gate(both), swiglu(*both.chunk(2, -1), mlp.experts.limit)
-        )
+        clamped = swiglu(*both.chunk(2, -1), mlp.experts.limit)
+        share = rounded_once(mlp.experts._apply_gate(both), clamped)
         assert share > 0.999 if on else share < 0.95
         shared, seen = mlp.shared_experts, []
         handle = shared.down_proj.register_forward_pre_hook(lambda _, args, s=seen: s.append(args))

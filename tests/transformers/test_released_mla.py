@@ -83,18 +83,15 @@ def test_glm_5_has_as_many_tensors_as_its_index():
     settings = {"quantization_config": {}, "num_hidden_layers": 78}
     config = {**transformers.GlmMoeDsaConfig().to_dict(), **settings}
     config.pop("indexer_types")
-    found = dict(
-        mla_tensors("test", {**config, "num_hidden_layers": 79, "indexer_types": [*types, "full"]})
-    )
+    more = {"num_hidden_layers": 79, "indexer_types": [*types, "full"]}
+    found = dict(mla_tensors("test", config | more))
     assert len(found) + 4 == 118_629
     repeated = {**config, "index_topk_freq": 4, "index_skip_topk_offset": 3}
     pattern = {**config, "index_topk_pattern": "".join(each[0].upper() for each in types)}
     want = [name for name in found if not name.startswith("model.layers.78.")]
     for each in (repeated, pattern):
         assert list(dict(mla_tensors("test", each))) == want
-    with pytest.raises(
-        ValueError, match=r"^test: config.indexer_types must be 'full' or 'shared' f"
-    ):
+    with pytest.raises(ValueError, match=r"config\.indexer_types must be 'full' or 'shared'"):
         next(iter(mla_tensors("test", {**config, "indexer_types": ["full", "other"]})))
 
 
@@ -103,11 +100,9 @@ def test_glm_5_has_as_many_tensors_as_its_index():
 def test_a_whole_checkpoint_is_what_it_says(copied, shards, capsys):
     files, config, write = copied
     path = write(shards)
-    size = sum(value.nbytes for value in files.values())
-    kind = config["model_type"]
-    assert check_checkpoint(path, codes=True) == (
-        *(len(files), size, "fp8", "F32", "none", False, kind),
-    )
+    kind, size = config["model_type"], sum(value.nbytes for value in files.values())
+    want = (len(files), size, "fp8", "F32", "none", False, kind)
+    assert check_checkpoint(path, codes=True) == want
     assert main(["checkpoint", str(path), "--check"]) == 0
     shown = capsys.readouterr().out
     assert f"{kind}, {len(files)} tensors" in shown
@@ -326,12 +321,7 @@ def test_powers_of_two_are_loaded_exactly(tmp_path, stored, scale_fmt):
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        {"variant": "fp16"},
-        {"subfolder": "sub"},
-        {"use_safetensors": False},
-        {"state_dict": {"a": 1}},
-    ],
+    [{"variant": "fp16"}, {"subfolder": "sub"}, {"use_safetensors": False}, {"state_dict": {1: 1}}],
 )
 def test_settings_that_read_other_files_are_refused(released, setting):
     (name,) = setting
@@ -364,7 +354,5 @@ def test_shared_experts_have_hugging_faces_default(copied):
     if config["model_type"] != "deepseek_v2":
         check_checkpoint(write())
         return
-    with pytest.raises(
-        ValueError, match=r"gate_proj.weight must be F8_E4M3 .256, 256., got F8_E4M3 .128"
-    ):
+    with pytest.raises(ValueError, match=r"gate_proj.weight must be .* .256, 256., got .* .128"):
         check_checkpoint(write())

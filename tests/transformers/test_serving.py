@@ -51,9 +51,8 @@ def server(folder):
 
     lines = []
     sizes = {"max_cache_len": 100, "max_requests": 4, "max_batch_tokens": 64, "max_queue": 8}
-    made = serve.server(
-        folder, port=0, kv="fp32", precision="reference", on_progress=lines.append, **sizes
-    )
+    sizes |= {"kv": "fp32", "precision": "reference"}
+    made = serve.server(folder, port=0, on_progress=lines.append, **sizes)
     made.url = made.start()
     assert lines[0] == f"loading {folder}"
     assert lines[1].startswith("PagedCache(1 layers, max_batch_size=4")

@@ -25,7 +25,7 @@ from dsv4_ops.testing.models import (
     small_mla_model,
     small_model,
 )
-from tests.helpers import NIGHTLY
+from tests.helpers import NIGHTLY, nightly
 from tests.support.hf_models import Engine, padded_to
 from tests.support.ranks import run_ranks
 from tests.support.selected_rows import SelectedRows
@@ -111,7 +111,7 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
     _, of_one = run(patched(stock), 5)
     model = split(family, folder, tp_plan=head_plan(family))
     for settings in (
-        ({}, {"interleave": 2, "via": "all_to_all"}) if NIGHTLY else ({"interleave": 2},)
+        [{}, {"interleave": 2, "via": "all_to_all"}] if NIGHTLY else [{"interleave": 2}]
     ):
         patched(model, parallel=ContextParallel.of(**settings))
         ranks = model.dsv4_ops_spec.parallel
@@ -169,8 +169,6 @@ def checkpoints(tmp_path_factory):
 
 @pytest.mark.nightly("test_tensor_parallel.py runs the plan of Hugging Face on two ranks")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param("v3", marks=pytest.mark.nightly("the same of V4")), "v4", "v32", "glm"]
-)
+@pytest.mark.parametrize("family", [*nightly("the same of V4", "v3"), "v4", "v32", "glm"])
 def test_heads_of_two_ranks(family, checkpoints, tmp_path):
     run_ranks(2, rank_splits, tmp_path, family, checkpoints, seconds=120)

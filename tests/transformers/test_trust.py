@@ -355,9 +355,6 @@ def test_what_steps_overwrote_no_call_reads(end, back, position):
     first = end - back
     v4.decode_step(model, one(text()[0, first : first + 1], first + 1), cache)
     assert (int(cache.seq_lens[0]), int(cache.written[0])) == (first + 1, end)
+    at = torch.tensor([[position]])
     with pytest.raises(ValueError, match="must go back to a position whose states are still there"):
-        model(
-            text()[:1, position : position + 1],
-            position_ids=torch.tensor([[position]]),
-            cache=cache,
-        )
+        model(text()[:1, position : position + 1], position_ids=at, cache=cache)

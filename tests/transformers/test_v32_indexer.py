@@ -51,9 +51,7 @@ def test_selected_rows_are_hugging_faces(family: str, layout: str) -> None:
     """All of them in float32; nine in ten with queries and keys in FP8."""
     indexer, rotary = layer_of(family)
     made, num_tokens = torch.Generator().manual_seed(4), sum(LENGTHS)
-    hidden, residual = (
-        torch.randn(num_tokens, width, generator=made) for width in (HIDDEN, RESIDUAL)
-    )
+    hidden, residual = (torch.randn(num_tokens, n, generator=made) for n in (HIDDEN, RESIDUAL))
     cos, sin = rotary(hidden[None], torch.arange(max(LENGTHS))[None])
     half = cos.shape[-1] // 2
     table = torch.cat([cos[0, :, :half], sin[0, :, :half]], 1)

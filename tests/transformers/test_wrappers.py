@@ -33,9 +33,8 @@ STATE = "must be Hugging Face's own as patch saw it, without hooks, as ops do it
 
 def modelling(model):
     """The file of Hugging Face that a model's class is in."""
-    return getattr(transformers.models, model.config.model_type).__dict__[
-        f"modeling_{model.config.model_type}"
-    ]
+    kind = model.config.model_type
+    return getattr(transformers.models, kind).__dict__[f"modeling_{kind}"]
 
 
 def cache_of(model):

@@ -47,9 +47,8 @@ def alone(model: Any, text: list[int], drafts: list[int]) -> int:
     cache.add(0, len(text) + DRAFTS)
     numbers = torch.tensor([0, len(text) - 1], dtype=torch.int32)
     batch = v4.StepBatch(torch.tensor(text[:-1]), numbers, numbers[1:], numbers[:1])
-    step = v4.speculative_prefill(
-        model.hf, batch, cache, num_drafts=DRAFTS, following=torch.tensor(text[-1:])
-    )
+    following = torch.tensor(text[-1:])
+    step = v4.speculative_prefill(model.hf, batch, cache, num_drafts=DRAFTS, following=following)
     return int(step.batch.tokens[1:].tolist() != drafts)
 
 

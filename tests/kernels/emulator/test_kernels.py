@@ -162,9 +162,8 @@ def test_pieces_that_are_none_write_nothing(name):
     wrong += [[2, 0, 2, first] for first in (-1, INT32_MIN, room - 1, room)]
     case = case_of(name, 5, 3, 9)
     expected = kernel(name, with_plan(case, i32(good + [[-1] * 4] * len(wrong))))
-    assert [result.isnan().flatten(1).all(1).tolist() for result in expected] == [
-        [False, False, True]
-    ] * 2
+    want = [[False, False, True]] * 2
+    assert [result.isnan().flatten(1).all(1).tolist() for result in expected] == want
     assert all(map(equal, kernel(name, with_plan(case, i32(good + wrong))), expected))
 
 
@@ -228,11 +227,8 @@ def listing(seed, tokens, heads=8, extra=130, **changed):
     """A call all of whose indices name a row."""
     case = decode_case(seed, tokens, heads, extra, adversarial=False, **changed)
     lists = {"swa_indices": case.tensors[2], "extra_indices": case.tensors[5]}
-    full = {
-        name: torch.where(rows < 0, rows.max(), rows)
-        for name, rows in lists.items()
-        if rows is not None
-    }
+    given = {name: rows for name, rows in lists.items() if rows is not None}
+    full = {name: torch.where(rows < 0, rows.max(), rows) for name, rows in given.items()}
     return replaced(case, **full)
 
 

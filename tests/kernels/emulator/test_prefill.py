@@ -24,10 +24,8 @@ def test_keys_of_few_tokens_are_cut():
             OPS[PREFILL].implementation("kernels")(launch, *each.tensors, **each.settings)
             joined = [("combine_splits_kernel", (tokens, heads, 1))] if expected > 1 else []
             wide = -(-heads // 64)
-            assert launch.made == [
-                ("hopper_prefill_keys_kernel", (tokens * expected, wide)),
-                *joined,
-            ]
+            grid = (tokens * expected, wide)
+            assert launch.made == [("hopper_prefill_keys_kernel", grid), *joined]
 
 
 @pytest.mark.parametrize(

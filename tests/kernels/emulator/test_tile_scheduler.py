@@ -87,10 +87,8 @@ def test_more_tokens_than_run_at_once_take_the_longest_first():
 def test_tokens_about_as_long_as_each_other_keep_their_order():
     """A mean of 3 of 5 tokens: 5 blocks are no more than that and a combine, 6 are."""
     given = of_blocks(1, 2, 3, 5, 4)
-    assert scheduled(*given, 5, 6, at_once=2) == (
-        [(token, 0, 1) for token in range(5)] + [None],
-        [],
-    )
+    want = [(token, 0, 1) for token in range(5)]
+    assert scheduled(*given, 5, 6, at_once=2) == ([*want, None], [])
     rows, _ = scheduled(*of_blocks(1, 2, 2, 6, 4), 5, 6, at_once=2)
     assert [row[0] for row in rows if row] == [3, 4, 1, 2, 0]
 
@@ -169,9 +167,8 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
             assert 0 <= extra <= PROGRAMS - min(tokens, extra)
             assert (schedule.programs <= schedule.wave) == (tokens * wide <= ONE_WAVE_TILES)
             assert schedule.by_lengths == 1
-        assert (
-            splitting.schedule_of(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
-        )
+        queries = torch.empty(257, 64 * wide, 1, device="meta")
+        assert splitting.schedule_of(queries, 18, wide) is None
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,4 @@ def main(folder: str, rank: int, world: int) -> None:
             heads = slice(rank * own, (rank + 1) * own)
             want = wanted[0][:, heads].to(outs.dtype), wanted[1][:, heads]
             assert found[0].shape == want[0].shape == (num_tokens, own, outs.shape[-1])
-            torch.testing.assert_close(
-                found, want, msg=lambda text, at=number: f"call {at}: {text}"
-            )
+            torch.testing.assert_close(found, want, msg=lambda text, n=number: f"call {n}: {text}")
