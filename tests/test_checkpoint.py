@@ -118,9 +118,6 @@ def test_weights_on_each_gpu():
             weight_bytes(FLASH, num_gpus=gpus, split_heads=split)
 
 
-# --- quantisers
-
-
 def test_fp4_rounds_to_the_nearest_code_and_ties_to_even():
     row = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.3, 0.0, 1.6]
     weight = torch.tensor([row + [0.0] * 20, [0.0] * 32])
@@ -138,9 +135,6 @@ def test_fp8_takes_the_smallest_power_of_two_that_does_not_saturate():
     assert scale.view(torch.uint8).tolist() == [[127, 128, 0]]
     assert codes[0, 0].item() == 448.0
     assert codes[5, 128:130].tolist() == [-224.0, 1.5]
-
-
-# --- writing and checking
 
 
 @pytest.fixture
@@ -448,9 +442,6 @@ def test_one_file_needs_no_index(small):
     save_file(held, small / "model.safetensors")
     (small / INDEX).write_text("{}")
     assert check_checkpoint(small)[:2] == (len(held), num_bytes)
-
-
-# --- any JSON in place of what the files say
 
 
 @pytest.fixture(scope="module")

@@ -41,9 +41,6 @@ def chunked(**changed):
     return dataclasses.replace(SPEC, **{**sizes, **changed})
 
 
-# The step
-
-
 def test_the_step_of_a_mixed_batch():
     """Two decodes of one and two tokens, a prefill of three on a context of five, padding."""
     batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
@@ -111,9 +108,6 @@ def test_one_layer_by_hand():
         step = build_mla_step(case, i32([0, 2]), i32([2]), i32([[0]]), num_tokens=2)
         out = mla_layer(case, inputs, weights, MlaCache.allocate(case, 1), step)
         torch.testing.assert_close(out, torch.tensor([[5.0], [10.25]]), rtol=0, atol=1e-5)
-
-
-# Against plain attention in float64
 
 
 def rotated(x, positions, table):

@@ -284,8 +284,7 @@ def rank_checks(rank: int, world: int, rounds: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "rounds"),
-    [(2, 1), *nightly("two ranks and fewer batches", (4, 20))],
+    ("world", "rounds"), [(2, 1), *nightly("two ranks and fewer batches", (4, 20))]
 )
 def test_ranks_attend_as_one_process(world: int, rounds: int, tmp_path: Path) -> None:
     assert run_ranks(world, rank_checks, tmp_path, world, rounds) == ["done"] * world

@@ -13,9 +13,7 @@ SIZES = ["--layers", "3", "--batches", "2", "--soak", "8", "--contexts", "40", "
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
-    [["--gpus", "2"], *nightly("two processes run the same", ["--gpus", "1"])],
-    ids=" ".join,
+    "more", [["--gpus", "2"], *nightly("two processes run the same", ["--gpus", "1"])], ids=" ".join
 )
 def test_every_phase_has_a_row(smoke, more, monkeypatch):
     monkeypatch.setattr(torch.multiprocessing, "spawn", start_forked)

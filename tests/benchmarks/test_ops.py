@@ -181,9 +181,6 @@ def test_a_package_is_checked_and_timed_beside_the_call(uncompiled):
     assert (row.error, row.note, row.more["package_us"]) == (None, None, 2.0)
 
 
-# Baselines, played by our ops
-
-
 def vllm_modules(wrong_bytes=0):
     def insert(k, k_cache, slots, block_size):
         cache_cases.insert_main(k, k_cache, slots)

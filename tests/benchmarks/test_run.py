@@ -170,9 +170,6 @@ def test_an_error_is_one_line_that_says_something():
     assert report.one_line(RuntimeError("")) == "RuntimeError: "
 
 
-# Batches
-
-
 def test_batches_are_legal_and_mixed():
     lengths = mixed_lengths(500, longest=4096, generator=torch.Generator().manual_seed(1))
     assert lengths.min() >= 100

@@ -104,8 +104,7 @@ def test_the_check_for_copies_sees_one():
 
 
 each_kind_of_size = pytest.mark.parametrize(
-    "dynamic",
-    [*nightly("sizes that are symbols are the harder", False), True],
+    "dynamic", [*nightly("sizes that are symbols are the harder", False), True]
 )
 
 

@@ -36,9 +36,6 @@ def test_ops_with_a_choice_name_their_executions():
             assert callable(OPS[name].launcher(library))
 
 
-# --- on a machine without the libraries
-
-
 @pytest.mark.parametrize("name", CHOICES)
 def test_auto_and_the_reference_are_the_same_on_cpu(name):
     for case in testing.cases_of(name):
@@ -215,9 +212,6 @@ def test_calls_that_a_library_does_not_take_are_refused(
     assert message(NotImplementedError, name, make(), impl=impl, **changed) == (
         f"{name}: impl must be 'auto', 'triton' or 'reference' with {what}, got {impl!r}. {takes}"
     )
-
-
-# --- what auto takes
 
 
 def test_auto_goes_by_the_table(on_cpu, monkeypatch):

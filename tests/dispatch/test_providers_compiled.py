@@ -34,9 +34,6 @@ def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
     assert "flash_mla: not installed" in capsys.readouterr().err
 
 
-# --- the kernels around both
-
-
 @pytest.mark.slow
 def test_the_kernels_around_the_libraries():
     script = ROOT / "tests/kernels/interpreter/interpret_external.py"
@@ -70,11 +67,7 @@ print(fake_flash_mla.calls, counters["aot_autograd"]["autograd_cache_hit"])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind",
-    [
-        *nightly("the module's code needs ops of ours as well", "build"),
-        "module",
-    ],
+    "kind", [*nightly("the module's code needs ops of ours as well", "build"), "module"]
 )
 def test_cached_code_of_a_library_is_found_by_processes_that_have_it(kind, tmp_path):
     """The second process has not traced the call; one without the library must not find it. Of a

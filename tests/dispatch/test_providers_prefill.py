@@ -42,9 +42,6 @@ def agrees(case: Case) -> None:
     check(PREFILL, case, call(PREFILL, case, impl="flash_mla"))
 
 
-# --- by hand
-
-
 def test_what_is_gathered_by_hand():
     """Windows of 3 of positions 5 and 9, and of position 1; rows of two positions. A request of no
     token has none, one past its table none of the window."""
@@ -65,9 +62,6 @@ def test_what_is_gathered_by_hand():
     assert slots[4].tolist() == [-1] * 3 + list(range(60, 70)) + [-1] * 3
     assert lens.tolist() == [8, 6, 4, 0, 13, 0, 0]
     assert not (slots[[3, 5, 6]] >= 0).any()
-
-
-# --- against the reference
 
 
 @pytest.mark.parametrize("heads", [64, *nightly("64 heads", 128)])
@@ -152,9 +146,6 @@ def test_batches_and_tables_of_nothing(flash_mla):
         {name: given[name][:0] for name in ("swa_cache", "extra_cache")},  # no block
     ):
         agrees(but(case, **changed))
-
-
-# --- what is refused, and what auto takes
 
 
 def wide(case: Case, requests: int, swa: int, extra: int) -> Case:

@@ -31,32 +31,10 @@ from dsv4_ops.core.tiles import PROGRAMS
 from dsv4_ops.kernels.common import triton_compat
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.testing.case import Case
-from tests.gluon_emulator.memory import load, pointer_to, store
+from tests.gluon_emulator import memory, values
+from tests.gluon_emulator.memory import pointer_to
 from tests.gluon_emulator.program import Program, Shared
-from tests.gluon_emulator.values import (
-    EmulationError,
-    Number,
-    Value,
-    amax,
-    arange,
-    convert_layout,
-    elementwise,
-    expand_dims,
-    full,
-    join,
-    maximum,
-    minimum,
-    permute,
-    reshape,
-    rounded_to_bf16,
-    scanned,
-    smallest,
-    split,
-    tensor,
-    total,
-    where,
-    widened,
-)
+from tests.gluon_emulator.values import EmulationError, Number, Value, elementwise, tensor
 
 
 def _e4m3() -> np.ndarray:
@@ -64,31 +42,34 @@ def _e4m3() -> np.ndarray:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
+def _decoded(words: Value) -> np.ndarray:
+    """The values of the codes of words, lower bytes first."""
+    return _e4m3()[np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)]
+
+
+def _in_pairs(words: Value, halves: np.ndarray) -> tuple[Value, Value]:
+    """Two words for each of ``words``, of four values of 16 bits."""
+    pairs = np.ascontiguousarray(halves).view(np.int32)
+    return words.like(pairs[..., 0]), words.like(pairs[..., 1])
+
+
 def _widen_codes(words: Value, factor: Value) -> tuple[Value, Value]:
     """``widen_codes`` of sparse MLA's dequant producer: lower bytes are earlier values."""
-    codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
     halves = np.ascontiguousarray(factor.data).view(np.uint16).reshape(*factor.shape, 2)
-    factors = widened(np.concatenate([halves, halves], -1))
+    factors = values.widened(np.concatenate([halves, halves], -1))
     with np.errstate(all="ignore"):
-        bits = rounded_to_bf16(_e4m3()[codes] * factors)
-    pairs = np.ascontiguousarray(bits).view(np.int32)
-    return words.like(pairs[..., 0]), words.like(pairs[..., 1])
+        return _in_pairs(words, values.rounded_to_bf16(_decoded(words) * factors))
 
 
 def _codes_to_f16(words: Value) -> tuple[Value, Value]:
     """``codes_to_f16`` of dense MLA: float16 values."""
-    codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
-    pairs = np.ascontiguousarray(_e4m3()[codes].astype(np.float16)).view(np.int32)
-    return words.like(pairs[..., 0]), words.like(pairs[..., 1])
+    return _in_pairs(words, _decoded(words).astype(np.float16))
 
 
 def _scale_codes(words: Value, scale: Value) -> tuple[Value, Value]:
     """``scale_codes`` of dense MLA: bf16 values times a float32 factor."""
-    codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
     with np.errstate(all="ignore"):
-        bits = rounded_to_bf16(_e4m3()[codes] * scale.data[..., None])
-    pairs = np.ascontiguousarray(bits).view(np.int32)
-    return words.like(pairs[..., 0]), words.like(pairs[..., 1])
+        return _in_pairs(words, values.rounded_to_bf16(_decoded(words) * scale.data[..., None]))
 
 
 def _multiply(left: Value, right: Value, *_: Any) -> Value:
@@ -126,17 +107,17 @@ ASSEMBLY = {
 class _Language:
     """``gl`` of a kernel that is emulated: what is not here are Triton's types."""
 
-    load, store, where = staticmethod(load), staticmethod(store), staticmethod(where)
-    maximum, minimum = staticmethod(maximum), staticmethod(minimum)
-    max, min, sum = staticmethod(amax), staticmethod(smallest), staticmethod(total)
-    exp2, log2 = elementwise(np.exp2), elementwise(np.log2)
-    exp, log, abs = elementwise(np.exp), elementwise(np.log), elementwise(np.abs)
-    exp2, log2, exp, log, abs = map(staticmethod, (exp2, log2, exp, log, abs))
-    full, arange, to_tensor = staticmethod(full), staticmethod(arange), staticmethod(tensor)
-    reshape, permute, join = staticmethod(reshape), staticmethod(permute), staticmethod(join)
-    split, expand_dims = staticmethod(split), staticmethod(expand_dims)
-    associative_scan = staticmethod(scanned)
-    convert_layout, static_range = staticmethod(convert_layout), range
+    load, store, where = map(staticmethod, (memory.load, memory.store, values.where))
+    maximum, minimum = map(staticmethod, (values.maximum, values.minimum))
+    max, min, sum = map(staticmethod, (values.amax, values.smallest, values.total))
+    exp2, log2, exp, log, abs = (
+        staticmethod(elementwise(each)) for each in (np.exp2, np.log2, np.exp, np.log, np.abs)
+    )
+    full, arange, to_tensor = map(staticmethod, (values.full, values.arange, tensor))
+    reshape, permute, join = map(staticmethod, (values.reshape, values.permute, values.join))
+    split, expand_dims = map(staticmethod, (values.split, values.expand_dims))
+    associative_scan, static_range = staticmethod(values.scanned), range
+    convert_layout = staticmethod(values.convert_layout)
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -158,10 +139,10 @@ class _Language:
         return tensor(self._program.grid[axis])
 
     def zeros(self, shape: Any, dtype: Any, layout: Any = None) -> Value:
-        return full(shape, 0, dtype)
+        return values.full(shape, 0, dtype)
 
-    def zeros_like(self, values: Value) -> Value:
-        return full(values.shape, 0, values.dtype)
+    def zeros_like(self, like: Value) -> Value:
+        return values.full(like.shape, 0, like.dtype)
 
     def constexpr(self, value: Any) -> Any:
         return value

@@ -69,6 +69,28 @@ class Typed:
         return "layout"
 
 
+def _quotient(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Towards zero, as in C."""
+    if not np.all(right):
+        raise EmulationError("division by zero")
+    rest = np.fmod(left, right)
+    return (left - rest) // right
+
+
+def _remainder(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    if not np.all(right):
+        raise EmulationError("division by zero")
+    return np.fmod(left, right)
+
+
+def _operators(operation: Any, dtype: Any = None) -> tuple[Any, Any]:
+    """The method of a tensor on the left, and that of one on the right."""
+    return (
+        lambda left, right: _binary(operation, left, right, dtype),
+        lambda right, left: _binary(operation, left, right, dtype),
+    )
+
+
 class Value(Typed):
     """A tensor, or of no dimensions a scalar. ``buffers`` are what a pointer may lead to."""
 
@@ -121,8 +143,7 @@ class Value(Typed):
     def __add__(self, other: Any) -> Value:
         return _sum(np.add, self, other)
 
-    def __radd__(self, other: Any) -> Value:
-        return _sum(np.add, self, other)
+    __radd__ = __add__
 
     def __sub__(self, other: Any) -> Value:
         return _sum(np.subtract, self, other)
@@ -133,75 +154,27 @@ class Value(Typed):
     def __neg__(self) -> Value:
         return 0 - self  # as Triton has it
 
-    def __mul__(self, other: Any) -> Value:
-        return _binary(np.multiply, self, other)
-
-    def __rmul__(self, other: Any) -> Value:
-        return _binary(np.multiply, other, self)
-
     def __truediv__(self, other: Any) -> Value:
         return _binary(np.divide, *_floats(self, other))
 
     def __rtruediv__(self, other: Any) -> Value:
         return _binary(np.divide, *_floats(other, self))
 
-    def __floordiv__(self, other: Any) -> Value:
-        return _binary(_quotient, self, other)
-
-    def __rfloordiv__(self, other: Any) -> Value:
-        return _binary(_quotient, other, self)
-
-    def __mod__(self, other: Any) -> Value:
-        return _binary(_remainder, self, other)
-
-    def __rmod__(self, other: Any) -> Value:
-        return _binary(_remainder, other, self)
-
-    def __and__(self, other: Any) -> Value:
-        return _binary(np.bitwise_and, self, other)
-
-    def __rand__(self, other: Any) -> Value:
-        return _binary(np.bitwise_and, other, self)
-
-    def __or__(self, other: Any) -> Value:
-        return _binary(np.bitwise_or, self, other)
-
-    def __ror__(self, other: Any) -> Value:
-        return _binary(np.bitwise_or, other, self)
-
-    def __xor__(self, other: Any) -> Value:
-        return _binary(np.bitwise_xor, self, other)
-
-    def __rxor__(self, other: Any) -> Value:
-        return _binary(np.bitwise_xor, other, self)
-
     def __invert__(self) -> Value:
         return self.like(~self.data)
 
-    def __lshift__(self, other: Any) -> Value:
-        return _binary(np.left_shift, self, other)
-
-    def __rshift__(self, other: Any) -> Value:
-        return _binary(np.right_shift, self, other)
-
-    def __lt__(self, other: Any) -> Value:
-        return _binary(np.less, self, other, gl.int1)
-
-    def __le__(self, other: Any) -> Value:
-        return _binary(np.less_equal, self, other, gl.int1)
-
-    def __gt__(self, other: Any) -> Value:
-        return _binary(np.greater, self, other, gl.int1)
-
-    def __ge__(self, other: Any) -> Value:
-        return _binary(np.greater_equal, self, other, gl.int1)
-
-    def __eq__(self, other: Any) -> Value:  # type: ignore[override] # a tensor
-        return _binary(np.equal, self, other, gl.int1)
-
-    def __ne__(self, other: Any) -> Value:  # type: ignore[override] # a tensor
-        return _binary(np.not_equal, self, other, gl.int1)
-
+    __mul__, __rmul__ = _operators(np.multiply)
+    __floordiv__, __rfloordiv__ = _operators(_quotient)
+    __mod__, __rmod__ = _operators(_remainder)
+    __and__, __rand__ = _operators(np.bitwise_and)
+    __or__, __ror__ = _operators(np.bitwise_or)
+    __xor__, __rxor__ = _operators(np.bitwise_xor)
+    __lshift__, __rlshift__ = _operators(np.left_shift)
+    __rshift__, __rrshift__ = _operators(np.right_shift)
+    __lt__, __gt__ = _operators(np.less, gl.int1)
+    __le__, __ge__ = _operators(np.less_equal, gl.int1)
+    __eq__ = _operators(np.equal, gl.int1)[0]  # type: ignore[assignment] # a tensor
+    __ne__ = _operators(np.not_equal, gl.int1)[0]  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment] # __eq__ makes tensors
 
 
@@ -273,20 +246,6 @@ def _floats(left: Any, right: Any) -> tuple[Any, Any]:
     if _common(left, right).is_floating():
         return left, right
     return tensor(left).to(gl.float32), tensor(right).to(gl.float32)
-
-
-def _quotient(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Towards zero, as in C."""
-    if not np.all(right):
-        raise EmulationError("division by zero")
-    rest = np.fmod(left, right)
-    return (left - rest) // right
-
-
-def _remainder(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    if not np.all(right):
-        raise EmulationError("division by zero")
-    return np.fmod(left, right)
 
 
 def _sum(operation: Any, left: Value, right: Any) -> Value:

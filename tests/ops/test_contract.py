@@ -333,11 +333,7 @@ def test_compiled_takes_column_slices(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "swa_indices_and_lens",
-        *nightly("the loops of the other", "compress_and_insert"),
-    ],
+    "name", ["swa_indices_and_lens", *nightly("the loops of the other", "compress_and_insert")]
 )
 def test_compiled_loops_are_parallel(name):
     """Two threads write what one would, however many this process has and however small the batch

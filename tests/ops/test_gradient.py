@@ -104,9 +104,6 @@ def test_a_program_of_weights_that_require_gradients_is_that_of_inference():
     assert torch.equal(program.module()(*given), Rotate()(*given))
 
 
-# Above the ops
-
-
 @pytest.mark.parametrize("spec", [PLAIN, SPEC], ids=["plain", "fp8"])
 @pytest.mark.parametrize("kind", ["window", "c4"])
 def test_a_layer_computes_and_then_raises(kind, spec):

@@ -21,9 +21,6 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = F32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# Rows
-
-
 def test_offsets_of_rows_of_656_bytes():
     layout = MlaDsFp8Layout(64)
     assert layout.shape(3) == (3, 64, 656)
@@ -38,9 +35,6 @@ def test_offsets_of_rows_of_656_bytes():
     assert stored[offsets[1] :][:16].view(F32).tolist() == [1.0] * 4
     assert stored[offsets[2] :][:128].view(BF16).tolist() == [1.0] * 64
     assert stored[offsets[0] + 656 :].count_nonzero() == 0
-
-
-# Absorption
 
 
 def test_absorbed_scores_and_values_are_those_of_expanded_keys():
@@ -128,9 +122,6 @@ def test_one_scale_for_a_tensor_counts_every_row():
     codes, scale = ops.quantize_per_tensor(x)
     assert bool(codes.float().isnan().all())
     assert math.isnan(scale.item())
-
-
-# Decode
 
 
 def test_decode_of_two_query_tokens():

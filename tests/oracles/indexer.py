@@ -8,9 +8,7 @@ import math
 from collections.abc import Sequence
 
 from tests.oracles.compressor import bits_of, single, value_of
-from tests.oracles.kv import (
-    quantize,
-)
+from tests.oracles.kv import quantize
 
 Rows = Sequence[Sequence[int]]
 

@@ -5,13 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import (
-    decode,
-    decode_scaled,
-    dequantize,
-    encode,
-    quantize,
-)
+from dsv4_ops.kernels.common.fp8 import decode, decode_scaled, dequantize, encode, quantize
 from dsv4_ops.reference import quantization as reference
 
 BLOCK = 4096

@@ -265,9 +265,6 @@ def test_generate_with_a_paged_cache_of_hugging_faces():
     assert out[0, :, -3:].tolist() == expected(model, [prompt], 3)
 
 
-# Refusals
-
-
 def check_undisturbed(model):
     """Calls without a cache compute what they did: no other attention was set."""
     ids = torch.tensor([PROMPT])

@@ -16,18 +16,10 @@ from torch.utils._pytree import tree_leaves
 from dsv4_ops.attention import MlaSpec
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.steps import padded, step as step_module
-from dsv4_ops.testing.models import (
-    MLA_YARN,
-    small_dsa_model,
-    small_mla_model,
-)
+from dsv4_ops.testing.models import MLA_YARN, small_dsa_model, small_mla_model
 from tests.helpers import Called, i32, nightly
 from tests.support import hf_models
-from tests.support.hf_models import (
-    Engine,
-    run_randomly,
-    text,
-)
+from tests.support.hf_models import Engine, run_randomly, text
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 70, 3
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
@@ -86,9 +78,6 @@ def called_by(run):
     with Called() as called:
         run()
     return called.names
-
-
-# Logits
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -200,9 +189,6 @@ def test_queries_in_codes_are_one_graph_after_a_cast():
         assert all(torch.equal(one[place], other[place]) for place in one)
 
 
-# Batches that do not fit
-
-
 @pytest.mark.parametrize("model", ["absorbed", "expanded", "V4", "GLM-5"])
 @pytest.mark.parametrize("step", [v4.prefill_step, v4.decode_step])
 def test_adversarial_batches_touch_no_one_else(model, step, request, monkeypatch):
@@ -239,15 +225,6 @@ def test_adversarial_batches_touch_no_one_else(model, step, request, monkeypatch
         kept = [leaf for leaf in tree_leaves(cache.tensors) if leaf is not cache.tensors.dropped]
         outs.append([got[0], *(leaf.clone() for leaf in kept)])
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
-
-
-# generate
-
-
-# Graphs
-
-
-# Patching
 
 
 def test_weights_that_change_are_absorbed_again():

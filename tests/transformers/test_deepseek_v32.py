@@ -116,9 +116,6 @@ def same_logits(*engines):
     )
 
 
-# Logits
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_steps(family):
     """Prefills, chunks of prompts, decodes of several tokens, padding, blocks in any order. Half of
@@ -290,9 +287,6 @@ def test_smaller_caches_are_near(family, indexers, kv, sizes, near, width):
     assert memory.get("indexer", 0) == indexers * 6 * 8640
 
 
-# generate
-
-
 @each_model
 def test_generate_is_hugging_faces(family):
     """Greedy, of prompts of different lengths, from fewer to more rows than are selected."""
@@ -328,9 +322,6 @@ def test_generate_batch_is_generate():
     )
     got = {tuple(each.prompt_ids): each.generated_tokens for each in found.values()}
     assert [got[tuple(prompt)] for prompt in prompts] == [each.tolist() for each in want]
-
-
-# Graphs
 
 
 @each_model
@@ -399,9 +390,6 @@ def test_a_package_decodes(family, tmp_path):
     v4.patch(model, **EXACT)
     cache = new_cache(model, max_batch_size=2)
     assert run_packaged(model, cache, tokens(), tmp_path).worst(want) < CLOSE
-
-
-# Patching
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

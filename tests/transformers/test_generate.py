@@ -123,9 +123,6 @@ def test_copies_of_a_cache_share_a_prompt():
         assert prompt.seq_lens.tolist() == [PROMPT] * 2
 
 
-# Errors
-
-
 def added(*requests, **sizes):
     cache = cache_of(**sizes)
     for request in requests:
@@ -265,9 +262,6 @@ def test_no_prompt():
     want = stock().generate(bos_token_id=3, **GREEDY)
     assert want.shape == (1, NEW + 1)
     assert torch.equal(reference().generate(bos_token_id=3, **GREEDY), want)
-
-
-# Drafts of Hugging Face's assisted decoding, which V4 refuses
 
 
 @lru_cache

@@ -283,9 +283,6 @@ def test_hooks_of_the_model_run_where_it_is_called():
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
-# Where the weights are
-
-
 ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there."
 DEVICES = ["embed_tokens", "layers.0", "layers.2", "norm", "rotary_emb", "hc_head"]
 
@@ -335,9 +332,6 @@ def test_executions_of_a_gpu_are_refused_at_the_first_step(impl):
     with pytest.raises(RuntimeError, match=f"^model: impl must be 'auto' or .*, got '{impl}'"):
         model(text()[:2, :3], cache=cache)
     assert not cache.seq_lens.any()
-
-
-# Copies
 
 
 def saved(model):

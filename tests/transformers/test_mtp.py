@@ -121,9 +121,6 @@ def test_text_is_greedy_and_drafts_are_those_of_the_formula(model, oracle, text,
     assert counts == set(range(num_drafts + 1))
 
 
-# Loading
-
-
 @pytest.fixture
 def changed(path, tmp_path):
     """Write the checkpoint again, changed."""
@@ -317,9 +314,6 @@ def test_weights_by_their_names_in_the_files(path, model):
         if scale is not None:
             want = expert_values(want, scale.view(torch.uint8))
         assert torch.equal(value, want.to(value.dtype)), name
-
-
-# Steps
 
 
 def test_a_step_is_one_graph(text, tmp_path):

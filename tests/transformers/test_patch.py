@@ -47,9 +47,6 @@ def same(one, other):
     )
 
 
-# Patching
-
-
 def test_save_and_load(tmp_path):
     """A patched model is saved as any other is; what is loaded is not patched."""
     model = patched()
@@ -220,9 +217,6 @@ def test_a_head_dim_that_fp8_does_not_have():
     v4.patch(model, kv="fp32", precision="reference")
     got = model(ids(), cache=cache_of(model)).logits
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
-
-
-# Training
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

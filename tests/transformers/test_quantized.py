@@ -91,9 +91,6 @@ OFFICIAL = {"floor": 1e-4, "power_of_two": True}
 HUGGING_FACE = {"floor": 1e-12, "power_of_two": False}
 
 
-# Modules
-
-
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_linear_layers_multiply_the_stored_codes(patched, exact, name):
     weight = exact.model.get_submodule(name).weight.double()
@@ -156,9 +153,6 @@ def test_fp8_experts_of_a_base_model(tmp_path, exact):
     weights = torch.rand(3, 2, generator=torch.Generator().manual_seed(4))
     want = routed(dequantised.model.layers[0].mlp.experts, x, chosen, weights)
     assert error(module(x, chosen, weights), want) < ROUNDING
-
-
-# The whole model
 
 
 def outputs(model, **given):
@@ -276,9 +270,6 @@ def test_inductors_step_and_its_package(tiny, tmp_path):
     assert error(run(*v4.decode_inputs(batch, third)), want) < 0.05
 
 
-# What stays as it is
-
-
 def state(model):
     return {name: value.view(torch.uint8).clone() for name, value in model.state_dict().items()}
 
@@ -354,9 +345,6 @@ def test_adapters_train_in_front_of_frozen_codes(patched, exact):
             weight(exactly).square().sum().backward()
         assert error(ours.grad, exactly.grad) < 2 * ROUNDING
         assert layer.weight.grad is None
-
-
-# What is refused
 
 
 def refused(model, kind, message):

@@ -61,9 +61,6 @@ def rounded_once(got, exact):
     return float((got == exact.to(BF16)).float().mean())
 
 
-# Flags
-
-
 def test_names_are_recipes():
     words = {"activations": "bf16", "activation_scale": "pow2", "expert_activations": "bf16"}
     on, off = (dict.fromkeys(PRECISIONS, value) | {"shared_expert_clamp": True} | words
@@ -219,9 +216,6 @@ def test_norms():
     norm = patched("norms_float32", True).model.layers[1].input_layernorm
     exact = x.to(F64) * (x.to(F64).square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert rounded_once(norm(x), exact * norm.weight.to(F64)) > 0.999
-
-
-# Stages
 
 
 def quantised(keys):

@@ -281,9 +281,6 @@ def test_any_config_and_header_are_accepted_or_refused_clearly(released, data):
             accepts(check_checkpoint, released[0])
 
 
-# Scales that Hugging Face keeps in bytes
-
-
 def test_scales_that_bytes_cannot_hold_are_refused(released, tmp_path, monkeypatch, capsys):
     """``scale_fmt="ue8m0"`` makes bytes of float32 scales: 0.75 becomes 1 or 0.5."""
     v3_checkpoint.save(tmp_path, load_file(released[0] / FILE))
@@ -314,9 +311,6 @@ def test_powers_of_two_are_loaded_exactly(tmp_path, stored, scale_fmt):
     assert layer.weight_scale_inv.dtype == wanted
     found = layer(torch.eye(256, dtype=torch.bfloat16)).T
     assert torch.equal(found, state[CODES].bfloat16())
-
-
-# What is passed to Hugging Face
 
 
 @pytest.mark.parametrize(

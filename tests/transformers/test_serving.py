@@ -400,9 +400,6 @@ def test_a_server_whose_steps_fail_says_so(server, monkeypatch):
         urllib.request.urlopen(server.url + "/health", timeout=10)
 
 
-# The command
-
-
 def test_the_command_names_what_is_missing(capsys, monkeypatch, folder):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.18.0")
     assert main(["serve", folder]) == 1

@@ -19,12 +19,7 @@ from transformers.distributed import DistributedConfig
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import (
-    head_plan,
-    small_dsa_model,
-    small_mla_model,
-    small_model,
-)
+from dsv4_ops.testing.models import head_plan, small_dsa_model, small_mla_model, small_model
 from tests.helpers import NIGHTLY, nightly
 from tests.support.hf_models import Engine, padded_to
 from tests.support.ranks import run_ranks

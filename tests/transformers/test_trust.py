@@ -67,9 +67,6 @@ def test_padding_in_embeddings_and_negative_positions():
     check_rows(model.lm_head(logits), places)
 
 
-# Positions
-
-
 def test_positions_with_a_gap_are_refused():
     cache = new_cache(max_batch_size=1)
     reference()(text()[2:, :40], cache=cache)
@@ -120,9 +117,6 @@ def test_a_graph_drops_and_counts_positions_behind_a_gap():
     cache.raise_if_dropped()
     logits = model(text()[:1, 11:14], cache=cache).logits
     torch.testing.assert_close(logits, expected()[:1, 11:14], rtol=0, atol=CLOSE)
-
-
-# What does not fit into a cache
 
 
 def batch_of(tokens, starts, lens, rows):
@@ -277,9 +271,6 @@ def test_a_gap_is_counted_without_a_look_at_values(family, step, monkeypatch):
     assert gapped.seq_lens.tolist() == [4, 4]
 
 
-# Forms of the arguments
-
-
 def test_a_step_takes_the_cache_itself():
     batch = batch_of(text()[0, :3].tolist(), [0, 3], [3], [0])
     for name, want in (("decode_step", expected()[0, :3]), ("prefill_step", expected()[0, 2:3])):
@@ -321,9 +312,6 @@ def test_a_cache_is_made_of_a_configuration():
 def test_what_hugging_faces_caches_do_and_ours_does_not(call):
     with pytest.raises(NotImplementedError, match="must be of another cache, got a PagedCache"):
         call(new_cache())
-
-
-# Steps and calls share lengths, and what rings overwrote
 
 
 def one(tokens, end):

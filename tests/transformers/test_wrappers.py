@@ -326,9 +326,6 @@ def test_adapters_of_peft_compile(first):
     check_steps(model, want, 2 * CLOSE)
 
 
-# Layers that patch did not see
-
-
 AGAIN = "Call unpatch, change the configuration with the layers, and patch again."
 
 
@@ -365,9 +362,6 @@ def test_other_layers_than_patch_saw_are_refused(family, change):
         with pytest.raises(ValueError, match="must be") as raised:
             v4.patch(model, **SETTINGS)
         assert str(raised.value) == f"patch: {message}"
-
-
-# FSDP
 
 
 def sharded(rank):
