@@ -176,9 +176,8 @@ def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
 def _forks(item: pytest.Item) -> bool:
     """Whether the test is of a file that takes processes of ``forked.py`` or ``ranks.py``."""
     names = vars(item.module) if isinstance(item, pytest.Function) else {}
-    return not names.keys().isdisjoint(
-        {"forked", "run_ranks", "start_forked"}
-    ) and not item.get_closest_marker("gpu")
+    forks = not names.keys().isdisjoint({"forked", "run_ranks", "start_forked"})
+    return forks and not item.get_closest_marker("gpu")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -21,28 +21,14 @@ from dsv4_ops.attention import (
 )
 from dsv4_ops.attention.metadata import BlockTables, build_decode_metadata, build_prefill_metadata
 from tests.helpers import Called, i32
-from tests.support.layers import (
-    HIDDEN,
-    LENGTH,
-    PLAIN,
-    SPEC,
-    Engine,
-    SmallLayer,
-    changed,
-    hidden_states,
-    in_chunks,
-    oracle,
-    poison,
-    projected,
-    unwritten,
-)
+from tests.support import layers
+from tests.support.layers import LENGTH, PLAIN, SPEC, Engine, SmallLayer, changed, in_chunks, oracle
 from tests.support.sampled import sampled
 
 MIXED = replace(PLAIN, indexer_layout="v4_indexer_fp8")
 each_kind = pytest.mark.parametrize("kind", KINDS)
-each_precision = pytest.mark.parametrize(
-    ("spec", "budget"), [(PLAIN, 3e-6), (SPEC, 0.01)], ids=["plain", "fp8"]
-)
+precisions = [(PLAIN, 3e-6), (SPEC, 0.01)]
+each_precision = pytest.mark.parametrize(("spec", "budget"), precisions, ids=["plain", "fp8"])
 LAYERS: dict[Any, tuple[SmallLayer, list[dict[str, Tensor]], list[Tensor]]] = {}
 
 
@@ -56,7 +42,7 @@ def in_one_pass(
     """A layer, inputs of four requests, and the outputs of each, alone and at once."""
     if (kind, spec) not in LAYERS:
         layer = SmallLayer(kind, spec)
-        inputs = projected(layer, hidden_states())
+        inputs = layers.projected(layer, layers.hidden_states())
         alone = [in_chunks(layer, [rows], [[LENGTH]])[0] for rows in inputs]
         LAYERS[kind, spec] = layer, inputs, alone
     return LAYERS[kind, spec]
@@ -172,7 +158,7 @@ def test_scales_of_a_quantised_output(kind: str) -> None:
     """Codes and scales that give the bf16 output again."""
     layer, inputs, whole = in_one_pass(kind, SPEC)
     layer.spec = replace(SPEC, scale_layout="row")
-    poison(layer)
+    layers.poison(layer)
     engine = Engine(layer, 1)
     quantised = layer.attend(inputs[0], *engine.batch([LENGTH]))
     layer.spec = SPEC
@@ -307,7 +293,7 @@ WRONG = {
 def test_what_is_wrong_is_said_before_anything_is_written(name: str) -> None:
     message, changes = WRONG[name]
     layer, inputs = layer_of("c4", SPEC)
-    poison(layer)
+    layers.poison(layer)
     step = layer.step(*Engine(layer, 1).batch([LENGTH]))
     given = [LayerInputs(**inputs[0]), layer.attention.weights, layer.attention.caches, step]
     spoiled = []
@@ -316,7 +302,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(name: str) -> None:
         new = {key: changes[key](getattr(held, key)) for key in names}
         spoiled.append(replace(held, **new))
     refused = pytest.raises((ValueError, TypeError), match=f"attention_layer: {message}")
-    with unwritten(layer), refused:
+    with layers.unwritten(layer), refused:
         attention_layer(SPEC, "c8" if name == "kind" else "c4", *spoiled)
 
 
@@ -353,4 +339,4 @@ def test_a_module_keeps_its_parameters_and_not_its_caches() -> None:
     assert isinstance(again, AttentionLayer)
     assert again.extra_repr() == "c4, num_heads=4"
     assert again.caches.indexer is again.indexer_cache
-    assert HIDDEN == 128
+    assert layers.HIDDEN == 128

@@ -48,11 +48,7 @@ def test_decode_metadata_by_hand():
         i32([0, 2, 3, 3]),
         i32([8, 5, 0]),
         i64([100, 101, 102, -1]),
-        BlockTables(
-            swa=i32([[7, 3], [2, 5], [0, 0]]),
-            c4=i32([[10], [11], [0]]),
-            c128=i32([[20], [21], [0]]),
-        ),
+        BlockTables(i32([[7, 3], [2, 5], [0, 0]]), i32([[10], [11], [0]]), i32([[20], [21], [0]])),
     )
     assert metadata.req_indices.tolist() == [0, 0, 1, -1]
     assert metadata.positions.tolist() == [6, 7, 4, -1]

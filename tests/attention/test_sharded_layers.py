@@ -31,15 +31,8 @@ from dsv4_ops.attention.sharded import select_own, with_sink
 from dsv4_ops.attention.tensors import LayerCall
 from dsv4_ops.core.types import IndexerQuery
 from tests.helpers import NIGHTLY, i32, nightly
-from tests.support.layers import (
-    PLAIN,
-    SPEC,
-    Engine,
-    SmallLayer,
-    caches_of,
-    hidden_states,
-    in_chunks,
-)
+from tests.support import layers
+from tests.support.layers import PLAIN, SPEC, Engine, SmallLayer, hidden_states, in_chunks
 from tests.support.ranks import run_ranks
 
 
@@ -81,9 +74,8 @@ class RankLayer(SmallLayer):
     def attend(self, inputs: dict[str, Tensor], *batch: Tensor) -> Tensor:
         weights, caches = self.attention.weights, self.attention.caches
         weights = replace(weights, attn_sink=self.own(weights.attn_sink, 0))
-        parts = {"q": self.parts} | dict.fromkeys(
-            ("indexer_q", "indexer_weights"), self.index_parts
-        )
+        index_parts = dict.fromkeys(("indexer_q", "indexer_weights"), self.index_parts)
+        parts = {"q": self.parts, **index_parts}
         own = {name: self.own(inputs[name], 1, parts[name]) for name in parts if name in inputs}
         given = LayerInputs(**inputs | own)
         found = attention_layer(
@@ -172,10 +164,8 @@ def rank_quantised(
         for out, expected in zip(*outs, strict=True):
             expected = part.own(expected, 1).float()
             error = (out.float() - expected).abs().amax((1, 2))
-            assert (error <= (0.01 + 4 * 2**-9) * expected.abs().amax((1, 2))).all(), (
-                kind,
-                error.max(),
-            )
+            budget = (0.01 + 4 * 2**-9) * expected.abs().amax((1, 2))
+            assert (error <= budget).all(), (kind, error.max())
 
 
 def random_batch(rng: Random, ratio: int) -> tuple[Tensor, Tensor]:
@@ -358,4 +348,4 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"^attention_layer: group must be the name of an init"):
         part.attend(inputs, *batch)
     for written in (layer, part):
-        assert not any(cache.count_nonzero() for cache in caches_of(written).values())
+        assert not any(cache.count_nonzero() for cache in layers.caches_of(written).values())

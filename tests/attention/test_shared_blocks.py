@@ -14,16 +14,8 @@ from torch import Tensor
 from dsv4_ops.attention import LayerSpec
 from tests.attention.test_layers import layer_of
 from tests.helpers import Called, i32, i64
-from tests.support.layers import (
-    LENGTH,
-    PLAIN,
-    SPEC,
-    SmallLayer,
-    caches_of,
-    changed,
-    in_chunks,
-    poison,
-)
+from tests.support import layers
+from tests.support.layers import LENGTH, PLAIN, SPEC, SmallLayer, caches_of, changed, in_chunks
 from tests.support.sampled import sampled
 
 BLOCK = 16  # a prefix ends at a multiple of it: it holds whole blocks of all caches
@@ -39,7 +31,7 @@ def shared_step(
     """Outputs of requests in one step: all tokens up to ``stops[0]`` of the first, and of each
     other, which has its first ``hits[r]`` tokens in blocks of the first, those after them."""
     rng, spec = Random(seed), layer.spec
-    poison(layer)
+    layers.poison(layer)
     order = list(range(len(stops)))
     rng.shuffle(order)
     sizes = {"swa": spec.attention.swa_block_size, "compressed": BLOCK}
@@ -101,10 +93,8 @@ def test_requests_that_share_blocks_have_the_outputs_that_they_have_alone(
             for own, hit in zip(sources, shared, strict=False)
         ]
         with changed(layer, schedule=schedule):
-            alone = [
-                in_chunks(layer, [own], [[stop]])[0]
-                for own, stop in zip(inputs, stops, strict=True)
-            ]
+            pairs = zip(inputs, stops, strict=True)
+            alone = [in_chunks(layer, [own], [[stop]])[0] for own, stop in pairs]
             for save_first, worst in errors.items():
                 with changed(layer, save_first=save_first):
                     found = shared_step(layer, inputs, stops, shared, seed)
@@ -130,9 +120,8 @@ def test_saving_first_changes_no_bit_where_no_block_is_shared(kind: str, schedul
     for save_first in (False, True):
         with changed(layer, schedule=schedule, save_first=save_first), Called() as called:
             outputs[save_first] = in_chunks(layer, inputs[:3], CUTS)
-        outputs[save_first] += [
-            cache.view(torch.uint8).clone() for cache in caches_of(layer).values()
-        ]
+        caches = caches_of(layer).values()
+        outputs[save_first] += [cache.view(torch.uint8).clone() for cache in caches]
     assert ("insert_c4_step" in called.names) == (kind == "c4" and schedule == "decode")
     for one, other in zip(outputs[False], outputs[True], strict=True):
         assert torch.equal(one, other)

@@ -23,16 +23,7 @@ from dsv4_ops.attention import (
 from dsv4_ops.dispatch import choice, limits
 from tests.attention.test_mla_layers import run
 from tests.helpers import NIGHTLY, i32
-from tests.support.layers import (
-    KINDS,
-    SPEC,
-    Engine,
-    SmallLayer,
-    caches_of,
-    hidden_states,
-    oracle,
-    projected,
-)
+from tests.support import layers
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 TOKENS = 20
@@ -71,27 +62,27 @@ def of_groups(found: Any) -> Tensor:
     return values.flatten(-2).transpose(0, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", layers.KINDS)
 def test_every_layer_of_v4_is_right_or_refused(kind: str) -> None:
     """Against the formulas; what is refused is refused by the spec, and has written nothing."""
     outcomes: Counter[str] = Counter()
-    hidden = hidden_states(1, TOKENS)
+    hidden = layers.hidden_states(1, TOKENS)
     for values in product(*SETTINGS.values()):
         chosen = dict(zip(SETTINGS, values, strict=True))
         try:
-            spec = replace(SPEC, **chosen)
+            spec = replace(layers.SPEC, **chosen)
         except (ValueError, TypeError) as error:
             outcomes[refused_by(error, "LayerSpec")] += 1
             continue
-        layer = SmallLayer(kind, spec)
-        (inputs,) = projected(layer, hidden)
-        batch = Engine(layer, 1).batch([TOKENS])
+        layer = layers.SmallLayer(kind, spec)
+        (inputs,) = layers.projected(layer, hidden)
+        batch = layers.Engine(layer, 1).batch([TOKENS])
         exact = spec.layout == "plain" and spec.dtype == F32
         budget = 3e-6 if exact else 0.01 if spec.scale_layout is None else 0.08
         found = {}
         ways = [*product(("decode", "prefill"), (False, True))]
         for layer.schedule, layer.state_rings in ways if NIGHTLY else ways[::3]:
-            for cache in caches_of(layer).values():
+            for cache in layers.caches_of(layer).values():
                 cache.view(torch.uint8).fill_(0xFF)
             out = of_groups(layer.attend(inputs, *batch))
             assert out.isfinite().all(), chosen
@@ -100,7 +91,7 @@ def test_every_layer_of_v4_is_right_or_refused(kind: str) -> None:
             first = found["decode", False]
             assert ((out - first).abs().amax((1, 2)) <= budget * amax).all(), chosen
         if spec.rope_dim == 64:  # that of the oracle
-            want = oracle(layer, inputs)
+            want = layers.oracle(layer, inputs)
             sure = want.margin > 1e-3
             error = (first - want.out).abs().amax((1, 2))[sure]
             assert (error <= budget * want.out.abs().amax((1, 2))[sure]).all(), (chosen, error)
@@ -234,9 +225,8 @@ def test_what_only_a_step_shows_is_refused_before_the_insert(
     cache, rank, rope = MlaCache.allocate(spec, 1), spec.kv_lora_rank, spec.qk_rope_head_dim
     shapes = (2, HEADS, NOPE + rope), (2, rank), (2, rope)
     inputs = MlaInputs(*(torch.ones(shape, dtype=BF16) for shape in shapes))
-    halves = (
-        torch.ones(shape, dtype=BF16) for shape in ((HEADS, NOPE, rank), (HEADS, rank, VALUE))
-    )
+    shapes = (HEADS, NOPE, rank), (HEADS, rank, VALUE)
+    halves = (torch.ones(shape, dtype=BF16) for shape in shapes)
     weights = MlaWeights(torch.ones(2, rope), *halves)
     step = build_mla_step(spec, i32([0, 2]), i32([2]), i32([[0]]), num_tokens=2)
 

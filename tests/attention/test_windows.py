@@ -26,9 +26,8 @@ def build(
 ) -> Any:
     starts, lens, _, _, rows, states = batch
     tables = BlockTables(swa=swa, c4=rows, c128=rows)
-    return build_attention_step(
-        spec, starts, lens, slots, tables, StateTables(c4=states, c128=states), **more
-    )
+    held = StateTables(c4=states, c128=states)
+    return build_attention_step(spec, starts, lens, slots, tables, held, **more)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

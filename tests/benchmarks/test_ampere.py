@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 
 from benchmarks import ampere
 from benchmarks.harness import timing

@@ -76,10 +76,8 @@ def test_costs_of_a_layer():
 
 def test_costs_of_sparse_attention():
     # MB and GFLOP of Flash at 128 requests and Pro at 256
-    for shape, megabytes, gflop in (
-        (uniform(128, 64, 512), 64.9, 10.74),
-        (uniform(256, 128, 1024), 240.5, 77.31),
-    ):
+    cases = (uniform(128, 64, 512), 64.9, 10.74), (uniform(256, 128, 1024), 240.5, 77.31)
+    for shape, megabytes, gflop in cases:
         moved, flop = shape.cost()
         assert moved / 1e6 == pytest.approx(megabytes, abs=0.05)
         assert flop / 1e9 == pytest.approx(gflop, abs=0.005)

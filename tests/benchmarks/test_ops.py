@@ -217,9 +217,8 @@ class DeepGEMM:
         pages = (kv_cache.shape[0], IndexerLayout(64).page_bytes)
         cache = kv_cache.as_strided(pages, (kv_cache.stride(0), 1))
         requests = torch.arange(len(block_table), dtype=torch.int32)
-        found = indexer_cases.logits(
-            q[0][:, 0], weights, cache, context_lens[:, 0], requests, block_table
-        )
+        rest = weights, cache, context_lens[:, 0], requests, block_table
+        found = indexer_cases.logits(q[0][:, 0], *rest)
         return found + self.wrong * torch.arange(found.shape[1])
 
 

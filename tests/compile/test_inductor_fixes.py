@@ -116,10 +116,8 @@ def wrapper(monkeypatch):
 def test_views_that_a_loop_reads_have_names(wrapper):
     """A view is a call in C++, a temporary; a buffer has a name already."""
     wrapper.codegen_while_loop(Loop("buf3", "wrap(view(arg5, 64))", "arg1"))
-    assert wrapper.lines == [
-        "auto loop_input_1 = wrap(view(arg5, 64));",
-        ["buf3", "loop_input_1", "arg1"],
-    ]
+    name = "loop_input_1"
+    assert wrapper.lines == [f"auto {name} = wrap(view(arg5, 64));", ["buf3", name, "arg1"]]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -25,15 +25,8 @@ def write_and_read(
     ops.quantize_and_insert_k_cache(keys, swa, slots, block_size=4)
     table = i32([[0, 1]])
     ops.save_and_compress(
-        *(
-            kv_score,
-            torch.ones(4, 1024),
-            states,
-            table + 2,
-            slots + 8,
-            slots,
-            table[0, :1].expand(4),
-        ),
+        *(kv_score, torch.ones(4, 1024), states, table + 2, slots + 8),
+        *(slots, table[0, :1].expand(4)),
         *(torch.ones(512), torch.zeros(0, 64), rows, torch.where(slots % 4 == 3, 12, -1)),
         **{"compress_ratio": 4, "overlap": True, "eps": 1e-6, "state_block_size": 4},
         block_size=4,

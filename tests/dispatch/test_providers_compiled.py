@@ -66,9 +66,7 @@ print(fake_flash_mla.calls, counters["aot_autograd"]["autograd_cache_hit"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [*nightly("the module's code needs ops of ours as well", "build"), "module"]
-)
+@pytest.mark.parametrize("kind", [*nightly("its code needs our ops too", "build"), "module"])
 def test_cached_code_of_a_library_is_found_by_processes_that_have_it(kind, tmp_path):
     """The second process has not traced the call; one without the library must not find it. Of a
     module, whose functions are no ops, the code calls ours."""

@@ -11,19 +11,11 @@ from dsv4_ops.dispatch import choice, providers
 from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, opaque_calls
 from tests.fakes import flash_mla as fake_flash_mla
 from tests.helpers import NIGHTLY, nightly
+from tests.support import providers_on_cpu
 from tests.support.attention_batches import DECODE, GATHERED, PAGED, decode_case
 from tests.support.mla_batches import DENSE, SPARSE
 from tests.support.prefill_batches import PREFILL
-from tests.support.providers_on_cpu import (
-    CASES,
-    LIBRARY_OPS,
-    call,
-    check,
-    faster_from,
-    message,
-    plan_of,
-    planned,
-)
+from tests.support.providers_on_cpu import CASES, LIBRARY_OPS, call, check, message, plan_of
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 pytestmark = pytest.mark.usefixtures("scalar_loops")
@@ -80,7 +72,7 @@ def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
     plan = plan_of(first)
     assert len(flash_mla.calls) == 1
     for case in (first, second):
-        check(DECODE, case, planned(case, plan))
+        check(DECODE, case, providers_on_cpu.planned(case, plan))
 
 
 def metadata_of(name, case, **changed):
@@ -174,7 +166,7 @@ def test_a_plan_of_other_sizes_is_refused(name, flash_mla):
     plan = plan_of(case)
     other = plan._replace(**{name: getattr(plan, name) + 1})
     with pytest.raises(ValueError, match="flash_mla_plan must be made for") as caught:
-        planned(case, other)
+        providers_on_cpu.planned(case, other)
     assert str(caught.value) == (
         f"sparse_mla_decode: flash_mla_plan must be made for {name} = {getattr(plan, name)}, got "
         f"one for {getattr(other, name)}. Make one of flash_mla_plan for every size of batch."
@@ -252,7 +244,7 @@ def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
 
 def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
     """And is compiled once."""
-    monkeypatch.setattr(choice, "is_faster", faster_from(DECODE, "flash_mla", 2))
+    monkeypatch.setattr(choice, "is_faster", providers_on_cpu.faster_from(DECODE, "flash_mla", 2))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     seen = []
     monkeypatch.setattr(choice, "ours", lambda spec: seen.append(spec.name) or "reference")

@@ -21,13 +21,8 @@ from tests.support.sampled import sampled
 pytest_plugins = ("tests.support.providers_on_cpu",)
 
 SMALL = {"longest": 300, "max_reqs": 2, "window": 70, "topk": 70}
-SETTINGS = {
-    "softmax_scale": 1.0,
-    "window_size": 2,
-    "compress_ratio": 2,
-    "swa_block_size": 1,
-    "extra_block_size": 1,
-}
+SETTINGS = {"softmax_scale": 1.0, "window_size": 2, "compress_ratio": 2}
+SETTINGS |= {"swa_block_size": 1, "extra_block_size": 1}
 PLACES = {name: place for place, name in enumerate(OPS[PREFILL].parameters[:9])}
 
 

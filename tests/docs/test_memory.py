@@ -51,9 +51,8 @@ def test_a_line_has_the_parts_of_that_cache(line):
     tokens = 2**20 if tokens == "1M" else 1024 * int(tokens.removesuffix("k"))
     parts = cache_bytes(line["model"], int(requests), tokens, int(line["max_chunk"]))
     shown = {"GiB": sum(parts.values()), **parts}
-    assert {name: line[name] for name in shown} == {
-        name: f"{size / 2**30:.2f}" for name, size in shown.items()
-    }
+    want = {name: f"{size / 2**30:.2f}" for name, size in shown.items()}
+    assert {name: line[name] for name in shown} == want
 
 
 @pytest.mark.parametrize("line", table("GPUs"), ids=lambda line: f"{line['model']}-{line['GPUs']}")

@@ -52,12 +52,8 @@ def compress_norm_rope_store_triton(
     cache = kv_cache.as_strided(
         (kv_cache.shape[0], layout.page_bytes), (kv_cache.stride(0), 1)
     )  # fmt: skip
-    insert = (
-        dsv4_ops.quantize_and_insert_k_cache
-        if head_dim == 512
-        else dsv4_ops.quantize_and_insert_indexer_k
-    )
-    insert(keys, cache, k_cache_metadata.slot_mapping, block_size=layout.block_size)
+    op = "quantize_and_insert_k_cache" if head_dim == 512 else "quantize_and_insert_indexer_k"
+    getattr(dsv4_ops, op)(keys, cache, k_cache_metadata.slot_mapping, block_size=layout.block_size)
 
 
 def fused_indexer_q_rope_quant(

@@ -199,9 +199,8 @@ def _code(function: JITFunction[Any]) -> types.CodeType:
     """A module that defines the function, its lines numbered as in its file."""
     source = function.fn.__code__
     tree = ast.increment_lineno(function.parse(), source.co_firstlineno)
-    return compile(
-        ast.fix_missing_locations(_Assignments().visit(tree)), source.co_filename, "exec"
-    )
+    tree = ast.fix_missing_locations(_Assignments().visit(tree))
+    return compile(tree, source.co_filename, "exec")
 
 
 @functools.cache

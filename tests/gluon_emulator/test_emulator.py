@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-gluon = pytest.importorskip(
-    "triton.experimental.gluon", reason="triton is published for Linux only"
-)
+gluon = pytest.importorskip("triton.experimental.gluon", reason="published for Linux only")
 hopper = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 emulated = pytest.importorskip("tests.gluon_emulator.emulate")
 gl, mbarrier, fence_async_shared = gluon.language, hopper.mbarrier, hopper.fence_async_shared

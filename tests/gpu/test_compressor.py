@@ -15,15 +15,8 @@ from dsv4_ops.core.layout import MainLayout, PlainLayout, StateLayout
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees
-from tests.support.compressor_steps import (
-    KINDS,
-    LAYOUTS,
-    Engine,
-    random_sequences,
-    random_weights,
-    run_in_chunks,
-    together,
-)
+from tests.support import compressor_steps
+from tests.support.compressor_steps import KINDS, LAYOUTS, Engine, random_weights, together
 
 DEVICE = "cuda"
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -31,7 +24,10 @@ LENS = {"C4": [410, 0, 193, 4, 3], "C4 indexer": [410, 0, 193, 4, 3], "C128": [3
 
 
 def filled(kind: str, layout: str, lens: list[int], seed: int = 2) -> tuple[Engine, list[Any]]:
-    weights, sequences = random_weights(kind, 1, 8192), random_sequences(kind, lens, seed)
+    weights, sequences = (
+        random_weights(kind, 1, 8192),
+        compressor_steps.random_sequences(kind, lens, seed),
+    )
     engine = Engine(kind, weights, lens, layout=layout, device=DEVICE)
     engine.step(sequences)
     return engine, sequences
@@ -44,7 +40,7 @@ def test_any_cut_into_steps_gives_the_same_bytes(kind: str, seed: int) -> None:
     whole, sequences = filled(kind, LAYOUTS[kind], LENS[kind])
     engine = Engine(kind, whole.weights, LENS[kind], layout=LAYOUTS[kind], seed=0, device=DEVICE)
     call = together() if seed % 2 else None
-    run_in_chunks(engine, sequences, Random(seed), (2, 9, 60, 300)[seed], call)
+    compressor_steps.run_in_chunks(engine, sequences, Random(seed), (2, 9, 60, 300)[seed], call)
     assert torch.equal(engine.cache, whole.cache)
     assert whole.cache.any()
 

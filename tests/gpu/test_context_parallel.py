@@ -183,10 +183,8 @@ def rank_soaks(rank, world, steps):
             exact.table.copy_(one.table)
             want = exact.run(starts, lens).unflatten(1, (HEADS, -1))[:count, own].flatten(1)
             plain = outs[0].float().unflatten(1, (HEADS, -1))[:count, own].flatten(1)
-            error, bound = (
-                float((each - want).square().mean().sqrt())
-                for each in (outs[1][:count].float(), plain)
-            )
+            found = outs[1][:count].float(), plain
+            error, bound = (float((each - want).square().mean().sqrt()) for each in found)
             worst = max(worst, error / bound)
             assert error <= 1.5 * bound, (step, queries, contexts, error, bound)
         if step % 250 == 249:

@@ -15,13 +15,8 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package
 from dsv4_ops.testing.contract import checks
 from tests.attention.test_metadata import assert_equal, decode, prefill
-from tests.support.attention_batches import (
-    DECODE,
-    PAGED,
-    agrees_when_sampled,
-    graph_of,
-    no_host_sync,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DECODE, PAGED, agrees_when_sampled, graph_of
 from tests.support.inductor_bugs import mended
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
 from tests.support.prefill_batches import GRAPHS, PREFILL
@@ -74,7 +69,7 @@ def test_metadata_replays_exactly_after_in_place_changes(build):
         inputs = random_inputs(seed, **sizes)
         for tensor, fresh in zip(static, inputs, strict=True):
             tensor.copy_(fresh)
-        with no_host_sync():
+        with batches.no_host_sync():
             result = compiled(*static)
         on_cpu = torch.utils._pytree.tree_map(lambda tensor: tensor.cpu(), result)
         assert_equal(on_cpu, build(*inputs))
@@ -128,17 +123,9 @@ def test_adversarial_values_stay_in_bounds(name):
     """The compiled op on adversarial inputs under compute-sanitizer, without the caching allocator
     to hide a stray read."""
     script = Path(__file__).parent / "sanitize.py"
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     done = subprocess.run(
-        [
-            "compute-sanitizer",
-            "--tool",
-            "memcheck",
-            "--error-exitcode",
-            "9",
-            sys.executable,
-            str(script),
-            name,
-        ],
+        [*command, sys.executable, str(script), name],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": ":".join(sys.path)},

@@ -13,15 +13,8 @@ from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.gpu.test_prefill import on_device
-from tests.support.attention_batches import (
-    DEVICE,
-    GATHERED,
-    adversarial_gathered,
-    agrees,
-    gathered_case,
-    generator,
-    kernel,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DEVICE, GATHERED, agrees, gathered_case, kernel
 from tests.support.prefill_batches import MODES, PREFILL, captured, prefill_case, replayed
 
 OURS = {"impl": "triton"}
@@ -46,7 +39,7 @@ def test_lists_and_heads_of_any_size(tokens: int, heads: int, topk: int) -> None
 def test_adversarial_values(topk: int, heads: int) -> None:
     """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key at
     all."""
-    case = adversarial_gathered(heads, 300, heads, topk)
+    case = batches.adversarial_gathered(heads, 300, heads, topk)
     agrees(GATHERED, case, ours(case))
 
 
@@ -66,7 +59,7 @@ def test_a_token_has_the_same_bits_in_every_batch(heads: int) -> None:
     case = gathered_case(2, 400, heads, 300)
     whole = ours(case)
     q, kv, indices, lens, sink = case.tensors
-    order = torch.randperm(400, generator=generator(1))
+    order = torch.randperm(400, generator=batches.generator(1))
     some = Case("order", (q[order], kv, indices[order], lens[order], sink), case.settings)
     assert all(equal(a, b[order.to(DEVICE)]) for a, b in zip(ours(some), whole, strict=True))
     for start, stop in ((0, 1), (1, 64), (399, 400)):

@@ -9,18 +9,8 @@ import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.support.attention_batches import (
-    DECODE,
-    DEVICE,
-    PAGED,
-    agrees,
-    case_of,
-    decode_case,
-    kernel,
-    paged_case,
-    with_inverse_rope,
-    with_settings,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DECODE, DEVICE, case_of, kernel, with_inverse_rope
 from tests.support.prefill_batches import (
     compiled_and_captured,
     plan_of,
@@ -29,7 +19,7 @@ from tests.support.prefill_batches import (
     with_plan,
 )
 
-both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
+both_ops = pytest.mark.parametrize("name", [DECODE, batches.PAGED])
 
 
 def sequence(name: str, case: Case) -> tuple[Tensor, Tensor]:
@@ -64,7 +54,7 @@ def test_batch_invariant_calls(name: str, heads: int) -> None:
 @pytest.mark.parametrize("num_splits", [0, 1, 2])
 @pytest.mark.parametrize(("tokens", "heads"), [(2, 64), (64, 128), (300, 8)])
 def test_window_only(tokens: int, heads: int, num_splits: int) -> None:
-    assert_fused(DECODE, decode_case(tokens, tokens, heads, None, num_splits=num_splits))
+    assert_fused(DECODE, batches.decode_case(tokens, tokens, heads, None, num_splits=num_splits))
 
 
 @both_ops
@@ -79,10 +69,10 @@ def test_plans(name: str, tokens: int, heads: int) -> None:
 
 @pytest.mark.parametrize("num_splits", [0, 1, 100])
 def test_one_token_of_a_million(num_splits: int) -> None:
-    case = paged_case(1, 1, 64, columns=4096)
+    case = batches.paged_case(1, 1, 64, columns=4096)
     case.tensors[5].fill_(8190)
     case.tensors[6].fill_(0)
-    assert_fused(PAGED, with_settings(case, num_splits=num_splits))
+    assert_fused(batches.PAGED, batches.with_settings(case, num_splits=num_splits))
 
 
 @both_ops
@@ -91,7 +81,7 @@ def test_small_tables(name: str, num_positions: int) -> None:
     case = with_inverse_rope(case_of(name, 6, 20, 64), num_positions=max(num_positions, 1))
     tensors = (*case.tensors[:-1], case.tensors[-1][:num_positions])
     case = Case(case.name, tensors, case.settings)
-    agrees(name, case)
+    batches.agrees(name, case)
     if num_positions > 1:
         assert all(map(equal, kernel(name, case), sequence(name, case)))
 
@@ -112,7 +102,7 @@ def test_strides_of_positions_and_tables(name: str) -> None:
 def test_tables_of_other_widths_go_to_the_reference(name: str) -> None:
     case = with_inverse_rope(case_of(name, 8, 5, 8))
     tensors = (*case.tensors[:-1], case.tensors[-1][:, :32].contiguous())
-    agrees(name, Case(case.name, tensors, case.settings))
+    batches.agrees(name, Case(case.name, tensors, case.settings))
 
 
 @both_ops

@@ -21,21 +21,8 @@ from dsv4_ops.lowering.inspect import (
 from tests.attention.test_layers import CUTS, assert_close
 from tests.compile.test_compiled_layers import STEPS, Packaged, hidden
 from tests.compile.test_export import RUN_IN_PYTHON
-from tests.support.layers import (
-    HEADS,
-    KINDS,
-    LENGTH,
-    PLAIN,
-    SPEC,
-    Engine,
-    SmallLayer,
-    caches_of,
-    hidden_states,
-    in_chunks,
-    oracle,
-    poison,
-    projected,
-)
+from tests.support import layers
+from tests.support.layers import HEADS, KINDS, LENGTH, PLAIN, SPEC, Engine, SmallLayer, in_chunks
 from tests.support.prefill_batches import GRAPHS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,7 +36,7 @@ def on_device(
 ) -> tuple[SmallLayer, list[dict[str, Tensor]]]:
     layer = SmallLayer(kind, spec, DEVICE)
     layer.plan_heads = plan_heads
-    return layer, projected(layer, hidden_states().to(DEVICE))
+    return layer, layers.projected(layer, layers.hidden_states().to(DEVICE))
 
 
 @with_plans
@@ -64,7 +51,7 @@ def test_kernels_give_what_the_formulas_say(
     for cuts, padding in ((whole, 0), (cut, 3)):
         outputs = in_chunks(layer, inputs[:2], cuts, padding=padding, seed=padding)
         for rows, out in zip(inputs, outputs, strict=False):
-            want = oracle(layer, rows)
+            want = layers.oracle(layer, rows)
             sure = want.margin[: len(out)] > 5e-3
             assert int(sure.sum()) >= 0.85 * len(out)
             assert_close(out.cpu()[sure], want.out[: len(out)][sure], budget)
@@ -76,7 +63,7 @@ def test_the_schedule_of_prefills_changes_only_rounding(kind: str) -> None:
     layer.schedule = "prefill"
     outputs = in_chunks(layer, inputs[:2], [[LENGTH], [30, 5, 1, LENGTH - 36]])
     for rows, out in zip(inputs, outputs, strict=False):
-        want = oracle(layer, rows)
+        want = layers.oracle(layer, rows)
         sure = want.margin > 5e-3
         assert_close(out.cpu()[sure], want.out[sure], 0.01)
 
@@ -94,9 +81,9 @@ def steps_beside(layer: SmallLayer, call, steps) -> None:
     """Every step by ``call`` and by the layer's twin in eager mode; addresses stay."""
     twin = SmallLayer(layer.kind, layer.spec, DEVICE)
     engines = Engine(layer), Engine(twin)
-    poison(layer)
-    poison(twin)
-    addresses = [cache.data_ptr() for cache in caches_of(layer).values()]
+    layers.poison(layer)
+    layers.poison(twin)
+    addresses = [cache.data_ptr() for cache in layers.caches_of(layer).values()]
     for number, (counts, padding) in enumerate(steps):
         x = hidden(counts, padding).to(DEVICE) + number
         mine, other = (engine.batch(counts, padding) for engine in engines)
@@ -106,7 +93,7 @@ def steps_beside(layer: SmallLayer, call, steps) -> None:
         torch.testing.assert_close(actual.float(), expected.float(), rtol=0.02, atol=0.05)
         for engine in engines:
             engine.finish(counts)
-    assert addresses == [cache.data_ptr() for cache in caches_of(layer).values()]
+    assert addresses == [cache.data_ptr() for cache in layers.caches_of(layer).values()]
 
 
 @with_plans
@@ -160,11 +147,11 @@ def test_a_package_of_every_kind(kind: str, plan_heads: int, tmp_path: Path) -> 
     step with a plan makes it there."""
     layer = SmallLayer(kind, SPEC, DEVICE)
     layer.plan_heads = plan_heads
-    poison(layer)
+    layers.poison(layer)
     engine, inputs, expected = Engine(layer), [], []
     for counts, padding in STEPS:
         batch = [tensor.to(DEVICE) for tensor in engine.batch(counts, padding)]
-        caches = [cache.clone() for cache in caches_of(layer).values()]
+        caches = [cache.clone() for cache in layers.caches_of(layer).values()]
         inputs.append((hidden(counts, padding).to(DEVICE), *batch, *caches))
         expected.append(layer(*inputs[-1][:7]))
         engine.finish(counts)

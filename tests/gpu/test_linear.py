@@ -44,10 +44,8 @@ def test_kernels_of_every_tile_are_the_product_of_the_reference(num_tokens, give
     expected = case.run(OPS["fp8_linear"].reference)
     found = case.run(ops.fp8_linear)
     assert_agrees("triton", testing.op_testing("fp8_linear"), case, found, expected)
-    groups = [
-        tensor.unflatten(1, (2, -1)) if place in (0, 3) else tensor
-        for place, tensor in enumerate(tensors)
-    ]
+    pairs = enumerate(tensors)
+    groups = [each.unflatten(1, (2, -1)) if place in (0, 3) else each for place, each in pairs]
     if given == "codes":
         groups[0], groups[3] = groups[0].transpose(0, 1), groups[3].transpose(0, 1)
     groups[1], groups[2] = groups[1][:, :512].contiguous(), groups[2][:, :4].contiguous()

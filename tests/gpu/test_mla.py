@@ -11,21 +11,11 @@ from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.mla import decode
 from dsv4_ops.testing.case import Case
+from tests.support import mla_batches
 from tests.support.attention_batches import graph_of
-from tests.support.mla_batches import (
-    DS_FP8,
-    FP8,
-    LAYOUTS,
-    SPARSE,
-    assert_exact,
-    assert_spoils_what_sees_it,
-    kernel_cases,
-    mla_case,
-    planned,
-    sparse_case,
-)
+from tests.support.mla_batches import DS_FP8, LAYOUTS, SPARSE, assert_exact, mla_case, sparse_case
 
-CASES = kernel_cases()
+CASES = mla_batches.kernel_cases()
 
 
 def called(case, **settings):
@@ -64,7 +54,7 @@ def test_ragged_batches_of_all_layouts(layout, heads):
 @pytest.mark.usefixtures("both_kernels")
 def test_other_dtypes():
     for case in (
-        mla_case(1, [3, 2], 16, longest=300, layout=FP8, codes=True),
+        mla_case(1, [3, 2], 16, longest=300, layout=mla_batches.FP8, codes=True),
         mla_case(2, [3, 2], 16, longest=300, layout=DS_FP8, num_splits=3),
         mla_case(3, [3, 2], 16, longest=300, dtype=torch.float16),
         mla_case(4, [3, 2], 8, longest=300, dtype=torch.float32),
@@ -73,10 +63,10 @@ def test_other_dtypes():
 
 
 @pytest.mark.usefixtures("both_kernels")
-@pytest.mark.parametrize("layout", [FP8, DS_FP8])
+@pytest.mark.parametrize("layout", [mla_batches.FP8, DS_FP8])
 def test_a_row_of_nan_codes_stays_with_the_tokens_that_see_it(layout):
     case = mla_case(4, [4, 2], 8, longest=300, layout=layout, adversarial=False, num_splits=2)
-    assert_spoils_what_sees_it(lambda each: [part.cpu() for part in called(each)], case)
+    mla_batches.assert_spoils_what_sees_it(lambda each: [part.cpu() for part in called(each)], case)
 
 
 @pytest.mark.usefixtures("both_kernels")
@@ -92,7 +82,7 @@ def test_a_batch_is_scheduled_by_its_lengths(layout):
 def test_plans(layout):
     case = mla_case(6, [1] * 9, 64, longest=900, layout=layout, hint=False)
     plan = ops.sparse_mla_plan(case.tensors[2], None, num_heads=64, num_programs=40)
-    assert_exact(called(planned(case, plan)), case)
+    assert_exact(called(mla_batches.planned(case, plan)), case)
 
 
 SELECTING = ["plain", DS_FP8]

@@ -15,23 +15,15 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import build_package, load_package
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.support.attention_batches import (
-    DECODE,
-    DEVICE,
-    GATHERED,
-    PAGED,
-    PER_TOKEN,
-    adversarial_gathered,
-    agrees,
-    decode_case,
-    kernel,
-    paged_case,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DECODE, DEVICE, GATHERED, PAGED, PER_TOKEN, decode_case
 from tests.support.prefill_batches import PREFILL, prefill_case
 
 CALLS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[int, int], Case]]] = {
     "decode": (DECODE, PER_TOKEN, (40, 3, 140), lambda seed, count: decode_case(seed, count, 64)),
-    "paged": (PAGED, PER_TOKEN, (9, 64, 140), lambda seed, count: paged_case(seed, count, 64)),
+    "paged": (
+        PAGED, PER_TOKEN, (9, 64, 140), lambda seed, count: batches.paged_case(seed, count, 64),
+    ),
     "C4": (
         PREFILL, (0, 2, 3, 7), (90, 700, 256, 5, 40),
         lambda seed, count: prefill_case(seed, count, 64, "C4", max_reqs=2),
@@ -42,7 +34,7 @@ CALLS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[int, int
     ),
     "gathered": (
         GATHERED, (0, 2, 3), (5, 300, 140),
-        lambda seed, count: adversarial_gathered(seed, count, 64, 300),
+        lambda seed, count: batches.adversarial_gathered(seed, count, 64, 300),
     ),
 }  # fmt: skip
 """An op, its arguments per token, numbers of tokens of which the first is exported, and a call; of
@@ -85,9 +77,9 @@ def test_a_package_for_any_number_of_tokens(kind: str, tmp_path: Path) -> None:
         given = case.on(DEVICE).tensors
         actual = run(*given)
         if count < 1000:
-            agrees(name, case, tuple(actual))
+            batches.agrees(name, case, tuple(actual))
         if count > 10 or name == GATHERED:  # others are combined 16 at a time, here 8
-            assert all(map(equal, actual, kernel(name, case)))
+            assert all(map(equal, actual, batches.kernel(name, case)))
         moved = [shifted(each) if place in per_token else each for place, each in enumerate(given)]
         assert all(map(equal, run(*moved), actual))
 
@@ -106,7 +98,7 @@ class Moved(torch.nn.Module):
 def test_strides_and_addresses_are_what_the_kernel_is_told(tmp_path: Path) -> None:
     """Keys, entries and lengths are inputs that start at odd addresses when they are exported."""
     heads, tokens = 64, 40
-    _, *rest = adversarial_gathered(1, tokens, heads, 300).on(DEVICE).tensors
+    _, *rest = batches.adversarial_gathered(1, tokens, heads, 300).on(DEVICE).tensors
     shapes = ((heads, 512, tokens), (heads, tokens, 512), (heads * tokens * 512 + 1,))
     made = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
     given = (*made, *map(shifted, rest))

@@ -27,23 +27,8 @@ from dsv4_ops.testing.contract.compare import exact_results
 from tests.gpu.providers import BUILD
 from tests.gpu.test_cache import needs_baselines
 from tests.helpers import i32
-from tests.support.attention_batches import (
-    DECODE,
-    DEVICE,
-    GATHERED,
-    PAGED,
-    SCALE,
-    adversarial_gathered,
-    cache_of,
-    decode_case,
-    gathered_case,
-    generator,
-    graph_of,
-    keys_of,
-    no_host_sync,
-    normal,
-    paged_case,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DECODE, DEVICE, GATHERED, PAGED, SCALE, decode_case
 from tests.support.prefill_batches import GRAPHS, PREFILL, prefill_case
 
 pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
@@ -97,13 +82,13 @@ def test_flash_mla_decodes(tokens, heads, extra, sizes):
 
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (7, 128), (140, 64)])
 def test_flash_mla_decodes_pages(tokens, heads):
-    case = paged_case(tokens, tokens, heads).on(DEVICE)
+    case = batches.paged_case(tokens, tokens, heads).on(DEVICE)
     check(PAGED, case, call(PAGED, case, impl="flash_mla"))
 
 
 @pytest.mark.parametrize("topk", [640, 100])
 @pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("make", [gathered_case, adversarial_gathered])
+@pytest.mark.parametrize("make", [batches.gathered_case, batches.adversarial_gathered])
 def test_flash_mla_attends_to_gathered_rows(make, heads, topk):
     case = make(heads, 200, heads, topk).on(DEVICE)
     check(GATHERED, case, call(GATHERED, case, impl="flash_mla"))
@@ -125,18 +110,18 @@ def test_a_cache_beyond_4_gib(gpu_memory_alone):
     layout, blocks = MainLayout(64), 120_000
     cache = layout.allocate(blocks, DEVICE)
     assert cache.nbytes > 2**32
-    made = generator(0)
+    made = batches.generator(0)
     slots = torch.randint(0, blocks * 64, (256,), generator=made)
     slots[:8] = torch.arange(blocks * 64 - 8, blocks * 64)
-    keys = keys_of(made, 256)
+    keys = batches.keys_of(made, 256)
     ops.quantize_and_insert_k_cache(keys.to(DEVICE), cache, slots.to(DEVICE), block_size=64)
     indices = slots[None, :128].int().to(DEVICE)
     lens = i32([128]).to(DEVICE)
-    q = normal(made, 1, 64, 512).to(DEVICE)
+    q = batches.normal(made, 1, 64, 512).to(DEVICE)
     far = ops.sparse_mla_decode(
         q, cache, indices, lens, softmax_scale=SCALE, swa_block_size=64, impl="flash_mla"
     )
-    small = cache_of(layout, 4, torch.arange(256), keys).to(DEVICE)
+    small = batches.cache_of(layout, 4, torch.arange(256), keys).to(DEVICE)
     near = ops.sparse_mla_decode(
         q,
         small,
@@ -245,11 +230,11 @@ def test_a_captured_step_makes_its_metadata(name, extra):
 
     def sampled(seed):
         if name == PAGED:
-            return paged_case(seed, 33, 64).on(DEVICE)
+            return batches.paged_case(seed, 33, 64).on(DEVICE)
         return decode_case(seed, 33, 64, extra).on(DEVICE)
 
     case = sampled(1)
-    graph, outputs = graph_of(lambda: run(case))
+    graph, outputs = batches.graph_of(lambda: run(case))
     for seed in range(3):
         for tensor, new in zip(case.tensors, sampled(seed + 5).tensors, strict=True):
             if tensor is not None:
@@ -277,9 +262,9 @@ def present_in(case: Case) -> list[int]:
 
 CASES = {
     DECODE: lambda seed: decode_case(seed, 21, 64),
-    PAGED: lambda seed: paged_case(seed, 21, 64),
+    PAGED: lambda seed: batches.paged_case(seed, 21, 64),
     PREFILL: lambda seed: prefill_case(seed, 21, 64, "C4"),
-    GATHERED: lambda seed: gathered_case(seed, 21, 64, 128),
+    GATHERED: lambda seed: batches.gathered_case(seed, 21, 64, 128),
 }
 
 
@@ -303,7 +288,7 @@ def test_compiled_and_captured(name, dynamic):
     for place, tensor in zip(present, inputs, strict=True):
         if tensor.shape == other.tensors[place].shape:
             tensor.copy_(other.tensors[place])
-    with no_host_sync():
+    with batches.no_host_sync():
         result = [each.clone() for each in compiled(*inputs)]
     given = list(case.tensors)
     for place, tensor in zip(present, inputs, strict=True):

@@ -58,12 +58,8 @@ def test_every_bf16_value_is_rotated_and_stored_as_on_the_cpu(layout):
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     generator = torch.Generator().manual_seed(3)
     kv = torch.zeros(2048, 512, dtype=torch.bfloat16)
-    kv[:, 448:] = (
-        bits[torch.randperm(65536, generator=generator)]
-        .repeat(2)
-        .view(2048, 64)
-        .view(torch.bfloat16)
-    )
+    shuffled = bits[torch.randperm(65536, generator=generator)].repeat(2)
+    kv[:, 448:] = shuffled.view(2048, 64).view(torch.bfloat16)
     table = ops.rope_cos_sin_cache(2048, **YARN)
     where, slots = torch.arange(2048), torch.randperm(2048, generator=generator)
     q = torch.zeros(2048, 0, 512, dtype=torch.bfloat16)

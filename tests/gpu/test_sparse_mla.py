@@ -11,20 +11,8 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.sparse_mla import BARE
 from dsv4_ops.testing.contract.compare import equal
-from tests.support.attention_batches import (
-    DECODE,
-    DEVICE,
-    PAGED,
-    agrees,
-    case_of,
-    decode_case,
-    generator,
-    kernel,
-    magnified,
-    paged_case,
-    some_tokens,
-    with_settings,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DECODE, DEVICE, PAGED, agrees, case_of, kernel
 
 both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
 
@@ -56,24 +44,24 @@ def test_splits(name: str, tokens: int, num_splits: int, batch_invariant: bool) 
 @pytest.mark.parametrize("num_splits", [0, 1, 7])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (3, 128), (64, 8), (300, 64)])
 def test_window_only(tokens: int, heads: int, num_splits: int) -> None:
-    agrees(DECODE, decode_case(tokens, tokens, heads, None, num_splits=num_splits))
+    agrees(DECODE, batches.decode_case(tokens, tokens, heads, None, num_splits=num_splits))
 
 
 @pytest.mark.parametrize("sizes", [(256, 64), (64, 2), (1, 3), (53, 61)])
 @pytest.mark.parametrize("extra", [1, 63, 65, 1024])
 def test_page_sizes_and_widths(sizes: tuple[int, int], extra: int) -> None:
-    agrees(DECODE, decode_case(5, 9, 64, extra, block=sizes[0], extra_block=sizes[1]))
+    agrees(DECODE, batches.decode_case(5, 9, 64, extra, block=sizes[0], extra_block=sizes[1]))
 
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_one_token_of_a_million(heads: int) -> None:
     """8192 compressed rows of one request: every SM has a split."""
-    case = paged_case(1, 1, heads, columns=4096)
+    case = batches.paged_case(1, 1, heads, columns=4096)
     case.tensors[5].fill_(8190)
     case.tensors[6].fill_(0)
     agrees(PAGED, case)
     for num_splits in (1, 100, 200):
-        agrees(PAGED, with_settings(case, num_splits=num_splits))
+        agrees(PAGED, batches.with_settings(case, num_splits=num_splits))
 
 
 @both_ops
@@ -98,7 +86,7 @@ def test_nothing_to_attend_with(name: str) -> None:
     """No tokens, no heads."""
     case = case_of(name, 2, 4, 8).on(DEVICE)
     no_heads = (case.tensors[0][:, :0], *case.tensors[1:-4], case.tensors[-4][:0], *BARE)
-    for tensors in (no_heads, some_tokens(case, slice(0, 0)).tensors):
+    for tensors in (no_heads, batches.some_tokens(case, slice(0, 0)).tensors):
         out, lse = OPS[name].op(*tensors, **case.settings)
         assert out.shape == tensors[0].shape
         assert lse.shape == out.shape[:2]
@@ -113,7 +101,7 @@ def test_magnitudes_of_values(name: str, exponent: int) -> None:
         case = case_of(name, 8, tokens, 64, num_splits=num_splits)
         out, lse = kernel(name, case)
         assert out.count_nonzero() > out.numel() // 2 * (tokens > 1)
-        scaled, same = kernel(name, magnified(case, exponent))
+        scaled, same = kernel(name, batches.magnified(case, exponent))
         assert torch.equal(scaled, out * 2.0**exponent)
         assert torch.equal(same, lse)
 
@@ -121,13 +109,13 @@ def test_magnitudes_of_values(name: str, exponent: int) -> None:
 def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
     """Of one key that all heads see, half of them with a weight of 0. In one split float32 sums are
     rounded once; both round the weights to bf16, against other maxima."""
-    case = decode_case(4, 6, 64, None, adversarial=False)
+    case = batches.decode_case(4, 6, 64, None, adversarial=False)
     layout = MainLayout(64)
     slot = int(case.tensors[2][1, 0])
     start = layout.data_offset(slot % 64) + layout.code_dim
     case.tensors[1][slot // 64, start : start + 2] = torch.tensor([0x80, 0x7F]).byte()  # inf
     whole, parts = (
-        kernel(DECODE, with_settings(case, num_splits=splits))[0][1] for splits in (1, 2)
+        kernel(DECODE, batches.with_settings(case, num_splits=splits))[0][1] for splits in (1, 2)
     )
     code_dim = layout.code_dim
     assert not parts[:, code_dim].isfinite().any()
@@ -160,10 +148,10 @@ def test_a_token_has_the_same_bits_in_every_batch(name: str, heads: int, fixed: 
     case = case_of(name, 9, 200, heads, **fixed)
     whole = kernel(name, case)
     assert all(map(equal, whole, kernel(name, case)))
-    order = torch.randperm(200, generator=generator(1)).tolist()
-    shuffled = kernel(name, some_tokens(case, order))
+    order = torch.randperm(200, generator=batches.generator(1)).tolist()
+    shuffled = kernel(name, batches.some_tokens(case, order))
     assert all(equal(left, right[order]) for left, right in zip(shuffled, whole, strict=True))
     for token in (*range(9), 57, 128, 131, 132, 198, 199):
-        alone = kernel(name, some_tokens(case, slice(token, token + 1)))
+        alone = kernel(name, batches.some_tokens(case, slice(token, token + 1)))
         for left, right in zip(alone, whole, strict=True):
             assert equal(left[0], right[token]), token

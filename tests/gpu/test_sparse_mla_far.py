@@ -13,21 +13,9 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.sparse_mla import BARE
 from tests.helpers import INT32_MAX
-from tests.support.attention_batches import (
-    DECODE,
-    DEVICE,
-    PAGED,
-    agrees,
-    decode_case,
-    generator,
-    integers,
-    keys_of,
-    normal,
-    settings_of,
-    sink_of,
-)
+from tests.support import attention_batches as batches
 
-both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
+both_ops = pytest.mark.parametrize("name", [batches.DECODE, batches.PAGED])
 
 
 def far_slots(layout: Layout, blocks: int) -> Tensor:
@@ -44,12 +32,12 @@ def far_slots(layout: Layout, blocks: int) -> Tensor:
 def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> None:
     """Rows whose bytes lie past 2^31 and 2^32, of plain rows whose elements do: what the same rows
     of a small cache give."""
-    made, layout = generator(3), MainLayout(64) if kind == "v4_fp8" else PlainLayout(64)
+    made, layout = batches.generator(3), MainLayout(64) if kind == "v4_fp8" else PlainLayout(64)
     gibibytes = 5 if kind == "v4_fp8" else 8
     blocks = math.ceil(gibibytes * 2**30 / layout.page_bytes)
     slots = far_slots(layout, blocks)
-    k, far = keys_of(made, len(slots)), len(slots)
-    large, small = layout.allocate(blocks, DEVICE), layout.allocate(far, "cpu")
+    k, far = batches.keys_of(made, len(slots)), len(slots)
+    large, small = layout.allocate(blocks, batches.DEVICE), layout.allocate(far, "cpu")
     assert large.nbytes > 2**32
     near = torch.arange(far) * 64 + slots % 64  # a block each, the same row of it
     for cache, places in ((large, slots), (small, near)):
@@ -60,48 +48,48 @@ def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> No
             ops.quantize_and_insert_k_cache(*rows, block_size=64)
 
     tokens, heads = 6, 64
-    q, sink = normal(made, tokens, heads, 512), sink_of(made, heads)
-    chosen = integers(made, 0, far, tokens, 24).long()
+    q, sink = batches.normal(made, tokens, heads, 512), batches.sink_of(made, heads)
+    chosen = batches.integers(made, 0, far, tokens, 24).long()
     lens = torch.full((tokens,), 24, dtype=torch.int32)
-    table = integers(made, 0, far, tokens, 3).long()
+    table = batches.integers(made, 0, far, tokens, 3).long()
     chosen[0] = torch.arange(24) % far
 
     def call(cache: Tensor, places: Tensor) -> Case:
         swa = (cache, places[chosen].int(), lens)
-        if name == DECODE:
+        if name == batches.DECODE:
             extra = (cache, places[chosen.flip(1)].int(), lens // 2)
         else:
             pages = (places // 64)[table].int()
             extra = (cache, torch.full_like(lens, 150), torch.arange(tokens).int(), pages)
-        return Case("far", (q, *swa, *extra, sink, *BARE), settings_of(64, 64, layout=kind))
+        return Case("far", (q, *swa, *extra, sink, *BARE), batches.settings_of(64, 64, layout=kind))
 
     # blocks of the large cache hold two of the rows each, those of the small one a row: the paged
     # op sees them as far as the table says, so both must hold the same blocks
-    if name == PAGED:
+    if name == batches.PAGED:
         small = small.new_zeros(layout.shape(far))
-        small.copy_(large[(slots // 64).to(DEVICE)])
+        small.copy_(large[(slots // 64).to(batches.DEVICE)])
     expected = call(small, near)
     moved = call(large, slots)
-    tensors = moved.on(DEVICE).tensors
+    tensors = moved.on(batches.DEVICE).tensors
     actual = tuple(OPS[name].op(*tensors, **moved.settings))
-    agrees(name, expected, actual)
+    batches.agrees(name, expected, actual)
     del large, tensors, moved
     torch.cuda.empty_cache()
 
 
 def test_queries_beyond_4_gib(gpu_memory_alone: None) -> None:
     """The last of 33,000 tokens of 128 heads, whose queries and output lie past 2^31 elements."""
-    tokens, made = 33000, generator(4)
-    case = decode_case(4, 8, 128, None)
-    q = case.tensors[0].repeat(tokens // 8, 1, 1).to(DEVICE)
+    tokens, made = 33000, batches.generator(4)
+    case = batches.decode_case(4, 8, 128, None)
+    q = case.tensors[0].repeat(tokens // 8, 1, 1).to(batches.DEVICE)
     assert q.numel() > 2**31
-    moved = case.on(DEVICE)
+    moved = case.on(batches.DEVICE)
     indices = moved.tensors[2].repeat(tokens // 8, 1)
     lens = moved.tensors[3].repeat(tokens // 8)
-    order = torch.randperm(tokens, generator=made).to(DEVICE)[: tokens - 8]
+    order = torch.randperm(tokens, generator=made).to(batches.DEVICE)[: tokens - 8]
     indices[: tokens - 8] = indices[order]
     rest = (None, None, None, *moved.tensors[-4:])
-    out, lse = OPS[DECODE].op(q, moved.tensors[1], indices, lens, *rest, **case.settings)
-    agrees(DECODE, case, (out[-8:], lse[-8:]))
+    out, lse = OPS[batches.DECODE].op(q, moved.tensors[1], indices, lens, *rest, **case.settings)
+    batches.agrees(batches.DECODE, case, (out[-8:], lse[-8:]))
     del q, out
     torch.cuda.empty_cache()

@@ -9,19 +9,12 @@ import dsv4_ops as ops
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import i32
-from tests.support.attention_batches import (
-    DEVICE,
-    PAGED,
-    agrees,
-    kernel,
-    launches_both,
-    paged_case,
-    with_inverse_rope,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DEVICE, PAGED, agrees, kernel, launches_both, paged_case
 from tests.support.prefill_batches import compiled_and_captured, replayed
 
 work_tiles = pytest.importorskip(
-    "tests.kernels.emulator.work_tiles", reason="triton is published for Linux only"
+    "tests.kernels.emulator.work_tiles", reason="published for Linux only"
 )
 
 
@@ -51,12 +44,8 @@ def test_programs_find_their_pieces_beyond_those_at_once(tokens: int, at_once: i
 def test_tables_for_millions_of_rows(widths: tuple[int, int]) -> None:
     """Lengths that would be negative if 63 were added, and more blocks than the scheduler goes
     by."""
-    extra = [
-        2**31 - 1,
-        2**22,
-        2**21 + 65,
-        *(64 * 37 * count + count % 3 - 1 for count in range(37)),
-    ]
+    extra = [2**31 - 1, 2**22, 2**21 + 65]
+    extra += [64 * 37 * count + count % 3 - 1 for count in range(37)]
     given = [128, 2**31 - 1, 0, 2**22] * 10, extra, list(range(40)), 40
     found = work_tiles.scheduled(work_tiles.written_schedule_kernel, given, 132, DEVICE, widths)
     assert found == work_tiles.expected(*given, 132, widths)
@@ -86,7 +75,7 @@ def test_batches_of_any_lens(tokens: int, heads: int) -> None:
 def test_long_contexts_among_short_ones(tokens: int, heads: int, long: int, every: int) -> None:
     case = lengths(paged_case(long, tokens, heads, columns=1024), long, 9, every)
     agrees(PAGED, case)
-    agrees(PAGED, with_inverse_rope(case))
+    agrees(PAGED, batches.with_inverse_rope(case))
 
 
 def test_the_same_bits_every_time() -> None:

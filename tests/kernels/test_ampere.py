@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 
 from benchmarks.harness.ampere import as_an_a100
 from dsv4_ops.cli import kernels

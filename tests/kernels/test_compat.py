@@ -96,9 +96,8 @@ def test_inductor_is_imported_in_one_file_only():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            offenders += [
-                f"{path.name}: {name}" for name in names if name.startswith("torch._inductor")
-            ]
+            inductors = (name for name in names if name.startswith("torch._inductor"))
+            offenders += [f"{path.name}: {name}" for name in inductors]
     assert offenders == []
 
 
@@ -118,10 +117,8 @@ def test_every_kernel_is_launched_with_fusion_set(monkeypatch):
     monkeypatch.setattr(launcher, "takes_options_in_graphs", lambda: True)
     launcher.EAGER(Kernel())[(2,)](1, num_warps=4)
     launcher.TRACED(Kernel())[(3,)](2)
-    assert asked == [
-        ((2,), (1,), {"num_warps": 4, **triton_compat.FUSION}),
-        ((3,), (2,), triton_compat.FUSION),
-    ]
+    fused = triton_compat.FUSION
+    assert asked == [((2,), (1,), {"num_warps": 4, **fused}), ((3,), (2,), fused)]
     monkeypatch.setattr(launcher, "takes_options_in_graphs", lambda: False)
     launcher.TRACED(Kernel())[(4,)](3)
     assert asked[2] == ((4,), (3,), {})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 
 from dsv4_ops import kernels as package
 from dsv4_ops.cli import kernels

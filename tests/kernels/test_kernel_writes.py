@@ -6,7 +6,7 @@ import signal
 import pytest
 from torch._higher_order_ops import triton_kernel_wrap
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 
 from dsv4_ops.cli import kernels  # imports triton
 from dsv4_ops.kernels.common.attention.combine import combine_listed_kernel

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dsv4_ops.core.layout import CACHE_ALIGNMENT
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 from dsv4_ops.kernels.launch_plans import LaunchPlans
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 
 from dsv4_ops.kernels.aot.launch_op import PACKAGED
 from dsv4_ops.kernels.launcher import EAGER, TRACED, Launcher

@@ -53,16 +53,14 @@ def indexed_in_place(source: str) -> list[str]:
         if isinstance(function, ast.FunctionDef) and is_jit(function):
             names = set(map(id, named(function)))
             entries = (node for node in ast.walk(function) if is_entry(node))
-            unnamed += [
-                f"{node.lineno}: {ast.unparse(node)}" for node in entries if id(node) not in names
-            ]
+            others = (node for node in entries if id(node) not in names)
+            unnamed += [f"{node.lineno}: {ast.unparse(node)}" for node in others]
     return unnamed
 
 
 def offenders() -> dict[str, list[str]]:
-    sources = {
-        path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")
-    }
+    paths = PACKAGE.rglob("*.py")
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in paths}
     indexed = {name: indexed_in_place(source) for name, source in sources.items()}
     return {name: lines for name, lines in indexed.items() if lines}
 

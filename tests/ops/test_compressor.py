@@ -38,10 +38,8 @@ def test_a_quantised_row_is_what_the_insert_makes_of_the_bfloat16_row(layout: st
     quantised = torch.full(kind(2).shape(blocks), 9, dtype=torch.uint8)
     expected = quantised.clone()
     ops.compress_and_insert(k_cache=quantised, **tensors, **settings, block_size=2, layout=layout)
-    insert = {
-        "v4_fp8": ops.quantize_and_insert_k_cache,
-        "v4_indexer_fp8": ops.quantize_and_insert_indexer_k,
-    }[layout]
+    main, indexer = ops.quantize_and_insert_k_cache, ops.quantize_and_insert_indexer_k
+    insert = main if layout == "v4_fp8" else indexer
     insert(plain.flatten(0, 1), expected, torch.arange(6), block_size=2)
     assert torch.equal(quantised, expected)
     assert plain.float().abs().amin(-1).gt(0).all()

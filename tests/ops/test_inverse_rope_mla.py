@@ -15,15 +15,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import i32, i64
-from tests.support.layers import (
-    KINDS as LAYERS,
-    LENGTH,
-    SPEC,
-    SmallLayer,
-    hidden_states,
-    in_chunks,
-    projected,
-)
+from tests.support import layers
 from tests.support.sampled import sampled
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -90,12 +82,12 @@ def test_it_is_the_two_ops_in_sequence(name: str) -> None:
     assert rotated_calls[0] > 3
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", layers.KINDS)
 def test_a_layer_gives_the_bits_of_attention_and_rotation_apart(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padding tokens included; and the attention does differ by the rotation."""
-    rows = projected(SmallLayer(kind, SPEC), hidden_states())[0]
+    rows = layers.projected(layers.SmallLayer(kind, layers.SPEC), layers.hidden_states())[0]
     calls: list[tuple[Tensor, bool]] = []
 
     def group_output(layer: Any, out: Tensor, *, inverse_rope: bool) -> Any:
@@ -107,8 +99,8 @@ def test_a_layer_gives_the_bits_of_attention_and_rotation_apart(
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr(layer, "fuses_inverse_rope", lambda *_: False)
-        twin = SmallLayer(kind, SPEC)
-        outs.append(in_chunks(twin, [rows], [[LENGTH]], padding=3)[0])
+        twin = layers.SmallLayer(kind, layers.SPEC)
+        outs.append(layers.in_chunks(twin, [rows], [[layers.LENGTH]], padding=3)[0])
     assert [inverse_rope for _, inverse_rope in calls] == [True, False]
     assert torch.equal(*outs)
     assert not torch.equal(*(out for out, _ in calls))

@@ -77,9 +77,8 @@ def indices_of(
     """Slots of rows that exist, 1 in 20 of them none; behind the lengths slots of NaN."""
     tokens, limit = len(lens), len(slots) + len(unused)
     indices = slots[integers(made, 0, len(slots), tokens, width).long()].int()
-    none = torch.tensor(
-        [-1, -2, INT32_MIN, limit, limit + 1, INT32_MAX] if adversarial else [-1]
-    ).int()
+    outside = [-2, INT32_MIN, limit, limit + 1, INT32_MAX] if adversarial else []
+    none = torch.tensor([-1, *outside]).int()
     where = torch.rand(tokens, width, generator=made) < 0.05
     indices = torch.where(where, none[integers(made, 0, len(none), tokens, width).long()], indices)
     behind = torch.arange(width) >= lens[:, None]
@@ -129,11 +128,8 @@ def decode_case(
         k = keys_of(stored, len(slots), deviation)
         cache = cache_of(MainLayout(size), blocks, slots, k)
         lens = ragged_lens(made, tokens, width, adversarial)
-        tensors += [
-            cache,
-            indices_of(made, slots, unused, lens, width, adversarial=adversarial),
-            lens,
-        ]
+        indices = indices_of(made, slots, unused, lens, width, adversarial=adversarial)
+        tensors += [cache, indices, lens]
     tensors += [sink_of(made, heads), *BARE]
     return Case("decode", tuple(tensors), settings_of(block, extra_block, **changed))
 

@@ -130,15 +130,8 @@ class Engine:
         ape = self.weights["ape"]
 
         def save_states() -> None:
-            save(
-                kv_score,
-                ape,
-                self.states,
-                slots,
-                positions,
-                compress_ratio=self.ratio,
-                block_size=self.size,
-            )
+            sizes = {"compress_ratio": self.ratio, "block_size": self.size}
+            save(kv_score, ape, self.states, slots, positions, **sizes)
 
         if save_first:
             save_states()

@@ -41,15 +41,8 @@ def build_cpp_runner(folder: Path) -> Path:
 
 
 # in the order of DTYPES in cpp/run_package.cpp
-DTYPES = (
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bfloat16,
-    torch.float32,
-    torch.float8_e4m3fn,
-    torch.bool,
-)
+DTYPES = (torch.int32, torch.int64, torch.uint8, torch.bfloat16, torch.float32)
+DTYPES += (torch.float8_e4m3fn, torch.bool)
 
 
 def write_tensors(path: Path, tensors) -> None:

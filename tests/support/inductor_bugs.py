@@ -16,7 +16,4 @@ BUGS: dict[str, dict[str, Any]] = {
 def mended(name: str) -> AbstractContextManager[Any]:
     """Inductor's settings that the op needs on a GPU with this release."""
     settings = BUGS.get(name) if torch.__version__ < "2.13" else None
-    found: AbstractContextManager[Any] = (
-        torch._inductor.config.patch(settings) if settings else nullcontext()
-    )
-    return found
+    return torch._inductor.config.patch(settings) if settings else nullcontext()

@@ -13,19 +13,8 @@ from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.sparse_mla import BARE
 from tests.helpers import INT32_MAX, INT32_MIN, i32, i64
-from tests.support.attention_batches import (
-    DECODE,
-    DEVICE,
-    WINDOW,
-    cache_of,
-    generator,
-    integers,
-    keys_of,
-    no_host_sync,
-    normal,
-    settings_of,
-    sink_of,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DECODE, DEVICE, WINDOW, cache_of, generator, integers
 
 PREFILL = "sparse_mla_prefill"
 GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
@@ -59,7 +48,7 @@ def pages_of(
     count = shape[0] * shape[1]
     pages = torch.randperm(2 * count, generator=stored)[:count]
     slots = (pages[:, None] * size + torch.arange(size)).flatten()
-    cache = cache_of(MainLayout(size), 2 * count, slots, keys_of(stored, len(slots)))
+    cache = cache_of(MainLayout(size), 2 * count, slots, batches.keys_of(stored, len(slots)))
     table = pages[torch.randperm(count, generator=made)].view(shape).int()
     for bad in (*BAD, 2 * count):
         if count > 8:
@@ -89,7 +78,7 @@ def prefill_case(
     owners %= max_reqs
     positions[5::9] = i64([-1, INT32_MAX, 2**40])[integers(made, 0, 3, len(positions[5::9])).long()]
     owners[7::11] = i32([-1, max_reqs, *BAD])[integers(made, 0, 5, len(owners[7::11])).long()]
-    q = normal(made, tokens, heads, 512)
+    q = batches.normal(made, tokens, heads, 512)
     columns = -(-longest // block)
     cache, table = pages_of(made, stored, block, (max_reqs, columns))
     extra: list[Tensor | None] = [None, None, None]
@@ -99,9 +88,9 @@ def prefill_case(
     if mode == "C4":
         extra[2] = selected(made, positions, ratio, topk)
     changed = {"window_size": window, "compress_ratio": ratio}
-    numbers = settings_of(block, extra_block, **changed)
+    numbers = batches.settings_of(block, extra_block, **changed)
     del numbers["num_splits"], numbers["batch_invariant"]
-    tensors = (q, cache, positions, owners, table, *extra, sink_of(made, heads))
+    tensors = (q, cache, positions, owners, table, *extra, batches.sink_of(made, heads))
     return Case(mode, tensors, numbers)
 
 
@@ -232,5 +221,5 @@ def replayed(
     for tensor, value in zip(static, fresh, strict=True):
         if tensor is not None:
             tensor.copy_(value)
-    with no_host_sync():
+    with batches.no_host_sync():
         return replay()

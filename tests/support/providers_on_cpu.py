@@ -15,28 +15,21 @@ from dsv4_ops.kernels.external import flash_mla as adapter
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.fakes import flash_mla as fake_flash_mla
 from tests.fakes.deep_gemm import FakeDeepGemm
-from tests.support.attention_batches import (
-    DECODE,
-    GATHERED,
-    PAGED,
-    decode_case,
-    gathered_case,
-    paged_case,
-)
+from tests.support import attention_batches as batches
 from tests.support.mla_batches import DENSE, DS_FP8, SPARSE, mla_case, sparse_case
 from tests.support.prefill_batches import PREFILL, prefill_case
 
 LIBRARY_OPS = {
-    "flash_mla": (DECODE, PAGED, PREFILL, GATHERED, DENSE, SPARSE),
+    "flash_mla": (batches.DECODE, batches.PAGED, PREFILL, batches.GATHERED, DENSE, SPARSE),
     "deep_gemm": ("indexer_logits", "indexer_select"),
 }
 UNUSABLE = choice.unusable
 CHOICES = [name for name, spec in OPS.items() if spec.has_choice]
 CASES = {
-    DECODE: lambda seed, heads=64: decode_case(seed, 7, heads),
-    PAGED: lambda seed, heads=64: paged_case(seed, 7, heads, columns=70),
+    batches.DECODE: lambda seed, heads=64: batches.decode_case(seed, 7, heads),
+    batches.PAGED: lambda seed, heads=64: batches.paged_case(seed, 7, heads, columns=70),
     PREFILL: lambda seed, heads=64: prefill_case(seed, 7, heads, "C4", longest=300, topk=70),
-    GATHERED: lambda seed, heads=64: gathered_case(seed, 7, heads, 130),
+    batches.GATHERED: lambda seed, heads=64: batches.gathered_case(seed, 7, heads, 130),
     DENSE: lambda seed, heads=64: mla_case(seed, [2, 1, 3], heads, longest=200),
     SPARSE: lambda seed, heads=64: sparse_case(
         mla_case(seed, [2, 1, 3], heads, longest=200, layout=(DS_FP8, "plain")[seed % 2])

@@ -19,16 +19,8 @@ from benchmarks.baselines.stock_model import YARN
 from dsv4_ops.core.layout import PlainLayout
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_config, small_mla_model
-from tests.support.hf_models import (
-    Engine,
-    check_states,
-    expected,
-    new_cache,
-    reference,
-    refuses,
-    stock,
-    text,
-)
+from tests.support import hf_models
+from tests.support.hf_models import Engine, check_states, expected, reference, refuses, stock, text
 
 CLOSE = 1e-5
 LENGTH = 12
@@ -39,7 +31,7 @@ def ids():
 
 
 def cache_of(**sizes):
-    return new_cache(**{"max_batch_size": 2, "max_cache_len": 64, **sizes})
+    return hf_models.new_cache(**{"max_batch_size": 2, "max_cache_len": 64, **sizes})
 
 
 def test_outputs():

@@ -32,14 +32,8 @@ from dsv4_ops.testing.models import (
     small_model,
 )
 from tests.helpers import Called, nightly
-from tests.support.hf_models import (
-    Engine,
-    run_changing,
-    run_packaged,
-    run_preempted,
-    run_randomly,
-    text,
-)
+from tests.support import hf_models
+from tests.support.hf_models import Engine, run_changing, run_packaged, run_randomly, text
 
 CLOSE, LENGTH, REQUESTS, TOPK = 1e-5, 70, 3, 16
 FAMILIES = ("V3.2", "GLM-5")
@@ -154,7 +148,7 @@ def test_requests_that_are_preempted_start_again(family):
     prefilled again later."""
     model = reference(family)
     engine = Engine(model, new_cache(model, num_blocks=3), tokens())
-    assert run_preempted(engine, Random(1)) > 0
+    assert hf_models.run_preempted(engine, Random(1)) > 0
     assert engine.worst(expected(family)) < CLOSE
 
 

@@ -62,7 +62,7 @@ def test_what_workers_tuned_has_the_name_that_other_processes_look_for(tmp_path,
 
 
 def test_kernels_of_triton_and_launchers_move_with_their_paths(tmp_path, monkeypatch, moved):
-    pytest.importorskip("triton", reason="triton is published for Linux only")
+    pytest.importorskip("triton", reason="published for Linux only")
     from dsv4_ops.kernels.experts import plan
 
     folders = {name: tmp_path / f"triton {name}" for name in ("first", "second")}
@@ -102,7 +102,7 @@ def kernel_name(kernel_hash):
 
 
 def test_triton_names_its_files_by_the_ptxas_of_workers(tmp_path, monkeypatch):
-    pytest.importorskip("triton", reason="triton is published for Linux only")
+    pytest.importorskip("triton", reason="published for Linux only")
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     tool = tmp_path / "ptxas"

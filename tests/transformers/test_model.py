@@ -12,16 +12,8 @@ from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
 from dsv4_ops.integrations.transformers.steps import step as step_module
 from dsv4_ops.testing.models import small_model
 from tests.helpers import NIGHTLY, Called, nightly
-from tests.support.hf_models import (
-    LENGTH,
-    REQUESTS,
-    Engine,
-    expected,
-    new_cache,
-    random_counts,
-    reference,
-    text,
-)
+from tests.support import hf_models
+from tests.support.hf_models import LENGTH, REQUESTS, Engine, expected, new_cache, reference, text
 
 CLOSE = 1e-4  # logits have a standard deviation of one
 
@@ -52,7 +44,7 @@ def test_random_chunks_of_ragged_batches(seed):
     engine = Engine(reference(), cache, text())
     while min(engine.done) < LENGTH:
         run = engine.decode if rng.random() < 0.5 else engine.prefill
-        run(random_counts(rng, engine.done, most), padding=rng.randrange(3))
+        run(hf_models.random_counts(rng, engine.done, most), padding=rng.randrange(3))
     assert engine.worst(expected()) < CLOSE
 
 

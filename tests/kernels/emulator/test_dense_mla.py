@@ -12,28 +12,16 @@ from dsv4_ops.core.target import HOPPER
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import INT32_MAX, INT32_MIN, nightly
-from tests.support.mla_batches import (
-    DENSE,
-    DS_FP8,
-    FP8,
-    SPARSE,
-    assert_exact,
-    assert_spoils_what_sees_it,
-    kernel_cases,
-    mla_case,
-    planned,
-    sparse_case,
-)
+from tests.support import mla_batches
+from tests.support.mla_batches import DENSE, DS_FP8, FP8, SPARSE, assert_exact, mla_case, planned
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 from tests.support.launches import Launches
 
-emulated = pytest.importorskip(
-    "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
-)
+emulated = pytest.importorskip("tests.gluon_emulator.emulate", reason="published for Linux only")
 
 KERNEL, IN_TRITON = "hopper_mla_decode_kernel", "mla_decode_kernel"
-CASES = kernel_cases()
+CASES = mla_batches.kernel_cases()
 
 
 def kernel(case, seed=0, op=DENSE):
@@ -89,9 +77,8 @@ def test_a_query_of_infinity_or_nan_spoils_its_row_alone():
     q[0, 3, 5], q[1, 0, 570] = math.inf, math.nan
     spoiled = torch.zeros(q.shape[:2], dtype=torch.bool)
     spoiled[0, 3] = spoiled[1, 0] = True
-    for left, right in zip(
-        kernel(Case("spoiled", (q, *case.tensors[1:]), case.settings)), whole, strict=True
-    ):
+    found = kernel(Case("spoiled", (q, *case.tensors[1:]), case.settings))
+    for left, right in zip(found, whole, strict=True):
         assert equal(left[~spoiled], right[~spoiled])
         assert left[spoiled].isnan().all()
 
@@ -122,14 +109,14 @@ def test_a_batch_is_scheduled_by_its_lengths():
     ],
 )
 def test_selected_rows(made):
-    case = sparse_case(mla_case(9, **made))
+    case = mla_batches.sparse_case(mla_case(9, **made))
     assert_exact(kernel(case, op=SPARSE), case, op=SPARSE)
 
 
 def test_selected_rows_are_scheduled_by_their_number():
     lens = [900, *range(40)]
     dense = mla_case(1, [1] * 41, 4, longest=900, adversarial=False, context_lens=lens)
-    case = sparse_case(dense, topk=2048)
+    case = mla_batches.sparse_case(dense, topk=2048)
     results, launched = emulated.results_of(SPARSE, case)
     assert launched == [KERNEL, "combine_listed_kernel"]
     assert_exact(results, case, op=SPARSE)
@@ -175,7 +162,7 @@ def test_a_token_of_nan_stays_alone():
 def test_a_row_of_nan_stays_with_the_tokens_that_see_it(splits, layout):
     """Tokens of a request share a program; the last rows are of the last of them alone."""
     case = mla_case(4, [4, 2], 8, longest=300, layout=layout, adversarial=False, num_splits=splits)
-    assert_spoils_what_sees_it(kernel, case)
+    mla_batches.assert_spoils_what_sees_it(kernel, case)
 
 
 def test_queries_and_pages_of_any_strides():

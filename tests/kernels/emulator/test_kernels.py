@@ -15,20 +15,12 @@ from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.checks import strided_copy
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
 from tests.helpers import INT32_MAX, INT32_MIN, NIGHTLY, i32, i64, nightly, strided
-from tests.support.attention_batches import (
-    DECODE,
-    PAGED,
-    case_of,
-    decode_case,
-    magnified,
-    with_inverse_rope,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DECODE, PAGED, case_of, decode_case, with_inverse_rope
 from tests.support.prefill_batches import MODES, PREFILL, plan_of, prefill_case, unsplit, with_plan
 from tests.support.sampled import sampled
 
-emulated = pytest.importorskip(
-    "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
-)
+emulated = pytest.importorskip("tests.gluon_emulator.emulate", reason="published for Linux only")
 interpret_mla = pytest.importorskip("tests.kernels.interpreter.interpret_mla")
 
 KERNELS = {
@@ -340,7 +332,7 @@ def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
 def test_partial_results_of_any_magnitude(name, exponent):
     """Beside such as are ordinary: of every token the heads and the splits have scales of their
     own."""
-    check(name, magnified(case_of(name, 6, 2, 8, num_splits=3), exponent))
+    check(name, batches.magnified(case_of(name, 6, 2, 8, num_splits=3), exponent))
 
 
 @pytest.mark.parametrize("large", [slice(0, 2), slice(5, 7)], ids=["left", "right"])

@@ -24,7 +24,7 @@ from tests.support.played_launch import Gathered, launch_inputs
 from tests.support.prefill_batches import PREFILL, prefill_case, unsplit
 
 emulate_gluon = pytest.importorskip(
-    "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
+    "tests.gluon_emulator.emulate", reason="published for Linux only"
 )
 
 

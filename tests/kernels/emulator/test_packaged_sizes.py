@@ -154,9 +154,8 @@ class Dense(torch.nn.Module):
 
     def forward(self, *tensors):
         numbers = {"softmax_scale": 0.1, "block_size": 64, "num_splits": 0, "layout": "plain"}
-        return mla._attend_on_hopper(
-            ON_HOPPER, *tensors, None, None, **numbers, batch_invariant=False, slots=False
-        )
+        settings = {**numbers, "batch_invariant": False, "slots": False}
+        return mla._attend_on_hopper(ON_HOPPER, *tensors, None, None, **settings)
 
 
 def dense_program(heads):
@@ -167,10 +166,8 @@ def dense_program(heads):
         torch.zeros(9, 64, 576).bfloat16(),
         *(i32([0] * 7), i32([0] * 7), integers(made, 0, 9, 3, 11)),
     )
-    tokens, columns = (
-        {0: torch.export.Dim("tokens", min=2)},
-        {1: torch.export.Dim("columns", min=2)},
-    )
+    tokens = {0: torch.export.Dim("tokens", min=2)}
+    columns = {1: torch.export.Dim("columns", min=2)}
     shapes = (tokens, None, tokens, tokens, columns)
     program = torch.export.export(Dense(), tensors, dynamic_shapes=(shapes,))
     held = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]

@@ -17,11 +17,9 @@ from tests.kernels.emulator import test_kernels as calls
 from tests.support.attention_batches import PAGED, case_of, with_inverse_rope
 
 work_tiles = pytest.importorskip(
-    "tests.kernels.emulator.work_tiles", reason="triton is published for Linux only"
+    "tests.kernels.emulator.work_tiles", reason="published for Linux only"
 )
-emulated = pytest.importorskip(
-    "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
-)
+emulated = pytest.importorskip("tests.gluon_emulator.emulate", reason="published for Linux only")
 
 
 SEEDS = range(3 if NIGHTLY else 1)

@@ -11,17 +11,8 @@ import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case
-from tests.support.mla_batches import (
-    DENSE,
-    DS_FP8,
-    FP8,
-    LAYOUTS,
-    assert_exact,
-    assert_spoils_what_sees_it,
-    kernel_cases,
-    mla_case,
-    planned,
-)
+from tests.support import mla_batches
+from tests.support.mla_batches import DENSE, DS_FP8, FP8, LAYOUTS, assert_exact, mla_case, planned
 
 
 def run(case: Case) -> tuple[Tensor, ...]:
@@ -48,7 +39,7 @@ def formats() -> dict[str, Case]:
 
 def main(thorough: bool) -> None:
     # test_dense_mla.py has all of them for the other kernel
-    cases = kernel_cases() if thorough else {}
+    cases = mla_batches.kernel_cases() if thorough else {}
     for name, case in (cases | formats()).items():
         check(case)
         print(name)
@@ -59,7 +50,9 @@ def main(thorough: bool) -> None:
     for layout in LAYOUTS if thorough else LAYOUTS[:1]:
         for splits in (1, 2) if thorough else (2,):
             settings = {"longest": 150, "adversarial": False, "num_splits": splits}
-            assert_spoils_what_sees_it(run, mla_case(27, [4, 2], 8, layout=layout, **settings))
+            mla_batches.assert_spoils_what_sees_it(
+                run, mla_case(27, [4, 2], 8, layout=layout, **settings)
+            )
     print("rows of NaN")
 
 

@@ -22,17 +22,8 @@ from dsv4_ops.testing.contract.compare import assert_agrees, equal
 from tests.fakes import flash_mla as fake_flash_mla
 from tests.fakes.deep_gemm import FakeDeepGemm, indexer_call
 from tests.helpers import INT32_MAX, INT32_MIN, i32
-from tests.support.attention_batches import (
-    DECODE,
-    GATHERED,
-    PAGED,
-    decode_case,
-    gathered_case,
-    generator,
-    integers,
-    paged_case,
-    with_inverse_rope,
-)
+from tests.support import attention_batches as batches
+from tests.support.attention_batches import DECODE, PAGED, decode_case, integers, with_inverse_rope
 from tests.support.mla_batches import DENSE, DS_FP8, SPARSE, mla_case, sparse_case
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
@@ -44,11 +35,11 @@ def launched(name: str, library: str, *tensors: object, **settings: object) -> o
 def attention() -> Iterator[tuple[str, Case]]:
     for seed, tokens, heads in ((0, 7, 64), (1, 2, 128), (2, 1, 64)):
         yield DECODE, decode_case(seed, tokens, heads, 70)
-        yield PAGED, paged_case(seed, tokens, heads, columns=150)
-        yield GATHERED, gathered_case(seed, tokens, heads, 300)
+        yield PAGED, batches.paged_case(seed, tokens, heads, columns=150)
+        yield batches.GATHERED, batches.gathered_case(seed, tokens, heads, 300)
     yield DECODE, decode_case(3, 5, 64, None)
     yield DECODE, with_inverse_rope(decode_case(4, 7, 64))
-    yield PAGED, with_inverse_rope(paged_case(5, 7, 64, columns=20))
+    yield PAGED, with_inverse_rope(batches.paged_case(5, 7, 64, columns=20))
     case = with_inverse_rope(decode_case(6, 7, 64))
     yield DECODE, Case("other angles", (*case.tensors[:-1], case.tensors[-1][:, :8]), case.settings)
     wide = [None if each is None else torch.stack([each] * 2, -1)[..., 0] for each in case.tensors]
@@ -117,7 +108,7 @@ def sampled(made: torch.Generator, tensor: Tensor | None, *values: int) -> Tenso
 
 def adversarial_prefill(seed: int) -> tuple[Prefill, Tensor]:
     """With windows and ratios up to those of any table; and a sink."""
-    made, mode = generator(seed), list(MODES)[seed % 3]
+    made, mode = batches.generator(seed), list(MODES)[seed % 3]
     sizes = {"block": (1, 4, 64, 53)[seed % 4], "topk": (3, 130)[seed % 2], "longest": 100}
     tokens, max_reqs = int(integers(made, 1, 14, 1)), 1 + seed % 4
     case = prefill_case(seed, tokens, 64, mode, cache_seed=1, max_reqs=max_reqs, **sizes)
@@ -127,10 +118,8 @@ def adversarial_prefill(seed: int) -> tuple[Prefill, Tensor]:
     if cache is not None:
         extra = Source(cache, sampled(made, table), case.settings["extra_block_size"])
     batch = sampled(made, positions, 2**40, -(2**63), 2**63 - 1, 99), sampled(made, owners)
-    numbers = (
-        (1, 2, 5, 70, 200, 2**31 - 1, 2**31, 2**40)[seed % 8],
-        (4, 1, 2**31 - 1)[seed // 3 % 3],
-    )
+    tokens = (1, 2, 5, 70, 200, 2**31 - 1, 2**31, 2**40)[seed % 8]
+    numbers = tokens, (4, 1, 2**31 - 1)[seed // 3 % 3]
     return Prefill(*batch, swa, extra, sampled(made, chosen, 24, 25), *numbers), sink
 
 
@@ -170,7 +159,7 @@ def pages(count: int) -> int:
         assert found.tolist() == expected
         assert lens.tolist() == [20, 15, 20, 11, 0, 0, 0]
     for seed in range(count):
-        made, size = generator(seed), (1, 7, 64)[seed % 3]
+        made, size = batches.generator(seed), (1, 7, 64)[seed % 3]
         sanitize.COMPACT_COLUMNS = (4, usual)[seed // 3 % 2]
         reqs, columns, blocks = (int(integers(made, least, 12, 1)) for least in (1, 0, 0))
         table = sampled(made, integers(made, 0, max(blocks, 1), reqs, columns), blocks)

@@ -43,9 +43,8 @@ def parts(number: int, rank: int) -> list[torch.Tensor]:
 
 
 def same(found: torch.Tensor, want: torch.Tensor) -> bool:
-    return found.shape == want.shape and torch.equal(
-        found.view(torch.uint8), want.contiguous().view(torch.uint8)
-    )
+    found, want = (each.contiguous().view(torch.uint8) for each in (found, want))
+    return torch.equal(found, want)
 
 
 def main(folder: str, rank: int, world: int) -> None:

@@ -18,25 +18,9 @@ from dsv4_ops.kernels.sparse_mla import decode
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
 from tests.kernels.interpreter.interpret_kernels import check
-from tests.support.attention_batches import (
-    DECODE,
-    PAGED,
-    case_of,
-    magnified,
-    with_inverse_rope,
-    with_settings,
-)
-from tests.support.prefill_batches import (
-    MODES,
-    PREFILL,
-    adversarial_plan,
-    plain_case,
-    plan_of,
-    prefill_case,
-    stale_plan,
-    unsplit,
-    with_plan,
-)
+from tests.support import attention_batches as batches, prefill_batches
+from tests.support.attention_batches import DECODE, PAGED, case_of, magnified, with_inverse_rope
+from tests.support.prefill_batches import PREFILL, adversarial_plan, plan_of, stale_plan, with_plan
 
 SMALL = {"longest": 300, "max_reqs": 2, "window": 70, "topk": 70}
 
@@ -47,15 +31,15 @@ def kernel(name: str, case: Case) -> tuple[Tensor, ...]:
 
 
 def prefills() -> None:
-    for mode in MODES:
+    for mode in prefill_batches.MODES:
         for seed, tokens, heads in ((0, 6, 8), (1, 2, 65)):
-            check(PREFILL, prefill_case(seed, tokens, heads, mode, **SMALL))
+            check(PREFILL, prefill_batches.prefill_case(seed, tokens, heads, mode, **SMALL))
 
 
 def chunks() -> None:
     """A token has the same bits alone and in its batch."""
-    for mode in MODES:
-        case = unsplit(prefill_case(2, 4, 8, mode, **SMALL))
+    for mode in prefill_batches.MODES:
+        case = prefill_batches.unsplit(prefill_batches.prefill_case(2, 4, 8, mode, **SMALL))
         whole = kernel(PREFILL, case)
         tensors = list(case.tensors)
         for place in (0, 2, 3, 7):
@@ -89,7 +73,7 @@ def rotations(name: str, case: Case, thorough: bool = False) -> None:
     a plan, of whole and of partial tiles of heads."""
     cases = [with_plan(case, stale_plan(case, 1, 12)), case_of(name, 4, 1, 65, num_splits=1)]
     if thorough:
-        cases += [with_settings(case, num_splits=splits) for splits in (0, 1)]
+        cases += [batches.with_settings(case, num_splits=splits) for splits in (0, 1)]
     for each in cases:
         out, expected = rotated(name, with_inverse_rope(each))
         assert not equal(out, expected)
@@ -139,7 +123,7 @@ def at_zero(case: Case) -> Case:
 def gaps(name: str) -> None:
     """The kernel takes dense rows; compressed rows that are apart are beyond its limit."""
     spec = OPS[name]
-    dense, apart = plain_case(name)
+    dense, apart = prefill_batches.plain_case(name)
     for case, text in ((dense, None), (apart, "with rows that lie apart")):
         found = limits.limit(name, TRITON, spec.arguments(case.tensors, case.settings))
         assert (found and found.what) == text

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 
 
 @pytest.mark.parametrize("ratio", [4, 128])

@@ -12,7 +12,7 @@ from dsv4_ops.core.registry import OPS
 from tests.helpers import NIGHTLY
 from tests.support import forked
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 from tests.support.launches import Launches
 
 

@@ -13,7 +13,7 @@ from dsv4_ops.core.registry import OPS
 from tests.helpers import EVERY, NIGHTLY, SMOKE
 from tests.support import forked
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 KERNEL_OPS = {name for name, spec in OPS.items() if spec.has_kernel}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.interpreter.mapped import run_mapped
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 pytestmark = pytest.mark.slow
 
 SEVERAL_FLAGS = pytest.mark.nightly("two ranks raise one flag each; GPUs run four ranks")

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import NIGHTLY
 from tests.support import forked
 
-pytest.importorskip("triton", reason="triton is published for Linux only")
+pytest.importorskip("triton", reason="published for Linux only")
 pytestmark = pytest.mark.slow
 DECODES = ("sparse_mla_decode", "sparse_mla_decode_paged")
 

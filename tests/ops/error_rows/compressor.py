@@ -6,19 +6,7 @@ import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
 from tests.helpers import i32, i64
-from tests.ops.error_rows import wording as says
-from tests.ops.error_rows.cache import (
-    ALLOCATE_PLAIN,
-    PLAIN_DTYPES,
-    cache_rows,
-    inside_rows,
-    layout_rows,
-    loose_pages,
-    no_pages,
-    other_size,
-    shifted_pages,
-    tagged,
-)
+from tests.ops.error_rows import cache, wording as says
 from tests.ops.error_rows.valid import MAIN, NUMBERS, ORDER, OWN, Valid
 
 SAVE, COMPRESS, STEP = ("save_compressor_states",), ("compress_and_insert",), ("save_and_compress",)
@@ -85,11 +73,11 @@ def states_rows(
     values = layout.page_bytes // 4
     shape = f"[num_{prefix}state_blocks, {values}]"
     for other in (StateLayout(block_size, 4 * width), StateLayout(4 * block_size, width)):
-        yield no_pages(name, layout, shape, other.allocate(4), size_name)
+        yield cache.no_pages(name, layout, shape, other.allocate(4), size_name)
     memory = torch.zeros(16 * values)
     for stride in ((values + 2, 1), (2 * values, 2), (0, 1)):
-        yield loose_pages(name, layout, memory.as_strided((4, values), stride))
-    yield shifted_pages(name, layout, memory[2:][: 4 * values].view(4, values))
+        yield cache.loose_pages(name, layout, memory.as_strided((4, values), stride))
+    yield cache.shifted_pages(name, layout, memory[2:][: 4 * values].view(4, values))
 
 
 def plain_compress_rows() -> Iterator[says.Entry]:
@@ -102,10 +90,10 @@ def plain_compress_rows() -> Iterator[says.Entry]:
         norm_weight=torch.ones(3),
         cos_sin_cache=torch.ones(9, 2),
     )
-    yield says.dtype("k_cache", PLAIN_DTYPES, MAIN.value, ALLOCATE_PLAIN, "plain")
+    yield says.dtype("k_cache", cache.PLAIN_DTYPES, MAIN.value, cache.ALLOCATE_PLAIN, "plain")
     narrow, norm = PlainLayout(64, 128).allocate(4), torch.ones(512)
     yield says.exactly("norm_weight", "[128]", norm, 0, k_cache=narrow)
-    yield other_size("k_cache", 512, "block_size", 64, PlainLayout(2).allocate(4))
+    yield cache.other_size("k_cache", 512, "block_size", 64, PlainLayout(2).allocate(4))
 
 
 def compress_rows() -> Iterator[says.Entry]:
@@ -115,15 +103,15 @@ def compress_rows() -> Iterator[says.Entry]:
     yield says.exactly("ape", "[128, 1024]", ape, 0, compress_ratio=128)
     layout = {"layout": "v4_indexer_fp8"}
     shape = "[num_blocks, 8640]"
-    yield no_pages("k_cache", IndexerLayout(64), shape, MAIN.value, "block_size", **layout)
-    yield from tagged(plain_compress_rows())
-    yield from inside_rows("k_cache", 512)
+    yield cache.no_pages("k_cache", IndexerLayout(64), shape, MAIN.value, "block_size", **layout)
+    yield from cache.tagged(plain_compress_rows())
+    yield from cache.inside_rows("k_cache", 512)
 
 
 TABLE: dict[str, list[says.Entry]] = {
     **{op: [*states_rows(64, 12, "block_size")] for op in SAVE},
-    **{op: [*cache_rows(MainLayout, IndexerLayout),
-     *layout_rows("v4_fp8", "v4_indexer_fp8", "plain"), *states_rows(4, 2048, "state_block_size"),
-     *says.float_rows("eps", 0), *says.flag_rows("overlap"), *compress_rows(),
+    **{op: [*cache.cache_rows(MainLayout, IndexerLayout),
+     *cache.layout_rows("v4_fp8", "v4_indexer_fp8", "plain"), *says.float_rows("eps", 0),
+     *states_rows(4, 2048, "state_block_size"), *says.flag_rows("overlap"), *compress_rows(),
      *(says.flag_rows("save_first") if op in STEP else ())] for op in (*COMPRESS, *STEP)},
 }  # fmt: skip

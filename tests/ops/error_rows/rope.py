@@ -7,15 +7,7 @@ import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from tests.helpers import i32, i64
-from tests.ops.error_rows import wording as says
-from tests.ops.error_rows.cache import (
-    ALLOCATE_PLAIN,
-    cache_rows,
-    inside_rows,
-    layout_rows,
-    other_size,
-    tagged,
-)
+from tests.ops.error_rows import cache, wording as says
 from tests.ops.error_rows.valid import MAIN, MINIMUM, NUMBERS, OWN, Valid
 
 QNORM = ("qnorm_rope_kv_insert",)
@@ -61,10 +53,10 @@ MINIMUM |= {"num_positions": 0, "rope_dim": 2}
 
 def plain_insert_rows() -> Iterator[says.Entry]:
     for value in (MAIN.value, PlainLayout(64, dtype=torch.float32).allocate(4)):
-        yield says.dtype("k_cache", "torch.bfloat16", value, ALLOCATE_PLAIN, "plain")
+        yield says.dtype("k_cache", "torch.bfloat16", value, cache.ALLOCATE_PLAIN, "plain")
     narrow = PlainLayout(64, 128).allocate(4)
     yield says.exactly("k_cache", "[num_blocks, block_size, 512]", narrow, 2)
-    yield other_size("k_cache", 512, "block_size", 64, PlainLayout(2).allocate(4))
+    yield cache.other_size("k_cache", 512, "block_size", 64, PlainLayout(2).allocate(4))
 
 
 def pad_rows() -> Iterator[says.Entry]:
@@ -111,12 +103,12 @@ TABLE: dict[str, list[says.Entry]] = {
     ],
     **{
         op: [
-            *cache_rows(MainLayout, IndexerLayout),
-            *layout_rows("v4_fp8", "plain"),
-            *inside_rows("k_cache", 512),
+            *cache.cache_rows(MainLayout, IndexerLayout),
+            *cache.layout_rows("v4_fp8", "plain"),
+            *cache.inside_rows("k_cache", 512),
             *says.float_rows("eps", 0),
             says.slots_for_tokens("slot_mapping", i64([-1] * 6)),
-            *tagged(plain_insert_rows()),
+            *cache.tagged(plain_insert_rows()),
         ]
         for op in QNORM
     },
