@@ -8,16 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from dsv4_ops.attention import (
-    ContextParallel,
-    DsaCache,
-    DsaSpec,
-    IndexerInputs,
-    MlaInputs,
-    MlaWeights,
-    build_mla_step,
-    dsa_layer,
-)
+from dsv4_ops import attention
+from dsv4_ops.attention import ContextParallel, DsaCache, DsaSpec, IndexerInputs, build_mla_step
 from tests.helpers import i32
 
 HEADS, NOPE, ROPE, RANK, VALUE, TOKENS = 2, 4, 4, 8, 4, 7
@@ -44,15 +36,15 @@ def sampled(rows, *shape, seed=0, dtype=torch.float32):
 
 def call_of(spec, num_tokens=TOKENS, padding=0, **changed):
     """The arguments of a prefill of one request, in blocks 2 and 0, and its caches of three."""
-    rows, dtype = num_tokens + padding, spec.dtype
+    rows, dtype, dim = num_tokens + padding, spec.dtype, NOPE + spec.qk_rope_head_dim
     step = build_mla_step(
         spec, i32([0, num_tokens]), i32([num_tokens]), i32([[2, 0]]), num_tokens=rows
     )
     arguments = {
-        "inputs": MlaInputs(sampled(rows, HEADS, NOPE + spec.qk_rope_head_dim, seed=1, dtype=dtype),
+        "inputs": attention.MlaInputs(sampled(rows, HEADS, dim, seed=1, dtype=dtype),
          sampled(rows, spec.kv_lora_rank, seed=2, dtype=dtype),
          sampled(rows, spec.qk_rope_head_dim, seed=3, dtype=dtype)),
-        "weights": MlaWeights(sampled(8, spec.qk_rope_head_dim, seed=4),
+        "weights": attention.MlaWeights(sampled(8, spec.qk_rope_head_dim, seed=4),
          sampled(HEADS, NOPE, spec.kv_lora_rank, seed=5, dtype=dtype),
          sampled(HEADS, spec.kv_lora_rank, VALUE, seed=6, dtype=dtype)),
         "cache": DsaCache.allocate(spec, 3),
@@ -60,7 +52,7 @@ def call_of(spec, num_tokens=TOKENS, padding=0, **changed):
         "indexer": IndexerInputs(sampled(rows, 2, 128, seed=7, dtype=dtype),
          sampled(rows, 128, seed=8, dtype=dtype), sampled(rows, 2, seed=9)),
     }  # fmt: skip
-    return partial(dsa_layer, spec, **{**arguments, **changed}), arguments["cache"]
+    return partial(attention.dsa_layer, spec, **{**arguments, **changed}), arguments["cache"]
 
 
 ROWS_656 = replace(

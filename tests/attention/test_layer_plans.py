@@ -29,17 +29,7 @@ from dsv4_ops.core.types import FlashMlaPlan, TokenMap
 from tests.attention.test_layers import assert_close, each_precision, in_one_pass, layer_of, leaves
 from tests.helpers import i32
 from tests.support import layers
-from tests.support.layers import (
-    HEADS,
-    KINDS,
-    SPEC,
-    Engine,
-    SmallLayer,
-    changed,
-    in_chunks,
-    poison,
-    unwritten,
-)
+from tests.support.layers import HEADS, KINDS, SPEC, Engine, SmallLayer, changed, in_chunks, poison
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 
@@ -191,7 +181,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
 
 def refused(spec: LayerSpec, layer: SmallLayer, call: tuple[Any, ...]) -> Exception:
     """What the layer says of the call; its caches must stay as they were."""
-    with unwritten(layer), pytest.raises((ValueError, TypeError)) as caught:
+    with layers.unwritten(layer), pytest.raises((ValueError, TypeError)) as caught:
         attention_layer(spec, "c128", *call)
     return caught.value
 

@@ -11,17 +11,7 @@ from dsv4_ops.attention import LayerSpec
 from dsv4_ops.attention.impl import prefill_impl
 from dsv4_ops.dispatch import choice, limits
 from tests.support import layers
-from tests.support.layers import (
-    LENGTH,
-    SPEC,
-    Engine,
-    SmallLayer,
-    hidden_states,
-    in_chunks,
-    poison,
-    projected,
-    unwritten,
-)
+from tests.support.layers import LENGTH, SPEC, Engine, SmallLayer, hidden_states, poison, projected
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 
@@ -31,7 +21,7 @@ def refused(spec: LayerSpec, base: LayerSpec) -> Exception:
     layer = SmallLayer("c4", base)
     (inputs,) = projected(layer, hidden_states()[:1])
     layer.spec = spec
-    with unwritten(layer), pytest.raises((RuntimeError, NotImplementedError)) as caught:
+    with layers.unwritten(layer), pytest.raises((RuntimeError, NotImplementedError)) as caught:
         layer.attend(inputs, *Engine(layer, 1).batch([LENGTH]))
     return caught.value
 
@@ -83,7 +73,7 @@ def test_flash_mla_runs_both_schedules(
             parts = sm_parts if impl == "flash_mla" else 0
             layer.spec = replace(SPEC, impl=impl, sm_parts=parts)
             poison(layer)
-            (outputs[impl, layer.schedule],) = in_chunks(layer, inputs, [[LENGTH]])
+            (outputs[impl, layer.schedule],) = layers.in_chunks(layer, inputs, [[LENGTH]])
     assert flash_mla.calls == ["decode", "prefill"]
     assert len(flash_mla.plans) == (0 if sm_parts else 1)
     for schedule in ("decode", "prefill"):
@@ -104,7 +94,7 @@ def test_metadata_of_other_parts_is_refused_before_anything_is_written(
     layer.spec = replace(layer.spec, sm_parts=4)
     name = "step.flash_mla_plan" if kind == "window" else f"step.{kind}.flash_mla_plan"
     rows = LENGTH + 1
-    with unwritten(layer), pytest.raises(ValueError, match="must have") as caught:
+    with layers.unwritten(layer), pytest.raises(ValueError, match="must have") as caught:
         layer.attend(inputs, *batch)
     assert str(caught.value) == (
         f"attention_layer: {name} must have {rows + 4} rows for {LENGTH} tokens, got {rows + 3}. "

@@ -8,15 +8,8 @@ from random import Random
 import pytest
 import torch
 
-from dsv4_ops.attention import (
-    MlaCache,
-    MlaInputs,
-    MlaSpec,
-    MlaWeights,
-    build_mla_step,
-    mla_layer,
-    mla_step_of_tokens,
-)
+from dsv4_ops import attention
+from dsv4_ops.attention import MlaCache, MlaInputs, MlaSpec, MlaWeights, build_mla_step, mla_layer
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.ops.mla import mla_insert_kv, split_kv_b_proj
 from tests.helpers import i32
@@ -68,11 +61,11 @@ def test_the_step_of_absorbed_contexts():
     assert step.decode_req_indices.tolist() == [0, 1, 1, 2, 2, -1, -1]
     assert step.prefill_start_loc is None
     tokens = TokenMap(step.req_indices, step.positions)
-    again = mla_step_of_tokens(SPEC, tokens, batch[2])
+    again = attention.mla_step_of_tokens(SPEC, tokens, batch[2])
     assert torch.equal(again.decode_lens, step.decode_lens)
     assert torch.equal(again.slot_mapping, step.slot_mapping)
     with pytest.raises(ValueError, match="seq_lens must be given for chunked contexts, got None"):
-        mla_step_of_tokens(chunked(), tokens, batch[2], batch[0])
+        attention.mla_step_of_tokens(chunked(), tokens, batch[2], batch[0])
 
 
 def test_decode_tokens_beyond_the_capacity_count_as_prefills():

@@ -11,15 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention import (
-    ContextParallel,
-    MlaCache,
-    MlaInputs,
-    MlaSpec,
-    MlaWeights,
-    build_mla_step,
-    mla_layer,
-)
+from dsv4_ops import attention
+from dsv4_ops.attention import ContextParallel, MlaCache, MlaInputs, MlaSpec, MlaWeights, mla_layer
 from dsv4_ops.dispatch import choice, limits
 from tests.attention.test_mla_layers import run
 from tests.helpers import NIGHTLY, i32
@@ -228,7 +221,7 @@ def test_what_only_a_step_shows_is_refused_before_the_insert(
     shapes = (HEADS, NOPE, rank), (HEADS, rank, VALUE)
     halves = (torch.ones(shape, dtype=BF16) for shape in shapes)
     weights = MlaWeights(torch.ones(2, rope), *halves)
-    step = build_mla_step(spec, i32([0, 2]), i32([2]), i32([[0]]), num_tokens=2)
+    step = attention.build_mla_step(spec, i32([0, 2]), i32([2]), i32([[0]]), num_tokens=2)
 
     def refusal_of(changed: MlaSpec) -> str:
         with pytest.raises((NotImplementedError, RuntimeError, ValueError)) as caught:

@@ -11,17 +11,11 @@ import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, libraries, limits, providers
+from tests.support import providers_on_cpu
 from tests.support.attention_batches import DECODE, GATHERED, decode_case
 from tests.support.mla_batches import DENSE, SPARSE, mla_case, sparse_case
 from tests.support.prefill_batches import PREFILL
-from tests.support.providers_on_cpu import (
-    CASES,
-    CHOICES,
-    LIBRARY_OPS,
-    UNUSABLE,
-    faster_from,
-    message,
-)
+from tests.support.providers_on_cpu import CASES, CHOICES, LIBRARY_OPS, faster_from, message
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 
@@ -82,7 +76,7 @@ def test_a_missing_library_says_how_to_get_it(on_cpu, monkeypatch):
             f"{choice._NAMES[library]}: not installed: install vLLM, which has a build, or name "
             f"a path in {variable}."
         )
-        UNUSABLE.cache_clear()
+        providers_on_cpu.UNUSABLE.cache_clear()
 
 
 def test_a_library_that_does_not_run_here_says_why(on_cpu, monkeypatch):

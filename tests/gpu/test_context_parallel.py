@@ -11,15 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsv4_ops.attention import (
-    ContextParallel,
-    MlaCache,
-    MlaInputs,
-    MlaSpec,
-    MlaWeights,
-    build_mla_step,
-    mla_layer,
-)
+from dsv4_ops import attention
+from dsv4_ops.attention import ContextParallel, MlaInputs, MlaWeights, build_mla_step, mla_layer
 from dsv4_ops.ops.context_parallel import COMBINES
 from dsv4_ops.ops.mla import split_kv_b_proj
 from tests.attention.test_sharded_layers import rank_quantised
@@ -31,7 +24,7 @@ HEADS, TOKENS, REQUESTS, COLUMNS = 32, 12, 5, 8
 def whole_spec(**changed):
     settings = {"context": "chunked", "max_decode_tokens": 4, "next_n": 2, "max_chunks": 2}
     settings |= {"num_heads": HEADS, "workspace_rows": 512, **changed}
-    return MlaSpec.deepseek_v3(**settings)
+    return attention.MlaSpec.deepseek_v3(**settings)
 
 
 class Progress:
@@ -67,7 +60,7 @@ class Model:
         self.new = some(TOKENS, 512), some(TOKENS, 64)
         self.table = torch.arange(REQUESTS * COLUMNS * 2, dtype=torch.int32, device="cuda")
         self.table = self.table.view(REQUESTS, -1)
-        self.cache = MlaCache.allocate(spec, REQUESTS * COLUMNS * 2, "cuda")
+        self.cache = attention.MlaCache.allocate(spec, REQUESTS * COLUMNS * 2, "cuda")
         self.cache.kv.fill_(torch.nan)
         self.rank = None if spec.ranks is None else spec.ranks.rank("cuda")
 

@@ -9,15 +9,9 @@ import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.support import attention_batches as batches
+from tests.support import attention_batches as batches, prefill_batches
 from tests.support.attention_batches import DECODE, DEVICE, case_of, kernel, with_inverse_rope
-from tests.support.prefill_batches import (
-    compiled_and_captured,
-    plan_of,
-    replayed,
-    stale_plan,
-    with_plan,
-)
+from tests.support.prefill_batches import compiled_and_captured, plan_of, replayed, stale_plan
 
 both_ops = pytest.mark.parametrize("name", [DECODE, batches.PAGED])
 
@@ -64,7 +58,7 @@ def test_plans(name: str, tokens: int, heads: int) -> None:
     """Tokens of one split and of several in one launch."""
     case = case_of(name, tokens, tokens, heads)
     for plan in (plan_of(case), stale_plan(case, 5), plan_of(case, 1), plan_of(case, 5000)):
-        assert_fused(name, with_plan(case, plan))
+        assert_fused(name, prefill_batches.with_plan(case, plan))
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 100])

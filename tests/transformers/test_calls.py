@@ -6,14 +6,8 @@ from functools import lru_cache
 
 import pytest
 import torch
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_structure,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_structure, tree_unflatten
 
 from benchmarks.baselines.stock_model import YARN
 from dsv4_ops.core.layout import PlainLayout
@@ -192,7 +186,9 @@ def test_what_a_cache_was_made_for_is_part_of_its_structure():
     tensors = cache_of().tensors
     values, structure = tree_flatten(tensors)
     assert all(isinstance(value, torch.Tensor) for value in values)
-    assert tree_unflatten(values, treespec_loads(treespec_dumps(structure))) == tensors
+    assert (
+        tree_unflatten(values, pytree.treespec_loads(pytree.treespec_dumps(structure))) == tensors
+    )
     other = v4.PagedCache(
         small_config(sliding_window=64), max_batch_size=2, max_cache_len=64, kv="fp32"
     )

@@ -13,15 +13,8 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch.utils._pytree import tree_leaves
 
-from dsv4_ops.attention import (
-    ContextParallel,
-    MlaCache,
-    MlaInputs,
-    MlaSpec,
-    MlaWeights,
-    build_mla_step,
-    mla_layer,
-)
+from dsv4_ops import attention
+from dsv4_ops.attention import ContextParallel, MlaInputs, MlaSpec, build_mla_step, mla_layer
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.testing.contract.compare import equal
@@ -108,9 +101,9 @@ def rank_layer(rank, world):
     def run(spec, heads, cp_rank):
         part = w_kv_b.unflatten(0, (whole.num_heads, -1))[heads].flatten(0, 1)
         w_uk_t, w_uv = split_kv_b_proj(part, num_heads=spec.num_heads, **dims)
-        weights = MlaWeights(rope, w_uk_t, w_uv, part)
+        weights = attention.MlaWeights(rope, w_uk_t, w_uv, part)
         local = dataclasses.replace(spec, context="absorbed")
-        cache = MlaCache.allocate(spec, 24)
+        cache = attention.MlaCache.allocate(spec, 24)
         if cache.kv.dtype.is_floating_point:
             cache.kv.fill_(torch.nan)  # what was never written is not read
         table = torch.arange(24).view(4, 6).int()

@@ -14,13 +14,8 @@ from torch.utils._pytree import tree_leaves
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.architectures import FAMILIES
 from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
-from dsv4_ops.testing.models import (
-    MLA_YARN,
-    small_config,
-    small_dsa_model,
-    small_mla_model,
-    small_model,
-)
+from dsv4_ops.testing import models
+from dsv4_ops.testing.models import MLA_YARN, small_config, small_dsa_model, small_model
 from tests.helpers import nightly
 from tests.support.hf_models import expected, new_cache, stock, text
 
@@ -121,7 +116,7 @@ def compiled():
     return torch.compile(small_model())
 
 
-MLA, V32, GLM = small_mla_model, small_dsa_model, partial(small_dsa_model, "GLM-5")
+MLA, V32, GLM = models.small_mla_model, small_dsa_model, partial(small_dsa_model, "GLM-5")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 OTHER_YARN = {**MLA_YARN, "rope_theta": 20000.0}
 EXACT = {"kv": "fp32", "precision": "reference"}

@@ -7,14 +7,8 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 from tests.helpers import i32, i64
-from tests.ops.error_rows import wording as says
-from tests.ops.error_rows.cache import (
-    inside_rows,
-    layout_rows,
-    loose_pages,
-    no_pages,
-    shifted_pages,
-)
+from tests.ops.error_rows import cache as cache_rows, wording as says
+from tests.ops.error_rows.cache import inside_rows, layout_rows, loose_pages, no_pages
 from tests.ops.error_rows.mla import plan_rows
 from tests.ops.error_rows.rope import bf16
 from tests.ops.error_rows.valid import COUNTS, NUMBERS, ORDER, OWN, Valid
@@ -124,7 +118,7 @@ def tiled_row(**more: object) -> says.Entry:
 def stride_rows() -> Iterator[says.Entry]:
     for strides in ((2056, 32, 1), (4096, 64, 1), (4096, 64, 2), (1024, 32, 1)):
         yield loose_pages("kv_cache", LAYOUT, far_apart(*strides))
-    yield shifted_pages("kv_cache", LAYOUT, far_apart(2048, 32, 1, offset=8))
+    yield cache_rows.shifted_pages("kv_cache", LAYOUT, far_apart(2048, 32, 1, offset=8))
 
 
 def insert_rows() -> Iterator[says.Entry]:

@@ -18,14 +18,8 @@ from dsv4_ops.integrations.transformers.steps.export import (
     padding_batch,
     prefill_shapes,
 )
-from dsv4_ops.testing.models import (
-    HEAVY,
-    LAYER_TYPES,
-    SLIDING,
-    SPARSE,
-    small_mla_model,
-    small_model,
-)
+from dsv4_ops.testing import models
+from dsv4_ops.testing.models import HEAVY, SLIDING, SPARSE, small_mla_model, small_model
 from tests.helpers import EVERY
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "10_tensorrt.py"
@@ -86,7 +80,7 @@ def values(graph):
         ((SPARSE,), 4),
         pytest.param((HEAVY,), 4, marks=OTHERS),
         pytest.param((SPARSE, HEAVY), 6, marks=OTHERS),
-        pytest.param(LAYER_TYPES, 8, marks=OTHERS),
+        pytest.param(models.LAYER_TYPES, 8, marks=OTHERS),
     ],
 )
 def test_a_decode_step_writes_the_callers_caches(layers, engines):
