@@ -47,6 +47,13 @@ class Same(LogitsProcessor):
         return scores
 
 
+def generate(model, ids=PROMPT, *, stock=False, **settings):
+    """By the loop, or where ``stock`` by Hugging Face's."""
+    settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, **settings}
+    processors = LogitsProcessorList([Same()] if stock else [])
+    return model.generate(ids, logits_processor=processors, **settings)
+
+
 class Calls:
     """The calls that the loop decodes."""
 
@@ -66,16 +73,13 @@ def calls(monkeypatch):
 def both(model, calls, ids=PROMPT, *, paged=None, **settings):
     """Tokens of the loop and of Hugging Face's, from the same random state; and their caches."""
     results = []
-    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0} | settings
-    for processors in ([], [Same()]):
+    for stock in (False, True):
         cache = None if paged is None else v4.PagedCache.for_model(model, **paged)
         own = {} if cache is None else {"cache": cache}
         torch.manual_seed(7)
         before = len(calls.texts)
-        out = model.generate(
-            ids, logits_processor=LogitsProcessorList(processors), **own, **settings
-        )
-        assert len(calls.texts) - before == (not processors)
+        out = generate(model, ids, stock=stock, **{"max_new_tokens": 12, **own, **settings})
+        assert len(calls.texts) - before == (not stock)
         results.append((out, cache))
     (ours, cache), (stock, other) = results
     assert torch.equal(ours, stock)
@@ -136,18 +140,11 @@ def test_all_texts_end_between_two_looks(model, calls):
 def test_a_conversation_goes_on(model, calls):
     """The second turn computes what the cache lacks."""
     outs = []
-    for processors in ([], [Same()]):
+    for stock in (False, True):
         cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
         ids = PROMPT
         for _ in range(2):
-            ids = model.generate(
-                ids,
-                cache=cache,
-                max_new_tokens=6,
-                do_sample=False,
-                pad_token_id=0,
-                logits_processor=LogitsProcessorList(processors),
-            )
+            ids = generate(model, ids, stock=stock, cache=cache, max_new_tokens=6)
             ids = torch.cat([ids, PROMPT[:, :2]], 1)
         outs.append((ids, cache.seq_lens.tolist()))
     assert torch.equal(outs[0][0], outs[1][0])
@@ -170,17 +167,10 @@ def test_streamers_get_every_token(model, calls):
     plain, _, _ = both(model, calls, PROMPT[:1])
     eos = int(plain[0, 11])
     streams = []
-    for processors in ([], [Same()]):
+    for stock in (False, True):
         streams.append(Stream())
-        model.generate(
-            PROMPT[:1],
-            max_new_tokens=12,
-            do_sample=False,
-            eos_token_id=eos,
-            pad_token_id=0,
-            streamer=streams[-1],
-            logits_processor=LogitsProcessorList(processors),
-        )
+        settings = {"max_new_tokens": 12, "eos_token_id": eos, "streamer": streams[-1]}
+        generate(model, PROMPT[:1], stock=stock, **settings)
     assert streams[0].puts == streams[1].puts
     assert streams[0].ended
     assert streams[1].ended
@@ -196,15 +186,14 @@ def test_streamers_get_every_token(model, calls):
     ],
 )
 def test_other_calls_are_hugging_faces(model, calls, settings):
-    model.generate(PROMPT, max_new_tokens=3, do_sample=False, pad_token_id=0, **settings)
+    generate(model, **settings)
     assert calls.texts == []
 
 
 def test_another_text_in_a_used_cache_is_refused(model):
     """The first row of the second prompt differs from the cache at token 5."""
     cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=64)
-    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "cache": cache}
-    out = model.generate(PROMPT, **settings)
+    out = generate(model, max_new_tokens=4, cache=cache)
     other = torch.cat([out, PROMPT[:, :2]], 1)
     other[1, 5] += 1
     text = (
@@ -212,10 +201,10 @@ def test_another_text_in_a_used_cache_is_refused(model):
         "5 of 10 in row 1. Pass the whole conversation, or call cache.reset() to begin a new one."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
-        model.generate(other, **settings)
+        generate(model, other, max_new_tokens=4, cache=cache)
     assert cache.seq_lens.tolist() == [10, 10]
     cache.reset()
-    assert torch.equal(model.generate(PROMPT, **settings), out)
+    assert torch.equal(generate(model, max_new_tokens=4, cache=cache), out)
 
 
 def test_caches_of_others_are_refused(model):
@@ -255,10 +244,8 @@ def test_methods_of_a_subclass_are_called(calls, mixin):
     own = small_mla_model()
     own.__class__ = type("Own", (mixin, type(own)), {})
     own = v4.patch(own, kv="fp32", precision="reference")
-    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    ours = own.generate(PROMPT, **settings)
-    stock = own.generate(PROMPT, logits_processor=LogitsProcessorList([Same()]), **settings)
-    assert torch.equal(ours, stock)
+    texts = (generate(own, stock=stock, eos_token_id=None) for stock in (False, True))
+    assert torch.equal(*texts)
     assert calls.texts == []
 
 
@@ -267,7 +254,7 @@ def test_hooks_are_called_and_get_their_shapes(model, calls, name):
     seen = []
     hook = model.get_submodule(name).register_forward_hook(lambda *call: seen.append(call[2]))
     try:
-        model.generate(PROMPT, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        generate(model)
     finally:
         hook.remove()
     assert [getattr(out, "logits", out).dim() for out in seen] == [3, 3, 3]
@@ -275,15 +262,9 @@ def test_hooks_are_called_and_get_their_shapes(model, calls, name):
 
 
 def test_probabilities_that_are_not_finite_are_refused(model, calls):
-    settings = {"max_new_tokens": 3, "do_sample": True, "pad_token_id": 0, "top_k": 0}
-    for processors in ([], [Same()]):
+    for stock in (False, True):
         with pytest.raises(RuntimeError, match=r"inf.*nan|probability"):
-            model.generate(
-                PROMPT,
-                temperature=1e-42,
-                logits_processor=LogitsProcessorList(processors),
-                **settings,
-            )
+            generate(model, stock=stock, do_sample=True, top_k=0, temperature=1e-42)
 
 
 def test_the_least_of_several_lengths_ends_a_text(model, calls):
@@ -294,18 +275,13 @@ def test_the_least_of_several_lengths_ends_a_text(model, calls):
 def test_the_random_state_after_a_text_is_hugging_faces(model, calls, monkeypatch):
     monkeypatch.undo()
     calls = Calls(monkeypatch)
-    settings = {**SAMPLED, "pad_token_id": 0, "max_new_tokens": 12}
+    settings = {**SAMPLED, "max_new_tokens": 12}
     torch.manual_seed(7)
-    eos = int(model.generate(PROMPT[:1], **settings)[0, 9])
+    settings["eos_token_id"] = int(model.generate(PROMPT[:1], pad_token_id=0, **settings)[0, 9])
     after = []
-    for processors in ([], [Same()]):
+    for stock in (False, True):
         torch.manual_seed(7)
-        model.generate(
-            PROMPT[:1],
-            eos_token_id=eos,
-            logits_processor=LogitsProcessorList(processors),
-            **settings,
-        )
+        generate(model, PROMPT[:1], stock=stock, **settings)
         after.append(torch.rand(1).item())
     assert after[0] == after[1]
     assert len(calls.texts) == 2
@@ -329,9 +305,8 @@ def test_one_compile_serves_batches_and_lengths(family):
     rows = torch.cat([PROMPT, PROMPT.flip(0), PROMPT + 1])
     first = None
     for ids, count in ((rows[:3], 6), (rows[:1], 4), (rows, 3), (rows[:2, :4], 9)):
-        settings = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-        ours = model.generate(ids, compile_config=config, **settings)
-        assert torch.equal(ours, model.generate(ids, **settings))
+        ours = generate(model, ids, max_new_tokens=count, compile_config=config)
+        assert torch.equal(ours, generate(model, ids, max_new_tokens=count))
         first = len(counted) if first is None else first
     assert len(counted) == first > 0
     steps = getattr(model, STEPS)
@@ -347,14 +322,13 @@ def test_copies_compile_their_own(model):
 def test_inputs_of_steps_share_no_memory(model, monkeypatch):
     """Of one text: AOTAutograd would compile another graph for inputs that are views of one."""
     batches, before = [], decoding.decode_step
-    monkeypatch.setattr(
-        decoding,
-        "decode_step",
-        lambda model, batch, *args, **rest: (
-            batches.append(batch) or before(model, batch, *args, **rest)
-        ),
-    )
-    model.generate(PROMPT[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+    def step(model, batch, *args, **rest):
+        batches.append(batch)
+        return before(model, batch, *args, **rest)
+
+    monkeypatch.setattr(decoding, "decode_step", step)
+    generate(model, PROMPT[:1])
     for batch in (*batches, padding(1, 1, torch.device("cpu"))):
         storages = {each.untyped_storage().data_ptr() for each in vars(batch).values()}
         assert len(storages) == 4
