@@ -78,13 +78,18 @@ class Conversation:
         return answers
 
 
+def begun(counts, seed, padding=0, **sizes):
+    """A conversation with its first words."""
+    turns = Conversation(len(counts), Random(seed), **sizes)
+    turns.say(counts, padding)
+    return turns
+
+
 def test_a_turn_after_an_early_end():
     """The longest request goes on while others are padded."""
-    turns = Conversation(2, Random(1))
-    turns.say([9, 9])
-    eos = int(Conversation.answer(turns)[0, 1])
-    turns = Conversation(2, Random(1))
-    turns.say([9, 9])
+    turns = begun([9, 9], 1)
+    eos = int(turns.answer()[0, 1])
+    turns = begun([9, 9], 1)
     turns.answer(eos)
     assert turns.ended_early
     assert turns.cache.seq_lens.tolist() == [11, 13]
@@ -97,8 +102,7 @@ def test_a_turn_after_an_early_end():
 
 def test_prompts_of_a_second_turn_are_padded_to_different_lengths():
     chunk = 20
-    turns = Conversation(3, Random(2))
-    turns.say([30, 12, 22], padding=1)
+    turns = begun([30, 12, 22], 2, padding=1)
     turns.answer(prefill_chunk_size=chunk, attention_mask=None)
     turns.say([5, 117, 2])
     turns.answer(prefill_chunk_size=chunk)
@@ -151,8 +155,7 @@ def test_random_masks(seed):
 
 def said_by_the_model(*counts, seed=8):
     """An id that the model says in its first answer, and nobody else."""
-    turns = Conversation(len(counts), Random(seed))
-    turns.say(counts)
+    turns = begun(counts, seed)
     answers = turns.answer()
     said = answers[:, :-1].flatten().tolist()
     return next(one for one in said if not (turns.ids == one)[:, :-NEW].any())
@@ -162,8 +165,7 @@ def said_by_the_model(*counts, seed=8):
 def test_a_text_that_holds_the_pad_id_goes_on_without_a_mask(counts):
     """Tokens that the cache stores are no padding, wherever padding is besides."""
     pad = said_by_the_model(*counts)
-    turns = Conversation(len(counts), Random(8), pad=pad)
-    turns.say(counts)
+    turns = begun(counts, 8, pad=pad)
     turns.answer(attention_mask=None)
     assert ((turns.ids == pad) & (turns.mask > 0)).any()
     for new in (3, 5), (4, 1):
@@ -173,12 +175,10 @@ def test_a_text_that_holds_the_pad_id_goes_on_without_a_mask(counts):
 
 def test_a_text_that_ended_early_and_holds_the_pad_id_goes_on_without_a_mask():
     pad = said_by_the_model(9, 9)
-    turns = Conversation(2, Random(8), pad=pad)
-    turns.say([9, 9])
-    answers = Conversation.answer(turns)
+    turns = begun([9, 9], 8, pad=pad)
+    answers = turns.answer()
     eos = next(int(one) for one in answers[0, 1:-1] if int(one) != pad)
-    turns = Conversation(2, Random(8), pad=pad)
-    turns.say([9, 9])
+    turns = begun([9, 9], 8, pad=pad)
     turns.answer(eos, attention_mask=None)
     assert turns.ended_early
     for new in (3, 6), (8, 2):
@@ -188,11 +188,9 @@ def test_a_text_that_ended_early_and_holds_the_pad_id_goes_on_without_a_mask():
 
 def test_a_text_that_ended_a_token_before_the_others_goes_on_without_a_mask():
     """Its cache has as many tokens of the answer as stock, and it is padded."""
-    turns = Conversation(2, Random(1))
-    turns.say([9, 9])
+    turns = begun([9, 9], 1)
     eos = int(turns.answer()[0, NEW - 2])
-    turns = Conversation(2, Random(1))
-    turns.say([9, 9])
+    turns = begun([9, 9], 1)
     turns.answer(eos, attention_mask=None)
     assert turns.mask.sum(1).tolist() == [9 + NEW - 1, 9 + NEW]
     assert turns.cache.seq_lens.tolist() == [9 + NEW - 1] * 2
@@ -202,8 +200,7 @@ def test_a_text_that_ended_a_token_before_the_others_goes_on_without_a_mask():
 
 def test_a_prompt_that_holds_the_pad_id():
     """Hugging Face takes it for padding there, and it stays padding."""
-    turns = Conversation(1, Random(9))
-    turns.say([9])
+    turns = begun([9], 9)
     turns.ids[0, 4] = PAD
     turns.mask[0, 4] = 0
     turns.answer(attention_mask=None)
@@ -213,8 +210,7 @@ def test_a_prompt_that_holds_the_pad_id():
 
 def test_a_prompt_in_a_cache_that_holds_the_pad_id():
     """Prompt caching: a call of the model stores all of it."""
-    turns = Conversation(2, Random(10))
-    turns.say([9, 9])
+    turns = begun([9, 9], 10)
     turns.ids[0, 4] = turns.ids[1, 8] = PAD
     reference()(turns.ids, cache=turns.cache)
     turns.say([3, 3])
@@ -222,8 +218,7 @@ def test_a_prompt_in_a_cache_that_holds_the_pad_id():
 
 
 def test_what_may_be_padding_is_refused_without_a_mask():
-    turns = Conversation(2, Random(11))
-    turns.say([9, 4])
+    turns = begun([9, 4], 11)
     reference()(turns.ids, attention_mask=turns.mask, cache=turns.cache)
     turns.say([3, 3])
     lens = turns.cache.seq_lens.clone()
@@ -239,8 +234,7 @@ def test_what_may_be_padding_is_refused_without_a_mask():
 
 
 def test_prompts_longer_than_a_chunk_are_cut():
-    turns = Conversation(2, Random(3), max_chunk=16)
-    turns.say([50, 33])
+    turns = begun([50, 33], 3, max_chunk=16)
     turns.answer()
     ids = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(0))
     for settings_, most in (({}, 42), ({"prefill_chunk_size": 9}, 16)):
@@ -262,8 +256,7 @@ class Third(transformers.StoppingCriteria):
 def test_other_criteria_than_an_end():
     """Hugging Face pads behind them only where there is an end as well."""
     for eos in (None, 258):
-        turns = Conversation(2, Random(4))
-        turns.say([9, 9])
+        turns = begun([9, 9], 4)
         given = {"eos_token_id": eos, "max_new_tokens": NEW, "stopping_criteria": [Third()]}
         given |= {"pad_token_id": PAD, "cache": turns.cache}
         out = reference().generate(turns.ids, **given, **RECORD)
@@ -272,8 +265,7 @@ def test_other_criteria_than_an_end():
 
 
 def test_what_generate_refuses():
-    turns = Conversation(2, Random(5))
-    turns.say([9, 4])
+    turns = begun([9, 4], 5)
     model = reference()
     given = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": PAD}
     right = {"attention_mask": turns.mask.flip(1), "cache": turns.cache}
@@ -292,8 +284,7 @@ def test_what_generate_refuses():
 
 
 def test_a_turn_of_new_tokens_only_gets_pages_for_all():
-    turns = Conversation(1, Random(6), num_blocks=2)
-    turns.say([250])
+    turns = begun([250], 6, num_blocks=2)
     turns.answer()
     turns.say([20])
     assert turns.cache.num_free_blocks == 1
@@ -306,8 +297,7 @@ def test_a_turn_of_new_tokens_only_gets_pages_for_all():
 
 
 def test_generate_says_what_was_dropped():
-    turns = Conversation(1, Random(7))
-    turns.say([5])
+    turns = begun([5], 7)
     turns.cache.tensors.dropped.fill_(3)
     with pytest.raises(RuntimeError, match="the cache must have stored all tokens of its steps"):
         turns.answer()

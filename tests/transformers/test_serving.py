@@ -44,11 +44,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder):
+def serve():
+    """The module, where its packages are."""
     for package in ("fastapi", "uvicorn", "pydantic", "openai"):
         pytest.importorskip(package, reason="needs the extra serve")
     from dsv4_ops.cli import serve
 
+    return serve
+
+
+@pytest.fixture(scope="module")
+def server(serve, folder):
     lines = []
     sizes = {"max_cache_len": 100, "max_requests": 4, "max_batch_tokens": 64, "max_queue": 8}
     sizes |= {"kv": "fp32", "precision": "reference"}
@@ -193,20 +199,14 @@ def test_responses_stream_where_a_client_asks(server):
         ("a/b", {"device": "cuda:9"}, "serve: device must be one that torch sees, got cuda:9"),
     ],
 )
-def test_paths_and_devices_are_checked_before_a_load(path, settings, text, monkeypatch):
-    from dsv4_ops.cli import serve
-
-    pytest.importorskip("fastapi", reason="needs the extra serve")
+def test_paths_and_devices_are_checked_before_a_load(serve, path, settings, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=re.escape(text)):
         serve.server(path, **settings)
 
 
 @needs_server
-def test_settings_and_the_tokenizer_are_checked_before_a_load(folder, tmp_path):
-    from dsv4_ops.cli import serve
-
-    pytest.importorskip("fastapi", reason="needs the extra serve")
+def test_settings_and_the_tokenizer_are_checked_before_a_load(serve, folder, tmp_path):
     shutil.copy(f"{folder}/config.json", tmp_path)
     with pytest.raises(ValueError, match="serve: kv must be"):
         serve.server(str(tmp_path), kv="fp7")
@@ -338,10 +338,7 @@ def test_a_full_queue_is_refused(server, slow):
 
 @needs_server
 @pytest.mark.nightly("test_batching.py compiles the same steps")
-def test_a_server_compiles_before_it_listens(folder):
-    pytest.importorskip("fastapi", reason="needs the extra serve")
-    from dsv4_ops.cli import serve
-
+def test_a_server_compiles_before_it_listens(serve, folder):
     lines = []
     sizes = {"max_cache_len": 64, "max_requests": 2}
     made = serve.server(folder, port=0, compile="eager", on_progress=lines.append, **sizes)
@@ -356,9 +353,7 @@ def test_a_server_compiles_before_it_listens(folder):
 
 @needs_server
 @pytest.mark.nightly("a server of another model; test_quantized.py has the loader")
-def test_a_released_folder_is_served_in_its_precision(folder, tmp_path):
-    pytest.importorskip("fastapi", reason="needs the extra serve")
-    from dsv4_ops.cli import serve
+def test_a_released_folder_is_served_in_its_precision(serve, folder, tmp_path):
     from dsv4_ops.testing.checkpoint import write_checkpoint
 
     write_checkpoint(tmp_path)
@@ -408,9 +403,9 @@ def test_the_command_names_what_is_missing(capsys, monkeypatch, folder):
 
 
 @needs_server
+@pytest.mark.usefixtures("serve")
 @pytest.mark.nightly("the same server runs in a thread")
 def test_the_command_serves_until_it_is_interrupted(folder):
-    pytest.importorskip("fastapi", reason="needs the extra serve")
     command = [sys.executable, "-m", "dsv4_ops", "serve", folder, "--port", "0", "--kv", "fp32"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         lines = iter(process.stderr.readline, "")
@@ -433,17 +428,17 @@ def test_packages_that_are_missing_are_named(capsys, monkeypatch, folder):
 
 
 @needs_server
+@pytest.mark.usefixtures("serve")
 @pytest.mark.parametrize("option", ["kv", "precision"])
 def test_what_a_model_lacks_is_refused_before_it_is_loaded(option, folder, capsys, monkeypatch):
-    pytest.importorskip("fastapi", reason="needs the extra serve")
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
     assert main(["serve", folder, f"--{option}", "none"]) == 1
     assert f"serve: {option} must be " in capsys.readouterr().err
 
 
 @needs_server
+@pytest.mark.usefixtures("serve")
 def test_a_model_that_is_not_there(capsys):
-    pytest.importorskip("fastapi", reason="needs the extra serve")
     assert main(["serve", str(Path("no") / "such" / "folder")]) == 1
     assert "no/such/folder" in capsys.readouterr().err
 
