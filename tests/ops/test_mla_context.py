@@ -19,7 +19,7 @@ NAN, INF = math.nan, math.inf
 def settings_of(random: Random) -> dict:
     ranks, turn = random.choice((1, 1, 2, 4)), random.choice((1, 1, 2, 5))
     block = random.choice((1, 4))
-    least = oracles.lcm(block, ranks * turn)
+    least = math.lcm(block, ranks * turn)
     return {
         "workspace_rows": random.randint(1, 6) * least + random.choice((0, 0, 1, 3)),
         "chunk_plan": random.choice(("packed", "packed", "equal")),
@@ -38,7 +38,7 @@ def has_blocks(settings: dict, num_reqs: int) -> bool:
     """Whether there is a block, and a round of the ranks, for every request."""
     ranks = settings["cp_world_size"]
     round_ = ranks * settings["cp_interleave"] if ranks > 1 else 1
-    least = oracles.lcm(settings["block_size"], round_) * max(1, num_reqs)
+    least = math.lcm(settings["block_size"], round_) * max(1, num_reqs)
     return settings["workspace_rows"] >= least
 
 
@@ -121,7 +121,7 @@ def test_the_rule_for_the_workspace(sizes: tuple[int, int, int], rows: int) -> N
     assert ops.mla_workspace_rows(**named) == rows
     for ranks, turn in ((2, 1), (3, 1), (8, 64), (4, 3)):
         shared = ops.mla_workspace_rows(**named, cp_world_size=ranks, cp_interleave=turn)
-        align = oracles.lcm(sizes[2], ranks * turn)
+        align = math.lcm(sizes[2], ranks * turn)
         assert shared >= max(rows, align * sizes[1])
         assert shared % align == 0
 

@@ -15,6 +15,7 @@ from dsv4_ops.testing.contract.compare import assert_precise
 from tests.helpers import i64
 from tests.ops.test_contract import patterns
 from tests.oracles import rope as oracles
+from tests.oracles.compressor import single, value_of
 from tests.support.sampled import sampled
 
 YARN = {"theta": 160000.0, "scaling": ops.YarnScaling()}
@@ -31,8 +32,8 @@ def test_table_of_window_layers():
     assert table.dtype == torch.float32
     assert table[0].tolist() == [1.0] * 32 + [0.0] * 32
     for position, (pair, turn) in product((1, 2, 4095), ((0, 1.0), (8, 0.1), (16, 0.01))):
-        assert table[position, pair].item() == oracles.f32(math.cos(position * turn))
-        assert table[position, 32 + pair].item() == oracles.f32(math.sin(position * turn))
+        assert table[position, pair].item() == single(math.cos(position * turn))
+        assert table[position, 32 + pair].item() == single(math.sin(position * turn))
 
 
 def test_slowdowns_of_yarn():
@@ -95,7 +96,7 @@ def test_late_positions_have_exact_angles():
     row = ops.rope_cos_sin_cache(late + 1, theta=10000.0, rope_dim=4)[late].tolist()
     angles = [float(late), late / 100]
     expected = [*map(math.cos, angles), *map(math.sin, angles)]
-    assert row == [oracles.f32(value) for value in expected]
+    assert row == [single(value) for value in expected]
 
 
 def test_table_on_a_device():
@@ -110,13 +111,12 @@ def test_rotation_is_float32_with_one_cast(dtype):
     table, x = ops.rope_cos_sin_cache(70000, **YARN), normal(9, 96, seed=1, dtype=dtype)
     positions = i64([0, 1, 2, 127, 128, 65535, 69999, 70000, -1])
     actual = ops.apply_rope(x, positions, table).tolist()
-    rows = dict(enumerate(table[positions.clamp(0, 69999)].tolist()))
+    rows = table[positions.clamp(0, 69999)].tolist()
     for token, position in enumerate(positions.tolist()):
         values = x[token].tolist()
-        known = token if position in range(70000) else -1
-        tail = oracles.rotated(values[32:], known, [rows[index] for index in range(9)])
+        tail = oracles.rotated(values[32:], rows[token] if position in range(70000) else [])
         if dtype == torch.bfloat16:
-            tail = [oracles.value_of(oracles.bits_of(value)) for value in tail]
+            tail = [value_of(oracles.bf16_bits(value) << 16) for value in tail]
         assert actual[token] == values[:32] + tail
 
 

@@ -16,7 +16,7 @@ from dsv4_ops.core.types import INT32_MAX
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.float64.sparse_mla import exact_attention, exact_inverse_rope
 from tests.oracles import dense_mla, kv
-from tests.oracles.rope import value_of
+from tests.oracles.compressor import value_of
 
 Place = tuple[str, int, int]
 
@@ -96,9 +96,9 @@ def row_values(given: dict[str, Any], place: Place) -> list[float]:
     block, layout = given[name][page], given.get("layout", "plain")
     if layout == "v4_fp8":
         size = given[name.replace("cache", "block_size")]
-        return [value_of(bits) for bits in kv.main_row(block, row, size)]
+        return [value_of(bits << 16) for bits in kv.main_row(block, row, size)]
     if layout == "mla_ds_fp8":
-        return [value_of(bits) for bits in dense_mla.tile_values(block[row])]
+        return [value_of(bits << 16) for bits in dense_mla.tile_values(block[row])]
     if layout == "mla_fp8":
         scale = 1.0 if given["kv_scale"] is None else given["kv_scale"][0]
         return [dense_mla.CODE_VALUES[code] * scale for code in block[row]]

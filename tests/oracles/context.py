@@ -3,17 +3,10 @@
 import math
 from collections.abc import Sequence
 
+from tests.oracles.batch import INT32_MAX
 from tests.oracles.compressor import value_of
-
-INT32_MAX = 2**31 - 1
-
-
-def up(value: int, divisor: int) -> int:
-    return -(-value // divisor)
-
-
-def lcm(left: int, right: int) -> int:
-    return next(left * k for k in range(1, right + 1) if left * k % right == 0)
+from tests.oracles.indexer import best
+from tests.oracles.plan import up
 
 
 def context_chunks(
@@ -43,7 +36,7 @@ def context_chunks(
                 if left == 0:
                     chunk, left = chunk + 1, capacity
     else:
-        unit = lcm(block_size, turn * cp_world_size)
+        unit = math.lcm(block_size, turn * cp_world_size)
         share = workspace_rows // max(1, sum(length > 0 for length in lens)) // unit
         each = share * unit // (turn * cp_world_size)
         longest = max(lens, default=0)
@@ -136,20 +129,14 @@ def cp_topk(
     """Candidates are ranked as by the indexer, each by its row of the request."""
     ranks, selected = len(rows), []
     for token in range(len(rows[0])):
-        found: list[tuple[int, float]] = []
+        found: dict[int, float] = {}
         for rank in range(ranks):
             for row, bits in zip(rows[rank][token], scores[rank][token], strict=True):
                 turn, place = divmod(row, cp_interleave)
                 whole = cp_interleave * (turn * ranks + rank) + place
                 if row >= 0 and whole < INT32_MAX:
-                    found.append((whole, value_of(bits)))
-
-        def worse(candidate: tuple[int, float]) -> tuple[bool, float, int]:
-            row, score = candidate
-            return math.isnan(score), 0.0 if math.isnan(score) else -score, row
-
-        chosen = sorted(row for row, _ in sorted(found, key=worse)[:topk])
-        selected.append(chosen + [-1] * (topk - len(chosen)))
+                    found[whole] = value_of(bits)
+        selected.append(best(found, topk))
     return selected
 
 

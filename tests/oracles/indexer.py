@@ -9,32 +9,9 @@ from collections.abc import Sequence
 
 from tests.oracles.compressor import bits_of, single, value_of
 from tests.oracles.kv import quantize
+from tests.oracles.rope import bf16_bits, rotated
 
 Rows = Sequence[Sequence[int]]
-
-
-def nearest_bf16(value: float) -> int:
-    """Pattern of a float32 value rounded to nearest even."""
-    bits = bits_of(value)
-    if math.isnan(value):
-        return 0x7FC0
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
-def rotated(
-    row: list[float], angles: Sequence[float], rope_first: bool = False, interleaved: bool = True
-) -> list[float]:
-    """The end or the start of a row, in pairs, every product and every sum rounded to float32."""
-    half = len(angles) // 2
-    first = 0 if rope_first else len(row) - 2 * half
-    for pair in range(half):
-        cos, sin = angles[pair], angles[half + pair]
-        left = first + (2 * pair if interleaved else pair)
-        right = left + (1 if interleaved else half)
-        even, odd = row[left], row[right]
-        row[left] = single(single(even * cos) - single(odd * sin))
-        row[right] = single(single(odd * cos) + single(even * sin))
-    return row
 
 
 def indexer_quantize_q(
@@ -55,7 +32,7 @@ def indexer_quantize_q(
         scaled.append([])
         for head, weight in zip(heads, row, strict=True):
             values = rotated([value_of(bits << 16) for bits in head], angles, **places)
-            byte, values = quantize([nearest_bf16(value) for value in values])
+            byte, values = quantize([bf16_bits(value) for value in values])
             number = value_of(weight << 16 if bf16_weights else weight)
             codes[-1].append(values)
             scaled[-1].append(bits_of(single(number * 2.0 ** (byte - 127)) * single(softmax_scale)))

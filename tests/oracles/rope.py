@@ -2,10 +2,10 @@
 is one of float64, rounded once. Nothing here imports torch."""
 
 import math
-import struct
 from collections.abc import Sequence
 
 from tests.oracles import kv as oracles_kv
+from tests.oracles.compressor import bits_of, single, value_of
 from tests.oracles.kv import Row, Rows
 
 ROPE_FIRST = 448
@@ -13,46 +13,38 @@ NAN = 0x7FC0
 ACTIVATION_BLOCK, ACTIVATION_SCALE = 128, 85
 
 
-def f32(value: float) -> float:
-    """The nearest float32. Products and sums of two float32 are rounded only here: float64 holds
-    the products exactly, and rounding a sum twice is harmless with 29 digits to spare."""
-    try:
-        return struct.unpack("<f", struct.pack("<f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-
-
-def bits_of(value: float) -> int:
+def bf16_bits(value: float) -> int:
     """bf16 bits of a float32, to nearest even."""
-    if math.isnan(value):
-        return NAN
-    word = struct.unpack("<I", struct.pack("<f", value))[0]
-    return (word + 0x7FFF + (word >> 16 & 1)) >> 16
+    word = bits_of(value)
+    return NAN if math.isnan(value) else (word + 0x7FFF + (word >> 16 & 1)) >> 16
 
 
-def value_of(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
-
-
-def rotated(row: Sequence[float], position: int, table: Sequence[Sequence[float]]) -> list[float]:
-    """float32 pairs of a row, or the row itself."""
-    if not 0 <= position < len(table):
-        return list(row)
-    half, out = len(row) // 2, []
+def rotated(
+    row: Sequence[float],
+    angles: Sequence[float],
+    rope_first: bool = False,
+    interleaved: bool = True,
+) -> list[float]:
+    """The end or the start of a row, in pairs, every product and every sum rounded to float32."""
+    row, half = list(row), len(angles) // 2
+    first = 0 if rope_first else len(row) - 2 * half
     for pair in range(half):
-        even, odd = row[2 * pair], row[2 * pair + 1]
-        cos, sin = table[position][pair], table[position][half + pair]
-        out.append(f32(f32(even * cos) - f32(odd * sin)))
-        out.append(f32(f32(odd * cos) + f32(even * sin)))
-    return out
+        cos, sin = angles[pair], angles[half + pair]
+        left = first + (2 * pair if interleaved else pair)
+        right = left + (1 if interleaved else half)
+        even, odd = row[left], row[right]
+        row[left] = single(single(even * cos) - single(odd * sin))
+        row[right] = single(single(odd * cos) + single(even * sin))
+    return row
 
 
 def rotated_key(
     key: Sequence[int], position: int, table: Sequence[Sequence[float]], first: int = ROPE_FIRST
 ) -> Row:
-    """bf16 bits of a key whose values from ``first`` on are rotated."""
-    tail = rotated([value_of(bits) for bits in key[first:]], position, table)
-    return [*key[:first], *map(bits_of, tail)]
+    """bf16 bits of a key whose values from ``first`` on are rotated, if the position is known."""
+    angles = table[position] if 0 <= position < len(table) else []
+    tail = rotated([value_of(bits << 16) for bits in key[first:]], angles)
+    return [*key[:first], *map(bf16_bits, tail)]
 
 
 def inserted(

@@ -5,10 +5,7 @@ the op's outputs. Nothing here imports torch.
 """
 
 from tests.oracles.batch import INT32_MAX, Ints, Rows, is_valid, narrow_slot, swa_indices_and_lens
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+from tests.oracles.plan import up
 
 
 def known_width(name: str, rows: Rows, width: int | None) -> int:
@@ -32,7 +29,7 @@ def combine_topk_swa_indices(
     workspace_rows: int,
     swa_offset: int,
 ) -> tuple[list[list[int]], list[int]]:
-    width = round_up(topk + window_size, 128)
+    width = 128 * up(topk + window_size, 128)
     indices, lens = [], []
     for local, position, request in zip(topk_indices, positions, req_indices, strict=True):
         row = [-1] * width
@@ -90,10 +87,9 @@ def mixed_sparse_indices(
     if decode_compressed_indices is None:
         compressed_width = 0
     else:
-        compressed_width = known_width(
-            "decode_compressed_indices", decode_compressed_indices, compressed_width
-        )
-    compressed_columns = round_up(max(topk, compressed_width), 4)
+        name = "decode_compressed_indices"
+        compressed_width = known_width(name, decode_compressed_indices, compressed_width)
+    compressed_columns = 4 * up(max(topk, compressed_width), 4)
     if compressed_block_table is None:
         compressed_block_table = swa_block_table
     num_decodes = len(decode_swa_indices)
@@ -115,13 +111,8 @@ def mixed_sparse_indices(
                 compressed_block_size,
             )
         else:
-            rows, _ = swa_indices_and_lens(
-                [position],
-                [request],
-                swa_block_table,
-                block_size=swa_block_size,
-                window_size=window_size,
-            )
+            sizes = {"block_size": swa_block_size, "window_size": window_size}
+            rows, _ = swa_indices_and_lens([position], [request], swa_block_table, **sizes)
             window = rows[0] + [-1] * (swa_width - window_size)
             length = min((position + 1) // compress_ratio, topk)
             local = prefill_topk_indices[token - num_decodes]
