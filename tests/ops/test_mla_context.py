@@ -10,7 +10,6 @@ import torch
 import dsv4_ops as ops
 from dsv4_ops.testing.cases.mla_context import ragged_prefill, unlike_values
 from tests.helpers import NIGHTLY, assert_exact, call, i32, strided
-from tests.oracles import context as oracles
 
 LN = {n: math.log(n) for n in (2, 3, 4, 6, 8, 10)}
 NAN, INF = math.nan, math.inf

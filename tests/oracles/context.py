@@ -129,13 +129,13 @@ def cp_topk(
     """Candidates are ranked as by the indexer, each by its row of the request."""
     ranks, selected = len(rows), []
     for token in range(len(rows[0])):
-        found: dict[int, float] = {}
+        found: list[tuple[int, float]] = []
         for rank in range(ranks):
             for row, bits in zip(rows[rank][token], scores[rank][token], strict=True):
                 turn, place = divmod(row, cp_interleave)
                 whole = cp_interleave * (turn * ranks + rank) + place
                 if row >= 0 and whole < INT32_MAX:
-                    found[whole] = value_of(bits)
+                    found.append((whole, value_of(bits)))
         selected.append(best(found, topk))
     return selected
 

@@ -39,14 +39,14 @@ def indexer_quantize_q(
     return codes, scaled
 
 
-def best(scores: dict[int, float], topk: int) -> list[int]:
+def best(candidates: list[tuple[int, float]], topk: int) -> list[int]:
     """Highest scores first, NaN last, of equal ones the lowest index; then in ascending order."""
 
-    def rank(index: int) -> tuple[bool, float, int]:
-        value = scores[index]
-        return math.isnan(value), 0.0 if math.isnan(value) else -value, index
+    def rank(candidate: tuple[int, float]) -> tuple[bool, float, int]:
+        index, score = candidate
+        return math.isnan(score), 0.0 if math.isnan(score) else -score, index
 
-    chosen = sorted(sorted(scores, key=rank)[:topk])
+    chosen = sorted(index for index, _ in sorted(candidates, key=rank)[:topk])
     return chosen + [-1] * (topk - len(chosen))
 
 
@@ -54,5 +54,5 @@ def indexer_topk(logits: Rows, lens: Sequence[int], *, topk: int) -> list[list[i
     rows = []
     for row, length in zip(logits, lens, strict=True):
         values = [value_of(bits) for bits in row[: max(length, 0)]]
-        rows.append(best({i: v for i, v in enumerate(values) if v != -math.inf}, topk))
+        rows.append(best([(i, v) for i, v in enumerate(values) if v != -math.inf], topk))
     return rows
