@@ -83,13 +83,15 @@ def maybe_strided(layout: Random, tensor: Tensor) -> Tensor:
 
 
 class Called(TorchDispatchMode):
-    """Names of our ops, in the order of their calls."""
+    """Names of our ops, in the order of their calls, and the dtypes of their first arguments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.dtypes: list[tuple[str, torch.dtype]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == "dsv4_ops":
             self.names.append(op._opname)
+            self.dtypes += [(op._opname, each.dtype) for each in args[:1] if torch.is_tensor(each)]
         return op(*args, **(kwargs or {}))

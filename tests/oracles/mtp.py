@@ -23,14 +23,17 @@ from dsv4_ops.testing.checkpoint import tensors
 _OWN = ("e_proj", "h_proj", "enorm", "hnorm")
 
 
-def float32_model(path: Path) -> Any:
-    """Hugging Face's model of a checkpoint, dequantised, in float32."""
+def dequantised_model(path: Path) -> Any:
+    """Hugging Face's model of a checkpoint, in bf16."""
     import transformers
 
-    model = transformers.DeepseekV4ForCausalLM.from_pretrained(
-        path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
-    )
-    model = model.eval().requires_grad_(False).float()
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    kind = transformers.DeepseekV4ForCausalLM
+    return kind.from_pretrained(path, quantization_config=config).eval().requires_grad_(False)
+
+
+def float32_model(path: Path) -> Any:
+    model = dequantised_model(path).float()
     model.config.dtype = torch.float32
     return model
 

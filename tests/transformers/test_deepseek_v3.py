@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.attention import MlaSpec
@@ -143,9 +142,10 @@ def test_queries_in_codes(context, request):
         request.getfixturevalue("expands")
     plain, coded = (v4.patch(small_mla_model(**changed), kv="fp8", query=q) for q in (None, "fp8"))
     assert set(coded.state_dict()) == set(plain.state_dict())
-    with Dtypes() as dtypes:
+    with Called() as called:
         found, codes = errors_of(plain, want), errors_of(coded, want)
-    assert dtypes.of["mla_decode"] == {torch.bfloat16, torch.float8_e4m3fn}
+    dtypes = {dtype for name, dtype in called.dtypes if name == "mla_decode"}
+    assert dtypes == {torch.bfloat16, torch.float8_e4m3fn}
     if context == "absorbed":
         assert found[0] < codes[0] < 1.6 * found[0]
     else:
@@ -157,19 +157,6 @@ def test_queries_in_codes(context, request):
     assert errors_of(coded, want)[1] > 2 * codes[1]
     v4.unpatch(coded)
     assert not any("dsv4_ops" in name for name, _ in coded.named_buffers())
-
-
-class Dtypes(TorchDispatchMode):
-    """Dtypes of the first arguments of our ops, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.of = {}
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "dsv4_ops":
-            self.of.setdefault(op._opname, set()).add(args[0].dtype)
-        return op(*args, **(kwargs or {}))
 
 
 def test_queries_in_codes_are_one_graph_after_a_cast():

@@ -18,7 +18,7 @@ from dsv4_ops.reference.experts import expert_values
 from dsv4_ops.testing.checkpoint import TINY, tensors, write_checkpoint
 from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import NIGHTLY, i32, nightly
-from tests.oracles.mtp import MtpOracle, float32_model
+from tests.oracles.mtp import MtpOracle, dequantised_model, float32_model
 
 # so few tokens that a random draft is accepted now and then
 CONFIG = {**TINY, "vocab_size": 3, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
@@ -176,12 +176,7 @@ def test_weights_are_quantised_where_the_models_are(family, tmp_path, path, mode
 
 
 def test_a_bf16_model_has_a_bf16_draft_layer(path):
-    import transformers
-
-    held = transformers.DeepseekV4ForCausalLM.from_pretrained(
-        path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
-    )
-    held = v4.load_mtp(v4.patch(held), path)
+    held = v4.load_mtp(v4.patch(dequantised_model(path)), path)
     assert held.mtp.e_proj.weight.dtype == held.model.layers[0].self_attn.q_a_proj.weight.dtype
     assert held.mtp.norm.weight.dtype == held.model.norm.weight.dtype
     cache = v4.PagedCache.for_model(held, max_batch_size=1, max_cache_len=64, next_n=2)

@@ -20,6 +20,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from tests.helpers import i32
+from tests.oracles.mtp import dequantised_model, float32_model
 from tests.support import v3_checkpoint
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -43,13 +44,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exact(tiny):
-    """Hugging Face's model, dequantised, in float32."""
-    model = transformers.DeepseekV4ForCausalLM.from_pretrained(
-        tiny, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
-    )
-    model = model.eval().requires_grad_(False).float()
-    model.config.dtype = torch.float32
-    return model
+    return float32_model(tiny)
 
 
 @pytest.fixture
@@ -146,9 +141,7 @@ def test_fp8_experts_of_a_base_model(tmp_path, exact):
     model = v4.patch(v4.load_quantized(path))
     module = model.model.layers[0].mlp.experts
     assert module.gate_up_proj.dtype == E4M3
-    dequantised = transformers.DeepseekV4ForCausalLM.from_pretrained(
-        path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
-    )
+    dequantised = dequantised_model(path)
     x, chosen = values(3, 256), torch.tensor([[0, 7], [3, 3], [2, 5]])
     weights = torch.rand(3, 2, generator=torch.Generator().manual_seed(4))
     want = routed(dequantised.model.layers[0].mlp.experts, x, chosen, weights)
@@ -178,10 +171,7 @@ def test_every_layer_is_as_close_as_rounding_allows(patched, exact, tiny):
     """W8A16 and W4A16 are as far from float32 as the same weights in bf16 are; quantised
     activations as far as their simulation, rounded by the definition, in float32."""
     want = outputs(exact)
-    plain = transformers.DeepseekV4ForCausalLM.from_pretrained(
-        tiny, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
-    )
-    rounded = paged(v4.patch(plain.eval().requires_grad_(False)))
+    rounded = paged(v4.patch(dequantised_model(tiny)))
     got = paged(patched(v4.Recipe.serve()))
     assert len(got) == len(want) == 5
     for ours, bf16, exactly in zip(got, rounded, want, strict=True):
