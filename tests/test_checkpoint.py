@@ -103,10 +103,10 @@ def test_weights_on_each_gpu():
         (PRO, {8: (129.8, 111.1), 16: (78.3, 58.2)}),
     ):
         for gpus, expected in sizes.items():
-            found = [
-                sum(weight_bytes(config, num_gpus=gpus, split_heads=split).values()) / 1e9
-                for split in (False, True)
-            ]
+            parts = (
+                weight_bytes(config, num_gpus=gpus, split_heads=each) for each in (False, True)
+            )
+            found = [sum(each.values()) / 1e9 for each in parts]
             assert tuple(round(each, 1) for each in found) == expected
     parts = weight_bytes(FLASH, num_gpus=4, split_heads=True)
     # 3 x 2048 x 4096 FP4 with a scale for 32, 256 experts of 43 layers, a fourth of them

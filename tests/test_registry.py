@@ -99,10 +99,7 @@ def test_define_op_refuses_an_unknown_kind():
 
 
 def test_op_without_schema_or_fake_cannot_be_defined():
-    fields = {
-        field.name
-        for field in dataclasses.fields(OpSpec)
-        if field.default is dataclasses.MISSING and field.init
-    }
+    given = (each for each in dataclasses.fields(OpSpec) if each.init)
+    fields = {each.name for each in given if each.default is dataclasses.MISSING}
     assert {"schema", "meta", "reference", "stem"} <= fields
     assert registry.NAMESPACE == "dsv4_ops"

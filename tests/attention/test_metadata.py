@@ -87,10 +87,8 @@ def test_invalid_tokens_are_padding_by_hand():
     table = i32([[7, 3], [2, 5]])
     batch = (i32([0, 2, 4]), i32([8, 6]), i64([100, 101, -1, 103]), BlockTables(*[table] * 3))
     valid = torch.tensor([True, False, True, False])
-    decode, prefill = (
-        build_decode_metadata(SMALL, *batch, valid),
-        build_prefill_metadata(SMALL, *batch, valid, max_chunks=2),
-    )
+    decode = build_decode_metadata(SMALL, *batch, valid)
+    prefill = build_prefill_metadata(SMALL, *batch, valid, max_chunks=2)
     for metadata in (decode, prefill):
         assert metadata.is_valid_token.tolist() == valid.tolist()
         assert metadata.req_indices.tolist() == [0, -1, 1, -1]

@@ -57,10 +57,8 @@ def test_a_line_has_the_parts_of_that_cache(line):
 
 @pytest.mark.parametrize("line", table("GPUs"), ids=lambda line: f"{line['model']}-{line['GPUs']}")
 def test_a_line_has_the_weights_of_each_gpu(line):
-    plans = [
-        weight_bytes(CONFIGS[line["model"]], num_gpus=int(line["GPUs"]), split_heads=split)
-        for split in (False, True)
-    ]
+    config, gpus = CONFIGS[line["model"]], int(line["GPUs"])
+    plans = [weight_bytes(config, num_gpus=gpus, split_heads=each) for each in (False, True)]
     sums = [sum(plan.values()) for plan in plans]
     cache = sum(cache_bytes(line["model"], 8, 2**17, None).values())
     shown = {**plans[0], "sum": sums[0], "heads split": sums[1], "cache, 8 x 128k": cache}

@@ -83,10 +83,8 @@ def attended(
 def planned(b: int, *lists: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
     """Its plan of these lists, which is wrong for all others."""
     widths = [slots.shape[2] for slots, _ in lists] + [0]
-    lens = [
-        [width] * b if counts is None else counts.tolist()
-        for width, (_, counts) in zip(widths, lists, strict=False)
-    ]
+    pairs = zip(widths, lists, strict=False)
+    lens = [[width] * b if counts is None else counts.tolist() for width, (_, counts) in pairs]
     sizes = {"swa_width": widths[0], "extra_width": widths[1], "num_sm_parts": PARTS}
     rows = torch.tensor(oracle.flash_mla_metadata(*lens, **sizes), dtype=torch.int32)
     return rows[:PARTS].clone(), rows[PARTS:].flatten()[: b + 1].clone()

@@ -393,7 +393,5 @@ class Program:
 
 
 def _overlap(left: Any, right: Any) -> bool:
-    return all(
-        first[0] < second[1] and second[0] < first[1]
-        for first, second in zip(left, right, strict=True)
-    )
+    pairs = zip(left, right, strict=True)
+    return all(one[0] < other[1] and other[0] < one[1] for one, other in pairs)

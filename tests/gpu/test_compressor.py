@@ -24,10 +24,8 @@ LENS = {"C4": [410, 0, 193, 4, 3], "C4 indexer": [410, 0, 193, 4, 3], "C128": [3
 
 
 def filled(kind: str, layout: str, lens: list[int], seed: int = 2) -> tuple[Engine, list[Any]]:
-    weights, sequences = (
-        random_weights(kind, 1, 8192),
-        compressor_steps.random_sequences(kind, lens, seed),
-    )
+    weights = random_weights(kind, 1, 8192)
+    sequences = compressor_steps.random_sequences(kind, lens, seed)
     engine = Engine(kind, weights, lens, layout=layout, device=DEVICE)
     engine.step(sequences)
     return engine, sequences

@@ -17,7 +17,7 @@ from dsv4_ops.testing.case import Case
 from tests.gpu.test_cache import needs_baselines
 from tests.gpu.test_providers import call, check, run_of
 from tests.helpers import INT32_MAX, INT32_MIN
-from tests.support.attention_batches import DEVICE, generator, graph_of, integers
+from tests.support.attention_batches import DEVICE, generator, graph_of, integers, some_tokens
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
 pytestmark = [needs_baselines, pytest.mark.usefixtures("found")]
@@ -56,11 +56,7 @@ def test_requests_one_after_the_other_and_mixed(mode: str) -> None:
     whole = upstream(case)
     order = torch.randperm(200, generator=generator(1)).to(DEVICE)
     for chosen in (order, slice(7, 8), slice(50, 200)):
-        tensors = [
-            each[chosen] if place in PER_TOKEN and each is not None else each
-            for place, each in enumerate(case.tensors)
-        ]
-        actual = upstream(Case(mode, tuple(tensors), case.settings))
+        actual = upstream(some_tokens(case, chosen, PER_TOKEN))
         for left, right in zip(actual, whole, strict=True):
             assert torch.equal(left, right[chosen])
 

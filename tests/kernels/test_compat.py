@@ -67,12 +67,8 @@ def test_private_torch_is_imported_in_two_files_only():
 
 def test_every_imported_name_is_listed():
     tree = ast.parse((PACKAGE / "lowering" / "_compat.py").read_text())
-    imported = {
-        alias.asname or alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    imported = {each.asname or each.name for node in imports for each in node.names}
     assert imported == set(_compat.__all__)
 
 

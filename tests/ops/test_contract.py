@@ -373,10 +373,8 @@ def test_a_broken_lowering_is_noticed(monkeypatch):
 
     wrong = Decompose(lambda *args, **kwargs: reference.prefill_gather_lens(*args, **kwargs) + 1)
     monkeypatch.setattr(indices, "prefill_gather_lens", wrong, raising=False)
-    with (
-        torch._inductor.config.patch(force_disable_caches=True),
-        pytest.raises(AssertionError, match="differs"),
-    ):
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with uncached, pytest.raises(AssertionError, match="differs"):
         checks.CompiledOps([OPS["prefill_gather_lens"]])
 
 

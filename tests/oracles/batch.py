@@ -63,10 +63,8 @@ def flatten_decode(
 
 
 def expand_block_table(block_table: Rows, req_indices: Ints, *, columns: int) -> list[list[int]]:
-    return [
-        list(block_table[request]) if 0 <= request < len(block_table) else [0] * columns
-        for request in req_indices
-    ]
+    known = range(len(block_table))
+    return [list(block_table[each]) if each in known else [0] * columns for each in req_indices]
 
 
 def mtp_seq_lens(

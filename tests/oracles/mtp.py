@@ -68,10 +68,8 @@ class MtpOracle:
         save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
         self.block = float32_model(folder)
-        self.e, self.h = (
-            _dequantized(part[f"{name}.weight"], part[f"{name}.scale"])
-            for name in ("e_proj", "h_proj")
-        )
+        pairs = ((part[f"{name}.weight"], part[f"{name}.scale"]) for name in ("e_proj", "h_proj"))
+        self.e, self.h = (_dequantized(*pair) for pair in pairs)
         self.enorm, self.hnorm = (part[f"{name}.weight"].float() for name in ("enorm", "hnorm"))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -66,11 +66,9 @@ def read_tensors(path: Path) -> list[torch.Tensor]:
         dtype, rank = ints(2)
         sizes = ints(rank)
         numel = torch.Size(sizes).numel()
-        values = (
-            torch.frombuffer(data, dtype=DTYPES[dtype], count=numel)
-            if numel
-            else torch.empty(0, dtype=DTYPES[dtype])
-        )
+        values = torch.empty(0, dtype=DTYPES[dtype])
+        if numel:
+            values = torch.frombuffer(data, dtype=DTYPES[dtype], count=numel)
         tensors.append(values.reshape(sizes).clone())
         values = None
         del data[: numel * DTYPES[dtype].itemsize]

@@ -127,11 +127,8 @@ def serve() -> None:
         if pid == 0:
             _become(asked, base)
         _, status, used = os.wait4(pid, 0)
-        ended = {
-            "pid": pid,
-            "status": os.waitstatus_to_exitcode(status),
-            "cpu_seconds": used.ru_utime + used.ru_stime,
-        }
+        seconds, code = used.ru_utime + used.ru_stime, os.waitstatus_to_exitcode(status)
+        ended = {"pid": pid, "status": code, "cpu_seconds": seconds}
         print(json.dumps(ended), flush=True)
 
 

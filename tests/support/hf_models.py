@@ -233,10 +233,8 @@ def random_counts(rng: Random, done: list[int], most: int) -> dict[int, int]:
     """Tokens of the requests of a step: decodes first, then chunks."""
     open_requests = [request for request, count in enumerate(done) if count < LENGTH]
     chosen = rng.sample(open_requests, rng.randint(1, len(open_requests)))
-    counts = {
-        request: min(rng.choice([1, 1, 2, 3, 5, 64, 127, 129]), most, LENGTH - done[request])
-        for request in chosen
-    }
+    sizes = [1, 1, 2, 3, 5, 64, 127, 129]
+    counts = {each: min(rng.choice(sizes), most, LENGTH - done[each]) for each in chosen}
     return dict(sorted(counts.items(), key=lambda item: item[1]))
 
 

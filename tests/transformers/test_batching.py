@@ -416,16 +416,9 @@ def test_blocks_fill_the_free_memory_of_a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
         return batching.cache_sizes(model, config, None)["num_blocks"]
 
-    fixed, two = (
-        sum(
-            v4.PagedCache.for_model(
-                patched("v3"), max_batch_size=64, max_cache_len=8192, num_blocks=n
-            )
-            .memory()
-            .values()
-        )
-        for n in (1, 2)
-    )
+    sizes = {"max_batch_size": 64, "max_cache_len": 8192}
+    caches = (v4.PagedCache.for_model(patched("v3"), num_blocks=n, **sizes) for n in (1, 2))
+    fixed, two = (sum(cache.memory().values()) for cache in caches)
     block = two - fixed
     assert blocks(2 * (fixed + 9 * block)) == 10
     assert blocks(1 << 40) == 64 * 8192 // 64

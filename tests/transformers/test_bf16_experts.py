@@ -51,11 +51,7 @@ def inputs_of(experts, tokens=5):
 
 @pytest.mark.parametrize(
     "family",
-    [
-        *nightly("V3's op, in a layer of test_quantized.py", "V4"),
-        "V3",
-        *nightly("V3's forwards", "V2"),
-    ],
+    [*nightly("V3's op, in test_quantized.py", "V4"), "V3", *nightly("V3's forwards", "V2")],
 )
 def test_a_step_is_one_graph_with_an_op_in_every_layer(family, ran):
     dense = {} if family == "V4" else {"first_k_dense_replace": 0}

@@ -108,12 +108,8 @@ def test_tokens_are_hugging_faces(model, calls, settings):
 def test_texts_end_at_their_tokens(model, calls, row, at):
     """One text ends first; before, with and after a look of the host, which is after three."""
     plain, _, _ = both(model, calls)
-    ids, cache, other = both(
-        model,
-        calls,
-        eos_token_id=int(plain[row, at]),
-        paged={"max_batch_size": 2, "max_cache_len": 64},
-    )
+    paged = {"max_batch_size": 2, "max_cache_len": 64}
+    ids, cache, other = both(model, calls, eos_token_id=int(plain[row, at]), paged=paged)
     assert ids.shape[1] <= plain.shape[1]
     assert cache.seq_lens.tolist() == other.seq_lens.tolist()
     assert (cache.text is None) == (other.text is None)
@@ -126,13 +122,8 @@ def test_all_texts_end_between_two_looks(model, calls):
     plain, _, _ = both(model, calls, PROMPT[:1])
     eos = int(plain[0, 8])
     first = plain[0, 7:].tolist().index(eos)
-    ids, cache, other = both(
-        model,
-        calls,
-        PROMPT[:1],
-        eos_token_id=[eos, 1],
-        paged={"max_batch_size": 1, "max_cache_len": 64},
-    )
+    paged = {"max_batch_size": 1, "max_cache_len": 64}
+    ids, cache, other = both(model, calls, PROMPT[:1], eos_token_id=[eos, 1], paged=paged)
     assert ids.shape[1] == 7 + first + 1
     assert cache.seq_lens.tolist() == other.seq_lens.tolist() == [7 + first]
 

@@ -306,10 +306,8 @@ def test_generate_batch_is_generate():
     model.generation_config.eos_token_id = None
     prompts = [text()[0, :length].tolist() for length in (20, 3, 14)]
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    want = [
-        model.generate(ids := torch.tensor([prompt]), generation_config=settings)[0, ids.shape[1] :]
-        for prompt in prompts
-    ]
+    rows = (torch.tensor([prompt]) for prompt in prompts)
+    want = [model.generate(ids, generation_config=settings)[0, ids.shape[1] :] for ids in rows]
     config = ContinuousBatchingConfig(max_batch_tokens=64, max_requests_per_batch=4, num_blocks=8)
     found = model.generate_batch(
         prompts, generation_config=settings, continuous_batching_config=config, progress_bar=False

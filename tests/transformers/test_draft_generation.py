@@ -62,13 +62,8 @@ def test_greedy_text_is_the_same(model, size, num_drafts):
 
 def test_rows_of_several_lengths_that_end(model):
     ids, mask = prompts(7, 130, 30, 2)
-    settings = {
-        "attention_mask": mask,
-        "max_new_tokens": 12,
-        "do_sample": False,
-        "eos_token_id": [END, 2],
-        "pad_token_id": PAD,
-    }
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    settings |= {"eos_token_id": [END, 2], "pad_token_id": PAD}
     want = model.generate(ids, **settings)
     assert (want[:, 130:] == PAD).any()  # a row ended before the others
     assert torch.equal(model.generate(ids, num_draft_tokens=2, **settings), want)

@@ -75,11 +75,8 @@ class Oracle:
         self.trunk = of_layers(family, LAYERS)
         self.block = of_layers(family, 1, first_k_dense_replace=0)
         prefix, whole = f"model.layers.{LAYERS}.", of_layers(family, LAYERS + 1).state_dict()
-        state = {
-            name.replace(prefix, "model.layers.0."): each
-            for name, each in whole.items()
-            if name.startswith(prefix)
-        }
+        names = [name for name in whole if name.startswith(prefix)]
+        state = {name.replace(prefix, "model.layers.0."): whole[name] for name in names}
         around = (files[f"{prefix}{name}.weight"] for name in AROUND)
         self.eh, self.e, self.h, norm = around
         trunk = self.trunk.state_dict()

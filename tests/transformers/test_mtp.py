@@ -93,10 +93,8 @@ def speculate(model, text, num_drafts, step=v4.speculative_step):
     while min(len(each) - size for each, size in zip(known, PROMPTS, strict=True)) < NEW:
         found = step(model, found.batch, cache.tensors)
         counts = found.num_accepted + 1
-        known = [
-            torch.cat([each, tokens[:count]])
-            for each, tokens, count in zip(known, found.tokens, counts, strict=True)
-        ]
+        rows = zip(known, found.tokens, counts, strict=True)
+        known = [torch.cat([each, tokens[:count]]) for each, tokens, count in rows]
         # the last token is not stored, and rejected drafts no longer count
         assert cache.seq_lens.tolist() == [len(each) - 1 for each in known]
         yield known, found

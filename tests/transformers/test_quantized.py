@@ -151,10 +151,8 @@ def test_fp8_experts_of_a_base_model(tmp_path, exact):
 def outputs(model, **given):
     """Logits, and what every layer returns."""
     seen = []
-    handles = [
-        layer.register_forward_hook(lambda _, __, out: seen.append(out))
-        for layer in model.model.layers
-    ]
+    layers = model.model.layers
+    handles = [each.register_forward_hook(lambda *call: seen.append(call[2])) for each in layers]
     ids = torch.randint(2, 512, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     seen.append(model(ids, **given).logits)
     for handle in handles:
@@ -325,10 +323,8 @@ def test_adapters_of_peft_add_to_quantised_layers(loaded):
 
 def test_adapters_train_in_front_of_frozen_codes(patched, exact):
     for name, shape in (("q_a_proj", (3, 256)), ("o_a_proj", (3, 2, 2048))):
-        layer, weight = (
-            model.model.layers[0].self_attn.get_submodule(name)
-            for model in (patched(v4.Recipe.serve()), exact)
-        )
+        models = patched(v4.Recipe.serve()), exact
+        layer, weight = (each.model.layers[0].self_attn.get_submodule(name) for each in models)
         with torch.enable_grad():
             ours, exactly = (values(*shape).float().requires_grad_() for _ in range(2))
             layer(ours).square().sum().backward()

@@ -346,14 +346,8 @@ def test_stored_keys_are_the_official_recipes():
             want = written["compressed", index]
             read.append((caches.compressed, tables.compressed, 256 // ratio, ratio, want))
         for stored, table, rows, ratio, want in read:
-            got = dsv4_ops.gather_k_cache(
-                stored,
-                cache.seq_lens // ratio,
-                None,
-                table,
-                block_size=rows,
-                num_rows=LENGTH // ratio,
-            )
+            sizes = {"block_size": rows, "num_rows": LENGTH // ratio}
+            got = dsv4_ops.gather_k_cache(stored, cache.seq_lens // ratio, None, table, **sizes)
             assert rounded_once(got[..., :448], want[..., :448].to(F64)) > 0.998
             # ours, as official ones, are rounded before they are rotated, those here only after it
             close = 2.0**-8 * float(want.abs().max())

@@ -68,10 +68,8 @@ def test_tables_are_hugging_faces_or_refused():
         config = small_config(rope_parameters=sampled(rng))
         sizes = {"max_batch_size": 1, "max_cache_len": LENGTH, "kv": "fp32"}
         try:
-            caches = {
-                precision: v4.PagedCache(config, precision=precision, **sizes)
-                for precision in ("serve", "reference")
-            }
+            recipes = ("serve", "reference")
+            caches = {each: v4.PagedCache(config, precision=each, **sizes) for each in recipes}
         except NotImplementedError as error:
             assert str(error).startswith("PagedCache: config.rope_parameters['")  # noqa: PT017
             refused += 1

@@ -58,11 +58,8 @@ def groups_of(config):
 def test_v4_has_two_tables_of_windows_and_one_of_everything_else(config, windows):
     groups = groups_of(DeepseekV4Config.from_dict(config))
     fields = [sorted({name.split(".")[2] for name in group.layer_names}) for group in groups]
-    of_windows = [
-        len(group.layer_names)
-        for group, names in zip(groups, fields, strict=True)
-        if names == ["swa"]
-    ]
+    pairs = zip(groups, fields, strict=True)
+    of_windows = [len(group.layer_names) for group, names in pairs if names == ["swa"]]
     assert tuple(of_windows) == windows
     assert sorted(names for names in fields if names != ["swa"]) == [
         ["compressed", "indexer"],

@@ -158,15 +158,11 @@ def test_named_prefills():
             check(PREFILL, case)
 
 
+SETTINGS = OPS[PREFILL].implementation("testing").settings
+
+
 @pytest.mark.usefixtures("copies")
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        each
-        for each in OPS[PREFILL].implementation("testing").settings
-        if each["layout"] == MainLayout.tag
-    ],
-)
+@pytest.mark.parametrize("chosen", [s for s in SETTINGS if s["layout"] == MainLayout.tag])
 def test_prefills_that_are_sampled(chosen):
     @sampled(10, 3)
     @given(OPS[PREFILL].implementation("testing").strategy(settings=chosen))

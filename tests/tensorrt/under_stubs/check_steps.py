@@ -160,10 +160,8 @@ def test_prefill_takes_any_number_of_tokens(family):
         ]
         found = step(*decode_inputs(batch[0], ours))
         assert torch.equal(found, decomposed(*decode_inputs(batch[1], plain)))
-        kept = [
-            layer.kv if family == "v3" else layer.swa
-            for layer in (ours.tensors.layers[0], plain.tensors.layers[0])
-        ]
+        layers = (each.tensors.layers[0] for each in (ours, plain))
+        kept = [each.kv if family == "v3" else each.swa for each in layers]
         assert torch.equal(*kept)
     assert kept[0].any()
 
