@@ -40,9 +40,8 @@ def test_public_functions_and_ops_are_the_same_set():
 
 def broken(monkeypatch, layer: str, held) -> list[str]:
     """Audit of a copy of SPEC whose ``layer`` holds ``held``."""
-    found = {name: SPEC.implementation(name) for name in ("ops", "lowering", "testing")} | {
-        layer: held
-    }
+    layers = ("ops", "lowering", "testing")
+    found = {name: SPEC.implementation(name) for name in layers} | {layer: held}
     monkeypatch.setattr(OpSpec, "implementation", lambda self, name: found[name])
     return audit(SPEC)
 
@@ -83,9 +82,8 @@ def test_audit_reports_missing_cases_strategy_and_kind(monkeypatch):
     problems = broken(monkeypatch, "testing", empty)
     assert "no case with a hand-computed result" in problems
     assert "no hypothesis strategy" in problems
-    assert "no lowering kind for cuda" in audit(
-        dataclasses.replace(SPEC, lowering={"cpu": "decompose"})
-    )
+    only_cpu = dataclasses.replace(SPEC, lowering={"cpu": "decompose"})
+    assert "no lowering kind for cuda" in audit(only_cpu)
 
 
 def test_define_op_refuses_a_second_op_of_that_name():

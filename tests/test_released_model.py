@@ -109,9 +109,8 @@ def rank_parts(rank, folder):
         module.FUSED_ON = ("cpu",)
     for settings in PLANS:
         model = released_model(SPLIT, device="cpu", distributed=split_over(2, **settings))
-        parts = {
-            name: each for name, each in model.state_dict().items() if each.is_floating_point()
-        }
+        own = model.state_dict().items()
+        parts = {name: each for name, each in own if each.is_floating_point()}
         shared = [name for name, each in parts.items() if hasattr(each, "to_local")]
         for name in shared:
             (place,), tensor = parts[name].placements, state[name].view(torch.uint8)

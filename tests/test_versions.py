@@ -28,9 +28,8 @@ def test_every_release_from_the_oldest_to_the_newest_has_a_lane(package):
 def test_every_torch_meets_the_newest_transformers():
     torches = {lane.torch for lane in versions.LANES.values()}
     newest = NEWEST["transformers"]
-    assert {
-        lane.torch for lane in versions.LANES.values() if lane.transformers == newest
-    } == torches
+    lanes = (lane for lane in versions.LANES.values() if lane.transformers == newest)
+    assert {lane.torch for lane in lanes} == torches
 
 
 def test_a_torch_has_one_triton():

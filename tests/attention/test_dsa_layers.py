@@ -37,9 +37,8 @@ def sampled(rows, *shape, seed=0, dtype=torch.float32):
 def call_of(spec, num_tokens=TOKENS, padding=0, **changed):
     """The arguments of a prefill of one request, in blocks 2 and 0, and its caches of three."""
     rows, dtype, dim = num_tokens + padding, spec.dtype, NOPE + spec.qk_rope_head_dim
-    step = build_mla_step(
-        spec, i32([0, num_tokens]), i32([num_tokens]), i32([[2, 0]]), num_tokens=rows
-    )
+    batch = i32([0, num_tokens]), i32([num_tokens]), i32([[2, 0]])
+    step = build_mla_step(spec, *batch, num_tokens=rows)
     arguments = {
         "inputs": attention.MlaInputs(sampled(rows, HEADS, dim, seed=1, dtype=dtype),
          sampled(rows, spec.kv_lora_rank, seed=2, dtype=dtype),

@@ -169,9 +169,8 @@ def run(spec, seed, length=22, cache=None):
         given = [torch.cat(each) for each in zip(*parts, strict=True)]
         nan = [each.new_full((padding, *each.shape[1:]), torch.nan) for each in given]
         inputs = MlaInputs(*(torch.cat(each) for each in zip(given, nan, strict=True)))
-        step = build_mla_step(
-            spec, i32(starts), i32(lens), step_table, num_tokens=starts[-1] + padding
-        )
+        batch = i32(starts), i32(lens), step_table
+        step = build_mla_step(spec, *batch, num_tokens=starts[-1] + padding)
         out = mla_layer(spec, inputs, weights, cache, step)
         assert not out[starts[-1] :].any()
         for index, request in enumerate(order):
@@ -266,9 +265,8 @@ def test_a_wrong_tensor_is_refused_before_anything_is_written():
     cache = MlaCache.allocate(spec, 2)
     step = build_mla_step(spec, i32([0, 1]), i32([1]), i32([[0]]), num_tokens=1)
     inputs = MlaInputs(torch.ones(1, HEADS, 8), torch.ones(1, RANK), torch.ones(1, ROPE))
-    weights = MlaWeights(
-        torch.ones(8, ROPE), torch.ones(HEADS, NOPE, RANK), torch.ones(HEADS, RANK, VALUE)
-    )
+    halves = torch.ones(HEADS, NOPE, RANK), torch.ones(HEADS, RANK, VALUE)
+    weights = MlaWeights(torch.ones(8, ROPE), *halves)
     with pytest.raises((TypeError, ValueError), match=r"^mla_layer: weights.w_kv_b must"):
         mla_layer(spec, inputs, weights, cache, step)
     wrong = dataclasses.replace(inputs, k_pe=torch.ones(1, ROPE + 1))

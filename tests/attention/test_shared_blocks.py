@@ -51,9 +51,8 @@ def shared_step(
     for number in order:
         positions = range(hits[number], stops[number])
         slots += [int(tables["swa"][number, p // size]) * size + p % size for p in positions]
-        tokens.append(
-            {n: each[positions.start : positions.stop] for n, each in inputs[number].items()}
-        )
+        span = slice(positions.start, positions.stop)
+        tokens.append({name: each[span] for name, each in inputs[number].items()})
     counts = [stops[number] - hits[number] for number in order]
     joined = {name: torch.cat([part[name] for part in tokens]) for name in inputs[0]}
     starts = i64([0, *counts]).cumsum(0).int()

@@ -150,9 +150,8 @@ def test_wrong_metadata_is_refused(flash_mla):
     metadata = metadata_of(DECODE, case)
     with pytest.raises(RuntimeError, match="FlashMLA would misread a plan of other sizes"):
         planned_as(DECODE, case, metadata[1:])
-    shorter = metadata_of(
-        DECODE, case, swa_lens=case.tensors[3][:6], extra_lens=case.tensors[6][:6]
-    )
+    fewer = {"swa_lens": case.tensors[3][:6], "extra_lens": case.tensors[6][:6]}
+    shorter = metadata_of(DECODE, case, **fewer)
     with pytest.raises(RuntimeError, match="FlashMLA would misread a plan of other sizes"):
         planned_as(DECODE, case, shorter)
     assert flash_mla.calls == ["decode"] * 2

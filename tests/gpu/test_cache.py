@@ -73,9 +73,8 @@ class Step(torch.nn.Module):
         insert(k, self.caches[1], slots)
         first = ops.gather_k_cache(self.caches[1], lens, None, table, block_size=64, num_rows=320)
         insert(k * 2, self.caches[1], slots)
-        return first, ops.gather_k_cache(
-            self.caches[1], lens, None, table, block_size=64, num_rows=320
-        )
+        sizes = {"block_size": 64, "num_rows": 320}
+        return first, ops.gather_k_cache(self.caches[1], lens, None, table, **sizes)
 
 
 def test_captured_inserts_and_reads_keep_their_order():
@@ -163,9 +162,8 @@ def test_caches_beyond_4_gib(gpu_memory_alone, compile_it):
         out = torch.zeros(lens.shape[0], 64, 512, dtype=torch.bfloat16, device=k.device)
         ops.dequantize_and_gather_k_cache(out, cache, lens, None, table, block_size=64)
         dense = ops.gather_k_cache(cache, lens, None, table, block_size=64, num_rows=64)
-        rows = ops.gather_k_cache(
-            plain, lens[:1], None, last, block_size=64, num_rows=64, layout="plain"
-        )
+        sizes = {"block_size": 64, "num_rows": 64, "layout": "plain"}
+        rows = ops.gather_k_cache(plain, lens[:1], None, last, **sizes)
         return out, dense, rows
 
     torch._dynamo.reset()

@@ -88,9 +88,8 @@ def test_package_is_built_run_and_captured(tmp_path):
     for seed in range(5):
         inputs = random_inputs(seed, num_reqs=3 + seed, num_tokens=11 + 5 * seed)
         moved = tuple(tensor.cuda() for tensor in inputs)
-        checks.assert_same(
-            "package", [x.cpu() for x in load_package(package)(*moved)], call(*inputs)
-        )
+        found = [x.cpu() for x in load_package(package)(*moved)]
+        checks.assert_same("package", found, call(*inputs))
     run = load_package(package, run_single_threaded=True)
     graph, captured = graph_of(lambda: run(*static))
     for seed in range(50):

@@ -17,9 +17,8 @@ each_causal = pytest.mark.parametrize("causal", [False, True])
 
 
 def sized(lens, dtype=torch.bfloat16, heads=4):
-    made = ragged_prefill(
-        torch.Generator().manual_seed(0), lens, dtype=dtype, sizes=(heads, 128, 64, 128)
-    )
+    seed, sizes = torch.Generator().manual_seed(0), (heads, 128, 64, 128)
+    made = ragged_prefill(seed, lens, dtype=dtype, sizes=sizes)
     return tuple(each.to("cuda") for each in made)
 
 

@@ -24,9 +24,8 @@ def on_device(case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
     expected = moved.run(spec.reference)
     found = [actual] if actual else [kernel(PREFILL, each) for each in (case, unsplit(case))]
     for each in found:
-        assert_agrees(
-            f"{PREFILL}, {case.settings}", spec.implementation("testing"), moved, each, expected
-        )
+        op_testing = spec.implementation("testing")
+        assert_agrees(f"{PREFILL}, {case.settings}", op_testing, moved, each, expected)
         assert not each[0].isnan().any()
 
 

@@ -36,9 +36,8 @@ def test_head_counts_of_no_whole_tile(name: str, heads: int) -> None:
 @pytest.mark.parametrize("tokens", [2, 40])
 def test_splits(name: str, tokens: int, num_splits: int, batch_invariant: bool) -> None:
     """More splits than blocks of keys too."""
-    agrees(
-        name, case_of(name, 3, tokens, 64, num_splits=num_splits, batch_invariant=batch_invariant)
-    )
+    settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    agrees(name, case_of(name, 3, tokens, 64, **settings))
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 7])
@@ -122,9 +121,8 @@ def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
     others = [dim for dim in range(512) if dim != code_dim]
     finite = whole[:, others].isfinite()
     assert finite.any()
-    torch.testing.assert_close(
-        parts[:, others][finite], whole[:, others][finite], atol=2**-7, rtol=2**-6
-    )
+    found, want = (each[:, others][finite] for each in (parts, whole))
+    torch.testing.assert_close(found, want, atol=2**-7, rtol=2**-6)
 
 
 @both_ops

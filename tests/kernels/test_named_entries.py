@@ -12,9 +12,8 @@ DECORATORS = {"triton.jit", "gluon.jit"}
 
 def is_jit(function: ast.FunctionDef) -> bool:
     """Whether Triton or Gluon compiles a function."""
-    decorators = (
-        each.func if isinstance(each, ast.Call) else each for each in function.decorator_list
-    )
+    found = function.decorator_list
+    decorators = (each.func if isinstance(each, ast.Call) else each for each in found)
     return any(ast.unparse(each) in DECORATORS for each in decorators)
 
 

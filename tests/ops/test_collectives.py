@@ -186,9 +186,8 @@ def test_graph_calls_one_op_for_gathers_by_symmetric_memory(fake_ranks: str) -> 
         q = torch.empty(5, 2, 4, device="cuda").to(torch.float8_e4m3fn).transpose(0, 1)
         rows, lse = torch.empty(7, device="cuda").int(), torch.empty(5, 2, device="cuda")
         out = torch.empty(5, 2, 4, device="cuda").half()
-        found = torch.compile(gather, backend=backend, fullgraph=True, dynamic=True)(
-            q, rows, out, lse
-        )
+        compiled = torch.compile(gather, backend=backend, fullgraph=True, dynamic=True)
+        found = compiled(q, rows, out, lse)
     assert [each.shape for each in found] == [(2, 15, 4), (21,), (15, 2, 4), (15, 2)]
     assert [each.dtype for each in found] == [q.dtype, rows.dtype, out.dtype, lse.dtype]
     assert all(each.is_contiguous() for each in found)

@@ -114,9 +114,7 @@ if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
         vars(guards)["profile_guard_manager"] = lambda *call: 0.0
     # Python parses the line of each call again for the carets in the stack trace of a node.
     vars(traceback)["_extract_caret_anchors_from_line_segment"] = lambda line: None
-    for _log in (
-        getattr(recording, "trace_shape_events_log", None),
-        getattr(sym_node, "log", None),
-    ):
+    _logs = getattr(recording, "trace_shape_events_log", None), getattr(sym_node, "log", None)
+    for _log in _logs:
         if _log is not None and not _log.isEnabledFor(logging.DEBUG):
             vars(_log)["debug"] = _silent  # of each sum and product of sizes, three times

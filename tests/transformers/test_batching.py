@@ -219,9 +219,8 @@ def test_a_manager_starts_again_with_the_cache_that_it_has(caches):
     want = expected(model, prompts, 3)
     caches.clear()
     for _ in range(2):
-        results = model.generate_batch(
-            prompts, generation_config=settings(3), persistent_manager=True
-        )
+        once = {"generation_config": settings(3), "persistent_manager": True}
+        results = model.generate_batch(prompts, **once)
         assert [result.generated_tokens for result in results.values()] == want
     assert len(caches) == 1
     with pytest.raises(ValueError, match=r"workload_hints must have at most .* tokens with"):

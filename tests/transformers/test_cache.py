@@ -13,9 +13,8 @@ from dsv4_ops.testing.models import small_config
 
 
 def cache(**sizes):
-    return PagedCache(
-        small_config(), **{"max_batch_size": 3, "max_cache_len": 1000, "kv": "fp32", **sizes}
-    )
+    sizes = {"max_batch_size": 3, "max_cache_len": 1000, "kv": "fp32", **sizes}
+    return PagedCache(small_config(), **sizes)
 
 
 def test_a_cache_beyond_memory_is_refused_by_its_number_of_blocks():

@@ -186,12 +186,10 @@ def test_what_a_cache_was_made_for_is_part_of_its_structure():
     tensors = cache_of().tensors
     values, structure = tree_flatten(tensors)
     assert all(isinstance(value, torch.Tensor) for value in values)
-    assert (
-        tree_unflatten(values, pytree.treespec_loads(pytree.treespec_dumps(structure))) == tensors
-    )
-    other = v4.PagedCache(
-        small_config(sliding_window=64), max_batch_size=2, max_cache_len=64, kv="fp32"
-    )
+    again = pytree.treespec_loads(pytree.treespec_dumps(structure))
+    assert tree_unflatten(values, again) == tensors
+    sizes = {"max_batch_size": 2, "max_cache_len": 64, "kv": "fp32"}
+    other = v4.PagedCache(small_config(sliding_window=64), **sizes)
     assert tree_structure(other.tensors) != structure
     assert tree_structure(cache_of(max_cache_len=64).tensors) == structure
     parts = ("tables", "rope", "layers", "dropped", "seq_lens", "written")

@@ -27,9 +27,8 @@ def compiled_step(step):
 
 def deep_model(kinds):
     mlps = ["hash_moe"] * 3 + ["moe"] * (len(kinds) - 3)
-    return v4.patch(
-        small_model(layer_types=kinds, mlp_layer_types=mlps), kv="fp32", precision="serve"
-    )
+    model = small_model(layer_types=kinds, mlp_layer_types=mlps)
+    return v4.patch(model, kv="fp32", precision="serve")
 
 
 OF_A_KIND = {"num_hidden_layers": 2, "first_k_dense_replace": 0}
@@ -195,9 +194,8 @@ def test_a_part_is_for_what_it_was_compiled_for(tmp_path, parts):
     with pytest.raises(RuntimeError, match="dtype"):  # as the eager step
         ran(step, engine, 3)
     assert parts["compiled"][-1] == layer
-    other = v4.patch(
-        small_model(**kinds, routed_scaling_factor=3.0), kv="fp32", precision="reference"
-    )
+    other = small_model(**kinds, routed_scaling_factor=3.0)
+    other = v4.patch(other, kv="fp32", precision="reference")
     step = v4.compile_step(other, v4.prefill_step, **settings)
     engine = Engine(other, new_cache(other), text())
     found, loaded = ran(step, engine, 3)

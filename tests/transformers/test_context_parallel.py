@@ -31,9 +31,8 @@ V3 = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
 
 def patched(**settings):
     model = small_mla_model(num_hidden_layers=2)
-    return v4.patch(
-        model, kv="fp32", precision="reference", parallel=ContextParallel.of(**settings)
-    )
+    parallel = ContextParallel.of(**settings)
+    return v4.patch(model, kv="fp32", precision="reference", parallel=parallel)
 
 
 def cache_of(model, **changed):

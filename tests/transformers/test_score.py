@@ -50,9 +50,8 @@ def test_a_score_shows_what_fp8_costs(name):
         model = v4.patch(MAKERS[name](), kv="fp8", precision="reference", score=score)
         with torch.no_grad():
             losses[score] = float(model(IDS, labels=IDS).loss)
-            step = model(
-                IDS, cache=v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=40)
-            )
+            cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=40)
+            step = model(IDS, cache=cache)
     want = float(MAKERS[name]()(IDS, labels=IDS).loss)
     paged = float(model.loss_function(step.logits, IDS, vocab_size=model.config.vocab_size))
     assert losses[False] == pytest.approx(want, abs=1e-5)

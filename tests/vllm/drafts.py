@@ -28,9 +28,8 @@ def main(path: str, count: int, new: int, **settings: Any) -> None:
 
     scheduler.update_draft_token_ids = kept
     given = prompts(count, shared=True)
-    outs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in given], greedy(new), use_tqdm=False
-    )
+    texts = [{"prompt_token_ids": prompt} for prompt in given]
+    outs = llm.generate(texts, greedy(new), use_tqdm=False)
     model = runner_of(llm).get_model()
     error, wrong = compared(model, outs)
     others = sum(alone(model, text, new_drafts) for text, new_drafts in found)

@@ -153,9 +153,8 @@ def greedy(new: int) -> Any:
     """Parameters of a request for ``new`` tokens with logprobs."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, logprobs=1
-    )
+    settings = {"temperature": 0, "detokenize": False, "ignore_eos": True, "logprobs": 1}
+    return SamplingParams(max_tokens=new, **settings)
 
 
 def run(
@@ -192,9 +191,8 @@ def run(
 
     model.forward = counted
     given = given or prompts(count, short=short, shared=shared)
-    outs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in given], greedy(new), use_tqdm=False
-    )
+    texts = [{"prompt_token_ids": prompt} for prompt in given]
+    outs = llm.generate(texts, greedy(new), use_tqdm=False)
     if record:
         num_blocks = core_of(llm).scheduler.kv_cache_config.num_blocks
         text = json.dumps({"num_blocks": num_blocks, "steps": steps}, separators=(",", ":"))

@@ -37,9 +37,8 @@ def kernel(name, case, seed=0, programs=2):
 
 def check(name, case, seed=0, programs=2):
     actual, expected = kernel(name, case, seed, programs), case.run(OPS[name].reference)
-    assert_agrees(
-        f"{name}, {case.name}", OPS[name].implementation("testing"), case, actual, expected
-    )
+    op_testing = OPS[name].implementation("testing")
+    assert_agrees(f"{name}, {case.name}", op_testing, case, actual, expected)
     assert not actual[0].isnan().any()
 
 

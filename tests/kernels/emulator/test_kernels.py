@@ -51,9 +51,8 @@ def check(name, case, seed=0):
     expected = case.run(OPS[name].reference)
     for each in (case, unsplit(case)) if name == PREFILL else (case,):
         actual = kernel(name, each, seed)
-        assert_agrees(
-            f"{name}, {each.name}", OPS[name].implementation("testing"), case, actual, expected
-        )
+        op_testing = OPS[name].implementation("testing")
+        assert_agrees(f"{name}, {each.name}", op_testing, case, actual, expected)
     return actual
 
 
@@ -66,9 +65,8 @@ def near(name, case):
 
 def replaced(case, **changed):
     """The call of decode with other tensors."""
-    return with_tensors(
-        case, {OPS[DECODE].parameters.index(name): changed[name] for name in changed}
-    )
+    place = OPS[DECODE].parameters.index
+    return with_tensors(case, {place(name): value for name, value in changed.items()})
 
 
 def with_tensors(case, changed):

@@ -131,9 +131,8 @@ def sampled(seed, tokens):
     generator = torch.Generator().manual_seed(seed)
 
     def among(values, count):
-        return [
-            values[index] for index in torch.randint(len(values), (count,), generator=generator)
-        ]
+        places = torch.randint(len(values), (count,), generator=generator)
+        return [values[place] for place in places]
 
     longest = among([64, 300, 4096], 1)[0]
     lens = torch.randint(0, longest + 1, (tokens,), generator=generator).tolist()

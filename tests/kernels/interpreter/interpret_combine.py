@@ -42,9 +42,8 @@ def main(folder: str, rank: int, world: int) -> None:
         for number, (num_tokens, own, _, _, base) in enumerate(CALLS):
             outs, lses = parts(number, world)
             wanted = merge_states(outs.double().float(), lses, lse_base=base)
-            found = combine.combine_ranks(
-                EAGER, outs[rank], lses[rank], mine, rank, world, base, 10**9
-            )
+            rest = mine, rank, world, base, 10**9
+            found = combine.combine_ranks(EAGER, outs[rank], lses[rank], *rest)
             heads = slice(rank * own, (rank + 1) * own)
             want = wanted[0][:, heads].to(outs.dtype), wanted[1][:, heads]
             assert found[0].shape == want[0].shape == (num_tokens, own, outs.shape[-1])

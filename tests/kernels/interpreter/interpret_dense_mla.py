@@ -50,9 +50,8 @@ def main(thorough: bool) -> None:
     for layout in LAYOUTS if thorough else LAYOUTS[:1]:
         for splits in (1, 2) if thorough else (2,):
             settings = {"longest": 150, "adversarial": False, "num_splits": splits}
-            mla_batches.assert_spoils_what_sees_it(
-                run, mla_case(27, [4, 2], 8, layout=layout, **settings)
-            )
+            case = mla_case(27, [4, 2], 8, layout=layout, **settings)
+            mla_batches.assert_spoils_what_sees_it(run, case)
     print("rows of NaN")
 
 

@@ -189,9 +189,8 @@ def check_rounding() -> None:
     """Blocks with NaN, infinities, zeros, and amax around 1e-4 and 2^7 * 1.75; two of eight rows
     are none."""
     seed = torch.Generator().manual_seed(0)
-    rows = (
-        torch.randn(8, 384, generator=seed) * 2.0 ** torch.arange(-20, 12, 4)[:, None]
-    ).bfloat16()
+    sizes = 2.0 ** torch.arange(-20, 12, 4)[:, None]
+    rows = (torch.randn(8, 384, generator=seed) * sizes).bfloat16()
     rows[1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     rows[2, 128:256], rows[3, :128], rows[4, :128] = 0, 1e-4, 224
     rows[4, 5], rows[5, 128:256] = -225, math.nan

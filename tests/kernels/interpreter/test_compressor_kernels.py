@@ -15,9 +15,8 @@ def test_tokens_that_complete_a_window_are_of_different_programs(
 
     short = 2 * ratio <= kernels.SHORT_WINDOW
     if short:
-        programs = kernels.scanning_programs(
-            num_tokens, kernels.SHORT_TOKENS, kernels.SHORT_PROGRAMS
-        )
+        most = kernels.SHORT_TOKENS, kernels.SHORT_PROGRAMS
+        programs = kernels.scanning_programs(num_tokens, *most)
     else:
         programs = kernels._long_programs(num_tokens)
     assert 1 <= programs <= num_tokens
@@ -44,9 +43,8 @@ def test_states_that_are_saved_first_have_launches_before_the_fused_one() -> Non
     names = {}
     for save_first in (False, True):
         tensors, settings = kernels.examples()["insert_c4_step"]
-        launches = kernels.recorded(
-            "insert_c4_step", tensors, {**settings, "save_first": save_first}
-        )
+        settings = {**settings, "save_first": save_first}
+        launches = kernels.recorded("insert_c4_step", tensors, settings)
         names[save_first] = [launch.kernel.__name__ for launch in launches]
         saved = [launches[-1].kwargs[name][0] for name in ("SAVE", "INDEXER_SAVE")]
         assert [tokens > 0 for tokens in saved] == [not save_first] * 2
