@@ -75,7 +75,7 @@ def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
     found = ops.indexer_select(*queries, positions, *rows, schedule, **settings, impl="deep_gemm")
     assert torch.equal(found, reference_select(*queries, positions, *rows, **settings))
     assert (deep_gemm.calls, deep_gemm.schedules) == (3, 1)
-    text = "schedule must have 133 rows, for the SMs that DeepGEMM uses here, got 132"
+    text = "indexer_logits: schedule must have 133 rows, for the SMs that DeepGEMM uses here, got"
     with pytest.raises(ValueError, match=text):
         ops.indexer_select(*queries, positions, *rows, schedule[1:], **settings, impl="deep_gemm")
     assert deep_gemm.calls == 3

@@ -331,7 +331,8 @@ def test_assisted_decoding_from_a_given_cache():
     second = generate(model, turn, cache=cache, **drafts)
     assert torch.equal(second, generate(mla(3, False), turn))
     small = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=24 + NEW + 1)
-    with pytest.raises(ValueError, match=rf"must be at most {NEW - 1} here: .*, and 3 drafts, 31 "):
+    message = rf"max_new_tokens must be at most {NEW - 1} here: .*, and 3 drafts, 31 "
+    with pytest.raises(ValueError, match=message):
         generate(model, repeated(), cache=small, **drafts)
     assert small.requests == {}
 
