@@ -47,6 +47,10 @@ def _dequantized(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.float() * values.repeat_interleave(128, 0).repeat_interleave(128, 1)
 
 
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
 class MtpOracle:
     """The draft layer of a checkpoint.
 
@@ -72,10 +76,6 @@ class MtpOracle:
         self.e, self.h = (_dequantized(*pair) for pair in pairs)
         self.enorm, self.hnorm = (part[f"{name}.weight"].float() for name in ("enorm", "hnorm"))
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        eps = self.trunk.config.rms_norm_eps
-        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
     @torch.no_grad()
     def streams(self, tokens: Tensor) -> Tensor:
         """Streams of the trunk, [batch, length, streams, width]."""
@@ -92,8 +92,9 @@ class MtpOracle:
         """Logits of the token after the following one, and the streams of the draft layer."""
         embedded = self.trunk.model.embed_tokens.weight[following].clone()
         embedded[:, 0] = 0
-        x = (self._norm(embedded, self.enorm) @ self.e.mT)[:, :, None]
-        x = x + self._norm(streams, self.hnorm) @ self.h.mT
+        eps = self.trunk.config.rms_norm_eps
+        x = (normed(embedded, self.enorm, eps) @ self.e.mT)[:, :, None]
+        x = x + normed(streams, self.hnorm, eps) @ self.h.mT
         seen = []
 
         def give(module: Any, args: Any, kwargs: Any) -> Any:

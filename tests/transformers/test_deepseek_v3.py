@@ -19,8 +19,8 @@ from dsv4_ops.testing.models import MLA_YARN, small_dsa_model, small_mla_model
 from tests.helpers import Called, i32, nightly
 from tests.support import hf_models
 from tests.support.hf_models import Engine, run_randomly, text
+from tests.transformers.test_deepseek_v32 import CLOSE, LENGTH, REQUESTS, same_logits, tokens
 
-CLOSE, LENGTH, REQUESTS = 1e-5, 70, 3
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 VARIANTS = {
     "V3": (3, {}),
@@ -52,11 +52,6 @@ def stock(name="V3"):
 def reference(name="V3"):
     version, changed = VARIANTS[name]
     return v4.patch(small_mla_model(version, **changed), kv="fp32", precision="reference")
-
-
-@lru_cache
-def tokens():
-    return text()[:, :LENGTH].contiguous()
 
 
 @lru_cache
@@ -163,17 +158,15 @@ def test_queries_in_codes_are_one_graph_after_a_cast():
     """``model.to`` casts buffers too, scales among them."""
     made = small_mla_model(num_hidden_layers=1)
     model = v4.patch(made, kv="fp8", query="fp8").to(torch.bfloat16)
-    counter, outs = CompileCounterWithBackend("eager"), []
+    counter, engines = CompileCounterWithBackend("eager"), []
     for step in (v4.decode_step, torch.compile(v4.decode_step, fullgraph=True, backend=counter)):
         engine = Engine(model, new_cache(model), tokens())
         engine.prefill({0: 9, 1: 30, 2: 4})
         for _ in range(3):
             engine.decode(dict.fromkeys(range(REQUESTS), 1), step=step)
-        outs.append(engine.logits)
+        engines.append(engine)
     assert counter.frame_count == 1
-    for one, other in zip(*outs, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[place], other[place]) for place in one)
+    assert same_logits(*engines)
 
 
 @pytest.mark.parametrize("model", ["absorbed", "expanded", "V4", "GLM-5"])

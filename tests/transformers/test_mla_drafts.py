@@ -16,11 +16,11 @@ from torch._dynamo.testing import CompileCounter
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import random_weight
+from tests.oracles.mtp import normed
 from tests.support import v3_checkpoint
-from tests.transformers.test_deepseek_v32 import ordered_ties, small
+from tests.transformers.test_deepseek_v32 import EXACT, ordered_ties, small
 from tests.transformers.test_mtp import greedy_text, oracle_drafts, speculate
 
-EXACT = {"kv": "fp32", "precision": "reference"}
 LAYERS, VOCAB = 2, 3  # so few tokens that a random draft is accepted now and then
 FAMILIES = ("V3", "V3.2", "GLM-5")
 AROUND = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
@@ -83,10 +83,6 @@ class Oracle:
         kept = {name: trunk[name] for name in ("lm_head.weight", "model.embed_tokens.weight")}
         self.block.load_state_dict({**state, **kept, "model.norm.weight": norm})
 
-    def norm(self, x, weight):
-        eps = self.trunk.config.rms_norm_eps
-        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
     def streams(self, tokens):
         with ordered_ties():
             return self.trunk.model(tokens, use_cache=False).last_hidden_state
@@ -94,7 +90,9 @@ class Oracle:
     def draft(self, states, following):
         embedded = self.trunk.model.embed_tokens.weight[following].clone()
         embedded[:, 0] = 0
-        x = torch.cat([self.norm(embedded, self.e), self.norm(states, self.h)], -1) @ self.eh.mT
+        eps = self.trunk.config.rms_norm_eps
+        parts = normed(embedded, self.e, eps), normed(states, self.h, eps)
+        x = torch.cat(parts, -1) @ self.eh.mT
         with ordered_ties():
             out = self.block.model(inputs_embeds=x, use_cache=False).last_hidden_state
         return out @ self.trunk.lm_head.weight.mT, out
