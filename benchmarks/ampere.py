@@ -24,7 +24,7 @@ from benchmarks.harness.ampere import as_an_a100
 from benchmarks.harness.batches import captured_calls
 from benchmarks.harness.memory import ColdCache
 from benchmarks.harness.options import chosen_device
-from benchmarks.harness.report import Report, one_line, progress
+from benchmarks.harness.report import Report, progress
 from benchmarks.harness.timing import Call, Capture
 from benchmarks.harness.work import Case, Written, check, checked
 from benchmarks.run import BenchError
@@ -39,23 +39,14 @@ _BATCHES, _HEADS, _CONTEXT = (1, 8, 64), 64, 32768
 
 @dataclass
 class Row:
-    """Device time per call, in microseconds.
-
-    Args:
-        case, rows: Name and rows of the call.
-        hopper_us: The code that the card runs, with Gluon kernels.
-        triton_us: Triton's code for the card, without Gluon kernels.
-        sm_80_us: Triton's code for an A100.
-        times_triton: ``sm_80_us`` over ``triton_us``.
-        error: The error, if the case failed.
-    """
+    """Device time per call, in microseconds."""
 
     case: str
     rows: int
-    hopper_us: float | None = None
-    triton_us: float | None = None
-    sm_80_us: float | None = None
-    times_triton: float | None = None
+    hopper_us: float | None = None  # the code that the card runs, with Gluon kernels
+    triton_us: float | None = None  # Triton's code for the card, without Gluon kernels
+    sm_80_us: float | None = None  # Triton's code for an A100
+    times_triton: float | None = None  # the last over the one before
     error: str | None = None
 
     def __str__(self) -> str:
@@ -66,22 +57,13 @@ class Row:
 def without_gluon(folder: Path) -> Iterator[None]:
     """Run no Gluon kernel for Hopper."""
     PLANS.plans.clear()
-    with mock.patch.object(support, "runs", _runs_nothing):
+    with mock.patch.object(support, "runs", return_value=False):
         yield
     PLANS.plans.clear()
 
 
-def _runs_nothing(*_: object) -> bool:
-    return False
-
-
-@contextlib.contextmanager
-def _as_it_is(folder: Path) -> Iterator[None]:
-    yield
-
-
 CODES: dict[str, Callable[[Path], contextlib.AbstractContextManager[None]]] = {
-    "hopper_us": _as_it_is,
+    "hopper_us": lambda folder: contextlib.nullcontext(),
     "triton_us": without_gluon,
     "sm_80_us": as_an_a100,
 }
@@ -146,34 +128,25 @@ def measure(row: Row, make: Callable[[], Calls], cold: ColdCache) -> None:
     calls = make()
     for name, code in CODES.items():
         with tempfile.TemporaryDirectory() as folder, code(Path(folder)):
-            found = list(calls())
-            found *= max(1, captured_calls(len(found)) // len(found))
-            setattr(row, name, Capture(found).device_us(cold).median)
+            setattr(row, name, Capture(captured_calls(calls())).device_us(cold).median)
     if row.sm_80_us and row.triton_us:
         row.times_triton = row.sm_80_us / row.triton_us
 
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
-    """Check and time all cases; rows and table go to ``options.out``."""
     device = chosen_device(options)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         raise BenchError("ampere: it runs code for an A100 on a Hopper card only")
     output, cold = Report(options, device), ColdCache(device)
-    failed = []
     rows, makers = zip(*cases_of(device), strict=True)
     for row, make in zip(progress(rows, options.bench), makers, strict=True):
-        try:
+        with output.measured(row):
             measure(row, make, cold)
-        except Exception as error:
-            row.error = one_line(error)
-            failed.append(f"{row.case}: {row.error}")
-        output.add(row)
     slow = [row for row in output.rows if (row["times_triton"] or 0) > MOST]
     output.finish(
         "sm_80 code on a Hopper card, microseconds",
         f"{len(slow)} of {len(output.rows)} cases take more than {MOST} times as long as Triton's "
         "code for the card.",
     )
-    if failed:
-        raise BenchError(f"{len(failed)} cases failed, {failed[0]}")
+    output.raise_failures()

@@ -1,8 +1,7 @@
-"""Compare our kernels with the libraries, adapters included, to find the sizes at which
-``impl="auto"`` selects a library (``is_faster`` in ``dispatch/choice.py``).
+"""Find the sizes at which ``impl="auto"`` should select a library (``dispatch/choice.py``).
 
-Run it on the GPU as ``python -m benchmarks.choice``. ``dsv4_ops.dispatch.providers`` says where
-libraries are found.
+``python -m benchmarks.choice`` compares our kernels with the libraries, adapters included.
+``dsv4_ops.dispatch.providers`` says where libraries are found.
 """
 
 from __future__ import annotations

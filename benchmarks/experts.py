@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from benchmarks.baselines import humming
-from benchmarks.harness import weights
-from benchmarks.harness.weights import Row, time_forms
+from benchmarks.harness.measure import run_kernels
+from benchmarks.harness.timing import Call
+from benchmarks.harness.weights import Row, relative_error
 from benchmarks.run import BenchError
 from dsv4_ops.dispatch.providers import choice_of
 
@@ -22,8 +23,7 @@ NUM_EXPERTS, TOPK, WIDTH, SIZE, LIMIT = 256, 6, 4096, 2048, 10.0
 
 W4A8 = "w4a8"
 CASES = ("fp4", W4A8, "fp8", "bf16")
-"""Formats of weights. Activations are in bf16, but in FP8 for the second format, whose weights are
-in FP4."""
+"""Formats of weights. Activations are in bf16; "w4a8" has FP4 weights and FP8 activations."""
 
 CHECKED, CHECK_SCALE = 8, 64.0
 """Tokens of the batch in which Humming's results are compared, and the factor of its x, which
@@ -35,7 +35,6 @@ _CALLS = {1: 8, 8: 8}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
     help = "of fp4: time Humming's kernels too; fails where humming-kernels cannot be imported"
     parser.add_argument("--humming", action="store_true", help=help)
 
@@ -72,8 +71,7 @@ def bf16_weights(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def grouped_experts(x: Tensor, routing: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Compute experts with torch: sort rows, multiply in two grouped products, and sum by
-    weight."""
+    """Compute experts with torch: sort rows, multiply in two grouped products, sum by weight."""
     keys, order = ids.flatten().sort()
     experts = torch.arange(NUM_EXPERTS, dtype=torch.int32, device=x.device)
     ends = torch.searchsorted(keys, experts, right=True, out_int32=True)
@@ -103,14 +101,14 @@ def humming_step(library: Any, row: Row, inputs: tuple[Tensor, Tensor, Tensor]) 
     part = x[some], routing[some].contiguous(), ids[some].contiguous()
     made = expert_weights("fp4", x.device)
     whole = ops.experts(*part, *made, swiglu_limit=LIMIT, impl="reference")
-    row.humming_error = weights.relative_error(step(x, routing, ids)[some], whole)
+    row.humming_error = relative_error(step(x, routing, ids)[some], whole)
     if not row.humming_error < humming.MOST_ERROR:
         raise BenchError(f"Humming's error {row.humming_error:.2g}")
     return step
 
 
-def measure(group: str, library: Any, row: Row, device: torch.device) -> None:
-    """Check, then time a layer's experts with uniform routing."""
+def calls(group: str, library: Any, row: Row, device: torch.device) -> dict[str, Sequence[Call]]:
+    """Check a layer's experts with uniform routing; return the calls to time."""
     torch._dynamo.reset()
     torch.manual_seed(row.tokens)
     made = expert_weights(group, device)
@@ -129,8 +127,10 @@ def measure(group: str, library: Any, row: Row, device: torch.device) -> None:
     call = torch.compile(functools.partial(ops.experts, **settings), dynamic=False)
     if row.tokens <= 8:
         whole = ops.experts(*inputs[0], *made, **settings, impl="reference")
-        row.error = weights.relative_error(call(*inputs[0], *made), whole)
-    forms = {"us": [functools.partial(call, *each, *made) for each in inputs]}
+        row.check(call(*inputs[0], *made), whole)
+    forms: dict[str, Sequence[Call]] = {
+        "us": [functools.partial(call, *each, *made) for each in inputs]
+    }
     if group in ("fp4", "bf16"):
         plain = torch.compile(grouped_experts, dynamic=False)
         forms["baseline_us"] = [
@@ -139,17 +139,15 @@ def measure(group: str, library: Any, row: Row, device: torch.device) -> None:
     if group == "fp4" and library is not None:
         step = humming_step(library, row, inputs[0])
         forms["humming_us"] = [functools.partial(step, *each) for each in inputs]
-    time_forms(row, forms)
+    return forms
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check and time the cases of the command line; rows and table go to ``options.out``."""
     library = humming.load() if options.humming else None
-
-    def cases() -> Iterator[tuple[Row, Callable[[Row, torch.device], None]]]:
-        for group in options.cases or CASES:
-            for tokens in _TOKENS[:1] if options.smoke else _TOKENS:
-                if options.match is None or options.match in f"{group} {tokens}":
-                    yield Row(group, tokens), functools.partial(measure, group, library)
-
-    weights.run(options, cases())
+    sizes = _TOKENS[:1] if options.smoke else _TOKENS
+    cases = [
+        (Row(group, tokens), functools.partial(calls, group, library))
+        for group in options.cases or CASES
+        for tokens in sizes
+    ]
+    run_kernels(options, cases)

@@ -1,10 +1,9 @@
 """Benchmark all layers of DeepSeek-V4-Flash on several GPUs: decode steps, prefills and the start.
 
-It starts a process per GPU (with gloo on a CPU, which checks and times small layers only). Each
-builds its part of a model in the released precision with random weights: Hugging Face's plans split
-experts, attention heads and the head over the GPUs, which share the rows of the caches. Before
-anything is timed, the logits of six layers on all GPUs are compared with those on one. Contexts are
-not prefilled: caches hold random rows, and lengths are set.
+Hugging Face's plans split a model in the released precision, with random weights, over a process
+per GPU, and all share the rows of the caches. Before anything is timed, the logits of six layers on
+all GPUs are compared with those on one. Contexts are not prefilled: caches hold random rows, and
+lengths are set.
 """
 
 from __future__ import annotations
@@ -12,35 +11,27 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib
 import os
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.context_parallel import replays_us
 from benchmarks.flash_soak import Soak
 from benchmarks.harness.options import chosen_device, size, sizes
-from benchmarks.harness.report import Report, one_line
+from benchmarks.harness.ranks import Ranks, replays_us, run_ranks
+from benchmarks.harness.steps import fill, flash_config, step_batch
 from benchmarks.harness.timing import Capture, device_activities, wait, wall_us
-from benchmarks.memory import INDEX_TOPK, SMALL
-from benchmarks.model import fill
-from benchmarks.run import BenchError, WrongResult
+from benchmarks.run import WrongResult
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.testing.checkpoint import FLASH
 
-_SMALL = {**SMALL, "index_n_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
-_SMALL |= {"moe_intermediate_size": 256, "index_topk": 16}
 _CHECKED_LAYERS, _CHECKED_TOKENS, _MOST_ERROR = 6, 9, 0.05
 """Maximum median error of a token's logits relative to their norm. Both models are in bfloat16, and
 near ties of routers fall differently. A decode is compared at this many tokens or more."""
@@ -54,64 +45,39 @@ _BYTES_PER_MS = 3.35e9
 """Of an H100."""
 _RESERVED_GB = 1.6
 """Memory for graphs and activations of decode steps, besides the cache."""
-_TIMEOUT = timedelta(seconds=570)
-"""Time that ranks wait while another rank compiles."""
 _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
 
 
 @dataclass(kw_only=True)
 class FlashRow:
-    """A phase of the start, a decode step or a prefill; the time is the same on all ranks.
+    """A phase of the start, a decode step or a prefill; the time is the same on all ranks."""
 
-    Args:
-        part: "start", "check", "decode", "draft" (a step that verifies one draft of each request,
-            without the draft layer), "soak" or "prefill".
-        phase: Phase of the start.
-        ranks: Processes, with a GPU each.
-        requests: Requests of the step.
-        tokens: New tokens of all requests.
-        context: Earlier tokens of each request.
-        seconds: Wall time of a phase.
-        step_ms: Median of replays of a CUDA graph; for a prefill, wall time of all its chunks.
-        tokens_per_s: New tokens of all requests per second.
-        per_s_none, per_s_half, per_s_most: ``tokens_per_s`` if the shares of ``_ACCEPTED`` are
-            accepted: no draft, half of them, or 9 of 10.
-        roofline_ms: Bytes of weights and cache rows that a GPU has to read, over 3.35 TB/s.
-        kernels: All kernels of the step, divided by the layers.
-        collectives_pct: Share of the kernels' time that collectives take, with their waits.
-        weights_gb, cache_gb, peak_gb: Weights, cache and the allocator's maximum of this GPU.
-        logits_error: Median error of the check over the tokens; ``worst_error`` is the largest.
-        note: Why a point was not run, or a summary of the soak.
-        error: The error, if the row failed.
-    """
-
-    part: str
+    part: str  # "start", "check", "decode", "draft" (verifies one each), "soak" or "prefill"
     layers: int
-    ranks: int
-    phase: str | None = None
+    ranks: int  # processes, with a GPU each
+    phase: str | None = None  # of the start
     requests: int | None = None
-    tokens: int | None = None
-    context: int | None = None
-    seconds: float | None = None
+    tokens: int | None = None  # new ones, of all requests
+    context: int | None = None  # earlier tokens of each request
+    seconds: float | None = None  # of a phase
     step_ms: float | None = None
     tokens_per_s: float | None = None
-    per_s_none: float | None = None
+    per_s_none: float | None = None  # these three: by the shares of _ACCEPTED
     per_s_half: float | None = None
     per_s_most: float | None = None
     roofline_ms: float | None = None
-    kernels: float | None = None
-    collectives_pct: float | None = None
-    weights_gb: float | None = None
+    kernels: float | None = None  # of the step, divided by the layers
+    collectives_pct: float | None = None  # share of the kernels' time, waits included
+    weights_gb: float | None = None  # of this GPU, as the next two
     cache_gb: float | None = None
-    peak_gb: float | None = None
-    logits_error: float | None = None
+    peak_gb: float | None = None  # the allocator's maximum
+    logits_error: float | None = None  # median over the tokens of a check
     worst_error: float | None = None
-    note: str | None = None
+    note: str | None = None  # why a point was not run, or a summary of the soak
     error: str | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
     add = parser.add_argument
     add("--gpus", type=size, metavar="N", help="default: all")
     add("--layers", type=size, help="default: 43; 4 on a CPU")
@@ -127,80 +93,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure on all GPUs; rows and table go to ``options.out``."""
     device = chosen_device(options)
     on_cpu = device.type == "cpu"
-    world = options.gpus or (2 if on_cpu else torch.cuda.device_count())
-    if not on_cpu and world > torch.cuda.device_count():
-        raise BenchError(f"flash: it takes a GPU for each of {world} processes")
     options.layers = options.layers or (4 if on_cpu else FLASH["num_hidden_layers"])
     options.batches = options.batches or ((1, 2) if on_cpu else (1, 8, 32))
     options.contexts = options.contexts or ((64, 300) if on_cpu else (4096, 32768, 131072))
     options.prefills = options.prefills or ((48,) if on_cpu else (1024, 4096, 16384))
     options.backend = options.backend or (None if on_cpu else "inductor")
-    output = Report(options, device)
-    output.stamp["device"] = f"{world} x {output.stamp['device']}"
     # weights are copied from tensors twice as large
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    failed = None
-    with tempfile.TemporaryDirectory() as folder:
-        start: Any = importlib.import_module("torch.multiprocessing").spawn
-        try:
-            start(_process, (world, device.type, folder, options, output), nprocs=world)
-        except Exception as error:  # print the rows measured so far
-            print(error, file=sys.stderr, flush=True)
-            failed = "a process failed; its output is above"
-    output.read()
-    output.finish(f"{options.layers} layers of Flash in the released precision", *_NOTES)
-    for row in output.rows:
-        if row["part"] == "check" and row["error"]:
-            raise WrongResult(f"flash: {row['error']}")
-    failed = failed or next((row["error"] for row in output.rows if row["error"]), None)
-    if failed:
-        raise BenchError(f"flash: {failed}")
+    run_ranks(FlashRanks, options, device, options.gpus)
 
 
-def _process(
-    rank: int, world: int, kind: str, folder: str, options: argparse.Namespace, output: Report
-) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(rank)
-    if options.threads or kind == "cpu":
-        torch.set_num_threads(options.threads or 1)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=_TIMEOUT,
+class FlashRanks(Ranks):
+    """The measurements of a process, the most important rows first."""
+
+    title = "Flash in the released precision"
+    notes = (
+        "step_ms: of a decode, median over replays of a CUDA graph on all GPUs at once; of a "
+        "prefill, of chunks of at most 4096 tokens by the clock. tokens_per_s: of all requests.",
+        "roofline_ms: bytes of one GPU over 3.35 TB/s: weights without experts and embedding, "
+        "experts * (1 - (1 - 6 / 256) ** tokens), and cache rows. These are, in a layer, 128 of "
+        "584 bytes; in C4 layers a key of 132 bytes for every 4 tokens and 512 rows, in C128 "
+        "layers a row for every 128 tokens, both divided by the GPUs that share them.",
+        "draft: a step that verifies one draft of each request; models that are split have no "
+        "draft layer, so its time is missing. per_s_none, per_s_half, per_s_most: tokens per "
+        "second if none, half or 9 of 10 drafts are right.",
+        "kernels and collectives_pct: of one replay on the first GPU, by torch.profiler.",
     )
-    with torch.no_grad():
-        Ranks(rank, world, device, options, output).run()
-    dist.barrier()
-    os._exit(0)  # a captured collective may outlive its group
-
-
-class Ranks:
-    """The measurements of a process; rank 0 writes the rows."""
-
-    def __init__(
-        self, rank: int, world: int, device: torch.device, options: Any, output: Report
-    ) -> None:
-        self.rank, self.world, self.device = rank, world, device
-        self.options, self.output = options, output
-        self.cuda = device.type == "cuda"
-        self.layers: int = options.layers
-        self.began = time.perf_counter()
 
     def run(self) -> None:
-        """Run all phases, the most important rows first."""
+        self.layers: int = self.options.layers
         if self.world > 1 and not self.options.no_check:
             self.check()
         with self.phase("build") as row:
             model = self.model(self.layers, split=True)
-            row.weights_gb = sum(each.nbytes for each in _own(model.parameters())) / 1e9
+            row.weights_gb = sum(_own(each).nbytes for each in model.parameters()) / 1e9
         with self.phase("patch"):
             self.patch(model, split=True)
         weights = Weights.of(model)
@@ -214,20 +142,11 @@ class Ranks:
         """Make a row of this run."""
         return FlashRow(part=part, layers=self.layers, ranks=self.world, **fields)
 
-    def say(self, text: str) -> None:
-        """Print on rank 0, with the seconds since the process began."""
-        if self.rank == 0:
-            print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
-
     def keep(self, row: FlashRow) -> None:
-        """Print and write a row on rank 0."""
         if self.cuda:
             row.peak_gb = torch.cuda.max_memory_allocated() / 1e9
             torch.cuda.reset_peak_memory_stats()
-        shown = {name: value for name, value in vars(row).items() if value is not None}
-        self.say(" ".join(f"{name}={_short(value)}" for name, value in shown.items()))
-        if self.rank == 0:
-            self.output.add(row)
+        super().keep(row)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[FlashRow]:
@@ -239,24 +158,11 @@ class Ranks:
         row.seconds = time.perf_counter() - began
         self.keep(row)
 
-    @contextmanager
-    def measured(self, row: FlashRow) -> Iterator[None]:
-        """Print and write a row, even if the measurement fails."""
-        try:
-            yield
-        except Exception as error:
-            row.error = one_line(error)
-        self.keep(row)
-
     def model(self, layers: int, *, split: bool) -> Any:
         """Build the first layers of Flash: this rank's part, or whole."""
         from dsv4_ops.testing.released_model import released_model, split_over
 
-        config: dict[str, Any] = {**FLASH, "index_topk": INDEX_TOPK}
-        config |= {} if self.cuda else _SMALL
-        config["num_hidden_layers"] = layers
-        config["compress_ratios"] = [*FLASH["compress_ratios"][:layers], 0]
-        plan = None
+        plan, config = None, flash_config(layers, small=not self.cuda)
         if split and self.world > 1:
             settings = {"heads": self.options.heads == "split", "experts": self.options.experts}
             plan = split_over(self.world, **settings)
@@ -326,7 +232,7 @@ class Ranks:
             cache.seq_lens.zero_()
             for first in range(0, tokens, chunk):
                 count = min(chunk, tokens - first)
-                step(_batch([count], [first + count], [row], self.device), cache.tensors)
+                step(step_batch([count], [first + count], self.device, [row]), cache.tensors)
 
         with self.phase("first prefill"):
             prefill(prompts[0])
@@ -349,27 +255,16 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of weights that this rank reads.
+    """Bytes of weights that this rank reads."""
 
-    Args:
-        dense: Bytes that every step reads: all weights but experts and the embedding.
-        experts: Bytes of the routed experts.
-        chosen: Share of the experts that a token selects.
-    """
-
-    dense: int
-    experts: int
-    chosen: float
+    dense: int  # in every step: all weights but experts and the embedding
+    experts: int  # routed ones
+    chosen: float  # share of the experts that a token selects
 
     @classmethod
     def of(cls, model: Any) -> Weights:
         """Count the bytes of a model."""
-        sizes = {
-            name: each.nbytes
-            for name, each in zip(
-                dict(model.named_parameters()), _own(model.parameters()), strict=True
-            )
-        }
+        sizes = {name: _own(each).nbytes for name, each in model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         dense = sum(sizes.values()) - experts - sizes["model.embed_tokens.weight"]
         config = model.config
@@ -384,7 +279,7 @@ class Weights:
 class Decodes:
     """Time decode steps of all batches and contexts, from one cache and one compiled step."""
 
-    def __init__(self, ranks: Ranks, model: Any, weights: Weights) -> None:
+    def __init__(self, ranks: FlashRanks, model: Any, weights: Weights) -> None:
         from dsv4_ops.integrations import transformers as v4
 
         self.ranks, self.model, self.weights = ranks, model, weights
@@ -399,10 +294,9 @@ class Decodes:
         }
         most = self._most_blocks(v4)
         points = [(batch, context) for context in self.contexts for batch in self.batches]
-        needed = {point: self._blocks(*point) for point in points}
-        self.fits = [point for point in points if needed[point] <= most]
-        self.left_out = [point for point in points if needed[point] > most]
-        blocks = max((needed[point] for point in self.fits), default=1)
+        self.needed = {point: self._blocks(*point) for point in points}
+        self.fits = [point for point in points if self.needed[point] <= most]
+        blocks = max((self.needed[point] for point in self.fits), default=1)
         self.cache = v4.PagedCache.for_model(model, num_blocks=blocks, **self.sizes)
         fill(self.cache)
         self.bytes = sum(self.cache.memory().values())
@@ -418,10 +312,10 @@ class Decodes:
             self.place(1, min(self.contexts), 1)
             self.step(self.batch(1, min(self.contexts), 1), self.cache.tensors)
             row.cache_gb = self.bytes / 1e9
-        for batch, context in self.left_out:
-            needed = self._blocks(batch, context)
-            note = f"not run: {needed} blocks of a cache do not fit beside the weights"
-            ranks.keep(ranks.row("decode", requests=batch, context=context, note=note))
+        for (batch, context), needed in self.needed.items():
+            if (batch, context) not in self.fits:
+                note = f"not run: {needed} blocks of a cache do not fit beside the weights"
+                ranks.keep(ranks.row("decode", requests=batch, context=context, note=note))
         for batch, context in self.fits:
             self.measure("decode", batch, context, 1)
         for batch, context in self.fits:
@@ -492,8 +386,7 @@ class Decodes:
 
     def batch(self, requests: int, context: int, each: int) -> Any:
         """Return the next tokens of all requests."""
-        device = self.ranks.device
-        return _batch([each] * requests, [context + each] * requests, range(requests), device)
+        return step_batch([each] * requests, [context + each] * requests, self.ranks.device)
 
     def row_bytes(self, context: int) -> float:
         """Return the cache bytes that a decode of one request reads on this rank: the window, the
@@ -561,29 +454,13 @@ class Decodes:
         return float((float(left) - _RESERVED_GB * 1e9 - (2 * one - two)) // (two - one))
 
 
-def _own(parameters: Any) -> Iterator[Tensor]:
-    """Yield this rank's parts of parameters."""
-    for each in parameters:
-        yield each.to_local() if hasattr(each, "to_local") else each
-
-
-def _batch(
-    counts: Sequence[int], lens: Sequence[int], rows: Sequence[int], device: torch.device
-) -> Any:
-    """Make the next ``counts`` tokens of requests, whose lengths become ``lens``; ids are the same
-    on every rank."""
-    from dsv4_ops.integrations import transformers as v4
-
-    made = torch.Generator().manual_seed(sum(lens))
-    ids = torch.randint(3, 250, (sum(counts),), generator=made).to(device)
-    starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
-    lengths, places = (torch.tensor(list(each), dtype=torch.int32) for each in (lens, rows))
-    return v4.StepBatch(ids, starts, lengths.to(device), places.to(device))
+def _own(parameter: Any) -> Any:
+    """Return this rank's part of a parameter."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _checked_logits(model: Any) -> Tensor:
-    """Return logits of a prefill of several requests longer than a window of 128, and of the
-    decodes after it."""
+    """Return logits of prefills longer than a window of 128, and of the decodes after them."""
     from dsv4_ops.integrations import transformers as v4
 
     requests, length, steps = (4, 300, 4) if model.device.type == "cuda" else (2, 140, 2)
@@ -591,10 +468,10 @@ def _checked_logits(model: Any) -> Tensor:
         model, max_batch_size=requests, max_cache_len=length + steps, max_chunk=length
     )
     rows = [cache.add(number, length + steps) for number in range(requests)]
-    batch = _batch([length] * requests, [length] * requests, rows, cache.device)
+    batch = step_batch([length] * requests, [length] * requests, cache.device, rows)
     logits = [v4.prefill_step(model, batch, cache)]
     for number in range(1, steps + 1):
-        batch = _batch([1] * requests, [length + number] * requests, rows, cache.device)
+        batch = step_batch([1] * requests, [length + number] * requests, cache.device, rows)
         logits.append(v4.decode_step(model, batch, cache))
     _raise_if_dropped(cache)
     return torch.cat(logits).float()
@@ -603,21 +480,3 @@ def _checked_logits(model: Any) -> Tensor:
 def _raise_if_dropped(cache: Any) -> None:
     if int(cache.tensors.dropped):
         raise WrongResult(f"the cache dropped {int(cache.tensors.dropped)} tokens")
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-_NOTES = (
-    "step_ms: of a decode, median over replays of a CUDA graph on all GPUs at once; of a prefill, "
-    "of chunks of at most 4096 tokens by the clock. tokens_per_s: of all requests.",
-    "roofline_ms: bytes of one GPU over 3.35 TB/s: weights without experts and embedding, experts "
-    "* (1 - (1 - 6 / 256) ** tokens), and cache rows. These are, in a layer, 128 of 584 bytes; in "
-    "C4 layers a key of 132 bytes for every 4 tokens and 512 rows, in C128 layers a row for every "
-    "128 tokens, both divided by the GPUs that share them.",
-    "draft: a step that verifies one draft of each request; models that are split have no draft "
-    "layer, so its time is missing. per_s_none, per_s_half, per_s_most: tokens per second if none, "
-    "half or 9 of 10 drafts are right.",
-    "kernels and collectives_pct: of one replay on the first GPU, by torch.profiler.",
-)

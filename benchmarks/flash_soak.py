@@ -25,13 +25,7 @@ class _Request:
 
 
 class Soak:
-    """Steps of changing requests.
-
-    Args:
-        cache: The cache, without requests.
-        batch: Inputs of the step, with one token for each of its requests.
-        step: Runs the step, and returns the logits of its tokens.
-    """
+    """Steps of changing requests in an empty cache; ``step`` returns logits of ``batch``."""
 
     def __init__(self, cache: Any, batch: Any, step: Any) -> None:
         self.cache, self.batch, self.step = cache, batch, step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,43 +13,40 @@ from torch import Tensor
 from benchmarks.baselines import deep_gemm, vllm_metadata
 from benchmarks.cases import indexer_cases
 from benchmarks.cases.token_check import Tolerance, outside
-from benchmarks.harness.measure import FLOP_PER_US, Checked, OpBench, run_cases
+from benchmarks.harness.measure import FLOP_PER_US, Checked, OpBench
 from benchmarks.harness.work import Case
-
-CASES = ("logits", "select", indexer_cases.V32)
-"""Groups of cases, in the order of measurement."""
 
 LOGITS = Tolerance(torch.inf, 0.0, 5e-6)
 """The tolerance of DeepGEMM's own tests."""
 
 SHARED = 0.99
-"""Minimum share of the selected rows that the baseline selects too: FP8 products are rounded, which
-decides between two close scores."""
+"""Minimum share of the selected rows that the baseline selects too, as FP8 products are rounded."""
 
 _BATCHES, _CONTEXTS = (1, 8, 64, 128), (8192, 32768, 65536, 131072)
 _V32_CONTEXTS = (32768, 131072)
 
 
-def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
-    """Make the cases of some groups."""
-    found = []
-    for group in groups:
-        contexts = _V32_CONTEXTS if group == indexer_cases.V32 else _CONTEXTS
-        sizes = ((2, 5), (2560,)) if smoke else (_BATCHES, contexts)
-        found += indexer_cases.indexer_cases(group, *sizes, smoke=smoke)
-    return found
+def _cases(group: str, small: bool) -> list[Case]:
+    contexts = _V32_CONTEXTS if group == indexer_cases.V32 else _CONTEXTS
+    sizes = ((2, 5), (2560,)) if small else (_BATCHES, contexts)
+    return indexer_cases.indexer_cases(group, *sizes, smoke=small)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Check and time the cases of the command line; rows and table go to ``options.out``."""
-    groups = options.cases or (CASES[1:] if options.smoke else CASES)
-    run_cases(options, chosen_cases(groups, smoke=options.smoke), Bench)
+CASES = {group: functools.partial(_cases, group) for group in ("logits", *indexer_cases.SELECTIONS)}
+
+
+def _not_shared(baseline: Tensor, ours: Tensor) -> str | None:
+    """Return the number of our rows that the baseline does not select."""
+    there = ours >= 0
+    found = (ours[:, :, None] == baseline[:, None].int()).any(-1) & there
+    shared, total = int(found.sum()), int(there.sum())
+    return None if shared >= SHARED * total else f"{shared} of {total} selected rows are shared"
 
 
 class Bench(OpBench):
-    """Measure the indexer. Its limit is memory or the FP8 matrix units. DeepGEMM computes logits
-    only, and PyTorch selects from them."""
+    """Measure the indexer, whose limit is memory or the FP8 matrix units."""
 
+    groups, smoke_groups = CASES, tuple(indexer_cases.SELECTIONS)
     title = (
         "Lightning indexer, microseconds; before timing every score was within 1.5 times the error "
         "that the reference has against float64, or that the FP8 matrix unit allows"
@@ -77,9 +74,4 @@ class Bench(OpBench):
         row.say("baseline_note", found)
 
 
-def _not_shared(baseline: Tensor, ours: Tensor) -> str | None:
-    """Return the number of our rows that the baseline does not select."""
-    there = ours >= 0
-    found = (ours[:, :, None] == baseline[:, None].int()).any(-1) & there
-    shared, total = int(found.sum()), int(there.sum())
-    return None if shared >= SHARED * total else f"{shared} of {total} selected rows are shared"
+run = Bench.run

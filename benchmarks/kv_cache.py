@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines import vllm_metadata
 from benchmarks.cases.cache_cases import gather_cases, insert_cases
-from benchmarks.harness.measure import OpBench, run_cases
+from benchmarks.harness.measure import OpBench
 from benchmarks.harness.work import Case
 
 _FEW, _INSERTS = (8, 128), (1, 8, 32, 128, 512, 2048, 8192, 65536)
@@ -19,23 +18,12 @@ CASES: dict[str, Callable[[bool], list[Case]]] = {
     "insert": lambda small: insert_cases(_FEW if small else _INSERTS, smoke=small),
     "gather": lambda small: gather_cases(_GATHERS[:2] if small else _GATHERS, smoke=small),
 }
-"""Groups of cases, in the order of measurement."""
-
-
-def chosen_cases(groups: Iterable[str], *, smoke: bool) -> list[Case]:
-    """Make the cases of some groups."""
-    return [case for group in groups for case in CASES[group](smoke)]
-
-
-def run(options: argparse.Namespace) -> None:
-    """Check and time the cases of the command line; rows and table go to ``options.out``."""
-    run_cases(options, chosen_cases(options.cases or CASES, smoke=options.smoke), Bench)
 
 
 class Bench(OpBench):
-    """Measure ops that only move bytes, whose limit is a copy. vLLM's caches are equal byte for
-    byte."""
+    """Measure ops that only move bytes. vLLM's caches are equal byte for byte."""
 
+    groups = CASES
     title = "Cache ops, microseconds; every result was checked byte for byte before timing"
     notes = (
         "copy_us: the faster of a memcpy and a kernel that moves as many bytes.\n"
@@ -44,3 +32,6 @@ class Bench(OpBench):
 
     def load(self, folder: Path) -> Any:
         return vllm_metadata.load(folder, ("cache",))
+
+
+run = Bench.run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,43 +9,37 @@ from typing import Any
 
 from benchmarks.baselines.layer import NOTES, BaselineStages, Libraries, load, our_results
 from benchmarks.baselines.vllm_metadata import VERSION as VLLM
-from benchmarks.cases.layer_cases import FLASH, PRO, LayerWork, Model, layer_cases
+from benchmarks.cases.layer_cases import FLASH, PRO, Model, layer_cases
 from benchmarks.cases.layer_check import Found
-from benchmarks.harness.measure import Checked, OpBench, run_cases
+from benchmarks.harness.measure import Checked, OpBench
 from benchmarks.harness.timing import device_activities, host_us
 from benchmarks.harness.work import Case, Work
 from dsv4_ops.attention import LayerSpec
 from dsv4_ops.attention.metadata import AttentionSpec
 
-CASES = ("window", "c4", "c128")
-"""Kinds of layers, in the order of measurement."""
-
-_SMOKE_CASES = ("window",)
 _SIZES = ((1, 16384), (8, 16384), (64, 16384), (128, 16384))
 _LONG = ((8, 131072),)
 _SMALL = Model("small", 4, LayerSpec(attention=AttentionSpec(index_topk=64), num_groups=2))
 
 
-def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
-    """Make the cases of some kinds of layers."""
-    if smoke:
-        return [case for kind in groups for case in layer_cases(kind, (_SMALL,), ((3, 1024),))]
-    found = []
-    for kind in groups:
-        sizes = _SIZES if kind == "window" else (*_SIZES, *_LONG)
-        found += layer_cases(kind, (FLASH, PRO), sizes)
-    return found
+def _cases(kind: str, small: bool) -> list[Case]:
+    if small:
+        return layer_cases(kind, (_SMALL,), ((3, 1024),))
+    return layer_cases(kind, (FLASH, PRO), _SIZES if kind == "window" else (*_SIZES, *_LONG))
 
 
-def run(options: argparse.Namespace) -> None:
-    """Check and time the cases of the command line; rows and table go to ``options.out``."""
-    groups = options.cases or (_SMOKE_CASES if options.smoke else CASES)
-    run_cases(options, chosen_cases(groups, smoke=options.smoke), Bench)
+CASES = {kind: functools.partial(_cases, kind) for kind in ("window", "c4", "c128")}
+
+
+def _in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
+    """Run the baseline's stages of one input set; return the result of the last stage."""
+    return [call() for call in calls][-1]
 
 
 class Bench(OpBench):
     """Measure the layer, and the baselines' stages in sequence."""
 
+    groups, smoke_groups = CASES, ("window",)
     title = (
         "An attention layer between its projections, one decode step, microseconds; before timing "
         "every output was that of the references on the CPU, within the tolerances of FlashMLA's "
@@ -72,14 +65,12 @@ class Bench(OpBench):
 
     def time_baseline(self, at: Checked) -> None:
         row, work = at.row, at.work
-        assert isinstance(work, LayerWork)
-        row.baseline_note = (
-            f"{NOTES[work.kind]}vLLM's inverse RoPE quantises to FP8, ours leaves bf16"
-        )
+        kind, spec = work.details
+        row.baseline_note = f"{NOTES[kind]}vLLM's inverse RoPE quantises to FP8, ours leaves bf16"
         held = []
         for args in work.sets:
-            results = our_results(work.kind, work.spec, args)
-            held.append(BaselineStages(self.modules, work.kind, work.spec, args, results))
+            results = our_results(kind, spec, args)
+            held.append(BaselineStages(self.modules, kind, spec, args, results))
         found = Found()
         calls = [each.calls(None if number else found) for number, each in enumerate(held)]
         row.baseline_agrees = not found.wrong
@@ -94,6 +85,4 @@ class Bench(OpBench):
         row.baseline_activities = [list(each) for each in device_activities(sequence[0])]
 
 
-def _in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
-    """Run the baseline's stages of one input set; return the result of the last stage."""
-    return [call() for call in calls][-1]
+run = Bench.run

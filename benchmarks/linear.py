@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 import dsv4_ops as ops
-from benchmarks.harness import weights
-from benchmarks.harness.weights import Row, time_forms
+from benchmarks.harness.measure import run_kernels
+from benchmarks.harness.timing import Call
+from benchmarks.harness.weights import Row
 from dsv4_ops.dispatch.providers import choice_of
 from dsv4_ops.reference.linear import weight_values
 
@@ -40,8 +43,8 @@ def fp8_weight(rows: int, columns: int, device: torch.device) -> tuple[Tensor, T
     return codes, torch.exp2(scale.float() - 127)
 
 
-def measure(name: str, activations: str, row: Row, device: torch.device) -> None:
-    """Check, then time a layer."""
+def calls(name: str, activations: str, row: Row, device: torch.device) -> dict[str, Sequence[Call]]:
+    """Check a layer; return the calls to time."""
     torch._dynamo.reset()
     groups, rows, columns = LAYERS[name]
     row.weight_bytes = rows * columns * (1 + 4 / 128**2)
@@ -53,8 +56,8 @@ def measure(name: str, activations: str, row: Row, device: torch.device) -> None
     row.impl = choice_of(op.__name__, x, *made[0], activations=activations).impl
     call = torch.compile(functools.partial(op, activations=activations), dynamic=False)
     expected = op(x, *made[0], activations=activations, impl="reference", out_dtype=torch.float32)
-    row.error = weights.relative_error(call(x, *made[0]), expected)
-    forms = {"us": [functools.partial(call, x, *each) for each in made]}
+    row.check(call(x, *made[0]), expected)
+    forms: dict[str, Sequence[Call]] = {"us": [functools.partial(call, x, *each) for each in made]}
     plain = [weight_values(*each).bfloat16() for each in made[: max(2, count // 2)]]
     if groups == 1:
         forms["baseline_us"] = [functools.partial(linear, x, each) for each in plain]
@@ -67,20 +70,15 @@ def measure(name: str, activations: str, row: Row, device: torch.device) -> None
         forms["baseline_us"] = [
             functools.partial(torch.einsum, "tgk,grk->tgr", x, each) for each in parts
         ]
-    time_forms(row, forms)
+    return forms
+
+
+def _cases(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
+    for group in options.cases or CASES:
+        tokens = _TOKENS + _MORE_TOKENS if group == "w8a16" else (64, *_MORE_TOKENS)
+        for name, count in itertools.product(LAYERS, tokens[:2] if options.smoke else tokens):
+            yield Row(f"{group} {name}", count), functools.partial(calls, name, CASES[group])
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check and time the layers of the command line; rows and table go to ``options.out``."""
-
-    def cases() -> Iterator[tuple[Row, Callable[[Row, torch.device], None]]]:
-        for group in options.cases or CASES:
-            for name in LAYERS:
-                label = f"{group} {name}"
-                tokens = _TOKENS + _MORE_TOKENS if group == "w8a16" else (64, *_MORE_TOKENS)
-                for count in tokens[:2] if options.smoke else tokens:
-                    if options.match is None or options.match in label:
-                        call = functools.partial(measure, name, CASES[group])
-                        yield Row(label, count), call
-
-    weights.run(options, cases())
+    run_kernels(options, _cases(options))

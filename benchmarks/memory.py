@@ -1,8 +1,7 @@
 """Compare the allocator's bytes for a model in the released precision with the computed bytes.
 
-The model has four layers of DeepSeek-V4-Flash's sizes. Its parts are the weights, a cache, and the
-temporary tensors of steps. The computed bytes follow from shapes alone, as in the tables of
-``docs/memory.md``.
+The model has four layers of DeepSeek-V4-Flash's sizes. The computed bytes of weights, cache and
+temporary tensors follow from shapes alone, as in the tables of ``docs/memory.md``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,42 +18,31 @@ import torch
 from benchmarks.harness.live_bytes import peak_bytes
 from benchmarks.harness.options import chosen_device, size
 from benchmarks.harness.report import Report
+from benchmarks.harness.steps import SMALL, flash_config, step_batch
+from benchmarks.harness.timing import Capture
 from benchmarks.run import WrongResult
 from dsv4_ops.checkpoint.format import weight_bytes
-from dsv4_ops.testing.checkpoint import FLASH
 from dsv4_ops.testing.released_model import on_meta, released_model
 
-INDEX_TOPK = 512
-"""Rows that the indexer of the released Flash selects; ``FLASH`` has the number of a tiny model."""
 CLOSE = 0.01
 """Tolerance of weights and caches: the allocator's blocks are multiples of 512 bytes."""
-
-SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
-SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 128, "vocab_size": 260}
 
 
 @dataclass(kw_only=True)
 class MemoryRow:
-    """Memory of a part of a run, in GB.
+    """Memory of a part of a run, in GB; None on a CPU, but for the computed bytes."""
 
-    ``part`` is "weights", "cache", the temporary tensors of a step at their peak, or the CUDA graph
-    of a step with its memory pool. ``allocated`` (tensors) and ``reserved`` (device) are the growth
-    that the allocator reports; None on a CPU. ``outside`` is device memory outside of ``reserved``,
-    mostly CUDA's context.
-    """
-
-    part: str
+    part: str  # weights, cache, temporary tensors of a step at their peak, or its CUDA graph
     requests: int | None = None
     tokens: int | None = None
     context: int | None = None
     computed_gb: float | None = None
-    allocated_gb: float | None = None
-    reserved_gb: float | None = None
-    outside_gb: float | None = None
+    allocated_gb: float | None = None  # growth of tensors, as the allocator reports it
+    reserved_gb: float | None = None  # growth of the device memory of the allocator
+    outside_gb: float | None = None  # device memory outside of it, mostly CUDA's context
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
     parser.add_argument("--requests", type=size, help="default: 8; 2 on a CPU")
     parser.add_argument("--context", type=size, help="of each; default: 128k; 64 on a CPU")
     parser.add_argument("--experts", type=size, default=16, help="default: %(default)s")
@@ -62,27 +50,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def config_of(experts: int, **changed: Any) -> dict[str, Any]:
     """Return the ``config.json`` of four layers of Flash: window, C4, C128, C4."""
-    return {
-        **FLASH,
-        "num_hidden_layers": 4,
-        "compress_ratios": [0, 4, 128, 4, 0],
-        "num_hash_layers": 1,
-        "n_routed_experts": experts,
-        "index_topk": INDEX_TOPK,
-        **changed,
-    }
+    layers = {"compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 1}
+    return flash_config(4, **{**layers, "n_routed_experts": experts, **changed})
 
 
 def step_bytes(config: Mapping[str, Any], requests: int, tokens: int, context: int) -> int:
-    """Return the maximum bytes that an eager step holds at once: a decode if every request has one
-    token, else a prefill.
+    """Return the maximum bytes that an eager step holds at once, of requests with ``tokens`` new
+    tokens each at the end of a context: a decode if it is one token, else a prefill.
 
-    Args:
-        config: ``config.json``. Layers of a kind hold the same bytes one after the other, so a few
-            layers stand for all.
-        requests: Requests of the step.
-        tokens: New tokens per request.
-        context: Maximum tokens of a request.
+    Layers of a kind hold the same bytes one after the other, so a few layers stand for all.
     """
     from dsv4_ops.integrations import transformers as v4
 
@@ -94,13 +70,9 @@ def step_bytes(config: Mapping[str, Any], requests: int, tokens: int, context: i
 def _step(
     model: Any, cache: Any, requests: int, tokens: int, context: int
 ) -> functools.partial[Any]:
-    """Make a step at the end of a context."""
     from dsv4_ops.integrations import transformers as v4
 
-    rows = torch.arange(requests, dtype=torch.int32, device=cache.device)
-    starts = tokens * torch.arange(requests + 1, dtype=torch.int32, device=cache.device)
-    ids = torch.zeros(requests * tokens, dtype=torch.int64, device=cache.device)
-    batch = v4.StepBatch(ids, starts, torch.full_like(rows, context), rows)
+    batch = step_batch([tokens] * requests, [context] * requests, cache.device)
     cache.seq_lens.fill_(context)
     run = v4.decode_step if tokens == 1 else v4.prefill_step
     return functools.partial(run, model, batch, cache.tensors)
@@ -141,7 +113,6 @@ class Allocator:
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
-    """Load, step and capture; rows and the table go to ``options.out``."""
     from dsv4_ops.integrations import transformers as v4
 
     device = chosen_device(options)
@@ -179,37 +150,22 @@ def run(options: argparse.Namespace) -> None:
         row = MemoryRow(part=part, **sizes, computed_gb=computed / 1e9)
         add(memory.write(row, peak=True))
     if not cpu:
-        _capture(memory, model, cache, requests, context, add)
+        sizes = {"requests": requests, "tokens": requests, "context": context}
+        row = MemoryRow(part="decode, CUDA graph", **sizes)
+        add(_capture(_step(model, cache, requests, 1, context), memory, row))
     output.finish("Memory of 4 layers in the released precision")
 
 
-def _capture(
-    memory: Allocator,
-    model: Any,
-    cache: Any,
-    requests: int,
-    context: int,
-    add: Callable[[MemoryRow], None],
-) -> None:
+def _capture(step: functools.partial[Any], memory: Allocator, row: MemoryRow) -> MemoryRow:
     """Measure the CUDA graph of a compiled decode step, with its pool and its output."""
-    step = _step(model, cache, requests, 1, context)
     compiled = torch.compile(step.func, fullgraph=True, dynamic=False)
-    call = functools.partial(compiled, *step.args)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    memory.start()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    row = MemoryRow(part="decode, CUDA graph", requests=requests, tokens=requests, context=context)
-    add(memory.write(row))
-    graph.replay()
+    capture = Capture([functools.partial(compiled, *step.args)], before=memory.start)
+    memory.write(row)
+    capture.graph.replay()
     torch.cuda.synchronize()
-    if not bool(out.isfinite().all()):
+    if not bool(capture.outputs[0].isfinite().all()):
         raise WrongResult("memory: the captured step gives values that are not finite")
+    return row
 
 
 def _checked(row: MemoryRow) -> MemoryRow:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ from benchmarks.baselines import vllm_metadata
 from benchmarks.baselines.vllm_metadata import BaselineMismatch
 from benchmarks.harness.batches import (
     Batch,
-    captured_calls,
     draw_batch,
     input_bytes,
     mixed_lengths,
     output_bytes,
     rotating_sets,
 )
-from benchmarks.harness.measure import Checked, Function, OpBench, run_cases
+from benchmarks.harness.measure import Checked, Function, OpBench
 from benchmarks.harness.memory import Copies
 from benchmarks.harness.timing import Capture, host_us
 from benchmarks.harness.work import Args, Case, Work, same_bytes
@@ -34,36 +31,33 @@ from dsv4_ops.attention.metadata import (
     build_decode_metadata,
 )
 
-CASES = ("mixed", "context")
-"""Groups: batches of mixed contexts, and of equal contexts."""
-
 _REQUESTS, _NEXT_N, _LONGEST = (1, 8, 32, 128, 512), (1, 2, 4), 131072
 _CONTEXTS, _CONTEXT_REQUESTS = (1024, 16384, 131072, 1048576), 128
 _MOST_TOKENS, _SMALL_MODEL = 1048576, 16384
 """Tokens per request that the tables hold: DeepSeek-V4-Flash's, and those of a smoke run."""
 
 
-def run(options: argparse.Namespace) -> None:
-    """Check and time the cases of the command line; rows and table go to ``options.out``."""
-    run_cases(options, chosen_cases(options.cases or CASES, smoke=options.smoke), Bench)
-
-
-def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
-    """Make the cases of some groups."""
-    spec = AttentionSpec.deepseek_v4_flash(
-        next_n=2 if smoke else 4, max_model_len=_SMALL_MODEL if smoke else _MOST_TOKENS
+def _spec(small: bool) -> AttentionSpec:
+    return AttentionSpec.deepseek_v4_flash(
+        next_n=2 if small else 4, max_model_len=_SMALL_MODEL if small else _MOST_TOKENS
     )
-    requests = _REQUESTS[:2] if smoke else _REQUESTS
-    # first a batch whose sizes all differ, so that the compiler does not take two sizes for one
-    found = [_case(spec, 9 if smoke else 129, 2, timed=False)]
-    if "mixed" in groups:
-        grid = [(n, count) for n in _NEXT_N if n <= spec.next_n for count in requests]
-        found += [_case(spec, count, next_n) for next_n, count in grid]
-    if "context" in groups:
-        count = min(_CONTEXT_REQUESTS, max(requests))
-        contexts = [length for length in _CONTEXTS if length <= spec.max_model_len]
-        found += [_case(spec, count, 1, length) for length in contexts]
-    return found
+
+
+def _mixed(small: bool) -> list[Case]:
+    """Make batches of mixed contexts."""
+    spec, requests = _spec(small), _REQUESTS[:2] if small else _REQUESTS
+    grid = [(n, count) for n in _NEXT_N if n <= spec.next_n for count in requests]
+    return [_case(spec, count, next_n) for next_n, count in grid]
+
+
+def _equal(small: bool) -> list[Case]:
+    """Make batches of equal contexts."""
+    spec, count = _spec(small), _REQUESTS[1] if small else _CONTEXT_REQUESTS
+    contexts = [length for length in _CONTEXTS if length <= spec.max_model_len]
+    return [_case(spec, count, 1, length) for length in contexts]
+
+
+CASES = {"mixed": _mixed, "context": _equal}
 
 
 def _case(
@@ -91,27 +85,12 @@ def builder(spec: AttentionSpec) -> Callable[..., tuple[Tensor, ...]]:
     """Return the builder as a function of its six tensors that returns all fields."""
     names = tuple(DecodeMetadata.__dataclass_fields__)
 
-    def build(
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        slots: Tensor,
-        swa: Tensor,
-        c4: Tensor,
-        c128: Tensor,
-    ) -> tuple[Tensor, ...]:
-        tables = BlockTables(swa=swa, c4=c4, c128=c128)
-        found = build_decode_metadata(spec, query_start_loc, seq_lens, slots, tables)
+    def build(*given: Tensor) -> tuple[Tensor, ...]:
+        starts, lens, slots, *tables = given
+        found = build_decode_metadata(spec, starts, lens, slots, BlockTables(*tables))
         return tuple([getattr(found, name) for name in names])
 
     return build
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetadataWork(Work):
-    """A ``Work`` with its batches, for the baseline."""
-
-    spec: AttentionSpec
-    batches: Sequence[Batch]
 
 
 def metadata_work(
@@ -131,14 +110,13 @@ def metadata_work(
     made = DecodeMetadata(*call(*batches[0].arguments()))
     moved = input_bytes(spec, batches[0]) + output_bytes(made)
     batches += [draw(seed) for seed in range(2, rotating_sets(moved, device) + 1)]
-    return MetadataWork(
+    return Work(
         call=call,
         sets=[batch.arguments() for batch in batches],
         moved_bytes=moved,
         eager=False,
         difference=differences,
-        spec=spec,
-        batches=batches,
+        details=(spec, batches),
     )
 
 
@@ -151,9 +129,9 @@ def differences(args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
 
 
 class Bench(OpBench):
-    """Measure a step's metadata. Every field is exact; host time is that of a graph's replay, and
-    of vLLM's builders."""
+    """Measure a step's metadata; every field is exact."""
 
+    groups = CASES
     title = "Decode metadata of one step, microseconds; checked exactly before timing"
     notes = (
         f"baseline: {vllm_metadata.VERSION}'s builder sequence; for next_n = 4 it also expands the "
@@ -164,6 +142,12 @@ class Bench(OpBench):
     def __init__(self, device: torch.device, baseline: Path | None, *, budget_s: float) -> None:
         super().__init__(device, baseline, budget_s=budget_s)
         self.cold = None  # a step finds the block tables of the last one in the L2
+
+    @classmethod
+    def cases(cls, groups: Iterable[str], *, smoke: bool) -> list[Case]:
+        # first a batch whose sizes all differ, so that the compiler does not take two for one
+        first = _case(_spec(smoke), 9 if smoke else 129, 2, timed=False)
+        return [first, *super().cases(groups, smoke=smoke)]
 
     def load(self, folder: Path) -> Any:
         return vllm_metadata.load(folder)
@@ -178,10 +162,9 @@ class Bench(OpBench):
 
     def time_baseline(self, at: Checked) -> None:
         row, work = at.row, at.work
-        assert isinstance(work, MetadataWork)
-        calls, expected = captured_calls(len(work.sets)), DecodeMetadata(*at.expected)
+        (spec, batches), expected = work.details, DecodeMetadata(*at.expected)
         try:
-            found = vllm_metadata.measure(self.modules, work.spec, work.batches, expected, calls)
+            found = vllm_metadata.measure(self.modules, spec, batches, expected)
         except BaselineMismatch:
             row.baseline_agrees = False
             raise
@@ -189,3 +172,6 @@ class Bench(OpBench):
         if found is not None:
             row.baseline_us, row.baseline_host_us = found.device_us.median, found.host_us.median
             row.baseline_activities = [list(each) for each in found.activities]
+
+
+run = Bench.run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,11 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from benchmarks.baselines import flash_mla
-from benchmarks.harness import report
-from benchmarks.harness.measure import FLOP_PER_US
-from benchmarks.harness.memory import ColdCache, Copies
-from benchmarks.harness.options import chosen_device, sizes
-from benchmarks.harness.report import Report
-from benchmarks.harness.timing import Call, Capture, alternating_us
-from benchmarks.run import BenchError
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.measure import FLOP_PER_US, run_kernels
+from benchmarks.harness.options import sizes
+from benchmarks.harness.timing import Call
+from benchmarks.run import WrongResult
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 
 CASES = {
@@ -50,32 +49,21 @@ _MOST_DIFFERENCE = 1e-2
 
 @dataclass
 class Row:
-    """Times in microseconds, medians of replays of CUDA graphs.
+    """Times in microseconds, medians of replays of CUDA graphs, with samples taken in turn."""
 
-    Args:
-        layout: Layout of the rows.
-        heads, batch, context: Sizes of the case; every request has one token.
-        us: Our op.
-        topk: Selected rows per token; None for all rows.
-        flash_mla_us: FlashMLA on the same rows, planned outside of the timing; if no rows are
-            selected, bf16 rows only. For selected bf16 rows it is FlashMLA's prefill. Samples of
-            both are taken in turn.
-        roofline_us: The longer of the bytes at the rate of this GPU's copies and the FLOP at 790
-            TFLOP/s.
-        max_diff: Largest difference from FlashMLA's output.
-        error: The error, if the case failed.
-    """
-
-    layout: str
+    layout: str  # of the rows
     heads: int
-    batch: int
+    batch: int  # requests with one token each
     context: int
-    topk: int | None = None
+    topk: int | None = None  # selected rows per token; None for all rows
     us: float | None = None
-    flash_mla_us: float | None = None
-    roofline_us: float | None = None
-    max_diff: float | None = None
+    flash_mla_us: float | None = None  # planned before, on bf16 rows; its prefill if selected
+    roofline_us: float | None = None  # of the bytes at the rate of copies, or FLOP at 790 TFLOP/s
+    max_diff: float | None = None  # from FlashMLA's output
     error: str | None = None
+
+    def compare(self, bytes_per_us: float) -> None:
+        self.roofline_us = roofline_us(self, bytes_per_us)
 
     @property
     def keys(self) -> int:
@@ -87,34 +75,24 @@ class Inputs:
     """Make the input sets of a case over one pool of rows, each with its own blocks and queries."""
 
     def __init__(self, row: Row, pool: Tensor, device: torch.device) -> None:
-        self.row, self.device = row, device
+        self.row, self.device, self.cache = row, device, pool
         columns = -(-row.context // BLOCK)
         pages = row.batch * columns
         ranges = pool.shape[0] // pages
         size = row.batch * row.keys * pool.shape[2] * pool.element_size()
         # sets with selections share blocks, and read a few rows of each
         most = _MOST_SETS if row.topk is not None else min(_MOST_SETS, ranges)
-        count = max(1, min(most, -(-_ROTATED // size)))
-        made = torch.Generator(device).manual_seed(0)
-        self.cache = pool
+        draw = Draw(device, 0)
         self.lens = torch.full((row.batch,), row.context, dtype=torch.int32, device=device)
         self.requests = torch.arange(row.batch, dtype=torch.int32, device=device)
         self.sets: list[tuple[Tensor, Tensor]] = []
-        for number in range(count):
-            first = number % ranges * pages
-            order = torch.randperm(pages, generator=made, device=device) + first
-            q = torch.randn(row.batch, row.heads, WIDTH, generator=made, device=device)
-            table = order.view(row.batch, columns)
-            if row.topk is not None:
-                table = self._selected(table, made)
-            self.sets.append((q.bfloat16(), table.int()))
-
-    def _selected(self, table: Tensor, made: torch.Generator) -> Tensor:
-        """Sample slots of some rows of every request, in the order of positions, as an indexer
-        returns them."""
-        scores = torch.rand(self.row.batch, self.row.context, generator=made, device=self.device)
-        rows = scores.topk(self.row.keys).indices.sort().values
-        return table.gather(1, rows // BLOCK) * BLOCK + rows % BLOCK
+        for number in range(max(1, min(most, -(-_ROTATED // size)))):
+            table = (draw.order(pages) + number % ranges * pages).view(row.batch, columns)
+            if row.topk is not None:  # in the order of positions, as an indexer returns them
+                scores = draw.uniform(row.batch, row.context)
+                rows = scores.topk(row.keys).indices.sort().values
+                table = table.gather(1, rows // BLOCK) * BLOCK + rows % BLOCK
+            self.sets.append((draw.normal(row.batch, row.heads, WIDTH).bfloat16(), table.int()))
 
     def ours(self) -> list[Call]:
         """Make calls of ``mla_decode``, or of ``mla_sparse``."""
@@ -136,35 +114,23 @@ class Inputs:
         return [functools.partial(call, q, *where, table) for q, table in self.sets]
 
     def of_flash_mla(self, library: Any) -> list[Call]:
-        """Make calls of FlashMLA's dense decode, planned here."""
-        if self.row.topk is not None:
-            return self._selected_of_flash_mla(library)
-        op = library.ops.dense_decode_fwd
-        rows = self.cache[:, :, None]
+        """Make calls of FlashMLA's decode, planned here; of its prefill for selected plain rows."""
+        rows, selects = self.cache[:, :, None], self.row.topk is not None
+        if selects and self.row.layout == PlainLayout.tag:
+            op, rest = library.ops.sparse_prefill_fwd, (SCALE, RANK, None, None, None)
+            rows = self.cache.view(-1, 1, WIDTH)
+            return [functools.partial(op, q, rows, each[:, None], *rest) for q, each in self.sets]
 
-        def attend(q: Tensor, table: Tensor, *plan: Any) -> Any:
-            return op(q[:, None], rows, RANK, self.lens, table, SCALE, False, *plan, None)
-
-        plan = attend(*self.sets[0], None, None)[2:]
-        return [functools.partial(attend, q, table, *plan) for q, table in self.sets]
-
-    def _selected_of_flash_mla(self, library: Any) -> list[Call]:
-        """Make calls of FlashMLA's sparse decode, planned here; for plain rows, of its sparse
-        prefill."""
-        if self.row.layout == PlainLayout.tag:
-            op, rows = library.ops.sparse_prefill_fwd, self.cache.view(-1, 1, WIDTH)
-            return [
-                functools.partial(op, q, rows, lists[:, None], SCALE, RANK, None, None, None)
-                for q, lists in self.sets
-            ]
-        op, rows = library.ops.sparse_decode_fwd, self.cache[:, :, None]
-
-        def attend(q: Tensor, lists: Tensor, *plan: Any) -> Any:
-            rest = (None, None, None, RANK, SCALE, None)
-            return op(q[:, None], rows, lists[:, None], None, None, *plan, *rest)
+        def attend(q: Tensor, where: Tensor, *plan: Any) -> Any:
+            if not selects:
+                settings = (SCALE, False, *plan, None)
+                op = library.ops.dense_decode_fwd
+                return op(q[:, None], rows, RANK, self.lens, where, *settings)
+            settings = (None, None, *plan, None, None, None, RANK, SCALE, None)
+            return library.ops.sparse_decode_fwd(q[:, None], rows, where[:, None], *settings)
 
         plan = attend(*self.sets[0], None, None)[2:]
-        return [functools.partial(attend, q, lists, *plan) for q, lists in self.sets]
+        return [functools.partial(attend, q, where, *plan) for q, where in self.sets]
 
 
 def roofline_us(row: Row, bytes_per_us: float) -> float:
@@ -176,23 +142,21 @@ def roofline_us(row: Row, bytes_per_us: float) -> float:
     return max(moved / bytes_per_us, flop / FLOP_PER_US)
 
 
-def measure(row: Row, pool: Tensor, library: Any, copy_rate: float, device: torch.device) -> None:
-    """Fill in a row."""
+def checked_calls(
+    row: Row, device: torch.device, *, pool: Tensor, library: Any
+) -> dict[str, list[Call]]:
+    """Compare our op with FlashMLA; return the calls of both."""
     inputs = Inputs(row, pool, device)
-    calls = inputs.ours()
-    out = calls[0]()[0]
-    library_calls: list[Call] = []
+    forms = {"us": inputs.ours()}
     # FlashMLA's sparse kernels take 64 or 128 heads
     comparable = row.layout == PlainLayout.tag if row.topk is None else row.heads >= 64
     if library is not None and comparable:
-        library_calls = inputs.of_flash_mla(library)
-        row.max_diff = float((library_calls[0]()[0].squeeze(1).float() - out.float()).abs().max())
+        forms["flash_mla_us"] = inputs.of_flash_mla(library)
+        ours, baseline = (calls[0]()[0].squeeze(1).float() for calls in forms.values())
+        row.max_diff = float((baseline - ours).abs().max())
         if not row.max_diff < _MOST_DIFFERENCE:
-            row.error = f"differs from FlashMLA by {row.max_diff:.3g}"
-    forms = [calls, library_calls] if library_calls else [calls]
-    row.us, *others = (time.median for time in alternating_us([Capture(form) for form in forms]))
-    row.roofline_us = roofline_us(row, copy_rate)
-    row.flash_mla_us = others[0] if others else None
+            raise WrongResult(f"differs from FlashMLA by {row.max_diff:.3g}")
+    return forms
 
 
 def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
@@ -210,7 +174,6 @@ def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
     for name, default in (("batches", _BATCHES), ("contexts", _CONTEXTS)):
         shown = ", ".join(map(str, default))
         parser.add_argument(
@@ -218,28 +181,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def run(options: argparse.Namespace) -> None:
-    """Time the cases of the command line; rows and table go to ``options.out``."""
-    device = chosen_device(options)
-    if device.type != "cuda":
-        raise BenchError("mla: it times kernels, which run on CUDA only")
+def _cases(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
     library = None if options.baseline is None else flash_mla.load(options.baseline)
     contexts = options.contexts[:1] if options.smoke else options.contexts
-    copies = Copies(device, ColdCache(device)).bytes_per_us
-    output, failed = Report(options, device, copy_tbs=copies / 1e6), []
     for group in options.cases or CASES:
-        layout = CASES[group]
-        pool = pool_of(layout, max(options.batches) * max(contexts) // BLOCK, device)
-        cases = list(itertools.product(_HEADS, contexts, options.batches))
-        for heads, context, batch in report.progress(cases, f"mla, {group}"):
-            row = Row(layout, heads, batch, context, TOPK if "selected" in group else None)
-            try:
-                measure(row, pool, library, copies, device)
-            except Exception as error:  # a case that fails has its error in the row
-                row.error = report.one_line(error)
-            output.add(row)
-            failed += [row.error] if row.error else []
-        del pool
-    output.finish("mla, microseconds")
-    if failed:
-        raise BenchError(f"{len(failed)} cases failed, {failed[0]}")
+        blocks = max(options.batches) * max(contexts) // BLOCK
+        pool = pool_of(CASES[group], blocks, torch.device("cuda"))
+        calls = functools.partial(checked_calls, pool=pool, library=library)
+        for sizes_of in itertools.product(_HEADS, options.batches, contexts):
+            yield Row(CASES[group], *sizes_of, TOPK if "selected" in group else None), calls
+        del pool, calls
+
+
+def run(options: argparse.Namespace) -> None:
+    run_kernels(options, _cases(options))

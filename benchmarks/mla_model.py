@@ -1,5 +1,4 @@
-"""Benchmark DeepSeek-V3 and V3.2: decode steps of the patched models and of Hugging Face's own, and
-V3's prefills over long contexts."""
+"""Benchmark DeepSeek-V3 and V3.2: decode steps, Hugging Face's too, and V3's prefill memory."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from torch._dynamo.utils import counters
 from benchmarks.baselines.stock_model import in_bfloat16
 from benchmarks.harness.options import chosen_device, sizes
 from benchmarks.harness.report import Report
+from benchmarks.harness.steps import cuda_graphs, fill, step_batch
 from benchmarks.harness.timing import Call, step_ms
 from dsv4_ops.attention import MlaCache, MlaInputs, MlaSpec, MlaWeights, build_mla_step, mla_layer
 from dsv4_ops.ops.mla import split_kv_b_proj
@@ -31,34 +31,20 @@ _SMALL |= {"kv_lora_rank": 64}
 
 @dataclass
 class Row:
-    """A step of the model, or the memory of a prefill.
+    """A step of the model, or the memory of a prefill."""
 
-    Args:
-        case: "decode" (V3), "selected" (V3.2) or "memory".
-        context: Tokens before those of the step.
-        batch: Requests.
-        stock_ms: Hugging Face's step, compiled for V3 and eager for V3.2; None if it runs out of
-            memory.
-        step_ms: The patched model's step, one CUDA graph for all contexts.
-        graphs: Number of graphs that were compiled for all contexts.
-        chunk_rows: Rows of the workspace in which the context is expanded chunk by chunk.
-        peak_gib: Peak memory of a layer.
-        whole_gib: Peak memory with the context as one chunk.
-    """
-
-    case: str
-    context: int
+    case: str  # "decode" (V3), "selected" (V3.2) or "memory"
+    context: int  # tokens before those of the step
     batch: int = 1
-    stock_ms: float | None = None
-    step_ms: float | None = None
-    graphs: int | None = None
-    chunk_rows: int | None = None
-    peak_gib: float | None = None
-    whole_gib: float | None = None
+    stock_ms: float | None = None  # compiled for V3, eager for V3.2; None if out of memory
+    step_ms: float | None = None  # of the patched model, one CUDA graph for all contexts
+    graphs: int | None = None  # compiled for all contexts
+    chunk_rows: int | None = None  # of the workspace in which the context is expanded
+    peak_gib: float | None = None  # of a layer
+    whole_gib: float | None = None  # with the context as one chunk
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
     parser.add_argument("--batches", type=sizes, default=(8,), metavar="A,B,..", help="default: 8")
     parser.add_argument("--contexts", type=sizes, metavar="A,B,..", help="default: 4k, 32k")
 
@@ -96,8 +82,7 @@ def _shaped(family: str, device: torch.device) -> Any:
 
 
 def _stock_step(model: Any, batch: int, context: int, compiles: bool) -> Call:
-    """Time Hugging Face's step over a StaticCache of ``context`` rows. It expands and attends to
-    all rows, existing or not."""
+    """Time Hugging Face's step over a StaticCache, which attends to all of its rows."""
     import transformers
 
     cache = transformers.StaticCache(config=model.config, max_cache_len=context)
@@ -131,40 +116,26 @@ def decode(
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     hf.patch(model, kv="fp8" if selects and device.type == "cuda" else "bf16")
-    options: dict[str, Any] = {}
-    if device.type == "cuda":
-        options = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
     for batch in batches:
         cache = hf.PagedCache.for_model(
             model, max_batch_size=batch, max_cache_len=max(contexts) + 64
         )
-        for layer in cache.tensors.layers:
-            for pages in torch.utils._pytree.tree_leaves(layer):
-                _fill(pages)
-        rows = torch.arange(batch, dtype=torch.int32, device=device)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        lens = torch.zeros_like(rows)
-        step = hf.StepBatch(rows.long(), starts, lens, rows)
+        fill(cache)
+        step = step_batch([1] * batch, [0] * batch, device)
         torch._dynamo.reset()
         counters.clear()
-        compiled = torch.compile(hf.decode_step, fullgraph=True, dynamic=False, options=options)
+        compiled = torch.compile(
+            hf.decode_step, fullgraph=True, dynamic=False, options=cuda_graphs(device)
+        )
         call = functools.partial(compiled, model, step, cache.tensors)
         for context in contexts:
-            lens.fill_(context)
+            step.seq_lens.fill_(context)
             cache.seq_lens.fill_(context)
             for _ in range(3):
                 call()
             ms, graphs = step_ms(call, device, _STEPS), counters["stats"]["unique_graphs"]
             old = stock.get((batch, context))
             yield Row(case, context, batch, stock_ms=old, step_ms=ms, graphs=graphs)
-
-
-def _fill(pages: torch.Tensor) -> None:
-    """Fill a cache with random rows; bytes become codes without NaN, and scales."""
-    if pages.is_floating_point():
-        pages.normal_()
-    else:
-        pages.random_(0x20, 0x40)
 
 
 def prefill(device: torch.device, cached: int, rows: int) -> Call:
@@ -176,12 +147,8 @@ def prefill(device: torch.device, cached: int, rows: int) -> Call:
     made = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
     width = spec.qk_nope_head_dim + spec.v_head_dim
     w_kv_b = made(spec.num_heads * width, spec.kv_lora_rank) * spec.kv_lora_rank**-0.5
-    split = split_kv_b_proj(
-        w_kv_b,
-        num_heads=spec.num_heads,
-        qk_nope_head_dim=spec.qk_nope_head_dim,
-        v_head_dim=spec.v_head_dim,
-    )
+    sizes_of = ("num_heads", "qk_nope_head_dim", "v_head_dim")
+    split = split_kv_b_proj(w_kv_b, **{name: getattr(spec, name) for name in sizes_of})
     angles = torch.rand(cached + _NEW, spec.qk_rope_head_dim, device=device)
     columns = -(-(cached + _NEW) // spec.block_size)
     cache = MlaCache.allocate(spec, columns, device=device)
@@ -197,8 +164,7 @@ def prefill(device: torch.device, cached: int, rows: int) -> Call:
 
 
 def memory(device: torch.device) -> Iterator[Row]:
-    """Measure a layer's peak memory over growing contexts, in chunks of one size and as one chunk.
-    On a CPU the layer runs, and memory is not measured."""
+    """Measure a layer's peak memory over growing contexts, chunked and whole; not on a CPU."""
     cuda = device.type == "cuda"
     for context in _CONTEXTS if cuda else (256,):
         peaks: list[float | None] = []
@@ -224,7 +190,6 @@ def memory(device: torch.device) -> Iterator[Row]:
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
-    """Time the cases of the command line; rows and table go to ``options.out``."""
     device = chosen_device(options)
     small = device.type == "cpu" or options.smoke
     contexts = options.contexts or ((128, 256) if small else (4096, 32768))

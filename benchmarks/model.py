@@ -7,6 +7,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from benchmarks.baselines.stock_model import filled_cache, flash_shaped, same_ag
 from benchmarks.harness import report
 from benchmarks.harness.options import chosen_device, size, sizes
 from benchmarks.harness.report import Report, one_line
-from benchmarks.harness.rows import ModelRow
+from benchmarks.harness.steps import SMALL, cuda_graphs, fill, step_batch
 from benchmarks.harness.timing import device_activities, step_ms
-from benchmarks.memory import SMALL, config_of
-from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from benchmarks.memory import config_of
+from benchmarks.run import BenchError
 from dsv4_ops.testing.released_model import keep_float32, released_model
 
 _CONTEXTS = (4096, 32768, 131072)
@@ -28,28 +29,51 @@ _STEPS, _WARM = 30, 4
 _STOCK_STEPS = 5
 
 
+@dataclass(kw_only=True)
+class ModelRow:
+    """A step of a model. ``*_ms`` are times between two calls of a device that is never idle."""
+
+    batch: int
+    context: int
+    layers: int
+    weights_gb: float
+    stock_ms: float | None = None
+    stock_busy_ms: float | None = None
+    stock_kernels: int | None = None
+    stock_error: str | None = None
+    stock_compiled_ms: float | None = None
+    eager_ms: float | None = None
+    step_ms: float | None = None
+    busy_ms: float | None = None  # sum of all kernels' times
+    kernels: int | None = None
+    kernels_per_layer: float | None = None
+    metadata_us: float | None = None  # of the metadata that all layers share, in its own graph
+    metadata_pct: float | None = None
+    roofline_ms: float | None = None  # to read all weights but the embeddings
+    compile_s: float | None = None
+    max_diff: float | None = None
+    error: str | None = None
+    stages: dict[str, float] = field(default_factory=dict)  # microseconds of parts of a step
+    activities: list[list[Any]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.context} tokens"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
-    parser.add_argument("--batches", type=sizes, metavar="A,B,..", help="default: 1,8,32,128")
-    parser.add_argument("--experts", type=size, default=16, help="default: %(default)s")
-    parser.add_argument("--contexts", type=sizes, metavar="A,B,..", help="default: 4k, 32k, 128k")
-    parser.add_argument(
-        "--stock-compiled",
-        action="store_true",
-        help="also compile Hugging Face's step, one graph per point: most of a minute each",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("bf16", "released"),
-        default="bf16",
-        help="released: FP8 linears and FP4 experts, without Hugging Face's step",
-    )
-    parser.add_argument("--max-seconds", type=size, metavar="N", help="start no batch later")
+    add = parser.add_argument
+    add("--batches", type=sizes, metavar="A,B,..", help="default: 1,8,32,128")
+    add("--experts", type=size, default=16, help="default: %(default)s")
+    add("--contexts", type=sizes, metavar="A,B,..", help="default: 4k, 32k, 128k")
+    text = "also compile Hugging Face's step, one graph per point: most of a minute each"
+    add("--stock-compiled", action="store_true", help=text)
+    text = "released: FP8 linears and FP4 experts, without Hugging Face's step"
+    add("--precision", choices=("bf16", "released"), default="bf16", help=text)
+    add("--max-seconds", type=size, metavar="N", help="start no batch later")
 
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
-    """Time every point; rows and the table go to ``options.out``."""
     from dsv4_ops.integrations import transformers as v4
 
     device, released = chosen_device(options), options.precision == "released"
@@ -75,15 +99,13 @@ def run(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     for batch in report.progress(chosen, "patched, requests"):
         of_batch = [row for row in rows if row.batch == batch]
-        if options.max_seconds and time.perf_counter() - start > options.max_seconds:
+        try:
+            if options.max_seconds and time.perf_counter() - start > options.max_seconds:
+                raise BenchError("not started: --max-seconds")
+            _measure_patched(of_batch, model)
+        except Exception as error:  # a failure becomes a row and does not end the run
             for row in of_batch:
-                row.error = "not started: --max-seconds"
-        else:
-            try:
-                _measure_patched(of_batch, model)
-            except Exception as error:  # a failure becomes a row and does not end the run
-                for row in of_batch:
-                    row.error = row.error or one_line(error)
+                row.error = one_line(error)
         for row in of_batch:
             output.add(row)
     output.finish("A decode step of a model with 4 layers of DeepSeek-V4-Flash's sizes", _NOTES)
@@ -127,11 +149,8 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
                 return whole(ids, None, None, same_again(cache), use_cache=True).logits
 
             row.stock_compiled_ms = step_ms(compiled_step, model.device, _STOCK_STEPS)
-    # only the size of the request; the rest is about other processes
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # of memory, only the size: the rest is about other processes
         row.stock_error = one_line(error).partition(" GPU ")[0]
-    except RuntimeError as error:
-        row.stock_error = one_line(error)
     finally:
         cache = None
         if model.device.type == "cuda":
@@ -149,28 +168,27 @@ def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
     )
     fill(cache)
     torch._dynamo.reset()
-    options: dict[str, Any] = {}
-    if cuda:
-        options = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
-    compiled = torch.compile(v4.decode_step, fullgraph=True, dynamic=False, options=options)
-    metadata = torch.compile(_metadata, fullgraph=True, dynamic=False, options=options)
+    options = cuda_graphs(model.device)
+    compiled, metadata = (
+        torch.compile(each, fullgraph=True, dynamic=False, options=options)
+        for each in (v4.decode_step, _metadata)
+    )
     for row in rows:
-        step = _batch(model, batch, row.context)
+        step = step_batch([1] * batch, [row.context + 1] * batch, model.device)
         cache.seq_lens.fill_(row.context)
-        eager = v4.decode_step(model, step, cache.tensors, state_rings=False)
-        eager_call = functools.partial(
-            v4.decode_step, model, step, cache.tensors, state_rings=False
+        eager, call = (
+            functools.partial(run, model, step, cache.tensors, state_rings=False)
+            for run in (v4.decode_step, compiled)
         )
-        row.eager_ms = step_ms(eager_call, model.device, 3)
+        row.eager_ms, expected = step_ms(eager, model.device, 3), eager()
         start = time.perf_counter()
         for _ in range(_WARM):
-            out = compiled(model, step, cache.tensors, state_rings=False)
+            out = call()
             metadata(model, step, cache.tensors)
         row.compile_s = time.perf_counter() - start
-        row.max_diff = float((out - eager).abs().max())
+        row.max_diff = float((out - expected).abs().max())
         if cuda:
             torch.cuda.set_sync_debug_mode("error")
-        call = functools.partial(compiled, model, step, cache.tensors, state_rings=False)
         try:
             call()
         finally:
@@ -205,61 +223,25 @@ def _profile_kernels(row: ModelRow, call: Callable[[], Any]) -> None:
 
 _STAGES = {
     "experts": (
-        *("cutlass13device_kernel", "grouped_gemm", "grouped_mm"),
-        *("gate_up_kernel", "down_kernel", "expert_plan_kernel", "quantize_ordered_kernel"),
-        *("expert_counts_kernel", "round_rows_kernel", "order_scales_kernel"),
-        *("gate_up_by_blocks_kernel", "down_by_blocks_kernel"),
+        "cutlass13device_kernel", "grouped_gemm", "grouped_mm", "gate_up_kernel", "down_kernel",
+        "expert_plan_kernel", "quantize_ordered_kernel", "expert_counts_kernel",
+        "round_rows_kernel", "order_scales_kernel", "gate_up_by_blocks_kernel",
+        "down_by_blocks_kernel",
     ),
     "attention": ("split_keys", "join_splits", "prefill_keys"),
     "indexer": ("select_keys", "indexer", "merge_groups", "merge_parts", "quantize_query"),
     "compressor": ("compress_and_insert", "compressor_states", "pool_windows", "insert_pooled"),
     "insert": ("qnorm_rope", "insert"),
     "projections": (
-        *("nvjet", "cublas", "gemm", "gemv", "splitKreduce", "bmm", "cutlass", "fp8_linear"),
+        "nvjet", "cublas", "gemm", "gemv", "splitKreduce", "bmm", "cutlass", "fp8_linear",
     ),
-}
+}  # fmt: skip
 
 
 def stage_of(name: str) -> str:
     """Return the part of a step that a kernel belongs to, by its name."""
     found = (stage for stage, parts in _STAGES.items() if any(part in name for part in parts))
     return next(found, "norms, routers, streams, metadata")
-
-
-def _batch(model: Any, batch: int, context: int) -> Any:
-    """Make the next token of requests with ``context`` tokens."""
-    from dsv4_ops.integrations import transformers as v4
-
-    rows = torch.arange(batch, dtype=torch.int32, device=model.device)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=model.device)
-    return v4.StepBatch(rows.long(), starts, torch.full_like(rows, context + 1), rows)
-
-
-def fill(cache: Any) -> None:
-    """Fill every row of every block with random keys, and the states with random values."""
-    from dsv4_ops import quantize_and_insert_indexer_k, quantize_and_insert_k_cache
-
-    spec, attention = cache.spec.layers, cache.spec.layers.attention
-    for kind, layer in zip(cache.spec.kinds, cache.tensors.layers, strict=True):
-        size = {"swa": attention.swa_block_size}
-        if kind != "window":
-            size |= {"compressed": spec.block_size(kind), "indexer": spec.block_size(kind)}
-        for name, rows in size.items():
-            pages = getattr(layer, name)
-            if pages is None:
-                continue
-            index = name == "indexer"
-            insert = quantize_and_insert_indexer_k if index else quantize_and_insert_k_cache
-            dim = IndexerLayout.head_dim if index else MainLayout.head_dim
-            total = pages.shape[0] * rows
-            some = min(total, 2**16)
-            keys = torch.randn(some, dim, dtype=torch.bfloat16, device=cache.device)
-            for first in range(0, total, some):
-                slots = torch.arange(first, first + some, device=cache.device)
-                insert(keys, pages, slots, block_size=rows)
-        for states in (layer.states, layer.indexer_states):
-            if states is not None:
-                states.normal_()
 
 
 _NOTES = (

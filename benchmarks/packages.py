@@ -1,10 +1,10 @@
-"""Measure AOTInductor packages of sparse MLA beside the eager calls. There is one package per form,
-exported once for any number of tokens."""
+"""Measure AOTInductor packages of sparse MLA, exported once per form for any number of tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from torch.export import Dim
 from benchmarks.cases.attention_cases import decode_cases, paged_cases
 from benchmarks.cases.gathered_cases import gathered_cases
 from benchmarks.cases.prefill_cases import selecting_cases
-from benchmarks.harness import report
 from benchmarks.harness.work import Case, Work, tensors
 from dsv4_ops.lowering.inspect import build_package, load_package
 
@@ -36,28 +35,12 @@ _PER_TOKEN: Dims = {0: _TOKENS}
 
 @dataclass(frozen=True)
 class Form:
-    """A call that is exported once.
-
-    Args:
-        name: Name in the rows.
-        case: Makes the case for a number of tokens.
-        dims: Dynamic dimensions of every argument.
-        exported: Number of tokens of the export.
-        baseline_note: Work that the baseline leaves out.
-    """
+    """A call that is exported once."""
 
     name: str
-    case: Callable[[int], Case]
-    dims: Sequence[Dims]
-    exported: int
-    baseline_note: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackageWork(Work):
-    """A ``Work`` with its package."""
-
-    form: Form
+    case: Callable[[int], Case]  # makes the case for a number of tokens
+    dims: Sequence[Dims]  # of every argument
+    exported: int  # tokens of the export
 
 
 _SWA: tuple[Dims, ...] = ({0: "swa_blocks"}, _PER_TOKEN, _PER_TOKEN)
@@ -84,30 +67,19 @@ def forms(
         "prefill": lambda count: selecting_cases((count,), ((heads, selected),), prefix)[0],
         "gathered": lambda count: gathered_cases((count,), ((heads, keys),), rows)[0],
     }
-    notes = {"prefill": _GATHERED_BEFORE}
-    return {
-        name: Form(name, case, _DIMS[name], exported, notes.get(name))
-        for name, case in cases.items()
-    }
+    return {name: Form(name, case, _DIMS[name], exported) for name, case in cases.items()}
 
 
 def package_cases(form: Form, tokens: Sequence[int]) -> list[Case]:
     """Make the cases of a form for these numbers of tokens, with its package."""
-    return [_case(form, form.case(count)) for count in tokens]
+    cases = [(case, functools.partial(_work, form, case)) for case in map(form.case, tokens)]
+    named: dict[str, Any] = {"case": GROUP, "variant": form.name}
+    return [dataclasses.replace(case, build=build, **named) for case, build in cases]
 
 
-def _case(form: Form, case: Case) -> Case:
-    build = functools.partial(package_work, form, case.build)
-    return dataclasses.replace(case, case=GROUP, variant=form.name, build=build)
-
-
-def package_work(
-    form: Form, build: Callable[[torch.device], Work], device: torch.device
-) -> PackageWork:
-    """Build the case with the same inputs and calls."""
-    work = build(device)
-    same = {field.name: getattr(work, field.name) for field in dataclasses.fields(Work)}
-    return PackageWork(**{**same, "baseline_note": form.baseline_note}, form=form)
+def _work(form: Form, case: Case, device: torch.device) -> Work:
+    note = _GATHERED_BEFORE if form.name == "prefill" else None
+    return dataclasses.replace(case.build(device), details=form, baseline_note=note)
 
 
 class Packages:
@@ -118,8 +90,7 @@ class Packages:
         self._made: dict[str, Callable[..., Any] | Exception] = {}
 
     def of(self, form: Form) -> Callable[..., Any]:
-        """Return the package of a form. If it cannot be built, raise the same error at every
-        call."""
+        """Return the package of a form, or raise the error of its first build."""
         if form.name not in self._made:
             try:
                 self._made[form.name] = build(form, self._device)
@@ -147,15 +118,9 @@ def build(form: Form, device: torch.device) -> Callable[..., Any]:
     """Export a form, compile its package, and load it so that CUDA graphs can capture it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{form.name}.pt2"
-        steps: dict[str, Callable[[Any], Any]] = {
-            "export": functools.partial(_exported, form),
-            "compile": lambda program: build_package(program, path),
-            "load": lambda package: load_package(package, run_single_threaded=True),
-        }
-        made: Any = device
-        for name in report.progress(list(steps), f"package of {form.name}"):
-            made = steps[name](made)
-    loaded: Callable[..., Any] = made
+        print(f"package of {form.name}: export, compile, load", file=sys.stderr, flush=True)
+        build_package(_exported(form, device), path)
+        loaded: Callable[..., Any] = load_package(path, run_single_threaded=True)
     return loaded
 
 

@@ -1,5 +1,4 @@
-"""Measure the logit error of every mode of a patched model against Hugging Face's model in
-float32."""
+"""Measure the logit error of a patched model's modes against Hugging Face's in float32."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +22,9 @@ from dsv4_ops.testing.text import prompts
 @dataclass(kw_only=True)
 class PrecisionRow:
     """Logits of one mode, compared with those of Hugging Face's model in float32 without a cache.
+    Both have the same weights, which bfloat16 represents exactly."""
 
-    Both have the same weights, which bfloat16 represents exactly. ``case`` is the path of the
-    tokens: "prefill" is one call for the first tokens, and "decode" is one call for each token
-    after them. ``rms_pct`` is the root mean square of the difference, and ``median_pct`` the
-    difference of the median token, both in percent of the standard deviation of the logits;
-    ``max_std`` is the largest difference in standard deviations. ``argmax_pct`` of the tokens have
-    the same likeliest next token. ``kl_millinats`` is the mean divergence from float32's
-    distribution.
-    """
-
-    case: str
+    case: str  # "prefill", one call for the first tokens, or "decode", one for each after them
     runs: str
     weights: str
     kv: str | None = None
@@ -42,11 +33,11 @@ class PrecisionRow:
     tokens: int
     first: int
     last: int
-    rms_pct: float | None = None
-    median_pct: float | None = None
-    max_std: float | None = None
-    argmax_pct: float | None = None
-    kl_millinats: float | None = None
+    rms_pct: float | None = None  # root mean square of the difference, as part of logits_std
+    median_pct: float | None = None  # the same of the median token
+    max_std: float | None = None  # largest difference in standard deviations
+    argmax_pct: float | None = None  # tokens with the same likeliest next token
+    kl_millinats: float | None = None  # mean divergence from float32's distribution
     logits_std: float | None = None
     error: str | None = None
     seconds: float | None = None
@@ -73,24 +64,20 @@ _INDEX_TOPK = 64
 """Rows that the indexer selects, fewer than the context has."""
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Requests, tokens of each in the prefill, and decoded tokens after it."""
-
-    requests: int = 4
-    prefill: int = 448
-    decode: int = 64
+class _Sizes(NamedTuple):
+    requests: int
+    prefill: int  # tokens of each request
+    decode: int  # tokens after them
 
 
-_SMOKE_SIZES = _Sizes(requests=2, prefill=136, decode=4)
+_SIZES, _SMOKE_SIZES = _Sizes(4, 448, 64), _Sizes(2, 136, 4)
 
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
-    """Compare every mode on every model; rows and the table go to ``options.out``."""
     device = chosen_device(options)
     output = Report(options, device)
-    sizes = _SMOKE_SIZES if options.smoke else _Sizes()
+    sizes = _SMOKE_SIZES if options.smoke else _SIZES
     model = small_model(index_topk=_INDEX_TOPK)  # random weights and sharp attention
     ids = torch.tensor(prompts(sizes.requests, sizes.prefill + sizes.decode))
     pair = {"fp32": round_weights(model).to(device)}
@@ -103,8 +90,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def round_weights(model: Any) -> Any:
-    """Round the weights to bfloat16, like released ones, except those that Hugging Face keeps in
-    float32."""
+    """Round the weights to bfloat16, except those that Hugging Face keeps in float32."""
     for weight in _cast_in_bfloat16(model):
         weight.data = weight.data.bfloat16().float()
     return model
@@ -187,8 +173,7 @@ class _Judge:
 
 
 def compare(logits: Tensor, expected: Tensor) -> dict[str, float]:
-    """Return the differences of logits ``[requests, tokens, vocabulary]`` from the expected
-    ones."""
+    """Compare logits ``[requests, tokens, vocabulary]`` with the expected ones."""
     deviation = expected.std()
     difference = logits - expected
     of_token = difference.square().mean(-1).sqrt()

@@ -33,8 +33,9 @@ BENCHES = {
     "ampere": "code for an A100 on a Hopper card: beside what that card runs",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
-"""Names of the benchmarks, which are modules with ``run``, and the measured ops. ``CASES`` of a
-module are groups to choose from; its ``add_options`` adds options that only it has."""
+"""Names of the benchmarks, which are modules, and the measured ops. Their ``run`` writes rows and a
+table to ``options.out``; ``CASES`` are groups to choose from; ``add_options`` adds their own
+options."""
 
 
 class BenchError(RuntimeError):
@@ -50,8 +51,7 @@ class WrongResult(BenchError):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one benchmark; return the exit status: 0, 1 (wrong result), 2 (bad arguments), 130
-    (interrupted)."""
+    """Return the exit status: 0, 1 (wrong result), 2 (bad arguments), 130 (interrupted)."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         options = _parser().parse_args(arguments)

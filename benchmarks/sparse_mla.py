@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from benchmarks.baselines import flash_mla, vllm_metadata
-from benchmarks.baselines.prefill import PrefillWork, whole_prefills
-from benchmarks.cases.attention_calls import on_hopper, prefill_by_copy, prefill_from_pages
+from benchmarks.baselines.prefill import Context, whole_prefills
+from benchmarks.cases.attention_calls import PREFILLS, on_hopper, prefill_by_copy
 from benchmarks.cases.attention_cases import (
     decode_cases,
     mtp_cases,
@@ -23,40 +22,20 @@ from benchmarks.cases.attention_cases import (
 from benchmarks.cases.gathered_cases import ROWS, gathered_cases
 from benchmarks.cases.prefill_cases import PREFIX, dense_cases, selecting_cases
 from benchmarks.cases.token_check import Tolerance, outside
-from benchmarks.harness.measure import Checked, Function, OpBench, run_cases
+from benchmarks.harness.measure import Checked, Function, OpBench, OpRow
 from benchmarks.harness.report import one_line
-from benchmarks.harness.rows import OpRow
 from benchmarks.harness.work import Case, Work
-from benchmarks.packages import GROUP, Packages, PackageWork, forms, package_cases
+from benchmarks.packages import GROUP, Form, Packages, forms, package_cases
 
 DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 2.01 / 128, 5e-6), Tolerance(1e-6, 8.01 / 65536)
 PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
 """Tolerances of FlashMLA's own tests."""
 
-_SMOKE_CASES = ("decode",)
 _BATCHES = (1, 2, 8, 32, 64, 128, 256)
 _PREFILLS = (1, 8, 64, 128, 256, 512, 2048)
 _SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # the table holds C128 rows of 1M tokens
 _LARGEST_PREFIX = 983040  # FlashMLA holds 1048576 rows, including the window's
-_GATHERED = (1, 8, 32, 128, 512, 2048)
 _PACKAGED, _LARGE = (2, 8, 64, 256), (512, 2048)
-
-
-def _prefills(small: bool) -> list[Case]:
-    if small:
-        some, heads, prefix = (16,), (4,), 512
-        return [
-            *selecting_cases(some, ((4, 64),), prefix),
-            *dense_cases(some, heads, prefix),
-            *dense_cases(some, heads, prefix, table_rows=32),
-        ]
-    return [
-        *selecting_cases(_PREFILLS, ((64, 512), (128, 1024))),
-        *dense_cases(_PREFILLS, (64, 128)),
-        *dense_cases((64, 512, 2048), (64,), _SHORT_PREFIX),
-        *dense_cases((64, 128, 512, 2048), (64,), _SHORT_PREFIX, _TABLE_ROWS),
-        *dense_cases((64, 128), (64,), _LARGEST_PREFIX),
-    ]
 
 
 def _packages(small: bool) -> list[Case]:
@@ -72,58 +51,62 @@ def _packages(small: bool) -> list[Case]:
     return [case for name, form in made.items() for case in package_cases(form, sizes[name])]
 
 
-CASES: dict[str, Callable[[bool], list[Case]]] = {
-    "decode": lambda small: decode_cases(
-        *(((2, 8), (4,), (64,)) if small else (_BATCHES, (64, 128), (512, 1024)))
-    ),
-    "window": lambda small: window_cases((3,) if small else _BATCHES, 4 if small else 64),
-    "mtp": lambda small: mtp_cases(
-        *(((3,), 4, 64, 2) if small else ((8, 32, 64, 128), 64, 512, 2))
-    ),
-    "paged": lambda small: (
-        paged_cases((3,), 4, 64, (7, 64))
-        if small
-        else [
-            *paged_cases((8, 32, 64, 128), 64, 1024, (16, 128, 512, 1024)),
-            *paged_cases((24, 32, 64, 128), 128, 1024, (16, 1024)),
-        ]
-    ),
-    "ragged": lambda small: (
-        ragged_cases((6,), 4, (64, 128))
-        if small
-        else [
-            *ragged_cases((8, 32, 48, 64, 96, 128, 256, 512), 64, (512, 1024)),
-            *ragged_cases((8, 32, 64, 96, 128, 256), 128, (1024, 1024)),
-        ]
-    ),
-    "prefill": _prefills,
-    "gathered": lambda small: (
-        gathered_cases((3,), ((4, 128),), rows=256)
-        if small
-        else [
-            *gathered_cases(_GATHERED, ((64, 128), (64, 640), (128, 1152))),
-            *gathered_cases((512, 2048, 8192), ((64, 512), (64, 1024), (128, 1024))),
-        ]
-    ),
-    GROUP: _packages,
+Calls = dict[str, list[tuple[Any, ...]]]
+"""Functions that make cases, and their arguments, by the group."""
+
+_SMALL: Calls = {
+    "decode": [(decode_cases, (2, 8), (4,), (64,))],
+    "window": [(window_cases, (3,), 4)],
+    "mtp": [(mtp_cases, (3,), 4, 64, 2)],
+    "paged": [(paged_cases, (3,), 4, 64, (7, 64))],
+    "ragged": [(ragged_cases, (6,), 4, (64, 128))],
+    "prefill": [
+        (selecting_cases, (16,), ((4, 64),), 512),
+        (dense_cases, (16,), (4,), 512),
+        (dense_cases, (16,), (4,), 512, 32),
+    ],
+    "gathered": [(gathered_cases, (3,), ((4, 128),), 256)],
+    GROUP: [(_packages, True)],
 }
-"""Groups of cases, in the order of measurement."""
+_WHOLE: Calls = {
+    "decode": [(decode_cases, _BATCHES, (64, 128), (512, 1024))],
+    "window": [(window_cases, _BATCHES, 64)],
+    "mtp": [(mtp_cases, (8, 32, 64, 128), 64, 512, 2)],
+    "paged": [
+        (paged_cases, (8, 32, 64, 128), 64, 1024, (16, 128, 512, 1024)),
+        (paged_cases, (24, 32, 64, 128), 128, 1024, (16, 1024)),
+    ],
+    "ragged": [
+        (ragged_cases, (8, 32, 48, 64, 96, 128, 256, 512), 64, (512, 1024)),
+        (ragged_cases, (8, 32, 64, 96, 128, 256), 128, (1024, 1024)),
+    ],
+    "prefill": [
+        (selecting_cases, _PREFILLS, ((64, 512), (128, 1024))),
+        (dense_cases, _PREFILLS, (64, 128)),
+        (dense_cases, (64, 512, 2048), (64,), _SHORT_PREFIX),
+        (dense_cases, (64, 128, 512, 2048), (64,), _SHORT_PREFIX, _TABLE_ROWS),
+        (dense_cases, (64, 128), (64,), _LARGEST_PREFIX),
+    ],
+    "gathered": [
+        (gathered_cases, (1, 8, 32, 128, 512, 2048), ((64, 128), (64, 640), (128, 1152))),
+        (gathered_cases, (512, 2048, 8192), ((64, 512), (64, 1024), (128, 1024))),
+    ],
+    GROUP: [(_packages, False)],
+}
 
 
-def chosen_cases(groups: Iterable[str], *, smoke: bool) -> list[Case]:
-    """Make the cases of some groups."""
-    return [case for group in groups for case in CASES[group](smoke)]
+def _cases(group: str, small: bool) -> list[Case]:
+    calls = (_SMALL if small else _WHOLE)[group]
+    return [case for make, *args in calls for case in make(*args)]
 
 
-def run(options: argparse.Namespace) -> None:
-    """Check and time the cases of the command line; rows and table go to ``options.out``."""
-    groups = options.cases or (_SMOKE_CASES if options.smoke else CASES)
-    run_cases(options, chosen_cases(groups, smoke=options.smoke), Bench)
+CASES = {group: functools.partial(_cases, group) for group in _WHOLE}
 
 
 class Bench(OpBench):
     """Measure sparse MLA; FlashMLA agrees within the tolerances of its own tests."""
 
+    groups, smoke_groups = CASES, ("decode",)
     title = (
         "Sparse MLA, microseconds; before timing every result was within 1.5 times the error of "
         "the reference against float64, or of one rounding"
@@ -159,16 +142,16 @@ class Bench(OpBench):
 
     def others(self, row: OpRow, work: Work) -> Mapping[str, Callable[[], Function]]:
         """Return the package of a form, and both variants of a prefill."""
-        if isinstance(work, PackageWork):
-            return {"package_us": functools.partial(self.packages.of, work.form)}
-        if self.copies is None or not isinstance(work, PrefillWork):
+        if isinstance(work.details, Form):
+            return {"package_us": functools.partial(self.packages.of, work.details)}
+        if self.copies is None or not isinstance(work.details, Context):
             return {}
         if not on_hopper(work.sets[0][0]):
             row.say("note", "pages_us and copied_us are of a Hopper GPU, which this is not")
             return {}
-        ratio = work.context.ratio
+        ratio = work.details.ratio
         return {
-            "pages_us": lambda: functools.partial(prefill_from_pages, ratio),
+            "pages_us": lambda: functools.partial(PREFILLS[ratio], impl="triton"),
             "copied_us": lambda: functools.partial(prefill_by_copy, ratio),
         }
 
@@ -186,14 +169,14 @@ class Bench(OpBench):
     def time_baseline(self, at: Checked) -> None:
         super().time_baseline(at)
         row, work = at.row, at.work
-        if not isinstance(work, PrefillWork):
+        if not isinstance(work.details, Context):
             return
         try:
             self._time_whole(row, work, at.ours)
         except Exception as error:  # a broken baseline becomes a row and does not end the run
             row.say("baseline_error", f"whole: {one_line(error)}")
 
-    def _time_whole(self, row: OpRow, work: PrefillWork, ours: Sequence[Tensor]) -> None:
+    def _time_whole(self, row: OpRow, work: Work, ours: Sequence[Tensor]) -> None:
         """Time vLLM's prefill from FP8 blocks, and its stages in their order."""
         if isinstance(self.cache, Exception):
             raise self.cache
@@ -206,3 +189,6 @@ class Bench(OpBench):
         row.more["baseline_gather_us"] = self.graph_us([w.gather for w in held], repeated=False)
         row.more["baseline_combine_us"] = self.graph_us([w.combine for w in held])
         row.more["baseline_whole_us"] = self.graph_us([w.whole for w in held])
+
+
+run = Bench.run

@@ -1,9 +1,8 @@
-"""Benchmark a start, from a model on the device to its first steps, and to steps of other sizes,
-or to the first texts of ``generate``.
+"""Benchmark starts: to the first steps of a model on the device, to steps of other sizes, or to the
+first texts of ``generate``.
 
-Layers have the full sizes of DeepSeek-V4-Flash in the released precision. Every start is a process
-of its own: a cold one with empty folders of compiled code, warm ones with the folders that it
-filled.
+Layers have the sizes of DeepSeek-V4-Flash in the released precision. Every start is a process, a
+cold one with empty folders of compiled code, warm ones with the folders that it filled.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,59 +24,42 @@ import torch
 
 from benchmarks.harness.options import chosen_device, size, sizes
 from benchmarks.harness.report import Report
+from benchmarks.harness.steps import flash_config, step_batch
 from benchmarks.harness.timing import Capture, wait
-from benchmarks.memory import SMALL
 from benchmarks.run import BenchError, WrongResult
 from dsv4_ops.cli.options import bounded_int
-from dsv4_ops.testing.checkpoint import FLASH
 
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DSV4_OPS_CACHE")
-_SMALL = {**SMALL, "index_n_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
 _MOST_ERROR = 0.05
-"""Maximum error of the compiled step's logits from the eager step's, relative to the largest logit;
-both are in bfloat16."""
+"""Maximum error of compiled logits, relative to the largest; both steps are in bfloat16."""
 
 
 @dataclass(kw_only=True)
 class StartRow:
-    """One phase of a start.
-
-    ``seconds`` is the wall time of the phase, and ``graphs`` the number of graphs that it compiled.
-    ``clock_ms`` is the median wall time of the step after the phase, and ``step_ms`` its median
-    time in a CUDA graph. ``token_ms`` is how much longer a call of ``generate``
-    takes with a token more.
-    """
+    """One phase of a start."""
 
     start: str
     phase: str
     layers: int
-    seconds: float | None = None
-    graphs: int | None = None
-    clock_ms: float | None = None
-    step_ms: float | None = None
-    token_ms: float | None = None
+    seconds: float | None = None  # wall time of the phase
+    graphs: int | None = None  # that it compiled
+    clock_ms: float | None = None  # median wall time of the step after the phase
+    step_ms: float | None = None  # its median time in a CUDA graph
+    token_ms: float | None = None  # how much longer ``generate`` takes with a token more
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this benchmark has."""
     add = parser.add_argument
     add("--layers", type=size, help="default: 20; 5 on a CPU")
     add("--prefills", type=sizes, default=(1000, 517, 1), help="tokens; default: 1000,517,1")
     add("--batches", type=sizes, default=(8, 1, 2, 32), help="requests; default: 8,1,2,32")
-    add(
-        "--warm",
-        type=bounded_int(0),
-        default=1,
-        metavar="N",
-        help="warm starts; default: %(default)s",
-    )
+    add("--warm", type=bounded_int(0), default=1, metavar="N", help="starts; default: %(default)s")
     add("--generate", type=size, metavar="N", help="call generate for N tokens, in place of steps")
     add("--backend", default="inductor", help="of torch.compile; default: %(default)s")
     add("--child", metavar="NAME", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Start in separate processes; rows and table go to ``options.out``."""
     device = chosen_device(options)
     options.layers = options.layers or (20 if device.type == "cuda" else 5)
     if options.child:
@@ -95,13 +78,7 @@ def _follow(
     options: argparse.Namespace, name: str, environment: dict[str, str], output: Report
 ) -> None:
     """Run one start, and write each of its rows at once."""
-    command = [sys.executable, "-m", "benchmarks", "start", "--child", name]
-    for option in ("device", "layers", "backend"):
-        command += [f"--{option}", str(getattr(options, option))]
-    for option in ("prefills", "batches"):
-        command += [f"--{option}", ",".join(map(str, getattr(options, option)))]
-    command += ["--generate", str(options.generate)] if options.generate else []
-    command += ["--smoke"] if options.smoke else []
+    command = [sys.executable, *shlex.split(options.command)[1:], "--child", name]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
@@ -120,10 +97,8 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
     from dsv4_ops.testing.released_model import released_model
 
     layers = options.layers
-    ratios = [*FLASH["compress_ratios"][:layers], 0]
-    small = _SMALL if device.type == "cpu" else {}
-    config = {**FLASH, "index_topk": 512, **small, "num_hidden_layers": layers}
-    model = v4.patch(released_model({**config, "compress_ratios": ratios}, device=device))
+    config = flash_config(layers, small=device.type == "cpu")
+    model = v4.patch(released_model(config, device=device))
 
     def row(phase: str, seconds: float, graphs: int, **times: float | None) -> StartRow:
         return StartRow(
@@ -210,14 +185,10 @@ class Steps:
 
     def batch(self, counts: Sequence[int]) -> Any:
         """Make the next ``counts`` tokens of the first requests."""
-        device = self.cache.device
         for number, count in enumerate(counts):
             self.lens[number] += count
-        ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
-        lens = torch.tensor(self.lens[: len(counts)], dtype=torch.int32, device=device)
-        rows = torch.tensor(self.rows[: len(counts)], dtype=torch.int32, device=device)
-        tokens = torch.randint(3, 250, (sum(counts),), device=device)
-        return self.v4.StepBatch(tokens, ends, lens, rows)
+        given = [each[: len(counts)] for each in (self.lens, self.rows)]
+        return step_batch(counts, given[0], self.cache.device, given[1])
 
     def check(self, requests: int) -> None:
         """Raise if an eager step of the same tokens has other logits."""

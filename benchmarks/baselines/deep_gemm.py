@@ -28,23 +28,16 @@ def arguments(
 
 
 def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable[..., Tensor]:
-    """Compute the logits of one input set, undefined past the lengths. All sets share the lengths,
-    and therefore the plan."""
+    """Compute the logits of one input set, undefined past the lengths, which all sets share."""
     lens = sets[0][3]
     plan = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
 
     def call(q: Tensor, k_cache: Tensor, weights: Tensor, lens: Tensor, table: Tensor) -> Tensor:
         found: Tensor = library.fp8_fp4_paged_mqa_logits(
-            q=(q, None),
-            kv_cache=k_cache,
-            weights=weights,
-            context_lens=lens,
-            block_table=table,
-            schedule_meta=plan,
-            max_context_len=table.shape[1] * block_size,
-            clean_logits=False,
+            q=(q, None), kv_cache=k_cache, weights=weights, context_lens=lens, block_table=table,
+            schedule_meta=plan, max_context_len=table.shape[1] * block_size, clean_logits=False,
             logits_dtype=torch.float32,
-        )
+        )  # fmt: skip
         return found
 
     return call
@@ -53,8 +46,7 @@ def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable
 def select_call(
     sets: Sequence[Args], block_size: int, topk: int, library: Any
 ) -> Callable[..., Tensor]:
-    """Select rows with DeepGEMM: PyTorch's top-k of its logits, in any order. All rows of all
-    requests exist, so no logit is masked."""
+    """Select rows: PyTorch's top-k of its logits, in any order. All rows of all requests exist."""
     logits = logits_call(sets, block_size, library)
 
     def call(*args: Tensor) -> Tensor:

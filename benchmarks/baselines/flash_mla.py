@@ -31,8 +31,7 @@ def decode_arguments(
     block_sizes: tuple[int, int],
     per_request: int = 1,
 ) -> Args:
-    """Convert the arguments of ``sparse_mla_decode`` to FlashMLA's: one request per batch row, with
-    ``per_request`` tokens of the same lengths."""
+    """Convert arguments of ``sparse_mla_decode``; tokens of a request have the same lengths."""
 
     def by_request(values: Tensor) -> Tensor:
         return values.view(-1, per_request, *values.shape[1:])
@@ -55,17 +54,9 @@ def decode_call(
     def attend(args: Args, meta: Any) -> Any:
         q, swa, indices, lens, extra, extra_indices, extra_lens, sink = args
         return library.sparse_decode(
-            q,
-            swa,
-            indices,
-            topk_length=lens,
-            attn_sink=sink,
-            meta=meta,
-            extra_kv=extra,
-            extra_indices=extra_indices,
-            extra_topk_length=extra_lens,
-            scale=scale,
-        )
+            q, swa, indices, topk_length=lens, attn_sink=sink, meta=meta, extra_kv=extra,
+            extra_indices=extra_indices, extra_topk_length=extra_lens, scale=scale,
+        )  # fmt: skip
 
     plan = attend(sets[0], None)[2] if planned else None
 
@@ -77,8 +68,7 @@ def decode_call(
 
 
 def prefill_call(scale: float, library: Any) -> Callable[..., Any]:
-    """Prefill over gathered rows. Its lse is not returned, because documents disagree about its
-    unit."""
+    """Prefill over gathered rows, without its lse: documents disagree about its unit."""
 
     def call(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, sink: Tensor) -> Tensor:
         out: Tensor = library.sparse_prefill(

@@ -44,12 +44,9 @@ def make_layer(library: Any, codes: Tensor, scale: Tensor) -> Any:
     num_experts, rows, packed = codes.shape
     with torch.device(codes.device):  # otherwise it makes its parameters on the CPU
         layer = library.layer.HummingLayer(
-            shape_n=rows,
-            shape_k=2 * packed,
-            weight_config={"quant_method": "mxfp4"},
-            num_experts=num_experts,
-            torch_dtype=torch.bfloat16,
-        )
+            shape_n=rows, shape_k=2 * packed, weight_config={"quant_method": "mxfp4"},
+            num_experts=num_experts, torch_dtype=torch.bfloat16,
+        )  # fmt: skip
     layer.load_from_tensors({"weight": codes, "weight_scale": scale})
     layer.transform()
     return layer
@@ -71,11 +68,7 @@ def activation(limit: float) -> str:
 
 
 def experts_step(library: Any, layers: Sequence[Any], num_rows: int, *, limit: float) -> Step:
-    """Experts of ``num_rows`` pairs of a token and its expert; every id is one of the experts.
-
-    Args:
-        layers: The layer of gate and up, and the layer of down.
-    """
+    """Experts of ``num_rows`` pairs of token and expert, by the layers of gate_up and down."""
     method, impl = library.layer.HummingMethod, activation(limit)
     tables = [method.get_default_tuning_configs(each, **_INDEXED) for each in layers]
     tunings = [choose(table, num_rows) for table in tables]
@@ -86,15 +79,10 @@ def experts_step(library: Any, layers: Sequence[Any], num_rows: int, *, limit: f
     def multiply(index: int, rows: Tensor, plan: tuple[Tensor, Tensor, Tensor], topk: int) -> Any:
         sorted_ids, expert_ids, num_padded = plan
         return layers[index](
-            rows,
-            sorted_ids=sorted_ids,
-            expert_ids=expert_ids,
-            num_tokens_padded=num_padded,
-            top_k=topk,
-            valid_shape_m=num_rows,
-            compute_config=compute,
+            rows, sorted_ids=sorted_ids, expert_ids=expert_ids, num_tokens_padded=num_padded,
+            top_k=topk, valid_shape_m=num_rows, compute_config=compute,
             tuning_config=json.dumps(tunings[index]),
-        )
+        )  # fmt: skip
 
     def step(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         plans = {each: _plan(ids, layers[0].num_experts, each) for each in sorted(set(blocks))}

@@ -19,7 +19,7 @@ from benchmarks.harness.work import Args
 from benchmarks.sparse_mla import DECODE_OUT
 from dsv4_ops.attention import LayerSpec, layer as stages, output
 from dsv4_ops.attention.tensors import LayerCall
-from dsv4_ops.core.layout import IndexerLayout, StateLayout
+from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.ops.rope import ROPE_DIM
 
 Call = Callable[[], Any]
@@ -63,8 +63,7 @@ def load(folder: Path) -> Libraries:
 
 
 class Results(NamedTuple):
-    """Results of our stages: queries, ``slots`` of the selected rows, and the attention output
-    before inverse RoPE."""
+    """Queries, ``slots`` of the selected rows, and the attention output before inverse RoPE."""
 
     q: Tensor
     slots: Tensor | None
@@ -93,29 +92,27 @@ class BaselineStages:
         self, libraries: Libraries, kind: str, spec: LayerSpec, args: Args, ours: Results
     ) -> None:
         self.libraries, self.kind, self.spec, self.ours = libraries, kind, spec, ours
-        self.inputs, self.weights, self.caches, self.step = parts_of(args)
+        inputs, self.weights, self.caches, self.step = parts_of(args)
+        self.inputs: Any = inputs
         self.group = self.step.c4 if kind == "c4" else self.step.c128
         self.layouts = spec.layouts(kind)
         self.own = {name: getattr(self.caches, name).clone() for name in self.layouts}
-        self.q = ours.q
+        self.table, self.q = self.weights.cos_sin_cache, ours.q
         self.query: tuple[Any, Any] = self._our_query() if kind == "c4" else (None, None)
         self.extra: tuple[Any, Any, Any] = (None, None, None)
-        self.logits: Any = None
-        self.rows: Any = None
-        self.out: Any = None
-        self.quantized: Any = None
+        self.logits = self.rows = self.out = self.quantized = cast(Any, None)
 
     def calls(self, found: Found | None = None) -> list[Call]:
-        """Make and run each stage once, in order; return the calls. If ``found`` is given, compare
-        the results with ours."""
-        made: dict[str, Callable[[], Call]] = {"window": self._window}
+        """Run each stage once, in order; return the stages. If ``found`` is given, compare the
+        results with ours."""
+        made: dict[str, Callable[[], Call]] = {"window": lambda: self._window}
         if self.kind != "window":
             made["compressed"] = lambda: self._compress("", "compressed")
         if self.kind == "c4":
             made["indexer_keys"] = lambda: self._compress("indexer_", "indexer")
-            made |= {"indexer_query": self._indexer_query, "logits": self._logits}
-            made |= {"topk": self._topk, "slots": self._slots}
-        made |= {"attention": self._attention, "inverse_rope_fp8": self._inverse_rope}
+            made |= {"indexer_query": lambda: self._indexer_query, "logits": self._logits}
+            made |= {"topk": lambda: self._topk, "slots": self._slots}
+        made |= {"attention": self._attention, "inverse_rope_fp8": lambda: self._inverse_rope}
         calls = []
         for name, make in made.items():
             call, rows = make(), self.written(name)
@@ -131,21 +128,16 @@ class BaselineStages:
 
     def written(self, name: str) -> list[Rows]:
         """Return the rows that a stage writes to the baseline's copies of the caches."""
-        group, step = self.group, self.step
-        of = {
-            "window": (("swa", step.slot_mapping),),
-            "compressed": (
-                ("states", group.state_slot_mapping),
-                ("compressed", group.slot_mapping),
-            ),
-            "indexer_keys": (
-                ("indexer_states", group.state_slot_mapping),
-                ("indexer", group.slot_mapping),
-            ),
-        }
+        of = {"window": {"swa": self.step.slot_mapping}}
+        for stage, prefix, cache in (
+            ("compressed", "", "compressed"),
+            ("indexer_keys", "indexer_", "indexer"),
+        ):
+            states = {f"{prefix}states": self.group.state_slot_mapping}
+            of[stage] = {**states, cache: self.group.slot_mapping}
         return [
             Rows(cache, self.layouts[cache], self.own[cache], getattr(self.caches, cache), slots)
-            for cache, slots in of.get(name, ())
+            for cache, slots in of.get(name, {}).items()
         ]
 
     def compare(self, name: str, found: Found) -> None:
@@ -163,8 +155,8 @@ class BaselineStages:
             text = outside(name, self.out, self.ours.out, DECODE_OUT)
         elif name == "inverse_rope_fp8":  # ours, from the same attention output
             ours = dsv4_ops.inverse_rope_group_quantize(
-                self.out, self.step.positions, self.weights.cos_sin_cache,
-                num_groups=self.spec.num_groups, scale_layout="row",
+                self.out, self.step.positions, self.table, num_groups=self.spec.num_groups,
+                scale_layout="row",
             )  # fmt: skip
             baseline = [part.transpose(0, 1).contiguous() for part in self.quantized]
             pairs = [
@@ -175,27 +167,18 @@ class BaselineStages:
         if text:
             found.wrong.append(text)
 
-    def _window(self) -> Call:
-        """Make the call of vLLM's fused query norm, RoPE and insert."""
-        step, swa, size = self.step, self.own["swa"], self.spec.attention.swa_block_size
-        table = self.weights.cos_sin_cache
+    def _window(self) -> None:
+        """Run vLLM's query norm, RoPE and insert; it pads other numbers of heads to 64 or 128."""
         fused = self.libraries.extension.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
-        q, kv, eps = self.inputs.q, self.inputs.kv, self.spec.eps
-
-        def call() -> None:  # it pads other numbers of heads to 64 or 128
-            heads = q.shape[1]
-            self.q = fused(
-                q, kv, swa, step.slot_mapping, step.positions, table, heads, eps, size
-            )  # fmt: skip
-
-        return call
+        q, step, size = self.inputs.q, self.step, self.spec.attention.swa_block_size
+        self.q = fused(
+            q, self.inputs.kv, self.own["swa"], step.slot_mapping, step.positions, self.table,
+            q.shape[1], self.spec.eps, size,
+        )  # fmt: skip
 
     def _compress(self, prefix: str, cache: str) -> Call:
         """Save states, then compress and store complete windows."""
-        save = self.libraries.states.save_partial_states
-        store = self.libraries.compressor.compress_norm_rope_store_triton
-        layout = cast(Any, self.layouts[cache])
-        states = cast(StateLayout, self.layouts[f"{prefix}states"])
+        layout, states = (cast(Any, self.layouts[name]) for name in (cache, f"{prefix}states"))
         group, step, rows = self.group, self.step, states.rows(self.own[f"{prefix}states"])
         width = rows.shape[2] // 2
         kv, score = getattr(self.inputs, f"{prefix}kv_score").split(width, 1)
@@ -208,12 +191,13 @@ class BaselineStages:
             "compress_ratio": self.spec.ratio(self.kind),
             "pdl_kwargs": {},
         }
+        saved = {"kv": kv, "score": score, "ape": getattr(self.weights, f"{prefix}ape"), **shared}
         stored: dict[str, Any] = {
             **shared,
             "num_actual": step.positions.shape[0],
             "token_to_req_indices": step.req_indices,
             "block_table": group.state_block_table,
-            "cos_sin_cache": self.weights.cos_sin_cache,
+            "cos_sin_cache": self.table,
             "kv_cache": layout.kernel_view(self.own[cache])[:, :, 0],
             "k_cache_metadata": SimpleNamespace(slot_mapping=group.slot_mapping),
             "head_dim": layout.head_dim,
@@ -226,33 +210,23 @@ class BaselineStages:
             "token_stride": layout.data_bytes,
             "scale_dim": layout.scale_bytes,
         }
-        ape = getattr(self.weights, f"{prefix}ape")
 
         def call() -> None:
-            save(kv=kv, score=score, ape=ape, **shared)
-            store(**stored)
+            self.libraries.states.save_partial_states(**saved)
+            self.libraries.compressor.compress_norm_rope_store_triton(**stored)
 
         return call
 
-    def _our_query(self) -> tuple[Tensor, Tensor]:
-        inputs: Any = self.inputs
-        codes, weights = dsv4_ops.indexer_quantize_q(
-            inputs.indexer_q, inputs.indexer_weights, self.step.positions,
-            self.weights.cos_sin_cache,
-        )  # fmt: skip
+    def _our_query(self) -> tuple[Any, Any]:
+        query = (self.inputs.indexer_q, self.inputs.indexer_weights)
+        codes, weights = dsv4_ops.indexer_quantize_q(*query, self.step.positions, self.table)
         return codes, weights
 
-    def _indexer_query(self) -> Call:
+    def _indexer_query(self) -> None:
         quantize = self.libraries.indexer_query.fused_indexer_q_rope_quant
-        table, inputs = self.weights.cos_sin_cache, cast(Any, self.inputs)
-        scales = IndexerLayout.head_dim**-0.5, inputs.indexer_q.shape[1] ** -0.5
-
-        def call() -> None:
-            self.query = quantize(
-                self.step.positions, inputs.indexer_q, table, inputs.indexer_weights, *scales
-            )
-
-        return call
+        q, weights = self.inputs.indexer_q, self.inputs.indexer_weights
+        scales = IndexerLayout.head_dim**-0.5, q.shape[1] ** -0.5
+        self.query = quantize(self.step.positions, q, self.table, weights, *scales)
 
     def _logits(self) -> Call:
         size, group = self.spec.block_size("c4"), self.group
@@ -269,39 +243,30 @@ class BaselineStages:
 
         return call
 
-    def _topk(self) -> Call:
-        def call() -> None:
-            count = min(self.spec.attention.index_topk, self.logits.shape[1])
-            self.rows = self.logits.topk(count, sorted=False).indices.to(torch.int32)
-
-        return call
+    def _topk(self) -> None:
+        count = min(self.spec.attention.index_topk, self.logits.shape[1])
+        self.rows = self.logits.topk(count, sorted=False).indices.to(torch.int32)
 
     def _slots(self) -> Call:
         translate = self.libraries.vllm.compute_global_topk_indices_and_lens
         valid = torch.ones_like(self.step.req_indices, dtype=torch.bool)
-        group, size = self.group, self.spec.block_size("c4")
+        where = (self.step.req_indices, self.group.block_table, self.spec.block_size("c4"), valid)
 
         def call() -> None:
-            found = translate(self.rows, self.step.req_indices, group.block_table, size, valid)
-            self.extra = (self.own["compressed"], found[0], found[1])
+            self.extra = (self.own["compressed"], *translate(self.rows, *where)[:2])
 
         return call
 
     def _attention(self) -> Call:
-        step, spec = self.step, self.spec
+        step, spec, table = self.step, self.spec, self.group.block_table
+        size = 1 if self.kind == "window" else spec.block_size(self.kind)
         if self.kind == "c128":
-            group, size = self.group, spec.block_size("c128")
             dense = dsv4_ops.dense_compressed_indices(
-                step.positions,
-                step.req_indices,
-                group.block_table,
-                block_size=size,
-                compress_ratio=spec.attention.c128_ratio,
-                max_compressed=group.block_table.shape[1] * size,
-            )
+                step.positions, step.req_indices, table, block_size=size,
+                compress_ratio=spec.attention.c128_ratio, max_compressed=table.shape[1] * size,
+            )  # fmt: skip
             self.extra = (self.own["compressed"], dense.indices, dense.lens)
-        page = 1 if self.kind == "window" else spec.block_size(self.kind)
-        sizes = (spec.attention.swa_block_size, page)
+        sizes = (spec.attention.swa_block_size, size)
 
         def arguments() -> Args:
             window = (self.own["swa"], step.swa_indices, step.swa_lens)
@@ -311,19 +276,14 @@ class BaselineStages:
 
         attend = flash_mla.decode_call([arguments()], spec.softmax_scale, self.libraries.flash_mla)
 
-        def call() -> Any:
+        def call() -> None:
             self.out = attend(*arguments())[0]
-            return self.out
 
         return call
 
-    def _inverse_rope(self) -> Call:
+    def _inverse_rope(self) -> Any:
         undo = self.libraries.inverse_rope.fused_inv_rope_fp8_quant
-        groups, table = self.spec.num_groups, self.weights.cos_sin_cache
-
-        def call() -> Any:
-            heads = self.out.shape[1] // groups
-            self.quantized = undo(self.out, self.step.positions, table, groups, heads)
-            return self.quantized
-
-        return call
+        groups = self.spec.num_groups
+        heads = self.out.shape[1] // groups
+        self.quantized = undo(self.out, self.step.positions, self.table, groups, heads)
+        return self.quantized

@@ -3,40 +3,29 @@ workspace, converts indices to rows of the workspace, and calls FlashMLA."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.cases.attention_calls import SCALE
 from benchmarks.cases.attention_draws import PAGE, PAGES, WINDOW
-from benchmarks.harness.work import Work
+from benchmarks.harness.work import Args, Work
 from dsv4_ops.core.layout import MainLayout
 
 
 class Context(NamedTuple):
-    """One prefill request of ``tokens`` new tokens: vLLM gathers up to four requests per chunk, so
-    one request is one chunk.
+    """One prefill request: vLLM gathers up to four requests per chunk, so it is one chunk."""
 
-    Args:
-        tokens: New tokens.
-        length: All tokens, including earlier ones.
-        ratio: Tokens per compressed row.
-    """
-
-    tokens: int
-    length: int
-    ratio: int
+    tokens: int  # new ones
+    length: int  # all tokens, including earlier ones
+    ratio: int  # tokens per compressed row
 
     @property
     def compressed(self) -> int:
         """Number of gathered compressed rows: all rows of the request, selected or not."""
         return self.length // self.ratio
-
-    @property
-    def block_size(self) -> int:
-        """Compressed rows per block."""
-        return PAGES[self.ratio]
 
     @property
     def window(self) -> int:
@@ -55,50 +44,26 @@ class Context(NamedTuple):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillWork(Work):
-    """A ``Work`` with arguments of ``sparse_mla_prefill`` and its request."""
-
-    context: Context
-    scale: float
-
-
 class WholePrefill:
-    """vLLM's prefill of one input set.
-
-    Args:
-        flash_mla: FlashMLA.
-        cache: vLLM's cache ops.
-        work: The case.
-        place: Index of the input set.
-        workspace: bf16 [1, rows, 512], which all layers of a server share.
-    """
+    """vLLM's prefill of one input set; ``workspace`` is bf16 [1, rows, 512]."""
 
     def __init__(
-        self, flash_mla: Any, cache: Any, work: PrefillWork, place: int, workspace: Tensor
+        self, flash_mla: Any, cache: Any, context: Context, args: Args, workspace: Tensor
     ) -> None:
         self.flash_mla, self.cache, self.workspace = flash_mla, cache, workspace
-        self.context, self.scale = work.context, work.scale
-        self.q, self.swa, positions, _, swa_table, self.extra, table, selected, self.sink = (
-            work.sets[place]
-        )
-        self.selected = self._every(positions) if selected is None else selected
+        self.context = context
+        self.q, self.swa, positions, _, swa_table, self.extra, table, selected, self.sink = args
+        if selected is None:  # all rows, which a server lists once per step
+            row = torch.arange(self.context.compressed, dtype=torch.int32, device=self.q.device)
+            visible = (positions[:, None] + 1) // self.context.ratio
+            selected = torch.where(row < visible, row, -1)
+        self.selected = selected
         self.swa_table, self.table = swa_table.contiguous(), table.contiguous()
         device = self.q.device
-
-        def ints(*values: int) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        self.starts, self.seq_lens = ints(0, self.context.tokens), ints(self.context.length)
-        self.gather_lens = ints(self.context.window)
-        self.indices = self.lens = ints()
-
-    def _every(self, positions: Tensor) -> Tensor:
-        """Build the selection of a layer that attends to all rows, which a server builds once per
-        step."""
-        row = torch.arange(self.context.compressed, dtype=torch.int32, device=positions.device)
-        visible = (positions + 1) // self.context.ratio
-        return torch.where(row < visible[:, None], row, -1).to(torch.int32)
+        ints = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+        self.starts, self.seq_lens = ints([0, self.context.tokens]), ints([self.context.length])
+        self.gather_lens = ints([self.context.window])
+        self.indices = self.lens = ints([])
 
     @staticmethod
     def rows(context: Context) -> tuple[int, int]:
@@ -109,7 +74,7 @@ class WholePrefill:
 
     def gather(self) -> None:
         """Gather the compressed rows, then the window rows."""
-        gather, size = self.cache.dequantize_and_gather_k_cache, self.context.block_size
+        gather, size = self.cache.dequantize_and_gather_k_cache, PAGES[self.context.ratio]
         counts = self.seq_lens // self.context.ratio  # a server computes it in every layer
         start = self.rows(self.context)[1]
         compressed = MainLayout(size).kernel_view(self.extra)[:, :, 0]
@@ -131,30 +96,21 @@ class WholePrefill:
         )  # fmt: skip
         return self.indices, self.lens
 
-    def attend(self) -> Tensor:
-        """Run FlashMLA over the workspace."""
-        out: Tensor = self.flash_mla.sparse_prefill(
-            self.q,
-            self.workspace.view(-1, 1, MainLayout.head_dim),
-            self.indices[:, None],
-            scale=self.scale,
-            attn_sink=self.sink,
-            topk_length=self.lens,
-        )[0]
-        return out
-
     def whole(self) -> Tensor:
-        """All of it."""
+        """Run all of it, FlashMLA over the workspace included."""
         self.gather()
         self.combine()
-        return self.attend()
+        rows = self.workspace.view(-1, 1, MainLayout.head_dim)
+        out: Tensor = self.flash_mla.sparse_prefill(
+            self.q, rows, self.indices[:, None], scale=SCALE, attn_sink=self.sink,
+            topk_length=self.lens,
+        )[0]  # fmt: skip
+        return out
 
 
-def whole_prefills(flash_mla: Any, cache: Any, work: PrefillWork) -> list[WholePrefill]:
+def whole_prefills(flash_mla: Any, cache: Any, work: Work) -> list[WholePrefill]:
     """Make the calls of every input set, over one workspace."""
-    rows = WholePrefill.rows(work.context)[0]
-    q = work.sets[0][0]
-    workspace = torch.zeros(1, rows, MainLayout.head_dim, dtype=torch.bfloat16, device=q.device)
-    return [
-        WholePrefill(flash_mla, cache, work, place, workspace) for place in range(len(work.sets))
-    ]
+    rows = WholePrefill.rows(work.details)[0]
+    device = work.sets[0][0].device
+    workspace = torch.zeros(1, rows, MainLayout.head_dim, dtype=torch.bfloat16, device=device)
+    return [WholePrefill(flash_mla, cache, work.details, args, workspace) for args in work.sets]

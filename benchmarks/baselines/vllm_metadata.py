@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.batches import Batch
+from benchmarks.harness.batches import Batch, captured_calls
 from benchmarks.harness.timing import Activity, Capture, Timing, device_activities, host_us
 from dsv4_ops.attention.metadata import AttentionSpec, DecodeMetadata
 
@@ -108,8 +108,7 @@ class BuilderSequence:
         self.device_step()
 
     def map_tokens(self) -> None:
-        """Compute the request of every token on the host, and copy it to the device from pinned
-        memory."""
+        """Compute the request of every token on the host, and copy it from pinned memory."""
         lengths = torch.diff(self.query_start_loc_cpu)
         requests = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
         if self.token_to_req.is_cuda:
@@ -117,8 +116,7 @@ class BuilderSequence:
         self.token_to_req[: requests.shape[0]].copy_(requests, non_blocking=True)
 
     def device_step(self) -> None:
-        """Run the part that can be captured: the builders of window, indexer, C4 and C128
-        layers."""
+        """Run the part that can be captured."""
         self._window()
         self._indexer()
         tables = self.batch.block_tables
@@ -138,8 +136,7 @@ class BuilderSequence:
         )  # fmt: skip
 
     def _indexer(self) -> None:
-        """Return the lengths for the indexer: [num_reqs, next_n] if DeepGEMM takes that, else
-        [num_tokens]."""
+        """Return the indexer's lengths: [num_reqs, next_n] where DeepGEMM takes that."""
         batch, requests = self.batch, self.batch.requests
         decode_lens = self.indexer.decode_lens_buffer[:requests]
         torch.diff(batch.query_start_loc, out=decode_lens)
@@ -198,7 +195,6 @@ def measure(
     spec: AttentionSpec,
     batches: Sequence[Batch],
     expected: DecodeMetadata,
-    capture_calls: int,
 ) -> BaselineResult | None:
     """Check a step over the first batch against ``expected``; on a GPU, time steps over all
     batches.
@@ -216,7 +212,7 @@ def measure(
     host = host_us(first.step)
     activities = device_activities(first.step)
     copies = sum(activity.us for activity in activities if "HtoD" in activity.name)
-    steps = [sequences[call % len(sequences)].device_step for call in range(capture_calls)]
+    steps = captured_calls([each.device_step for each in sequences])
     device = Timing(*(us + copies for us in Capture(steps).device_us()))
     first.check(expected)
     return BaselineResult(device, host, activities)

@@ -27,11 +27,7 @@ _loaded: set[Path] = set()
 
 
 def triton_file(folder: Path, name: str) -> Any:
-    """Load a file of Triton kernels as a module.
-
-    Raises:
-        FileNotFoundError: the bundle lacks it.
-    """
+    """Load a file of Triton kernels as a module; raise FileNotFoundError if the bundle lacks it."""
     path = folder / "vllm_py" / KERNELS / f"{name}.py"
     if not path.is_file():
         raise FileNotFoundError(f"no vllm_py/{KERNELS}/{name}.py in {folder.name}")
@@ -48,11 +44,7 @@ def triton_file(folder: Path, name: str) -> Any:
 
 
 def extension(folder: Path) -> Any:
-    """Load the ops of vLLM's own extension, unpacked first if it is packed.
-
-    Raises:
-        FileNotFoundError: the bundle lacks it.
-    """
+    """Load the ops of vLLM's own extension, unpacked first; raise FileNotFoundError if absent."""
     path = folder / EXTENSION
     packed = folder / f"{EXTENSION}.xz"
     if not path.is_file() and not packed.is_file():
@@ -76,8 +68,7 @@ def _load_library(path: Path) -> None:
 
 
 def _fill_stubs() -> None:
-    """Add the functions that the files use, at import or in a call, from modules that are stubs in
-    the bundle."""
+    """Add functions that the files use from modules that are stubs in the bundle."""
     ops: Any = importlib.import_module("vllm.utils.torch_utils")
     ops.direct_register_custom_op = _register
     scales: Any = importlib.import_module("vllm.utils.deep_gemm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -47,27 +48,20 @@ def decode(*tensors: Any, **chosen: Any) -> SparseMla:
     return dsv4_ops.sparse_mla_decode(*tensors, **given)
 
 
-def prefill_c4(*tensors: Any, **chosen: Any) -> SparseMla:
-    """Let the op choose by size; no library is faster here."""
-    return dsv4_ops.sparse_mla_prefill(*tensors, **{**prefill_settings(C4), **chosen})
+def prefill(ratio: int, *tensors: Any, **chosen: Any) -> SparseMla:
+    """Let the op choose by size, unless ``impl`` is given; no library is faster here."""
+    return dsv4_ops.sparse_mla_prefill(*tensors, **{**prefill_settings(ratio), **chosen})
 
 
-def prefill_c128(*tensors: Any) -> SparseMla:
-    """Let the op choose by size."""
-    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(C128))
-
-
-def prefill_from_pages(ratio: int, *tensors: Any) -> SparseMla:
-    """Let every token dequantise its own keys, at any size."""
-    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(ratio), impl="triton")
+PREFILLS = {ratio: functools.partial(prefill, ratio) for ratio in (C4, C128)}
 
 
 def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
     """Copy the rows to bf16 first, at any size. No ``impl`` selects this variant alone."""
-    launch, prefill = _kernels("launcher"), _kernels("sparse_mla.prefill")
+    launch, kernels = _kernels("launcher"), _kernels("sparse_mla.prefill")
     call = PrefillCall(*tensors, **prefill_settings(ratio))
     with torch.cuda.device_of(tensors[0]):
-        return SparseMla(*prefill.attend_to_copy(launch.EAGER, 1, call, None))
+        return SparseMla(*kernels.attend_to_copy(launch.EAGER, 1, call, None))
 
 
 def on_hopper(q: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,11 @@ from benchmarks.cases.attention_calls import (
     plan_of,
     settings,
 )
-from benchmarks.cases.attention_draws import C4, C128, PAGE, PAGE_128, WINDOW, Draw, slots
+from benchmarks.cases.attention_draws import C4, C128, PAGE, PAGE_128, WINDOW, AttentionDraw, slots
 from benchmarks.cases.token_check import ByToken
 from benchmarks.harness.batches import mixed_lengths, rotating_sets
 from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.types import SparseMla
 
 _SELECTED_FROM = 4  # rows to select from, relative to the rows selected
 _LONGEST = 131072
@@ -44,47 +44,20 @@ def _paged_values(args: Args) -> int:
     return int(args[2].shape[1] + args[7].shape[1] * PAGE_128) * MainLayout.head_dim
 
 
-@dataclass(frozen=True)
-class Form:
-    """A form of the call, and the check of its results."""
-
-    call: Callable[..., SparseMla]
-    check: ByToken
-
-    def work(self, sets: Sequence[Args], cost: tuple[int, int], **more: Any) -> Work:
-        return Work(
-            call=self.call,
-            sets=sets,
-            moved_bytes=cost[0],
-            flop=cost[1],
-            reference=self.check.reference,
-            difference=self.check.differences,
-            **more,
-        )
-
-
-_PLANNING = "planning counted"
 _BY_TOKEN = (0, 2, 3, 5, 6)  # arguments with a row per token, in both ops
 _LISTED, _PAGED = "sparse_mla_decode", "sparse_mla_decode_paged"
-DECODE = Form(decode, ByToken(_LISTED, settings(PAGE), _BY_TOKEN, _listed_values))
-PAGED = Form(decode_paged, ByToken(_PAGED, settings(PAGE_128), _BY_TOKEN, _paged_values))
+DECODE = ByToken(_LISTED, settings(PAGE), _BY_TOKEN, _listed_values)
+PAGED = ByToken(_PAGED, settings(PAGE_128), _BY_TOKEN, _paged_values)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens that each attend to their own rows.
-
-    Args:
-        heads: Query heads.
-        width: Columns of the compressed rows' indices; 0 for a window alone.
-        swa_lens: Rows of the window of every token.
-        extra_lens: Compressed rows of every token.
-    """
+    """Tokens that each attend to their own rows."""
 
     heads: int
-    width: int
-    swa_lens: tuple[int, ...]
-    extra_lens: tuple[int, ...]
+    width: int  # columns of the compressed rows' indices; 0 for a window alone
+    swa_lens: tuple[int, ...]  # rows of the window of every token
+    extra_lens: tuple[int, ...]  # compressed rows of every token
 
     @property
     def tokens(self) -> int:
@@ -95,8 +68,7 @@ class Shape:
         return f"{WINDOW}+{self.width}" if self.width else str(WINDOW)
 
     def cost(self, index_bytes: int | None = None, rows: int | None = None) -> tuple[int, int]:
-        """Return bytes and FLOP of a call. Every token reads its own rows, unless only ``rows``
-        differ."""
+        """Return bytes and FLOP of a call. Tokens read their own rows, or ``rows`` in all."""
         keys = sum(self.swa_lens) + sum(self.extra_lens)
         queries = self.tokens * self.heads * MainLayout.head_dim
         moved = (keys if rows is None else rows) * MainLayout(PAGE).row_bytes + 2 * 2 * queries
@@ -121,13 +93,9 @@ def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[
     """Make a case of adversarial entries, then cases of full lists of every shape."""
     edges = functools.partial(_edge_work, heads[0], widths[0])
     cases = [shape_case("decode", uniform(_EDGE_TOKENS, heads[0], widths[0]), edges, "adversarial")]
-    for count in heads:
-        for width in widths:
-            shapes = [uniform(tokens, count, width) for tokens in batches]
-            cases += [
-                shape_case("decode", shape, functools.partial(decode_work, shape))
-                for shape in shapes
-            ]
+    for count, width, tokens in itertools.product(heads, widths, batches):
+        shape = uniform(tokens, count, width)
+        cases.append(shape_case("decode", shape, functools.partial(decode_work, shape)))
     return cases
 
 
@@ -139,23 +107,22 @@ def window_cases(batches: Sequence[int], heads: int) -> list[Case]:
 
 def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int) -> list[Case]:
     """Make several tokens per request, each with its own selection, as in speculative decoding."""
+    work = functools.partial(decode_work, per_request=per_request)
     shapes = [uniform(count * per_request, heads, width) for count in requests]
-    of = functools.partial(functools.partial, decode_work, per_request=per_request)
-    return [shape_case("mtp", shape, of(shape), f"{per_request} a request") for shape in shapes]
+    builds = [functools.partial(work, shape) for shape in shapes]
+    variant = f"{per_request} a request"
+    return [shape_case("mtp", *each, variant) for each in zip(shapes, builds, strict=True)]
 
 
 def paged_cases(
     batches: Sequence[int], heads: int, width: int, lengths: Sequence[int]
 ) -> list[Case]:
-    """Make C128 layers of requests of equal length, which see the first rows of block tables with 2
-    rows per block."""
+    """Make C128 layers of requests of equal length, by block tables with 2 rows per block."""
     cases = []
-    for tokens in batches:
-        for rows in lengths:
-            shape = Shape(heads, width, (WINDOW,) * tokens, (rows,) * tokens)
-            build = functools.partial(paged_work, shape)
-            variant = "" if rows == width else f"{rows} rows each"
-            cases.append(shape_case("paged", shape, build, variant))
+    for tokens, rows in itertools.product(batches, lengths):
+        shape = Shape(heads, width, (WINDOW,) * tokens, (rows,) * tokens)
+        variant = "" if rows == width else f"{rows} rows each"
+        cases.append(shape_case("paged", shape, functools.partial(paged_work, shape), variant))
     return cases
 
 
@@ -163,25 +130,23 @@ def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) ->
     """Make requests of very different lengths: C4, then C128."""
     cases = []
     for tokens in batches:
-        selected = ragged(tokens, heads, widths[0], C4)
-        dense = ragged(tokens, heads, widths[1], C128)
-        selects = functools.partial(decode_work, selected)
-        walks = functools.partial(paged_work, dense)
-        counted = functools.partial(planning, selects)
-        cases += [
-            shape_case("ragged", selected, selects, "C4"),
-            shape_case("ragged", selected, functools.partial(planned, selects, 6), "C4, planned"),
-            shape_case("ragged", selected, counted, f"C4, {_PLANNING}"),
-            shape_case("ragged", dense, walks, "C128"),
-            shape_case("ragged", dense, functools.partial(planned, walks, 5), "C128, planned"),
-            shape_case("ragged", dense, functools.partial(planning, walks), f"C128, {_PLANNING}"),
-        ]
+        for name, ratio, width, work, lens in (
+            ("C4", C4, widths[0], decode_work, 6),
+            ("C128", C128, widths[1], paged_work, 5),
+        ):
+            shape = ragged(tokens, heads, width, ratio)
+            build = functools.partial(work, shape)
+            variants: dict[str, Callable[[torch.device], Work]] = {
+                name: build,
+                f"{name}, planned": functools.partial(planned, build, lens),
+                f"{name}, planning counted": functools.partial(planning, build),
+            }
+            cases += [shape_case("ragged", shape, each, key) for key, each in variants.items()]
     return cases
 
 
 def planned(build: Callable[[torch.device], Work], lens: int, device: torch.device) -> Work:
-    """Build the case with a plan, which a step makes once for all layers; argument ``lens`` has the
-    numbers of compressed rows."""
+    """Build the case with a plan; argument ``lens`` has the numbers of compressed rows."""
     work = build(device)
     return dataclasses.replace(work, sets=[(*args, plan_of(args, lens)) for args in work.sets])
 
@@ -212,15 +177,15 @@ def shape_case(
 
 def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Work:
     """Build a case whose window and selected rows are slots."""
-    draw, cost = Draw(device, shape.tokens), shape.cost()
+    draw, cost = AttentionDraw(device, shape.tokens), shape.cost()
     count, tokens = rotating_sets(cost[0], device), shape.tokens
     swa_cache, swa_tables = draw.cache(PAGE, (count, tokens, WINDOW // PAGE + 1))
-    swa_lens, sink = draw.lens(shape.swa_lens), draw.sink(shape.heads)
+    swa_lens, sink = draw.ints(*shape.swa_lens), draw.normal(shape.heads)
     candidates = _SELECTED_FROM * shape.width
     if shape.width:
         pages = -(-candidates // PAGE)
         extra_cache, extra_tables = draw.cache(PAGE, (count, tokens, pages))
-        extra_lens = draw.lens(shape.extra_lens)
+        extra_lens = draw.ints(*shape.extra_lens)
     sets: list[Args] = []
     for place in range(count):
         rows = draw.window(tokens, swa_tables.shape[2])
@@ -235,22 +200,21 @@ def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Wor
         for args in sets
     ]
     baseline = functools.partial(flash_mla.decode_call, of_baseline, SCALE)
-    return DECODE.work(sets, cost, baseline=baseline, baseline_sets=of_baseline)
+    return DECODE.work(decode, sets, cost, baseline=baseline, baseline_sets=of_baseline)
 
 
 def paged_work(shape: Shape, device: torch.device) -> Work:
-    """Build a case with a window, and the first rows of a block table. The baseline gets the slots,
-    computed outside of the timing."""
-    draw, tokens = Draw(device, shape.tokens), shape.tokens
+    """Build a case of a block table's first rows. The baseline gets slots, computed before."""
+    draw, tokens = AttentionDraw(device, shape.tokens), shape.tokens
     read = sum(-(-length // PAGE_128) for length in shape.extra_lens) + sum(shape.swa_lens)
     cost, columns = shape.cost(4 * read), -(-shape.width // PAGE_128)
     count = rotating_sets(cost[0], device)
     swa_cache, swa_tables = draw.cache(PAGE, (count, tokens, WINDOW // PAGE + 1))
     extra_cache, tables = draw.cache(PAGE_128, (count, tokens, columns))
-    swa_lens, extra_lens = draw.lens(shape.swa_lens), draw.lens(shape.extra_lens)
+    swa_lens, extra_lens = draw.ints(*shape.swa_lens), draw.ints(*shape.extra_lens)
     requests = torch.arange(tokens, dtype=torch.int32, device=device)
     row = torch.arange(shape.width, device=device).expand(tokens, -1)
-    sink = draw.sink(shape.heads)
+    sink = draw.normal(shape.heads)
     sets: list[Args] = []
     of_baseline: list[Args] = []
     for place in range(count):
@@ -262,7 +226,7 @@ def paged_work(shape: Shape, device: torch.device) -> Work:
         sizes = (PAGE, PAGE_128)
         of_baseline.append(flash_mla.decode_arguments(q, *swa, *extra, sink, block_sizes=sizes))
     baseline = functools.partial(flash_mla.decode_call, of_baseline, SCALE)
-    return PAGED.work(sets, cost, baseline=baseline, baseline_sets=of_baseline)
+    return PAGED.work(decode_paged, sets, cost, baseline=baseline, baseline_sets=of_baseline)
 
 
 def _edge_work(heads: int, width: int, device: torch.device) -> Work:
@@ -277,4 +241,4 @@ def _edge_work(heads: int, width: int, device: torch.device) -> Work:
     swa_lens = lens.repeat(_EDGE_TOKENS // 6).clone()
     extra_lens = lens.repeat_interleave(_EDGE_TOKENS // 6).clone()
     args = (q, swa_cache, swa, swa_lens, extra_cache, extra, extra_lens, sink)
-    return DECODE.work([args], (0, 0))
+    return DECODE.work(decode, [args], (0, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 import dsv4_ops
-from benchmarks.cases.cache_cases import junk_pages
 from benchmarks.harness.batches import rotating_sets
+from benchmarks.harness.draw import Draw
 from benchmarks.harness.work import Args, Case, Work, differing_bytes
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
 from dsv4_ops.reference.compressor import compress_and_insert, save_compressor_states
@@ -73,62 +74,37 @@ KINDS = {
 @functools.cache
 def save_and_compress(kind: str) -> Callable[..., None]:
     """The work of a layer in every step, for one kind of compressor."""
-    settings = KINDS[kind].settings
-
-    def call(
-        kv_score: Tensor,
-        ape: Tensor,
-        states: Tensor,
-        state_slots: Tensor,
-        positions: Tensor,
-        req_indices: Tensor,
-        state_table: Tensor,
-        norm_weight: Tensor,
-        cos_sin_cache: Tensor,
-        k_cache: Tensor,
-        slots: Tensor,
-    ) -> None:
-        dsv4_ops.save_and_compress(
-            kv_score, ape, states, state_table, state_slots, positions, req_indices, norm_weight,
-            cos_sin_cache, k_cache, slots, **settings,
-        )  # fmt: skip
-
-    return call
+    return functools.partial(dsv4_ops.save_and_compress, **KINDS[kind].settings)
 
 
-def reference(kind: str, *args: Any) -> None:
+def reference(kind: Kind, *args: Any) -> None:
     """Run the references. The second gets only the tokens that complete a window, and reads other
     rows from the saved states, so its memory does not grow with the other tokens."""
-    kv_score, ape, states, state_slots, positions, req_indices, table, *_, slots = args
-    norm_weight, cos_sin_cache, cache = args[7:10]
-    spec = KINDS[kind]
     save_compressor_states(
-        kv_score, ape, states, state_slots, positions,
-        compress_ratio=spec.ratio, block_size=spec.state_block_size,
-    )  # fmt: skip
-    finishing = ((positions + 1) % spec.ratio == 0).nonzero()[:, 0]
-    compress_and_insert(
-        kv_score[finishing], ape, states, table, positions[finishing], req_indices[finishing],
-        norm_weight, cos_sin_cache, cache, slots[finishing], **spec.settings,
-    )  # fmt: skip
+        *args[:3], *args[4:6], compress_ratio=kind.ratio, block_size=kind.state_block_size
+    )
+    compress_and_insert(*_finishing(kind, args), **kind.settings)
+
+
+def _finishing(kind: Kind, args: Args) -> Args:
+    """Return the arguments of the second op for the tokens that complete a window."""
+    kv_score, ape, states, table, _, positions, requests, *rest, slots = args
+    tokens = ((positions + 1) % kind.ratio == 0).nonzero()[:, 0]
+    where = (positions[tokens], requests[tokens])
+    return (kv_score[tokens], ape, states, table, *where, *rest, slots[tokens])
 
 
 def differences(
     kind: Kind, args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> str | None:
-    """Describe a difference, or return None. States must be equal bit for bit, rows within the
-    float64 budget."""
+    """Describe a difference. States must be equal, rows within the float64 budget."""
     if not differing_bytes(actual, expected):
         return None
     if wrong := differing_bytes(actual[:1], expected[:1]):
         return f"{wrong} of {expected[0].nbytes} bytes of the states differ from the reference"
-    kv_score, ape, _, _, positions, requests, table, *weights, cache, slots = args
-    tokens = ((positions + 1) % kind.ratio == 0).nonzero()[:, 0]
-    tensors = (
-        kv_score[tokens], ape, expected[0], table, positions[tokens], requests[tokens], *weights,
-        cache, slots[tokens],
-    )  # fmt: skip
-    case = testing.Case("bench", tuple(tensor.cpu() for tensor in tensors), kind.settings)
+    saved = (*args[:_STATES], expected[0], *args[_STATES + 1 :])
+    tensors = tuple(tensor.cpu() for tensor in _finishing(kind, saved))
+    case = testing.Case("bench", tensors, kind.settings)
     pair = [[results[1].cpu()] for results in (actual, expected)]
     try:
         assert_agrees("compressor", testing_cases.compress_and_insert, case, *pair)
@@ -139,8 +115,7 @@ def differences(
 
 @dataclass(frozen=True)
 class Step:
-    """The tokens of a step: position and request of each. The states have every earlier token that
-    they need."""
+    """Position and request of each token. The states have all earlier tokens that they need."""
 
     positions: tuple[int, ...]
     req_indices: tuple[int, ...]
@@ -185,8 +160,7 @@ def _case(kind: str, shape: str, step: Step, variant: str = "") -> Case:
 
 
 def moved_bytes(kind: Kind, step: Step) -> int:
-    """Return the bytes that must move: projections in, states and rows out, earlier states of
-    complete windows, and all indices."""
+    """Return the bytes of projections, states, rows, and indices that must move."""
     tokens, dim = len(step.positions), kind.layout.head_dim
     here = set(zip(step.req_indices, step.positions, strict=True))
     stored, finished = 0, step.finished(kind)
@@ -202,75 +176,57 @@ def moved_bytes(kind: Kind, step: Step) -> int:
 
 def step_work(kind: str, step: Step, device: torch.device) -> Work:
     """Build a case; every input set has its own states and cache."""
-    spec, tokens = KINDS[kind], len(step.positions)
+    spec, draw = KINDS[kind], Draw(device, len(step.positions))
     moved = moved_bytes(spec, step)
-    generator = torch.Generator(device).manual_seed(tokens)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
-    angles = normal(max(step.positions) + 1, _ROPE_DIM // 2)
-    weights = normal(spec.layout.head_dim), torch.cat([angles.cos(), angles.sin()], 1)
-    ape = normal(spec.ratio, spec.width)
-    positions = torch.tensor(step.positions, device=device)
-    requests = torch.tensor(step.req_indices, dtype=torch.int32, device=device)
+    angles = draw.normal(max(step.positions) + 1, _ROPE_DIM // 2)
+    weights = draw.normal(spec.layout.head_dim), torch.cat([angles.cos(), angles.sin()], 1)
+    ape = draw.normal(spec.ratio, spec.width)
+    positions, requests = torch.tensor(step.positions, device=device), draw.ints(*step.req_indices)
     sets: list[Args] = []
     for _ in range(rotating_sets(moved, device)):
-        states, table = _states(spec, step, device, generator)
+        states, table = _states(spec, step, draw)
         pages = table[requests.long(), positions // spec.state_block_size].long()
         state_slots = pages * spec.state_block_size + positions % spec.state_block_size
-        cache, slots = _cache(spec, step, positions, device, generator)
-        where = (state_slots, positions.clone(), requests.clone(), table)
-        sets.append((normal(tokens, 2 * spec.width), ape, states, *where, *weights, cache, slots))
+        where = (table, state_slots, positions.clone(), requests.clone())
+        kv_score = draw.normal(len(step.positions), 2 * spec.width)
+        sets.append((kv_score, ape, states, *where, *weights, *_cache(spec, step, positions, draw)))
     return Work(
         save_and_compress(kind),
         sets,
         moved,
         written=(_STATES, _CACHE),
-        reference=functools.partial(reference, kind),
+        reference=functools.partial(reference, spec),
         difference=functools.partial(differences, spec),
     )
 
 
-def _states(
-    kind: Kind, step: Step, device: torch.device, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _states(kind: Kind, step: Step, draw: Draw) -> tuple[Tensor, Tensor]:
     """Make full states, and a table of random blocks for the tokens that a step can need."""
     size = kind.state_block_size
     first = max(min(step.positions) - kind.window + 1, 0) // size
     last = (max(step.positions) // kind.ratio + 1) * kind.ratio // size
     needed = step.requests * (last - first)
-    layout = kind.states
-    states = torch.randn(layout.shape(needed), device=device, generator=generator)
-    table = torch.full((step.requests, last), -1, dtype=torch.int32, device=device)
-    order = torch.randperm(needed, device=device, generator=generator, dtype=torch.int32)
-    table[:, first:] = order.view(step.requests, last - first)
-    return states, table
+    table = torch.full((step.requests, last), -1, dtype=torch.int32, device=draw.device)
+    table[:, first:] = draw.order(needed).view(step.requests, last - first)
+    return draw.normal(*kind.states.shape(needed)), table
 
 
-def _cache(
-    kind: Kind, step: Step, positions: Tensor, device: torch.device, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _cache(kind: Kind, step: Step, positions: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     """Make a cache of random bytes, and a random slot for every token that completes a window."""
-    size, finished = kind.layout.block_size, step.finished(kind)
-    pages = max(2, step.requests, -(-finished // size))
-    order = torch.randperm(pages * size, device=device, generator=generator)
+    size = kind.layout.block_size
+    pages = max(2, step.requests, -(-step.finished(kind) // size))
     finishes = (positions + 1) % kind.ratio == 0
+    order = draw.order(pages * size, torch.int64)
     slots = torch.where(finishes, order[finishes.cumsum(0) - 1], -1)
-    return junk_pages(kind.layout, pages, device, generator), slots
+    return draw.junk(kind.layout, pages), slots
 
 
 def _edge_work(kind: str, device: torch.device) -> Work:
     """Make padding, absent requests, slots and blocks, and one window of many."""
-    spec = KINDS[kind]
-    work = step_work(kind, decode_step(spec, _EDGE_TOKENS, finishing=True), device)
-    args = list(work.sets[0])
-    _, _, _, state_slots, positions, requests, table, _, _, _, slots = args
+    work = step_work(kind, decode_step(KINDS[kind], _EDGE_TOKENS, finishing=True), device)
+    _, _, _, table, state_slots, positions, requests, *_, slots = work.sets[0]
     state_slots[::5] = torch.tensor([-1, 2**40, -(2**63), 2**63 - 1, -7], device=device)
     positions[1::8], requests[2::8], slots[3::8] = -1, _EDGE_TOKENS, -1
     table[4::8] = -1
     slots[7] = 2**62
-    return Work(
-        work.call, [tuple(args)], 0, written=work.written, reference=work.reference,
-        difference=work.difference,
-    )  # fmt: skip
+    return dataclasses.replace(work, sets=work.sets[:1], moved_bytes=0)

@@ -1,5 +1,4 @@
-"""Cases of sparse MLA over bf16 rows gathered before the call, as FlashMLA's sparse prefill takes
-them."""
+"""Cases of sparse MLA over bf16 rows gathered before, as FlashMLA's sparse prefill takes them."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.baselines import flash_mla
 from benchmarks.cases.attention_calls import SCALE, gathered
-from benchmarks.cases.attention_draws import Draw
+from benchmarks.cases.attention_draws import AttentionDraw
 from benchmarks.cases.token_check import ByToken
 from benchmarks.harness.batches import rotating_sets
 from benchmarks.harness.work import Args, Case, Work
@@ -55,22 +54,15 @@ def cost(heads: int, listed: Tensor) -> tuple[int, int]:
 
 def gathered_work(tokens: int, heads: int, keys: int, rows: int, device: torch.device) -> Work:
     """Build a case: every token lists random rows of the input set's workspace."""
-    draw = Draw(device, tokens)
+    draw = AttentionDraw(device, tokens)
     listed = draw.rows(tokens, keys, rows).int()
     moved, flop = cost(heads, listed)
-    lens, sink = draw.lens((keys,) * tokens), draw.sink(heads)
+    lens, sink = draw.ints(*(keys,) * tokens), draw.normal(heads)
     sets: list[Args] = []
     for _ in range(rotating_sets(moved, device)):
-        q, kv = draw.queries(tokens, heads), draw.keys(rows)
+        q, kv = draw.queries(tokens, heads), draw.values(rows, MainLayout.head_dim)
         sets.append((q, kv, listed, lens, sink))
         listed = draw.rows(tokens, keys, rows).int()
-    return Work(
-        call=gathered,
-        sets=sets,
-        moved_bytes=moved,
-        flop=flop,
-        baseline=functools.partial(flash_mla.prefill_call, SCALE),
-        baseline_sets=[(q, kv[:, None], listed[:, None], *rest) for q, kv, listed, *rest in sets],
-        reference=_CHECK.reference,
-        difference=_CHECK.differences,
-    )
+    rest = [(q, kv[:, None], listed[:, None], *rest) for q, kv, listed, *rest in sets]
+    baseline = functools.partial(flash_mla.prefill_call, SCALE)
+    return _CHECK.work(gathered, sets, (moved, flop), baseline=baseline, baseline_sets=rest)

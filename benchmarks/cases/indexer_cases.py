@@ -14,13 +14,14 @@ from benchmarks.baselines import deep_gemm
 from benchmarks.cases.cache_cases import BLOCK_SIZE, INDEXER, paged
 from benchmarks.cases.token_check import ByToken
 from benchmarks.harness.batches import rotating_sets
+from benchmarks.harness.draw import Draw
 from benchmarks.harness.work import Args, Case, Work, ours_on
 
 HEADS = 64
 TOPK, _RATIO = 512, 4
 V32 = "select_v32"
 """The group of DeepSeek-V3.2's selection: 2048 of all tokens."""
-_SELECTIONS = {"select": (TOPK, _RATIO), V32: (2048, 1)}
+SELECTIONS = {"select": (TOPK, _RATIO), V32: (2048, 1)}
 """Rows that are selected, and tokens of a row."""
 _EDGE_TOKENS, _EDGE_CONTEXT = 12, 8192
 _BY_TOKEN = (0, 1, 3, 4)
@@ -43,7 +44,7 @@ def select(*args: Tensor, topk: int, compress_ratio: int, impl: str | None = Non
 
 def selection(group: str) -> dict[str, int]:
     """The settings that only a selection has."""
-    topk, ratio = _SELECTIONS[group]
+    topk, ratio = SELECTIONS[group]
     return {"topk": topk, "compress_ratio": ratio}
 
 
@@ -72,7 +73,7 @@ def _case(
 
 def cost(group: str, tokens: int, rows: int) -> tuple[int, int]:
     """Bytes and FLOP of a call: the keys of every request, its blocks, queries, weights, result."""
-    result = 4 * (rows if group == "logits" else _SELECTIONS[group][0])
+    result = 4 * (rows if group == "logits" else SELECTIONS[group][0])
     vectors = HEADS * (INDEXER.head_dim + 4) + 8
     moved = rows * INDEXER.row_bytes + -(-rows // BLOCK_SIZE) * 4 + vectors + result
     return tokens * moved, 2 * tokens * rows * HEADS * INDEXER.head_dim
@@ -81,55 +82,47 @@ def cost(group: str, tokens: int, rows: int) -> tuple[int, int]:
 def indexer_work(
     group: str, tokens: int, context: int, device: torch.device, *, smoke: bool
 ) -> Work:
-    generator = torch.Generator(device).manual_seed(context)
-    topk, ratio = _SELECTIONS.get(group, (TOPK, _RATIO))
+    topk, ratio = SELECTIONS.get(group, (TOPK, _RATIO))
     rows = context // ratio
     moved, flop = cost(group, tokens, rows)
-    count, columns = rotating_sets(moved, device), -(-rows // BLOCK_SIZE)
-    cache, tables = paged(INDEXER, count, tokens, columns, device, generator, smoke=smoke)
+    draw, count = Draw(device, context), rotating_sets(moved, device)
+    columns = -(-rows // BLOCK_SIZE)
+    cache, tables = paged(INDEXER, count, tokens, columns, draw, smoke=smoke)
     lens = torch.full((tokens,), rows, dtype=torch.int32, device=device)
     where = lens if group == "logits" else lens.long() * ratio - 1
     requests = torch.arange(tokens, dtype=torch.int32, device=device)
     sets: list[Args] = []
     of_baseline: list[Args] = []
     for table in tables:
-        q = torch.randn(tokens, HEADS, INDEXER.head_dim, device=device, generator=generator)
-        weights = torch.randn(tokens, HEADS, device=device, generator=generator)
+        q, weights = draw.normal(tokens, HEADS, INDEXER.head_dim), draw.normal(tokens, HEADS)
         query = (q.to(torch.float8_e4m3fn), weights)
         sets.append((*query, cache, where, requests, table))
         of_baseline.append(deep_gemm.arguments(*query, cache, lens, table, block_size=BLOCK_SIZE))
     baseline: Callable[..., Any] = functools.partial(deep_gemm.logits_call, of_baseline, BLOCK_SIZE)
-    if group in _SELECTIONS:
+    if group in SELECTIONS:
         baseline = functools.partial(deep_gemm.select_call, of_baseline, BLOCK_SIZE, topk)
-    return _work(
-        group, sets, moved_bytes=moved, flop=flop, baseline=baseline, baseline_sets=of_baseline,
-    )  # fmt: skip
+    return _work(group, sets, (moved, flop), baseline=baseline, baseline_sets=of_baseline)
 
 
-def _work(group: str, sets: Sequence[Args], **more: Any) -> Work:
+def _work(group: str, sets: Sequence[Args], cost: tuple[int, int], **more: Any) -> Work:
     rows = sets[0][5].shape[1] * BLOCK_SIZE
-    of_group = selection(group) if group in _SELECTIONS else {"num_rows": rows}
+    of_group = selection(group) if group in SELECTIONS else {"num_rows": rows}
     op = "logits" if group == "logits" else "select"
-    check = ByToken(
-        f"indexer_{op}",
-        {**_PAGES, **of_group},
-        _BY_TOKEN,
-        lambda args: max(rows * INDEXER.head_dim, 1),
-    )
+    values = max(rows * INDEXER.head_dim, 1)
+    check = ByToken(f"indexer_{op}", {**_PAGES, **of_group}, _BY_TOKEN, lambda args: values)
     call = functools.partial(select, **of_group) if op == "select" else logits
-    return Work(call, sets, reference=check.reference, difference=check.differences, **more)
+    return check.work(call, sets, cost, **more)
 
 
 def _edge_work(group: str, device: torch.device, *, smoke: bool) -> Work:
-    """Make tokens that see no row, few rows or more than the table has, and absent requests and
-    blocks."""
+    """Make tokens that see no, few or too many rows, and absent requests and blocks."""
     context = _EDGE_CONTEXT // (4 if smoke else 1)
     work = indexer_work(group, _EDGE_TOKENS, context, device, smoke=smoke)
     q, weights, cache, where, requests, table = work.sets[0]
-    topk, ratio = _SELECTIONS.get(group, (TOPK, _RATIO))
+    topk, ratio = SELECTIONS.get(group, (TOPK, _RATIO))
     seen = [0, 1, topk - 1, topk + 1, 2**28, -1] * (_EDGE_TOKENS // 6)
     lens = torch.tensor(seen, device=device)
     where.copy_(lens if group == "logits" else lens * ratio - 1)
     requests[2], requests[9] = -1, _EDGE_TOKENS  # their tokens see rows
     table[3, ::2], table[4, 1::3] = -1, 2**30
-    return _work(group, [(q, weights, cache, where, requests, table)], moved_bytes=0)
+    return _work(group, [(q, weights, cache, where, requests, table)], (0, 0))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import dsv4_ops
-from benchmarks.cases.cache_cases import filled_pages
 from benchmarks.cases.token_check import Tolerance, outside
 from benchmarks.harness.batches import rotating_sets
+from benchmarks.harness.draw import Draw
 from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.attention import (
     AttentionStep,
@@ -35,8 +35,7 @@ OUT = Tolerance(1e-3, 2.01 / 128, 2e-5)
 plus one e4m3 code of a row that the step writes."""
 
 TOKEN_COSINE = 1e-4
-"""Maximum cosine difference of a token; a few wrong rows in its selection cause a hundred times as
-much."""
+"""Maximum cosine difference of a token; a few wrong rows cause a hundred times as much."""
 
 INPUTS, WEIGHTS, CACHES, GROUP = map(
     len, map(fields, (LayerInputs, LayerWeights, LayerCaches, CompressedStep))
@@ -64,36 +63,17 @@ FLASH = Model("Flash", 64, LayerSpec.deepseek_v4_flash())
 PRO = Model("Pro", 128, LayerSpec.deepseek_v4_pro())
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerWork(Work):
-    """A ``Work`` with its layer, for stages and baselines."""
-
-    kind: str
-    spec: LayerSpec
-
-
-def step_of(args: Args) -> AttentionStep:
-    """Return the step among the arguments of a call."""
-    req_indices, positions, slot_mapping, swa_indices, swa_lens, *groups = args[_STEP:]
-    return AttentionStep(
-        req_indices=req_indices,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        swa_indices=swa_indices,
-        swa_lens=swa_lens,
-        c4=CompressedStep(*groups[:GROUP]),
-        c128=CompressedStep(*groups[GROUP:]),
-    )
-
-
 def parts_of(args: Args) -> tuple[LayerInputs, LayerWeights, LayerCaches, AttentionStep]:
     """Return the arguments of ``attention_layer`` from those of a call."""
-    rest = args[INPUTS:]
+    rest, step = args[INPUTS:], args[_STEP:]
+    groups = CompressedStep(*step[-2 * GROUP : -GROUP]), CompressedStep(*step[-GROUP:])
+    names = [each.name for each in fields(AttentionStep)]
+    named: dict[str, Any] = dict(zip(names, (*step[: -2 * GROUP], *groups), strict=False))
     return (
         LayerInputs(*args[:INPUTS]),
         LayerWeights(*rest[:WEIGHTS]),
         LayerCaches(*rest[WEIGHTS : WEIGHTS + CACHES]),
-        step_of(args),
+        AttentionStep(**named),
     )
 
 
@@ -126,8 +106,7 @@ def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, i
 
 
 def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int]:
-    """Return the bytes that must move, and FLOP. An FP8 product counts half, because it takes half
-    the time."""
+    """Return the bytes that must move, and FLOP. An FP8 product counts half, for its time."""
     spec, dim = model.spec, MainLayout.head_dim
     row, index_row = MainLayout(1).row_bytes, IndexerLayout(1).row_bytes
     keys, flop = min(context, spec.attention.window_size), 0
@@ -148,23 +127,19 @@ def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int
     return requests * moved, requests * flop
 
 
-def layer_work(
-    kind: str, model: Model, requests: int, context: int, device: torch.device
-) -> LayerWork:
+def layer_work(kind: str, model: Model, requests: int, context: int, device: torch.device) -> Work:
     """Build a case. Input sets share weights, and have their own caches and tables."""
     moved, flop = cost(kind, model, requests, context)
-    draw = _Draw(kind, model, requests, context, device)
+    draw = LayerDraw(kind, model, requests, context, device)
     count = min(rotating_sets(moved, device), _MAX_SETS)
     weights = draw.weights()
-    return LayerWork(
+    return Work(
         call=layer_call(kind, model.spec),
         sets=[draw.arguments(weights) for _ in range(count)],
         moved_bytes=moved,
         flop=flop,
         difference=differs,
-        baseline_note=None,
-        kind=kind,
-        spec=model.spec,
+        details=(kind, model.spec),
     )
 
 
@@ -182,23 +157,20 @@ def differs(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> st
     return None
 
 
-class _Draw:
+class LayerDraw(Draw):
     """Random inputs of one case."""
 
     def __init__(
         self, kind: str, model: Model, requests: int, context: int, device: torch.device
     ) -> None:
+        super().__init__(device, requests + context)
         self.kind, self.spec, self.heads = kind, model.spec, model.heads
-        self.requests, self.context, self.device = requests, context, device
-        self.generator = torch.Generator(device).manual_seed(requests + context)
+        self.requests, self.context = requests, context
 
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device, generator=self.generator)
-
-    def weights(self) -> tuple[Tensor | None, ...]:
+    def weights(self) -> tuple[Any, ...]:
         table = self.spec.rope_table(self.kind, _ROPE_ROWS, self.device)
         table = table.repeat(-(-self.context // _ROPE_ROWS), 1)
-        found: list[Tensor | None] = [table, self.normal(self.heads)]
+        found: list[Any] = [table, self.normal(self.heads)]
         for dim, there in (
             (MainLayout.head_dim, self.kind != "window"),
             (IndexerLayout.head_dim, self.kind == "c4"),
@@ -208,7 +180,7 @@ class _Draw:
             found += [ape, 1 + self.normal(dim) * 0.1] if there else [None, None]
         return tuple(found)
 
-    def arguments(self, weights: tuple[Tensor | None, ...]) -> Args:
+    def arguments(self, weights: tuple[Any, ...]) -> Args:
         step = self.step()
         toward = torch.zeros(self.requests, IndexerLayout.head_dim, device=self.device)
         toward[:, : IndexerLayout.head_dim // 2] = self.normal(
@@ -219,10 +191,10 @@ class _Draw:
         groups = (*vars(step.c4).values(), *vars(step.c128).values())
         return (*self.inputs(toward), *weights, *caches, *shared, step.swa_lens, *groups)
 
-    def inputs(self, toward: Tensor) -> tuple[Tensor | None, ...]:
+    def inputs(self, toward: Tensor) -> tuple[Any, ...]:
         """Sample projections, with the indexer's queries in the direction of ``toward``."""
         tokens, dim, index_dim = self.requests, MainLayout.head_dim, IndexerLayout.head_dim
-        found: list[Tensor | None] = [None] * INPUTS
+        found: list[Any] = [None] * INPUTS
         found[0] = self.normal(tokens, self.heads, dim).bfloat16()
         found[1] = self.normal(tokens, dim).bfloat16()
         if self.kind != "window":
@@ -240,19 +212,19 @@ class _Draw:
         stops = -(-self.lens()[:, None] // tokens_per_page)
         used = (columns < stops) & (columns >= stops - pages)
         table = torch.full(used.shape, -1, dtype=torch.int32, device=self.device)
-        table[used] = torch.randperm(
-            int(used.sum()), device=self.device, generator=self.generator, dtype=torch.int32
-        )
+        table[used] = self.order(int(used.sum()))
         return table
 
     def lens(self) -> Tensor:
         return torch.full((self.requests,), self.context, dtype=torch.int32, device=self.device)
 
     def step(self) -> AttentionStep:
-        attention = self.spec.attention
+        """Build the step; on ranks that share the rows, with a table of this rank's blocks."""
+        attention, ranks = self.spec.attention, self.spec.ranks
         size = attention.swa_block_size
         swa = self.table(size, attention.window_size // size + 1)
-        rows = self.table(attention.block_tokens, self.context)
+        share = 1 if ranks is None else ranks.world_size
+        rows = self.table(attention.block_tokens * share, self.context)
         states = {
             kind: self.table(self.spec.state_block_size(kind), self.state_blocks(kind))
             for kind in ("c4", "c128")
@@ -262,30 +234,27 @@ class _Draw:
         starts = torch.arange(self.requests + 1, dtype=torch.int32, device=self.device)
         tables = BlockTables(swa=swa, c4=rows, c128=rows.clone())
         given = (starts, self.lens(), slots, tables, StateTables(**states))
-        return build_attention_step(self.spec, *given)
+        rank = None if ranks is None else ranks.rank(self.device)
+        return build_attention_step(self.spec, *given, cp_rank=rank)
 
     def state_blocks(self, kind: str) -> int:
         window = self.spec.ratio(kind) * (2 if kind == "c4" else 1)
         return window // self.spec.state_block_size(kind) + 1
 
-    def caches(self, step: AttentionStep, toward: Tensor) -> tuple[Tensor | None, ...]:
+    def caches(self, step: AttentionStep, toward: Tensor) -> tuple[Any, ...]:
         layouts = self.spec.layouts(self.kind)
         found: dict[str, Tensor] = {}
         for name, layout in layouts.items():
             if isinstance(layout, MainLayout):
                 table = step.swa_indices if name == "swa" else self._group(step).block_table
                 pages = int(table.max()) // (layout.block_size if name == "swa" else 1) + 1
-                insert = functools.partial(
-                    dsv4_ops.quantize_and_insert_k_cache, block_size=layout.block_size
-                )
-                found[name] = filled_pages(layout, insert, pages, self.device, self.generator)
+                found[name] = self.full(layout, pages)
             elif isinstance(layout, IndexerLayout):
                 found[name] = self.indexer_keys(layout, step, toward)
             else:
                 pages = int(self._group(step).state_block_table.max()) + 1
                 found[name] = self.normal(*layout.shape(pages))
-        names = ("swa", "compressed", "states", "indexer", "indexer_states")
-        return tuple(found.get(name) for name in names)
+        return tuple(found.get(each.name) for each in fields(LayerCaches))
 
     def _group(self, step: AttentionStep) -> CompressedStep:
         return step.c4 if self.kind == "c4" else step.c128
@@ -298,9 +267,8 @@ class _Draw:
         rows = self.context // self.spec.attention.c4_ratio
         row = torch.arange(rows, device=self.device)
         for request in range(self.requests):
-            share = torch.rand(rows, device=self.device, generator=self.generator) / 2
-            order = torch.randperm(rows - 1, device=self.device, generator=self.generator)
-            # without the row that this step writes
+            share = self.uniform(rows) / 2
+            order = self.order(rows - 1, torch.int64)  # without the row that this step writes
             share[order[: self.spec.attention.index_topk]] += 1
             key = toward[request] * share[:, None] + 0.25 * self.normal(rows, toward.shape[1])
             page = table[request, row // layout.block_size].long()

@@ -68,23 +68,18 @@ class Rows:
         different, total = differing_bytes(baseline, ours), sum(part.nbytes for part in ours)
         wrong_values = None
         if different:
-            pairs = zip(
-                ("codes", "rope"),
-                row_values(self.layout, *ours),
-                row_values(self.layout, *baseline),
-                (CODE_STEP, ROPE_STEP),
-                strict=True,
+            (codes, rope), (other_codes, other_rope) = (
+                row_values(self.layout, *each) for each in (ours, baseline)
             )
-            wrong_values = next((text for pair in pairs if (text := steps_apart(*pair))), None)
+            wrong_values = steps_apart("codes", codes, other_codes, CODE_STEP)
+            wrong_values = wrong_values or steps_apart("rope", rope, other_rope, ROPE_STEP)
         found.add(self.name, different, total, wrong_values)
 
     def _columns(self) -> tuple[Columns, Columns]:
         layout = self.layout
         assert isinstance(layout, QuantizedLayout)
-        return (
-            row_columns(layout, 0, layout.data_bytes),
-            row_columns(layout, layout.data_bytes, layout.scale_bytes),
-        )
+        data = row_columns(layout, 0, layout.data_bytes)
+        return data, row_columns(layout, layout.data_bytes, layout.scale_bytes)
 
     def _bytes(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         pages, rows = self.slots // self.layout.block_size, self.slots % self.layout.block_size

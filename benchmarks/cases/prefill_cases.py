@@ -1,5 +1,4 @@
-"""Cases of sparse MLA's prefill: one request after a prefix, which selects compressed rows (C4) or
-sees all of them (C128)."""
+"""Cases of sparse MLA's prefill: a request that selects compressed rows (C4) or sees all (C128)."""
 
 from __future__ import annotations
 
@@ -14,34 +13,27 @@ from torch.nn.functional import pad
 
 import dsv4_ops
 from benchmarks.baselines import flash_mla
-from benchmarks.baselines.prefill import Context, PrefillWork
-from benchmarks.cases.attention_calls import SCALE, prefill_c4, prefill_c128, prefill_settings
-from benchmarks.cases.attention_cases import Form, Shape, shape_case, uniform
-from benchmarks.cases.attention_draws import C4, C128, PAGE, PAGES, WINDOW, Draw
+from benchmarks.baselines.prefill import Context
+from benchmarks.cases.attention_calls import PREFILLS, SCALE, prefill_settings
+from benchmarks.cases.attention_cases import Shape, shape_case, uniform
+from benchmarks.cases.attention_draws import C4, C128, PAGE, PAGES, WINDOW, AttentionDraw
 from benchmarks.cases.token_check import ByToken
 from benchmarks.harness.batches import rotating_sets
-from benchmarks.harness.work import Args, Case
+from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout, round_up
 
 PREFIX, LONG_PREFIX = 16384, 131072
 """Tokens of a request before those of the step."""
 
-_CALLS = {C4: prefill_c4, C128: prefill_c128}
 _TILE = 128
 """The width of FlashMLA's lists is a multiple of this."""
 
 
 def _values(args: Args) -> int:
-    """Return the number of values of a token's keys: those of its selection, or of C128's block
-    table."""
+    """Return the number of values of a token's keys: selected, or of C128's block table."""
     table, selected = args[6], args[7]
     width = table.shape[1] * PAGES[C128] if selected is None else selected.shape[1]
     return int(WINDOW + width) * MainLayout.head_dim
-
-
-def _form(ratio: int) -> Form:
-    check = ByToken("sparse_mla_prefill", prefill_settings(ratio), (0, 2, 3, 7), _values)
-    return Form(_CALLS[ratio], check)
 
 
 def selecting_cases(
@@ -58,8 +50,7 @@ def selecting_cases(
 def dense_cases(
     tokens: Sequence[int], heads: Sequence[int], prefix: int = LONG_PREFIX, table_rows: int = 0
 ) -> list[Case]:
-    """Make C128 layers: every token sees all complete rows. Block tables fit the request, or have
-    ``table_rows`` rows."""
+    """Make C128 layers, whose tokens see all complete rows; tables fit, or have ``table_rows``."""
     return [_dense(count, each, prefix, table_rows) for each in heads for count in tokens]
 
 
@@ -75,8 +66,7 @@ def _dense(tokens: int, heads: int, prefix: int, table_rows: int) -> Case:
 
 
 def _context(tokens: int, prefix: int, ratio: int) -> Context:
-    """Round the prefix so that whole blocks of the window cache precede the first token, and a
-    whole window too."""
+    """Round the prefix to whole blocks of the window cache and a whole window."""
     return Context(tokens, round_up(prefix, PAGE) + WINDOW - 1 + tokens, ratio)
 
 
@@ -89,8 +79,7 @@ def _case(shape: Shape, context: Context, prefix: int, variant: str, table_rows:
 
 
 class _Rows(NamedTuple):
-    """The rows of a request: their blocks, the number of blocks that FlashMLA gets, and the rows of
-    every token, -1 for none."""
+    """A request's rows, the number that FlashMLA gets, and those of every token, -1 for none."""
 
     cache: Tensor
     table: Tensor
@@ -109,60 +98,48 @@ class _Rows(NamedTuple):
 
 def prefill_work(
     shape: Shape, context: Context, prefix: int, table_rows: int, device: torch.device
-) -> PrefillWork:
-    """Build tokens of one request after a prefix, which attend to their window and to rows of the
-    prefix. The baseline gets the rows gathered in bf16."""
-    draw, ratio = Draw(device, shape.tokens), context.ratio
-    lens = draw.lens(shape.swa_lens) + draw.lens(shape.extra_lens)
-    one_set = functools.partial(
-        _one_set, draw, shape, context, prefix, table_rows, lens, draw.sink(shape.heads)
-    )
+) -> Work:
+    """Build tokens of a request after a prefix. The baseline gets its rows gathered in bf16."""
+    draw, tokens, ratio = AttentionDraw(device, shape.tokens), shape.tokens, context.ratio
+    lens = draw.ints(*shape.swa_lens) + draw.ints(*shape.extra_lens)
+    sink, step = draw.normal(shape.heads), torch.arange(tokens, device=device)
+    before = round_up(prefix, PAGE) // PAGE  # freed blocks of the window cache
+    selectable = prefix // ratio if ratio == C4 else context.compressed
+
+    def one_set() -> tuple[Args, Args]:
+        """Return the arguments of our op and of the baseline."""
+        request = torch.zeros(tokens, dtype=torch.int32, device=device)
+        q = draw.queries(tokens, shape.heads)
+        listed = step[:, None] + torch.arange(WINDOW, device=device)
+        cache, last = draw.cache(PAGE, (1, -(-context.window // PAGE)))
+        swa = _Rows(cache, last, PAGE, context.window, listed)
+        extra = _compressed(draw, shape, context, selectable, table_rows)
+        pages = torch.cat([last.new_full((1, before), -1), last], 1)
+        selected = extra.listed.int() if ratio == C4 else None
+        window = (swa.cache, context.length - tokens + step, request, pages)
+        ours = (q, *window, extra.cache, extra.table, selected, sink)
+        return ours, (q, *_gathered(swa, extra), lens, sink)
+
     pairs = [one_set()]
     selected = pairs[0][0][7]
     seen = context.compressed if selected is None else int(selected.unique().numel())
     entries = None if ratio == C4 else 0  # number of list entries; C128 has no lists
     cost = shape.cost(entries, seen + context.window)
     pairs += [one_set() for _ in range(rotating_sets(cost[0], device) - 1)]
-    work = _form(ratio).work(
+    check = ByToken("sparse_mla_prefill", prefill_settings(ratio), (0, 2, 3, 7), _values)
+    return check.work(
+        PREFILLS[ratio],
         [ours for ours, _ in pairs],
         cost,
         baseline=functools.partial(flash_mla.prefill_call, SCALE),
         baseline_sets=[second for _, second in pairs],
         baseline_note=context.note,
+        details=context,
     )
-    return PrefillWork(**vars(work), context=context, scale=SCALE)
-
-
-def _one_set(
-    draw: Draw,
-    shape: Shape,
-    context: Context,
-    prefix: int,
-    table_rows: int,
-    lens: Tensor,
-    sink: Tensor,
-) -> tuple[Args, Args]:
-    """Return the arguments of our op and of the baseline."""
-    tokens, ratio, device = shape.tokens, context.ratio, draw.device
-    before = round_up(prefix, PAGE) // PAGE  # freed blocks of the window cache
-    step = torch.arange(tokens, device=device)
-    positions = context.length - tokens + step
-    request = torch.zeros(tokens, dtype=torch.int32, device=device)
-    q = draw.queries(tokens, shape.heads)
-    listed = step[:, None] + torch.arange(WINDOW, device=device)
-    cache, last = draw.cache(PAGE, (1, -(-context.window // PAGE)))
-    swa = _Rows(cache, last, PAGE, context.window, listed)
-    selectable = prefix // ratio if ratio == C4 else context.compressed
-    extra = _compressed(draw, shape, context, selectable, table_rows)
-    pages = torch.cat([last.new_full((1, before), -1), last], 1)
-    selected = extra.listed.int() if ratio == C4 else None
-    compressed = (extra.cache, extra.table, selected)
-    ours = (q, swa.cache, positions, request, pages, *compressed, sink)
-    return ours, (q, *_gathered(swa, extra), lens, sink)
 
 
 def _compressed(
-    draw: Draw, shape: Shape, context: Context, selectable: int, table_rows: int
+    draw: AttentionDraw, shape: Shape, context: Context, selectable: int, table_rows: int
 ) -> _Rows:
     """Make the compressed rows of the request: a selection among the first ones, or all that a
     token sees. If the block table has more rows, it is that of a longer request."""
@@ -173,13 +150,12 @@ def _compressed(
         listed = draw.rows(shape.tokens, shape.width, selectable)
     else:
         row = torch.arange(shape.width, device=draw.device)
-        listed = torch.where(row < draw.lens(shape.extra_lens)[:, None], row, -1)
+        listed = torch.where(row < draw.ints(*shape.extra_lens)[:, None], row, -1)
     return _Rows(cache, table, size, selectable, listed)
 
 
 def _gathered(swa: _Rows, extra: _Rows) -> tuple[Tensor, Tensor]:
-    """Return bf16 rows [num_rows, 1, 512], compressed ones first, and the rows that every token
-    attends to."""
+    """Return bf16 rows [num_rows, 1, 512], compressed ones first, and those of every token."""
     rows = torch.cat([extra.dense(), swa.dense()])
     indices = torch.cat([swa.listed + extra.held, extra.listed], 1)
     width = indices.shape[1]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.work import Args, differing_bytes, tensors
+from benchmarks.harness.work import Args, Work, differing_bytes, tensors
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees
@@ -22,19 +22,19 @@ _VALUES = 2**26  # values of a chunk's keys, in float64
 
 @dataclass(frozen=True)
 class ByToken:
-    """The calls of one op.
-
-    Args:
-        op: Name of the op.
-        settings: Its keyword arguments.
-        places: Indices of the arguments with a row per token.
-        values: Returns the number of values of the keys that a token of an input set sees.
-    """
+    """The calls of one op."""
 
     op: str
     settings: dict[str, Any]
-    places: tuple[int, ...]
-    values: Callable[[Args], int]
+    places: tuple[int, ...]  # arguments with a row per token
+    values: Callable[[Args], int]  # of the keys that a token of an input set sees
+
+    def work(
+        self, call: Callable[..., Any], sets: Sequence[Args], cost: tuple[int, int], **more: Any
+    ) -> Work:
+        """Build a case with this check; ``cost`` is bytes and FLOP of a call."""
+        check: dict[str, Any] = {"reference": self.reference, "difference": self.differences}
+        return Work(call, sets, cost[0], flop=cost[1], **check, **more)
 
     def reference(self, *args: Any) -> list[Tensor]:
         """Run the reference on a call, on the device of its tensors."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness.draw import Draw
 from dsv4_ops.attention.metadata import AttentionSpec, BlockTables, DecodeMetadata
 
 SHORTEST_CONTEXT = 100
@@ -51,17 +54,12 @@ def mixed_lengths(requests: int, *, longest: int, generator: torch.Generator) ->
 def draw_batch(
     spec: AttentionSpec, lengths: Tensor, *, next_n: int, device: torch.device, seed: int
 ) -> Batch:
-    """Make a batch of requests with these ``lengths`` (context included) and distinct random
-    blocks."""
-    requests = lengths.shape[0]
-    generator = torch.Generator(device).manual_seed(seed)
+    """Make a batch of requests of these ``lengths`` (context included), on distinct blocks."""
+    requests, draw = lengths.shape[0], Draw(device, seed)
 
     def table(block_tokens: int) -> Tensor:
         columns = -(-spec.max_model_len // block_tokens)
-        pages = torch.randperm(
-            requests * columns, generator=generator, device=device, dtype=torch.int32
-        )
-        return pages.view(requests, columns).clone()
+        return draw.order(requests * columns).view(requests, columns).clone()
 
     tables = BlockTables(
         swa=table(spec.swa_block_size), c4=table(spec.block_tokens), c128=table(spec.block_tokens)
@@ -77,8 +75,7 @@ def draw_batch(
 
 
 def input_bytes(spec: AttentionSpec, batch: Batch) -> int:
-    """Return the bytes that any builder must read: request and token vectors, and each needed block
-    id once."""
+    """Return the bytes that any builder must read: vectors, and each needed block id once."""
     last = batch.seq_lens.long() - 1
     first = (last - (batch.next_n - 1) - (spec.window_size - 1)).clamp(min=0)
     window_pages = last // spec.swa_block_size - first // spec.swa_block_size + 1
@@ -98,14 +95,13 @@ def output_bytes(metadata: DecodeMetadata) -> int:
 
 
 def rotating_sets(step_bytes: int, device: torch.device) -> int:
-    """Return the number of input sets to rotate through: up to 32, for three times the L2; one on a
-    CPU."""
+    """Return the number of input sets: up to 32, for three times the L2; one on a CPU."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return min(_MAX_SETS, max(2, -(-3 * cache // step_bytes)))
 
 
-def captured_calls(sets: int) -> int:
-    """Return the number of calls in a CUDA graph over ``sets`` input sets: a multiple of them."""
-    return sets * math.ceil(_CAPTURED_CALLS / sets)
+def captured_calls(calls: Sequence[Any]) -> list[Any]:
+    """Repeat the calls over all input sets for a CUDA graph."""
+    return list(calls) * math.ceil(_CAPTURED_CALLS / len(calls))

@@ -12,10 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors that ops return inside this context; ``peak`` is the maximum.
-
-    Kernels' own allocations, and ops that are not decomposed, are not counted.
-    """
+    """Count the bytes of tensors that ops return; kernels' own allocations are not counted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,8 +19,15 @@ from benchmarks.harness.batches import captured_calls
 from benchmarks.harness.memory import ColdCache, Copies
 from benchmarks.harness.options import chosen_device, matching
 from benchmarks.harness.report import Report, one_line
-from benchmarks.harness.rows import OpRow
-from benchmarks.harness.timing import Call, Capture, Timing, device_activities, host_us, wall_us
+from benchmarks.harness.timing import (
+    Call,
+    Capture,
+    Timing,
+    alternating_us,
+    device_activities,
+    host_us,
+    wall_us,
+)
 from benchmarks.harness.work import (
     Case,
     Work,
@@ -44,32 +52,68 @@ def compiled_op(function: Function) -> Function:
     return compiled
 
 
+@dataclass(kw_only=True)
+class OpRow:
+    """One measured op; device times in microseconds, None if the device has no such time. On a CPU
+    they are wall times. ``*_range`` are the 20th and 80th percentile."""
+
+    case: str
+    shape: str
+    variant: str
+    requests: int
+    rows: int
+    moved_bytes: int | None = None  # minimum that any implementation reads and writes
+    flop: int | None = None  # of products
+    input_sets: int = 1
+    compiled_us: float | None = None  # per call, in a function compiled with dynamic sizes
+    eager_us: float | None = None  # called without a compiler, in a CUDA graph too
+    baseline_us: float | None = None  # the other implementation on the same inputs
+    roofline_us: float | None = None  # the bytes at a large copy's bandwidth, or the FLOP
+    copy_us: float | None = None  # a copy of the same number of bytes
+    bandwidth_gbs: float | None = None
+    kernels: int | None = None  # of one compiled call
+    host_us: float | None = None  # Python time per call outside of a graph, as the next
+    baseline_host_us: float | None = None
+    baseline_agrees: bool | None = None  # byte for byte, or within the tolerance of its own tests
+    baseline_max_diff: float | None = None  # of an element
+    baseline_note: str | None = None
+    baseline_error: str | None = None
+    note: str | None = None
+    error: str | None = None
+    seconds: float | None = None
+    compiled_us_range: list[float] = field(default_factory=list)
+    eager_us_range: list[float] = field(default_factory=list)
+    baseline_us_range: list[float] = field(default_factory=list)
+    activities: list[list[Any]] = field(default_factory=list)  # each kernel and its time
+    baseline_activities: list[list[Any]] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)  # fields of some benchmarks
+
+    def say(self, name: str, text: str | None) -> None:
+        """Append a text to a field of texts."""
+        texts = (getattr(self, name), text)
+        setattr(self, name, "; ".join(each for each in texts if each) or None)
+
+
 @dataclass
 class Checked:
-    """A case to time, whose results are right.
+    """A case to time, whose results are right."""
 
-    Args:
-        row: Gets the times.
-        case, work: The case and its inputs.
-        written: Resets what the calls write.
-        ours: Results of the compiled call for the first input set.
-        expected: Those of the reference.
-        wanted: Results of every input set, or of all calls together if they write to a tensor.
-    """
-
-    row: OpRow
+    row: OpRow  # gets the times
     case: Case
     work: Work
-    written: Written
-    ours: Sequence[Tensor]
-    expected: Sequence[Tensor]
-    wanted: Sequence[Sequence[Tensor]] = ()
+    written: Written  # resets what the calls write
+    ours: Sequence[Tensor]  # results of the compiled call for the first input set
+    expected: Sequence[Tensor]  # those of the reference
+    wanted: Sequence[Sequence[Tensor]] = ()  # of every input set, or of all calls that write
 
 
 class OpBench:
-    """The compiled functions of a run, and the measurement of one case. A benchmark defines its
-    title, its notes and its baseline."""
+    """The compiled functions of a run, and the measurement of one case."""
 
+    groups: ClassVar[Mapping[str, Callable[[bool], list[Case]]]]
+    """Makes the cases of each group, small or not, in the order of measurement."""
+    smoke_groups: ClassVar[Sequence[str]] = ()
+    """Groups of a smoke run, if not all."""
     title: ClassVar[str]
     notes: ClassVar[tuple[str, ...]] = ()
     flop_per_us: ClassVar[float] = FLOP_PER_US
@@ -91,6 +135,35 @@ class OpBench:
             self.cold = ColdCache(device)
             self.copies = Copies(device, self.cold)
 
+    @classmethod
+    def cases(cls, groups: Iterable[str], *, smoke: bool) -> list[Case]:
+        """Make the cases of some groups."""
+        return [case for group in groups for case in cls.groups[group](smoke)]
+
+    @classmethod
+    def run(cls, options: argparse.Namespace) -> None:
+        """Check and time the cases of the command line."""
+        device = chosen_device(options)
+        output, start = Report(options, device), time.perf_counter()
+        groups = options.cases or (options.smoke and cls.smoke_groups) or cls.groups
+        cases = matching(options, cls.cases(groups, smoke=options.smoke))
+        left_out = []
+        # allow a graph for one token and one request each, and one per configuration
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+            bench = cls(device, options.baseline, budget_s=0.1 if options.smoke else 0.5)
+            for case in report.progress(cases, options.bench):
+                if options.max_seconds and time.perf_counter() - start > options.max_seconds:
+                    left_out.append(str(case))
+                    continue
+                row = bench.measure(case)
+                if case.timed or row.error:
+                    output.add(row)
+        notes = [_GRAPHS, *bench.notes] if bench.copies is not None else []
+        if left_out:
+            notes.append(f"left out, --max-seconds: {'; '.join(left_out)}")
+        output.finish(bench.title, *notes)
+        bench.raise_failures()
+
     def load(self, folder: Path) -> Any:
         """Load the modules that ``Work.baseline`` takes from a bundle; any failure raises."""
         raise NotImplementedError
@@ -100,8 +173,7 @@ class OpBench:
         return work.baseline is not None
 
     def compare_baseline(self, at: Checked, baseline: Sequence[Tensor]) -> None:
-        """Record the difference of the baseline's results in the row: by default, the number of
-        bytes."""
+        """Record the baseline's difference in the row: by default, the number of bytes."""
         wrong = differing_bytes(baseline, at.expected)
         at.row.baseline_agrees = wrong == 0
         if wrong:
@@ -113,8 +185,7 @@ class OpBench:
         return {}
 
     def measure(self, case: Case) -> OpRow:
-        """Check, then time one case. A failure is written to the row; the run raises after the last
-        case."""
+        """Check, then time one case. A failure is written to the row, and raised at the end."""
         start = time.perf_counter()
         row = OpRow(
             case=case.case, shape=case.shape, variant=case.variant, requests=case.requests,
@@ -148,8 +219,8 @@ class OpBench:
         If a call reads little, its next repeat finds the data in the L2. A graph per call is then
         more accurate, although its launch counts.
         """
-        repeats = captured_calls(len(calls)) // len(calls) if repeated else 1
-        return float(Capture(list(calls) * repeats).device_us(self.cold).median)
+        calls = captured_calls(calls) if repeated else calls
+        return Capture(calls).device_us(self.cold).median
 
     def _measure(self, row: OpRow, case: Case) -> None:
         work = case.build(self.device)
@@ -159,15 +230,15 @@ class OpBench:
         ours = checked(work, written, compiled)
         check("compiled", work, ours, expected, case)
         more: dict[str, Function] = {}
-        for field, make in self.others(row, work).items():
+        for name, make in self.others(row, work).items():
             try:
-                more[field] = make()
-                results = checked(work, written, more[field])
+                call = make()
+                results = checked(work, written, call)
             except Exception as error:  # the row says which form does not run here
-                more.pop(field, None)
-                row.say("note", f"{field}: {one_line(error)}")
+                row.say("note", f"{name}: {one_line(error)}")
                 continue
-            check(field, work, results, expected, case)
+            check(name, work, results, expected, case)
+            more[name] = call
         if not case.timed:
             return
         at = Checked(row, case, work, written, ours, expected)
@@ -176,13 +247,13 @@ class OpBench:
         else:
             row.compiled_us, row.compiled_us_range = _fields(self._wall(compiled, work))
             row.eager_us, row.eager_us_range = _fields(self._wall(work.call, work))
-        for field, call in more.items():
+        for name, call in more.items():
             try:
-                row.more[field] = self._time_other(field, call, at)
+                row.more[name] = self._time_other(name, call, at)
             except WrongResult:  # noqa: PERF203 # a few calls of milliseconds
                 raise
             except Exception as error:
-                row.say("note", f"{field}: {one_line(error)}")
+                row.say("note", f"{name}: {one_line(error)}")
         if not self.has_baseline(work):
             return
         row.baseline_error = self.baseline_error
@@ -260,32 +331,36 @@ def _fields(timing: Timing) -> tuple[float, list[float]]:
 
 def _captured(call: Call, work: Work) -> list[Call]:
     """Return the calls of a CUDA graph: every input set in turn."""
-    calls: list[Call] = [functools.partial(call, *args) for args in work.sets]
-    return calls * (captured_calls(len(calls)) // len(calls))
+    return captured_calls([functools.partial(call, *args) for args in work.sets])
 
 
-def run_cases(
-    options: argparse.Namespace, cases: Sequence[Case], bench_type: type[OpBench]
+def run_kernels(
+    options: argparse.Namespace,
+    cases: Iterable[tuple[Any, Callable[[Any, torch.device], Mapping[str, Sequence[Call]]]]],
 ) -> None:
-    """Check and time the cases of the command line; rows and table go to ``options.out``."""
+    """Check and time kernels on CUDA; rows and table go to ``options.out``.
+
+    A case is its row, and a function that checks it and returns calls over rotating inputs, by the
+    field of their time.
+    """
     device = chosen_device(options)
-    output, start = Report(options, device), time.perf_counter()
-    left_out = []
-    # allow a graph for one token and one request each, and one per configuration
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        bench = bench_type(device, options.baseline, budget_s=0.1 if options.smoke else 0.5)
-        for case in report.progress(matching(options, cases), options.bench):
-            if options.max_seconds and time.perf_counter() - start > options.max_seconds:
-                left_out.append(str(case))
-                continue
-            row = bench.measure(case)
-            if case.timed or row.error:
-                output.add(row)
-    notes = [_GRAPHS, *bench.notes] if bench.copies is not None else []
-    if left_out:
-        notes.append(f"left out, --max-seconds: {'; '.join(left_out)}")
-    output.finish(bench.title, *notes)
-    bench.raise_failures()
+    if device.type != "cuda":
+        raise BenchError(f"{options.bench}: it times kernels, which run on CUDA only")
+    copies = Copies(device, ColdCache(device)).bytes_per_us
+    output = Report(options, device, copy_tbs=copies / 1e6)
+    for row, checked_calls in cases:
+        name = " ".join(str(value) for value in vars(row).values() if value)
+        if options.match and options.match not in name:
+            continue
+        print(f"{options.bench}: {name}", file=sys.stderr, flush=True)
+        with output.measured(row):
+            forms = checked_calls(row, device)
+            timings = alternating_us([Capture(calls) for calls in forms.values()])
+            for form, timing in zip(forms, timings, strict=True):
+                setattr(row, form, timing.median)
+            row.compare(copies)
+    output.finish(f"{options.bench}, microseconds")
+    output.raise_failures()
 
 
 _GRAPHS = (

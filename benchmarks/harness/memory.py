@@ -15,8 +15,7 @@ _VECTOR = 16
 
 
 class ColdCache:
-    """Empties the L2 when called: it reads a buffer of four times the L2's size, so that no line
-    has to be written back."""
+    """Empties the L2: it reads a buffer of four times its size, so that no line is written back."""
 
     def __init__(self, device: torch.device) -> None:
         size = 4 * torch.cuda.get_device_properties(device).L2_cache_size
@@ -38,16 +37,14 @@ class Copies:
         self.bytes_per_us = 2 * _LARGE / self.us(2 * _LARGE)
 
     def us(self, moved_bytes: int) -> float:
-        """Return the time of a copy that reads half of ``moved_bytes`` and writes the other
-        half."""
+        """Return the time of a copy that reads and writes half of ``moved_bytes`` each."""
         size = round_up(max(moved_bytes // 2, 1), _VECTOR)
         if size not in self._known:
             self._known[size] = self._measured(size)
         return self._known[size]
 
     def _measured(self, size: int) -> float:
-        """Time a memcpy and a kernel with the same reads and writes, and return the faster: each is
-        slow for some sizes."""
+        """Return the time of a memcpy or of a kernel: each is slow for some sizes."""
         sets = rotating_sets(2 * size, self.device)
         source = torch.zeros(sets, size // 8, dtype=torch.int64, device=self.device)
         target = torch.empty_like(source)
@@ -55,7 +52,7 @@ class Copies:
         kernels = [
             functools.partial(torch.neg, source[place], out=target[place]) for place in range(sets)
         ]
-        repeats = captured_calls(sets) // sets
         return min(
-            Capture(calls * repeats).device_us(self.cold).median for calls in (copies, kernels)
+            Capture(captured_calls(calls)).device_us(self.cold).median
+            for calls in (copies, kernels)
         )

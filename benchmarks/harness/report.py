@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.run import BenchError, WrongResult
 from dsv4_ops._version import __version__
 from dsv4_ops.core.fingerprint import source_hash
 
@@ -77,8 +78,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of our checkout, with ``-dirty`` if tracked files differ; None outside of a
-    checkout."""
+    """Return the commit of our checkout, with ``-dirty`` if tracked files differ, or None."""
     package = Path(__file__).resolve().parents[1]
     try:
         described = subprocess.run(
@@ -102,8 +102,7 @@ class Report:
         self.path.write_text("")
 
     def add(self, row: Any) -> None:
-        """Append a row, a dataclass, to the JSONL file. The items of its field ``more`` become
-        fields of the row."""
+        """Append a dataclass to the JSONL file. Items of its ``more`` become fields of the row."""
         self.rows.append({**vars(row), **vars(row).get("more", {})})
         self.rows[-1].pop("more", None)
         with self.path.open("a") as file:
@@ -124,6 +123,23 @@ class Report:
         self.path.with_suffix(".md").write_text(text + "\n")
         print(text)
 
+    @contextlib.contextmanager
+    def measured(self, row: Any) -> Iterator[None]:
+        """Append a row after its measurement, whose failure becomes its ``error``."""
+        try:
+            yield
+        except Exception as error:
+            row.error = one_line(error)
+        self.add(row)
+
+    def raise_failures(self) -> None:
+        """Raise if rows have an error: a ``WrongResult`` if one of them is."""
+        failed = [row["error"] for row in self.rows if row["error"]]
+        wrong = [text for text in failed if text.startswith(WrongResult.__name__)]
+        if failed:
+            kind = WrongResult if wrong else BenchError
+            raise kind(f"{len(failed)} cases failed, {[*wrong, *failed][0]}")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m benchmarks report``."""
@@ -141,8 +157,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
-    """Return the last run of every point, in the order of the first runs, whichever run looks
-    better."""
+    """Return the last run of every point, whichever looks better, in the order of the first."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         point = tuple(row.get(name) for name in _POINT)
@@ -223,8 +238,7 @@ def progress(items: Sequence[Item], title: str) -> Iterator[Item]:
 
 
 def one_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message, and the second line if the
-    first only announces it."""
+    """Return type and first line of an error, and the second line if the first announces it."""
     first, _, rest = str(error).strip().partition("\n")
     if first.endswith(":"):
         first = f"{first} {rest.strip().partition(chr(10))[0]}"

@@ -37,13 +37,15 @@ def summary(samples: Sequence[float]) -> Timing:
 class Capture:
     """A CUDA graph of ``calls`` in sequence; it holds ``outputs``, so that no two share memory."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[Call], before: Call | None = None) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             calls[0]()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
+        if before is not None:
+            before()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.outputs = [call() for call in calls]
@@ -59,19 +61,19 @@ class Capture:
             return summary([self._sample_us(replays) for _ in range(_SAMPLES)])
         self._sample_us(replays)  # raises clocks
         calls = len(self.outputs)
-        return summary([_event_us(self.graph.replay, before) / calls for _ in range(_COLD_SAMPLES)])
+        return summary([event_us(self.graph.replay, before) / calls for _ in range(_COLD_SAMPLES)])
 
     def _replays(self) -> int:
         """Return the number of replays per sample."""
         self.graph.replay()
-        return max(1, math.ceil(_SAMPLE_MS * 1e3 / max(_event_us(self.graph.replay), 1.0)))
+        return max(1, math.ceil(_SAMPLE_MS * 1e3 / max(event_us(self.graph.replay), 1.0)))
 
     def _sample_us(self, replays: int) -> float:
         def sample() -> None:
             for _ in range(replays):
                 self.graph.replay()
 
-        return _event_us(sample) / (replays * len(self.outputs))
+        return event_us(sample) / (replays * len(self.outputs))
 
 
 def alternating_us(captures: Sequence[Capture]) -> list[Timing]:
@@ -88,7 +90,8 @@ def alternating_us(captures: Sequence[Capture]) -> list[Timing]:
     return [summary(samples) for samples in zip(*rounds, strict=True)]
 
 
-def _event_us(call: Call, before: Call | None = None) -> float:
+def event_us(call: Call, before: Call | None = None) -> float:
+    """Return the device time of ``call``; ``before`` runs ahead of it."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if before is not None:
         before()
@@ -136,8 +139,7 @@ def _round_us(call: Call, calls: int) -> float:
 
 
 def step_ms(call: Call, device: torch.device, steps: int) -> float:
-    """Return milliseconds from one call to the next, without a wait of the host between them; on a
-    CPU, those of single calls."""
+    """Return milliseconds per call, without a wait of the host between calls, but on a CPU."""
     call()
     samples, steps = [], steps if device.type == "cuda" else 1
     for _ in range(3):

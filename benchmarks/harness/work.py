@@ -15,8 +15,7 @@ from benchmarks.run import WrongResult
 
 Args = tuple[Any, ...]
 Difference = Callable[[Args, Sequence[Tensor], Sequence[Tensor]], "str | None"]
-"""(input set, results of a call, results of the reference) -> a description of the difference, or
-None."""
+"""(input set, results of a call, those of the reference) -> the difference in words, or None."""
 
 _POISON = 0x5A
 
@@ -30,34 +29,20 @@ def same_bytes(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) ->
 
 @dataclass(frozen=True)
 class Work:
-    """Inputs of a case, on their device.
+    """Inputs of a case, on their device."""
 
-    Args:
-        call: The op as a function of one input set, on any device; on a CPU it is the reference.
-        sets: Input sets of equal shapes to rotate through.
-        moved_bytes: Bytes that a call must read and write.
-        written: Arguments that a call mutates; none if it returns its results.
-        baseline: vLLM's function of the same arguments, from its modules.
-        baseline_sets: The baseline's arguments, if they are not ``sets``.
-        baseline_note: Work that the baseline leaves out.
-        eager: Whether the time without a compiler is meaningful.
-        flop: Floating-point operations of the products of a call.
-        reference: Computes the expected results from a copy of an input set on its device; None for
-            ``call`` on a CPU.
-        difference: Compares results.
-    """
-
-    call: Callable[..., Any]
-    sets: Sequence[Args]
-    moved_bytes: int
-    written: tuple[int, ...] = ()
-    baseline: Callable[[Any], Callable[..., Any]] | None = None
-    baseline_sets: Sequence[Args] = ()
-    baseline_note: str | None = None
-    eager: bool = True
-    flop: int = 0
-    reference: Callable[..., Any] | None = None
+    call: Callable[..., Any]  # the op on an input set; on a CPU it is the reference
+    sets: Sequence[Args]  # input sets of equal shapes to rotate through
+    moved_bytes: int  # that a call must read and write
+    written: tuple[int, ...] = ()  # arguments that a call mutates; none if it returns its results
+    baseline: Callable[[Any], Callable[..., Any]] | None = None  # vLLM's, from its modules
+    baseline_sets: Sequence[Args] = ()  # the baseline's arguments, if they are not ``sets``
+    baseline_note: str | None = None  # work that the baseline leaves out
+    eager: bool = True  # whether the time without a compiler is meaningful
+    flop: int = 0  # of the products of a call
+    reference: Callable[..., Any] | None = None  # of copied inputs; None for ``call`` on a CPU
     difference: Difference = same_bytes
+    details: Any = None  # of the case, for its benchmark
 
     def results(self, call: Callable[..., Any], args: Args) -> list[Tensor]:
         """Return the outcome of ``call``: its results, or the arguments that it mutates."""
@@ -80,20 +65,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """One row to measure.
-
-    ``build`` samples its inputs. A case that is not ``timed`` is only checked. ``labels`` are
-    fields that only rows of some benchmarks have.
-    """
+    """One row to measure."""
 
     case: str
     shape: str
-    build: Callable[[torch.device], Work]
+    build: Callable[[torch.device], Work]  # samples its inputs
     rows: int
     requests: int = 1
     variant: str = ""
-    timed: bool = True
-    labels: Mapping[str, Any] = field(default_factory=dict)
+    timed: bool = True  # if not, it is only checked
+    labels: Mapping[str, Any] = field(default_factory=dict)  # fields of rows of some benchmarks
 
     def __str__(self) -> str:
         return ", ".join(part for part in (self.case, self.shape, self.variant) if part)
@@ -136,8 +117,7 @@ def poison(results: Sequence[Tensor]) -> None:
 
 
 def checked(work: Work, written: Written, call: Call) -> list[Tensor]:
-    """Return the outcome of ``call`` for the first input set, from the first contents or over
-    poison."""
+    """Return the outcome of ``call`` for the first input set, from first contents or poison."""
     written.reset()
     if not work.written:
         # freed at once, so that the next call gets this memory
@@ -146,11 +126,7 @@ def checked(work: Work, written: Written, call: Call) -> list[Tensor]:
 
 
 def differing_bytes(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
-    """Return the number of bytes in which two lists of tensors differ.
-
-    Raises:
-        WrongResult: they differ in number, shape or dtype.
-    """
+    """Count the bytes that differ; raise WrongResult if number, shapes or dtypes do."""
     kinds = [
         [(tensor.dtype, list(tensor.shape)) for tensor in result] for result in (actual, expected)
     ]
@@ -173,12 +149,7 @@ def check(
     case: object,
     place: int = 0,
 ) -> None:
-    """Raise if the outcome of an input set is not one that the reference allows; nothing is timed
-    then.
-
-    Raises:
-        WrongResult: it is not allowed.
-    """
+    """Raise WrongResult if the reference does not allow an outcome; nothing is timed then."""
     try:
         difference = work.difference(work.sets[place], actual, expected)
     except WrongResult as error:

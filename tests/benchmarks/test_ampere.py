@@ -1,5 +1,7 @@
 """The benchmark of an A100's code, on a CPU: its calls and checks, not its times."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ def test_every_case_is_checked_and_timed_with_each_code(monkeypatch):
     monkeypatch.setattr(ampere, "_BATCHES", (2,))
     monkeypatch.setattr(ampere, "_HEADS", 4)
     monkeypatch.setattr(ampere, "_CONTEXT", 512)
-    monkeypatch.setitem(ampere.CODES, "sm_80_us", ampere._as_it_is)
+    monkeypatch.setitem(ampere.CODES, "sm_80_us", contextlib.nullcontext)
     cases = ampere.cases_of(torch.device("cpu"), smoke=True)
     names = [row.case.partition(",")[0] for row, _ in cases]
     assert names == ["insert", "decode", "paged", "logits", "select", "mla_decode", "mla_decode"]

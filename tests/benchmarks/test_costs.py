@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def small(module, group, shape=None, variant=""):
-    cases = module.chosen_cases((group,), smoke=True)
+    cases = module.Bench.cases((group,), smoke=True)
     wanted = (case for case in cases if case.timed and case.variant.startswith(variant))
     return next(case for case in wanted if shape in (None, case.shape))
 
@@ -82,7 +82,7 @@ def test_costs_of_sparse_attention():
         assert moved / 1e6 == pytest.approx(megabytes, abs=0.05)
         assert flop / 1e9 == pytest.approx(gflop, abs=0.005)
     assert uniform(1, 2, 0).cost() == (128 * 584 + 2 * 512 * 4 + 128 * 4, 2 * 2 * 128 * 1024)
-    paged = sparse_mla.chosen_cases(("paged",), smoke=True)
+    paged = sparse_mla.Bench.cases(("paged",), smoke=True)
     for case, rows in zip(paged, (7, 64), strict=True):
         moved = (128 + rows) * 584 + 4 * 512 * 4 + (128 + -(-rows // 2)) * 4  # on blocks of 2
         assert case.build(CPU).moved_bytes == 3 * moved
@@ -135,8 +135,8 @@ def test_input_sets_share_no_block(monkeypatch):
 
 def test_sizes_that_differ_between_cases_are_symbols_of_the_package(monkeypatch):
     """Other numbers of tokens, and as many in other numbers of input sets."""
-    cases = sparse_mla.chosen_cases((packages.GROUP,), smoke=True)
-    for form in {case.variant: case.build(CPU).form for case in cases}.values():
+    cases = sparse_mla.Bench.cases((packages.GROUP,), smoke=True)
+    for form in {case.variant: case.build(CPU).details for case in cases}.values():
         seen = []
         for tokens, sets in ((2, 1), (2, 3), (200, 1), (form.exported, 1)):
             for module in (attention_cases, prefill_cases, gathered_cases):

@@ -9,7 +9,7 @@ import torch
 import dsv4_ops
 from benchmarks.baselines.layer import Libraries
 from benchmarks.cases.layer_cases import parts_of
-from benchmarks.layer import CASES, Bench, chosen_cases
+from benchmarks.layer import CASES, Bench
 from dsv4_ops.core.layout import MainLayout
 from tests.benchmarks.test_ops import DeepGEMM
 from tests.fakes.attention import FlashMLA
@@ -29,7 +29,7 @@ def vllm():
 
 
 def timed(kind):
-    (case,) = chosen_cases((kind,), smoke=True)
+    (case,) = Bench.cases((kind,), smoke=True)
     return case
 
 

@@ -12,6 +12,7 @@ import transformers
 
 from benchmarks import model as model_bench
 from benchmarks.baselines.stock_model import filled_cache, flash_shaped, same_again
+from benchmarks.harness.steps import fill, step_batch
 from benchmarks.run import main
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.generation import decoding
@@ -25,7 +26,7 @@ SMALL = {
     "q_lora_rank": 32,
     "o_lora_rank": 16,
     "moe_intermediate_size": 32,
-    "vocab_size": 50,
+    "vocab_size": 250,
     "index_n_heads": 16,
 }
 
@@ -80,9 +81,9 @@ def test_one_row_is_measured():
     v4.patch(keep_float32(model))
     assert model.model.layers[0].self_attn.sinks.dtype == torch.float32
     cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=300, max_chunk=64)
-    model_bench.fill(cache)
+    fill(cache)
     cache.seq_lens.fill_(256)
-    batch = model_bench._batch(model, 2, 256)
+    batch = step_batch([1] * 2, [257] * 2, model.device)
     logits = v4.decode_step(model, batch, cache.tensors)
     assert logits.isfinite().all()
     assert 0.1 < logits.std() < 10

@@ -34,7 +34,7 @@ def bench(name, modules=None):
 
 
 def cases(name, *groups):
-    return MODULES[name].chosen_cases(groups or tuple(MODULES[name].CASES), smoke=True)
+    return MODULES[name].Bench.cases(groups or MODULES[name].CASES, smoke=True)
 
 
 def timed(name, group, variant=""):
