@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.flash_soak import Soak
 from benchmarks.harness.options import chosen_device, size, sizes
 from benchmarks.harness.ranks import Ranks, replays_us, run_ranks
+from benchmarks.harness.report import one_line
 from benchmarks.harness.steps import fill, flash_config, step_batch
 from benchmarks.harness.timing import Capture, device_activities, wait, wall_us
 from benchmarks.run import WrongResult
@@ -200,7 +201,8 @@ class FlashRanks(Ranks):
             errors = (ours - one).norm(dim=-1) / one.norm(dim=-1)
             row.logits_error, row.worst_error = float(errors.median()), float(errors.max())
             if not row.logits_error < _MOST_ERROR:
-                row.error = f"{layers} layers on several ranks differ by {row.logits_error:.3f}"
+                text = f"{layers} layers on several ranks differ by {row.logits_error:.3f}"
+                row.error = one_line(WrongResult(text))
         row.seconds = time.perf_counter() - began
         self.keep(row)
         wrong = [row.error]
