@@ -22,6 +22,7 @@ class Target:
         large_tiles: Whether attention in Triton has the tiles of Hopper, whose matrix units read
             operands from shared memory. Elsewhere registers hold operands and sums of ``mma.sync``,
             and such tiles would spill; on Blackwell they exceed the tensor memory.
+        mma_sync: Whether warps multiply with ``mma.sync`` alone, from registers.
         dependent_launch: Whether a kernel begins while the one before it ends.
     """
 
@@ -29,13 +30,14 @@ class Target:
     converts_codes: bool = True
     is_hopper: bool = False
     large_tiles: bool = False
+    mma_sync: bool = False
     dependent_launch: bool = False
 
     @property
     def head_tile(self) -> int:
-        """Heads per program of sparse MLA in Triton. Queries and plain keys of 32 heads take 104
-        KiB of shared memory."""
-        if self.large_tiles:
+        """Heads per program of sparse MLA in Triton. Queries, keys and P of 64 heads take 137 KiB of
+        shared memory, and 104 KiB of 32 heads."""
+        if self.large_tiles or (self.mma_sync and self.shared >= 137 * _KIB):
             return HEAD_TILE
         return HEAD_TILE // 2 if self.shared >= 104 * _KIB else HEAD_TILE // 4
 
@@ -43,15 +45,15 @@ class Target:
 HOPPER = (9, 0)
 
 TARGETS = {
-    (8, 0): Target(163 * _KIB, converts_codes=False),
-    (8, 6): Target(99 * _KIB, converts_codes=False),
-    (8, 7): Target(163 * _KIB, converts_codes=False),
-    (8, 9): Target(99 * _KIB),
+    (8, 0): Target(163 * _KIB, converts_codes=False, mma_sync=True),
+    (8, 6): Target(99 * _KIB, converts_codes=False, mma_sync=True),
+    (8, 7): Target(163 * _KIB, converts_codes=False, mma_sync=True),
+    (8, 9): Target(99 * _KIB, mma_sync=True),
     HOPPER: Target(227 * _KIB, is_hopper=True, large_tiles=True, dependent_launch=True),
     (10, 0): Target(227 * _KIB),
     (10, 3): Target(227 * _KIB),
-    (12, 0): Target(99 * _KIB),
-    (12, 1): Target(99 * _KIB),
+    (12, 0): Target(99 * _KIB, mma_sync=True),
+    (12, 1): Target(99 * _KIB, mma_sync=True),
 }
 """Targets by compute capability; the limits are those of the CUDA programming guide."""
 

@@ -91,7 +91,8 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
         return results
     launch(split_keys_kernel)[work.programs, head_tiles(num_heads, target.head_tile)](
         *tensors, **constants, HEAD_DIM=head_dim, FORMAT=row,
-        HEADS=target.head_tile, KEYS=KEY_TILE, UNIT=work.unit, num_warps=WARPS,
+        HEADS=target.head_tile, KEYS=KEY_TILE, UNIT=work.unit, MMA_SYNC=target.mma_sync,
+        num_warps=WARPS,
     )  # fmt: skip
     return results
 

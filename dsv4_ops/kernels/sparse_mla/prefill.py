@@ -140,10 +140,11 @@ def launch_prefill(
         if several:
             combine(launch, (*results, *parts), attn_sink, None, None, None, splits)
         return results
-    heads = HEAD_TILE if launch.target(q.device).large_tiles else SMALL_HEAD_TILE
+    target = launch.target(q.device)
+    heads = HEAD_TILE if target.large_tiles else SMALL_HEAD_TILE
     launch(prefill_keys_kernel)[num_tokens, head_tiles(num_heads, heads)](
         *tensors, **constants, HEAD_DIM=int(q.shape[2]), FORMAT=row,
-        HEADS=heads, KEYS=KEY_TILE, num_warps=WARPS,
+        HEADS=heads, KEYS=KEY_TILE, MMA_SYNC=target.mma_sync, num_warps=WARPS,
     )  # fmt: skip
     return results
 

@@ -25,28 +25,29 @@ _MIN_SCALE, _MAX_SCALE = tl.constexpr(1e-30), tl.constexpr(1e37)
 
 @triton.jit
 def _load_codes(
-    data, scales, kv_valid,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, QUANT_BLOCK: tl.constexpr, CONVERTS: tl.constexpr,
-):  # fmt: skip
-    """Load WIDTH dequantised values from column FIRST on, bf16 [keys, WIDTH]; zeros for absent
-    keys."""
-    GROUPS: tl.constexpr = WIDTH // QUANT_BLOCK
+    data, scales, kv_valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, QUANT_BLOCK: tl.constexpr
+):
+    """Load WIDTH codes from column FIRST on, and their scales; zeros for absent keys."""
     dim = FIRST + tl.arange(0, WIDTH)[None, :]
     codes = tl.load(data[:, None] + dim, mask=kv_valid[:, None], other=0)
-    group = FIRST // QUANT_BLOCK + tl.arange(0, GROUPS)[None, :]
-    scale = tl.load(scales[:, None] + group, mask=kv_valid[:, None], other=0)
-    codes = tl.reshape(codes, (codes.shape[0], GROUPS, QUANT_BLOCK))
+    group = FIRST // QUANT_BLOCK + tl.arange(0, WIDTH // QUANT_BLOCK)[None, :]
+    return codes, tl.load(scales[:, None] + group, mask=kv_valid[:, None], other=0)
+
+
+@triton.jit
+def _dequantize(codes, scale, QUANT_BLOCK: tl.constexpr, CONVERTS: tl.constexpr):
+    """Return the values of codes, bf16 [keys, width]."""
+    GROUPS: tl.constexpr = codes.shape[1] // QUANT_BLOCK
+    parts = tl.reshape(codes, (codes.shape[0], GROUPS, QUANT_BLOCK))
+    factor = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)[:, :, None]
     # a scale is a power of two: its product with an e4m3 value is exact in bf16
     if CONVERTS:
-        values = codes.to(tl.float8e4nv, bitcast=True)
-        factor = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+        values = parts.to(tl.float8e4nv, bitcast=True)
         # float16 to bf16 directly would use a slow unit, one value at a time
-        numbers = values.to(tl.float16).to(tl.float32).to(tl.bfloat16)
-        scaled = numbers * factor[:, :, None]
+        scaled = values.to(tl.float16).to(tl.float32).to(tl.bfloat16) * factor
     else:
-        factor = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-        scaled = decode_scaled(codes, factor[:, :, None])
-    return tl.reshape(scaled, (codes.shape[0], WIDTH))
+        scaled = decode_scaled(parts, factor)
+    return tl.reshape(scaled, codes.shape)
 
 
 @triton.jit
@@ -57,7 +58,24 @@ def _load_values(row, kv_valid, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_keys(rows, FORMAT: tl.constexpr):
+def _first(left, right):
+    return left
+
+
+@triton.jit
+def _convert_once(tile, MMA_SYNC: tl.constexpr):
+    """Return ``tile`` after a reduction over a dimension of 1, which costs nothing. Triton moves no
+    conversion past it: the tile is converted as it was loaded, and both products read it from
+    shared memory. Without it, bytes would be moved into the operand layout of each product, and
+    converted there, twice."""
+    if MMA_SYNC and not EMULATE:
+        return tl.reduce(tl.reshape(tile, (tile.shape[0], tile.shape[1], 1)), 2, _first)
+    else:
+        return tile
+
+
+@triton.jit
+def load_keys(rows, FORMAT: tl.constexpr, MMA_SYNC: tl.constexpr):
     """Load the four tiles of a block of keys.
 
     Args:
@@ -65,6 +83,7 @@ def load_keys(rows, FORMAT: tl.constexpr):
             the rows of a block.
         FORMAT: Step from row to row, bytes of a row, coded values, values per scale, bytes of a
             row's scales (0: the cache is plain), and CONVERTS of ``fp8.py``.
+        MMA_SYNC: As in ``attend``.
     """
     ROW: tl.constexpr = FORMAT[0]
     CODE_DIM: tl.constexpr = FORMAT[2]
@@ -76,16 +95,19 @@ def load_keys(rows, FORMAT: tl.constexpr):
     data = start + row * ROW
     if SCALE_BYTES > 0:
         scales = start + block_size * ROW + row * SCALE_BYTES
-        k0 = _load_codes(data, scales, kv_valid, 0, 256, QUANT_BLOCK, CONVERTS)
-        k1 = _load_codes(data, scales, kv_valid, 256, 128, QUANT_BLOCK, CONVERTS)
-        k2 = _load_codes(data, scales, kv_valid, 384, 64, QUANT_BLOCK, CONVERTS)
+        codes0, scale0 = _load_codes(data, scales, kv_valid, 0, 256, QUANT_BLOCK)
+        k0 = _convert_once(_dequantize(codes0, scale0, QUANT_BLOCK, CONVERTS), MMA_SYNC)
+        codes1, scale1 = _load_codes(data, scales, kv_valid, 256, 128, QUANT_BLOCK)
+        k1 = _convert_once(_dequantize(codes1, scale1, QUANT_BLOCK, CONVERTS), MMA_SYNC)
+        codes2, scale2 = _load_codes(data, scales, kv_valid, 384, 64, QUANT_BLOCK)
+        k2 = _convert_once(_dequantize(codes2, scale2, QUANT_BLOCK, CONVERTS), MMA_SYNC)
         rope = (data + CODE_DIM).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         k3 = _load_values(rope, kv_valid, 0, 64)
     else:
-        k0 = _load_values(data, kv_valid, 0, 256)
-        k1 = _load_values(data, kv_valid, 256, 128)
-        k2 = _load_values(data, kv_valid, 384, 64)
-        k3 = _load_values(data, kv_valid, 448, 64)
+        k0 = _convert_once(_load_values(data, kv_valid, 0, 256), MMA_SYNC)
+        k1 = _convert_once(_load_values(data, kv_valid, 256, 128), MMA_SYNC)
+        k2 = _convert_once(_load_values(data, kv_valid, 384, 64), MMA_SYNC)
+        k3 = _convert_once(_load_values(data, kv_valid, 448, 64), MMA_SYNC)
     return k0, k1, k2, k3
 
 
@@ -187,30 +209,50 @@ def initial_state(HEADS: tl.constexpr):
 
 
 @triton.jit
-def attend(queries, state, keys, kv_valid, scale, always):
+def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr):
     """Return the state after one block of keys; ``scale`` includes log2(e).
 
-    ``always`` is true, which Triton must not see: it assigns all warps to the rows of a product
-    that leads to another product, so that with 64 rows both warp groups would compute the same. It
-    does not look past the end of a branch, nor past ``unfused`` for the sum of the four products.
+    Triton assigns all warps to the rows of a product that leads to another product, so that with 64
+    rows half of the warps would compute the same as the others. It does not look past the end of a
+    branch, nor past ``unfused`` for the sum of the four products. ``block`` is not negative, which
+    Triton must not see, so that branches stay.
+
+    MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product is then in a
+    branch of its own, also those with P, and has warps along heads and keys.
     """
     q0, q1, q2, q3 = queries
     acc0, acc1, acc2, acc3, row_max, row_sum = state
     k0, k1, k2, k3 = keys
-    logits = tl.zeros((q0.shape[0], kv_valid.shape[0]), dtype=tl.float32)
-    if always:
-        qk0 = unfused(multiply_add(q0, tl.trans(k0), logits))
-        qk1 = unfused(multiply_add(q1, tl.trans(k1), logits))
-        qk2 = unfused(multiply_add(q2, tl.trans(k2), logits))
-        qk3 = unfused(multiply_add(q3, tl.trans(k3), logits))
+    zeros = tl.zeros((q0.shape[0], kv_valid.shape[0]), dtype=tl.float32)
+    logits = zeros
+    if MMA_SYNC:
+        qk0, qk1, qk2 = zeros, zeros, zeros
+        if (block | 1) != 0:
+            qk0 = multiply_add(q0, tl.trans(k0), zeros)
+        if (block | 2) != 0:  # branches with the same condition would be merged
+            qk1 = multiply_add(q1, tl.trans(k1), qk0)
+        if (block | 4) != 0:
+            qk2 = multiply_add(q2, tl.trans(k2), qk1)
+        if (block | 8) != 0:
+            logits = multiply_add(q3, tl.trans(k3), qk2)
+    elif block >= 0:
+        qk0 = unfused(multiply_add(q0, tl.trans(k0), zeros))
+        qk1 = unfused(multiply_add(q1, tl.trans(k1), zeros))
+        qk2 = unfused(multiply_add(q2, tl.trans(k2), zeros))
+        qk3 = unfused(multiply_add(q3, tl.trans(k3), zeros))
         logits = (qk0 + qk1) + (qk2 + qk3)
     logits = tl.where(kv_valid[None, :], logits * scale, float("-inf"))
     p, alpha, row_max, row_sum = softmax_step(logits, row_max, row_sum)
     p_bf16 = round_to_bf16(p)
-    acc0 = multiply_add(p_bf16, k0, acc0 * alpha[:, None])
-    acc1 = multiply_add(p_bf16, k1, acc1 * alpha[:, None])
-    acc2 = multiply_add(p_bf16, k2, acc2 * alpha[:, None])
-    acc3 = multiply_add(p_bf16, k3, acc3 * alpha[:, None])
+    first = block if MMA_SYNC else 1
+    if (first | 16) != 0:
+        acc0 = multiply_add(p_bf16, k0, acc0 * alpha[:, None])
+    if (first | 32) != 0:
+        acc1 = multiply_add(p_bf16, k1, acc1 * alpha[:, None])
+    if (first | 64) != 0:
+        acc2 = multiply_add(p_bf16, k2, acc2 * alpha[:, None])
+    if (first | 128) != 0:
+        acc3 = multiply_add(p_bf16, k3, acc3 * alpha[:, None])
     return acc0, acc1, acc2, acc3, row_max, row_sum
 
 

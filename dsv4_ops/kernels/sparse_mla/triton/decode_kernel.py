@@ -98,7 +98,7 @@ def split_keys_kernel(
     SOFTMAX_SCALE: tl.constexpr, SWA_BLOCK_SIZE: tl.constexpr, EXTRA_BLOCK_SIZE: tl.constexpr,
     HAS_EXTRA: tl.constexpr, PAGED: tl.constexpr, HAS_SINK: tl.constexpr, HAS_PLAN: tl.constexpr,
     INVERSE_ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, MMA_SYNC: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token over one split of its keys, for a tile of heads.
 
@@ -162,17 +162,17 @@ def split_keys_kernel(
             crosses = (unit < swa_units) & (next_unit > swa_units)
             next_unit = tl.minimum(tl.where(crosses, swa_units, next_unit), stop)
         rows = locate_rows(unit, swa_units, stop, swa, extra, SIZES, KEYS, UNIT)
-        keys = load_keys(rows, FORMAT)
+        keys = load_keys(rows, FORMAT, MMA_SYNC)
         next_rows = locate_rows(next_unit, swa_units, stop, swa, extra, SIZES, KEYS, UNIT)
         prefetch_zeros += prefetch_keys(next_rows, next_unit < stop, FORMAT)
         _, _, _, _, kv_valid, _ = rows
-        state = attend(queries, state, keys, kv_valid, scale, unit >= 0)
+        state = attend(queries, state, keys, kv_valid, scale, unit, MMA_SYNC)
         unit = next_unit
     if (UNIT < KEYS) & (unit < stop):  # the odd unit, in half the time of a block
         rows = locate_rows(unit, swa_units, stop, swa, extra, SIZES, UNIT, UNIT)
-        keys = load_keys(rows, FORMAT)
+        keys = load_keys(rows, FORMAT, MMA_SYNC)
         _, _, _, _, kv_valid, _ = rows
-        state = attend(queries, state, keys, kv_valid, scale, unit >= 0)
+        state = attend(queries, state, keys, kv_valid, scale, unit, MMA_SYNC)
 
     head = recompute(tl.program_id(1) + tl.zeros_like(head)) * HEADS + tl.arange(0, HEADS)
     head_valid = head < num_heads

@@ -96,7 +96,7 @@ def prefill_keys_kernel(
     SOFTMAX_SCALE: tl.constexpr, WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr,
     LISTED: tl.constexpr, SWA_BLOCK_SIZE: tl.constexpr, EXTRA_BLOCK_SIZE: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_TOPK: tl.constexpr, HAS_SINK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, MMA_SYNC: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token over its keys, for a tile of heads. The window's blocks
     come first, then compressed rows: all that the token sees, or with HAS_TOPK the selected
@@ -158,13 +158,13 @@ def prefill_keys_kernel(
     while tile < tiles:
         # one loop over both lists: two loops would hold the accumulator in registers twice
         rows = _locate_rows(tile, swa_tiles, length, visible, swa, extra, selected, SIZES, KEYS)
-        keys = load_keys(rows, FORMAT)
+        keys = load_keys(rows, FORMAT, MMA_SYNC)
         next_rows = _locate_rows(
             tile + 1, swa_tiles, length, visible, swa, extra, selected, SIZES, KEYS
         )
         prefetch_zeros += prefetch_keys(next_rows, tile + 1 < tiles, FORMAT)
         _, _, _, _, kv_valid, _ = rows
-        state = attend(queries, state, keys, kv_valid, scale, tile >= 0)
+        state = attend(queries, state, keys, kv_valid, scale, tile, MMA_SYNC)
         tile += 1
 
     head_valid &= tl.sum(tl.sum(prefetch_zeros, axis=1), axis=0) == 0  # always true
