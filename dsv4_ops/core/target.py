@@ -35,8 +35,8 @@ class Target:
 
     @property
     def head_tile(self) -> int:
-        """Heads per program of sparse MLA in Triton. Queries, keys and P of 64 heads take 137 KiB of
-        shared memory, and 104 KiB of 32 heads."""
+        """Heads per program of sparse MLA in Triton. Queries, keys and P of 64 heads take 137 KiB
+        of shared memory, and 104 KiB of 32 heads."""
         if self.large_tiles or (self.mma_sync and self.shared >= 137 * _KIB):
             return HEAD_TILE
         return HEAD_TILE // 2 if self.shared >= 104 * _KIB else HEAD_TILE // 4

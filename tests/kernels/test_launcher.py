@@ -61,7 +61,7 @@ def test_what_a_gpu_offers_follows_from_its_compute_capability(monkeypatch):
         target = Launcher(EAGER.wrap, capability=capability).target(CPU)
         found = (target.shared // 1024, target.converts_codes, target.is_hopper)
         assert found == expected, capability
-        heads = 64 if capability in ((9, 0), None) else 32 if target.shared > 128 * 1024 else 16
+        heads = {(8, 0): 64, (9, 0): 64, (10, 0): 32, None: 64}.get(capability, 16)
         assert target.head_tile == heads
 
 

@@ -13,7 +13,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.target import Target
-from dsv4_ops.core.tiles import KEY_TILE, PROGRAMS, head_tiles
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import paged, rotation, strided
@@ -196,7 +196,7 @@ def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
     batch_decides = num_splits == 0 and not batch_invariant
     widths = [lists.width() for lists in (call.window, call.extra) if lists is not None]
     unit = KEY_TILE
-    if batch_decides and not on_hopper and target.large_tiles:  # half a block spills elsewhere
+    if batch_decides and not on_hopper and target.head_tile == HEAD_TILE:  # timed
         unit = unit_of_splits(num_tokens * tiles, widths)
     units = _units(widths, unit)
     splits = num_splits_of(num_tokens * tiles, units, unit, num_splits, batch_invariant)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.registry import AUTO
-from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
+from dsv4_ops.core.tiles import KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
 from dsv4_ops.core.types import SparseMla
 from dsv4_ops.dispatch.prefill import gathers, prefilled
 from dsv4_ops.kernels import opaque_op
@@ -28,7 +28,7 @@ WARPS = 8
 """Warps of a program of the Triton kernel."""
 
 SMALL_HEAD_TILE = 16
-"""Heads of such a program without Hopper's matrix units; more would spill."""
+"""Heads of such a program on a datacenter Blackwell, where more would spill."""
 
 LISTED = 512
 """Selected rows that a program checks at a time for the last visible one."""
@@ -141,7 +141,7 @@ def launch_prefill(
             combine(launch, (*results, *parts), attn_sink, None, None, None, splits)
         return results
     target = launch.target(q.device)
-    heads = HEAD_TILE if target.large_tiles else SMALL_HEAD_TILE
+    heads = target.head_tile if target.large_tiles or target.mma_sync else SMALL_HEAD_TILE
     launch(prefill_keys_kernel)[num_tokens, head_tiles(num_heads, heads)](
         *tensors, **constants, HEAD_DIM=int(q.shape[2]), FORMAT=row,
         HEADS=heads, KEYS=KEY_TILE, MMA_SYNC=target.mma_sync, num_warps=WARPS,
