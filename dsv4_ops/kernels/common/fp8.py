@@ -171,6 +171,23 @@ def decode_to_bf16(codes):
 
 
 @triton.jit
+def _first(left, right):
+    return left
+
+
+@triton.jit
+def convert_once(tile, ENABLED: tl.constexpr):
+    """Return ``tile`` after a reduction over a dimension of 1, which costs nothing. Triton moves no
+    conversion past it, so that a tile is converted as it was loaded, and products with ``mma.sync``
+    read it from shared memory. Otherwise bytes would be moved into the operand layout of each
+    product, and converted there, twice."""
+    if ENABLED and not EMULATE:
+        return tl.reduce(tl.reshape(tile, (tile.shape[0], tile.shape[1], 1)), 2, _first)
+    else:
+        return tile
+
+
+@triton.jit
 def dequantize(codes, scale, CONVERTS: tl.constexpr):
     """Return int16 patterns of the bf16 values of uint8 codes; ``scale`` has one byte per
     last dimension."""

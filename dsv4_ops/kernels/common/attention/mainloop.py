@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+    convert_once,
     decode_scaled,
     multiply_add,
     round_to_bf16,
@@ -58,23 +59,6 @@ def _load_values(row, kv_valid, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _first(left, right):
-    return left
-
-
-@triton.jit
-def _convert_once(tile, MMA_SYNC: tl.constexpr):
-    """Return ``tile`` after a reduction over a dimension of 1, which costs nothing. Triton moves no
-    conversion past it: the tile is converted as it was loaded, and both products read it from
-    shared memory. Without it, bytes would be moved into the operand layout of each product, and
-    converted there, twice."""
-    if MMA_SYNC and not EMULATE:
-        return tl.reduce(tl.reshape(tile, (tile.shape[0], tile.shape[1], 1)), 2, _first)
-    else:
-        return tile
-
-
-@triton.jit
 def load_keys(rows, FORMAT: tl.constexpr, MMA_SYNC: tl.constexpr):
     """Load the four tiles of a block of keys.
 
@@ -96,18 +80,18 @@ def load_keys(rows, FORMAT: tl.constexpr, MMA_SYNC: tl.constexpr):
     if SCALE_BYTES > 0:
         scales = start + block_size * ROW + row * SCALE_BYTES
         codes0, scale0 = _load_codes(data, scales, kv_valid, 0, 256, QUANT_BLOCK)
-        k0 = _convert_once(_dequantize(codes0, scale0, QUANT_BLOCK, CONVERTS), MMA_SYNC)
+        k0 = convert_once(_dequantize(codes0, scale0, QUANT_BLOCK, CONVERTS), MMA_SYNC)
         codes1, scale1 = _load_codes(data, scales, kv_valid, 256, 128, QUANT_BLOCK)
-        k1 = _convert_once(_dequantize(codes1, scale1, QUANT_BLOCK, CONVERTS), MMA_SYNC)
+        k1 = convert_once(_dequantize(codes1, scale1, QUANT_BLOCK, CONVERTS), MMA_SYNC)
         codes2, scale2 = _load_codes(data, scales, kv_valid, 384, 64, QUANT_BLOCK)
-        k2 = _convert_once(_dequantize(codes2, scale2, QUANT_BLOCK, CONVERTS), MMA_SYNC)
+        k2 = convert_once(_dequantize(codes2, scale2, QUANT_BLOCK, CONVERTS), MMA_SYNC)
         rope = (data + CODE_DIM).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         k3 = _load_values(rope, kv_valid, 0, 64)
     else:
-        k0 = _convert_once(_load_values(data, kv_valid, 0, 256), MMA_SYNC)
-        k1 = _convert_once(_load_values(data, kv_valid, 256, 128), MMA_SYNC)
-        k2 = _convert_once(_load_values(data, kv_valid, 384, 64), MMA_SYNC)
-        k3 = _convert_once(_load_values(data, kv_valid, 448, 64), MMA_SYNC)
+        k0 = convert_once(_load_values(data, kv_valid, 0, 256), MMA_SYNC)
+        k1 = convert_once(_load_values(data, kv_valid, 256, 128), MMA_SYNC)
+        k2 = convert_once(_load_values(data, kv_valid, 384, 64), MMA_SYNC)
+        k3 = convert_once(_load_values(data, kv_valid, 448, 64), MMA_SYNC)
     return k0, k1, k2, k3
 
 

@@ -13,6 +13,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (
 )
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+    convert_once,
     decode,
     decode_to_bf16,
     multiply_add,
@@ -42,7 +43,7 @@ def _load_codes(row, dim, mask, DTYPE: tl.constexpr, CONVERTS: tl.constexpr):
     if CONVERTS:
         return round_to(_codes_to_float(codes, CONVERTS), DTYPE)
     else:
-        return round_to(widen(decode_to_bf16(codes)), DTYPE)
+        return convert_once(round_to(widen(decode_to_bf16(codes)), DTYPE), True)
 
 
 @triton.jit
@@ -56,7 +57,8 @@ def _load_scaled_codes(row, kv_valid, LORA: tl.constexpr, CONVERTS: tl.constexpr
     scale = tl.load(start[:, None] + group[None, :], mask=kv_valid[:, None], other=0.0)
     values = _codes_to_float(codes, CONVERTS)
     scaled = tl.reshape(values, (codes.shape[0], LORA // GROUP, GROUP)) * scale[:, :, None]
-    return round_to_bf16(tl.reshape(scaled, (codes.shape[0], LORA)))
+    latent = round_to_bf16(tl.reshape(scaled, (codes.shape[0], LORA)))
+    return convert_once(latent, not CONVERTS)
 
 
 @triton.jit
