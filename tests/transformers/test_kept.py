@@ -1,17 +1,22 @@
 """Caches and CUDA graphs that ``generate`` keeps for its next call, with graphs of a CPU."""
 
 import gc
+import re
 import threading
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from transformers.generation.streamers import BaseStreamer
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.generation import kept
-from dsv4_ops.testing.models import small_mla_model
+from dsv4_ops.integrations.transformers.generation import kept, prefill
+from dsv4_ops.integrations.transformers.steps.eager import EagerStep
+from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.fakes import graphs
 from tests.fakes.graphs import CONFIG
 
@@ -26,8 +31,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def captures(folder, monkeypatch):
+def all_captures(folder, monkeypatch):
     return graphs.install(monkeypatch, folder)
+
+
+@pytest.fixture
+def captures(all_captures, monkeypatch):
+    """Captures of decode steps alone."""
+    monkeypatch.setattr(kept, "MOST_TOKENS", 0)
+    return all_captures
 
 
 @pytest.fixture
@@ -231,3 +243,89 @@ def test_a_cache_is_for_its_model(model, captures):
     assert caches(model)[0].cache.spec.kv == "bf16"
     with pytest.raises(ValueError, match=r"^empty_cache: model must be patched"):
         v4.empty_cache(small_mla_model(num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("make", [small_model, small_mla_model])
+def test_a_captured_prefill_is_the_step(make, all_captures, monkeypatch):
+    """Logits and bytes of caches, in chunks of 32 tokens, with absent tokens, and at contexts that
+    its capture had not seen."""
+    monkeypatch.setattr(kept, "LEAST_TOKENS", 16)
+    model = v4.patch(make(), kv="fp32", precision="reference")
+    sizes = {"max_batch_size": 2, "max_cache_len": 128, "max_chunk": 32}
+    cache, other = (v4.PagedCache.for_model(model, **sizes) for _ in range(2))
+    mine = kept.KeptCache(cache, None, 0, EagerStep(model, v4.prefill_step))
+    config = SimpleNamespace(prefill_chunk_size=None)
+    # steps of 6, 32, 41 tokens; of 2, 32, 41; and of 26, 32, 37: captured for 16, 32 and 48
+    for longer, shorter, count in ((70, 9, 0), (70, 9, 0), (66, 9, 3), (90, 5, 3)):
+        ids = torch.randint(3, 250, (2, longer), generator=torch.Generator().manual_seed(longer))
+        mask = torch.ones_like(ids)
+        mask[1, : longer - shorter] = 0
+        for each in (cache, other):
+            each.reset()
+        with torch.no_grad():
+            logits = prefill.prefilled(model, ids, config, {"attention_mask": mask}, mine)
+        for batch, _ in prefill.chunks([ids[0], ids[1, -shorter:]], 32, cache.device):
+            absent = prefill.bucket(len(batch.tokens)) - len(batch.tokens)
+            tokens = torch.nn.functional.pad(batch.tokens, (0, absent))
+            want = v4.prefill_step(model, replace(batch, tokens=tokens), other)
+        assert torch.equal(logits, want)
+        assert cache.seq_lens.tolist() == [longer, shorter]
+        leaves = (pytree.tree_leaves(each.tensors) for each in (cache, other))
+        assert all(torch.equal(*pair) for pair in zip(*leaves, strict=True))
+        assert len(all_captures) == count
+
+
+def test_later_prompts_replay_a_prefill(model, all_captures):
+    """Of other lengths and with padding; other weights and hooks are not left out."""
+    prompt = PROMPT[:1]
+    for count in (1, 1, 2, 2):
+        check(model, prompt)
+        assert len(all_captures) == count
+    check(model, torch.cat([prompt, prompt, prompt.flip(1)], 1))
+    first = check(model, prompt, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1, 1]]))
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        model.model.norm.weight.mul_(-1)
+    assert not torch.equal(check(model, prompt)[:, 7:], first[:, 7:])
+    assert len(all_captures) == 2
+    with torch.no_grad():
+        layer.self_attn.kv_b_proj.weight.mul_(-1)  # ``patch`` copied it
+    for count in (3, 3, 4):  # of decode, then of the prompt
+        check(model, prompt)
+        assert len(all_captures) == count
+    calls = []
+    layer.mlp.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(4):
+        before = len(calls)
+        model.generate(prompt, compile_config=CONFIG, **SETTINGS | {"max_new_tokens": 1})
+        assert len(calls) == before + 1
+
+
+def test_prompts_that_no_kept_step_takes(model, all_captures):
+    """Others run, or raise, as without graphs."""
+    positions = torch.arange(7).expand(2, 7)
+    for _ in range(3):
+        check(model, position_ids=positions)
+    assert len(all_captures) == 2
+    settings = {**SETTINGS, "compile_config": CONFIG}
+    for ids, error, more in (
+        (PROMPT + 9999, "model: input_ids must be in 0..259", {}),
+        (PROMPT, "attention_mask must be 1 in the last", {"attention_mask": (PROMPT < 14).long()}),
+        (PROMPT, "model: position_ids must follow", {"position_ids": positions + 1}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(error)):
+            model.generate(ids, **settings, **more)
+
+
+def test_a_graph_that_does_not_fit(model, all_captures, monkeypatch):
+    """The texts go on without it, and it is not tried at each step."""
+    tries = []
+
+    def lacking(run, pool):
+        tries.append(run)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(kept, "captured", lacking)
+    for count in (1, 1, 2, 2):  # of decode, then of the prompt
+        check(model)
+        assert len(tries) == count

@@ -25,6 +25,7 @@ from dsv4_ops.integrations.transformers.generation.kept import (
     captured,
     keeps_on,
 )
+from dsv4_ops.integrations.transformers.generation.prefill import bucket, prefilled
 from dsv4_ops.integrations.transformers.generation.prompts import setting
 from dsv4_ops.integrations.transformers.modules.checks import uncalled
 from dsv4_ops.integrations.transformers.modules.replacement import (
@@ -168,13 +169,17 @@ def decoded(model: Any, call: Call, streamer: Any, kept: KeptCache | None = None
     compiles = model._valid_auto_compile_criteria(call.inputs, call.config)
     step, captures = _eager(model), False
     if compiles:
-        compiled, rows = _compiled(model, call), len(call.prompts)
+        compiled, rows = _compiled(model, call, kept is not None), len(call.prompts)
         captures = kept is None
         step = _whole(compiled) if kept is None else kept.step(compiled, rows)
-    logits = model._prefill(call.prompts, call.config, call.inputs).logits
+    logits = None
+    if compiles and kept is not None:
+        logits = prefilled(model, call.prompts, call.config, call.inputs, kept)
+    if logits is None:
+        logits = model._prefill(call.prompts, call.config, call.inputs).logits[:, -1]
     texts = Texts(call)
     with _decoding(model):
-        texts.extend(step, logits[:, -1].float(), streamer, captures=captures)
+        texts.extend(step, logits.float(), streamer, captures=captures)
     return texts
 
 
@@ -393,7 +398,7 @@ def compiled_step(
     return steps[key]
 
 
-def _compiled(model: Any, call: Call) -> CompiledStep:
+def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
     """Return the model's step for any number of texts, with the ``CompileConfig`` of the call.
 
     Meanwhile, workers compile the prefill's kernels.
@@ -401,6 +406,7 @@ def _compiled(model: Any, call: Call) -> CompiledStep:
     cache, rows = call.cache, len(call.prompts)
     step = compiled_step(model, decode_step, call.config.compile_config)
     num_tokens = min(call.prompts.numel(), cache.max_chunk * rows)
+    num_tokens = bucket(num_tokens) if keeps else num_tokens
     getattr(model, STEPS).prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
     if not step.parts and cache.device.type == "cuda":
         _whole(step)(padding(rows, rows, cache.device), cache.tensors)

@@ -19,6 +19,7 @@ from dsv4_ops.integrations.transformers.architectures.base import draft_of
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache, cache_argument
 from dsv4_ops.integrations.transformers.generation.decoding import compiled_step
 from dsv4_ops.integrations.transformers.generation.kept import WARM_CALLS, captured, keeps_on
+from dsv4_ops.integrations.transformers.generation.prefill import chunks
 from dsv4_ops.integrations.transformers.generation.prompts import (
     CACHES,
     MASK,
@@ -256,28 +257,12 @@ def _texts(run: _Run, prompts: list[Tensor], most: int, config: Any) -> list[lis
 
 
 def _prefilled(run: _Run, prompts: list[Tensor]) -> SpeculativeStep:
-    """Run the prompts in chunks, so that all prompts end in the last chunk."""
-    device, chunk = run.cache.device, run.cache.max_chunk
-    sizes = [len(prompt) for prompt in prompts]
-    steps = -(-max(sizes) // chunk)
-    rows = torch.arange(len(prompts), dtype=torch.int32, device=device)
-    for step in range(steps):
-        # count from the end: short prompts begin in a later chunk
-        stops = [max(size - (steps - 1 - step) * chunk, 0) for size in sizes]
-        starts = [max(stop - chunk, 0) for stop in stops]
-        parts = [
-            prompt[start:stop] for prompt, start, stop in zip(prompts, starts, stops, strict=True)
-        ]
+    """Run the prompts in chunks."""
+    device = run.cache.device
+    for batch, stops in chunks(prompts, run.cache.max_chunk, device):
         next_ids = [
             int(prompt[stop]) if 0 < stop < len(prompt) else -1
             for prompt, stop in zip(prompts, stops, strict=True)
         ]
-        counts = torch.tensor([0, *map(len, parts)], device="cpu").cumsum(0)
-        batch = StepBatch(
-            torch.cat(parts).to(device),
-            counts.to(device, torch.int32),
-            torch.tensor(stops, dtype=torch.int32, device=device),
-            rows,
-        )
         step_result = run.prefill(batch, torch.tensor(next_ids, device=device))
     return step_result

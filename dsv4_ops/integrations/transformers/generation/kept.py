@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from dsv4_ops.integrations.transformers.architectures.base import draft_of
 from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 from dsv4_ops.integrations.transformers.steps.compiled import CompiledStep
 from dsv4_ops.integrations.transformers.steps.dry_runs import padding
-from dsv4_ops.integrations.transformers.steps.step import spec_of
+from dsv4_ops.integrations.transformers.steps.eager import EagerStep
+from dsv4_ops.integrations.transformers.steps.step import prefill_step, spec_of
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 DEVICES = ("cuda",)
@@ -29,8 +31,10 @@ WARM_CALLS = 2
 """Steps that run before a CUDA graph captures one."""
 
 MOST_CACHES = 2
-MOST_GRAPHS = 8
-"""Graphs of a cache, one for each number of texts."""
+MOST_GRAPHS = 12
+"""Graphs of a cache, one for each number of texts, and of tokens of a prefill."""
+LEAST_TOKENS, MOST_TOKENS = 64, 2048
+"""Tokens of a captured prefill. In longer ones, the host is faster than the GPU."""
 LEAST_CHUNK = 256
 """Tokens of a prompt in one step that every kept cache takes, so that short prompts share one."""
 
@@ -62,18 +66,40 @@ def empty_cache(model: Any) -> None:
 
 
 class KeptStep:
-    """A decode step of so many texts from a kept cache, on tensors of its own.
+    """A step of so many texts from a kept cache, on tensors of its own.
 
     It is captured in a CUDA graph after ``WARM_CALLS`` calls. Later calls of ``generate`` replay
-    the graph if the model and its weights' addresses are those of the capture.
+    the graph if the model and its weights' addresses are those of the capture. Grids depend on
+    sizes alone, so one graph serves all contexts.
+
+    Args:
+        step: The step.
+        cache: The cache.
+        rows: Number of texts.
+        tokens: Tokens of a prefill, of which batches may have fewer; None for a decode.
+        pool: Memory pool of the graph.
     """
 
-    def __init__(self, step: CompiledStep, cache: CacheTensors, rows: int, pool: Any) -> None:
+    def __init__(
+        self,
+        step: CompiledStep | EagerStep,
+        cache: CacheTensors,
+        rows: int,
+        tokens: int | None,
+        pool: Any,
+    ) -> None:
         self._replay: Callable[[], None] | None = None  # first, as a graph must go before its pool
         self._step, self._cache, self._pool = step, cache, pool
         starts = torch.arange(rows + 1, dtype=torch.int32, device=cache.device)
-        batch = padding(rows, rows, cache.device)
-        self._batch = replace(batch, query_start_loc=starts, rows=starts[:-1].clone())
+        batch = padding(tokens or rows, rows, cache.device)
+        self._batch = replace(batch, rows=starts[:-1].clone())
+        self._inputs: tuple[str, ...] = ("tokens", "seq_lens")
+        self._options: dict[str, bool] = {}
+        if tokens is None:
+            self._batch = replace(self._batch, query_start_loc=starts)
+            self._options = {"state_rings": False}
+        else:  # tokens after the last text are absent
+            self._inputs += ("query_start_loc",)
         self._form: Any = None
         self._logits: Tensor | None = None
         self._calls, self._begins = 0, True
@@ -85,15 +111,17 @@ class KeptStep:
 
     def __call__(self, batch: StepBatch, _: CacheTensors) -> Tensor:
         """Return the logits, which the next call overwrites."""
-        self._batch.tokens.copy_(batch.tokens)
-        self._batch.seq_lens.copy_(batch.seq_lens)
+        for name in self._inputs:
+            new = getattr(batch, name)
+            getattr(self._batch, name)[: len(new)].copy_(new)
         # not in ``begin``: Hugging Face changes the configuration while it decodes
         begins, self._begins = self._begins and self._replay is not None, False
         if begins and (self._form is None or self._form != self._found()):
             self._replay, self._calls = None, 0
         if self._replay is None and self._calls == WARM_CALLS:
             self._form = self._found()
-            self._replay = captured(self._run, self._pool)
+            with suppress(torch.OutOfMemoryError):  # go on without a graph
+                self._replay = captured(self._run, self._pool)
         if self._replay is None:
             self._calls += 1
             self._run()
@@ -103,10 +131,10 @@ class KeptStep:
         return self._logits
 
     def _run(self) -> None:
-        self._logits = self._step(self._batch, self._cache, state_rings=False)
+        self._logits = self._step(self._batch, self._cache, **self._options)
 
     def _found(self) -> Any:
-        return self._step.form(self._batch, self._cache, state_rings=False)
+        return self._step.form(self._batch, self._cache, **self._options)
 
 
 @dataclass
@@ -117,22 +145,27 @@ class KeptCache:
         cache: The cache. Its requests own their rows and blocks for good.
         made_for: What it depends on besides its sizes.
         epoch: ``clear`` calls before it was made.
+        prefill: The step of the prompts.
     """
 
     cache: PagedCache
     made_for: Any
     epoch: int
+    prefill: EagerStep
     steps: dict[Any, KeptStep] = field(default_factory=dict)
     pool: Any = None
 
-    def step(self, step: CompiledStep, rows: int) -> KeptStep:
-        """Return the step of so many texts, for a call of ``generate`` that begins."""
-        key = step, rows
+    def step(
+        self, step: CompiledStep | EagerStep, rows: int, tokens: int | None = None
+    ) -> KeptStep:
+        """Return the step of so many texts, for a call of ``generate`` that begins; ``tokens`` as
+        for ``KeptStep``."""
+        key = step, rows, tokens
         found = self.steps.pop(key, None)
         if found is None:
             if self.pool is None:  # graphs share it, as one runs at a time
                 self.pool = pool_of(self.cache.device)
-            found = KeptStep(step, self.cache.tensors, rows, self.pool)
+            found = KeptStep(step, self.cache.tensors, rows, tokens, self.pool)
         found.begin()
         self.steps[key] = found
         if len(self.steps) > MOST_GRAPHS:
@@ -175,13 +208,13 @@ class KeptCaches:
             found.cache.reset()
             found.cache.tensors.dropped.zero_()
             return found
-        longest = rounded(length, spec_of("generate", model))
+        longest = rounded(length, spec_of("generate", model).block_tokens)
         try:
             cache = _cache(model, rows, longest, max(chunk, min(LEAST_CHUNK, longest)))
         except torch.OutOfMemoryError:
             self.clear()
             cache = _cache(model, *sizes)
-        return KeptCache(cache, made_for, self._epoch)
+        return KeptCache(cache, made_for, self._epoch, EagerStep(model, prefill_step))
 
     def give_back(self, cache: KeptCache) -> None:
         """Keep a cache that a call took; drop those that it replaces, and the oldest."""
@@ -211,10 +244,10 @@ def _cache(model: Any, rows: int, length: int, chunk: int) -> PagedCache:
     return PagedCache.for_model(model, max_batch_size=rows, max_cache_len=length, max_chunk=chunk)
 
 
-def rounded(length: int, spec: Any) -> int:
-    """Round a length up to whole blocks and by a quarter at most, so that somewhat longer texts
-    use the same cache."""
-    step = max(spec.block_tokens, 1 << max(length.bit_length() - 3, 0))
+def rounded(length: int, least: int) -> int:
+    """Round a length up to multiples of ``least``, and by a quarter at most beyond, so that
+    somewhat longer texts use the same cache or graph."""
+    step = max(least, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
 
 

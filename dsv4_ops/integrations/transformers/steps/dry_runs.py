@@ -105,7 +105,7 @@ class DryRuns:
         from dsv4_ops.lowering.workers import compile_workers
 
         submit = compile_workers()
-        if submit is None or _calls_users(model):
+        if submit is None or calls_users(model):
             return
         from dsv4_ops.kernels.precompile import requests
 
@@ -183,10 +183,10 @@ def _calls_others(model: Any) -> bool:
     """Whether a step calls other ranks, or a user's hooks or forwards."""
     ranks = spec_of("compile_step", model).parallel
     split = any(split_of(module) is not None for module in model.modules())
-    return ranks is not None or split or _calls_users(model)
+    return ranks is not None or split or calls_users(model)
 
 
-def _calls_users(model: Any) -> bool:
+def calls_users(model: Any) -> bool:
     """Whether a step calls hooks or forwards of a user, which may not take fake tensors."""
     return has_global_hooks() or any(
         module._forward_hooks or module._forward_pre_hooks or own_forward(module) is not None

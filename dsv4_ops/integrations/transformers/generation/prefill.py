@@ -1,0 +1,99 @@
+"""Prefills of ``generate`` by kept steps, whose CUDA graphs hide the host's launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.integrations.transformers.cache.paged_cache import cache_argument
+from dsv4_ops.integrations.transformers.generation import kept
+from dsv4_ops.integrations.transformers.generation.kept import KeptCache, KeptStep
+from dsv4_ops.integrations.transformers.generation.prompts import MASK, first_column, whole_mask
+from dsv4_ops.integrations.transformers.tensors import StepBatch, in_vocabulary
+
+_INPUTS = (MASK, "position_ids", "logits_to_keep", "use_cache")
+
+
+def chunks(
+    prompts: Sequence[Tensor], most: int, device: torch.device
+) -> Iterator[tuple[StepBatch, list[int]]]:
+    """Yield the steps of prompts with at most ``most`` tokens each, and where each prompt stops in
+    the step.
+
+    Chunks are counted from the end: all prompts end in the last step, and short ones begin in a
+    later step.
+    """
+    sizes = [len(prompt) for prompt in prompts]
+    rows = torch.arange(len(prompts), dtype=torch.int32, device=device)
+    for later in reversed(range(-(-max(sizes) // most))):
+        stops = [max(size - later * most, 0) for size in sizes]
+        parts = [
+            prompt[max(stop - most, 0) : stop] for prompt, stop in zip(prompts, stops, strict=True)
+        ]
+        starts = torch.tensor([0, *map(len, parts)], device="cpu").cumsum(0)
+        lens = torch.tensor(stops, dtype=torch.int32, device=device)
+        yield (
+            StepBatch(torch.cat(parts).to(device), starts.to(device, torch.int32), lens, rows),
+            stops,
+        )
+
+
+def bucket(num_tokens: int) -> int:
+    """Return the tokens of the kept step that runs so many; longer ones are not kept."""
+    if num_tokens > kept.MOST_TOKENS:
+        return num_tokens
+    return kept.rounded(num_tokens, kept.LEAST_TOKENS)
+
+
+def prefilled(
+    model: Any, ids: Tensor, config: Any, inputs: dict[str, Any], cache: KeptCache
+) -> Tensor | None:
+    """Run the prompts of a call of ``generate``; return the logits after them, [batch, vocab_size].
+
+    Args:
+        model: The patched model.
+        ids: Prompts with padding, [batch, columns].
+        config: The ``GenerationConfig`` of the call.
+        inputs: Keyword arguments of the model.
+        cache: An empty cache.
+
+    Returns:
+        None: Hugging Face's method has to run the prompts, or to say what is wrong with them.
+    """
+    paged = cache.cache
+    mask = whole_mask(ids, config, inputs, paged)
+    first_column(mask, ids.shape[1], paged)
+    if mask.shape != ids.shape or not _are_plain(model, ids, mask != 0, inputs):
+        return None
+    if not cache.prefill.can_be_captured():
+        return None
+    prompts = [row[is_token] for row, is_token in zip(ids.to(torch.int64), mask != 0, strict=True)]
+    most = min(config.prefill_chunk_size or paged.max_chunk, paged.max_chunk)
+    batches = [batch for batch, _ in chunks(prompts, most, paged.device)]
+    if max(len(batch.tokens) for batch in batches) > kept.MOST_TOKENS:
+        return None
+    steps: dict[int, KeptStep] = {}
+    for batch in batches:
+        tokens = bucket(len(batch.tokens))
+        if tokens not in steps:
+            steps[tokens] = cache.step(cache.prefill, len(ids), tokens)
+        logits = steps[tokens](batch, paged.tensors)
+    return logits
+
+
+def _are_plain(model: Any, ids: Tensor, is_token: Tensor, inputs: dict[str, Any]) -> bool:
+    """Whether the ids of the mask's tokens are all that the model reads: they exist, and nothing
+    else is given, nor other positions than theirs."""
+    known = (*_INPUTS, cache_argument())
+    if any(value is not None and name not in known for name, value in inputs.items()):
+        return False
+    plain = in_vocabulary(ids, model.config.vocab_size)
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        if positions.dim() != 2 or positions.shape[1] != ids.shape[1]:
+            return False
+        plain = plain & (positions == is_token.cumsum(1) - 1)
+    return bool((plain | ~is_token).all())

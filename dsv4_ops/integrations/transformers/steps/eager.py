@@ -1,0 +1,66 @@
+"""An eager step that CUDA graphs can capture, as nobody waits for a prefill to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from dsv4_ops.core.torch_compat import has_function_modes
+from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
+    Undescribed,
+    Watch,
+    described,
+    state,
+)
+from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks
+from dsv4_ops.integrations.transformers.steps.dry_runs import calls_users
+from dsv4_ops.integrations.transformers.steps.step import checked, spec_of
+from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
+
+
+class EagerStep:
+    """A step of a patched model.
+
+    Args:
+        model: The model.
+        step: ``decode_step`` or ``prefill_step``.
+    """
+
+    def __init__(self, model: Any, step: Callable[..., Tensor]) -> None:
+        self.model, self.step = model, step
+        self._watch: Watch | None = None
+
+    def __call__(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Tensor:
+        """Run the step."""
+        return self.step(self.model, batch, cache, **rest)
+
+    def can_be_captured(self) -> bool:
+        """Whether the step calls no hook or forward of a user, which a replay would not call, and
+        its modules can be compared with those of a later call."""
+        if has_global_hooks() or has_function_modes():
+            return False
+        if self._watch is None or not self._watch.unchanged():
+            self._watch = self._watched()
+        return self._watch is not None
+
+    def form(self, batch: StepBatch, cache: CacheTensors, **_: Any) -> Any:
+        """As ``CompiledStep.form``."""
+        op, model = self.step.__name__, self.model
+        checked(op, model, batch, cache)  # updates copies of weights
+        if not self.can_be_captured():
+            return None
+        tensors = (*model.parameters(), *model.buffers())
+        addresses = [each.data_ptr() for each in tensors]
+        return state(cache.device), spec_of(op, model), self._watch, addresses
+
+    def _watched(self) -> Watch | None:
+        """Watch all that the step reads of the model."""
+        watch = Watch()
+        watch.add(self.model._modules)
+        try:
+            described([self.model.model, self.model.lm_head], watch)
+        except Undescribed:
+            return None
+        return None if calls_users(self.model) else watch
