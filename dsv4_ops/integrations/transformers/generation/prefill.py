@@ -85,8 +85,8 @@ def prefilled(
 
 
 def _are_plain(model: Any, ids: Tensor, is_token: Tensor, inputs: dict[str, Any]) -> bool:
-    """Whether the ids of the mask's tokens are all that the model reads: they exist, and nothing
-    else is given, nor other positions than theirs."""
+    """Whether ids of the vocabulary are all that the model reads: nothing else is given, and no
+    position but the number of earlier tokens."""
     known = (*_INPUTS, cache_argument())
     if any(value is not None and name not in known for name, value in inputs.items()):
         return False

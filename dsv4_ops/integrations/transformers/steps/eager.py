@@ -31,6 +31,8 @@ class EagerStep:
     def __init__(self, model: Any, step: Callable[..., Tensor]) -> None:
         self.model, self.step = model, step
         self._watch: Watch | None = None
+        self._tensors: list[Tensor] = []
+        self._checked: Any = None
 
     def __call__(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Tensor:
         """Run the step."""
@@ -46,14 +48,20 @@ class EagerStep:
         return self._watch is not None
 
     def form(self, batch: StepBatch, cache: CacheTensors, **_: Any) -> Any:
-        """As ``CompiledStep.form``."""
+        """As ``CompiledStep.form``, after ``can_be_captured``."""
         op, model = self.step.__name__, self.model
-        checked(op, model, batch, cache)  # updates copies of weights
-        if not self.can_be_captured():
-            return None
-        tensors = (*model.parameters(), *model.buffers())
-        addresses = [each.data_ptr() for each in tensors]
-        return state(cache.device), spec_of(op, model), self._watch, addresses
+        spec, found = spec_of(op, model), (self._watch, self._addresses())
+        if found == self._checked:
+            spec.refresh(op, model.model, copies_only=True)
+        else:
+            checked(op, model, batch, cache)  # may replace buffers
+            if not self.can_be_captured():
+                return None
+            found = self._checked = self._watch, self._addresses()
+        return state(cache.device), spec, found
+
+    def _addresses(self) -> list[int]:
+        return [each.data_ptr() for each in self._tensors]
 
     def _watched(self) -> Watch | None:
         """Watch all that the step reads of the model."""
@@ -63,4 +71,5 @@ class EagerStep:
             described([self.model.model, self.model.lm_head], watch)
         except Undescribed:
             return None
+        self._tensors = [*self.model.parameters(), *self.model.buffers()]
         return None if calls_users(self.model) else watch
