@@ -20,15 +20,8 @@ from dsv4_ops.checkpoint.format import (
     released_tensors,
     weight_bytes,
 )
-from dsv4_ops.testing.checkpoint import (
-    FLASH,
-    PRO,
-    TINY,
-    quantize_fp4,
-    quantize_fp8,
-    tensors,
-    write_checkpoint,
-)
+from dsv4_ops.testing import checkpoint as testing_checkpoint
+from dsv4_ops.testing.checkpoint import FLASH, PRO, TINY, quantize_fp4, tensors, write_checkpoint
 from dsv4_ops.testing.float64.experts import fp4_values
 from dsv4_ops.testing.float64.linear import block_values
 from tests.helpers import NIGHTLY
@@ -131,7 +124,7 @@ def test_fp4_rounds_to_the_nearest_code_and_ties_to_even():
 def test_fp8_takes_the_smallest_power_of_two_that_does_not_saturate():
     weight = torch.zeros(128, 384)
     weight[0, 0], weight[5, 128], weight[5, 129] = 448.0, -448.5, 3.0
-    codes, scale = quantize_fp8(weight)
+    codes, scale = testing_checkpoint.quantize_fp8(weight)
     assert scale.view(torch.uint8).tolist() == [[127, 128, 0]]
     assert codes[0, 0].item() == 448.0
     assert codes[5, 128:130].tolist() == [-224.0, 1.5]

@@ -12,12 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from dsv4_ops.attention import LayerSpec
-from dsv4_ops.lowering.inspect import (
-    build_package,
-    compile_and_get_code,
-    load_package,
-    opaque_calls,
-)
+from dsv4_ops.lowering import inspect
 from tests.attention.test_layers import CUTS, assert_close
 from tests.compile.test_compiled_layers import STEPS, Packaged, hidden
 from tests.compile.test_export import RUN_IN_PYTHON
@@ -105,8 +100,8 @@ def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     counts, padding = STEPS[0]
     batch = [tensor.to(DEVICE) for tensor in Engine(layer).batch(counts, padding)]
-    _, code = compile_and_get_code(compiled, hidden(counts, padding).to(DEVICE), *batch)
-    assert opaque_calls(code) == []
+    _, code = inspect.compile_and_get_code(compiled, hidden(counts, padding).to(DEVICE), *batch)
+    assert inspect.opaque_calls(code) == []
     with torch._dynamo.config.patch(error_on_recompile=True):
         steps_beside(layer, compiled, STEPS)
     assert counters["stats"]["unique_graphs"] == 1
@@ -158,13 +153,13 @@ def test_a_package_of_every_kind(kind: str, plan_heads: int, tmp_path: Path) -> 
     dims = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for tensor in inputs[0])
     shapes = (dims[0], dims[1:])
     program = torch.export.export(Packaged(layer), inputs[0], dynamic_shapes=shapes)
-    package = build_package(program, tmp_path / f"{kind}{plan_heads}.pt2")
+    package = inspect.build_package(program, tmp_path / f"{kind}{plan_heads}.pt2")
     paths = [tmp_path / f"{kind}{plan_heads}_{number}.pt" for number in range(len(STEPS))]
     for path, given in zip(paths, inputs, strict=True):
         torch.save(given, path)
     command = [sys.executable, "-c", RUN_IN_PYTHON, package, *paths]
     subprocess.run(command, check=True, cwd=tmp_path)
-    run = load_package(package)
+    run = inspect.load_package(package)
     for path, given, want in zip(paths, inputs, expected, strict=True):
         out, *after = torch.load(f"{path}.out")
         torch.testing.assert_close(out.float(), want.float(), rtol=0.02, atol=0.05)

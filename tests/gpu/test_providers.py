@@ -16,12 +16,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, libraries, providers
 from dsv4_ops.kernels.external import flash_mla as adapter
-from dsv4_ops.lowering.inspect import (
-    build_package,
-    compile_and_get_code,
-    load_package,
-    opaque_calls,
-)
+from dsv4_ops.lowering import inspect
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import exact_results
 from tests.gpu.providers import BUILD
@@ -280,9 +275,9 @@ def test_compiled_and_captured(name, dynamic):
         torch._dynamo.mark_static_address(tensor)
     run = run_of(name, case, present, impl="flash_mla")
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, options=GRAPHS)
-    result, code = compile_and_get_code(compiled, *inputs)
+    result, code = inspect.compile_and_get_code(compiled, *inputs)
     assert "torch.ops._flashmla_C." in code
-    assert [line for line in opaque_calls(code) if not line.startswith("assert_")] == []
+    assert [line for line in inspect.opaque_calls(code) if not line.startswith("assert_")] == []
     check(name, case, result)
     compiled(*inputs)
     for place, tensor in zip(present, inputs, strict=True):
@@ -320,8 +315,8 @@ def test_a_package_needs_the_library_only(name, tmp_path):
             return run_of(name, case, present, impl="flash_mla")(*tensors)
 
     program = torch.export.export(Call(), inputs)
-    path = build_package(program, tmp_path / "call.pt2")
-    expected = load_package(path)(*inputs)
+    path = inspect.build_package(program, tmp_path / "call.pt2")
+    expected = inspect.load_package(path)(*inputs)
     check(name, case, expected)
     torch.save((inputs, expected), tmp_path / "inputs.pt")
     done = subprocess.run(

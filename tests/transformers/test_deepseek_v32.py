@@ -18,11 +18,7 @@ from dsv4_ops.attention import MlaSpec
 from dsv4_ops.core.versions import release
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.batching import hooks
-from dsv4_ops.integrations.transformers.steps.export import (
-    PrefillModule,
-    padding_batch,
-    prefill_shapes,
-)
+from dsv4_ops.integrations.transformers.steps import export
 from dsv4_ops.testing.models import (
     MLA_YARN,
     small_dsa_config,
@@ -352,9 +348,9 @@ def test_the_exported_prefill_takes_any_number_of_tokens(family):
     model = v4.patch(small(family, num_hidden_layers=2), **EXACT)
     engines = [Engine(model, new_cache(model, max_batch_size=2), tokens()) for _ in range(2)]
     cache = engines[0].cache
-    inputs = v4.decode_inputs(padding_batch(cache, 2, 7), cache)
-    shapes = prefill_shapes(inputs, 20_000)
-    prefill = PrefillModule(model, cache)
+    inputs = v4.decode_inputs(export.padding_batch(cache, 2, 7), cache)
+    shapes = export.prefill_shapes(inputs, 20_000)
+    prefill = export.PrefillModule(model, cache)
     program = torch.export.export(prefill, inputs, dynamic_shapes=shapes, strict=False)
     (size,) = program.range_constraints.values()
     assert (size.lower, size.upper) == (1, 20_000)
