@@ -87,7 +87,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--prefills", type=sizes, help="tokens; default: 1024,4096,16384")
     add("--heads", choices=("split", "whole"), default="split", help="default: %(default)s")
     add("--experts", choices=("whole", "parts"), default="whole", help="default: %(default)s")
-    add("--via", default="symmetric_memory", help="of collectives; default: %(default)s")
     add("--backend", help="of torch.compile; default: inductor, and none on a CPU")
     add("--soak", type=size, metavar="N", help="decode steps of requests that come and go")
     add("--no-check", action="store_true", help="time without the comparison with one GPU")
@@ -177,7 +176,7 @@ class FlashRanks(Ranks):
 
         parallel = None
         if split and self.world > 1 and self.options.heads == "split":
-            via = self.options.via if self.cuda else "reduce_scatter"
+            via = "symmetric_memory" if self.cuda else "reduce_scatter"
             parallel = ContextParallel.of(via=via)
         return v4.patch(model, parallel=parallel)
 

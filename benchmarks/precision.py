@@ -131,17 +131,15 @@ class _Judge:
         seconds = time.perf_counter() - start
         split, end = self.sizes.prefill, self.sizes.prefill + self.sizes.decode
         for case, first, last in (("prefill", 0, split), ("decode", split, end)):
-            row = PrecisionRow(
-                case=case, runs=runs, weights=weights, kv=kv, precision=precision,
-                requests=self.sizes.requests, tokens=self.sizes.requests * (last - first),
-                first=first, last=last - 1, error=error, seconds=seconds,
-            )  # fmt: skip
+            found: dict[str, Any] = {}
             if logits is not None:
                 part = slice(first, last)
                 found = compare(logits[:, part].double(), self.expected[:, part])
-                for name, value in found.items():
-                    setattr(row, name, value)
-            yield row
+            yield PrecisionRow(
+                case=case, runs=runs, weights=weights, kv=kv, precision=precision,
+                requests=self.sizes.requests, tokens=self.sizes.requests * (last - first),
+                first=first, last=last - 1, error=error, seconds=seconds, **found,
+            )  # fmt: skip
 
     def _stock(self, model: Any) -> Tensor:
         import transformers

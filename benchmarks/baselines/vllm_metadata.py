@@ -15,10 +15,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +37,7 @@ class BaselineMismatch(RuntimeError):
     """The baselines' result differs from ours."""
 
 
-@dataclass(frozen=True)
-class BaselineResult:
+class BaselineResult(NamedTuple):
     """Cost of the builder sequence of one step."""
 
     device_us: Timing

@@ -19,28 +19,18 @@ from dsv4_ops.kernels.common.attention.calls import PrefillCall
 SCALE = MainLayout.head_dim**-0.5
 
 
+def settings(extra_block_size: int) -> dict[str, Any]:
+    """Keyword arguments of a decode."""
+    sizes = {"swa_block_size": PAGE, "extra_block_size": extra_block_size}
+    how = {"num_splits": 0, "batch_invariant": False}
+    return {"softmax_scale": SCALE, "layout": MainLayout.tag, **sizes, **how}
+
+
 def prefill_settings(ratio: int) -> dict[str, Any]:
     """Keyword arguments of a prefill."""
-    return {
-        "softmax_scale": SCALE,
-        "window_size": WINDOW,
-        "compress_ratio": ratio,
-        "swa_block_size": PAGE,
-        "extra_block_size": PAGES[ratio],
-        "layout": MainLayout.tag,
-    }
-
-
-def settings(extra_block_size: int) -> dict[str, Any]:
-    """Keyword arguments of the op."""
-    return {
-        "softmax_scale": SCALE,
-        "swa_block_size": PAGE,
-        "extra_block_size": extra_block_size,
-        "layout": MainLayout.tag,
-        "num_splits": 0,
-        "batch_invariant": False,
-    }
+    sizes = {"swa_block_size": PAGE, "extra_block_size": PAGES[ratio]}
+    tokens = {"window_size": WINDOW, "compress_ratio": ratio}
+    return {"softmax_scale": SCALE, "layout": MainLayout.tag, **sizes, **tokens}
 
 
 def decode(*tensors: Any, **chosen: Any) -> SparseMla:

@@ -36,12 +36,10 @@ class Batch:
         """Tokens of the step."""
         return self.requests * self.next_n
 
-    def arguments(self, device: torch.device | None = None) -> tuple[Tensor, ...]:
-        """The six tensors of ``build_decode_metadata``, moved to ``device`` if given."""
-        tables = self.block_tables
-        vectors = (self.query_start_loc, self.seq_lens, self.slot_mapping)
-        tensors = (*vectors, tables.swa, tables.c4, tables.c128)
-        return tensors if device is None else tuple(tensor.to(device) for tensor in tensors)
+    def arguments(self) -> tuple[Tensor, ...]:
+        """The six tensors of ``build_decode_metadata``."""
+        tables = (self.block_tables.swa, self.block_tables.c4, self.block_tables.c128)
+        return (self.query_start_loc, self.seq_lens, self.slot_mapping, *tables)
 
 
 def mixed_lengths(requests: int, *, longest: int, generator: torch.Generator) -> Tensor:
