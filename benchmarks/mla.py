@@ -188,8 +188,9 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
         blocks = max(options.batches) * max(contexts) // BLOCK
         pool = pool_of(CASES[group], blocks, torch.device("cuda"))
         calls = functools.partial(checked_calls, pool=pool, library=library)
-        for sizes_of in itertools.product(_HEADS, options.batches, contexts):
-            yield Row(CASES[group], *sizes_of, TOPK if "selected" in group else None), calls
+        for heads, context, batch in itertools.product(_HEADS, contexts, options.batches):
+            topk = TOPK if "selected" in group else None
+            yield Row(CASES[group], heads, batch, context, topk), calls
         del pool, calls
 
 

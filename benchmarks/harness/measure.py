@@ -354,13 +354,17 @@ def run_kernels(
             continue
         print(f"{options.bench}: {name}", file=sys.stderr, flush=True)
         with output.measured(row):
-            forms = checked_calls(row, device)
-            timings = alternating_us([Capture(calls) for calls in forms.values()])
-            for form, timing in zip(forms, timings, strict=True):
-                setattr(row, form, timing.median)
+            _time_forms(row, checked_calls(row, device))
             row.compare(copies)
+        del checked_calls  # it may hold a pool of rows, and the next case another
     output.finish(f"{options.bench}, microseconds")
     output.raise_failures()
+
+
+def _time_forms(row: Any, forms: Mapping[str, Sequence[Call]]) -> None:
+    timings = alternating_us([Capture(calls) for calls in forms.values()])
+    for form, timing in zip(forms, timings, strict=True):
+        setattr(row, form, timing.median)
 
 
 _GRAPHS = (
