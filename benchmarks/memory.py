@@ -139,15 +139,14 @@ def run(options: argparse.Namespace) -> None:
     computed = sum(cache.memory().values())
     row = MemoryRow(part="cache", requests=requests, context=context, computed_gb=computed / 1e9)
     add(_checked(memory.write(row)))
-    for tokens in (1, min(cache.max_chunk, context)):
+    for part, tokens in (("decode", 1), ("prefill", min(cache.max_chunk, context))):
         computed = step_bytes(config, requests, tokens, context)
         step = _step(model, cache, requests, tokens, context)
         step()  # compiles kernels, and lets libraries allocate workspaces
         memory.start()
         step()
-        part = "decode, eager" if tokens == 1 else "prefill, eager"
         sizes = {"requests": requests, "tokens": requests * tokens, "context": context}
-        row = MemoryRow(part=part, **sizes, computed_gb=computed / 1e9)
+        row = MemoryRow(part=f"{part}, eager", **sizes, computed_gb=computed / 1e9)
         add(memory.write(row, peak=True))
     if not cpu:
         sizes = {"requests": requests, "tokens": requests, "context": context}

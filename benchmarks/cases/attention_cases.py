@@ -31,23 +31,15 @@ from dsv4_ops.core.layout import MainLayout
 _SELECTED_FROM = 4  # rows to select from, relative to the rows selected
 _LONGEST = 131072
 _EDGE_TOKENS = 24
-
-
-def _listed_values(args: Args) -> int:
-    """Return the number of values of a token's keys, which two lists name."""
-    width = args[2].shape[1] + (0 if args[5] is None else args[5].shape[1])
-    return int(width) * MainLayout.head_dim
-
-
-def _paged_values(args: Args) -> int:
-    """Return the number of values of a token's keys, which a list and a block table name."""
-    return int(args[2].shape[1] + args[7].shape[1] * PAGE_128) * MainLayout.head_dim
-
-
 _BY_TOKEN = (0, 2, 3, 5, 6)  # arguments with a row per token, in both ops
-_LISTED, _PAGED = "sparse_mla_decode", "sparse_mla_decode_paged"
-DECODE = ByToken(_LISTED, settings(PAGE), _BY_TOKEN, _listed_values)
-PAGED = ByToken(_PAGED, settings(PAGE_128), _BY_TOKEN, _paged_values)
+DECODE = ByToken(
+    "sparse_mla_decode", settings(PAGE), _BY_TOKEN,
+    lambda args: args[2].shape[1] + (0 if args[5] is None else args[5].shape[1]),
+)  # fmt: skip
+PAGED = ByToken(
+    "sparse_mla_decode_paged", settings(PAGE_128), _BY_TOKEN,
+    lambda args: args[2].shape[1] + args[7].shape[1] * PAGE_128,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ def _work(group: str, sets: Sequence[Args], cost: tuple[int, int], **more: Any) 
     rows = sets[0][5].shape[1] * BLOCK_SIZE
     of_group = selection(group) if group in SELECTIONS else {"num_rows": rows}
     op = "logits" if group == "logits" else "select"
-    values = max(rows * INDEXER.head_dim, 1)
-    check = ByToken(f"indexer_{op}", {**_PAGES, **of_group}, _BY_TOKEN, lambda args: values)
+    keys = rows // 4  # of 128 values
+    check = ByToken(f"indexer_{op}", {**_PAGES, **of_group}, _BY_TOKEN, lambda args: keys)
     call = functools.partial(select, **of_group) if op == "select" else logits
     return check.work(call, sets, cost, **more)
 

@@ -20,7 +20,7 @@ from benchmarks.cases.attention_draws import C4, C128, PAGE, PAGES, WINDOW, Atte
 from benchmarks.cases.token_check import ByToken
 from benchmarks.harness.batches import rotating_sets
 from benchmarks.harness.work import Args, Case, Work
-from dsv4_ops.core.layout import MainLayout, round_up
+from dsv4_ops.core.layout import round_up
 
 PREFIX, LONG_PREFIX = 16384, 131072
 """Tokens of a request before those of the step."""
@@ -29,11 +29,10 @@ _TILE = 128
 """The width of FlashMLA's lists is a multiple of this."""
 
 
-def _values(args: Args) -> int:
-    """Return the number of values of a token's keys: selected, or of C128's block table."""
+def _keys(args: Args) -> int:
+    """Return the number of a token's keys: selected, or of C128's block table."""
     table, selected = args[6], args[7]
-    width = table.shape[1] * PAGES[C128] if selected is None else selected.shape[1]
-    return int(WINDOW + width) * MainLayout.head_dim
+    return int(WINDOW + (table.shape[1] * PAGES[C128] if selected is None else selected.shape[1]))
 
 
 def selecting_cases(
@@ -126,7 +125,7 @@ def prefill_work(
     entries = None if ratio == C4 else 0  # number of list entries; C128 has no lists
     cost = shape.cost(entries, seen + context.window)
     pairs += [one_set() for _ in range(rotating_sets(cost[0], device) - 1)]
-    check = ByToken("sparse_mla_prefill", prefill_settings(ratio), (0, 2, 3, 7), _values)
+    check = ByToken("sparse_mla_prefill", prefill_settings(ratio), (0, 2, 3, 7), _keys)
     return check.work(
         PREFILLS[ratio],
         [ours for ours, _ in pairs],

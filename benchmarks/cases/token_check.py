@@ -17,7 +17,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees
 
-_VALUES = 2**26  # values of a chunk's keys, in float64
+_KEYS = 2**17  # of a chunk, with 512 values in float64
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ByToken:
     op: str
     settings: dict[str, Any]
     places: tuple[int, ...]  # arguments with a row per token
-    values: Callable[[Args], int]  # of the keys that a token of an input set sees
+    keys: Callable[[Args], int]  # that a token of an input set sees
 
     def work(
         self, call: Callable[..., Any], sets: Sequence[Args], cost: tuple[int, int], **more: Any
@@ -59,7 +59,7 @@ class ByToken:
 
     def _parts(self, args: Args) -> Iterator[tuple[slice, Args]]:
         """Yield slices of tokens, and the call for each."""
-        step = max(1, _VALUES // self.values(args))
+        step = max(1, _KEYS // max(self.keys(args), 1))
         for start in range(0, args[0].shape[0], step):
             tokens = slice(start, start + step)
             yield (
