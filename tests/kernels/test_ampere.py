@@ -41,6 +41,18 @@ def test_kernels_fit_other_gpus(target, monkeypatch):
     assert not kernels.spilling(reports, target)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "codes"), [("sparse_mla_decode", 64 * 448), ("mla_decode, fp8", 32 * 576)]
+)
+def test_a_key_is_converted_once_for_both_products(name, codes):
+    """By 256 threads, in pairs, with two instructions; Triton would convert it for each product."""
+    args, settings = kernels.examples()[name]
+    launch = kernels.recorded(name.partition(",")[0], args, settings, (8, 0))[0]
+    ptx = kernels.compiled(launch, 80).asm["ptx"]
+    assert ptx.count("fma.rn.bf16x2") == codes // 256
+
+
 def constants(capability):
     """CONVERTS of every launch, by kernel, and the names of all kernels."""
     found, names = {}, set()

@@ -34,7 +34,7 @@ def tamed(name: str, case: Case) -> Case:
     return Case(case.name, tuple(tensors), case.settings)
 
 
-AMPERE = Launcher(EAGER.wrap, capability=(8, 0))
+AMPERE = Launcher(EAGER.wrap, capability=(8, 6))
 SMALL_TILES = {"sparse_mla_decode": 3, "sparse_mla_decode_paged": 2, "sparse_mla_prefill": 3}
 """How many named cases run with the tiles of other GPUs than Hopper too."""
 
