@@ -198,7 +198,7 @@ def indexer_logits_ragged_kernel(
             stop = tl.load(row_stop + token * stop_stride)
             query = load_query(queries, token, HEADS, DIM, CONVERTS)
             weight = load_weights(head_weights, token, num_heads, HEADS)
-            score = score_codes(codes, scale, query, weight)
+            score = score_codes(codes, scale, query, weight, CONVERTS)
             score = tl.where((row >= start) & (row < stop), score, float("-inf"))
             tl.store(out + token * num_k + row, score, mask=in_range)
     else:

@@ -3,25 +3,34 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import decode_to_bf16, multiply_add  # by name: Inductor copies
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+    convert_once,
+    decode_to_bf16,
+    multiply_add,
+)
 
 
 @triton.jit
 def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr, CONVERTS: tl.constexpr):
-    """Load the query of the int64 ``token``, e4m3 or bf16 [DIM, HEADS]. ``q``: codes, their token,
-    head and value strides, and the number of heads."""
+    """Load the query of the int64 ``token``, e4m3 [DIM, HEADS], or two bf16 halves of DIM. ``q``:
+    codes, their token, head and value strides, and the number of heads."""
     q, token_stride, head_stride, dim_stride, num_heads = q
     head = tl.arange(0, HEADS)
     head_valid = head < num_heads
     row = token * token_stride + head.to(tl.int64) * head_stride
-    lane = tl.arange(0, DIM).to(tl.int64) * dim_stride
-    source = q + row[:, None] + lane[None, :]
     if CONVERTS:
-        source = source.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        lane = tl.arange(0, DIM).to(tl.int64) * dim_stride
+        source = (q + row[:, None] + lane[None, :]).to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         codes = tl.load(source, mask=head_valid[:, None], other=0.0)
+        return tl.trans(codes)
     else:
-        codes = decode_to_bf16(tl.load(source, mask=head_valid[:, None], other=0))
-    return tl.trans(codes)
+        HALF: tl.constexpr = DIM // 2
+        lane = tl.arange(0, HALF).to(tl.int64) * dim_stride
+        source = q + row[:, None] + lane[None, :]
+        first = decode_to_bf16(tl.load(source, mask=head_valid[:, None], other=0))
+        source += tl.cast(dim_stride, tl.int64) * HALF
+        second = decode_to_bf16(tl.load(source, mask=head_valid[:, None], other=0))
+        return tl.trans(convert_once(first, True)), tl.trans(convert_once(second, True))
 
 
 @triton.jit
@@ -36,26 +45,33 @@ def load_weights(weights, token, num_heads, HEADS: tl.constexpr):
 
 @triton.jit
 def load_codes(start, byte_stride, mask, DIM: tl.constexpr, CONVERTS: tl.constexpr):
-    """Load keys, e4m3 or bf16 [rows, DIM], from the byte pointers ``start``. Masked rows are
-    undefined; a product keeps rows apart."""
-    lane = tl.arange(0, DIM)[None, :] * byte_stride
+    """Load keys, e4m3 [rows, DIM] or two bf16 halves of DIM, from the byte pointers ``start``.
+    Masked rows are undefined; a product keeps rows apart."""
     # without ``other`` the load goes directly to shared memory
     if CONVERTS:
+        lane = tl.arange(0, DIM)[None, :] * byte_stride
         codes = start.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         return tl.load(codes[:, None] + lane, mask=mask[:, None])
     else:
-        return decode_to_bf16(tl.load(start[:, None] + lane, mask=mask[:, None]))
+        HALF: tl.constexpr = DIM // 2
+        source = start[:, None] + tl.arange(0, HALF)[None, :] * byte_stride
+        first = decode_to_bf16(tl.load(source, mask=mask[:, None]))
+        second = decode_to_bf16(tl.load(source + HALF * byte_stride, mask=mask[:, None]))
+        return first, second
 
 
 @triton.jit
-def score_codes(codes, scale, query, weight):
+def score_codes(codes, scale, query, weight, CONVERTS: tl.constexpr):
     """Return float32 scores of a tile of keys. All rows are summed in the same order, so that the
     score of a key does not depend on its row."""
-    if codes.dtype == tl.bfloat16:
-        products = tl.zeros((codes.shape[0], query.shape[1]), tl.float32)
-        products = multiply_add(codes, query, products)
-    else:
+    if CONVERTS:
         products = tl.dot(codes, query)
+    else:
+        # Triton assigns all warps to the rows of products that follow each other, so that none
+        # converts the rows of another
+        products = tl.zeros((scale.shape[0], weight.shape[0]), tl.float32)
+        products = multiply_add(codes[0], query[0], products)
+        products = multiply_add(codes[1], query[1], products)
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.sum(products * weight[None, :], axis=1) * scale
 
@@ -139,4 +155,4 @@ def score_tile(
     scales = scales.to(tl.pointer_type(tl.float32), bitcast=True)
     codes = load_codes(base + row * DATA_BYTES, 1, kv_valid, DATA_BYTES, CONVERTS)
     scale = tl.load(scales, mask=kv_valid, other=0.0)
-    return score_codes(codes, scale, query, weight), kv_valid
+    return score_codes(codes, scale, query, weight, CONVERTS), kv_valid
