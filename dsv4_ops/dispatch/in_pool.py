@@ -40,17 +40,21 @@ _MADE: Any = WeakIdKeyDictionary()
 def pages(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dtype: str) -> Tensor:
     """Return the blocks of a cache, [num_blocks, *page]; by views that compilers can invert."""
     of_dtype = getattr(torch, dtype)
-    size = of_dtype.itemsize
-    for each in page:
-        size *= each
-    blocks = pool if pool.dim() == 2 else pool.view(pool.shape[0] // block_stride, block_stride)
-    values = blocks[:, offset : offset + size].view(of_dtype)
-    return values if len(page) == 1 else values.unflatten(1, page)
+    typed, size = pool.view(of_dtype), of_dtype.itemsize
+    num_blocks = pool.shape[0] if pool.dim() == 2 else pool.shape[0] // block_stride
+    strides = [1]
+    for each in page[:0:-1]:
+        strides.insert(0, strides[0] * each)
+    # no slice: where one with a symbolic begin starts is not known in a trace of torch 2.11
+    start = typed.storage_offset() + offset // size
+    return typed.as_strided((num_blocks, *page), (block_stride // size, *strides), start)
 
 
 def _traced_pages(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     pool, *place = args
-    if not pool.is_base_tensor():  # writes to it would copy the tensor that it is a view of
+    # writes to a view would copy the tensor that it is of; a storage that begins earlier than the
+    # pool would shift the views that Inductor of torch 2.11 reads
+    if not pool.is_base_tensor() or pool.storage_offset() != 0:
         raise argument_error(
             "pool_view",
             "pool",

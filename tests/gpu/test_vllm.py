@@ -4,11 +4,9 @@
 """
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason=".ci/vllm_bundle.py brings it")
 
-from dsv4_ops.core.versions import release
 from tests.vllm.checkpoints import write_v3, write_v4
 from tests.vllm.test_engine import serve
 
@@ -54,7 +52,6 @@ def test_answers_are_those_of_a_step_alone(folders, version, mode, runner, monke
         assert 0 < report.eager < report.steps
 
 
-@pytest.mark.skipif(release(torch.__version__) < (2, 13), reason="refused on torch before 2.13")
 def test_compiled_steps_in_cuda_graphs(folders):
     """By Inductor, as vLLM runs by default."""
     settings = {**SHARED, **FEW["v4"], "enforce_eager": False}

@@ -38,8 +38,9 @@ class Report(NamedTuple):
         pool: Digest of every byte of all caches after the last request.
         captured, eager: CUDA graphs captured, and steps that ran in none.
         times: Of the steps in which all requests decode, the medians in ms: ``step`` from one to
-            the next; ``schedule``, ``execute`` and ``update``, what the host does for each, the
-            launches with ``execute``; ``device``, from the first launch of ``execute`` to the last.
+            the next; ``schedule``, ``execute``, ``sample`` and ``update``, what the host does for
+            each: the launches with ``execute``, and ``sample`` waits for the tokens; ``device``,
+            from the first launch of ``execute`` to the last.
     """
 
     error: float
@@ -73,6 +74,7 @@ class Clock:
         for name, owner, function in (
             ("schedule", scheduler, "schedule"),
             ("execute", runner_of(llm), "execute_model"),
+            ("sample", runner_of(llm), "sample_tokens"),
             ("update", scheduler, "update_from_output"),
         ):
             setattr(owner, function, partial(self._timed, name, getattr(owner, function)))
@@ -102,7 +104,7 @@ class Clock:
         times: dict[str, list[float]] = {}
         for step, after in itertools.pairwise(self.steps):
             if step["counts"] and set(step["counts"]) == {1} and after["counts"] == step["counts"]:
-                for name in ("schedule", "execute", "update"):
+                for name in ("schedule", "execute", "sample", "update"):
                     times.setdefault(name, []).append(1e3 * step[name])
                 times.setdefault("step", []).append(1e3 * (after["begun"] - step["begun"]))
                 if self.cuda:

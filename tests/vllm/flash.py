@@ -1,10 +1,10 @@
 """Time vLLM's engine over four layers of DeepSeek-V4-Flash's sizes with 16 experts, in bfloat16.
 
-    python -m tests.vllm.flash 8 4096 FULL_DECODE_ONLY
+    python -m tests.vllm.flash 8 4096 FULL 3
 
-Requests of so many tokens decode 64 more. It prints a ``Report``, whose times stand beside
-``step_ms`` of ``python -m benchmarks model --batches 8 --contexts 4096``. On a CPU the model is
-small.
+Requests of so many tokens decode 64 more, in CUDA graphs of this mode; the last number is vLLM's
+mode of ``torch.compile``, 0 for none. It prints a ``Report``, whose times stand beside ``step_ms``
+of ``python -m benchmarks model --batches 8 --contexts 4096``. On a CPU the model is small.
 """
 
 import random
@@ -13,14 +13,14 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch._inductor.config  # before vLLM sets the number of its workers to 1
 
 from benchmarks.baselines.stock_model import flash_shaped
-from dsv4_ops.core.versions import release
 from tests.vllm.checkpoints import write_v4
 from tests.vllm.engine import run
 
 
-def main(requests: int, context: int, graphs: str) -> None:
+def main(requests: int, context: int, graphs: str, mode: int) -> None:
     rng = random.Random(0)
     given = [[rng.randrange(3, 250) for _ in range(context)] for _ in range(requests)]
     settings = {
@@ -30,11 +30,10 @@ def main(requests: int, context: int, graphs: str) -> None:
         "max_num_seqs": requests,
         "max_num_batched_tokens": 2048,
         "enforce_eager": graphs == "NONE",
+        "compilation_config": {"cudagraph_mode": graphs, "mode": mode},
     }
     if torch.cuda.is_available():
-        settings |= {"kv_cache_memory_bytes": 8 * 2**30, "gpu_memory_utilization": 0.5}
-        compiles = release(torch.__version__) >= (2, 13)
-        settings["compilation_config"] = {"cudagraph_mode": graphs, "mode": 3 if compiles else 0}
+        settings |= {"kv_cache_memory_bytes": 2 * 2**30, "gpu_memory_utilization": 0.5}
         model = flash_shaped(num_experts=16, device=torch.device("cuda"))
     else:
         model = None
@@ -46,4 +45,4 @@ def main(requests: int, context: int, graphs: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -126,10 +126,3 @@ def test_several_ranks_run_eagerly_on_a_cpu(changed, name):
     check_config(config(**SPLIT))
     with pytest.raises(NotImplementedError, match=f"DeepseekForCausalLM: {name} must be "):
         check_config(config(**SPLIT | changed))
-
-
-def test_compiled_steps_need_a_later_torch(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    check_config(config(mode=SimpleNamespace(name="NONE")))
-    with pytest.raises(NotImplementedError, match="mode must be NONE on torch before 2"):
-        check_config(config())

@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DeepseekV4ForCausalLM
 
 from dsv4_ops.attention import AttentionStep
-from dsv4_ops.core.versions import release
 from dsv4_ops.integrations.transformers import PagedCache, load_quantized, patch
 from dsv4_ops.integrations.vllm.steps import EngineSteps, GroupTensors, V4Family, cache_name
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
@@ -192,7 +191,6 @@ def states_and_bytes(recorded, backend):
     return found
 
 
-@pytest.mark.skipif(release(torch.__version__) < (2, 13), reason="vLLM 0.32 has torch 2.13")
 @pytest.mark.parametrize(
     ("name", "model", "backend"),
     [
@@ -230,7 +228,6 @@ def test_every_byte_of_the_pool_is_that_of_eager_steps(name, model, backend, req
 
 
 @pytest.mark.nightly("test_every_byte_of_the_pool_is_that_of_eager_steps, in float32")
-@pytest.mark.skipif(release(torch.__version__) < (2, 13), reason="vLLM 0.32 has torch 2.13")
 def test_compiled_fp8_is_as_close_to_float32_as_eager(tmp_path):
     """Graphs round bfloat16 elsewhere, so bytes differ."""
     kinds = {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0]}
