@@ -71,6 +71,19 @@ def test_other_sizes_ask_for_others_alone(step):
     assert workers.ran == 0
 
 
+def test_the_next_process_asks_for_no_kernels_of_a_step_that_ran(step, monkeypatch, tmp_path):
+    model, cache, *_ = step
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    first, second, other = (
+        dry_runs.DryRuns(each) for each in (decode_step, decode_step, prefill_step)
+    )
+    for requests in (first, second, other):
+        requests.request_kernels(model, cache, 1, 1, DECODE if requests is not other else {})
+        first.ran()
+    assert [bool(each.num_parts) for each in (first, second, other)] == [True, False, True]
+    assert len(list(tmp_path.glob("dsv4_ops-*"))) == 1
+
+
 def test_hooks_and_forwards_of_a_user_are_not_called(step):
     model, cache, workers, _ = step
     called = []

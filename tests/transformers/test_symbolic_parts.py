@@ -48,11 +48,11 @@ def files(folder):
     return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
 
 
-def ran(model, step, backend="eager"):
+def ran(model, step, backend="eager", mode="regional"):
     """Run steps of all sizes; return the graphs that were traced, and check the logits."""
     torch._dynamo.reset()
     counters.clear()
-    compiled = v4.compile_step(model, step, mode="regional", dynamic=True, backend=backend)
+    compiled = v4.compile_step(model, step, mode=mode, dynamic=True, backend=backend)
     engines = [Engine(model, new_cache(model), text()) for _ in range(2)]
     for counts in SIZES[step]:
         batches = [engine.batch(counts) for engine in engines]
@@ -103,6 +103,15 @@ def test_a_second_process_traces_nothing(folder, fill, family, step):
     before = files(folder)
     assert ran(patched(family), step) == (0, parts)
     assert files(folder) == before
+
+
+@pytest.mark.parametrize("step", [decode_step, *nightly("parts of prefills do too", prefill_step)])
+def test_a_whole_step_is_one_part_for_all_sizes(folder, step):
+    """The next process loads it, and compiles another for a model with another constant."""
+    for graphs, count, factor in ((1, 1, 1.5), (0, 1, 1.5), (1, 2, 3.0)):
+        model = patched("v4", routed_scaling_factor=factor)
+        assert ran(model, step, mode="whole") == (graphs, ["step"])
+        assert len(files(folder)) == count
 
 
 def test_a_part_is_for_its_model_and_its_cache(folder, fill, monkeypatch):

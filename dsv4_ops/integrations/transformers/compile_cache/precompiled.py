@@ -397,24 +397,25 @@ def environment(settings: Mapping[str, Any]) -> str:
         raise Undescribed("several graphs, or sizes that become symbols after a change")
     if not all(isinstance(value, (str, int, float, NoneType)) for value in options.values()):
         raise Undescribed("an option that is a function")
-    import transformers
-
     from dsv4_ops.lowering import _compat
 
-    found = [
-        repr(sorted(options.items())),
-        str(settings["dynamic"]),
-        torch.__version__,
-        transformers.__version__,
-    ]
-    found += [sys.version, platform.machine(), str(torch.version.cuda), str(torch.version.hip)]
-    found += [torch.backends.cpu.get_cpu_capability(), _sources(), *_libraries()]
+    found = [repr(sorted(options.items())), str(settings["dynamic"]), *versions(), *_libraries()]
     # leave out the tags of our own libraries, which a trace adds
     found += [tag for tag in compiler_config.cache_key_tag.split(";") if "dsv4_ops" not in tag]
-    if torch.cuda.is_available():
-        found += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability())]
     found.append(repr([aot_settings(), _compat.config.save_config_portable()]))
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:32]
+
+
+def versions() -> list[str]:
+    """Return this package's sources, the versions of others, and the devices."""
+    import transformers
+
+    found = [torch.__version__, transformers.__version__, sys.version, platform.machine()]
+    found += [str(torch.version.cuda), str(torch.version.hip)]
+    found += [torch.backends.cpu.get_cpu_capability(), _sources()]
+    if torch.cuda.is_available():
+        found += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability())]
+    return found
 
 
 def _libraries() -> list[str]:

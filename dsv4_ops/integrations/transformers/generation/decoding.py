@@ -177,6 +177,7 @@ def decoded(model: Any, call: Call, streamer: Any, kept: KeptCache | None = None
         logits = prefilled(model, call.prompts, call.config, call.inputs, kept)
     if logits is None:
         logits = model._prefill(call.prompts, call.config, call.inputs).logits[:, -1]
+    getattr(model, STEPS).prefills.ran()
     texts = Texts(call)
     with _decoding(model):
         texts.extend(step, logits.float(), streamer, captures=captures)

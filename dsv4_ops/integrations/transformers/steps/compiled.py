@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -101,9 +102,8 @@ def compile_step(
             progress bar on a terminal, and one line elsewhere, unless transformers' progress bars
             are disabled.
         settings: Settings of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by
-            default. Parts of other backends than Inductor are not kept, nor is a whole step with
-            ``dynamic=True``, where one graph per part serves all numbers of tokens and requests,
-            and all cache sizes; on a CPU, Inductor may compile one token for itself. On CUDA,
+            default. Parts of other backends than Inductor are not kept. With ``dynamic=True`` one
+            graph per part serves all numbers of tokens and requests, and all cache sizes. On CUDA,
             our ops then stay calls in the graph, which choose tiles by the real sizes as in eager
             mode: capture the step in CUDA graphs to hide their host time.
 
@@ -226,9 +226,7 @@ class CompiledStep:
         self.parts: dict[str, Callable[..., Any]] = {}
         self._jits: dict[str, Callable[..., Any]] = {}
         self._file = _parts(cache_file, self.settings)
-        # the guards of a whole dynamic step are Dynamo's, which stay in the process
-        self._place = self._file if regional or not self.settings["dynamic"] else None
-        self._bar = PartsBar(step.__name__, self._place)
+        self._bar = PartsBar(step.__name__, self._file)
         self._loaded: frozenset[str] | None = None
         self._compiled = False
         self._kept: dict[str, Part] = {}
@@ -257,7 +255,7 @@ class CompiledStep:
         mode = "regional" if self.regional else "whole"
         sizes = "all sizes" if self.settings["dynamic"] else "fixed sizes"
         parts = ", ".join(self.parts) or "none yet"
-        place = "" if self._place is None else f", kept in {str(self._place)!r}"
+        place = "" if self._file is None else f", kept in {str(self._file)!r}"
         return f"CompiledStep({self.step.__name__}, {mode!r}, {sizes}, parts: {parts}{place})"
 
     def form(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Any:
@@ -272,8 +270,8 @@ class CompiledStep:
         with torch.no_grad(), self._all_sizes():
             self._follow()
             sizes = len(batch.tokens), len(batch.rows)
-            done = self._passes(cache, sizes, rest)
-            key, run = self._planned(batch, cache, rest, done)
+            passes = functools.partial(self._passes, cache, sizes, rest)
+            key, run = self._planned(batch, cache, rest, passes)
             if key is None or isinstance(run, _Recorder):
                 self._plans.pop(key, None)
                 return None
@@ -305,10 +303,12 @@ class CompiledStep:
         sizes = len(batch.tokens), len(batch.rows)
         if self.settings["dynamic"]:
             self._dry_runs.request_kernels(self.model, tensors, *sizes, of_parts)
-        done = self.regional and self._passes(tensors, sizes, of_parts)
-        key, run = self._planned(batch, tensors, of_parts, done)
+        passes = functools.partial(self._passes, tensors, sizes, of_parts)
+        key, run = self._planned(batch, tensors, of_parts, passes)
         if self.regional:
             rest = {**rest, "run": run, "shared": self._shares()}
+            # kept parts are of calls that were checked; a recorder asks before it compiles another
+            done = key is None and passes()
             with checks_are_done() if done else nullcontext():
                 found = (self._of_parts or PARTS[self.step])(self.model, batch, tensors, **rest)
             if self._shared is None:
@@ -318,6 +318,9 @@ class CompiledStep:
             found = run("step", self.step, self.model, batch, tensors, **rest)
         if isinstance(run, _Recorder):
             self._plans[key] = run.plan
+            if not run.asks:
+                self._dry_runs.note(tensors, of_parts)
+        self._dry_runs.ran()
         if self._compiled:
             self._compiled = False
             self._write()
@@ -325,6 +328,8 @@ class CompiledStep:
 
     def _passes(self, cache: CacheTensors, sizes: tuple[int, int], rest: dict[str, Any]) -> bool:
         """Whether all checks of the step pass with fake tensors."""
+        if not (self.regional or self.settings["dynamic"]):
+            return False
         known, options, passed = self._passed
         if known() is not cache or options != rest:
             passed = self._dry_runs.passes(self.model, cache, *sizes, rest)
@@ -377,7 +382,11 @@ class CompiledStep:
         return kept
 
     def _planned(
-        self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any], checked: bool
+        self,
+        batch: StepBatch,
+        cache: CacheTensors,
+        rest: dict[str, Any],
+        passes: Callable[[], bool],
     ) -> tuple[Any, Runner]:
         """Return the runner of an earlier call with equal inputs, or a new one."""
         if self._file is None or not self._file.takes_parts or self._changes > MOST_CHANGES:
@@ -385,7 +394,7 @@ class CompiledStep:
         if has_global_hooks() or has_function_modes():
             return None, self._run
         # without guards, no code would repeat the checks
-        if self.settings["dynamic"] and not checked:
+        if self.settings["dynamic"] and not self._dry_runs.may_pass(self.model):
             return None, self._run
         try:
             if self._cache[0]() is not cache:
@@ -401,29 +410,33 @@ class CompiledStep:
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         if not self.settings["dynamic"]:
-            return key, _Recorder(self._part_of, _Plan(key[0], Watch()))
+            return key, _Recorder(self._part_of, _Plan(key[0], Watch()), passes)
         if not self._described.unchanged():
             self._digests, self._described = {}, Watch()
+            if not self.regional:  # ``_follow`` does it for parts
+                self._dry_runs.forget_model()
+                self._passed = lambda: None, {}, False
         gaps = [None if each.is_contiguous() else each.stride() for each in vars(batch).values()]
         shared = self.step.__name__, key[0], self._cache[2], gaps, rest
-        return key, _Recorder(self._part_of, _Plan(key[0], self._described, shared))
+        return key, _Recorder(self._part_of, _Plan(key[0], self._described, shared), passes)
 
-    def _part_of(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> Callable[..., Any]:
+    def _part_of(self, run: _Recorder, name: str, call: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the part compiled for this call; compile it at the first call."""
         assert self._file is not None
+        plan = run.plan
         name = self._name_of(name, call[0])
         try:
             key = f"{name}/{self._digest(plan, name, call)}"
         except Undescribed as error:
             _log.info("%s is not kept: %s", name, error)
             return self._jitted(name)
-        part = self._variant(plan, name, key, call)
+        part = self._variant(run, name, key, call)
         if part is None:
             return self._jitted(name)
         self.parts.setdefault(name, part.run)
         return part.run
 
-    def _variant(self, plan: _Plan, name: str, key: str, call: tuple[Any, ...]) -> Part | None:
+    def _variant(self, run: _Recorder, name: str, key: str, call: tuple[Any, ...]) -> Part | None:
         """Return the part under this key whose assumptions hold for the sizes of a call, or None.
 
         Most keys have one part; a graph may assume, for example, at least two tokens.
@@ -437,11 +450,15 @@ class CompiledStep:
                 content = self._file.find(place)
                 if content is not None:
                     part = loaded(content, globals(), self._file.place(place))
-            if part is None and name not in plan.compiled:
+            if part is None and name not in run.plan.compiled:
                 # leave other variants of a name to Dynamo, which guards only what a trace reads
-                plan.compiled.add(name)
+                run.plan.compiled.add(name)
+                done = run.passes()
+                if self.settings["dynamic"] and not done:
+                    return None
                 self._load()
-                made = compiled(_part_named(name), call, self.settings)
+                with checks_are_done() if done else nullcontext():
+                    made = compiled(_part_named(name), call, self.settings)
                 if made is not None:
                     part, content = made
                     self._file.keep(place, content)
@@ -586,15 +603,26 @@ class _Plan:
 
 
 class _Recorder:
-    """A ``Runner`` that records a plan."""
+    """A ``Runner`` that records a plan.
 
-    def __init__(self, part_of: Callable[..., Any], plan: _Plan) -> None:
-        self.plan, self._part_of = plan, part_of
+    Attributes:
+        asks: Whether it has called ``passes``, which says whether the step's checks pass.
+    """
+
+    def __init__(
+        self, part_of: Callable[..., Any], plan: _Plan, passes: Callable[[], bool]
+    ) -> None:
+        self.plan, self._part_of, self._passes, self.asks = plan, part_of, passes, False
+
+    def passes(self) -> bool:
+        self.asks = True
+        return self._passes()
 
     def __call__(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
-        part = self._part_of(self.plan, name, (function, args, rest))
+        part = self._part_of(self, name, (function, args, rest))
         self.plan.parts.append(part)
-        return part(function, args, rest)
+        with checks_are_done() if self.asks and self._passes() else nullcontext():
+            return part(function, args, rest)
 
 
 def _part_named(name: str) -> FunctionType:

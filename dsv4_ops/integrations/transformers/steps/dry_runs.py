@@ -6,9 +6,11 @@ compile the kernels side by side. Nothing is computed, and each kind of layer ru
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.core.torch_compat import FakeTensorMode
+from dsv4_ops.integrations.transformers.compile_cache.precompiled import versions
 from dsv4_ops.integrations.transformers.modules.replacement import has_global_hooks, own_forward
 from dsv4_ops.integrations.transformers.modules.split import split_of
 from dsv4_ops.integrations.transformers.steps.step import (
@@ -56,13 +59,24 @@ class DryRuns:
         self._asked: set[Any] = set()
         self._has_asked_batches, self._has_jobs = False, False
         self._passed: set[Any] = set()
-        self._fails = False
+        self._fails: bool | None = None
+        self._marks: list[Path] = []
         self.num_parts: int | None = None
 
     def forget_model(self) -> None:
         """Run again for the changed model."""
         self._passed.clear()
-        self._fails = False
+        self._fails = None
+
+    def may_pass(self, model: Any) -> bool:
+        """Whether ``passes`` may be true for a cache."""
+        if self._fails is None:
+            self._fails = _calls_others(model)
+        return not self._fails
+
+    def note(self, cache: CacheTensors, rest: dict[str, Any]) -> None:
+        """Note that an earlier process ran the checks of this model and such a cache."""
+        self._passed.add((structure_of(cache), *rest.items()))
 
     def passes(
         self, model: Any, cache: CacheTensors, num_tokens: int, num_reqs: int, rest: dict[str, Any]
@@ -75,10 +89,7 @@ class DryRuns:
             ValueError, TypeError: a check failed, after it had passed for another cache.
         """
         structure = (structure_of(cache), *rest.items())
-        if structure not in self._passed and not self._fails and num_reqs:
-            if _calls_others(model):
-                self._fails = True
-                return False
+        if structure not in self._passed and num_reqs and self.may_pass(model):
             try:
                 self._run(model, cache, num_tokens, num_reqs, rest, nullcontext())
             except Exception as error:
@@ -107,6 +118,9 @@ class DryRuns:
         submit = compile_workers()
         if submit is None or calls_users(model):
             return
+        mark = self._mark(model, cache, sizes)
+        if mark.is_file():
+            return
         from dsv4_ops.kernels.precompile import requests
 
         def noted(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
@@ -118,8 +132,28 @@ class DryRuns:
         except Exception as error:  # such as experts that read values: launches compile the rest
             _log.info("not all kernels of a step were requested: %s", error)
         else:
-            if not _calls_others(model):
-                self._passed.add((structure_of(cache), *rest.items()))
+            self._marks.append(mark)
+            if self.may_pass(model):
+                self.note(cache, rest)
+
+    def ran(self) -> None:
+        """Note for other processes that a step ran since, so that Triton's folder has its kernels.
+        If some are missing there, launches compile these."""
+        for mark in self._marks:
+            with suppress(OSError):
+                mark.touch()
+        self._marks.clear()
+
+    def _mark(self, model: Any, cache: CacheTensors, sizes: Any) -> Path:
+        """Return the file in Triton's folder that says that it has the kernels of these sizes."""
+        from dsv4_ops.kernels.common.triton_compat import cache_folder
+
+        weights = {(each.dtype, each.shape) for each in model.parameters()}
+        spec = spec_of("compile_step", model)
+        depends = [versions(), spec.fingerprint, spec.kv, spec.impl, self.step.__name__]
+        depends += [structure_of(cache), sizes, sorted(map(repr, weights))]
+        digest = hashlib.sha256(repr(depends).encode()).hexdigest()[:32]
+        return Path(cache_folder()) / f"dsv4_ops-{digest}"
 
     def request_batches(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
         """Request the kernels of other decode steps, which workers compile while this step goes on.
@@ -128,6 +162,7 @@ class DryRuns:
             self._has_asked_batches = True
             for requests in BATCHES:
                 self.request_kernels(model, cache, requests, requests, rest)
+            self._marks.clear()  # no step of these sizes waits for its kernels
 
     def _run(
         self,
