@@ -32,6 +32,7 @@ import os
 import platform
 import sys
 import tempfile
+import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -276,7 +277,7 @@ class _Walk:
         self._alive.append(kind)
         self._watch.add(_names_of(kind))
         if _belongs_to(kind.__module__, "transformers", "dsv4_ops"):
-            self.words.append(outline(vars(kind)))
+            self.words.append(_outline_of_class(kind))
             return
         for name, item in vars(kind).items():
             if name not in _UNREAD_NAMES:
@@ -300,6 +301,19 @@ def _names_of(kind: type) -> Mapping[str, Any]:
     slotnames: Any = copyreg._slotnames  # type: ignore[attr-defined]  # there since Python 2
     slotnames(kind)
     return vars(kind)
+
+
+_OUTLINES: weakref.WeakKeyDictionary[type, tuple[Watch, str]] = weakref.WeakKeyDictionary()
+
+
+def _outline_of_class(kind: type) -> str:
+    """Return the outline of a class; every layer has the same classes."""
+    watch, text = _OUTLINES.get(kind, (None, ""))
+    if watch is None or not watch.unchanged():
+        watch, text = Watch(), outline(vars(kind))
+        watch.add(vars(kind))
+        _OUTLINES[kind] = watch, text
+    return text
 
 
 def outline(names: Mapping[str, Any]) -> str:
@@ -473,7 +487,7 @@ def compiled(
     reads = _Reads()
     options = {**settings.get("options", {}), "guard_filter_fn": reads}
     try:
-        with allows_aot_compile(), _without_collections(), noted_trace() as guards:
+        with allows_aot_compile(), without_collections(), noted_trace() as guards:
             jitted: Any = torch.compile(function, **{**settings, "options": options})
             made = jitted.aot_compile((args, {}))
             sizes = guards() if settings["dynamic"] else SizeGuards("True", {})
@@ -505,9 +519,9 @@ def compiled(
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Turn the garbage collector off: a compile makes a million objects, few of them garbage, and
-    the collector takes a tenth of the time."""
+def without_collections() -> Iterator[None]:
+    """Turn the garbage collector off: a compile or a first load makes a million objects, few of
+    them garbage, and the collector takes a tenth of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:

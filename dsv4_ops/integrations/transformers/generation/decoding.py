@@ -410,7 +410,8 @@ def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
     num_tokens = bucket(num_tokens) if keeps else num_tokens
     getattr(model, STEPS).prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
     if not step.parts and cache.device.type == "cuda":
-        _whole(step)(padding(rows, rows, cache.device), cache.tensors)
+        with _decoding(model):  # its settings are part of what layers are compiled for
+            _whole(step)(padding(rows, rows, cache.device), cache.tensors)
     return step
 
 

@@ -39,6 +39,7 @@ from dsv4_ops.integrations.transformers.compile_cache.precompiled import (
     folder_of_parts,
     loaded,
     state,
+    without_collections,
 )
 from dsv4_ops.integrations.transformers.modules.replacement import (
     has_global_hooks,
@@ -244,7 +245,7 @@ class CompiledStep:
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Any:
         """Run the step; the first call compiles."""
         with torch.no_grad(), self._bar:
-            with self._all_sizes():
+            with self._all_sizes(), nullcontext() if self.parts else without_collections():
                 found = self._stepped(batch, cache, **rest)
             if self.settings["dynamic"]:
                 tensors = tensors_of(self.step.__name__, cache)
