@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.reference.common import runs_on_cpu
+from dsv4_ops.reference.common import dense, runs_on_cpu
 from dsv4_ops.reference.pages import (
     Columns,
     gather_rows,
@@ -24,10 +24,11 @@ from dsv4_ops.reference.quantization import bf16_bits, dequantize, from_bytes, q
 def insert_bits(bits: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
     """Insert keys from their bf16 patterns ``bits``, int32 [num_tokens, 512]."""
     main = MainLayout(block_size)
-    codes, scales = quantize(bits[:, : main.code_dim], main.quant_block)
+    # dense: a view of a slice would fix the number of tokens in a graph
+    codes, scales = quantize(dense(bits[:, : main.code_dim]), main.quant_block)
     parts = {
         0: codes,
-        main.code_dim: to_bytes(bits[:, main.code_dim :], 2),
+        main.code_dim: to_bytes(dense(bits[:, main.code_dim :]), 2),
         main.data_bytes: pad(scales.to(torch.uint8), (0, main.scale_bytes - main.num_scales)),
     }
     insert_parts(main, parts, k_cache, slot_mapping)

@@ -57,11 +57,12 @@ def fp8_grouped_linear(
     impl: str = "auto",
 ) -> Tensor:
     rows = activation_values(x, x_scale, activations)
-    groups = rows.transpose(0, 1) if x_scale is None else rows  # [num_groups, num_tokens, k]
-    num_groups, num_tokens, _ = groups.shape
+    # tokens last and dense: elsewhere Inductor asks on a CPU whether there is one token
+    groups = dense(rows.permute((1, 2, 0) if x_scale is None else (0, 2, 1)))
+    num_groups, _, num_tokens = groups.shape
     values = weight_values(weight, scale).unflatten(0, (num_groups, -1))
-    products = torch.bmm(groups, values.transpose(1, 2)).to(out_dtype)
-    return dense(products.transpose(0, 1)).view(num_tokens, weight.shape[0])
+    products = torch.bmm(values, groups).to(out_dtype)
+    return dense(products.permute(2, 0, 1)).view(num_tokens, weight.shape[0])
 
 
 def activation_values(x: Tensor, x_scale: Tensor | None, activations: str) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4_ops.reference.common import masked_index
+from dsv4_ops.reference.common import dense, masked_index
 
 
 def angles(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def rotate_values(
     cos, sin = (angle.reshape(*rows, *pair) for angle in angles(cos_sin_cache, positions))
     sign = torch.arange(2, device=values.device) * 2 - 1
     sign = sign if interleaved else sign[:, None]
-    pairs = values[..., first : dim - behind].unflatten(-1, shape)
+    pairs = dense(values[..., first : dim - behind]).unflatten(-1, shape)
     rotated = pairs * cos + pairs.flip(axis) * (sin * (-sign if inverse else sign))
     column = torch.arange(dim, device=values.device)
     is_rotated = in_table & (column < 2 * half if rope_first else column >= first)
