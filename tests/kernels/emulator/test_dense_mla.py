@@ -90,13 +90,16 @@ def test_schedules(seed):
     assert_exact(kernel(case, seed), case)
 
 
-def test_a_batch_is_scheduled_by_its_lengths():
-    """One long request among short ones has several splits, and the combine has its list."""
+@pytest.mark.parametrize("op", [DENSE, SPARSE])
+def test_a_batch_is_scheduled_by_its_lengths(op):
+    """One long request among short ones has several splits, and the combine has its list; selected
+    rows by their number."""
     lens = [900, *range(40)]
     case = mla_case(1, [1] * 41, 4, longest=900, hint=False, adversarial=False, context_lens=lens)
-    results, launched = emulated.results_of(DENSE, case)
+    case = case if op == DENSE else mla_batches.sparse_case(case, topk=2048)
+    results, launched = emulated.results_of(op, case)
     assert launched == [KERNEL, "combine_listed_kernel"]
-    assert_exact(results, case)
+    assert_exact(results, case, op=op)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +114,6 @@ def test_a_batch_is_scheduled_by_its_lengths():
 def test_selected_rows(made):
     case = mla_batches.sparse_case(mla_case(9, **made))
     assert_exact(kernel(case, op=SPARSE), case, op=SPARSE)
-
-
-def test_selected_rows_are_scheduled_by_their_number():
-    lens = [900, *range(40)]
-    dense = mla_case(1, [1] * 41, 4, longest=900, adversarial=False, context_lens=lens)
-    case = mla_batches.sparse_case(dense, topk=2048)
-    results, launched = emulated.results_of(SPARSE, case)
-    assert launched == [KERNEL, "combine_listed_kernel"]
-    assert_exact(results, case, op=SPARSE)
 
 
 @pytest.mark.parametrize("which", ["stale", "adversarial", *nightly("a stale one", "own")])
