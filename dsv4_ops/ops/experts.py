@@ -47,8 +47,8 @@ _expert_plan = define_op(
 _experts = define_op(
     "experts",
     "experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor gate_up, "
-    "Tensor? gate_up_scale, Tensor down, Tensor? down_scale, *, float swiglu_limit, "
-    "str activations, str impl='auto') -> Tensor",
+    "Tensor? gate_up_scale, Tensor down, Tensor? down_scale, Tensor? shared=None, *, "
+    "float swiglu_limit, str activations, str impl='auto') -> Tensor",
     lowering={"cpu": "decompose", "cuda": "choices"},
     dynamic=("num_tokens",),
     source="DeepSeek-V4 inference/model.py, Expert and MoE",
@@ -262,6 +262,7 @@ def experts(
     gate_up_scale: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
+    shared: Tensor | None = None,
     *,
     swiglu_limit: float,
     activations: str = "bf16",
@@ -285,6 +286,8 @@ def experts(
         down: FP4 [num_experts, hidden_size, size / 2], or FP8 or bfloat16 [num_experts,
             hidden_size, size].
         down_scale: As ``gate_up_scale``, for ``down``.
+        shared: Added to every token's sum, such as the output of shared experts, [num_tokens,
+            hidden_size], bfloat16, any strides; None for nothing.
         swiglu_limit: Upper bound of the gate, and bound of the absolute value of up. Above 0.
         activations: Activations of both products: "bf16" (W4A16, W8A16, W16A16), or "fp8" (W4A8,
             W8A8), quantised by ``quantize_rows`` with its defaults.
@@ -292,10 +295,10 @@ def experts(
 
     Returns:
         bfloat16 [num_tokens, hidden_size], dense: the sum over a token's experts of weight * (a
-        W_down^T), where a = bf16(silu(min(g, limit)) * clamp(u, -limit, limit)) and (g, u) = x
-        W_gate_up^T. Products, SwiGLU and sum are in float32, with one cast of each a and one of the
-        result. Where kernels multiply codes (see Compile), sums of 128 products have about 14 bits,
-        and each a W_down^T is also cast to bfloat16.
+        W_down^T), plus ``shared``, where a = bf16(silu(min(g, limit)) * clamp(u, -limit, limit))
+        and (g, u) = x W_gate_up^T. Products, SwiGLU and sum are in float32, with one cast of each a
+        and one of the result. Where kernels multiply codes (see Compile), sums of 128 products have
+        about 14 bits, and each a W_down^T is also cast to bfloat16.
 
     Mutates: nothing.
 
@@ -306,14 +309,14 @@ def experts(
         NotImplementedError: activations in FP8 with weights in bfloat16.
 
     Compile: on a GPU our kernels for the plan, for gate and up with SwiGLU, for quantising FP8
-        activations and for down; Inductor computes the weighted sum. Both products read an expert
-        once per block of rows (16 to 128, by the mean rows per expert), or once per two blocks of
-        up to 32. With FP8 activations, FP4 weights are multiplied as codes on Hopper if the mean is
-        at least 14 rows per expert, or if the number of rows is symbolic. Otherwise codes are
-        converted to bf16, where an FP4 scale above 2^9 becomes infinite, one below 2^-117 may
-        round, and the FP8 code for NaN reads as 480; released files have none of these. On a CPU,
-        two reductions of Inductor gather and dequantise as they multiply; eager code dequantises
-        one expert at a time, for 16 rows. Dynamic in num_tokens; CUDA graphs and export: yes.
+        activations, for down and for the weighted sum. Both products read an expert once per block
+        of rows (16 to 128, by the mean rows per expert), or once per two blocks of up to 32. With
+        FP8 activations, FP4 weights are multiplied as codes on Hopper if the mean is at least 14
+        rows per expert, or if the number of rows is symbolic. Otherwise codes are converted to
+        bf16, where an FP4 scale above 2^9 becomes infinite, one below 2^-117 may round, and the FP8
+        code for NaN reads as 480; released files have none of these. On a CPU, two reductions of
+        Inductor gather and dequantise as they multiply; eager code dequantises one expert at a
+        time, for 16 rows. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's MoE; like Hugging Face's, it applies the weights after ``down``.
 
@@ -349,6 +352,7 @@ def experts(
     _check_scale(checks, "gate_up_scale", gate_up_scale, kind, rows, width)
     checks.tensor("down", down, kind, "num_experts", "hidden_size", size // packing)
     _check_scale(checks, "down_scale", down_scale, kind, width, size)
+    checks.optional("shared", shared, torch.bfloat16, "num_tokens", "hidden_size")
     checks.above(0, swiglu_limit=swiglu_limit)
     checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
     if kind == torch.bfloat16 and activations != "bf16":
@@ -362,7 +366,7 @@ def experts(
     check_impl(checks.op, PROVIDERS, impl, x.device, {})
     weights = (gate_up, gate_up_scale, down, down_scale)
     settings = {"swiglu_limit": swiglu_limit, "activations": activations, "impl": impl}
-    return _experts(x, topk_weights, topk_ids, *weights, **settings)
+    return _experts(x, topk_weights, topk_ids, *weights, shared, **settings)
 
 
 def _check_scale(

@@ -118,6 +118,7 @@ def experts(
     gate_up_scale: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
+    shared: Tensor | None = None,
     *,
     swiglu_limit: float,
     activations: str,
@@ -140,9 +141,8 @@ def experts(
         values = _values(down, down_scale, expert)[0]
         product = activation_values(hidden, None, activations) @ values.t()
         out[torch.where(members >= 0, members, num_rows)] = product
-    return combine(
-        out[:num_rows].view(num_tokens, topk, x.shape[1]), topk_weights, topk_ids, gate_up, x
-    )
+    rows = out[:num_rows].view(num_tokens, topk, x.shape[1])
+    return combine(rows, topk_weights, topk_ids, gate_up, x, shared)
 
 
 def experts_by_row(
@@ -153,6 +153,7 @@ def experts_by_row(
     gate_up_scale: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
+    shared: Tensor | None = None,
     *,
     swiglu_limit: float,
     activations: str,
@@ -168,7 +169,7 @@ def experts_by_row(
     hidden = _products(rows[:, None], gate_up, gate_up_scale, expert)
     act = materialized(swiglu(materialized(hidden), swiglu_limit))
     out = _products(activation_values(act, None, activations), down, down_scale, expert)
-    return combine(out, topk_weights, topk_ids, gate_up, x)
+    return combine(out, topk_weights, topk_ids, gate_up, x, shared)
 
 
 def _products(rows: Tensor, weight: Tensor, scale: Tensor | None, expert: Tensor) -> Tensor:
@@ -215,10 +216,17 @@ def swiglu(hidden: Tensor, limit: float) -> Tensor:
 
 
 def combine(
-    out: Tensor, topk_weights: Tensor, topk_ids: Tensor, gate_up: Tensor, x: Tensor
+    out: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up: Tensor,
+    x: Tensor,
+    shared: Tensor | None,
 ) -> Tensor:
-    """Sum a token's experts by their weights; an absent expert adds nothing, whatever its
-    weight."""
+    """Sum a token's experts by their weights, and add ``shared``; an absent expert adds nothing,
+    whatever its weight."""
     present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
     terms = torch.where(present[..., None], out * topk_weights[..., None], 0.0)
-    return terms.sum(1).to(x.dtype)
+    total = terms.sum(1)
+    total = total if shared is None else total + shared.to(torch.float32)
+    return total.to(x.dtype)

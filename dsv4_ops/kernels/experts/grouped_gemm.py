@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
+from dsv4_ops.core.types import ExpertPlan
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import (
     bf16_activations,
     byte_rows,
     multiply_fp4,
     multiply_fp8,
-    reordered,
     reordered_offset,
     scale_rows,
     step_size,
@@ -40,9 +40,10 @@ from dsv4_ops.kernels.experts.activations import (
     quantize_ordered,
     round_rows,
 )
-from dsv4_ops.kernels.experts.plan import PAIR, expert_plan
+from dsv4_ops.kernels.experts.combine import combine
+from dsv4_ops.kernels.experts.plan import PAIR, expert_plan, plan_and_reorder
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.reference.experts import combine
+from dsv4_ops.reference.common import dense
 from dsv4_ops.reference.linear import quantized
 
 TILES = {
@@ -464,6 +465,7 @@ def experts(
     gate_up_scale: torch.Tensor | None,
     down: torch.Tensor,
     down_scale: torch.Tensor | None,
+    shared: torch.Tensor | None = None,
     *,
     swiglu_limit: float,
     activations: str,
@@ -473,7 +475,7 @@ def experts(
     num_experts, rows, _ = (int(size) for size in gate_up.shape)
     width, size, num_rows = int(x.shape[1]), rows // 2, num_tokens * topk
     if num_rows == 0:
-        return x.new_zeros((num_tokens, width))
+        return x.new_zeros((num_tokens, width)) if shared is None else dense(shared)
     bits = _BITS.get(gate_up.dtype, 4)
     target = launch.target(x.device)
     blocks = choose_blocks(
@@ -484,9 +486,7 @@ def experts(
         max_rows=next(rows for least, rows in ROWS_BY_SHARED.items() if target.shared >= least),
     )
     tokens, (weight_rows, _, _) = blocks.rows, blocks.tile
-    plan = expert_plan(
-        launch, topk_ids, num_experts=num_experts, block_size=tokens, pairs=blocks.stages > 0
-    )
+    plan, inputs = _planned(launch, x, topk_ids, activations, bits, num_experts, blocks)
     capacity = plan.expert_of_block.shape[0]
     step = STEPS[tokens] if bits == 16 else step_size(bits == 4)
     padded = round_up(size, max(step, WEIGHT_BLOCK))
@@ -495,7 +495,7 @@ def experts(
     masked = padded != size or width % step != 0
     _launch_gemm(
         launch, (gate_up_kernel, gate_up_by_blocks_kernel), capacity * tiles,
-        _gate_up_inputs(launch, x, activations, bits, topk, plan.sorted_rows, blocks),
+        inputs,
         (
             topk, plan.sorted_rows, plan.expert_of_block,
             *_weight_arguments(gate_up, gate_up_scale, bits), act, padded,
@@ -518,7 +518,7 @@ def experts(
         {"SIZE": width, "WIDTH": size},
         bits, blocks, (masked, step), tiles,
     )  # fmt: skip
-    return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)
+    return combine(launch, out, topk_weights, topk_ids, num_experts, shared)
 
 
 def _multiplies_codes(
@@ -569,23 +569,29 @@ def _launch_gemm(
         )  # fmt: skip
 
 
-def _gate_up_inputs(
+def _planned(
     launch: Launcher,
     x: torch.Tensor,
+    topk_ids: torch.Tensor,
     activations: str,
     bits: int,
-    topk: int,
-    sorted_rows: torch.Tensor,
+    num_experts: int,
     blocks: Blocks,
-) -> Activations:
-    """Return the activations of the gate and up product, by token."""
-    if blocks.codes:
-        codes, scales = quantized(x)
-        ordered = ordered_codes(codes)
-        row_scales = order_scales(launch, scales, topk, sorted_rows, blocks.rows)
-        return Activations(ordered, ordered.stride(0), row_scales, row_scales.stride(0))
-    rows = _reorder(bf16_activations(x, activations), bits)
-    return Activations(rows, rows.stride(0), sorted_rows, 0)
+) -> tuple[ExpertPlan, Activations]:
+    """Return the plan, and the activations of the gate and up product, by token."""
+    sizes = {"num_experts": num_experts, "block_size": blocks.rows, "pairs": blocks.stages > 0}
+    if bits < 16 and not blocks.codes:
+        rows = bf16_activations(x, activations)
+        plan, rows = plan_and_reorder(launch, topk_ids, rows, fp4=bits == 4, **sizes)
+        return plan, Activations(rows, rows.stride(0), plan.sorted_rows, 0)
+    plan = expert_plan(launch, topk_ids, **sizes)
+    if not blocks.codes:
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        return plan, Activations(rows, rows.stride(0), plan.sorted_rows, 0)
+    codes, scales = quantized(x)
+    ordered, topk = ordered_codes(codes), int(topk_ids.shape[1])
+    row_scales = order_scales(launch, scales, topk, plan.sorted_rows, blocks.rows)
+    return plan, Activations(ordered, ordered.stride(0), row_scales, row_scales.stride(0))
 
 
 def _down_inputs(
@@ -602,13 +608,6 @@ def _down_inputs(
     if activations == "fp8":
         round_rows(launch, act, sorted_rows)
     return Activations(act, act.stride(0), sorted_rows, 0)
-
-
-def _reorder(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return activations with dense rows, in the order of K in which kernels multiply them."""
-    if bits < 16:
-        return reordered(x, bits == 4)
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _weight_arguments(

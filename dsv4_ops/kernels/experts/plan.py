@@ -1,11 +1,19 @@
-"""Sort rows into blocks by expert, one program per expert, in one or two launches."""
+"""Sort rows into blocks by expert, one program per expert, in one or two launches. The launch for
+a small batch also reorders the activations, which would be one more."""
 
 import torch
 import triton
 import triton.language as tl
 
+from dsv4_ops.core.layout import round_up
 from dsv4_ops.core.types import ExpertPlan, max_expert_blocks
+from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
+from dsv4_ops.kernels.common.dequant_gemm import (  # by name: Inductor copies kernels
+    reordered,
+    reordered_offset,
+    step_size,
+)
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -18,6 +26,9 @@ ROWS, MAX_STEP_ROWS = 512, 2048
 FUSED_COUNT_ROWS = 512
 """Up to this many rows, every program of the plan counts the rows of all experts; above it, a
 separate launch counts them."""
+
+REORDERED = 512
+"""Values that a program of the plan reorders at a time."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -35,20 +46,44 @@ def expert_counts_kernel(
     tl.store(counts + tl.program_id(0), tl.sum(count))
 
 
+@triton.jit
+def _reorder(x, out, num_tokens, program, num_programs, REORDER: tl.constexpr):
+    """Write a program's share of ``reordered`` activations."""
+    x, token_stride, stride = x
+    WIDTH: tl.constexpr = REORDER[0]
+    PADDED: tl.constexpr = REORDER[1]
+    FP4: tl.constexpr = REORDER[2]
+    VALUES: tl.constexpr = REORDER[3]
+    size = num_tokens * PADDED
+    for start in range(program * VALUES, size, num_programs * VALUES):
+        value = start + tl.arange(0, VALUES)
+        token, k = (value // PADDED).to(tl.int64), value % PADDED
+        mask = value < size
+        src = x + token * token_stride + k.to(tl.int64) * stride
+        found = tl.load(src, mask=mask & (k < WIDTH), other=0.0)
+        tl.store(out + token * PADDED + reordered_offset(k, FP4), found, mask=mask)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def expert_plan_kernel(
     topk_ids, token_stride, choice_stride,
     topk, num_rows,
     counts,
     sorted_rows, expert_of_block, num_blocks,
+    x, x_token_stride, x_stride, num_tokens, x_reordered,
     capacity, num_experts,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, PAIRS: tl.constexpr, REORDER: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks of one expert, and its share of the unused blocks. BLOCK is BLOCK_SIZE,
-    rounded up to a power of two."""
+    rounded up to a power of two. REORDER is the width of ``x``, its width in ``reordered``, whether
+    weights are FP4, and values at a time; or None."""
     wait_for_previous_kernel()
     expert = tl.program_id(0)
+    if REORDER is not None:
+        _reorder(
+            (x, x_token_stride, x_stride), x_reordered, num_tokens, expert, num_experts, REORDER
+        )
     bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
     if HAS_COUNTS:
         expert_rows = tl.load(counts + bins, mask=bins < num_experts, other=0)
@@ -103,6 +138,36 @@ def expert_plan(
 ) -> ExpertPlan:
     """Compute the plan. With ``pairs``, an expert's blocks form pairs: the entry of the first block
     is the expert plus PAIR, and that of the second is -1."""
+    return _plan(launch, topk_ids, num_experts, block_size, pairs, None, False)[0]
+
+
+def plan_and_reorder(
+    launch: Launcher,
+    topk_ids: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    num_experts: int,
+    block_size: int,
+    pairs: bool,
+    fp4: bool,
+) -> tuple[ExpertPlan, torch.Tensor]:
+    """Compute the plan, and the ``reordered`` activations ``x`` of FP4 or FP8 weights."""
+    num_rows = topk_ids.shape[0] * topk_ids.shape[1]
+    is_small = isinstance(num_rows, int) and num_rows <= FUSED_COUNT_ROWS
+    source = x if is_small else None
+    plan, found = _plan(launch, topk_ids, num_experts, block_size, pairs, source, fp4)
+    return plan, found if is_small else reordered(x, fp4)
+
+
+def _plan(
+    launch: Launcher,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    block_size: int,
+    pairs: bool,
+    x: torch.Tensor | None,
+    fp4: bool,
+) -> tuple[ExpertPlan, torch.Tensor]:
     num_tokens, topk = topk_ids.shape
     num_rows = num_tokens * topk
     capacity = max_expert_blocks(num_rows, num_experts, block_size)
@@ -113,6 +178,12 @@ def expert_plan(
     rows = min(max(triton.next_power_of_2(num_rows), 32), MAX_STEP_ROWS) if is_static else ROWS
     warps, has_counts = max(4, rows // 256), is_static and num_rows > FUSED_COUNT_ROWS
     counts = topk_ids.new_empty((num_experts if has_counts else 0,))
+    source, x_reordered, reorder = (topk_ids, 0, 0), topk_ids, None
+    if x is not None:
+        width = int(x.shape[1])
+        padded = round_up(width, step_size(fp4))
+        x_reordered = x.new_empty((num_tokens, padded))
+        source, reorder = strided(x), (width, padded, fp4, REORDERED)
     if has_counts:
         launch(expert_counts_kernel)[num_experts,](
             topk_ids, *topk_ids.stride(), topk, num_rows, counts, ROWS=rows, num_warps=warps
@@ -122,9 +193,10 @@ def expert_plan(
         topk, num_rows,
         counts,
         sorted_rows, expert_of_block, num_blocks,
+        *source, num_tokens, x_reordered,
         capacity, num_experts,
         BLOCK_SIZE=block_size, BLOCK=triton.next_power_of_2(block_size),
         BINS=triton.next_power_of_2(num_experts + 1),
-        ROWS=rows, HAS_COUNTS=has_counts, PAIRS=pairs, num_warps=warps,
+        ROWS=rows, HAS_COUNTS=has_counts, PAIRS=pairs, REORDER=reorder, num_warps=warps,
     )  # fmt: skip
-    return ExpertPlan(sorted_rows, expert_of_block, num_blocks)
+    return ExpertPlan(sorted_rows, expert_of_block, num_blocks), x_reordered

@@ -121,12 +121,15 @@ def _experts_cases() -> list[Case]:
     fp4, fp8 = _fp4_case(), _fp8_case()
     # -5.71875 * 24 / 2 - 100 * 24 / 128 / 4 = -73.3125, or twice the first: -141.9375
     out = [[-73.5] * 32 + [-142.0] * 32, [-18.75] * 64, [0.0] * 64]
+    shared = [[-73.0] * 32 + [-142.0] * 32, [-18.625] * 64, [0.125] * 64]
     signed = (*fp4[:3], fp4[3].view(torch.int8), fp4[4], fp4[5].view(torch.int8), fp4[6])
     none = tuple(tensor[:0] for tensor in fp4[:3])
     nan = fp4[4].clone()
     nan[0, 0, 0] = 255
     return [
         Case("fp4", fp4, W4A16, (out,)),
+        # -73.1875, not bf16(-73.5 + 0.125), which is -73.5
+        Case("shared", (*fp4, torch.full((3, 64), 0.125).bfloat16()), W4A16, (shared,)),
         Case("int8", signed, W4A16, (out,)),
         Case("fp8", fp8, W4A16, ([[3.515625] * 128],)),
         Case("quantised", fp8, W4A8, ([[3.5] * 128],)),  # 225 / 64 becomes 224 / 64
@@ -175,7 +178,9 @@ def _experts_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     weights = expert_weights(draw.generator(), num_experts, width, size, bits, ue8m0)
     x = sampled_activations(draw, num_tokens, width, infinite=False)
     x = x * 2.0**-8 if bits == 8 else x  # FP8 codes reach 448
-    return Case("sampled", (x, *routing(draw, num_tokens, topk, num_experts), *weights), settings)
+    shared = sampled_activations(draw, num_tokens, width, infinite=False) if draw.flag() else None
+    routed = routing(draw, num_tokens, topk, num_experts)
+    return Case("sampled", (x, *routed, *weights, shared), settings)
 
 
 def _experts_precise(
@@ -186,6 +191,7 @@ def _experts_precise(
     gate_up_scale: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
+    shared: Tensor | None = None,
     *,
     swiglu_limit: float,
     activations: str,
@@ -210,6 +216,8 @@ def _experts_precise(
             weight = topk_weights[token, place].to(torch.float64)
             value[token] += weight * product.value[0]
             error[token] += weight.abs() * product.magnitude[0]
+    if shared is not None:
+        value += shared
     return (Exact(value, error + value.abs()),)
 
 

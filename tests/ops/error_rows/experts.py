@@ -35,7 +35,8 @@ OWN |= {
      "gate_up": Valid(packed(3, 256, 128), "[num_experts, gate_up_size, 128]", WEIGHTS),
      "gate_up_scale": Valid(powers(3, 256, 8), "[num_experts, 256, 8]"),
      "down": Valid(packed(3, 256, 64), "[num_experts, hidden_size, 64]"),
-     "down_scale": Valid(powers(3, 256, 4), "[num_experts, 256, 4]")},
+     "down_scale": Valid(powers(3, 256, 4), "[num_experts, 256, 4]"),
+     "shared": Valid(bf16(5, 256), "[num_tokens, hidden_size]")},
 }  # fmt: skip
 NUMBERS |= {"num_experts": 3, "top_k": 2, "swiglu_limit": 10.0}
 NUMBERS |= {"num_groups": 4, "kept_groups": 2, "normalize": True}

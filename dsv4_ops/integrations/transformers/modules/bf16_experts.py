@@ -63,16 +63,22 @@ class Bf16Experts(Rewrite):
 
 
 def _with_op(before: Forward) -> Forward:
-    def forward(self: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self: Any,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+    ) -> Tensor:
         if not runs_op(self, x, expert_ids.shape[-1]) or (
             torch.is_grad_enabled() and weights.requires_grad
         ):
             out: Tensor = before(self, x, expert_ids, weights)
-            return out
+            return out if shared is None else out + shared
         limit = limit_of(self)
         routed = (x, weights.float(), expert_ids.to(torch.int32))
         up, down = (getattr(self, name).detach() for name in QUANTIZED_EXPERTS)
-        return experts(*routed, up, None, down, None, swiglu_limit=limit, impl=AUTO)
+        return experts(*routed, up, None, down, None, shared, swiglu_limit=limit, impl=AUTO)
 
     return forward
 

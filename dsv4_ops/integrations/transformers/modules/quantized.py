@@ -344,7 +344,13 @@ def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) ->
 
 
 def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
-    def forward(self: Any, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self: Any,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+    ) -> Tensor:
         codes = _codes(self, "gate_up_proj")
         out = experts(
             x.to(torch.bfloat16),
@@ -354,6 +360,7 @@ def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
             self.dsv4_ops_gate_up_proj_scale,
             _codes(self, "down_proj"),
             self.dsv4_ops_down_proj_scale,
+            shared,
             swiglu_limit=limit_of(self),
             activations=recipe.expert_activations,
             impl=impl,

@@ -63,6 +63,12 @@ def split_of(module: Any) -> Split | None:
     return split
 
 
+def sums(module: Any) -> bool:
+    """Whether a module's output is the sum over the ranks' outputs."""
+    split = split_of(module)
+    return split is not None and split.sums
+
+
 def summed(module: Any, out: Tensor) -> Tensor:
     """Return the sum of the ranks' outputs of a module whose output is one, else ``out``."""
     split = split_of(module)

@@ -28,7 +28,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     runs_ours,
 )
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
-from dsv4_ops.integrations.transformers.modules.split import summed
+from dsv4_ops.integrations.transformers.modules.split import summed, sums
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import route
 from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
@@ -206,9 +206,13 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
         routing = route(rows, gate.weight, None, gate.tid2eid, input_ids.flatten(), **settings)
     else:
         routing = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
-    out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape)
     shared: Tensor = block.shared_experts(x)
-    return summed(block, out + shared)
+    if sums(block.experts) or torch.is_grad_enabled():  # of whole shared experts, or their gradient
+        out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape) + shared
+    else:
+        added = shared.flatten(0, 1).to(rows.dtype)
+        out = block.experts(rows, routing.ids, routing.weights, shared=added).view(x.shape)
+    return summed(block, out)
 
 
 def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
