@@ -40,8 +40,10 @@ def holders(model):
     return [module for module in model.modules() if fused_projections.FUSED in module._modules]
 
 
-def layers_of(holder):
+def layers_of(holder, attention):
     """What ``holder`` multiplies its input by."""
+    if holder is getattr(attention.compressor, "indexer", None):
+        return fused_projections.of_queries(attention)
     return next(of(holder) for of, name in PARTS.items() if name in holder._modules)
 
 
@@ -64,12 +66,13 @@ def test_weights_are_views_with_the_bytes_of_before(loaded, monkeypatch):
 
 
 def test_products_are_those_of_the_layers(model):
-    # the attention layer, its compressor and its shared experts
-    assert len(holders(model)) == 3
+    # the attention layer, its compressor, the queries with its indexer, and its shared experts
+    assert len(holders(model)) == 4
     for holder in holders(model):
-        x = torch.randn(3, layers_of(holder)[0].weight.shape[1]).bfloat16()
-        together = fused_projections.fused_layer(holder, layers_of(holder))(x)
-        apart = torch.cat([layer(x) for layer in layers_of(holder)], -1)
+        layers = layers_of(holder, model.model.layers[0].self_attn)
+        x = torch.randn(3, layers[0].weight.shape[1]).bfloat16()
+        together = fused_projections.fused_layer(holder, layers)(x)
+        apart = torch.cat([layer(x) for layer in layers], -1)
         torch.testing.assert_close(together.to(torch.bfloat16), apart)
 
 
@@ -100,9 +103,9 @@ def test_a_step_is_one_graph_with_the_bits_of_the_eager_one(loaded, monkeypatch)
 def test_what_was_moved_or_changed_since(model):
     copied = copy.deepcopy(model)  # with a copy of every parameter
     attention = copied.model.layers[0].self_attn
-    assert not attention.dsv4_ops_fused.holds(layers_of(attention))
+    assert not attention.dsv4_ops_fused.holds(layers_of(attention, attention))
     copied.dsv4_ops_spec.refresh("model", copied.model)
-    assert attention.dsv4_ops_fused.holds(layers_of(attention))
-    assert fused_projections.fused_layer(attention, layers_of(attention)) is not None
+    assert attention.dsv4_ops_fused.holds(layers_of(attention, attention))
+    assert fused_projections.fused_layer(attention, layers_of(attention, attention)) is not None
     attention.kv_proj.register_forward_hook(lambda *_: None)
-    assert fused_projections.fused_layer(attention, layers_of(attention)) is None
+    assert fused_projections.fused_layer(attention, layers_of(attention, attention)) is None

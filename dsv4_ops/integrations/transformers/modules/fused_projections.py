@@ -125,6 +125,11 @@ def of_compressor(compressor: Any) -> list[Any]:
     return layers
 
 
+def of_queries(module: Any) -> list[Any]:
+    """Layers that an attention module and its indexer apply to the query's latent."""
+    return [module.q_b_proj, module.compressor.indexer.q_b_proj]
+
+
 def of_shared_experts(module: Any) -> list[Any]:
     """Gate and up projections."""
     return [module.gate_proj, module.up_proj]
@@ -165,7 +170,8 @@ class FusedProjections(Rewrite):
 
     def restore(self, module: Any) -> None:
         """Remove the fused layers; the weights remain views."""
-        for holder in (module, module._modules.get("compressor")):
+        compressor = module._modules.get("compressor")
+        for holder in (module, compressor, getattr(compressor, "indexer", None)):
             if holder is not None:
                 holder._modules.pop(FUSED, None)
 
@@ -176,6 +182,9 @@ class FusedProjections(Rewrite):
             groups = [(module, of_shared_experts(module), False)]
         else:
             groups = [(module, of_attention(module), False)]
+            indexer = getattr(module.compressor, "indexer", None)
+            if indexer is not None:
+                groups.append((indexer, of_queries(module), False))
             if module.compressor is not None and self.recipe.compressor_float32:
                 groups.append((module.compressor, of_compressor(module.compressor), True))
         for holder, layers, plain in groups:

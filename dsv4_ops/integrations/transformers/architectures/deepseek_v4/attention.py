@@ -17,6 +17,7 @@ from dsv4_ops.integrations.transformers.modules.fused_projections import (
     fused_layer,
     of_attention,
     of_compressor,
+    of_queries,
 )
 from dsv4_ops.integrations.transformers.modules.quantized import takes_codes
 from dsv4_ops.integrations.transformers.modules.replacement import (
@@ -78,21 +79,26 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
     else:
         q_a, kv = together(x).split(together.sizes, -1)
     residual = module.q_a_norm(q_a)
-    q = module.q_b_proj(residual).unflatten(-1, (-1, module.head_dim))
     kv = module.kv_norm(kv)
-    inputs: dict[str, Tensor] = {"q": q.to(dtype), "kv": kv.to(dtype)}
     compressor = module.compressor
+    indexer = getattr(compressor, "indexer", None)
+    together = None if indexer is None else fused_layer(indexer, of_queries(module))
+    if together is not None:
+        q, queries = together(residual).split(together.sizes, -1)
+    else:
+        q = module.q_b_proj(residual)
+        queries = None if indexer is None else indexer.q_b_proj(residual)
+    q = q.unflatten(-1, (-1, module.head_dim))
+    inputs: dict[str, Tensor] = {"q": q.to(dtype), "kv": kv.to(dtype)}
     if compressor is None:
         return LayerInputs(**inputs)
-    indexer = getattr(compressor, "indexer", None)
     together = fused_layer(compressor, of_compressor(compressor))
     if together is not None:
-        # kv and gate of the compressor; kv and gate of the indexer; head weights of the indexer, in
-        # bf16
+        # kv and gate of the compressor; kv and gate of the indexer; head weights of the indexer
         parts = together(x).split(_pairs(together.sizes), -1)
         inputs |= dict(zip(("kv_score", "indexer_kv_score"), parts[:2], strict=False))
         if indexer is not None:
-            inputs["indexer_weights"] = parts[2].to(torch.bfloat16)
+            inputs["indexer_weights"] = parts[2]
     else:
         inputs["kv_score"] = _kv_score(compressor, float32, x)
         if indexer is not None:
@@ -100,9 +106,8 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
             weights = head_weights(indexer)(x)
             is_bf16 = weights.dtype == torch.bfloat16
             inputs["indexer_weights"] = weights if is_bf16 else weights.float()
-    if indexer is not None:
-        queries = indexer.q_b_proj(residual).unflatten(-1, (-1, indexer.head_dim))
-        inputs["indexer_q"] = queries.to(dtype)
+    if queries is not None:
+        inputs["indexer_q"] = queries.unflatten(-1, (-1, indexer.head_dim)).to(dtype)
     return LayerInputs(**inputs)
 
 
