@@ -103,6 +103,8 @@ from dsv4_ops.ops.kv_cache import (
 from dsv4_ops.ops.linear import (
     fp8_grouped_linear as fp8_grouped_linear,
     fp8_linear as fp8_linear,
+    fp8_linear_norms as fp8_linear_norms,
+    fp8_linear_swiglu as fp8_linear_swiglu,
     quantize_rows as quantize_rows,
 )
 from dsv4_ops.ops.mla import (

@@ -425,6 +425,14 @@ def examples() -> dict[str, Call]:
         "indexer_logits, deep_gemm": _indexer(indexer, *named, **logits, impl="deep_gemm"),
         "indexer_topk": ((_floats(8, 32768), tokens), {"topk": 512}),
         "fp8_linear": _linear(),
+        "fp8_linear_norms": (
+            (_halves(8, 4096), _codes(1536, 4096), _floats(12, 32), _floats(1024), _floats(512)),
+            {"eps": 1e-6, "activations": "bf16"},
+        ),
+        "fp8_linear_swiglu": (
+            _linear()[0][:3],
+            {"swiglu_limit": 10.0, "activations": "bf16"},
+        ),
         "fp8_linear, 64 tokens": _linear(count=64),
         "fp8_linear, 128 tokens": _linear(count=128),
         "fp8_linear, codes": _linear(quantized=True),

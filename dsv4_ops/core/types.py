@@ -138,6 +138,13 @@ class HyperConnection(NamedTuple):
     x: Tensor
 
 
+class NormedPair(NamedTuple):
+    """Two parts of a product, each normalised; see ``fp8_linear_norms``."""
+
+    first: Tensor
+    second: Tensor
+
+
 class Routing(NamedTuple):
     """Experts of every token and their weights; see ``dsv4_ops.route``."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import TOKEN_ALIGNMENT, round_up
-from dsv4_ops.core.types import QuantizedRows
+from dsv4_ops.core.types import NormedPair, QuantizedRows
 
 
 def quantize_rows(x: Tensor, block: int, scale_layout: str) -> QuantizedRows:
@@ -20,6 +20,15 @@ def quantize_rows(x: Tensor, block: int, scale_layout: str) -> QuantizedRows:
 
 def fp8_linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+def fp8_linear_norms(x: Tensor, first_norm: Tensor, second_norm: Tensor) -> NormedPair:
+    sizes = (x.shape[0], first_norm.shape[0]), (x.shape[0], second_norm.shape[0])
+    return NormedPair(*(x.new_empty(size) for size in sizes))
+
+
+def fp8_linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
 
 def fp8_grouped_linear(

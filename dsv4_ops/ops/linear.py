@@ -8,8 +8,8 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, WEIGHT_BLOCK
-from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON
-from dsv4_ops.core.types import QuantizedRows
+from dsv4_ops.core.registry import AUTO, KERNEL_ON_CUDA, REFERENCE, TRITON
+from dsv4_ops.core.types import NormedPair, QuantizedRows
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.libraries import SCALED_MM
@@ -37,6 +37,22 @@ _fp8_linear = define_op(
     dynamic=("num_tokens",),
     source=_SOURCE,
     providers=PROVIDERS,
+)
+_fp8_linear_norms = define_op(
+    "linear",
+    "fp8_linear_norms(Tensor x, Tensor weight, Tensor scale, Tensor first_norm, "
+    "Tensor second_norm, *, float eps, str activations) -> (Tensor, Tensor)",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens",),
+    source="DeepSeek-V4 inference/model.py, q_norm and kv_norm",
+)
+_fp8_linear_swiglu = define_op(
+    "linear",
+    "fp8_linear_swiglu(Tensor x, Tensor weight, Tensor scale, *, float swiglu_limit, "
+    "str activations) -> Tensor",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens",),
+    source="DeepSeek-V4 inference/model.py, Expert",
 )
 _fp8_grouped_linear = define_op(
     "linear",
@@ -176,6 +192,119 @@ def fp8_linear(
     return _fp8_linear(
         x, weight, scale, x_scale, activations=activations, out_dtype=out_dtype, impl=impl
     )
+
+
+def fp8_linear_norms(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    first_norm: Tensor,
+    second_norm: Tensor,
+    *,
+    eps: float = 1e-6,
+    activations: str = "bf16",
+) -> NormedPair:
+    """Multiply rows by an FP8 weight, and normalise two parts of each result.
+
+    These are the first projections of attention: the query's latent and the key.
+
+    Args:
+        x: Activations, [num_tokens, in_features], bfloat16, any strides.
+        weight: [out_features, in_features], float8_e4m3fn; both sizes are multiples of 128.
+        scale: As for ``fp8_linear``.
+        first_norm: Norm weight of the first part, [first_features], float32.
+        second_norm: Norm weight of the rest, [out_features - first_features], float32.
+        eps: Added to the mean squares. Above 0.
+        activations: "bf16" or "fp8", as for ``fp8_linear``.
+
+    Returns:
+        ``NormedPair(first, second)``, bfloat16 [num_tokens, ..], dense: RMSNorm(y) * norm of both
+        parts y of the result of ``fp8_linear`` in bfloat16, in float32 with one cast.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a transposed scale, several devices, a number out of
+            range, or an unknown setting.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on a GPU two kernels: the product as in ``fp8_linear``, and one that adds its splits
+        and normalises; on a CPU a product and two norms. Dynamic in num_tokens; CUDA graphs and
+        export: yes.
+
+    Source: DeepSeek-V4's q_norm and kv_norm.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> x, weight = torch.ones(1, 128).bfloat16(), torch.ones(128, 128).to(torch.float8_e4m3fn)
+        >>> norms = torch.full((96,), 2.0), torch.full((32,), 0.5)
+        >>> found = dsv4_ops.fp8_linear_norms(x, weight, torch.ones(1, 1), *norms)
+        >>> found.first[0, 0].item(), found.second.shape, found.second[0, 0].item()
+        (2.0, torch.Size([1, 32]), 0.5)
+    """
+    checks = Checks("fp8_linear_norms")
+    checks.tensor("x", x, torch.bfloat16, "num_tokens", "in_features")
+    _check_weight(checks, weight, scale, 1)
+    checks.tensor("first_norm", first_norm, torch.float32, "first_features")
+    rest = int(weight.shape[0]) - int(first_norm.shape[0])
+    checks.at_least(1, first_features=int(first_norm.shape[0]), second_features=rest)
+    checks.tensor("second_norm", second_norm, torch.float32, rest)
+    checks.above(0, eps=eps)
+    checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
+    tensors = (x, weight, scale, first_norm, second_norm)
+    return NormedPair(*_fp8_linear_norms(*tensors, eps=eps, activations=activations))
+
+
+def fp8_linear_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    swiglu_limit: float,
+    activations: str = "bf16",
+) -> Tensor:
+    """Multiply rows by FP8 weights of gates and ups, and apply SwiGLU.
+
+    Args:
+        x: Activations, [num_tokens, in_features], bfloat16, any strides.
+        weight: [out_features, in_features], float8_e4m3fn, the rows of the gate first; both sizes
+            are multiples of 128.
+        scale: As for ``fp8_linear``.
+        swiglu_limit: Upper bound of the gate, and bound of the absolute value of up. Above 0.
+        activations: "bf16" or "fp8", as for ``fp8_linear``.
+
+    Returns:
+        bfloat16 [num_tokens, out_features / 2], dense: silu(min(g, limit)) * clamp(u, -limit,
+        limit) of the result (g, u) of ``fp8_linear`` in bfloat16, in float32 with one cast.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a transposed scale, several devices, a number out of
+            range, or an unknown setting.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on a GPU two kernels: the product as in ``fp8_linear``, and one that adds its splits
+        and applies SwiGLU; on a CPU a product and pointwise ops. Dynamic in num_tokens; CUDA graphs
+        and export: yes.
+
+    Source: DeepSeek-V4's Expert.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> x = torch.ones(1, 128).bfloat16()
+        >>> weight, scale = torch.ones(128, 128).to(torch.float8_e4m3fn), torch.ones(1, 1)
+        >>> dsv4_ops.fp8_linear_swiglu(x, weight, scale, swiglu_limit=16.0)[0, 0].item()
+        256.0
+    """
+    checks = Checks("fp8_linear_swiglu")
+    checks.tensor("x", x, torch.bfloat16, "num_tokens", "in_features")
+    _check_weight(checks, weight, scale, 1)
+    checks.above(0, swiglu_limit=swiglu_limit)
+    checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
+    settings = {"swiglu_limit": swiglu_limit, "activations": activations}
+    result: Tensor = _fp8_linear_swiglu(x, weight, scale, **settings)
+    return result
 
 
 def fp8_grouped_linear(

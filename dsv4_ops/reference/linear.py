@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, TOKEN_ALIGNMENT, WEIGHT_BLOCK, round_up
-from dsv4_ops.core.types import QuantizedRows
+from dsv4_ops.core.types import NormedPair, QuantizedRows
 from dsv4_ops.reference.common import dense
 from dsv4_ops.reference.quantization import (
     as_e4m3,
@@ -44,6 +44,37 @@ def fp8_linear(
 ) -> Tensor:
     rows = activation_values(x, x_scale, activations)
     return (rows @ weight_values(weight, scale).t()).to(out_dtype)
+
+
+def fp8_linear_norms(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    first_norm: Tensor,
+    second_norm: Tensor,
+    *,
+    eps: float,
+    activations: str,
+) -> NormedPair:
+    product = fp8_linear(x, weight, scale, activations=activations, out_dtype=torch.bfloat16).to(
+        torch.float32
+    )
+    norms = (first_norm, second_norm)
+    parts = product.split([each.shape[0] for each in norms], 1)
+    normed = (
+        part * torch.rsqrt(part.square().mean(-1, keepdim=True) + eps) * norm
+        for part, norm in zip(parts, norms, strict=True)
+    )
+    return NormedPair(*(dense(each.to(x.dtype)) for each in normed))
+
+
+def fp8_linear_swiglu(
+    x: Tensor, weight: Tensor, scale: Tensor, *, swiglu_limit: float, activations: str
+) -> Tensor:
+    product = fp8_linear(x, weight, scale, activations=activations, out_dtype=torch.bfloat16)
+    gate, up = product.to(torch.float32).chunk(2, 1)
+    gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
+    return dense((gate * torch.sigmoid(gate) * up).to(x.dtype))
 
 
 def fp8_grouped_linear(

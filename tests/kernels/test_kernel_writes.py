@@ -24,6 +24,8 @@ WRITTEN = {
     "expert_counts_kernel": {"counts"},
     "expert_plan_kernel": {"sorted_rows", "expert_of_block", "num_blocks", "x_reordered"},
     "combine_experts_kernel": {"out"},
+    "sum_and_norm_kernel": {"first", "second"},
+    "sum_and_swiglu_kernel": {"out"},
     "fill_absent_kernel": {"logits"},
     "find_spans_kernel": {"ends", "counts", "compressed"},
     "finish_heads_kernel": {"out", "lse"},

@@ -76,6 +76,23 @@ def test_products_are_those_of_the_layers(model):
         torch.testing.assert_close(together.to(torch.bfloat16), apart)
 
 
+def test_norms_and_swiglu_are_those_of_the_layers(model):
+    layer = model.model.layers[0]
+    attention, shared = layer.self_attn, layer.mlp.shared_experts
+    x, norms = torch.randn(3, 256).bfloat16(), (attention.q_a_norm, attention.kv_norm)
+    together = attention.dsv4_ops_fused
+    parts = together(x).split(together.sizes, -1)
+    for found, norm, part in zip(together.normed(x, norms), norms, parts, strict=True):
+        assert torch.equal(found, norm(part))
+    gate, up = shared.dsv4_ops_fused(x).chunk(2, -1)
+    for limit in (0.25, 10.0):
+        found = shared.dsv4_ops_fused.swiglu(x, limit)
+        torch.testing.assert_close(found, forwards._swiglu(shared, gate, up, limit))
+    hook = norms[1].register_forward_hook(lambda *_: None)
+    assert together.normed(x, norms) is None
+    hook.remove()
+
+
 def test_a_step_is_one_graph_with_the_bits_of_the_eager_one(loaded, monkeypatch):
     """With the router and hyper-connections as ops, too, and activations in FP8: all that a GPU's
     decode step has. Inductor cannot read scales of e8m0."""

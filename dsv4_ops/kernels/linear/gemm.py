@@ -129,7 +129,7 @@ def _multiply_as_bf16(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply ``x`` [num_tokens, num_groups, in_features] by the weight rows of each group, as
-    bf16."""
+    bf16; return the splits of K, float32 if there are several."""
     num_tokens, num_groups, width = x.shape[0], int(x.shape[1]), int(x.shape[2])
     rows = int(weight.shape[0])
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -150,14 +150,7 @@ def _multiply_as_bf16(
         ORDERED=tokens > FEW_TOKENS, TOKENS=tokens, TILE=TILES[tokens],
         CONVERTS=launch.converts_codes(x.device), num_warps=warps,
     )  # fmt: skip
-    if splits == 1:
-        return out[0]
-    total = x.new_empty((num_tokens, rows), dtype=out_dtype)
-    size = num_tokens * rows
-    launch(sum_splits_kernel)[((size + SUMS - 1) // SUMS,)](
-        out, total, size, SPLITS=splits, BLOCK=SUMS, num_warps=SUM_WARPS
-    )
-    return total
+    return out
 
 
 def _multiplies_codes(
@@ -177,6 +170,26 @@ def _multiplies_codes(
     return is_fp8 and is_large and block_gemm.is_supported(launch, x)
 
 
+def products(
+    launch: Launcher,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    scale: Tensor,
+    activations: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiply with the faster kernel; return the splits of K, [num_splits, num_tokens, rows]."""
+    num_tokens, rows = x.shape[0], int(weight.shape[0])
+    if num_tokens == 0 or rows == 0 or int(x.shape[2]) == 0:
+        return x.new_zeros((1, num_tokens, rows), dtype=out_dtype)
+    if _multiplies_codes(launch, x, x_scale, activations, out_dtype):
+        codes, scales = quantized(x) if x_scale is None else (x, x_scale)
+        return block_gemm.multiply(launch, codes, scales, weight, scale, out_dtype)[None]
+    x = x if x_scale is not None else bf16_activations(x, activations)
+    return _multiply_as_bf16(launch, x, x_scale, weight, scale, out_dtype)
+
+
 def _multiply(
     launch: Launcher,
     x: Tensor,
@@ -186,15 +199,17 @@ def _multiply(
     activations: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply with the faster kernel."""
-    num_tokens, rows = x.shape[0], int(weight.shape[0])
-    if num_tokens == 0 or rows == 0 or int(x.shape[2]) == 0:
-        return x.new_zeros((num_tokens, rows), dtype=out_dtype)
-    if _multiplies_codes(launch, x, x_scale, activations, out_dtype):
-        codes, scales = quantized(x) if x_scale is None else (x, x_scale)
-        return block_gemm.multiply(launch, codes, scales, weight, scale, out_dtype)
-    x = x if x_scale is not None else bf16_activations(x, activations)
-    return _multiply_as_bf16(launch, x, x_scale, weight, scale, out_dtype)
+    """Multiply, and add the splits of K."""
+    partial = products(launch, x, x_scale, weight, scale, activations, out_dtype)
+    splits, num_tokens, rows = int(partial.shape[0]), partial.shape[1], int(partial.shape[2])
+    if splits == 1:
+        return partial[0]
+    total = x.new_empty((num_tokens, rows), dtype=out_dtype)
+    size = num_tokens * rows
+    launch(sum_splits_kernel)[((size + SUMS - 1) // SUMS,)](
+        partial, total, size, SPLITS=splits, BLOCK=SUMS, num_warps=SUM_WARPS
+    )
+    return total
 
 
 def fp8_linear(

@@ -192,6 +192,118 @@ fp8_linear = OpTesting(
 )
 
 
+def _norms_cases() -> list[Case]:
+    weight = torch.full((256, 128), 3.0)
+    weight[1:192:2] = 4.0
+    norms = torch.full((192,), 2.0), torch.ones(64)
+    norms[1][3] = 0.5
+    tensors = torch.ones(2, 128).bfloat16(), weight.to(torch.float8_e4m3fn), torch.ones(2, 1)
+    settings = {"eps": 1e-6, "activations": "bf16"}
+    # 3 and 4 over the root of 12.5: 0.8485 and 1.1314
+    rows = [[1.6953125, 2.265625] * 96] * 2, [[1.0] * 3 + [0.5] + [1.0] * 60] * 2
+    return [
+        Case("two", (*tensors, *norms), settings, rows),
+        Case("no token", (tensors[0][:0], *tensors[1:], *norms), settings, ([], [])),
+    ]
+
+
+def _norms_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17, 40), min_size)
+    sizes = ((256, 384), (128, 128), (384, 256))
+    rows, columns = sizes[0] if min_size else draw.one_of(*sizes)
+    first = 96 if min_size else draw.one_of(96, 1, rows - 1, rows // 2)
+    seed = draw.generator()
+    weight = fp8_weight(seed, rows, columns, ue8m0=bool(min_size) or draw.flag())
+    norm = torch.rand(rows, generator=seed) + 0.5
+    x = activations(draw, num_tokens, columns, infinite=False)
+    return Case("sampled", (x, *weight, norm[:first].clone(), norm[first:].clone()), settings)
+
+
+def _norms_precise(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    first_norm: Tensor,
+    second_norm: Tensor,
+    *,
+    eps: float,
+    **settings: Any,
+) -> tuple[Exact | None, ...]:
+    rows = activation_values(x, None, settings["activations"])
+    product = exact_product(rows, block_values(weight, scale, 128, 128), torch.bfloat16)
+    sizes, found = [first_norm.shape[0], second_norm.shape[0]], list[Exact | None]()
+    parts = zip(*(each.split(sizes, 1) for each in product[:2]), strict=True)
+    for (value, error), norm in zip(parts, (first_norm, second_norm), strict=True):
+        scaled = torch.rsqrt(value.square().mean(1, keepdim=True) + eps) * norm
+        # a product is rounded before its norm, whose mean square changes with the largest value
+        most = (error * scaled.abs()).amax(1, keepdim=True)
+        normed = value * scaled
+        found.append(Exact(normed, normed.abs() * (1 + most) + 2 * error * scaled.abs()))
+    return tuple(found)
+
+
+fp8_linear_norms = OpTesting(
+    cases=_norms_cases,
+    settings=(
+        {"eps": 1e-6, "activations": "bf16"},
+        {"eps": 0.5, "activations": "fp8"},
+    ),
+    make=_norms_call,
+    precise=_norms_precise,
+)
+
+
+def _swiglu_cases() -> list[Case]:
+    weight = torch.full((256, 128), 3.0)
+    weight[128:] = -2.0
+    x, scale = torch.ones(2, 128).bfloat16(), torch.full((2, 1), 2.0**-7)
+    x[1] = 4.0
+    tensors = (x, weight.to(torch.float8_e4m3fn), scale)
+    settings = {"swiglu_limit": 5.0, "activations": "bf16"}
+    # 3 * 0.9526 * -2 = -5.7155, and 5 * 0.9933 * -5 = -24.8327
+    rows = [[-5.71875] * 128, [-24.875] * 128]
+    return [
+        Case("gate and up", tensors, settings, (rows,)),
+        Case("no token", (x[:0], *tensors[1:]), settings, ([],)),
+    ]
+
+
+def _swiglu_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17, 40), min_size)
+    sizes = ((256, 384), (128, 128), (384, 256))
+    rows, columns = sizes[0] if min_size else draw.one_of(*sizes)
+    ue8m0 = bool(min_size) or draw.flag()
+    weight = fp8_weight(draw.generator(), rows, columns, ue8m0=ue8m0)
+    x = activations(draw, num_tokens, columns, infinite=False) * 2.0**-8  # codes reach 448
+    return Case("sampled", (x, *weight), settings)
+
+
+def _swiglu_precise(
+    x: Tensor, weight: Tensor, scale: Tensor, *, swiglu_limit: float, **settings: Any
+) -> tuple[Exact | None, ...]:
+    rows = activation_values(x, None, settings["activations"])
+    product = exact_product(rows, block_values(weight, scale, 128, 128), torch.bfloat16)
+    (gate, up), (of_gate, of_up) = (each.chunk(2, 1) for each in product[:2])
+    gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
+    active = gate * torch.sigmoid(gate)
+    value = active * up
+    # both are rounded first; the slope of SiLU is at most 1.1, and its exponential has the error
+    # of its argument
+    error = 2 * (1.1 * of_gate * up.abs() + of_up * active.abs())
+    return (Exact(value, value.abs() + error),)
+
+
+fp8_linear_swiglu = OpTesting(
+    cases=_swiglu_cases,
+    settings=(
+        {"swiglu_limit": 10.0, "activations": "bf16"},
+        {"swiglu_limit": 0.75, "activations": "fp8"},
+    ),
+    make=_swiglu_call,
+    precise=_swiglu_precise,
+)
+
+
 def _grouped_cases() -> list[Case]:
     weight, scale = _worked_weight()
     x = torch.ones(1, 2, 256, dtype=torch.bfloat16)

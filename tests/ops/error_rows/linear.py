@@ -24,6 +24,10 @@ OWN |= {
     "quantize_rows": {"x": Valid(bf16(5, 256), "[num_tokens, in_features]")},
     "fp8_linear": {**WEIGHT, "x": Valid(codes(5, 128), "[num_tokens, in_features]"),
      "x_scale": Valid(torch.ones(5, 1), "[num_tokens, 1]")},
+    "fp8_linear_norms": {**WEIGHT, "x": Valid(bf16(5, 128), "[num_tokens, in_features]"),
+     "first_norm": Valid(torch.ones(192), "[first_features]"),
+     "second_norm": Valid(torch.ones(64), "[64]")},
+    "fp8_linear_swiglu": {**WEIGHT, "x": Valid(bf16(5, 128), "[num_tokens, in_features]")},
     "fp8_grouped_linear": {**WEIGHT,
      "x": Valid(codes(2, 5, 128), "[num_groups, num_tokens, in_features]"),
      "x_scale": Valid(torch.ones(2, 5, 1), "[num_groups, num_tokens, 1]")},
@@ -61,9 +65,18 @@ def weight_rows(op: str) -> Iterator[says.Entry]:
     yield from recipe_rows("activations", "bf16", "fp8")
 
 
+ROWS_OF_BOTH = [
+    *[says.exactly("scale", "[2, 1]", torch.ones(shape), 0) for shape in ((1, 2), (256, 1))],
+    *recipe_rows("activations", "bf16", "fp8"),
+]
+
 TABLE: dict[str, list[says.Entry]] = {
     "quantize_rows": [*says.float_rows("min_amax", 0), *recipe_rows("scale", "pow2", "float32"),
      *says.word_rows("scale_layout", "the matrix product takes", "row", "column_padded"),
      says.multiple("in_features", "block", 96, 256, 288, block=96)],
+    "fp8_linear_swiglu": [*says.float_rows("swiglu_limit", 0), *ROWS_OF_BOTH],
+    "fp8_linear_norms": [*says.float_rows("eps", 0), *ROWS_OF_BOTH,
+     says.at_least("first_features", 1, 0, first_norm=torch.ones(0)),
+     says.at_least("second_features", 1, 0, first_norm=torch.ones(256))],
     **{op: list(weight_rows(op)) for op in LINEARS},
 }  # fmt: skip

@@ -37,7 +37,7 @@ MOST_ROWS = 256
 """Maximum mean number of rows per expert; measured on an H100, the op is slower above it."""
 
 _DEFAULT = "grouped_mm"
-_ACTIVATIONS = ("SiLUActivation", "SiLU")
+SILU = ("SiLUActivation", "SiLU")
 
 
 class Bf16Experts(Rewrite):
@@ -91,7 +91,7 @@ def runs_op(module: Any, x: Tensor, top_k: int) -> bool:
     return (
         x.device.type in RUN_ON
         and getattr(module.config, "_experts_implementation", None) == _DEFAULT
-        and class_of(module.act_fn) in _ACTIVATIONS
+        and class_of(module.act_fn) in SILU
         and not statically_known_true(rows > MOST_ROWS * module.num_experts)
         and all(
             isinstance(each, Tensor)

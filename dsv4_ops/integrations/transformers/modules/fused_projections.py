@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dsv4_ops.core.registry import AUTO, REFERENCE
 from dsv4_ops.integrations.transformers.modules import quantized
+from dsv4_ops.integrations.transformers.modules.checks import is_unchanged
 from dsv4_ops.integrations.transformers.modules.replacement import (
     QUANTIZED_LINEAR,
     Maker,
@@ -23,10 +24,12 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
     local,
     own_forward,
     quantized_weights,
+    runs_ours,
 )
 from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.integrations.transformers.modules.split import split_of
 from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.ops.linear import fp8_linear_norms, fp8_linear_swiglu
 
 FUSED = "dsv4_ops_fused"
 FUSED_ON = ("cuda",)
@@ -68,6 +71,31 @@ class FusedLinear(nn.Module):
         rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
         out = quantized.product(self.recipe, self.impl, rows, self.weight, self.scale)
         return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+    def normed(self, x: Tensor, norms: tuple[Any, Any]) -> tuple[Tensor, Tensor] | None:
+        """Return the norms of the two outputs; None if a norm was changed, or is not in float32."""
+        ours = all(runs_ours(norm) and is_unchanged(norm) for norm in norms)
+        if self.scale is None or not self._has_op(x) or not ours:
+            return None
+        eps, other = (norm.variance_epsilon for norm in norms)
+        if eps != other:
+            return None
+        tensors = (x, self.weight, self.scale, *(norm.weight.float() for norm in norms))
+        return fp8_linear_norms(*tensors, eps=eps, activations=self.recipe.activations)
+
+    def swiglu(self, x: Tensor, limit: float) -> Tensor | None:
+        """Return the SwiGLU of gates and ups; None for layers that are not in FP8."""
+        if self.scale is None or not self._has_op(x):
+            return None
+        rows, activations = x.reshape(-1, x.shape[-1]), self.recipe.activations
+        weight = (self.weight, self.scale)
+        out = fp8_linear_swiglu(rows, *weight, swiglu_limit=limit, activations=activations)
+        return out.view(*x.shape[:-1], -1)
+
+    def _has_op(self, x: Tensor) -> bool:
+        """Whether one op can do the product and what follows it."""
+        scale = "pow2" if self.recipe.activations == "bf16" else self.recipe.activation_scale
+        return self.impl != REFERENCE and scale == "pow2" and x.dtype == torch.bfloat16
 
 
 def _holds(whole: Tensor, layers: list[Any], name: str) -> bool:

@@ -74,14 +74,17 @@ def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
 def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInputs:
     dtype = spec.dtype
     together = fused_layer(module, of_attention(module))
-    if together is None:
-        q_a, kv = module.q_a_proj(x), module.kv_proj(x)
+    normed = None if together is None else together.normed(x, (module.q_a_norm, module.kv_norm))
+    if normed is not None:
+        residual, kv = normed
     else:
-        q_a, kv = together(x).split(together.sizes, -1)
-    residual = module.q_a_norm(q_a)
-    kv = module.kv_norm(kv)
+        if together is None:
+            q_a, kv = module.q_a_proj(x), module.kv_proj(x)
+        else:
+            q_a, kv = together(x).split(together.sizes, -1)
+        residual, kv = module.q_a_norm(q_a), module.kv_norm(kv)
     compressor = module.compressor
-    indexer = getattr(compressor, "indexer", None)
+    indexer: Any = getattr(compressor, "indexer", None)
     together = None if indexer is None else fused_layer(indexer, of_queries(module))
     if together is not None:
         q, queries = together(residual).split(together.sizes, -1)

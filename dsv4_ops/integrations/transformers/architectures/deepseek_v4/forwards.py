@@ -274,6 +274,14 @@ def _shared_experts_forward(recipe: Recipe, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         limit = self.limit if recipe.shared_expert_clamp else float("inf")
         together = fused_layer(self, of_shared_experts(self))
+        if (
+            together is not None
+            and recipe.swiglu_float32
+            and class_of(self.act_fn) in bf16_experts.SILU
+        ):
+            out = together.swiglu(x, min(float(limit), bf16_experts.NO_LIMIT))
+            if out is not None:
+                return self.down_proj(out)
         if together is None:
             gate, up = self.gate_proj(x), self.up_proj(x)
         else:
