@@ -317,15 +317,24 @@ def test_prompts_that_no_kept_step_takes(model, all_captures):
             model.generate(ids, **settings, **more)
 
 
-def test_a_graph_that_does_not_fit(model, all_captures, monkeypatch):
-    """The texts go on without it, and it is not tried at each step."""
-    tries = []
+def test_a_prefill_graph_that_does_not_fit(model, all_captures, monkeypatch):
+    """The prompts run without it, its pool is freed, and it is not tried again."""
+    tries, before = [], kept.captured
 
     def lacking(run, pool):
-        tries.append(run)
+        if not isinstance(run.__self__._step, EagerStep):
+            return before(run, pool)
+        tries.append(weakref.ref(run.__self__))
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(kept, "captured", lacking)
-    for count in (1, 1, 2, 2):  # of decode, then of the prompt
-        check(model)
-        assert len(tries) == count
+    gc.disable()
+    try:
+        for count in (0, 0, 1, 1):
+            check(model)
+            assert len(tries) == count
+    finally:
+        gc.enable()
+    assert tries[0]() is None
+    assert caches(model)[0].pools.keys() == {True}
+    assert len(all_captures) == 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,8 +119,7 @@ class KeptStep:
             self._replay, self._calls = None, 0
         if self._replay is None and self._calls == WARM_CALLS:
             self._form = self._found()
-            with suppress(torch.OutOfMemoryError):  # go on without a graph
-                self._replay = captured(self._run, self._pool)
+            self._replay = captured(self._run, self._pool)
         if self._replay is None:
             self._calls += 1
             self._run()
@@ -145,15 +143,15 @@ class KeptCache:
         cache: The cache. Its requests own their rows and blocks for good.
         made_for: What it depends on besides its sizes.
         epoch: ``clear`` calls before it was made.
-        prefill: The step of the prompts.
+        prefill: The step of the prompts; None if its graphs do not fit into memory.
     """
 
     cache: PagedCache
     made_for: Any
     epoch: int
-    prefill: EagerStep
+    prefill: EagerStep | None
     steps: dict[Any, KeptStep] = field(default_factory=dict)
-    pool: Any = None
+    pools: dict[bool, Any] = field(default_factory=dict)
 
     def step(
         self, step: CompiledStep | EagerStep, rows: int, tokens: int | None = None
@@ -163,14 +161,27 @@ class KeptCache:
         key = step, rows, tokens
         found = self.steps.pop(key, None)
         if found is None:
-            if self.pool is None:  # graphs share it, as one runs at a time
-                self.pool = pool_of(self.cache.device)
-            found = KeptStep(step, self.cache.tensors, rows, tokens, self.pool)
+            decodes = tokens is None
+            if decodes not in self.pools:  # graphs share it, as one runs at a time
+                self.pools[decodes] = pool_of(self.cache.device)
+            found = KeptStep(step, self.cache.tensors, rows, tokens, self.pools[decodes])
         found.begin()
         self.steps[key] = found
         if len(self.steps) > MOST_GRAPHS:
             del self.steps[next(iter(self.steps))]
         return found
+
+    def drop_prefills(self) -> None:
+        """Free the graphs of prompts and their pool, and begin with an empty cache again."""
+        self.steps = {key: each for key, each in self.steps.items() if key[2] is None}
+        self.pools.pop(False, None)
+        self.prefill = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty the cache."""
+        self.cache.reset()
+        self.cache.tensors.dropped.zero_()
 
     def covers(self, sizes: tuple[int, int, int]) -> bool:
         """Whether it has rows, positions and a chunk of at least these sizes."""
@@ -205,8 +216,7 @@ class KeptCaches:
             if found is not None:
                 self._caches.remove(found)
         if found is not None:
-            found.cache.reset()
-            found.cache.tensors.dropped.zero_()
+            found.reset()
             return found
         longest = rounded(length, spec_of("generate", model).block_tokens)
         try:

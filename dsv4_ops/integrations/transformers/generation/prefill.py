@@ -63,12 +63,12 @@ def prefilled(
     Returns:
         None: Hugging Face's method has to run the prompts, or to say what is wrong with them.
     """
-    paged = cache.cache
+    paged, step = cache.cache, cache.prefill
     mask = whole_mask(ids, config, inputs, paged)
     first_column(mask, ids.shape[1], paged)
     if mask.shape != ids.shape or not _are_plain(model, ids, mask != 0, inputs):
         return None
-    if not cache.prefill.can_be_captured():
+    if step is None or not step.can_be_captured():
         return None
     prompts = [row[is_token] for row, is_token in zip(ids.to(torch.int64), mask != 0, strict=True)]
     most = min(config.prefill_chunk_size or paged.max_chunk, paged.max_chunk)
@@ -76,12 +76,18 @@ def prefilled(
     if max(len(batch.tokens) for batch in batches) > kept.MOST_TOKENS:
         return None
     steps: dict[int, KeptStep] = {}
-    for batch in batches:
-        tokens = bucket(len(batch.tokens))
-        if tokens not in steps:
-            steps[tokens] = cache.step(cache.prefill, len(ids), tokens)
-        logits = steps[tokens](batch, paged.tensors)
-    return logits
+    try:
+        for batch in batches:
+            tokens = bucket(len(batch.tokens))
+            if tokens not in steps:
+                steps[tokens] = cache.step(step, len(ids), tokens)
+            logits = steps[tokens](batch, paged.tensors)
+    except torch.OutOfMemoryError:  # a graph needs memory beside that of eager steps
+        steps.clear()
+    else:
+        return logits
+    cache.drop_prefills()
+    return None
 
 
 def _are_plain(model: Any, ids: Tensor, is_token: Tensor, inputs: dict[str, Any]) -> bool:
