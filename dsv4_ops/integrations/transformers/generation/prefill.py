@@ -23,15 +23,17 @@ def chunks(
     """Yield the steps of prompts with at most ``most`` tokens each, and where each prompt stops in
     the step.
 
-    Chunks are counted from the end: all prompts end in the last step, and short ones begin in a
-    later step.
+    Chunks are those of prompts with padding on the left: all end in the last step, and short ones
+    begin in a later step.
     """
     sizes = [len(prompt) for prompt in prompts]
     rows = torch.arange(len(prompts), dtype=torch.int32, device=device)
-    for later in reversed(range(-(-max(sizes) // most))):
-        stops = [max(size - later * most, 0) for size in sizes]
+    for begin in range(0, max(sizes), most):
+        columns = min(most, max(sizes) - begin)
+        stops = [max(size - max(sizes) + begin + columns, 0) for size in sizes]
         parts = [
-            prompt[max(stop - most, 0) : stop] for prompt, stop in zip(prompts, stops, strict=True)
+            prompt[max(stop - columns, 0) : stop]
+            for prompt, stop in zip(prompts, stops, strict=True)
         ]
         starts = torch.tensor([0, *map(len, parts)], device="cpu").cumsum(0)
         lens = torch.tensor(stops, dtype=torch.int32, device=device)
