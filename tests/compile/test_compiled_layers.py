@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import dsv4_ops as ops
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.torch_compat import one_graph_for_all_sizes
 from dsv4_ops.lowering.inspect import compile_and_get_code, opaque_calls
 from tests.compile.test_compiled_cache import cache_sized_buffers
 from tests.helpers import nightly
@@ -101,3 +104,26 @@ class Packaged(torch.nn.Module):
 
     def forward(self, x: Tensor, *tensors: Tensor) -> tuple[Tensor]:
         return (self.layer.on_caches(x, tensors[:6], tensors[6:]),)
+
+
+@pytest.mark.nightly("steps of one token on a GPU; the C++ of this takes g++ a minute")
+def test_one_token_has_the_graph_of_several():
+    """On a CPU, of references that view slices of rows, and that multiply in groups."""
+    weight, scale = torch.ones(256, 512).to(torch.float8_e4m3fn), torch.full((2, 4), 127).byte()
+    cos_sin = torch.randn(16, 64)
+
+    def step(q, kv, cache, slots):
+        q = ops.qnorm_rope_kv_insert(q, kv, cache, slots, slots, cos_sin, eps=1e-6, block_size=16)
+        return ops.fp8_grouped_linear(q, weight, scale)
+
+    counters.clear()
+    compiled = torch.compile(step, dynamic=True, fullgraph=True)
+    with scalar_code(), one_graph_for_all_sizes():
+        for tokens in (3, 1, 2):
+            q, kv = torch.randn(tokens, 2, 512).bfloat16(), torch.randn(tokens, 512).bfloat16()
+            slots, caches = torch.arange(tokens), [MainLayout(16).allocate(1).zero_() for _ in "ab"]
+            found, expected = compiled(q, kv, caches[0], slots), step(q, kv, caches[1], slots)
+            torch.testing.assert_close(found, expected)
+            assert torch.equal(*caches)
+            assert caches[0].any()
+    assert counters["stats"]["unique_graphs"] == 1
