@@ -127,7 +127,7 @@ def test_a_start_has_a_row_of_every_phase(monkeypatch, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["phase"] for row in rows] == ["build and patch", "prefill of 9", "decode of 2"]
     assert all(row["start"] == "cold" and row["seconds"] > 0 for row in rows)
-    eager = lambda model, call: functools.partial(v4.decode_step, model)  # noqa: E731
+    eager = lambda model, *_: functools.partial(v4.decode_step, model)  # noqa: E731
     monkeypatch.setattr(decoding, "_compiled", eager)
     assert main(["start", "--smoke", "--child", "cold", *sizes, "--generate", "2"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
