@@ -63,8 +63,7 @@ def test_what_our_selection_does_not_take_is_refused_before_anything_is_written(
 def test_flash_mla_runs_both_schedules(
     monkeypatch: pytest.MonkeyPatch, flash_mla: Any, kind: str, sm_parts: int
 ) -> None:
-    """Of its 64 heads; with parts it plans nothing, and refuses metadata that it would not have
-    made."""
+    """Of its 64 heads; with parts it plans nothing, and refuses metadata of another plan."""
     monkeypatch.setattr(layers, "HEADS", 64)
     layer = SmallLayer(kind, SPEC)
     inputs, outputs = projected(layer, hidden_states()[:1]), {}

@@ -1,5 +1,4 @@
-"""The metadata builders: against hand-computed numbers and the oracle, and compiled as one
-graph."""
+"""The metadata builders: against numbers by hand and the oracle, and compiled as one graph."""
 
 import dataclasses
 from itertools import pairwise

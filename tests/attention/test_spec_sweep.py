@@ -1,5 +1,4 @@
-"""Every combination of what a spec of layers says is right, or refused before anything is
-written."""
+"""Every combination of what a layers' spec says is right, or refused before anything is written."""
 
 import math
 from collections import Counter

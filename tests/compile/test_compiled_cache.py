@@ -1,5 +1,4 @@
-"""Compiled graphs write caches in place: no copy of a cache, writes and reads in order, the right
-layer."""
+"""Compiled graphs write caches in place: no copy, writes and reads in order, the right layer."""
 
 import math
 import re
@@ -67,9 +66,7 @@ class Caches(nn.Module):
         ops.insert_k_cache(k[:, :32], plain, slots)
 
 
-@pytest.mark.parametrize(
-    "how", [*nightly("that of a buffer", "argument", "marked argument"), "buffer"]
-)
+@pytest.mark.parametrize("how", [*nightly("a buffer", "argument", "marked argument"), "buffer"])
 def test_inserts_write_the_caches_where_they_are(how):
     torch._dynamo.reset()
     model, eager = Caches(how), Caches(how)
@@ -169,8 +166,7 @@ def test_a_layer_of_a_stacked_cache_is_the_one_that_is_written(dynamic):
 
 @pytest.mark.usefixtures("vectors")
 def test_bits_of_nan_survive_compiled_copies():
-    """RoPE values and plain rows are copied bit for bit, NaN payloads included, by fused code
-    too."""
+    """RoPE values and plain rows are copied bit for bit, NaN payloads too, by fused code too."""
     torch._dynamo.reset()
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     k = torch.zeros(1024, 512, dtype=torch.bfloat16)

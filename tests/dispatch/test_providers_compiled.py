@@ -1,5 +1,4 @@
-"""Calls that ``benchmarks.choice`` makes, the kernels around the libraries, and caches of compiled
-code."""
+"""Calls that ``benchmarks.choice`` makes, the kernels around the libraries, and compile caches."""
 
 import os
 import sys

@@ -56,8 +56,7 @@ def test_the_adapter_scores_rows_of_tokens_one_by_one(deep_gemm):
 
 
 def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
-    """The stand-in refuses any other than that of the lengths that count; other executions ignore
-    it."""
+    """The stand-in refuses any but that of the lengths that count; others ignore it."""
     queries, lens, rows = indexer_call(3)
     counted = torch.where((rows[0] >= 0) & (rows[0] < 3), lens, 0).clamp(max=256)
     sizes = {"block_size": 64, "num_sms": providers.deep_gemm_num_sms()}

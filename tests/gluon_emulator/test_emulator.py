@@ -105,8 +105,7 @@ def _squares_kernel(
     EARLY: gl.constexpr,
     COUNT: gl.constexpr,
 ):
-    """The sum of the blocks times their transposes: one partition loads them, another has the
-    products."""
+    """The sum of the blocks times their transposes: one partition loads, another multiplies."""
     rows = gl.allocate_shared_memory(gl.bfloat16, [64, 64], gl.NVMMASharedLayout(128, 16, 2))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

@@ -76,8 +76,7 @@ def test_metadata_replays_exactly_after_in_place_changes(build):
 
 
 def test_package_is_built_run_and_captured(tmp_path):
-    """AOTInductor on CUDA: the single-threaded loader can be captured; replays follow in-place
-    changes."""
+    """The single-threaded loader can be captured; replays follow in-place changes."""
 
     def call(*inputs):
         return build_decode_metadata(SPEC, *inputs[:3], tables_of(inputs)).as_tuple()
@@ -101,8 +100,7 @@ def test_package_is_built_run_and_captured(tmp_path):
 
 
 def test_decode_metadata_is_three_kernels():
-    """One over tokens, one over window entries, one over C128 entries (of another width than the
-    window)."""
+    """One over tokens, one over window entries, one over C128 entries (of another width)."""
     torch._dynamo.reset()
     spec = dataclasses.replace(SPEC, max_model_len=32768)
     inputs = random_inputs(0, num_reqs=5, num_tokens=23, spec=spec)

@@ -37,8 +37,7 @@ def test_lists_and_heads_of_any_size(tokens: int, heads: int, topk: int) -> None
 @pytest.mark.parametrize("heads", [9, 64, 128])
 @pytest.mark.parametrize("topk", [100, 640])
 def test_adversarial_values(topk: int, heads: int) -> None:
-    """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key at
-    all."""
+    """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key."""
     case = batches.adversarial_gathered(heads, 300, heads, topk)
     agrees(GATHERED, case, ours(case))
 

@@ -91,8 +91,7 @@ class Batch:
         )
 
     def scores(self, token, dtype):
-        """Scores of all rows of a token, the sums of their absolute terms, and which are
-        candidates."""
+        """Scores of a token's rows, the sums of their absolute terms, and which are candidates."""
         request = int(self.requests[token])
         row = torch.arange(self.table.shape[1] * self.block_size, device="cuda")
         page = self.table[request, row // self.block_size].long()

@@ -9,9 +9,7 @@ from dsv4_ops.dispatch.define import _chosen
 from dsv4_ops.kernels.launch_plans import PLANS
 from dsv4_ops.testing.case import results
 
-REPEATED = [
-    name for name, spec in OPS.items() if spec.has_kernel and "group" not in spec.parameters
-]
+REPEATED = [name for name, op in OPS.items() if op.has_kernel and "group" not in op.parameters]
 
 
 @pytest.mark.parametrize("name", REPEATED)

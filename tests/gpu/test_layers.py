@@ -39,8 +39,7 @@ def on_device(
 def test_kernels_give_what_the_formulas_say(
     kind: str, plan_heads: int, spec: LayerSpec, budget: float
 ) -> None:
-    """Whole and in steps. FP8 matrix units keep some 14 bits of a score: close ones are not
-    compared."""
+    """Whole and in steps. FP8 units keep some 14 bits of a score: close ones are not compared."""
     layer, inputs = on_device(kind, spec, plan_heads)
     whole, cut = [[LENGTH]] * 2, [CUTS[0], CUTS[1]]
     for cuts, padding in ((whole, 0), (cut, 3)):

@@ -85,8 +85,7 @@ def test_a_package_for_any_number_of_tokens(kind: str, tmp_path: Path) -> None:
 
 
 class Moved(torch.nn.Module):
-    """Queries that Inductor would like to have other strides, and some that start at an odd
-    address."""
+    """Queries that Inductor would give other strides, and some that start at an odd address."""
 
     def forward(self, x: Tensor, y: Tensor, flat: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         call = OPS[GATHERED].op

@@ -13,9 +13,7 @@ from tests.support import attention_batches as batches
 from tests.support.attention_batches import DEVICE, PAGED, agrees, kernel, launches_both, paged_case
 from tests.support.prefill_batches import compiled_and_captured, replayed
 
-work_tiles = pytest.importorskip(
-    "tests.kernels.emulator.work_tiles", reason="published for Linux only"
-)
+work_tiles = pytest.importorskip("tests.kernels.emulator.work_tiles", reason="for Linux only")
 
 
 @pytest.mark.parametrize("programs", [132, 66, 44])
@@ -42,8 +40,7 @@ def test_programs_find_their_pieces_beyond_those_at_once(tokens: int, at_once: i
 
 @pytest.mark.parametrize("widths", [(128, 2**22), (2**31 - 1, 2**31 - 1)])
 def test_tables_for_millions_of_rows(widths: tuple[int, int]) -> None:
-    """Lengths that would be negative if 63 were added, and more blocks than the scheduler goes
-    by."""
+    """Lengths that would be negative if 63 were added, and more blocks than it goes by."""
     extra = [2**31 - 1, 2**22, 2**21 + 65]
     extra += [64 * 37 * count + count % 3 - 1 for count in range(37)]
     given = [128, 2**31 - 1, 0, 2**22] * 10, extra, list(range(40)), 40

@@ -19,8 +19,7 @@ from tests.support.mla_batches import mla_case, sparse_case
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Names of the kernels that this process asks Triton for, with whether it read them from the
-    folder."""
+    """Names of the kernels that this process asks Triton for, and whether from the folder."""
     seen = []
     listener = lambda src, metadata, metadata_group, times, cache_hit: seen.append(  # noqa: E731
         (src.name, cache_hit)

@@ -25,9 +25,7 @@ def test_an_op_has_a_derivative_or_raises(name):
 
 def test_an_op_that_says_nothing_is_noticed(monkeypatch):
     """The contract can fail."""
-    monkeypatch.setattr(
-        gradient._Refused, "backward", lambda ctx, *grads: (None,) * (2 + ctx.count)
-    )
+    monkeypatch.setattr(gradient._Refused, "backward", lambda ctx, *_: (None,) * (2 + ctx.count))
     with pytest.raises(AssertionError, match=r"^apply_rope, inputs \[0, 2\], _backward: no error"):
         check_gradient(OPS["apply_rope"])
 

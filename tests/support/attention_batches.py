@@ -217,8 +217,7 @@ def kernel(name: str, case: Case) -> tuple[Tensor, ...]:
 
 
 def agrees(name: str, case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
-    """``actual``, or what the kernel gives, against the reference on the CPU; float64 on the
-    device."""
+    """``actual``, or what the kernel gives, against the reference on the CPU; float64 there."""
     spec = OPS[name]
     expected = [tensor.to(DEVICE) for tensor in case.run(spec.reference)]
     actual = kernel(name, case) if actual is None else actual
@@ -239,8 +238,7 @@ def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: floa
 
 
 def adversarial_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
-    """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key at
-    all."""
+    """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key."""
     case = gathered_case(seed, tokens, heads, topk)
     q, kv, indices, lens, sink = case.tensors
     kv[1::2] = math.nan
@@ -299,8 +297,7 @@ def graph_of(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def launches_both(code: str) -> bool:
-    """Whether compiled code has the splits and the combine: on Hopper one op, else two
-    kernels."""
+    """Whether compiled code has the splits and the combine: one op on Hopper, else two."""
     if torch.cuda.get_device_capability() == (9, 0):
         return "_hopper_split_keys" in code
     return "split_keys_kernel" in code and "join_splits_kernel" in code

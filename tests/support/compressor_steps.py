@@ -157,8 +157,7 @@ class Engine:
             save_states()
 
     def _allot(self, lens: list[int]) -> None:
-        """Blocks for the new positions, those given back first; the entries of others stay
-        stale."""
+        """Blocks for the new positions, those given back first; others' entries stay stale."""
         for request, count in enumerate(lens):
             blocks = range(self.done[request], self.done[request] + count)
             for block in sorted({position // self.size for position in blocks}):

@@ -1,5 +1,4 @@
-"""Every bf16 value as an e4m3 code, and every code as a value, by the functions that kernels
-share."""
+"""Every bf16 value as an e4m3 code, and every code as a value, by functions that kernels share."""
 
 import torch
 import triton

@@ -239,8 +239,7 @@ def random_counts(rng: Random, done: list[int], most: int) -> dict[int, int]:
 
 
 def run_packaged(model, cache, tokens, folder):
-    """Prefill two requests, then decode both and one beside padding by a package; return the
-    engine."""
+    """Prefill two requests, then decode both and one beside padding by a package; the engine."""
     from dsv4_ops.lowering.inspect import load_package  # imports Inductor
 
     package = load_package(v4.export_decode(model, cache, path=folder / "decode.pt2"))

@@ -83,8 +83,7 @@ def launch_inputs(tokens, heads=8, width=65, rows=40):
 
 
 class Launch:
-    """In the place of an op of a package: for any number of tokens, of which 132 programs take
-    turns."""
+    """In the place of an op of a package: for any tokens, of which 132 programs take turns."""
 
     num_results = 3
 

@@ -24,8 +24,7 @@ def cache_of(model, rows, length):
 
 @pytest.fixture
 def step(hopper, monkeypatch):  # noqa: F811
-    """A model and a cache with fake weights on the GPU, what workers are asked, and a longer
-    cache."""
+    """A model and a cache with fake weights on the GPU, what workers get, and a longer cache."""
     mode, workers = FakeTensorMode(allow_non_fake_inputs=True), Workers()
     monkeypatch.setattr(dry_runs, "FakeTensorMode", lambda **settings: mode)
     monkeypatch.setattr(inductor, "compile_workers", lambda: workers.submit)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 
 def prompts(count: int, *, short: bool = False, shared: bool = False) -> list[list[int]]:
-    """Sample prompts of 3 to 250 tokens, or 30 if ``short``; after the begin of one text, if
-    ``shared``."""
+    """Sample prompts of 3 to 250 tokens, or 30 if ``short``; behind one text, if ``shared``."""
     rng = random.Random(0)
     text = [rng.randrange(3, 250) for _ in range(600)]
     lengths = (3, 30) if short else (3, 30, 140, 250)

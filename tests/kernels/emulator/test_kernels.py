@@ -328,8 +328,7 @@ def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
     [(DECODE, -85), (PAGED, 60), *nightly("those before", (PAGED, -20), (DECODE, 118))],
 )
 def test_partial_results_of_any_magnitude(name, exponent):
-    """Beside such as are ordinary: of every token the heads and the splits have scales of their
-    own."""
+    """Beside such as are ordinary: a token's heads and splits have scales of their own."""
     check(name, batches.magnified(case_of(name, 6, 2, 8, num_splits=3), exponent))
 
 

@@ -192,9 +192,7 @@ def test_joins_of_any_number_of_tokens(tokens, joins):
     shapes = ShapeEnv()
     args, settings = arguments(tokens, device="cpu")  # of meta tensors no size is a symbol
     with FakeTensorMode(shape_env=shapes) as mode:
-        fakes = [
-            each if each is None else mode.from_tensor(each, static_shapes=False) for each in args
-        ]
+        fakes = [one if one is None else mode.from_tensor(one, static_shapes=False) for one in args]
         launch = Launches((9, 0))
         OPS["sparse_mla_decode"].launcher("triton")(launch, *fakes, **settings)
     (name, (programs, _)), (join, (grid, heads, _)) = launch.made

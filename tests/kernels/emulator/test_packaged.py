@@ -23,9 +23,7 @@ from tests.support.mla_batches import DENSE, mla_case
 from tests.support.played_launch import Gathered, launch_inputs
 from tests.support.prefill_batches import PREFILL, prefill_case, unsplit
 
-emulate_gluon = pytest.importorskip(
-    "tests.gluon_emulator.emulate", reason="published for Linux only"
-)
+emulate_gluon = pytest.importorskip("tests.gluon_emulator.emulate", reason="for Linux only")
 
 
 def test_a_kernel_that_needs_memory_is_refused(monkeypatch):

@@ -16,9 +16,7 @@ from tests.helpers import NIGHTLY, nightly
 from tests.kernels.emulator import test_kernels as calls
 from tests.support.attention_batches import PAGED, case_of, with_inverse_rope
 
-work_tiles = pytest.importorskip(
-    "tests.kernels.emulator.work_tiles", reason="published for Linux only"
-)
+work_tiles = pytest.importorskip("tests.kernels.emulator.work_tiles", reason="for Linux only")
 emulated = pytest.importorskip("tests.gluon_emulator.emulate", reason="published for Linux only")
 
 

@@ -147,8 +147,7 @@ def lists(count: int) -> int:
 
 
 def pages(count: int) -> int:
-    """Every block and length, with tables of fewer and more columns than a program takes at a
-    time."""
+    """Every block and length, with tables of fewer and more columns than a program takes."""
     table = i32([[7, -1, 3, 9], [2, 8, INT32_MAX, 0]])  # of 8 blocks of 10 rows
     asked = i32([0, 0, 1, 1, -1, 2, 0]), i32([40, 25, 40, 31, 9, 9, -3])
     usual = sanitize.COMPACT_COLUMNS

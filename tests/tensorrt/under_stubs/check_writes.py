@@ -48,8 +48,7 @@ class ReadsAfter(nn.Module):
 
 
 class ReadsBefore(nn.Module):
-    """The second read waits for an engine, the write for nothing: only an edge keeps their
-    order."""
+    """The second read waits for an engine, the write for nothing: an edge keeps their order."""
 
     def forward(self, k, slots, cache):
         first = inserted(k, cache, slots)
