@@ -119,7 +119,7 @@ $(TEST_STAMP): pyproject.toml $(if $(LANE),dsv4_ops/core/versions.py) | $(BIN)/p
 # what it pulls of torchvision, torchaudio and torchcodec is for CUDA, and fails at the import
 $(VLLM_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --no-compile $(VLLM) "pytest>=8" "pytest-xdist>=3.6,<4" "hypothesis>=6.100"
+	$(VLLM_VENV)/bin/python -m pip install --no-compile $(VLLM) "pytest>=8" "pytest-xdist>=3.6,<4" "hypothesis>=6.100" accelerate
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --no-deps --no-compile -e .
 	touch $@

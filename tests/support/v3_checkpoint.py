@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dsv4_ops.testing.models import small_dsa_config, small_mla_config
+from dsv4_ops.testing.models import random_weight, small_dsa_config, small_mla_config
 
 BLOCK = 128
 SIZES: dict[str, Any] = {
@@ -30,6 +30,8 @@ SIZES: dict[str, Any] = {
 """Those of V3 where a block ends within a layer: ``kv_a_proj_with_mqa`` has 576 rows."""
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
 """Every token has all of them: a near tie of the router would hide what a weight costs."""
+AROUND = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+"""Of a draft layer, besides a layer of the model."""
 QUANTIZED = tuple(f"{name}.weight" for name in ("proj", "with_mqa", "wq_b", "wk"))
 
 
@@ -139,3 +141,23 @@ def save(path: Path, files: dict[str, Tensor], shards: int = 1) -> None:
         shard_of |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": shard_of}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def add_draft(path: Path, layers: int) -> Path:
+    """Make the last layer of written files the draft layer: a projection and norms around it, and
+    one layer less in the config."""
+    config = json.loads((path / "config.json").read_text())
+    files, width = load_file(path / "model.safetensors"), config["hidden_size"]
+    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    for name in ("mlp_layer_types", "indexer_types", "layer_types"):
+        if config.get(name):
+            config[name] = config[name][:layers]
+    dtype = files["model.norm.weight"].dtype
+    for name in AROUND:
+        shape = (width, 2 * width) if name == "eh_proj" else (width,)
+        values = random_weight(name, shape, 1, {"norm": (1.0, 0.5)}, 0)
+        files[f"model.layers.{layers}.{name}.weight"] = values.to(dtype)
+    files[f"model.layers.{layers}.embed_tokens.weight"] = torch.zeros(1, 1)  # a copy, not read
+    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path

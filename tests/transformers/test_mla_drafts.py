@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounter
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import random_weight
 from tests.oracles.mtp import normed
 from tests.support import v3_checkpoint
 from tests.transformers.test_deepseek_v32 import EXACT, ordered_ties, small
@@ -23,7 +22,6 @@ from tests.transformers.test_mtp import greedy_text, oracle_drafts, speculate
 
 LAYERS, VOCAB = 2, 3  # so few tokens that a random draft is accepted now and then
 FAMILIES = ("V3", "V3.2", "GLM-5")
-AROUND = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 
 
 def of_layers(family, layers, **changed):
@@ -33,32 +31,12 @@ def of_layers(family, layers, **changed):
     return small(family, **sizes)
 
 
-def add_draft(path, layers=LAYERS):
-    """Make the last layer of written files the draft layer: a projection and norms around it, and
-    one layer less in the config."""
-    config = json.loads((path / "config.json").read_text())
-    files, width = load_file(path / "model.safetensors"), config["hidden_size"]
-    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
-    for name in ("mlp_layer_types", "indexer_types", "layer_types"):
-        if config.get(name):
-            config[name] = config[name][:layers]
-    dtype = files["model.norm.weight"].dtype
-    for name in AROUND:
-        shape = (width, 2 * width) if name == "eh_proj" else (width,)
-        values = random_weight(name, shape, 1, {"norm": (1.0, 0.5)}, 0)
-        files[f"model.layers.{layers}.{name}.weight"] = values.to(dtype)
-    files[f"model.layers.{layers}.embed_tokens.weight"] = torch.zeros(1, 1)  # a copy, not read
-    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafts")
     for family in FAMILIES:
         of_layers(family, LAYERS + 1).save_pretrained(folder / family)
-        add_draft(folder / family)
+        v3_checkpoint.add_draft(folder / family, LAYERS)
     return folder
 
 
@@ -77,7 +55,7 @@ class Oracle:
         prefix, whole = f"model.layers.{LAYERS}.", of_layers(family, LAYERS + 1).state_dict()
         names = [name for name in whole if name.startswith(prefix)]
         state = {name.replace(prefix, "model.layers.0."): whole[name] for name in names}
-        around = (files[f"{prefix}{name}.weight"] for name in AROUND)
+        around = (files[f"{prefix}{name}.weight"] for name in v3_checkpoint.AROUND)
         self.eh, self.e, self.h, norm = around
         trunk = self.trunk.state_dict()
         kept = {name: trunk[name] for name in ("lm_head.weight", "model.embed_tokens.weight")}
@@ -167,7 +145,7 @@ def test_fp8_files(family, tmp_path):
     types = {"indexer_types": ["full", "shared", "full"]} if family == "GLM-5" else {}
     whole = v3_checkpoint.random_model(family, num_hidden_layers=3, **types)
     state = v3_checkpoint.write(tmp_path, whole)
-    add_draft(tmp_path)
+    v3_checkpoint.add_draft(tmp_path, LAYERS)
     model = v4.load_mtp(v4.patch(v4.load_quantized(tmp_path), kv="bf16"), tmp_path)
     layer, prefix = model.mtp.layers[0], f"model.layers.{LAYERS}."
     kinds = {str(each.dtype) for each in layer.self_attn.parameters() if each.dim() == 2}
@@ -214,7 +192,7 @@ def test_what_cannot_be_loaded_is_refused(paths, tmp_path):
         if path.parent == tmp_path:
             of_layers("V3.2", 1 if path.name == "none" else 3).save_pretrained(path)
             if path.name == "lost":
-                add_draft(path)
+                v3_checkpoint.add_draft(path, LAYERS)
                 files = load_file(path / "model.safetensors")
                 del files["model.layers.2.self_attn.indexer.wk.weight"]
                 save_file(files, path / "model.safetensors", metadata={"format": "pt"})

@@ -4,14 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV4ForCausalLM
+
 from dsv4_ops.testing.checkpoint import TINY
 from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.support.v3_checkpoint import add_draft
 
 _RATIOS = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
     "heavily_compressed_attention": 128,
 }
+FILE = "model.safetensors"
 _HUGGING_FACE = ("layer_types", "mlp_layer_types", "rope_parameters", "compress_rates", "dtype")
 """Fields that only Hugging Face's class has."""
 
@@ -39,3 +45,22 @@ def write_v3(path: Path) -> Path:
     """Write a DeepSeek-V3 in float32."""
     small_mla_model().save_pretrained(path)
     return path
+
+
+def write_drafting_v4(path: Path, released: Path) -> Path:
+    """Write a released folder's DeepSeek-V4 in float32, with its draft layer as it is there."""
+    loaded = DeepseekV4ForCausalLM.from_pretrained(released)
+    model = DeepseekV4ForCausalLM(loaded.config).float()  # the other would be saved in FP8
+    model.load_state_dict(loaded.state_dict())
+    model.config.dtype = torch.float32
+    write_v4(path, model)
+    files = [load_file(each) for each in (path / FILE, *released.glob("*.safetensors"))]
+    drafts = {n: each for file in files for n, each in file.items() if n.startswith("mtp.")}
+    save_file(files[0] | drafts, path / FILE, metadata={"format": "pt"})
+    return path
+
+
+def write_drafting_v3(path: Path) -> Path:
+    """Write a DeepSeek-V3 in float32 whose fourth layer is the draft's."""
+    small_mla_model(num_hidden_layers=4).save_pretrained(path)
+    return add_draft(path, layers=3)

@@ -91,20 +91,14 @@ def test_what_the_model_would_ignore_is_refused_by_name(name, value):
         check_config(config(**{name: value}))
 
 
-DRAFTS = {"speculative_config": SimpleNamespace(method="mtp")}
-
-
-@pytest.mark.parametrize(
-    ("changed", "name"),
-    [
-        ({"hf_config": SimpleNamespace(model_type="deepseek_v3")}, "model_type"),
-        ({"mode": SimpleNamespace(name="VLLM_COMPILE")}, "compilation_config.mode"),
-    ],
-)
-def test_v4_drafts_by_its_own_layer_in_eager_steps(changed, name):
-    check_config(config(**DRAFTS, mode=SimpleNamespace(name="NONE")))
-    with pytest.raises(NotImplementedError, match=f"DeepseekForCausalLM: {name} must be "):
-        check_config(config(**DRAFTS | {"mode": SimpleNamespace(name="NONE")} | changed))
+def test_v4_and_v3_draft_by_their_own_layer():
+    given = {"speculative_config": SimpleNamespace(method="mtp")}
+    check_config(config(**given, mode=SimpleNamespace(name="NONE")))
+    check_config(config(**given, family="deepseek_v3"))
+    with pytest.raises(NotImplementedError, match="with a draft layer, got deepseek_v2"):
+        check_config(config(**given, family="deepseek_v2"))
+    with pytest.raises(NotImplementedError, match="mode must be NONE with V4's draft layer"):
+        check_config(config(**given))
 
 
 SPLIT = {"tensor_parallel_size": 2, "mode": SimpleNamespace(name="NONE")}

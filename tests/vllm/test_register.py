@@ -39,8 +39,8 @@ def test_switched_on_it_registers_one_class_for_all_families(monkeypatch, versio
     module = SimpleNamespace(__version__=version, ModelRegistry=registry)
     monkeypatch.setitem(sys.modules, "vllm", module)
     register()
-    draft = registry.models.pop("DeepSeekV4MTPModel")
-    assert draft == "dsv4_ops.integrations.vllm.draft:DeepseekDraft"
+    drafts = {registry.models.pop(f"DeepSeek{name}Model") for name in ("V4MTP", "MTP")}
+    assert drafts == {"dsv4_ops.integrations.vllm.draft:DeepseekDraft"}
     assert sorted(registry.models) == [f"DeepseekV{n}ForCausalLM" for n in (2, 3, 4)]
     (path,) = set(registry.models.values())
     assert path == "dsv4_ops.integrations.vllm.model:DeepseekForCausalLM"

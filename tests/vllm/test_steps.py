@@ -2,19 +2,28 @@
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import DeepseekV4ForCausalLM
+from transformers import DeepseekV3ForCausalLM, DeepseekV4ForCausalLM
 
 from dsv4_ops.attention import AttentionStep
-from dsv4_ops.integrations.transformers import PagedCache, load_quantized, patch
+from dsv4_ops.integrations.transformers import (
+    PagedCache,
+    StepBatch,
+    load_mtp,
+    load_quantized,
+    patch,
+    speculative_prefill,
+)
 from dsv4_ops.integrations.vllm.steps import EngineSteps, GroupTensors, V4Family, cache_name
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from dsv4_ops.testing.models import small_mla_model, small_model
-from tests.helpers import nightly
+from tests.helpers import i32, nightly
+from tests.vllm.checkpoints import write_drafting_v3
 from tests.vllm.record import RECORDED, SIZES
 
 LONGEST = 512
@@ -84,7 +93,7 @@ def pool_of(steps, recorded):
     num_blocks, offsets = recorded.num_blocks, {}
     layouts = {
         cache_name(layer, field): cache.layout
-        for layer, kind in enumerate(steps.spec.kinds)
+        for layer, kind in enumerate((*steps.spec.kinds, steps.spec.kinds[0]))  # a draft layer's
         for field, cache in steps.family.caches(kind).items()
     }
     sizes = []
@@ -243,6 +252,41 @@ def test_compiled_fp8_is_as_close_to_float32_as_eager(tmp_path):
     )
     assert (compiled - want).norm() < 1.05 * (eager - want).norm()
     assert (compiled - eager).norm() < 0.2 * (eager - want).norm()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_drafts_are_those_of_speculative_prefill(backend, tmp_path):
+    """V3's layer, whose cache is behind those of the other layers in each block."""
+    path = write_drafting_v3(tmp_path)
+    model = DeepseekV3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = load_mtp(patch(model.requires_grad_(False), kv="fp32"), path)
+    text, size, block = torch.arange(5, 25), 20, 2
+    cache = PagedCache.for_model(model, max_batch_size=1, max_cache_len=64, next_n=3)
+    cache.add("a", 40)
+    batch = StepBatch(text, i32([0, size]), i32([size]), i32([0]))
+    want = speculative_prefill(model, batch, cache, num_drafts=2).batch.tokens.tolist()
+
+    torch._dynamo.reset()
+    sizes = {"max_model_len": 64, "decode_tokens": 3, "most_drafted": 64}
+    steps = EngineSteps(model, backend=backend, **sizes)
+    layers = [cache_name(layer, "kv") for layer in range(4)]
+    recorded = SimpleNamespace(num_blocks=4, steps=[{"groups": [{"caches": layers}]}])
+    caches = pool_of(steps, recorded)
+    steps.bind(caches)
+    steps.bind_draft(caches(3, "kv"))
+
+    def group(first, count):
+        slots = torch.arange(64 * block + first, 64 * block + first + count)
+        return GroupTensors(i32([0, count]), i32([first + count]), i32([[block]]), slots, count)
+
+    hidden = steps(text, dict.fromkeys(layers, group(0, size)))
+    found = [int(model.lm_head(hidden)[-1].argmax())]
+    tokens, streams = torch.cat((text[1:], torch.tensor(found))), steps.streams[:size]
+    for first, count in ((0, size), (size, 1)):
+        streams = steps.draft(tokens, streams, group(first, count))[-1:]
+        tokens = model.lm_head(steps.draft_hidden(streams)).argmax(-1)
+        found.append(int(tokens))
+    assert found == want
 
 
 def test_compiled_layers_refuse_caches_that_are_apart(recorded):

@@ -92,9 +92,12 @@ def check_config(vllm_config: Any) -> None:
     method = methods[0] if drafts is None else drafts.method
     _check("speculative_config", method in methods, "of method " + " or ".join(methods), method)
     if method == OWN_DRAFTS:
-        _check("model_type", family == "deepseek_v4", "deepseek_v4 with a draft layer", family)
-        eager = compile_backend(vllm_config) is None
-        _check("compilation_config.mode", eager, "NONE with a draft layer", compiled)
+        drafting = ("deepseek_v4", "deepseek_v3")
+        _check(
+            "model_type", family in drafting, " or ".join(drafting) + " with a draft layer", family
+        )
+        fits = family == "deepseek_v3" or compile_backend(vllm_config) is None
+        _check("compilation_config.mode", fits, "NONE with V4's draft layer", compiled)
 
 
 def _check(name: str, fulfilled: bool, must: str, got: object) -> None:

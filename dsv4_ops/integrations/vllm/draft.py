@@ -1,4 +1,4 @@
-"""The draft layer of a DeepSeek-V4 checkpoint, as vLLM's draft model."""
+"""The draft layer of a checkpoint, as vLLM's draft model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4_ops.integrations.vllm.steps import cache_name
 
 
 class DeepseekDraft(nn.Module):
-    """The layer that the model loaded (``load_mtp``), with a window cache of its own.
+    """The layer that the model loaded (``load_mtp``), with a cache of its own.
 
     Args:
         vllm_config: vLLM's configuration, with the caches of the model.
@@ -25,8 +25,11 @@ class DeepseekDraft(nn.Module):
         caches = vllm_config.compilation_config.static_forward_context.values()
         self.owner = next(each.owner for each in caches if isinstance(each, Pages))
         (target,) = self.owner
-        self.name = cache_name(len(target.steps.spec.kinds), "swa")
-        self.pages = Pages(self.name, target.steps.family.caches("window")["swa"])
+        field, cache = target.steps.family.draft_cache()
+        self.name = cache_name(len(target.steps.spec.kinds), field)
+        self.pages = Pages(self.name, cache, self._given)
+        # vLLM takes two results of the draft models of V3: for the head, and for the next draft
+        self.takes_two = target.prefix == "DeepseekV3"
         self.model = nn.Module()  # vLLM puts the model's embedding here
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -47,17 +50,20 @@ class DeepseekDraft(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
         spec_step_idx: int = 0,
-    ) -> Tensor:
-        """Return the residual streams after the layer, [num_tokens, hc_mult * hidden_size]."""
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the streams after the layer, [num_tokens, values of a token]."""
         metadata, (target,) = _compat.group_tensors(), self.owner
-        if metadata is None:  # a run that measures memory
-            return hidden_states
-        caches = target.steps.family.bind({"swa": self.pages.kv_cache})
-        streams: Tensor = target.steps.draft(input_ids, hidden_states, caches, metadata[self.name])
-        return streams
+        streams = hidden_states
+        if metadata is not None:  # else a run that measures memory
+            streams = target.steps.draft(input_ids, streams, metadata[self.name])
+        return (streams, streams) if self.takes_two else streams
 
     def compute_logits(self, hidden_states: Tensor, spec_step_idx: int = 0) -> Tensor:
         """Return the logits of the drafted tokens."""
         (target,) = self.owner
         logits: Tensor = target.compute_logits(target.steps.draft_hidden(hidden_states))
         return logits
+
+    def _given(self) -> None:
+        (target,) = self.owner
+        target.steps.bind_draft(self.pages.kv_cache)

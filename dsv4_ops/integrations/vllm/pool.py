@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4_ops.attention.caches import pool_view
 from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout
+from dsv4_ops.integrations.transformers.architectures.base import LayerContext
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,16 @@ class CompiledParts:
 
 
 def _part(function: Callable[..., Any], args: tuple[Any, ...], rest: dict[str, Any]) -> Any:
-    context = rest.get("dsv4_ops")
-    if context is not None:
-        rest = rest | {"dsv4_ops": replace(context, caches=context.caches.caches())}
-    return function(*args, **rest)
+    return function(
+        *map(_with_views, args), **{name: _with_views(each) for name, each in rest.items()}
+    )
+
+
+def _with_views(value: Any) -> Any:
+    """Make the caches of a layer's context in the graph; return any other argument as it is."""
+    if isinstance(value, LayerContext):
+        return replace(value, caches=value.caches.caches())
+    return value
 
 
 def _check(name: str, fulfilled: bool, must: str) -> None:

@@ -16,7 +16,10 @@ RELEASES = ((0, 32), (0, 33))
 ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
 """Model classes of checkpoints that ours replaces."""
 
-_DRAFT = "DeepSeekV4MTPModel", "dsv4_ops.integrations.vllm.draft:DeepseekDraft"
+DRAFTS = ("DeepSeekV4MTPModel", "DeepSeekMTPModel")
+"""vLLM's names of the draft layers of V4 and V3."""
+
+_DRAFT = "dsv4_ops.integrations.vllm.draft:DeepseekDraft"
 _MODEL = "dsv4_ops.integrations.vllm.model:DeepseekForCausalLM"
 
 
@@ -44,4 +47,5 @@ def register() -> None:
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     for architecture in ARCHITECTURES:
         vllm.ModelRegistry.register_model(architecture, _MODEL)
-    vllm.ModelRegistry.register_model(*_DRAFT)
+    for architecture in DRAFTS:
+        vllm.ModelRegistry.register_model(architecture, _DRAFT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -118,6 +120,14 @@ class V4Family:
                 specs[field] = CacheSpec(layout, layout.block_size, window=window)
         return specs
 
+    def draft_cache(self) -> tuple[str, CacheSpec]:
+        """Field and spec of the draft layer's cache."""
+        return "swa", self.caches("window")["swa"]
+
+    def stream_shape(self, config: Any) -> tuple[int, ...]:
+        """Shape of what the draft layer reads of a token."""
+        return config.hc_mult, config.hidden_size
+
     def bind(self, tensors: Mapping[str, Tensor]) -> LayerCaches:
         """Return a layer's caches."""
         return LayerCaches(**tensors)
@@ -183,9 +193,11 @@ class V4Family:
             plan_heads=spec.plan_heads if plans else 0,
         )
 
-    def build_draft(self, swa: GroupTensors, schedule: str) -> AttentionStep:
+    def build_draft(self, swa: GroupTensors, schedule: str, run: Runner) -> AttentionStep:
         """Build the metadata of the draft layer, which has windows only."""
-        return self._whole(swa, {}, {}, schedule, self.spec.draft_kinds("DeepseekDraft"))
+        kinds = self.spec.draft_kinds("DeepseekDraft")
+        step: AttentionStep = run("draft_metadata", self._whole, swa, {}, {}, schedule, kinds)
+        return step
 
     def _with_window(self, step: AttentionStep, swa: GroupTensors, schedule: str) -> AttentionStep:
         layers = self.spec.layers_for(schedule, swa.slot_mapping.shape[0])
@@ -229,6 +241,14 @@ class MlaFamily:
         layout = self.spec.layers.cache_layout()
         return {"kv": CacheSpec(layout, layout.block_size)}
 
+    def draft_cache(self) -> tuple[str, CacheSpec]:
+        """Field and spec of the draft layer's cache."""
+        return "kv", self.caches("mla")["kv"]
+
+    def stream_shape(self, config: Any) -> tuple[int, ...]:
+        """Shape of what the draft layer reads of a token."""
+        return (config.hidden_size,)
+
     def bind(self, tensors: Mapping[str, Tensor]) -> MlaCache:
         """Return a layer's cache; codes have the scale 1."""
         rows = tensors["kv"]
@@ -257,6 +277,10 @@ class MlaFamily:
             num_tokens=group.slot_mapping.shape[0],
         )
 
+    def build_draft(self, group: GroupTensors, schedule: str, run: Runner) -> Any:
+        """Build the metadata of the draft layer."""
+        return run("metadata", self._whole, group)
+
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """False: there are no states."""
         return False
@@ -279,7 +303,7 @@ class EngineSteps:
         decode_tokens: Most tokens of a request in a decode step, drafts included.
         backend: Backend of ``torch.compile`` for the metadata, each kind of layer and the norm, as
             ``compile_step(mode="regional", dynamic=True)`` compiles them; None runs them eagerly.
-        most_drafted: Most tokens of a step whose residual streams a draft layer reads.
+        most_drafted: Most tokens of a step whose streams (``run_streams``) a draft layer reads.
     """
 
     def __init__(
@@ -296,17 +320,18 @@ class EngineSteps:
         self.family: Any = family_of(self.spec)
         self.rope = self.spec.rope_tables(max_model_len, model.device)
         self.layers: tuple[Any, ...] = ()
+        self.draft_layers: tuple[Any, ...] = ()
         self.streams: Tensor | None = None
+        self.stream_shape: tuple[int, ...] = self.family.stream_shape(model.config)
         if most_drafted:
-            width = model.config.hc_mult * model.config.hidden_size
             # at one address, where a CUDA graph writes it
-            self.streams = torch.zeros(
-                most_drafted, width, dtype=self.spec.dtype, device=model.device
-            )
+            shape = (most_drafted, math.prod(self.stream_shape))
+            self.streams = torch.zeros(shape, dtype=self.spec.dtype, device=model.device)
         self.groups: Any = None
         self._found = False
         self._parts = None if backend is None else CompiledParts(backend)
-        self._body = (model if backend is None else with_methods(model)).model
+        self._model = model if backend is None else with_methods(model)
+        self._body = self._model.model
 
     def bind(self, tensors: Callable[[int, str], Tensor]) -> None:
         """Take the caches that the engine allocated, by layer and field.
@@ -318,12 +343,26 @@ class EngineSteps:
         views = [
             {field: tensors(layer, field) for field in fields} for layer, fields in enumerate(specs)
         ]
+        self.layers, self._found = self._bound(views, specs), False
+
+    def bind_draft(self, tensor: Tensor) -> None:
+        """Take the cache that the engine allocated for the draft layer, and compile its parts."""
+        field, spec = self.family.draft_cache()
+        self.draft_layers = self._bound([{field: tensor}], [{field: spec}])
+        if self._parts is not None:
+            for tokens, group in self._padding():
+                streams = self.model.lm_head.weight.new_zeros(
+                    (len(tokens), math.prod(self.stream_shape)), dtype=self.spec.dtype
+                )
+                self.draft_hidden(self.draft(tokens, streams, group))
+
+    def _bound(
+        self, views: list[dict[str, Tensor]], specs: list[dict[str, CacheSpec]]
+    ) -> tuple[Any, ...]:
         if self._parts is None:
-            self.layers = tuple(map(self.family.bind, views))
-        else:
-            layouts = [{field: one.layout for field, one in fields.items()} for fields in specs]
-            self.layers = tuple(pooled(views, layouts, self.family.bind))
-        self._found = False
+            return tuple(map(self.family.bind, views))
+        layouts = [{field: one.layout for field, one in fields.items()} for fields in specs]
+        return tuple(pooled(views, layouts, self.family.bind))
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, metadata: Mapping[str, GroupTensors]) -> Tensor:
@@ -342,11 +381,10 @@ class EngineSteps:
 
         if not self._found:
             self.groups, self._found = self.family.groups(of), True
-        if self._parts is None:
-            return self._run(tokens, of, schedule, run_part)
         # the checks have passed in ``profiled``, which engines call first to measure memory
-        with one_graph_for_all_sizes(), run_time_launches(), checks_are_done():
-            return self._run(tokens, of, schedule, partial(self._parts.run, schedule))
+        done = nullcontext() if self._parts is None else checks_are_done()
+        with self._runs(schedule) as run, done:
+            return self._run(tokens, of, schedule, run)
 
     def _run(
         self, tokens: Tensor, of: Callable[[int, str], GroupTensors], schedule: str, run: Runner
@@ -369,52 +407,71 @@ class EngineSteps:
         ids, hidden = embedded(self._body, tokens, None, steps[0])
         streams = self.spec.run_streams(self._body, hidden, ids, step_run)
         self.streams[: len(tokens)].copy_(streams[0].flatten(1))
-        return self.spec.normed(self._body, streams).flatten(0, -2)
+        return self.spec.normed(self._body, streams, "norm", run).flatten(0, -2)
 
     @torch.inference_mode()
-    def draft(self, tokens: Tensor, streams: Tensor, caches: Any, swa: GroupTensors) -> Tensor:
+    def draft(self, tokens: Tensor, streams: Tensor, group: GroupTensors) -> Tensor:
         """Run the draft layer on the streams of tokens and the tokens that follow them.
 
-        ``streams`` and what it returns are [num_tokens, hc_mult * hidden_size].
+        ``streams`` and what it returns are [num_tokens, values of a token].
         """
-        schedule = "decode" if swa.max_query_len <= self.decode_tokens else "prefill"
-        swa = swa._replace(slot_mapping=swa.slot_mapping[: len(tokens)])
-        cache: Any = EngineCache((), self.rope, (caches,))
-        step_run = StepRun(self.family.build_draft(swa, schedule), cache, schedule, False)
-        by_stream = streams.unflatten(-1, (self.model.config.hc_mult, -1))[None]
-        out = self.spec.run_draft("draft", self.model, tokens.to(torch.int64), by_stream, step_run)
+        schedule = "decode" if group.max_query_len <= self.decode_tokens else "prefill"
+        group = group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
+        with self._runs(schedule) as run:
+            step = self.family.build_draft(group, schedule, run)
+            cache: Any = EngineCache((), self.rope, self.draft_layers)
+            step_run = StepRun(step, cache, schedule, False, run)
+            by_stream = streams.unflatten(-1, self.stream_shape)[None]
+            tokens = tokens.to(torch.int64)
+            out = self.spec.run_draft("draft", self._model, tokens, by_stream, step_run)
         return out[0].flatten(1)
 
+    @torch.inference_mode()
     def draft_hidden(self, streams: Tensor) -> Tensor:
         """Return the hidden states, which the head takes, of streams that ``draft`` returned."""
-        by_stream = streams.unflatten(-1, (self.model.config.hc_mult, -1))[None]
-        hidden: Tensor = self.spec.normed(draft_of(self.model), by_stream)
+        by_stream = streams.unflatten(-1, self.stream_shape)[None]
+        with self._runs("draft") as run:
+            hidden: Tensor = self.spec.normed(draft_of(self._model), by_stream, "norm", run)
         return hidden[0]
+
+    @contextmanager
+    def _runs(self, schedule: str) -> Iterator[Runner]:
+        """How the parts of a step run: eagerly, or compiled for all sizes."""
+        if self._parts is None:
+            yield run_part
+            return
+        with one_graph_for_all_sizes(), run_time_launches():
+            yield partial(self._parts.run, schedule)
 
     def compile(self) -> None:
         """Compile all parts with steps of padding, which write to no cache. Does nothing if layers
         run eagerly."""
         if self._parts is None:
             return
-        device = self.model.device
-        numbers = partial(torch.tensor, dtype=torch.int32, device=device)
         names = [
             cache_name(layer, field)
             for layer, kind in enumerate(self.spec.kinds)
             for field in self.family.caches(kind)
         ]
-        # two tables, so that the layers form two groups
-        windows = [numbers([[0, 0]]), numbers([[0, 0]])]
-        # Inductor compiles a separate graph for a decode of one token
+        for tokens, group in self._padding():
+            metadata = dict.fromkeys(names, group)
+            # two tables, so that the layers form two groups
+            other = group._replace(block_table=group.block_table.clone())
+            for layer in range(1, len(self.spec.kinds)):
+                metadata[cache_name(layer, "swa")] = other
+            self._found = False
+            self(tokens, metadata)
+        self._found = False
+
+    def _padding(self) -> Iterator[tuple[Tensor, GroupTensors]]:
+        """Steps whose tokens have no slot; Inductor compiles another graph for one token."""
+        device = self.model.device
+        numbers = partial(torch.tensor, dtype=torch.int32, device=device)
+        table = numbers([[0, 0]])
         for count, most in ((2, self.max_model_len), (2, 1), (1, 1)):
             slots = torch.full((count,), -1, device=device)
-            group = GroupTensors(numbers([0, count]), numbers([0]), windows[0], slots, most)
-            metadata = dict.fromkeys(names, group)
-            for layer in range(1, len(self.spec.kinds)):
-                metadata[cache_name(layer, "swa")] = group._replace(block_table=windows[1])
-            self._found = False
-            self(slots.clamp(min=0).int(), metadata)
-        self._found = False
+            group = GroupTensors(numbers([0, count]), numbers([0]), table, slots, most)
+            yield slots.clamp(min=0).int(), group
 
     @torch.no_grad()
     def profiled(self, tokens: Tensor) -> Tensor:
