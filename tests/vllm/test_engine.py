@@ -118,6 +118,7 @@ def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, 
     [
         ("v4", {}),
         ("v3", {"block_size": 64}),
+        ("v4", {"enforce_eager": False, "additional_config": AOT_EAGER}),
         ("v3", {"block_size": 64, "enforce_eager": False, "additional_config": AOT_EAGER}),
     ],
 )
