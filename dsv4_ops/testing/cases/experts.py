@@ -178,7 +178,8 @@ def _experts_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     weights = expert_weights(draw.generator(), num_experts, width, size, bits, ue8m0)
     x = sampled_activations(draw, num_tokens, width, infinite=False)
     x = x * 2.0**-8 if bits == 8 else x  # FP8 codes reach 448
-    shared = sampled_activations(draw, num_tokens, width, infinite=False) if draw.flag() else None
+    has_shared = min_size or draw.flag()  # a compiled function takes one number of tensors
+    shared = sampled_activations(draw, num_tokens, width, infinite=False) if has_shared else None
     routed = routing(draw, num_tokens, topk, num_experts)
     return Case("sampled", (x, *routed, *weights, shared), settings)
 
