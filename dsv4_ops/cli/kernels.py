@@ -51,8 +51,8 @@ SPILLS_OF = {
 """Allowed spill bytes of dense MLA over scaled FP8 rows, from each release of Triton up to the next
 one listed."""
 
-OTHER_SPILLS = 352
-"""Allowed spill bytes on GPUs on which no kernel was measured."""
+OTHER_SPILLS = 64
+"""Allowed spill bytes on GPUs on which no kernel was measured; 40 were seen, with Triton 3.9."""
 
 TENSOR_MEMORY = 512
 """Columns of Blackwell's tensor memory."""
