@@ -67,11 +67,13 @@ def score_codes(codes, scale, query, weight, CONVERTS: tl.constexpr):
     if CONVERTS:
         products = tl.dot(codes, query)
     else:
+        codes0, codes1 = codes
+        query0, query1 = query
         # Triton assigns all warps to the rows of products that follow each other, so that none
         # converts the rows of another
         products = tl.zeros((scale.shape[0], weight.shape[0]), tl.float32)
-        products = multiply_add(codes[0], query[0], products)
-        products = multiply_add(codes[1], query[1], products)
+        products = multiply_add(codes0, query0, products)
+        products = multiply_add(codes1, query1, products)
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.sum(products * weight[None, :], axis=1) * scale
 
