@@ -117,6 +117,18 @@ def test_a_step_is_one_graph_with_the_bits_of_the_eager_one(loaded, monkeypatch)
     assert torch.float8_e8m0fnu not in dtypes
 
 
+def test_a_hook_gets_the_experts_sum_alone(model, monkeypatch):
+    monkeypatch.setattr(forwards, "FUSED_ON", ("cpu",))
+    routed, seen = model.model.layers[0].mlp.experts, []
+    hook = routed.register_forward_hook(lambda module, args, out: seen.append((args, out)))
+    batch, cache = first_step(model)
+    v4.decode_step(model, batch, cache.tensors)
+    hook.remove()
+    ((args, out),) = seen
+    with torch.no_grad():
+        assert torch.equal(out, routed(*args))
+
+
 def test_what_was_moved_or_changed_since(model):
     copied = copy.deepcopy(model)  # with a copy of every parameter
     attention = copied.model.layers[0].self_attn

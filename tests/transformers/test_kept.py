@@ -315,6 +315,8 @@ def test_prompts_that_no_kept_step_takes(model, all_captures):
     ):
         with pytest.raises(ValueError, match=re.escape(error)):
             model.generate(ids, **settings, **more)
+    with pytest.raises(TypeError, match="position_ids must be torch"):
+        model.generate(PROMPT, position_ids=positions.float(), **settings)
 
 
 def test_a_prefill_graph_that_does_not_fit(model, all_captures, monkeypatch):

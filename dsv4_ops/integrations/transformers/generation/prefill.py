@@ -15,6 +15,7 @@ from dsv4_ops.integrations.transformers.generation.prompts import MASK, first_co
 from dsv4_ops.integrations.transformers.tensors import StepBatch, in_vocabulary
 
 _INPUTS = (MASK, "position_ids", "logits_to_keep", "use_cache")
+_POSITIONS = (torch.int64, torch.int32)
 
 
 def chunks(
@@ -101,7 +102,7 @@ def _are_plain(model: Any, ids: Tensor, is_token: Tensor, inputs: dict[str, Any]
     plain = in_vocabulary(ids, model.config.vocab_size)
     positions = inputs.get("position_ids")
     if positions is not None:
-        if positions.dim() != 2 or positions.shape[1] != ids.shape[1]:
+        if positions.shape[1:] != ids.shape[1:] or positions.dtype not in _POSITIONS:
             return False
         plain = plain & (positions == is_token.cumsum(1) - 1)
     return bool((plain | ~is_token).all())

@@ -207,7 +207,9 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
     else:
         routing = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
     shared: Tensor = block.shared_experts(x)
-    if sums(block.experts) or torch.is_grad_enabled():  # of whole shared experts, or their gradient
+    hooks = block.experts._forward_hooks or block.experts._forward_pre_hooks  # of a user
+    # whole shared experts are in no sum of ranks; the op has no gradient
+    if sums(block.experts) or torch.is_grad_enabled() or hooks:
         out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape) + shared
     else:
         added = shared.flatten(0, 1).to(rows.dtype)
