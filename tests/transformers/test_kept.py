@@ -301,6 +301,14 @@ def test_later_prompts_replay_a_prefill(model, all_captures):
         assert len(calls) == before + 1
 
 
+def test_a_capture_is_not_the_first_run_of_a_changed_model(model, all_captures):
+    """Which would compile and load kernels inside it."""
+    for extra, count in ((0, 1), (0, 1), (1, 2), (1, 2), (1, 3)):  # decodes, then the prompt
+        model.model.layers[0].mlp.extra = extra
+        check(model)
+        assert len(all_captures) == count
+
+
 def test_prompts_that_no_kept_step_takes(model, all_captures):
     """Others run, or raise, as without graphs."""
     positions = torch.arange(7).expand(2, 7)

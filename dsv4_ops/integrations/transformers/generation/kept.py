@@ -114,7 +114,7 @@ class KeptStep:
             new = getattr(batch, name)
             getattr(self._batch, name)[: len(new)].copy_(new)
         # not in ``begin``: Hugging Face changes the configuration while it decodes
-        begins, self._begins = self._begins and self._replay is not None, False
+        begins, self._begins = self._begins and self._calls > 0, False
         if begins and (self._form is None or self._form != self._found()):
             self._replay, self._calls = None, 0
         if self._replay is None and self._calls == WARM_CALLS:
@@ -123,6 +123,8 @@ class KeptStep:
         if self._replay is None:
             self._calls += 1
             self._run()
+            if self._calls == 1:  # a capture must not be the first run of a changed model
+                self._form = self._found()
         else:
             self._replay()
         assert self._logits is not None
