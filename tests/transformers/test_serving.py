@@ -180,6 +180,7 @@ def test_a_temperature_samples_and_no_value_of_it_ends_the_server(server, texts)
         assert status == 400
         assert error["error"]["message"].startswith("temperature must be finite and not negative")
     assert answer(temperature=1, top_p=float("nan"))[0] == 400
+    assert answer(temperature=1, generation_config='{"top_k": -2}')[0] == 400
     assert text() == greedy
 
 

@@ -146,7 +146,11 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             continuous_batching=True, host=host, port=port, non_blocking=True, log_level="error"
         )
         # before minutes of loading
-        spec_of_config(OP, AutoConfig.from_pretrained(path), **self._patch)
+        read = AutoConfig.from_pretrained(path)
+        spec_of_config(OP, read, **self._patch)
+        if max_cache_len > read.max_position_embeddings:
+            max_cache_len = read.max_position_embeddings
+            on_progress(f"max_cache_len is {max_cache_len}, the model's max_position_embeddings")
         models = self._model_manager
         # so that Hugging Face does not load its own class when it asks for a model again
         models.force_model, models.model_timeout = path, -1
@@ -536,8 +540,8 @@ def _sampled(build: Callable[..., Any]) -> Callable[..., Any]:
 
     def config_of(body: Any, *args: Any, **rest: Any) -> Any:
         config = build(body, *args, **rest)
-        if body.get("temperature") is not None and "generation_config" not in body:
-            config.do_sample = True
+        if body.get("temperature") is not None:
+            config.do_sample = True  # greedily near zero, see ``_sampling``
         return config
 
     return config_of
