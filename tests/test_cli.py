@@ -71,6 +71,8 @@ def test_show_prints_the_spec(capsys, op):
     assert OPS[op].source in out
     assert "Returns:" in out
     assert "Raises:" in out
+    launches = re.search(r"^kernels +(dsv4_ops/kernels/|missing)", out, re.MULTILINE)
+    assert bool(launches) == OPS[op].has_kernel
     for layer in LAYERS:
         (place,) = re.findall(rf"^{layer} .*?(\S+\.py):(\d+)|^{layer} +missing", out, re.MULTILINE)
         file, line = place

@@ -15,7 +15,7 @@ from dsv4_ops.core.registry import OPS, OpSpec
 from dsv4_ops.dispatch.layers import module_of
 from dsv4_ops.lowering.kinds import own_lowering
 
-LAYERS = ("ops", "meta", "reference", "lowering", "testing")
+LAYERS = ("ops", "meta", "reference", "kernels", "lowering", "testing")
 _HEADER = ("op", "lowering on CPU", "lowering on CUDA", "opaque", "providers", "dynamic dims")
 _ROOT = Path(dsv4_ops.__file__).resolve().parent.parent
 
@@ -97,7 +97,7 @@ def facts(name: str) -> dict[str, str]:
         "providers": ", ".join(spec.providers),
         "dynamic": ", ".join(spec.dynamic),
         "source": spec.source,
-        **{layer: _place(spec, layer) for layer in LAYERS},
+        **{layer: _place(spec, layer) for layer in LAYERS if layer != "kernels" or spec.has_kernel},
         "doc": inspect.getdoc(function) or "no docstring",
     }
 
