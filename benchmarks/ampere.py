@@ -46,7 +46,7 @@ class Row:
     hopper_us: float | None = None  # the code that the card runs, with Gluon kernels
     triton_us: float | None = None  # Triton's code for the card, without Gluon kernels
     sm_80_us: float | None = None  # Triton's code for an A100
-    times_triton: float | None = None  # the last over the one before
+    times_triton: float | None = None  # sm_80_us over triton_us
     error: str | None = None
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ def _dense_calls(layout: str, batch: int, device: torch.device) -> Calls:
 
 
 def cases_of(device: torch.device, *, smoke: bool = False) -> list[tuple[Row, Callable[[], Calls]]]:
-    """Return rows, and the function that makes the calls of each."""
+    """Return rows, each with the function that makes its calls."""
     made = [
         *insert_cases(_BATCHES, smoke=smoke),
         *decode_cases(_BATCHES, (_HEADS,), (512,)),

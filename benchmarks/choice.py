@@ -61,7 +61,7 @@ _GATHERED_ROWS = 30000
 def calls(
     op: str, tokens: int, heads: int, rows: int, device: torch.device
 ) -> Sequence[Callable[..., object]]:
-    """Make calls of full lists, which take ``impl``, over rotating inputs."""
+    """Make calls that take ``impl``, with full lists, over rotating inputs."""
     if op == _DENSE:
         row = mla.Row(PlainLayout.tag, heads, tokens, rows)
         pool = mla.pool_of(row.layout, tokens * -(-rows // mla.BLOCK), device)
@@ -85,7 +85,7 @@ def _work(op: str, tokens: int, heads: int, rows: int, device: torch.device) -> 
 
 
 def forms(op: str, library: str, size: tuple[int, int, int]) -> dict[str, list[Call]]:
-    """Our calls and the library's, which plans in the call and, where it can, before it."""
+    """Our calls, and the library's with plans made in the call and, if it can, before."""
     tokens, heads, rows = size
     device = torch.device("cuda")
     made = calls(op, *size, device)

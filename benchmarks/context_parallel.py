@@ -1,6 +1,6 @@
-"""Benchmark context parallelism: the collectives by each way, and the layers' attention on N GPUs.
+"""Benchmark context parallelism: variants of the collectives, and the layers' attention on N GPUs.
 
-It starts a process per GPU (two of gloo on a CPU, which checks and times small cases only). Before
+It starts a process per GPU (two gloo processes on a CPU, for small cases only). Before
 anything is timed, each variant of the combine is compared with float64: eager, compiled, and
 captured in a CUDA graph that is replayed with other inputs. Gathers are compared byte for byte.
 """
@@ -142,7 +142,7 @@ def check(combine: Callable[..., Any], world: int, rank: int, device: torch.devi
 
 
 def time_us(calls: Sequence[Callable[[], Any]], device: torch.device, replays: int) -> float:
-    """Time a call, with as many replays per sample on every rank."""
+    """Time a call, with the same number of replays per sample on every rank."""
     if device.type != "cuda":
         return float(wall_us(calls[0], device, budget_s=0).median)
     return replays_us(Capture(calls).graph, replays) / len(calls)
@@ -398,7 +398,7 @@ def flash(device: torch.device) -> Any:
 
 
 def _compiled(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a collective as in a model: heads are constants, tokens any number above 1."""
+    """Compile a collective as in a model: heads are constants, tokens are any number above 1."""
     call = torch.compile(collective, fullgraph=True)
 
     def run(*given: Tensor) -> Any:

@@ -19,19 +19,19 @@ from benchmarks.run import BenchError
 from dsv4_ops.dispatch.providers import choice_of
 
 NUM_EXPERTS, TOPK, WIDTH, SIZE, LIMIT = 256, 6, 4096, 2048, 10.0
-"""Those of DeepSeek-V4-Flash."""
+"""DeepSeek-V4-Flash's sizes."""
 
 W4A8 = "w4a8"
 CASES = ("fp4", W4A8, "fp8", "bf16")
 """Formats of weights. Activations are in bf16; "w4a8" has FP4 weights and FP8 activations."""
 
 CHECKED, CHECK_SCALE = 8, 64.0
-"""Tokens of the batch in which Humming's results are compared, and the factor of its x, which
-brings a tenth of the gates and ups out of bounds."""
+"""Tokens of the batch that compares Humming's results, and the factor of its x that brings a tenth
+of the gates and ups out of bounds."""
 
 _TOKENS = (1, 8, 64, 128, 512, 1024, 4096)
 _CALLS = {1: 8, 8: 8}
-"""Calls per graph, each with its own experts: those of one token exceed the L2."""
+"""Calls per graph, each with its own experts: even one token's experts exceed the L2."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

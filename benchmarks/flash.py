@@ -43,7 +43,7 @@ _ACCEPTED = (0.0, 0.5, 0.9)
 _REPLAYS, _PREFILLS = 8, 3
 _CHUNK = 4096
 _BYTES_PER_MS = 3.35e9
-"""Of an H100."""
+"""An H100's rate."""
 _RESERVED_GB = 1.6
 """Memory for graphs and activations of decode steps, besides the cache."""
 _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
@@ -58,7 +58,7 @@ class FlashRow:
     ranks: int  # processes, with a GPU each
     phase: str | None = None  # of the start
     requests: int | None = None
-    tokens: int | None = None  # new ones, of all requests
+    tokens: int | None = None  # new tokens of all requests
     context: int | None = None  # earlier tokens of each request
     seconds: float | None = None  # of a phase
     step_ms: float | None = None
@@ -268,7 +268,7 @@ class Weights:
     """Bytes of weights that this rank reads."""
 
     dense: int  # in every step: all weights but experts and the embedding
-    experts: int  # routed ones
+    experts: int  # routed experts
     chosen: float  # share of the experts that a token selects
 
     @classmethod

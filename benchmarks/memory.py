@@ -30,7 +30,7 @@ CLOSE = 0.01
 
 @dataclass(kw_only=True)
 class MemoryRow:
-    """Memory of a part of a run, in GB; None on a CPU, but for the computed bytes."""
+    """Memory of a part of a run, in GB; None on a CPU, except the computed bytes."""
 
     part: str  # weights, cache, temporary tensors of a step at their peak, or its CUDA graph
     requests: int | None = None
@@ -39,7 +39,7 @@ class MemoryRow:
     computed_gb: float | None = None
     allocated_gb: float | None = None  # growth of tensors, as the allocator reports it
     reserved_gb: float | None = None  # growth of the device memory of the allocator
-    outside_gb: float | None = None  # device memory outside of it, mostly CUDA's context
+    outside_gb: float | None = None  # other device memory, mostly CUDA's context
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

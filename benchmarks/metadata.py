@@ -34,7 +34,7 @@ from dsv4_ops.attention.metadata import (
 _REQUESTS, _NEXT_N, _LONGEST = (1, 8, 32, 128, 512), (1, 2, 4), 131072
 _CONTEXTS, _CONTEXT_REQUESTS = (1024, 16384, 131072, 1048576), 128
 _MOST_TOKENS, _SMALL_MODEL = 1048576, 16384
-"""Tokens per request that the tables hold: DeepSeek-V4-Flash's, and those of a smoke run."""
+"""Tokens per request that the tables hold: for DeepSeek-V4-Flash, and in a smoke run."""
 
 
 def _spec(small: bool) -> AttentionSpec:
@@ -121,7 +121,7 @@ def metadata_work(
 
 
 def differences(args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """Name the fields that differ from those of the reference."""
+    """Name the fields that differ from the reference's."""
     names = DecodeMetadata.__dataclass_fields__
     pairs = zip(names, actual, expected, strict=True)
     found = {name: same_bytes(args, [left], [right]) for name, left, right in pairs}

@@ -114,7 +114,7 @@ class Inputs:
         return [functools.partial(call, q, *where, table) for q, table in self.sets]
 
     def of_flash_mla(self, library: Any) -> list[Call]:
-        """Make calls of FlashMLA's decode, planned here; of its prefill for selected plain rows."""
+        """Make calls of FlashMLA's decode, planned here, or its prefill for selected plain rows."""
         rows, selects = self.cache[:, :, None], self.row.topk is not None
         if selects and self.row.layout == PlainLayout.tag:
             op, rest = library.ops.sparse_prefill_fwd, (SCALE, RANK, None, None, None)

@@ -31,7 +31,7 @@ _STOCK_STEPS = 5
 
 @dataclass(kw_only=True)
 class ModelRow:
-    """A step of a model. ``*_ms`` are times between two calls of a device that is never idle."""
+    """A step of a model. ``*_ms`` are times from call to call on a device that is never idle."""
 
     batch: int
     context: int
@@ -126,8 +126,8 @@ def _row(model: Any, batch: int, context: int) -> ModelRow:
 def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None:
     """Time steps from a full cache.
 
-    Eager steps extend the cache, as in use. Compiled, the same step is repeated from the same
-    cache: in use, it would compile ten graphs or more.
+    Eager steps extend the cache, as in use. A compiled step is repeated from the same cache: in
+    use, it would compile ten graphs or more.
     """
     try:
         cache = filled_cache(model, batch=row.batch, context=row.context)
@@ -149,7 +149,7 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
                 return whole(ids, None, None, same_again(cache), use_cache=True).logits
 
             row.stock_compiled_ms = step_ms(compiled_step, model.device, _STOCK_STEPS)
-    except RuntimeError as error:  # of memory, only the size: the rest is about other processes
+    except RuntimeError as error:  # out of memory: keep the size; the rest is about other processes
         row.stock_error = one_line(error).partition(" GPU ")[0]
     finally:
         cache = None

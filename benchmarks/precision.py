@@ -67,7 +67,7 @@ _INDEX_TOPK = 64
 class _Sizes(NamedTuple):
     requests: int
     prefill: int  # tokens of each request
-    decode: int  # tokens after them
+    decode: int  # tokens after the prefill
 
 
 _SIZES, _SMOKE_SIZES = _Sizes(4, 448, 64), _Sizes(2, 136, 4)

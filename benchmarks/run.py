@@ -1,7 +1,7 @@
 """Benchmarks: ``python -m benchmarks NAME``.
 
-Each checks its results before timing anything; ``python -m benchmarks report FILE`` prints a table
-of stored rows.
+Each benchmark checks its results before it times anything; ``python -m benchmarks report FILE``
+prints a table of stored rows.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ BENCHES = {
     "ampere": "code for an A100 on a Hopper card: beside what that card runs",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
-"""Names of the benchmarks, which are modules, and the measured ops. Their ``run`` writes rows and a
-table to ``options.out``; ``CASES`` are groups to choose from; ``add_options`` adds their own
-options."""
+"""Names of the benchmarks, which are modules, and the ops that they measure. A module's ``run``
+writes rows and a table to ``options.out``; its ``CASES`` are groups to choose from; its
+``add_options`` adds its own options."""
 
 
 class BenchError(RuntimeError):

@@ -1,8 +1,8 @@
-"""Benchmark starts: to the first steps of a model on the device, to steps of other sizes, or to the
-first texts of ``generate``.
+"""Benchmark starts: the time to the first steps of a model on the device, to steps of other sizes,
+or to the first texts of ``generate``.
 
-Layers have the sizes of DeepSeek-V4-Flash in the released precision. Every start is a process, a
-cold one with empty folders of compiled code, warm ones with the folders that it filled.
+Layers have the sizes of DeepSeek-V4-Flash in the released precision. Every start is a process: a
+cold start has empty folders of compiled code, and warm starts have the folders that it filled.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ NOTES = {
     "another in the CuTe DSL; the slots of all compressed rows are there before, as its metadata "
     "makes them once a step; ",
 }
-"""The stages of a kind of layer that the baseline lacks, or computes in another way."""
+"""The stages that the baseline lacks or computes in another way, by kind of layer."""
 
 
 class Libraries(NamedTuple):

@@ -18,7 +18,7 @@ from dsv4_ops.core.layout import MainLayout
 class Context(NamedTuple):
     """One prefill request: vLLM gathers up to four requests per chunk, so it is one chunk."""
 
-    tokens: int  # new ones
+    tokens: int  # new tokens
     length: int  # all tokens, including earlier ones
     ratio: int  # tokens per compressed row
 
@@ -75,7 +75,7 @@ class WholePrefill:
     def gather(self) -> None:
         """Gather the compressed rows, then the window rows."""
         gather, size = self.cache.dequantize_and_gather_k_cache, PAGES[self.context.ratio]
-        counts = self.seq_lens // self.context.ratio  # a server computes it in every layer
+        counts = self.seq_lens // self.context.ratio  # a server computes them in every layer
         start = self.rows(self.context)[1]
         compressed = MainLayout(size).kernel_view(self.extra)[:, :, 0]
         window = MainLayout(PAGE).kernel_view(self.swa)[:, :, 0]
@@ -97,7 +97,7 @@ class WholePrefill:
         return self.indices, self.lens
 
     def whole(self) -> Tensor:
-        """Run all of it, FlashMLA over the workspace included."""
+        """Run the whole prefill, including FlashMLA over the workspace."""
         self.gather()
         self.combine()
         rows = self.workspace.view(-1, 1, MainLayout.head_dim)

@@ -59,7 +59,7 @@ def library(folder: Path) -> Any:
 
 
 def load(folder: Path, needed: Sequence[str] = _NEEDED) -> Any:
-    """Load the bundle's vLLM modules; raise if one of the ``needed`` ones fails to load."""
+    """Load the bundle's vLLM modules; raise if a ``needed`` module fails to load."""
     modules = library(folder).load_vllm_triton()
     failed = {name: text for name, text in modules.errors.items() if name in needed}
     if failed:
@@ -134,7 +134,7 @@ class BuilderSequence:
         )  # fmt: skip
 
     def _indexer(self) -> None:
-        """Return the indexer's lengths: [num_reqs, next_n] where DeepGEMM takes that."""
+        """Return the indexer's lengths: [num_reqs, next_n] where DeepGEMM takes that shape."""
         batch, requests = self.batch, self.batch.requests
         decode_lens = self.indexer.decode_lens_buffer[:requests]
         torch.diff(batch.query_start_loc, out=decode_lens)

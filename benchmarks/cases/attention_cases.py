@@ -144,7 +144,7 @@ def planned(build: Callable[[torch.device], Work], lens: int, device: torch.devi
 
 
 def planning(build: Callable[[torch.device], Work], device: torch.device) -> Work:
-    """Build the case with the plans of both sides made in the call."""
+    """Build the case; both sides make their plans in the call."""
     work = build(device)
     baseline: Any = work.baseline
     call = {decode: plan_and_decode, decode_paged: plan_and_decode_paged}[work.call]
@@ -196,7 +196,7 @@ def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Wor
 
 
 def paged_work(shape: Shape, device: torch.device) -> Work:
-    """Build a case of a block table's first rows. The baseline gets slots, computed before."""
+    """Build a case of a block table's first rows. The baseline gets precomputed slots."""
     draw, tokens = AttentionDraw(device, shape.tokens), shape.tokens
     read = sum(-(-length // PAGE_128) for length in shape.extra_lens) + sum(shape.swa_lens)
     cost, columns = shape.cost(4 * read), -(-shape.width // PAGE_128)
@@ -222,7 +222,7 @@ def paged_work(shape: Shape, device: torch.device) -> Work:
 
 
 def _edge_work(heads: int, width: int, device: torch.device) -> Work:
-    """Put absent slots among the others; make some lists empty, and end some in the middle."""
+    """Put absent slots among valid ones; make some lists empty, and end some in the middle."""
     work = decode_work(uniform(_EDGE_TOKENS, heads, width), device)
     q, swa_cache, swa, _, extra_cache, extra, _, sink = work.sets[0]
     absent = torch.tensor([-1, -(2**31), 2**31 - 1, 10**6 * PAGE], device=device).to(torch.int32)

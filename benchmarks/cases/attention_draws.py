@@ -11,7 +11,7 @@ from benchmarks.harness.draw import Draw
 from dsv4_ops.core.layout import MainLayout
 
 WINDOW, PAGE, PAGE_128 = 128, 64, 2
-"""Keys of the window, and rows per block: of the window and C4 caches, and of the C128 cache."""
+"""Keys of the window; rows per block of the window and C4 caches; rows per block of C128's."""
 
 C4, C128 = 4, 128
 PAGES = {C4: PAGE, C128: PAGE_128}

@@ -119,7 +119,7 @@ def _gather_work(
 
 
 def _gather_edges(device: torch.device) -> Work:
-    """Make absent blocks, an empty request, and one longer than table and workspace."""
+    """Make absent blocks, an empty request, and a request longer than table and workspace."""
     draw, last = Draw(device, 1), _EDGE_PAGES - 1
     table = draw.ints(3, -1, 0, 1, last + 1, 7, 2**31 - 1, last, 5, -(2**31)).view(5, 2)
     seq_lens = draw.ints(100, 0, 128, 90, 1000)
@@ -139,6 +139,6 @@ def paged(
 
 
 def _workspace(requests: int, rows: int, device: torch.device) -> Tensor:
-    """Make a result of one value, which a gather must keep outside of its rows."""
+    """Make a result filled with one value, which a gather must keep outside of its rows."""
     shape = (requests, rows, MAIN.head_dim)
     return torch.full(shape, -7.0, dtype=torch.bfloat16, device=device)

@@ -115,7 +115,7 @@ def differences(
 
 @dataclass(frozen=True)
 class Step:
-    """Position and request of each token. The states have all earlier tokens that they need."""
+    """Position and request of each token. States have all earlier tokens that a step needs."""
 
     positions: tuple[int, ...]
     req_indices: tuple[int, ...]
@@ -129,7 +129,7 @@ class Step:
 
 
 def decode_step(kind: Kind, requests: int, *, finishing: bool) -> Step:
-    """Make one token per request: all at the end of a window, or one in ``ratio`` of them."""
+    """Make one token per request: all of them, or one in ``ratio``, end a window."""
     last = kind.ratio - 1
     offsets = [last if finishing else request % kind.ratio for request in range(requests)]
     return Step(tuple(_CONTEXT + offset for offset in offsets), tuple(range(requests)))

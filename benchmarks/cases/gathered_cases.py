@@ -1,4 +1,4 @@
-"""Cases of sparse MLA over bf16 rows gathered before, as FlashMLA's sparse prefill takes them."""
+"""Cases of sparse MLA over gathered bf16 rows, as FlashMLA's sparse prefill takes them."""
 
 from __future__ import annotations
 

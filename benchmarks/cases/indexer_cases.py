@@ -20,9 +20,9 @@ from benchmarks.harness.work import Args, Case, Work, ours_on
 HEADS = 64
 TOPK, _RATIO = 512, 4
 V32 = "select_v32"
-"""The group of DeepSeek-V3.2's selection: 2048 of all tokens."""
+"""The group of DeepSeek-V3.2's selection, which takes 2048 of all tokens."""
 SELECTIONS = {"select": (TOPK, _RATIO), V32: (2048, 1)}
-"""Rows that are selected, and tokens of a row."""
+"""Selected rows, and tokens per row."""
 _EDGE_TOKENS, _EDGE_CONTEXT = 12, 8192
 _BY_TOKEN = (0, 1, 3, 4)
 _PAGES = {"block_size": BLOCK_SIZE, "layout": INDEXER.tag}

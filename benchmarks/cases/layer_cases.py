@@ -31,8 +31,8 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 
 INDEX_HEADS = 64
 OUT = Tolerance(1e-3, 2.01 / 128, 2e-5)
-"""Maximum difference of the output from the references on the CPU: that of FlashMLA's own tests,
-plus one e4m3 code of a row that the step writes."""
+"""Maximum difference of the output from the references on the CPU: FlashMLA's own tolerance, plus
+one e4m3 code of a row that the step writes."""
 
 TOKEN_COSINE = 1e-4
 """Maximum cosine difference of a token; a few wrong rows cause a hundred times as much."""
@@ -121,7 +121,7 @@ def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int
             index_width = spec.compressor_width(kind, IndexerLayout.head_dim)
             moved += 2 * 8 * index_width + before * 8 * IndexerLayout.head_dim
             moved += (rows + 1) * index_row + INDEX_HEADS * (2 * IndexerLayout.head_dim + 4)
-            flop += rows * INDEX_HEADS * IndexerLayout.head_dim  # half of 2
+            flop += rows * INDEX_HEADS * IndexerLayout.head_dim  # 2 FLOP, halved for FP8
     moved += keys * row
     flop += 4 * model.heads * keys * dim
     return requests * moved, requests * flop
@@ -260,8 +260,8 @@ class LayerDraw(Draw):
         return step.c4 if self.kind == "c4" else step.c128
 
     def indexer_keys(self, layout: IndexerLayout, step: AttentionStep, toward: Tensor) -> Tensor:
-        """Sample keys. As many as are selected point ``toward`` far more than the others do, so
-        that the rounding of scores does not change the selection."""
+        """Sample keys. The keys to be selected point ``toward`` far more than the others do, so
+        that rounded scores do not change the selection."""
         table = step.c4.block_table
         cache = layout.allocate(int(table.max()) + 1, self.device)
         rows = self.context // self.spec.attention.c4_ratio

@@ -13,7 +13,7 @@ from dsv4_ops.reference.pages import Columns, gather_rows, row_columns, scatter_
 from dsv4_ops.testing.cases.compressor import row_values
 
 CODE_STEP, ROPE_STEP = 2.0**-3, 2.0**-7
-"""Maximum relative step between codes of e4m3 and of bf16."""
+"""Maximum relative steps between codes, in e4m3 and bf16."""
 
 _NEAR_ZERO = 2.0**-16  # relative to a row's maximum: there, steps and float32 sums cancel
 _SPOILED = 0x5A

@@ -78,7 +78,7 @@ def _case(shape: Shape, context: Context, prefix: int, variant: str, table_rows:
 
 
 class _Rows(NamedTuple):
-    """A request's rows, the number that FlashMLA gets, and those of every token, -1 for none."""
+    """A request's rows, the number of them that FlashMLA gets, and each token's rows (-1: none)."""
 
     cache: Tensor
     table: Tensor
@@ -141,7 +141,7 @@ def _compressed(
     draw: AttentionDraw, shape: Shape, context: Context, selectable: int, table_rows: int
 ) -> _Rows:
     """Make the compressed rows of the request: a selection among the first ones, or all that a
-    token sees. If the block table has more rows, it is that of a longer request."""
+    token sees. If the block table has more rows, it belongs to a longer request."""
     size = PAGES[context.ratio]
     cache, table = draw.cache(size, (1, -(-context.compressed // size)))
     table = pad(table, (0, max(0, table_rows // size - table.shape[1])), value=-1)
@@ -154,7 +154,7 @@ def _compressed(
 
 
 def _gathered(swa: _Rows, extra: _Rows) -> tuple[Tensor, Tensor]:
-    """Return bf16 rows [num_rows, 1, 512], compressed ones first, and those of every token."""
+    """Return bf16 rows [num_rows, 1, 512], compressed ones first, and each token's rows."""
     rows = torch.cat([extra.dense(), swa.dense()])
     indices = torch.cat([swa.listed + extra.held, extra.listed], 1)
     width = indices.shape[1]

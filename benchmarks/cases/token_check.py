@@ -17,7 +17,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees
 
-_KEYS = 2**17  # of a chunk, with 512 values in float64
+_KEYS = 2**17  # keys of a chunk, each 512 values in float64
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def output_bytes(metadata: DecodeMetadata) -> int:
 
 
 def rotating_sets(step_bytes: int, device: torch.device) -> int:
-    """Return the number of input sets: up to 32, for three times the L2; one on a CPU."""
+    """Return the number of input sets: up to 32, enough for three times the L2; one on a CPU."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size

@@ -41,7 +41,7 @@ from benchmarks.harness.work import (
 from benchmarks.run import BenchError, WrongResult
 
 FLOP_PER_US = 790e6
-"""Best measured bf16 matrix product of an H200; FP8 has twice the rate."""
+"""Best measured rate of bf16 products on an H200; FP8 has twice that."""
 
 Function = Callable[..., Any]
 
@@ -103,7 +103,7 @@ class Checked:
     work: Work
     written: Written  # resets what the calls write
     ours: Sequence[Tensor]  # results of the compiled call for the first input set
-    expected: Sequence[Tensor]  # those of the reference
+    expected: Sequence[Tensor]  # the reference's results
     wanted: Sequence[Sequence[Tensor]] = ()  # of every input set, or of all calls that write
 
 
@@ -216,8 +216,8 @@ class OpBench:
     def graph_us(self, calls: Sequence[Call], *, repeated: bool = True) -> float:
         """Time one call in a graph of several; device time.
 
-        If a call reads little, its next repeat finds the data in the L2. A graph per call is then
-        more accurate, although its launch counts.
+        If a call reads little, its next repeat finds the data in the L2. For such calls, a graph
+        per call is more accurate, although its launch counts.
         """
         calls = captured_calls(calls) if repeated else calls
         return Capture(calls).device_us(self.cold).median

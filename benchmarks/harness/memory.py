@@ -37,7 +37,7 @@ class Copies:
         self.bytes_per_us = 2 * _LARGE / self.us(2 * _LARGE)
 
     def us(self, moved_bytes: int) -> float:
-        """Return the time of a copy that reads and writes half of ``moved_bytes`` each."""
+        """Return the time of a copy that reads half of ``moved_bytes`` and writes half."""
         size = round_up(max(moved_bytes // 2, 1), _VECTOR)
         if size not in self._known:
             self._known[size] = self._measured(size)

@@ -121,7 +121,7 @@ def _process(
 
 
 def replays_us(graph: Any, replays: int) -> float:
-    """Time a replay, with as many per sample on every rank, because ranks wait for each other."""
+    """Time a replay, with the same number per sample on every rank: ranks wait for each other."""
 
     def sample() -> None:
         for _ in range(replays):

@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
-    """Return the last run of every point, whichever looks better, in the order of the first."""
+    """Return the last run of every point, better or not, in the order of the first runs."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         point = tuple(row.get(name) for name in _POINT)
@@ -181,7 +181,7 @@ def markdown(rows: Sequence[Row], columns: Sequence[str] = (), match: str = "") 
 
 
 def _texts(rows: Sequence[Row]) -> list[str]:
-    """Return errors and notes of rows, and the points of each."""
+    """Return the errors and notes of rows, each with its points."""
     points: dict[str, list[str]] = {}
     for row in rows:
         where = " ".join(str(row[name]) for name in _POINT if row.get(name) not in (None, ""))

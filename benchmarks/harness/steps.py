@@ -34,7 +34,7 @@ def step_batch(
     device: torch.device,
     rows: Sequence[int] | None = None,
 ) -> Any:
-    """Make the next ``counts`` tokens of requests of ``lens`` then, equal in all processes."""
+    """Make the last ``counts`` tokens of requests of ``lens``, the same in all processes."""
     from dsv4_ops.integrations import transformers as v4
 
     made = torch.Generator().manual_seed(sum(lens))

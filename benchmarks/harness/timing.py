@@ -77,7 +77,7 @@ class Capture:
 
 
 def alternating_us(captures: Sequence[Capture]) -> list[Timing]:
-    """Return device time per call of each, from samples taken in turn.
+    """Return each graph's device time per call, from samples taken in turn.
 
     A card at its power limit lowers its clocks as it gets warmer: if two kernels were timed one
     after the other, the second would look up to a tenth slower.
@@ -139,7 +139,7 @@ def _round_us(call: Call, calls: int) -> float:
 
 
 def step_ms(call: Call, device: torch.device, steps: int) -> float:
-    """Return milliseconds per call, without a wait of the host between calls, but on a CPU."""
+    """Return milliseconds per call. Except on a CPU, the host does not wait between calls."""
     call()
     samples, steps = [], steps if device.type == "cuda" else 1
     for _ in range(3):

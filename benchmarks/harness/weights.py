@@ -30,7 +30,7 @@ class Row:
     error: str | None = None
 
     def compare(self, bytes_per_us: float) -> None:
-        """Compare the time with that of a copy."""
+        """Compare the time with a copy's."""
         assert self.us is not None
         self.pct_of_copy = 100 * self.weight_bytes / self.us / bytes_per_us
 

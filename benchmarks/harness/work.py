@@ -15,7 +15,7 @@ from benchmarks.run import WrongResult
 
 Args = tuple[Any, ...]
 Difference = Callable[[Args, Sequence[Tensor], Sequence[Tensor]], "str | None"]
-"""(input set, results of a call, those of the reference) -> the difference in words, or None."""
+"""(input set, results of a call, expected results) -> the difference in words, or None."""
 
 _POISON = 0x5A
 
@@ -83,7 +83,7 @@ class Case:
 class Written:
     """The tensors that the calls of a case mutate, and their first contents.
 
-    ``groups`` are those of one input set; sets that mutate the same tensors have one group.
+    Each entry of ``groups`` is for one input set, or for sets that mutate the same tensors.
     """
 
     def __init__(self, work: Work) -> None:

@@ -32,7 +32,7 @@ class Launcher:
         aligns_inputs: Whether misaligned inputs are copied later, because their addresses are
             unknown here.
         capability: Compute capability reported for tensors that are not on a GPU.
-        num_sms: SMs reported for them.
+        num_sms: SMs reported for such tensors.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Launcher:
         return target_of(self.capability(device))
 
     def converts_codes(self, device: torch.device) -> bool:
-        """Return whether kernels convert e4m3 codes, and do not compute with integers. Triton's
+        """Return whether kernels convert e4m3 codes instead of computing with integers. Triton's
         interpreter is wrong about conversions."""
         return not INTERPRETED and self.target(device).converts_codes
 
@@ -113,7 +113,7 @@ def options_of(kernel: Any, args: Sequence[Any]) -> dict[str, Any]:
 
 
 def dependent(kernel: Any, target: Target) -> dict[str, bool]:
-    """Return the option that launches a kernel before the one before it ends, if it waits."""
+    """Return the option that launches a kernel, if it waits, before the previous kernel ends."""
     return {"launch_pdl": True} if target.dependent_launch and waits(kernel) else {}
 
 

@@ -1,6 +1,6 @@
 """Compile kernels in other processes before they are launched.
 
-Triton compiles a kernel when it is first launched, one after the other, with the caller's Python.
+Triton compiles kernels one after the other, each when it is first launched, in the caller's Python.
 ``REQUESTED`` stands for the launcher of a call and launches nothing: every kernel that the call
 would launch becomes a job. A worker compiles it, and its launcher's C code, into Triton's folder of
 compiled code. The first launch waits for its job, then loads what the job left in that folder. A

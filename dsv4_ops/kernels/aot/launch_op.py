@@ -43,7 +43,7 @@ ALIGNED = {
     "hopper_mla_decode_kernel": ("q", "kv_cache"),
 }
 """Parameters whose addresses must be multiples of 16, by kernel. In a package the lowering copies
-misaligned ones, because Inductor drops a ``clone`` that changes only the address."""
+misaligned tensors, because Inductor drops a ``clone`` that changes only the address."""
 
 
 class Rest(NamedTuple):
@@ -76,8 +76,8 @@ def _wrap(kernel: Any) -> Any:
 
 
 PACKAGED = Launcher(_wrap, aligns_inputs=True)
-"""Trace launches into the graph of a package, those of Gluon kernels as ops; ``lowering/gluon.py``
-copies misaligned inputs."""
+"""Trace launches into the graph of a package. Launches of Gluon kernels become ops;
+``lowering/gluon.py`` copies their misaligned inputs."""
 
 
 class _Launch:

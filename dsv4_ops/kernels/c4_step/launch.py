@@ -26,7 +26,7 @@ WARPS = 4
 
 HEADS = 16
 """Heads of a token per program that normalises queries. The compressors' registers leave an SM few
-programs, so that each has to load many values at once."""
+programs, so that each program has to load many values at once."""
 
 
 class _Compressor(NamedTuple):

@@ -3,12 +3,12 @@
 With the option ``launch_pdl`` a GPU starts a kernel's programs once all programs of the kernel
 before it have called ``gdc_launch_dependents``, or ended. So each program must first wait for that
 kernel. Where the option is set, Triton's compiler writes the wait into the binary, and Triton and
-Inductor launch that binary early: no launch has one without the other. Elsewhere, such as from the
-C++ of a package, the binary is launched late, and the wait does nothing.
+Inductor launch that binary early: no launch has the option without the wait. Elsewhere, such as
+from the C++ of a package, the binary is launched late, and the wait does nothing.
 
-The wait is for whatever kernel came before, and so for all earlier ones if that one waited too. All
-of ours do. FlashMLA's combine starts early, and its programs for a text that was not split end
-without a wait while the decode still stores. So the kernel after FlashMLA's starts late.
+A kernel waits for the one before it, and so for all earlier ones if that kernel waited too. All of
+our kernels wait. FlashMLA's combine starts early, and its programs for a text that was not split
+end without a wait while the decode still stores. So the kernel after FlashMLA's starts late.
 """
 
 import triton

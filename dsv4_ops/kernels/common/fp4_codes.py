@@ -36,7 +36,7 @@ _LOW_STEP, _HIGH_STEP = tl.constexpr(0x08080800), tl.constexpr(0x08080808)
 """Increment of the codes per power of two; 0 stays 0."""
 
 _NAN, _NAN_EXCEPT_0 = tl.constexpr(0x7F7F7F7F), tl.constexpr(0x7F7F7F00)
-"""Codes for a scale out of reach: NaN, but zeros stay 0 if the scale is below it."""
+"""Codes for a scale out of reach: NaN, but zeros stay 0 if the scale is too small."""
 
 
 def ordered_codes(x: Tensor) -> Tensor:

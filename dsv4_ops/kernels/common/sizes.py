@@ -1,8 +1,8 @@
 """Arguments that differ from call to call, for which Triton must not compile a kernel again.
 
-Triton compiles a kernel once more where an integer is 1, and where it is a multiple of 16. That
-speeds up loads whose stride, or whose mask along contiguous values, it knows so. It gains nothing
-from a count of rows, and costs a user seconds at each new batch size and length of a cache.
+Triton compiles a kernel once more where an integer is 1, and where it is a multiple of 16. This
+speeds up loads whose stride, or whose mask along contiguous values, is then known. For a count of
+rows it gains nothing, and costs a user seconds at each new batch size and length of a cache.
 """
 
 SIZES_BUT_TOKENS = (
@@ -42,8 +42,8 @@ SIZES_BUT_TOKENS = (
     "table_stride",
     "wave",
 )
-"""Names of such arguments in all kernels, for ``do_not_specialize``."""
+"""Arguments of all kernels for ``do_not_specialize``, by name."""
 
 SIZES = (*SIZES_BUT_TOKENS, "num_tokens")
-"""Names for kernels that gain nothing from a multiple of 16 tokens. Others load and store more
-values at once then, as a mask of 16 tokens is all true or all false."""
+"""Names for kernels that gain nothing from a multiple of 16 tokens. Other kernels load and store
+more values at once with such a multiple: a mask of 16 tokens is all true or all false."""

@@ -121,7 +121,7 @@ def ptxas(capability: int) -> str:
 
 
 def forget_ptxas() -> None:
-    """Make Triton read the version of ptxas again; the names of its files depend on it.
+    """Make Triton read the version of ptxas again; names of Triton's files depend on it.
 
     ``get_ptxas_version``, which caches it, 3.6 to 3.9.
     """

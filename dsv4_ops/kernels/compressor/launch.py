@@ -29,8 +29,8 @@ CHANNELS = 64
 """Channels of a long window per program."""
 
 SHORT_WARPS, LONG_WARPS, INSERT_WARPS = 1, 2, 4
-"""Warps per program: few, because each repeats the work per row. Short windows with many channels
-take as many warps as the channels fill."""
+"""Warps per program: few, because each warp repeats the work per row. Short windows with many
+channels take as many warps as the channels fill."""
 
 MAX_WARPS = 16
 

@@ -1,6 +1,6 @@
-"""Compress long windows in two kernels: programs of the first pool a few channels of a window, and
-the second normalises, rotates and stores rows, because only the norm needs all channels. Both may
-save states too: scanning for windows, and finishing them, leave the memory almost idle."""
+"""Compress long windows in two kernels: a program of the first pools a few channels of a window,
+and the second normalises, rotates and stores rows, because only the norm needs all channels. Both
+may save states too: scanning for windows, and finishing them, leave the memory almost idle."""
 
 import triton
 import triton.language as tl

@@ -20,8 +20,8 @@ def compress_and_insert(
     SAVE: tl.constexpr, TOKENS: tl.constexpr, SPACING: tl.constexpr,
 ):  # fmt: skip
     """Run one of ``programs`` programs: scan every ``programs``-th token, and compress the windows
-    that these complete. Tokens are far apart because in a prefill those that complete windows are
-    evenly spaced, which balances the work."""
+    that those tokens complete. In a prefill, windows end at evenly spaced tokens; scanning far
+    apart tokens balances the work."""
     RATIO: tl.constexpr = WINDOW[1]
     HEAD_DIM: tl.constexpr = WINDOW[4]
     DIM: tl.constexpr = FINISH[0]

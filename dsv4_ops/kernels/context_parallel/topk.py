@@ -34,7 +34,7 @@ def cp_topk_kernel(
     RANKS: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Select the rows of one token, in increasing order. WIDTH is the candidates per rank;
-    CANDIDATES and BLOCK are those of all ranks and topk, rounded up to powers of two."""
+    CANDIDATES and BLOCK are the candidates of all ranks and topk, rounded up to powers of two."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, CANDIDATES)

@@ -1,5 +1,5 @@
 """Sort rows into blocks by expert, one program per expert, in one or two launches. The launch for
-a small batch also reorders the activations, which would be one more."""
+a small batch also reorders the activations, to save a launch."""
 
 import torch
 import triton

@@ -30,7 +30,7 @@ FILL_COLUMNS = 1024
 """Logits per program of ``fill_absent_kernel``, all of one token."""
 
 _MAX_SINK = tl.constexpr(1e30)
-"""Replaces inf, which FlashMLA would subtract from inf, its lse of a row without keys."""
+"""Replaces inf: FlashMLA would subtract it from its lse of a row without keys, also inf."""
 
 
 @triton.jit
@@ -279,8 +279,8 @@ def finish_heads(
     *,
     clears: bool = False,
 ) -> None:
-    """Launch ``no_key``, with ``clears`` also zeros for heads without keys, and inverse RoPE as one
-    kernel. It writes to ``out`` and ``lse``, both dense; the angles have ``ROPE`` columns."""
+    """Launch as one kernel ``no_key`` (with ``clears`` also zeros for heads without keys) and
+    inverse RoPE. It writes to ``out`` and ``lse``, both dense; the angles have ``ROPE`` columns."""
     num_tokens, num_heads = lse.shape
     rotates = positions is not None and cos_sin_cache is not None
     launch(finish_heads_kernel)[(num_tokens, triton.cdiv(int(num_heads), FINISHED_HEADS))](

@@ -33,8 +33,8 @@ STEP = 128
 """Keys that are scored at a time: a multiple of 64, as the matrix unit needs."""
 
 ROWS = 512
-"""Logits of a token per program of the paged kernel; half of them if the programs are few and keys
-become bf16, of which a tile has half as many."""
+"""Logits of a token per program of the paged kernel; half as many if programs are few and keys
+become bf16, as a tile holds half as many bf16 keys."""
 
 _FEW = 4 * PROGRAMS * ROWS
 
@@ -47,7 +47,7 @@ WARPS = 4
 
 
 def tile_sizes(num_heads: int, target: Target) -> dict[str, int]:
-    """Return the padded number of heads, and the keys that are scored at a time: half as many as
+    """Return the padded number of heads, and the keys that are scored at a time: half as many in
     bf16, which takes twice the registers of codes."""
     heads = max(16, triton.next_power_of_2(num_heads))
     step = STEP if target.converts_codes else STEP // 2

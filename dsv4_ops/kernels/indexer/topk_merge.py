@@ -94,9 +94,9 @@ def scratch_slots(number, CAPACITY: tl.constexpr):
     negative.
 
     The result hides two facts from Triton. If it knew that slots are consecutive, a thread would
-    load four neighbours; but stores to offsets that it does not know to be consecutive have one per
-    thread, and converting between the two layouts costs more than the selection. If it knew that
-    slots are the same everywhere, it would keep addresses in registers.
+    load four neighbours; but stores to offsets that it does not know to be consecutive have one
+    slot per thread, and a conversion between the layouts costs more than the selection. If it knew
+    that slots are the same everywhere, it would keep addresses in registers.
     """
     return tl.arange(0, CAPACITY) ^ tl.minimum(number, 0)
 
@@ -170,7 +170,7 @@ def pad_result(out, count, topk, WIDTH: tl.constexpr):
 @triton.jit
 def _load_entries(scratch, lists, base, start, head, CAPACITY: tl.constexpr):
     """Load the first ``head`` keys of the first list, then the entries from ``start`` on of all
-    lists. Return keys and indices; those of complete lists count from ``base``.
+    lists. Return keys and indices; in complete lists, indices count from ``base``.
 
     ``scratch``: keys, indices, and keys per row. ``lists``: the row of the first list, the step
     between rows of lists, entries of all lists, entries per list, and whether lists are complete.

@@ -2,7 +2,7 @@
 come from logits that are read, or from scores that are computed.
 
 A program has a scratch row of CAPACITY keys and indices. Keys are appended in order, absent ones
-too, so that the loop that waits for loads counts nothing; their indices follow from their slots.
+too, so that the loop that waits for loads counts nothing; the indices follow from the slots.
 When the row is full, it is reduced to at most MAX_WIDTH keys.
 
 The number of keys of a row decides where keys are stored. Torch counts a tensor as written if its

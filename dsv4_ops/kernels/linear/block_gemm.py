@@ -19,8 +19,8 @@ from dsv4_ops.kernels.launcher import Launcher
 
 TOKENS, WARPS = 64, 4
 """Tokens and warps per program: several programs fit an SM, and one scales its sums while others
-multiply. Tiles of 128 x 128 with eight warps take 92 us, these 81 us (1024 tokens of V4's ``o_a``,
-an H200)."""
+multiply. Tiles of 128 x 128 with eight warps take 92 us, these tiles 81 us (1024 tokens of V4's
+``o_a``, an H200)."""
 
 ROWS, SMALL_ROWS = 128, 64
 """Weight rows per program; the smaller number if the larger one would leave SMs idle. A tile lies

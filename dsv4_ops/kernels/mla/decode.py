@@ -53,7 +53,7 @@ INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
 """Batch-invariant calls: keys of a block table per split, and maximum splits."""
 
 PARTS, MAX_ROWS_IN_PARTS = 4, 1024
-"""Programs that combine one row (a token and a head), and maximum rows for so many programs."""
+"""Programs that combine one row (a token and a head), and the maximum rows for that number."""
 
 
 class Call(NamedTuple):

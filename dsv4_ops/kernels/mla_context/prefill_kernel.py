@@ -114,7 +114,7 @@ def mla_prefill_kernel(
 
     The tokens before the first request, the tokens of each request, and the tokens after the last
     one are spans 0 to num_reqs + 1. The tiles of span n start at first // QUERIES + n, which leaves
-    each span enough of them. A start below its predecessor counts as equal to it, so that every row
+    each span enough tiles. A start below its predecessor counts as equal to it, so that every row
     is written whatever the starts are. Tiles of late queries, which see the most keys, come first.
     """
     wait_for_previous_kernel()

@@ -130,9 +130,9 @@ def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
     """Return the keys per unit of a split: half a block if that shortens the longest split of the
-    Triton kernel; in the Hopper kernel half a block takes as long as a block. Also for symbolic
-    sizes, which we must not guard: half blocks gain more for small batches than they cost large
-    ones."""
+    Triton kernel; in the Hopper kernel half a block takes as long as a block. Symbolic sizes, which
+    we must not guard, get half a block: half blocks gain more for small batches than they cost
+    large ones."""
     if not all(isinstance(size, int) for size in (programs, *widths)):
         return KEY_TILE // 2
     whole, halves = (_longest_split(programs, widths, unit) for unit in (KEY_TILE, KEY_TILE // 2))

@@ -28,7 +28,7 @@ WARPS = 8
 """Warps of a program of the Triton kernel."""
 
 SMALL_HEAD_TILE = 16
-"""Heads of such a program on a datacenter Blackwell, where more would spill."""
+"""Heads of a program of that kernel on a datacenter Blackwell, where more would spill."""
 
 LISTED = 512
 """Selected rows that a program checks at a time for the last visible one."""

@@ -180,7 +180,7 @@ def stream_ends_kernel(
 ):  # fmt: skip
     """Finish one token. One program collapses and normalises the streams (COLLAPSES); another
     computes post and mix of the next call (MIXES), whose iterations take about as long. A launch
-    may do only one of both."""
+    may do only one of the two."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     weight = tl.arange(0, SUMS)

@@ -35,8 +35,8 @@ def _is_fp8(call: DecodeCall | PrefillCall) -> bool:
 
 
 def _caches(call: DecodeCall | PrefillCall) -> tuple[Tensor, Tensor]:
-    """Return the caches of the window and of compressed rows; that of the window twice if there are
-    no compressed rows."""
+    """Return the caches of the window and of compressed rows; the window's twice if there are no
+    compressed rows."""
     return call.swa_cache, call.swa_cache if call.extra_cache is None else call.extra_cache
 
 

@@ -190,8 +190,8 @@ LIST_PROGRAMS = 1024
 """Maximum programs with a list, over all heads: programs without work cost time."""
 
 WARPS = 2
-"""Warps of a program: each thread reads 8 values of a split. Independent of the batch, so that the
-bits are."""
+"""Warps of a program: each thread reads 8 values of a split. Independent of the batch, as the bits
+must be."""
 
 
 def combine(

@@ -198,8 +198,8 @@ def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr)
 
     Triton assigns all warps to the rows of a product that leads to another product, so that with 64
     rows half of the warps would compute the same as the others. It does not look past the end of a
-    branch, nor past ``unfused`` for the sum of the four products. ``block`` is not negative, which
-    Triton must not see, so that branches stay.
+    branch, nor past ``unfused`` for the sum of the four products. Triton must not see that
+    ``block`` is not negative, so that branches stay.
 
     MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product is then in a
     branch of its own, also those with P, and has warps along heads and keys.

@@ -38,7 +38,7 @@ class TileSchedule(NamedTuple):
     Args:
         by_lengths: 1; 0 for the same number of splits for every token; or a symbol.
         programs: Programs per tile of heads.
-        wave: How many of them run at once.
+        wave: Programs that run at once.
         combine_list: int32 [1 + tokens, COMBINE_COLUMNS], where the kernel lists tokens with
             several splits.
     """

@@ -38,12 +38,12 @@ COPY_THREADS = gl.constexpr(128)
 """Threads that copy: each arrives at the barrier of half a block when its copies are done."""
 
 MMA_REGISTERS = gl.constexpr(208)
-"""Registers per thread of the MMA partitions; the copying one gets the rest."""
+"""Registers per thread of the MMA partitions; the copying partition gets the rest."""
 
 
 @aggregate
 class PairedBarriers:
-    """Barriers between the partitions: those of KV for each half and block, ``max_ready`` and
+    """Barriers between the partitions: KV's for each half and block, ``max_ready`` and
     ``p_ready`` for each block."""
 
     kv_ready: gl.tuple
@@ -186,7 +186,7 @@ def _store_p(block: gl.constexpr, p_smem, p, p_ready):
 @gluon.jit
 def attend_even(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexpr):
     """Return the left half of the accumulator over ``pairs`` pairs from ``first`` on, row_max, and
-    the row_sum of the first block of each pair. ``scale`` includes log2(e); ``rope`` is that of
+    the row_sum of the first block of each pair. ``scale`` includes log2(e); ``rope`` is as in
     ``_logits``."""
     kv_smem, p_smem, row_max_smem = smem.kv, smem.p, smem.row_max
     barriers = smem.barriers

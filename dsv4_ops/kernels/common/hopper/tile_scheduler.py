@@ -1,8 +1,8 @@
 """In-kernel split-KV tile scheduler: each program derives its work tile from all lengths.
 
 It needs no launch of its own, and a ragged batch takes as long as the sum of its contexts. Every
-warp computes the whole schedule, which is faster than waiting for another; only the candidate sizes
-of a split are divided among the warps.
+warp computes the whole schedule, which is faster than waiting for another warp; only the candidate
+sizes of a split are divided among the warps.
 """
 
 from triton.experimental import gluon

@@ -50,7 +50,7 @@ PAIR = gl.constexpr(128)
 """Keys of a pair of blocks; a split is a whole number of pairs."""
 
 _CODES_MMA_REGISTERS = gl.constexpr(192)
-"""Registers per thread of the MMA partitions over FP8 rows; the dequantising one gets the rest."""
+"""Registers per thread of the MMA partitions over FP8 rows; dequantisation gets the rest."""
 
 _MIN_EXPONENT = gl.constexpr(15)
 """Minimum biased exponent of a query row's amax."""
@@ -80,7 +80,7 @@ class Tile:
 
 @aggregate
 class Split:
-    """Split of a token, their number, and the index of the token's first partial result."""
+    """A token's split, the number of its splits, and the index of its first partial result."""
 
     first_partial: Scalar
     splits: Scalar

@@ -92,7 +92,7 @@ def scale_codes(words, scale):
 @gluon.jit
 def prefetch_l2(address, size):
     """Prefetch ``size`` bytes from ``address`` into the L2, both multiples of 16. Four threads hold
-    them; the first one asks."""
+    both; the first one asks."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred p; .reg .b32 lane;
@@ -169,8 +169,8 @@ def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
 @gluon.jit
 def _load_next_half(rows, HALF: gl.constexpr, loaded, zero, FORMAT: gl.constexpr):
     """Load half the latents once the half before, ``loaded``, is there: one counter of the hardware
-    counts all loads, so that a wait for earlier ones would wait for these too. ``zero`` is 0, which
-    the compiler does not know."""
+    counts all loads, so that a wait for earlier loads would wait for later ones too. ``zero`` is 0,
+    which the compiler does not know."""
     if FORMAT == SCALED:
         nothing = loaded.right_scale.to(gl.int32, bitcast=True) & zero
         rows = Rows(rows.start + nothing * 16, rows.position)

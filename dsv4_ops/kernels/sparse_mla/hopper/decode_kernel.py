@@ -46,8 +46,8 @@ from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
 
 @aggregate
 class SplitWork:
-    """Key blocks of a split: ``first`` to ``stop`` of both lists, one after the other. The first
-    ``swa_tiles`` of both lists, and the first ``window_blocks`` of the split, are the window's."""
+    """Key blocks of a split: ``first`` to ``stop`` of both lists, one after the other. The window
+    has the first ``swa_tiles`` blocks of the lists, and ``window_blocks`` of the split."""
 
     first: Scalar
     stop: Scalar

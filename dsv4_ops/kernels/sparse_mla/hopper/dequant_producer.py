@@ -1,8 +1,8 @@
 """Producer of FP8 rows for Hopper's matrix unit: it loads words of codes and stores bf16.
 
 A thread holds 144 bytes of one row of half a block: four words of codes from each group of 64
-values that share a scale byte, and eight words of RoPE values. They are words because a loop
-carries a uint8 tensor in one register per byte.
+values that share a scale byte, and eight words of RoPE values. Codes are loaded as words because a
+loop carries a uint8 tensor in one register per byte.
 """
 
 from triton.experimental import gluon
@@ -43,8 +43,8 @@ class LocatedRows:
 
 @aggregate
 class RowWords:
-    """Words of half a block of rows: the codes in three tensors, because a tensor's size is a power
-    of two, the RoPE values, and the scale bytes in two words."""
+    """Words of half a block of rows: the codes (in three tensors, because sizes are powers of two),
+    the RoPE values, and the scale bytes in two words."""
 
     codes0: gl.tensor
     codes1: gl.tensor
