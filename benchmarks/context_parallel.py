@@ -74,7 +74,7 @@ _INTERLEAVE = 64
 
 @dataclass
 class Row:
-    """Device time in microseconds, the same on all ranks, because they wait for each other.
+    """Device time in microseconds, equal on all ranks, because ranks wait for each other.
 
     ``group`` is one of ``CASES``: "layer" is the attention of a V3 layer between its projections,
     "v4_layer" a C4 or C128 layer of DeepSeek-V4, and a model's step has 4 layers and 16 experts.
@@ -83,7 +83,7 @@ class Row:
     group: str
     ranks: int  # processes, with a GPU each
     variant: str  # the collective, with what it gathers; a kind of layer, with what layers share
-    heads: int  # of all ranks; 0 for candidates, which have none
+    heads: int  # heads of all ranks; 0 for candidates, which have none
     tokens: int  # one per request
     context: int = 0  # rows that each token sees; 0 for a combine or a gather
     us: float | None = None  # median of replays of a CUDA graph; on a CPU, wall time

@@ -34,8 +34,8 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.testing.checkpoint import FLASH
 
 _CHECKED_LAYERS, _CHECKED_TOKENS, _MOST_ERROR = 6, 9, 0.05
-"""Maximum median error of a token's logits relative to their norm. Both models are in bfloat16, and
-near ties of routers fall differently. A decode is compared at this many tokens or more."""
+"""Compared layers, minimum tokens of a compared decode, and maximum median error of a token's
+logits relative to their norm: in bfloat16, near ties of routers fall differently."""
 _DRAFTED = 2
 """Tokens per request in a step that verifies one draft."""
 _ACCEPTED = (0.0, 0.5, 0.9)
@@ -68,7 +68,7 @@ class FlashRow:
     per_s_most: float | None = None
     roofline_ms: float | None = None
     kernels: float | None = None  # of the step, divided by the layers
-    collectives_pct: float | None = None  # share of the kernels' time, waits included
+    collectives_pct: float | None = None  # share of the kernels' time, including waits
     weights_gb: float | None = None  # of this GPU, as the next two
     cache_gb: float | None = None
     peak_gb: float | None = None  # the allocator's maximum
@@ -316,7 +316,7 @@ class Decodes:
         self.graphs: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def run(self) -> None:
-        """Run short contexts first, and profiles and drafts after all contexts."""
+        """Run short contexts first, and all contexts before profiles and drafts."""
         ranks = self.ranks
         with ranks.phase("first decode") as row:
             self.place(1, min(self.contexts), 1)

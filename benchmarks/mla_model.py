@@ -38,9 +38,9 @@ class Row:
     batch: int = 1
     stock_ms: float | None = None  # compiled for V3, eager for V3.2; None if out of memory
     step_ms: float | None = None  # of the patched model, one CUDA graph for all contexts
-    graphs: int | None = None  # compiled for all contexts
+    graphs: int | None = None  # graphs compiled for all contexts
     chunk_rows: int | None = None  # of the workspace in which the context is expanded
-    peak_gib: float | None = None  # of a layer
+    peak_gib: float | None = None  # of one layer
     whole_gib: float | None = None  # with the context as one chunk
 
 

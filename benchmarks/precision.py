@@ -34,7 +34,7 @@ class PrecisionRow:
     first: int
     last: int
     rms_pct: float | None = None  # root mean square of the difference, as part of logits_std
-    median_pct: float | None = None  # the same of the median token
+    median_pct: float | None = None  # rms_pct of the median token
     max_std: float | None = None  # largest difference in standard deviations
     argmax_pct: float | None = None  # tokens with the same likeliest next token
     kl_millinats: float | None = None  # mean divergence from float32's distribution

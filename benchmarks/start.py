@@ -42,7 +42,7 @@ class StartRow:
     phase: str
     layers: int
     seconds: float | None = None  # wall time of the phase
-    graphs: int | None = None  # that it compiled
+    graphs: int | None = None  # graphs that the phase compiled
     clock_ms: float | None = None  # median wall time of the step after the phase
     step_ms: float | None = None  # its median time in a CUDA graph
     token_ms: float | None = None  # how much longer ``generate`` takes with a token more
@@ -134,7 +134,7 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
 def _generated(
     options: argparse.Namespace, model: Any, row: Callable[..., StartRow]
 ) -> Iterator[StartRow]:
-    """Rows of calls of ``generate`` after the longest prompt, of all batches and of all again."""
+    """Time ``generate`` after the longest prompt for all batches, then for all batches again."""
     prompt, new, device = max(options.prefills), options.generate, model.device
     more: dict[str, Any] = {}
     if device.type == "cpu":

@@ -61,7 +61,7 @@ def choose(table: Sequence[tuple[int, int, dict[str, Any]]], num_rows: int) -> d
 
 
 def activation(limit: float) -> str:
-    """Write the SwiGLU of gate ``a`` and up ``b``, with its bounds, in CUDA."""
+    """Write the bounded SwiGLU of gate ``a`` and up ``b`` in CUDA."""
     bound = f"{limit!r}f"
     gate, up = f"fminf(a, {bound})", f"fminf(fmaxf(b, -{bound}), {bound})"
     return f"{gate} / (1.0f + __expf(-{gate})) * {up}"

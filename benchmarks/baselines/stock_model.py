@@ -93,7 +93,7 @@ def filled_cache(model: Any, *, batch: int, context: int) -> Any:
 
 
 def same_again(cache: Any) -> Any:
-    """Copy a cache for a step, which replaces tensors of the copy's layers only."""
+    """Copy a cache for a step that replaces tensors of only the copy's layers."""
     made = copy.copy(cache)
     made.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in made.layers:

@@ -68,7 +68,7 @@ def _load_library(path: Path) -> None:
 
 
 def _fill_stubs() -> None:
-    """Add functions that the files use from modules that are stubs in the bundle."""
+    """Add the functions that files need to modules that the bundle has as stubs."""
     ops: Any = importlib.import_module("vllm.utils.torch_utils")
     ops.direct_register_custom_op = _register
     scales: Any = importlib.import_module("vllm.utils.deep_gemm")

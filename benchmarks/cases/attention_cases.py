@@ -98,7 +98,7 @@ def window_cases(batches: Sequence[int], heads: int) -> list[Case]:
 
 
 def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int) -> list[Case]:
-    """Make several tokens per request, each with its own selection, as in speculative decoding."""
+    """Make requests of several tokens that select their own rows, as in speculative decoding."""
     work = functools.partial(decode_work, per_request=per_request)
     shapes = [uniform(count * per_request, heads, width) for count in requests]
     builds = [functools.partial(work, shape) for shape in shapes]

@@ -90,7 +90,7 @@ def layer_call(kind: str, spec: LayerSpec) -> Callable[..., Tensor]:
 
 
 def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, int]]) -> list[Case]:
-    """Make decode steps of (requests, context), with every request at the end of a window."""
+    """Make decode steps of (requests, context), in which every request ends a window."""
     return [
         Case(
             kind,

@@ -38,7 +38,7 @@ def _keys(args: Args) -> int:
 def selecting_cases(
     tokens: Sequence[int], models: Sequence[tuple[int, int]], prefix: int = PREFIX
 ) -> list[Case]:
-    """Make C4 layers, for models of (heads, top-k)."""
+    """Make C4 layers, for models given as (heads, top-k)."""
     return [
         _case(uniform(count, heads, width), _context(count, prefix, C4), prefix, "")
         for heads, width in models

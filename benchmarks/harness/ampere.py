@@ -1,7 +1,7 @@
 """Run A100 code on a Hopper card: PTX of sm_80, which the card's ptxas accepts.
 
-Tests show the results that an A100 would compute, and ``benchmarks/ampere.py`` the time of its code
-on that card.
+Tests check the results that an A100 would compute; ``benchmarks/ampere.py`` times its code on the
+Hopper card.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class OpRow:
     roofline_us: float | None = None  # the bytes at a large copy's bandwidth, or the FLOP
     copy_us: float | None = None  # a copy of the same number of bytes
     bandwidth_gbs: float | None = None
-    kernels: int | None = None  # of one compiled call
+    kernels: int | None = None  # kernels of one compiled call
     host_us: float | None = None  # Python time per call outside of a graph, as the next
     baseline_host_us: float | None = None
     baseline_agrees: bool | None = None  # byte for byte, or within the tolerance of its own tests
@@ -111,7 +111,7 @@ class OpBench:
     """The compiled functions of a run, and the measurement of one case."""
 
     groups: ClassVar[Mapping[str, Callable[[bool], list[Case]]]]
-    """Makes the cases of each group, small or not, in the order of measurement."""
+    """Functions that make a group's cases (True: small ones), in the order of measurement."""
     smoke_groups: ClassVar[Sequence[str]] = ()
     """Groups of a smoke run, if not all."""
     title: ClassVar[str]

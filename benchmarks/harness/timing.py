@@ -53,7 +53,7 @@ class Capture:
     def device_us(self, before: Call | None = None) -> Timing:
         """Return device time per call, launches inside the graph included.
 
-        ``before`` runs ahead of every sample, outside of the measured time, and keeps the device
+        ``before`` runs untimed ahead of every sample, and keeps the device
         busy until the graph is launched, as ``memory.ColdCache`` does. A sample is then one replay.
         """
         replays = self._replays()

@@ -21,7 +21,7 @@ class Row:
     weight_bytes: float = 0.0  # that a call reads, scales included
     us: float | None = None  # our op, with ``impl="auto"``
     impl: str = ""  # what "auto" selects
-    pct_of_copy: float | None = None  # weight_bytes over us, of the rate of this GPU's copies
+    pct_of_copy: float | None = None  # weight_bytes over us, relative to the rate of copies
     baseline_us: float | None = None  # torch with bf16 weights: ``F.linear``, or grouped products
     scaled_mm_us: float | None = None  # torch's product of FP8 activations, with their quantisation
     humming_us: float | None = None  # Humming's experts (``baselines/humming.py``)

@@ -40,7 +40,7 @@ class Work:
     baseline_note: str | None = None  # work that the baseline leaves out
     eager: bool = True  # whether the time without a compiler is meaningful
     flop: int = 0  # of the products of a call
-    reference: Callable[..., Any] | None = None  # of copied inputs; None for ``call`` on a CPU
+    reference: Callable[..., Any] | None = None  # takes copied inputs; None for ``call`` on a CPU
     difference: Difference = same_bytes
     details: Any = None  # of the case, for its benchmark
 

@@ -47,8 +47,8 @@ def describe(op: Any, fake: Callable[..., Any]) -> None:
     """Register a fake for a library's op, so that Inductor can call it.
 
     vLLM's build registers functions without a device. Torch takes them for compositions that it may
-    trace into, which fails because they read addresses. Without autograd and a decomposition they
-    stay whole.
+    trace into, which fails because the functions read addresses. Without autograd and a
+    decomposition, a graph keeps them whole.
     """
     if op in _described:
         return

@@ -1,4 +1,4 @@
-"""The kinds of lowering: the action when AOTAutograd traces an op (see ``dispatch/define.py``).
+"""The kinds of lowering: what AOTAutograd does when it traces an op (see ``dispatch/define.py``).
 
 An op has the default of its kind over its reference, unless ``lowering/<stem>.py`` defines its own.
 """

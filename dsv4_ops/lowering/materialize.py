@@ -1,7 +1,7 @@
 """Make a buffer where a traced reference calls ``reference.common.materialized``.
 
 Inductor inlines per-row values into the code of every element of the row, once per kernel that
-reads them. This is slow on a CPU, and in the graph of a whole model it takes minutes to compile.
+reads them. This code is slow on a CPU, and in the graph of a whole model takes minutes to compile.
 """
 
 from __future__ import annotations

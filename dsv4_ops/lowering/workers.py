@@ -30,8 +30,8 @@ def compile_workers() -> Callable[..., Wait] | None:
 
 
 def _send(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Send a job once the pool's process has imported torch. Before that a few jobs would fill its
-    pipe, and Inductor, which uses the same pipe, would wait too."""
+    """Send a job once the pool's process has imported torch. Before that, a few jobs would fill the
+    process's pipe, and Inductor, which uses it too, would wait."""
     from dsv4_ops.lowering import _compat
 
     _compat.AsyncCompile.wait_pool_ready()

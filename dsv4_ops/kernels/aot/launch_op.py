@@ -104,7 +104,7 @@ def _list_and_index(lists: dict[str, list[Any]], name: str, value: Any) -> tuple
     """Add an argument to its list, unless the list has it; return the list and the index.
 
     A launcher may pass a written tensor to a parameter in place of None; the kernel does not read
-    it there, so it is in one list only.
+    it there, so only one list has it.
     """
     if not isinstance(value, Tensor):
         lists["numbers"].append(value)

@@ -47,8 +47,8 @@ def insert_c4_step_kernel(
     TOKENS: tl.constexpr, SPACING: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     INDEXER_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Assign each program to one of four kernels. Those that compress windows come first, because
-    their chains of loads are the longest."""
+    """Assign each program to one of four kernels. Programs that compress windows come first,
+    because their chains of loads are the longest."""
     wait_for_previous_kernel()
     INDEXER_DIM: tl.constexpr = INDEXER_FORMAT[1]
     CONVERTS: tl.constexpr = INDEXER_FORMAT[7]

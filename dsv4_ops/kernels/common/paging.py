@@ -22,7 +22,7 @@ def valid_tokens(position, request, num_reqs):
 @triton.jit
 def locate_slots(slot, num_blocks, block_size):
     """Return the int64 page and row of each slot, and which slots exist."""
-    slot = slot.to(tl.uint64)  # a negative slot becomes one past every page: half the instructions
+    slot = slot.to(tl.uint64)  # a negative slot then lies past every page: half the instructions
     size = tl.full((), block_size, tl.uint64)
     page, row = slot // size, slot % size
     valid = page < num_blocks

@@ -28,8 +28,8 @@ def sortable(score):
 def find_threshold(key, low, count_low, topk, max_selected):
     """Return a threshold and the number of keys above it.
 
-    Above the threshold are ``topk`` to ``max_selected`` keys; or fewer, if keys equal to it make up
-    ``topk``. ``count_low`` is the number of keys that are at least ``low``, above ``max_selected``.
+    Above the threshold are ``topk`` to ``max_selected`` keys; or fewer than ``topk``, but enough
+    with keys that equal it. ``count_low`` keys, more than ``max_selected``, are at least ``low``.
     Each step counts the keys at two candidates in one reduction. The first candidates are a few
     octaves below the maximum, where scores are, because a bisection of all floats takes longer.
     """

@@ -52,7 +52,7 @@ SHORT_TOKENS_SAVING, CHANNELS_SAVING, LONG_WARPS_SAVING = 8, 32, 1
 
 MIXED_WARPS = 4
 """Minimum warps per program with which not all scanning programs run at once. Programs that save
-states are then interleaved with them; with fewer warps they come last."""
+states are then interleaved with them; with fewer warps, programs that save come last."""
 
 SAVED_EARLY = 7
 """Eighths of the tokens whose states are saved while long windows are pooled. The other states are

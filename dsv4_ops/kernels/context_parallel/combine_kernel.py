@@ -37,7 +37,7 @@ def merge_ranks(
     offset = lane[:, None] * BLOCK + column
     count_ptr = count_address(workspace, program)
     count = tl.load(count_ptr)
-    bases = ()  # loaded before any store, which they would wait for
+    bases = ()  # loaded before any store, or the loads would wait for it
     for distance in tl.static_range(1, WORLD):
         bases += (load_workspace(workspace, (RANK + distance) % WORLD),)
     for tile in range(program, tl.cdiv(num_rows, TILE_ROWS), tl.num_programs(0)):

@@ -55,7 +55,7 @@ def gather(
     """Gather one or two tensors of all ranks along ``dim``. All ranks make the same calls in the
     same order.
 
-    ``workspace`` is as for ``combine_ranks``; both may use the same one.
+    ``workspace`` is as for ``combine_ranks``; both may share a workspace.
     """
     results = [gathered(part, world, dim) for part in parts]
     sources = [_as_integers(part, dim) for part in parts]

@@ -1,5 +1,5 @@
 """Quantise the activations of experts to FP8, in the order of a plan: codes and scales, or bf16
-values rounded to those of the codes.
+values rounded to the codes' values.
 
 A plan has about twice as many slots as there are rows. The values of padding slots stay as they
 are; their scales are 0.

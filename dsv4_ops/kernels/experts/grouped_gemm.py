@@ -73,7 +73,7 @@ _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 _NARROW_MEAN_ROWS = {16: 13, 32: 28, 64: 56}
 
 MEAN_ROWS = {4: _NARROW_MEAN_ROWS, 8: _NARROW_MEAN_ROWS, 16: {16: 5, 32: 16, 64: 40}}
-"""Largest mean rows per expert for each block size, by weight bits; above these, MAX_ROWS."""
+"""Largest mean rows per expert for each block size, by weight bits; above them, MAX_ROWS."""
 
 MAX_ROWS = 128
 

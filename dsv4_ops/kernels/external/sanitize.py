@@ -1,5 +1,5 @@
 """Small kernels around the calls of FlashMLA and DeepGEMM: before a call they replace invalid
-values, which the libraries do not check, and after it they convert the results to ours."""
+values, which the libraries do not check; after a call they convert the results to ours."""
 
 import torch
 import triton

@@ -86,8 +86,8 @@ def load_tile_pages(
     of STEP rows, or one per block if a tile has two; -1 from ``stop`` on. ``table_row``: the
     request's row of the block table and its stride.
 
-    The pages are loaded before the loop over the tiles, in which the loads of keys would wait for
-    them."""
+    The pages are loaded before the loop over the tiles, where the loads of keys would wait for
+    pages."""
     if BLOCK_SIZE % STEP == 0 or STEP == 2 * BLOCK_SIZE:
         SPAN: tl.constexpr = min(BLOCK_SIZE, STEP)
         row = start + tl.arange(0, max(ROWS // SPAN, 32)) * SPAN

@@ -196,7 +196,7 @@ def _load_entries(scratch, lists, base, start, head, CAPACITY: tl.constexpr):
 @triton.jit
 def _merge(scratch, lists, base, topk, CAPACITY: tl.constexpr):
     """Merge lists into the first of them; return its number of keys. CAPACITY keys are loaded at a
-    time, at least all of the first list, which is therefore read before it is overwritten."""
+    time, at least the whole first list, so that it is read before it is overwritten."""
     keys, indices, stride = scratch
     row, _, entries, _, _ = lists
     count = 0

@@ -24,8 +24,8 @@ programs with V4 Flash), and for a large or symbolic one. Twice as many warps ho
 latter where ``mma.sync`` multiplies."""
 
 PROGRAMS, STEPS = 256, (4, 8)
-"""Minimum programs for large batches, and minimum and maximum column steps per program, which share
-a partial sum. A program takes one step if the minimum would leave too few programs."""
+"""Minimum programs for large batches, and minimum and maximum column steps per program, which adds
+them to one partial sum. A program takes one step if the minimum would leave too few programs."""
 
 END_WARPS = 8
 """Warps of a program that collapses the streams of a token, up to 4096 columns."""

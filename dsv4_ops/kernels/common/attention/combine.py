@@ -179,8 +179,8 @@ ROPE = MainLayout.head_dim - MainLayout.code_dim
 """Values per row that inverse RoPE rotates: the last tile."""
 
 SMALL_STEP, STEP, MAX_STEP = 4, 8, 16
-"""Splits that are loaded together: with a list or a plan the first if it holds all, else the
-second; up to the last if the number of splits is known."""
+"""Splits that are loaded together: with a list or a plan SMALL_STEP if it holds all, else STEP; up
+to MAX_STEP if the number of splits is known."""
 
 PROGRAMS, ROWS = 2048, 32
 """Target number of programs with a plan, and maximum rows per program; never more programs than

@@ -201,8 +201,8 @@ def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr)
     branch, nor past ``unfused`` for the sum of the four products. Triton must not see that
     ``block`` is not negative, so that branches stay.
 
-    MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product is then in a
-    branch of its own, also those with P, and has warps along heads and keys.
+    MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product, also with P,
+    is then in a branch of its own, with warps along heads and keys.
     """
     q0, q1, q2, q3 = queries
     acc0, acc1, acc2, acc3, row_max, row_sum = state

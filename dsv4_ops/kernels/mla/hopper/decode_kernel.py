@@ -212,8 +212,8 @@ def _row_lengths(lens, tile, GROUP: gl.constexpr):
 
 @gluon.jit
 def _reduce_amax(block: gl.constexpr, pairs, amax, smem):
-    """Return the amax over both halves of each row. Uses the P barriers: the other partition could
-    miss a phase of the row-sum barriers."""
+    """Return the amax over both halves of each row. It uses the P barriers: the other partition
+    could miss a phase of the row-sum barriers."""
     amax_smem, p_ready = smem.row_sum, smem.barriers.p_ready
     amax_smem.index(2 + block).store(amax)
     mbarrier.arrive(p_ready[block])

@@ -131,8 +131,8 @@ def copy_items(q, rows, lists, items, smem, HAS_SINK: gl.constexpr):
 
     Halves of blocks are copied in the order of their use; rows that do not exist become zeros. The
     queries of an item follow its first keys, which thus need not wait for the previous item. The
-    other partitions copy the queries of the first item: they would wait for them anyway. List
-    entries are loaded while earlier copies run.
+    other partitions, which would wait anyway, copy the queries of the first item. List entries are
+    loaded while earlier copies run.
     """
     kv_smem, kv_valid_smem = smem.kv, smem.kv_valid
     kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free
