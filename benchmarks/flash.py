@@ -43,7 +43,7 @@ _ACCEPTED = (0.0, 0.5, 0.9)
 _REPLAYS, _PREFILLS = 8, 3
 _CHUNK = 4096
 _BYTES_PER_MS = 3.35e9
-"""An H100's rate."""
+"""An H100's memory bandwidth."""
 _RESERVED_GB = 1.6
 """Memory for graphs and activations of decode steps, besides the cache."""
 _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
@@ -63,13 +63,13 @@ class FlashRow:
     seconds: float | None = None  # of a phase
     step_ms: float | None = None
     tokens_per_s: float | None = None
-    per_s_none: float | None = None  # these three: by the shares of _ACCEPTED
+    per_s_none: float | None = None  # by the shares of _ACCEPTED (also the next two)
     per_s_half: float | None = None
     per_s_most: float | None = None
     roofline_ms: float | None = None
     kernels: float | None = None  # of the step, divided by the layers
     collectives_pct: float | None = None  # share of the kernels' time, including waits
-    weights_gb: float | None = None  # of this GPU, as the next two
+    weights_gb: float | None = None  # of this GPU (also the next two)
     cache_gb: float | None = None
     peak_gb: float | None = None  # the allocator's maximum
     logits_error: float | None = None  # median over the tokens of a check

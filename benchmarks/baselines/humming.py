@@ -105,7 +105,7 @@ def weighted_sum(out: Tensor, weights: Tensor) -> Tensor:
 def _plan(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return sorted rows, the experts of blocks, and the number of rows in all blocks.
 
-    Humming reads a row as unsigned and skips one that is out of range, such as -1, our padding.
+    Humming reads rows as unsigned, and skips rows out of range, such as -1, our padding.
     """
     plan = ops.expert_plan(ids, num_experts=num_experts, block_size=block)
     return plan.sorted_rows, plan.expert_of_block, plan.num_blocks * block

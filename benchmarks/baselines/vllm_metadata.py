@@ -4,7 +4,7 @@ The kernels are third-party files that are loaded at run time from a bundle. The
 and the host work between them are written here, and follow the builders' behaviour. The times are a
 lower bound of vLLM's: the token-to-request copy is made once (three builders make one each), the C4
 slots are computed once (two builders compute them), and the clamped copies of the block tables, the
-DeepGEMM and FlashMLA plans, and the Python around all of it are left out. Contents differ in two
+DeepGEMM and FlashMLA plans, and the Python around the calls are left out. Contents differ in two
 points: vLLM does not compute ``positions`` here, and for next_n = 4 it copies a block-table row per
 token for the indexer.
 """

@@ -44,7 +44,7 @@ def triton_file(folder: Path, name: str) -> Any:
 
 
 def extension(folder: Path) -> Any:
-    """Load the ops of vLLM's own extension, unpacked first; raise FileNotFoundError if absent."""
+    """Unpack vLLM's own extension and load its ops; raise FileNotFoundError if it is absent."""
     path = folder / EXTENSION
     packed = folder / f"{EXTENSION}.xz"
     if not path.is_file() and not packed.is_file():

@@ -27,7 +27,7 @@ class ByToken:
     op: str
     settings: dict[str, Any]
     places: tuple[int, ...]  # arguments with a row per token
-    keys: Callable[[Args], int]  # that a token of an input set sees
+    keys: Callable[[Args], int]  # number that a token of an input set sees
 
     def work(
         self, call: Callable[..., Any], sets: Sequence[Args], cost: tuple[int, int], **more: Any

@@ -29,7 +29,7 @@ class Draw:
         return torch.randperm(count, device=self.device, generator=self.generator, dtype=dtype)
 
     def ints(self, *values: int) -> Tensor:
-        """Put int32 values on the device; these are not random."""
+        """Put given int32 values on the device."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def keys(self, *shape: int) -> Tensor:

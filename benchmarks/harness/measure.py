@@ -72,7 +72,7 @@ class OpRow:
     copy_us: float | None = None  # a copy of the same number of bytes
     bandwidth_gbs: float | None = None
     kernels: int | None = None  # kernels of one compiled call
-    host_us: float | None = None  # Python time per call outside of a graph, as the next
+    host_us: float | None = None  # Python time per call outside of a graph (also the next)
     baseline_host_us: float | None = None
     baseline_agrees: bool | None = None  # byte for byte, or within the tolerance of its own tests
     baseline_max_diff: float | None = None  # of an element

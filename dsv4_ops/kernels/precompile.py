@@ -179,7 +179,7 @@ class _Pickler(pickle.Pickler):
     """Names kernels and functions of Triton, which cannot be pickled.
 
     Up to Triton 3.8 their keys, which the names of files depend on, differ between processes: they
-    list constants of modules by the addresses of these modules.
+    list constants of modules by the modules' addresses.
     """
 
     def persistent_id(self, value: Any) -> Any:

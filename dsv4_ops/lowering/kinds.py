@@ -57,8 +57,8 @@ class PointwiseIR:
 
 
 def _launches_when_it_runs(values: Mapping[str, Any]) -> bool:
-    """Whether the op stays in the graph as a call: under ``run_time_launches``, if a size is
-    symbolic, and not in a package."""
+    """Whether the op stays in the graph as a call: with ``run_time_launches`` and a symbolic size,
+    but not in a package."""
     from dsv4_ops.lowering import external
 
     tensors = (value for value in values.values() if isinstance(value, torch.Tensor))

@@ -61,7 +61,7 @@ def _read_batch_rows(
     row, token, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Read rows as ``_read_rows`` does, of a window that is in this batch as a whole. This takes
+    """Read rows as ``_read_rows`` does, of a window that lies wholly in this batch. This takes
     half the instructions, which bound a prefill as much as memory does."""
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]

@@ -108,7 +108,7 @@ def save_tile(
     # not a sum with 0 for the first half, which changes the sign of -0 and the payload of a NaN
     values = tl.where(has_bias, values + bias, values)
     target = state_cache + (page * page_stride + row * (2 * WIDTH))[:, None] + column
-    # streamed, because only a later step reads it; the L2 is for kv_score, which this one reads
+    # streamed: only a later step reads states; the L2 is for kv_score, which this step reads
     mask = slot_valid[:, None] & (column < 2 * WIDTH)
     tl.store(target, values, mask=mask, cache_modifier=".cs")
 

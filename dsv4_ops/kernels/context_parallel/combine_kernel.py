@@ -88,7 +88,7 @@ def merge_ranks(
         tl.store(dst, result.to(element), mask=mask)
         log_sum = tl.log(row_sum) if NATURAL else tl.log2(row_sum)
         tl.store(merged_lse + row, shift + log_sum, mask=row_valid)
-        tl.store(count_ptr, count)  # after the loop, its address would spill on Triton 3.9
+        tl.store(count_ptr, count)  # not after the loop: its address would spill on Triton 3.9
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Add the weighted results of a token's experts, and what is added to them, in one kernel: torch's
+"""Add the weighted results of a token's experts, and its shared result, in one kernel: torch's
 own ops are eight launches in a step whose sizes are symbolic."""
 
 import torch

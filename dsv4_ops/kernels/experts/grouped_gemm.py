@@ -65,7 +65,7 @@ STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 
 FLAGS, PART_ROWS = 128, 16
 """Flags that a by-blocks program checks, and rows that it multiplies at a time. The by-blocks
-kernels are separate, so that the others need no registers for them."""
+kernels are separate, to save the other kernels registers."""
 
 _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 """Bits of a weight; other dtypes hold FP4."""

@@ -44,7 +44,7 @@ FORMATS = {PlainLayout.tag: 0, MlaFp8Layout.tag: 1, MlaDsFp8Layout.tag: 2}
 """Number of each layout in the kernels."""
 
 WIDTH, RANK = 576, 512
-"""Width of a row, and of the leading part that is its value; Hopper's kernel needs these."""
+"""Width of a row, and of the leading part that is its value; Hopper's kernel needs both."""
 
 PAIR = 2 * KEY_TILE
 """Keys of a pair of blocks; a split of Hopper's kernel is a whole number of pairs."""

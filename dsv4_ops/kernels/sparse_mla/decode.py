@@ -146,7 +146,7 @@ def _longest_split(programs: int, widths: Sequence[int], unit: int) -> int:
 
 
 def _units(widths: Sequence[int], unit: int) -> int:
-    """Return the units of a row: those of the window, then those of the extra cache."""
+    """Return the units of a row: the window's, then the extra cache's."""
     return sum((width + unit - 1) // unit for width in widths)
 
 

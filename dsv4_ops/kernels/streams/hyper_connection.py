@@ -20,8 +20,8 @@ from dsv4_ops.kernels.launcher import Launcher
 FEW_TOKENS = 16
 FEW, MANY = (16, 16, 4), (32, 64, 4)
 """Columns of each stream, tokens and warps per program of the products: for a small batch (256
-programs with V4 Flash), and for a large or symbolic one. Twice as many warps hold the tiles of the
-latter where ``mma.sync`` multiplies."""
+programs with V4 Flash), and for a large or symbolic one. For a large batch, twice as many warps
+hold the tiles where ``mma.sync`` multiplies."""
 
 PROGRAMS, STEPS = 256, (4, 8)
 """Minimum programs for large batches, and minimum and maximum column steps per program, which adds

@@ -54,7 +54,7 @@ def _combine(
     attn_sink = tensors[2]
     positions, positions_stride, cos_sin_cache, num_positions = tensors[3]
     sink = float("-inf")
-    if HAS_SINK:  # loaded first: it takes as long as the splits
+    if HAS_SINK:  # loaded first: its load takes as long as the splits'
         sink = tl.load(attn_sink + head) * _LOG2_E
     if INVERSE_ROPE:
         position = tl.load(positions + token * positions_stride)
@@ -183,8 +183,8 @@ SMALL_STEP, STEP, MAX_STEP = 4, 8, 16
 to MAX_STEP if the number of splits is known."""
 
 PROGRAMS, ROWS = 2048, 32
-"""Target number of programs with a plan, and maximum rows per program; never more programs than
-tokens, if those suffice."""
+"""Target number of programs with a plan, and maximum rows per program; no more programs than
+tokens, unless the rows need more."""
 
 LIST_PROGRAMS = 1024
 """Maximum programs with a list, over all heads: programs without work cost time."""

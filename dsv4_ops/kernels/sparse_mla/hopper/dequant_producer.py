@@ -149,7 +149,7 @@ def dequantise(
 
     ``LOAD_ENTRIES(sources, block, FIRST)`` loads the list entries of half a block; ``LOCATE_ROWS``
     turns them into ``LocatedRows``, one block later, because the first use of a loaded value waits
-    for it. ``sources`` knows the bytes of a row, SCALE_BYTES are those of its scales.
+    for it. ``sources`` knows the bytes of a row, SCALE_BYTES is the size of its scales.
 
     The first half of a block is loaded after the first half of the previous block is stored, and
     the second half at the start of the block: both at once would keep the matrix unit from shared
