@@ -1,9 +1,9 @@
 """The ops, called like any PyTorch function: metadata, cache insert and gather, sparse MLA.
 
 Two requests and one padding request go through two steps of one attention layer with a window of
-4 tokens and a cache in DeepSeek-V4's FP8 layout. Every number printed can be checked by hand: keys
-are constant rows (keys are values in MLA), and queries are 0, so that all keys weigh the same, and
-with a sink of logit 0 attention gives their sum divided by their number plus one.
+4 tokens and a cache in DeepSeek-V4's FP8 layout. You can check every printed number by hand: keys,
+which are values in MLA, are constant rows, and queries are 0. All keys then weigh the same; with a
+sink of logit 0, attention gives their sum divided by their number plus one.
 
     python examples/01_ops_eager.py
 """

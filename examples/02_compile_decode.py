@@ -1,9 +1,9 @@
 """A Hugging Face DeepSeek-V4 with one call to patch it: decoding compiles to one graph.
 
-Four prompts of different lengths share a step of fixed shape. As long as a prompt lasts, its
-request takes three tokens per step, then one: the batch is ragged and changes, lengths pass the
-window (128 tokens) and the compressors' boundaries, and torch.compile is asked once. At the end,
-the tokens are compared with those of the model as Hugging Face made it, unpatched and uncompiled.
+Four prompts of different lengths share a step of fixed shape. While its prompt lasts, a request
+takes three tokens per step, then one. The batch is ragged and changes, and lengths pass the window
+(128 tokens) and the compressors' boundaries, but torch.compile runs once. At the end, the tokens
+are compared with those of the model as Hugging Face made it, unpatched and uncompiled.
 
     python examples/02_compile_decode.py
 """

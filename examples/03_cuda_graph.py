@@ -1,9 +1,10 @@
 """A decode step as one CUDA graph: by torch.compile, and captured by hand.
 
 The loop never looks at the device: tokens and lengths are tensors that stay where they are, a
-replay reads them, and the host only says "again". Captured twice: by ``mode="reduce-overhead"``,
-told to raise an error where torch would silently do without a graph, and by ``torch.cuda.graph``
-around the compiled step. Without a GPU the same loop runs the compiled step, and says so.
+replay reads them, and the host only says "again". The step is captured twice: by
+``mode="reduce-overhead"``, which here raises where torch would silently do without a graph, and by
+``torch.cuda.graph`` around the compiled step. Without a GPU the same loop runs the compiled step,
+and says so.
 
     python examples/03_cuda_graph.py --device cuda
 """

@@ -2,8 +2,8 @@
 
 ``export_prefill`` and ``export_decode`` compile a patched Hugging Face model into a file each.
 ``aoti_runner/`` is linked to libtorch only: it reads from the files which tensors the steps take,
-makes the caches, has the one package take the prompts, in chunks, and the other generate, and
-prints greedy tokens. They are compared with those of the Hugging Face model, which has never seen
+makes the caches, runs the prompts in chunks with one package, generates with the other, and prints
+greedy tokens. The tokens are compared with those of the Hugging Face model, which has never seen
 our code.
 
     python examples/04_aoti_export.py                        # two minutes or three

@@ -40,8 +40,8 @@ SIZES = {"max_batch_size": 6, "max_cache_len": 512, "max_chunk": TOKENS, "num_bl
 def run(
     scheduler: Scheduler, requests: list[Request], step: Callable[[v4.StepBatch], Tensor]
 ) -> tuple[dict[int, list[Tensor]], int]:
-    """Run requests, one of which arrives every four steps; return the logits of each and how often
-    one was preempted."""
+    """Run requests, of which one arrives every four steps; return each request's logits, and the
+    number of preemptions."""
     logits: dict[int, list[Tensor]] = {request.name: [] for request in requests}
     arriving, number, preempted = list(requests), 0, 0
     while arriving or scheduler.waiting or scheduler.running:

@@ -7,8 +7,8 @@ around the sizes where something happens (1, the ratio 4, the window and ratio 1
 compare each token with one forward of Hugging Face's model over the whole text. Replace ``step`` by
 your own and keep the rest.
 
-Then the same for a step with a bug that looks like a good idea: hypothesis finds it, and shrinks
-the schedule to the shortest that shows it.
+A step whose bug looks like a good idea follows: hypothesis finds the bug, and shrinks the schedule
+to the shortest that shows it.
 
     python examples/06_fuzz_your_model.py --examples 20
 """

@@ -1,7 +1,7 @@
 """A Hugging Face DeepSeek-V3 on a paged latent cache: ragged decoding as one graph.
 
 Three prompts of different lengths are prefilled in one step. Then every request decodes, one of
-them ends and gives its row to a new one, and torch.compile is asked once. Decodes attend to latent
+them ends and gives its row to a new request, and torch.compile runs once. Decodes attend to latent
 rows with absorbed queries: no key or value of the context is expanded. At the end, the tokens are
 compared with those of the model as Hugging Face made it, unpatched and uncompiled.
 

@@ -1,6 +1,6 @@
-"""DeepSeek-V3 whose cache several ranks share: the tokens of one process, from a part of the rows.
+"""DeepSeek-V3 with a cache that ranks share: each stores a part, and tokens stay the same.
 
-Every rank runs the same steps and stores the rows of its turns of positions. torchrun starts the
+Every rank runs the same steps, and ranks take turns in storing positions. torchrun starts the
 ranks, with gloo on CPUs and NCCL on GPUs; without torchrun the script starts two by itself.
 
     python examples/09_context_parallel.py           # two processes of a CPU, uncompiled

@@ -13,8 +13,8 @@ from dsv4_ops.testing.text import write_tokenizer
 
 
 def write(path: str, family: str, seed: int, shards: int) -> None:
-    """Write ``dsv4_ops.testing.checkpoint.TINY`` with random weights, and with transformers a
-    tokenizer of bytes.
+    """Write ``dsv4_ops.testing.checkpoint.TINY`` with random weights, and a tokenizer of bytes if
+    transformers is installed.
 
     Raises:
         ValueError: the folder already has a checkpoint, or the number of shards is below 1.

@@ -48,7 +48,7 @@ def collect(
             own. Takes seconds.
         selftest: Also compile an op in a fresh process and import the optional libraries.
             Takes seconds.
-        progress: Receives a line before what takes seconds.
+        progress: Receives a line before each probe that takes seconds.
         on_begin: Receives the name of each section before its probe runs.
         on_section: Receives each section, once it is complete.
 
@@ -145,8 +145,8 @@ def _torch(problems: Problems) -> Section:
 
 
 def _versions(problems: Problems, warnings: list[str]) -> Section:
-    """Report whether these releases of torch and transformers were tested together, and which
-    were."""
+    """Report whether the installed torch and transformers were tested together, and the tested
+    pairs."""
     import torch
 
     from dsv4_ops.core import versions

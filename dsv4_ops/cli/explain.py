@@ -25,10 +25,10 @@ _WIDTH = 100
 
 
 def explain(op: str | None = None) -> str:
-    """Describe the implementations of one op, or of every op whose callers choose.
+    """Describe the implementations of one op, or of every op whose callers choose one.
 
-    It says which implementation runs the op, at which sizes a library does, and whether that
-    library is available here.
+    It names the implementation that runs the op, and each library with its sizes and whether it is
+    available here.
 
     Raises:
         ValueError: no such op.

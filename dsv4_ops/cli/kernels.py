@@ -199,7 +199,7 @@ def _prefill(
     window: int | None = None,
     **settings: Any,
 ) -> Call:
-    """Arguments of ``sparse_mla_prefill`` for 4 requests; with ``window``, of a window layer."""
+    """Arguments of ``sparse_mla_prefill`` for 4 requests; with ``window``, for a window layer."""
     extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
     table = _tensor(4, 256)
     rows = (extra, table, topk) if window is None else (None, None, None)
@@ -531,8 +531,8 @@ def report(capability: int = 90, progress: Callable[[str], object] = str) -> lis
 def launches(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
 ) -> list[_Launch]:
-    """Return the launches on a GPU of capability ``where``. On Hopper, the launches of Triton's
-    kernels come first, which take what Gluon's do not."""
+    """Return the launches on a GPU of capability ``where``. On Hopper, launches of Triton kernels,
+    which take what Gluon kernels do not, come first."""
     device_launches = recorded(op, args, settings, where)
     if where != HOPPER:
         return device_launches

@@ -116,7 +116,7 @@ def describe(name: str) -> str:
 
 
 def _opaque(spec: OpSpec) -> str:
-    """Return what a graph calls whole; empty if it holds the op's launches on every GPU."""
+    """Return the opaque call of a graph; empty if graphs hold the op's launches on every GPU."""
     return f"{spec.hopper_call} on Hopper" if spec.hopper_call else ""
 
 

@@ -76,7 +76,7 @@ class Graphs:
     limit: int
     """Number of recompiles that torch allows by default."""
     fails_at: int | None
-    """Decode step that raised at that limit, counted from 1; the other steps had a higher limit."""
+    """Decode step, counted from 1, that raised at ``limit``; the other steps had a higher limit."""
     seconds: float
     """CPU seconds, because other processes run at the same time."""
     tokens: list[list[int]]

@@ -1,4 +1,4 @@
-"""The patched model: decode steps from a paged cache, and the AOTInductor package of one."""
+"""The patched model: decode steps from a paged cache, and the AOTInductor package of a step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Package:
 
     megabytes: float
     seconds: float
-    """CPU seconds to export, compile and write it."""
+    """CPU seconds to export, compile and write the package."""
     tokens: list[list[int]]
     imported: list[str]
     """Modules of dsv4_ops and transformers that the process imported; there should be none."""
@@ -167,7 +167,7 @@ def decoded(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Let the process decode; return its tokens and its imports.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the process failed.
     """
     out, errors = process.communicate("decode\n", timeout=_RUNNER_SECONDS)
     if process.returncode:

@@ -3,8 +3,8 @@
     python -I package_process.py PACKAGE INPUTS
 
 ``INPUTS`` is a ``torch.save`` of the package's inputs in their order (tokens, query_start_loc,
-seq_lens, then tables and caches, which the package writes to) and the number of steps. Run by its
-path and not as a module: it imports nothing of the package that it lies in.
+seq_lens, then tables and caches, which the package writes to) and the number of steps. It runs by
+its path, not as a module, so that it imports nothing of its own package.
 """
 
 import json

@@ -30,7 +30,7 @@ def load(op: str) -> Mapping[str, Any]:
     """Import torch-tensorrt and find the names above.
 
     Raises:
-        ImportError: it is missing or broken, or lacks one of them.
+        ImportError: torch-tensorrt is missing or broken, or lacks a name.
     """
     try:
         importlib.import_module("torch_tensorrt")

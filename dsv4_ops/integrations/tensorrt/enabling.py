@@ -43,8 +43,7 @@ def _replace_passes(names: Mapping[str, Any]) -> None:
 
 
 def _replace_backend(names: Mapping[str, Any]) -> None:
-    """Trace graphs that write with our ops as torch-tensorrt traces graphs of distributed
-    models."""
+    """For graphs in which our ops write, trace as torch-tensorrt does for distributed models."""
     backends, original = names["backends"], names["aot_backend"]
     # writes to inputs stay in the graph, where `keep_writes` finds them
     in_place = functools.partial(names["aot_autograd"], keep_inference_input_mutations=True)

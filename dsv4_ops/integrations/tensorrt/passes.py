@@ -23,8 +23,8 @@ _COPIED = torch.ops.aten.copy.default
 def keep_writes(gm: GraphModule, settings: Any = None) -> GraphModule:
     """Put writes where torch-tensorrt neither removes nor moves them.
 
-    One of our ops that writes to a whole input or buffer writes in place. Other ops, and writes
-    through a view, keep their copy back to the input.
+    Our ops write to a whole input or buffer in place. Other ops, and writes through a view, keep
+    their copy back to the input.
     """
     _Writes(gm.graph).run()
     gm.graph.lint()
@@ -73,7 +73,7 @@ class _Writes:
                 self.graph.erase_node(node)
 
     def _name_states(self) -> None:
-        """Pass buffers that are copied to through an op, so that they are not folded as constants.
+        """Pass written buffers through an op, so that they are not folded as constants.
 
         All uses of one buffer get one node. Inputs need no such op.
         """

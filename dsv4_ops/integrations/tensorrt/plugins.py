@@ -33,9 +33,10 @@ class _Plugin:
         inputs: Names of the tensors.
         attributes: Names and types of the settings, which are constants of the kernel.
         num_outputs: Number of results.
-        outputs: Returns the descriptors of outputs, from those of inputs and the attributes.
-        launch: Returns kernel, grid and numbers, from the same and a compute capability.
-        takes: Whether the layer supports a call, from the values of inputs and the settings.
+        outputs: Returns the output descriptors, from the input descriptors and the attributes.
+        launch: Returns kernel, grid and numbers, from the arguments of ``outputs`` and a compute
+            capability.
+        takes: Whether the layer supports a call with these inputs and settings.
     """
 
     inputs: tuple[str, ...]
@@ -191,8 +192,8 @@ def combine_options(
 
 
 LOGITS_ROWS = {torch.bfloat16: 64, torch.float32: 32}
-"""Scores per block, by the dtype of the keys: keys, and queries of 64 heads, fit into the 48 KiB of
-shared memory that a launch has by default."""
+"""Scores per block, by dtype of the keys: the block's keys and the queries of 64 heads fit into the
+default 48 KiB of shared memory."""
 
 
 def logits_options(
@@ -310,8 +311,8 @@ def _launch_logits(
 def _takes_logits(
     q: Tensor, weights: Tensor, k_cache: Tensor, *rest: Tensor | None, **settings: Any
 ) -> bool:
-    """Whether there is no schedule (it is DeepGEMM's), a plain cache, and at most 64 heads, the
-    limit of ``LOGITS_ROWS``."""
+    """Whether a call has no schedule (of DeepGEMM), a plain cache, and at most 64 heads, the limit
+    of ``LOGITS_ROWS``."""
     sizes = (*q.shape[1:], settings["num_rows"], settings["block_size"])
     known = settings["layout"] == PlainLayout.tag and all(type(size) is int for size in sizes)
     taken = known and 0 < sizes[0] <= 64 and sizes[2] > 0

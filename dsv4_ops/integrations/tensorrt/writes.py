@@ -62,4 +62,4 @@ copy_back = _define(
 """Run ``written.copy_(source)`` after the readers of the old values."""
 
 state = _define("state", "(Tensor(a) buffer) -> Tensor(a)", _state)
-"""A buffer that a graph writes to, so not a constant."""
+"""A buffer that a graph writes to; it is no constant."""

@@ -72,8 +72,8 @@ def patch(
         model: The model, which ``patch`` changes.
         kv: How the cache stores keys: "fp8", "bf16" or "fp32". "fp8" takes 584 bytes per row for
             V4 (FlashMLA's layout), and 576 bytes per row with one scale per layer for V3 and V2.
-            V3 and V2 have "ds_fp8" too: 656 bytes per row with four scales. These are "fp8" for
-            V3.2 and GLM-5, whose indexer keys are in FP8 unless ``kv`` is "fp32".
+            V3 and V2 have "ds_fp8" too: 656 bytes per row with four scales. V3.2 and GLM-5 call
+            that layout "fp8"; their indexer keys are in FP8 unless ``kv`` is "fp32".
         precision: "serve" follows DeepSeek's official code where Hugging Face differs from it,
             "reference" follows Hugging Face; or a ``Recipe``.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),

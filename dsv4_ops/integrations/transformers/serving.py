@@ -1,7 +1,7 @@
 """Hugging Face's server with a patched model, whose requests all run from one ``PagedCache``.
 
 Routes, chat templates, streams and parsers are Hugging Face's. Requests get sampling settings of
-their own, and are cancelled where their clients leave.
+their own, and are cancelled when their clients leave.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OP = "serve"
 _log = logging.getLogger(__name__)
 
 LEAST_TEMPERATURE = 1e-4
-"""Lower temperatures of a request are greedy: logits divided by them may be infinite."""
+"""Requests below this temperature are greedy: scaled logits might be infinite."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -57,7 +57,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
 }
-"""Fields of a body that would change nothing, with the values that ask for nothing."""
+"""Fields of a body that have no effect here, with the neutral values that are allowed."""
 
 _FIELDS = {
     "repetition_penalty": "frequency_penalty",
@@ -229,7 +229,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         return patch(model, **self._patch)
 
     def _only_own(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Refuse another model, of which Hugging Face loads the processor first."""
+        """Refuse another model; Hugging Face loads a model's processor first."""
 
         def checked(name: str, *args: Any, **rest: Any) -> Any:
             if name != self._name_of_model():
@@ -450,7 +450,7 @@ class Requests:
 
 
 class Dropped(queue.Queue[Any]):
-    """Queue of the outputs without a handler, which are the last ones of cancelled requests."""
+    """Queue of outputs without a handler: the last outputs of cancelled requests."""
 
     def put(self, *_: Any, **__: Any) -> None:
         """Drop an output, because nobody would read it."""

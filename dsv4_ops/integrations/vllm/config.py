@@ -11,7 +11,7 @@ from dsv4_ops.core.errors import argument_error
 OP = "DeepseekForCausalLM"
 
 OWN_DRAFTS = "mtp"
-"""vLLM's method of drafts by the checkpoint's own layer."""
+"""vLLM's name for drafts from the checkpoint's own layer."""
 
 CLASSES = {
     "deepseek_v2": "DeepseekV2",

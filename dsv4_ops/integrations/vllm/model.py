@@ -99,7 +99,7 @@ class DeepseekForCausalLM(nn.Module):
 
     @property
     def model(self) -> Any:
-        """What vLLM takes the embedding from, for a draft model."""
+        """The module from which vLLM takes a draft model's embedding."""
         return self.hf.model
 
     def get_mtp_target_hidden_states(self) -> Tensor | None:

@@ -11,7 +11,7 @@ SWITCH = "DSV4_OPS_VLLM"
 """Environment variable that turns the plugin on."""
 
 RELEASES = ((0, 32), (0, 33))
-"""Releases of vLLM: names and contracts of its caches change with each."""
+"""Supported vLLM releases; each release changes names and contracts of caches."""
 
 ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
 """Model classes of checkpoints that ours replaces."""

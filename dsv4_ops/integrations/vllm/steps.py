@@ -43,7 +43,7 @@ from dsv4_ops.integrations.vllm.pool import CompiledParts, pooled
 
 
 class GroupTensors(NamedTuple):
-    """What an engine says of a step to the caches that share a block table.
+    """An engine's metadata of a step, for the caches that share a block table.
 
     Attributes:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
@@ -158,7 +158,7 @@ class V4Family:
     def build(
         self, groups: V4Groups, of: Callable[[int, str], GroupTensors], schedule: str, run: Runner
     ) -> tuple[AttentionStep, ...]:
-        """Build the metadata of every layer: once, and the windows once a block table."""
+        """Build the metadata of every layer: windows once per block table, the rest once."""
         windows = [of(layer, "swa") for layer in groups.windows]
         # detach: a graph is compiled again if two of its arguments are one tensor
         compressed, states = (
@@ -413,7 +413,7 @@ class EngineSteps:
     def draft(self, tokens: Tensor, streams: Tensor, group: GroupTensors) -> Tensor:
         """Run the draft layer on the streams of tokens and the tokens that follow them.
 
-        ``streams`` and what it returns are [num_tokens, values of a token].
+        ``streams`` and the result are [num_tokens, values of a token].
         """
         schedule = "decode" if group.max_query_len <= self.decode_tokens else "prefill"
         group = group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
@@ -428,7 +428,7 @@ class EngineSteps:
 
     @torch.inference_mode()
     def draft_hidden(self, streams: Tensor) -> Tensor:
-        """Return the hidden states, which the head takes, of streams that ``draft`` returned."""
+        """Return the hidden states for the head, from the streams that ``draft`` returned."""
         by_stream = streams.unflatten(-1, self.stream_shape)[None]
         with self._runs("draft") as run:
             hidden: Tensor = self.spec.normed(draft_of(self._model), by_stream, "norm", run)

@@ -133,7 +133,7 @@ class LayerContext:
 
 
 WITHOUT_MASKS = dict.fromkeys(("position_embeddings", "position_ids", "attention_mask"))
-"""Arguments of layers that only Hugging Face's attention reads."""
+"""Layer arguments that only Hugging Face's attention reads."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class StepRun:
         state_rings, save_first: As for ``attention_layer``.
         run: The ``Runner`` of the parts.
         output_tokens: Tokens whose final states are returned, int [n]; None for all.
-        layer_steps: The step of each layer, if their window caches are in several groups of blocks
+        layer_steps: The step of each layer, if window caches are in several groups of blocks
             (``AttentionStep.with_window``). Empty if all layers have ``step``.
     """
 
@@ -324,8 +324,8 @@ class ModelSpec(ABC):
     def normed(
         self, body: Any, streams: Tensor, part: str = "norm", run: Runner = run_part
     ) -> Tensor:
-        """Return the final, normed states for the streams that ``run_streams`` returned, or those
-        of a draft layer, ``body``, for its streams; ``run`` runs the part."""
+        """Return the final, normed states of the streams that ``run_streams``, or the draft layer
+        ``body``, returned; ``run`` runs the part."""
 
     @abstractmethod
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -360,7 +360,7 @@ class ModelSpec(ABC):
         refresh(op, body, [one for one in rewrites if one.copies_weights or not copies_only])
 
     def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
-        """Raise if an attribute of a layer's attention is not what steps take it for."""
+        """Raise if an attribute of a layer's attention is not what steps assume."""
         return None
 
     @abstractmethod

@@ -18,8 +18,8 @@ from dsv4_ops.integrations.transformers.tensors import in_vocabulary
 def take_classes(draft: Any, body: Any, dtypes: Mapping[str, torch.dtype]) -> None:
     """Give the layer of a draft the quantised modules and the dtypes of the model's layers.
 
-    Each module is like that of the last layer that has one of its name; not all layers have an
-    indexer, or experts. ``dtypes`` are those of tensors outside of the layer.
+    Each module is like its namesake in the last layer that has one; not all layers have an indexer
+    or experts. ``dtypes`` are those of tensors outside of the layer.
     """
     of_layer: dict[str, torch.dtype] = {}
     for source in body.layers:

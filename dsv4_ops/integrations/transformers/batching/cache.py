@@ -8,11 +8,12 @@ from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 
 
 class BatchCache:
-    """What scheduler, inputs and offloading of Hugging Face ask of their cache and its allocators.
+    """The cache, with its allocators, that Hugging Face's scheduler, inputs and offloading expect.
 
     A request owns a row and blocks of the ``PagedCache``. The row of every token takes the place of
     the index at which Hugging Face would write it. Requests share no prefix: windows and states are
-    rings of a row. A request that loses its blocks begins anew, as none moves to host memory.
+    rings of a row. A request that loses its blocks begins anew, because no block moves to host
+    memory.
 
     Args:
         paged: The cache, whose rows share blocks.

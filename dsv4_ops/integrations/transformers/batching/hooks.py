@@ -82,8 +82,8 @@ def generate_batch(before: Method) -> Method:
 
 
 def max_length(generation_config: Any) -> int | None:
-    """Return how long a prompt may become with its answer, as ``generate`` does:
-    ``max_new_tokens`` comes first."""
+    """Return the maximum length of a prompt with its answer; as in ``generate``, ``max_new_tokens``
+    comes first."""
     if generation_config.max_new_tokens is not None:
         return None
     length: int | None = generation_config.max_length
@@ -91,7 +91,7 @@ def max_length(generation_config: Any) -> int | None:
 
 
 def _check_arguments(op: str, arguments: dict[str, Any], names: list[str]) -> None:
-    """Raise for arguments of another type, and for those that Hugging Face would leave out."""
+    """Raise for arguments that have a wrong type or that Hugging Face would leave out."""
     checks, config = Checks(op), arguments.get("generation_config")
     _check_configs(op, config, arguments.get("continuous_batching_config"))
     for name in ("record_timestamps", "progress_bar", "persistent_manager", "warmup"):
@@ -145,7 +145,7 @@ def check_release(op: str) -> None:
 def check_prompt(
     op: str, name: str, prompt: Any, vocab_size: int, limit: int | None = None
 ) -> None:
-    """Raise if a prompt is not a list of at least one id of the vocabulary, or has ``limit`` ids
+    """Raise if a prompt is not a list of ids of the vocabulary, is empty, or has ``limit`` ids
     already."""
     is_list = isinstance(prompt, list | tuple)
     if not is_list or not all(type(token) is int for token in prompt):

@@ -184,7 +184,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
             )
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
-        """Keep the model's attention: Hugging Face's calls without a cache go on to use it."""
+        """Keep the model's attention: Hugging Face's calls without a cache still use it."""
 
     def add_request(
         self,
@@ -275,8 +275,8 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
 
 
 def cache_sizes(model: Any, config: Any, hints: Any, longest: int | None = None) -> dict[str, int]:
-    """Return the sizes of the ``PagedCache`` for a ``ContinuousBatchingConfig``, whose requests
-    have ``longest`` tokens at most."""
+    """Return the sizes of the ``PagedCache`` for a ``ContinuousBatchingConfig`` and requests of at
+    most ``longest`` tokens."""
     block, checks = spec_of(OP, model).block_tokens, Checks(OP)
     names = ("num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_blocks_per_request")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
@@ -349,7 +349,7 @@ def _check_settings(generation_config: Any) -> None:
 
 
 def _check_config(model: Any, config: Any) -> None:
-    """Raise for settings, and for models over several ranks, that are not supported."""
+    """Raise for unsupported settings, and for models over several ranks."""
     checks, spec = Checks(OP), spec_of(OP, model)
     checks.one_of(
         "scheduler_type", config.scheduler_type, *api.SCHEDULER_MAPPING, belongs_to="schedules"

@@ -37,7 +37,7 @@ DEFAULT_CHUNK = 2048
 
 @functools.cache
 def cache_argument() -> str:
-    """Name of the cache argument of ``forward`` and ``generate``, and of the output's field.
+    """Name of the cache in the arguments of ``forward`` and ``generate``, and in their output.
 
     ``"cache"`` since transformers 5.24, ``"past_key_values"`` before. A patched model takes
     ``cache`` in every version.
@@ -49,7 +49,7 @@ def cache_argument() -> str:
 
 
 def check_kind(op: str, name: str, cache: Any) -> None:
-    """Raise if an argument of ``forward`` or ``generate`` is no cache, and not None."""
+    """Raise if an argument of ``forward`` or ``generate`` is neither a cache nor None."""
     rule = "be a PagedCache, or another Cache of transformers"
     Checks(op).kind(name, cache, Cache, must=rule, do="Make one with PagedCache.for_model")
 
@@ -96,8 +96,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             cache without rings ignores it.
         kv: How the cache stores keys; see ``patch``.
         precision: See ``patch``.
-        parallel: See ``patch``. Each rank stores its part of the rows of every block, and a block
-            has as many times more positions.
+        parallel: See ``patch``. Each rank stores its part of the rows of every block; positions per
+            block grow by the number of ranks.
         draft_layer: Whether to add the caches of a draft layer (``load_mtp``).
         device: Device of the tensors.
 

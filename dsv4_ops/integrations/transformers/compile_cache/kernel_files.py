@@ -94,7 +94,7 @@ def code_folder() -> Path:
 
 
 def triton_folder() -> Path | None:
-    """Return Triton's cache folder: the process's own, or else Inductor's, which is then set."""
+    """Return Triton's cache folder; if the process has none, set Inductor's."""
     if not torch.cuda.is_available():
         return None
     from dsv4_ops.lowering._compat import triton_cache_dir

@@ -6,11 +6,11 @@ stored part has Dynamo's results too, and no guards. The part's name takes the p
 
 - with fixed sizes, from all that a trace can read of the process, the model, the batch and the
   cache;
-- with symbolic sizes, from all that it can read of the process and the model, and from the
+- with symbolic sizes, from all that a trace can read of the process and the model, and from the
   structure of the cache. The checks of the step have passed for the batch, the cache and the model.
-  The assumptions of the graph about sizes are stored with it (``SizeGuards``), and checked once for
-  each new set of sizes. If they do not hold, another part of that name may fit: the variants of a
-  name are numbered.
+  A part stores the assumptions of its graph about sizes (``SizeGuards``), which are checked once
+  for each new set of sizes. If the assumptions do not hold, another part of that name may fit: the
+  variants of a name are numbered.
 
 No name depends on numbers in tensors. A step looks its parts up again when ``Watch`` sees that a
 described object was replaced.
@@ -149,7 +149,7 @@ def described(values: Sequence[Any], watch: Watch | None = None) -> str:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """The value of an attribute, or ``Watch`` if it has none."""
+    """The value of an attribute, or ``Watch`` if it is missing."""
     try:
         return getattr(owner, name)
     except (AttributeError, ValueError):  # the latter for an empty cell of a closure
@@ -307,7 +307,7 @@ _OUTLINES: weakref.WeakKeyDictionary[type, tuple[Watch, str]] = weakref.WeakKeyD
 
 
 def _outline_of_class(kind: type) -> str:
-    """Return the outline of a class; every layer has the same classes."""
+    """Return the outline of a class, cached because layers share it."""
     watch, text = _OUTLINES.get(kind, (None, ""))
     if watch is None or not watch.unchanged():
         watch, text = Watch(), outline(vars(kind))
@@ -465,14 +465,14 @@ class Part:
 
     Attributes:
         run: The code. It has no guards.
-        sizes: What it takes for granted of the sizes of its arguments.
+        sizes: Assumptions of the code about the sizes of its arguments.
     """
 
     run: Callable[..., Any]
     sizes: SizeGuards
 
     def takes(self, function: Any, args: tuple[Any, ...], rest: dict[str, Any]) -> bool:
-        """Whether it holds for the sizes of these arguments."""
+        """Whether the part is valid for the sizes of these arguments."""
         return self.sizes.hold({"function": function, "args": args, "rest": rest})
 
 

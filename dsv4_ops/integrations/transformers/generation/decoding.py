@@ -1,8 +1,8 @@
 """``generate``'s decoding loop, whose texts stay in tensors of fixed size.
 
 Hugging Face prepares the inputs, runs the prefill and makes the processors. Its own loop then
-builds new inputs for every token, and compiles each batch size anew. This one runs one step on the
-same tensors. On a GPU it looks only every ``CHECK_EVERY`` steps whether all texts have ended,
+builds new inputs for every token, and compiles each batch size anew. The loop here runs one step on
+the same tensors. On a GPU it checks only every ``CHECK_EVERY`` steps whether all texts have ended,
 and captures the step in a CUDA graph. In a cache that ``generate`` makes, the graph is kept.
 """
 
@@ -42,7 +42,8 @@ Step = Callable[[StepBatch, CacheTensors], Tensor]
 """A decode step: logits of every token of a batch."""
 
 CHECK_EVERY = 8
-"""Steps after which the host asks whether all texts have ended; the steps beyond store nothing."""
+"""Steps after which the host asks whether all texts have ended; steps after the end store
+nothing."""
 
 PROCESSORS = (
     "EpsilonLogitsWarper",
@@ -57,13 +58,14 @@ PROCESSORS = (
 """Processors of Hugging Face that read logits and the set of tokens of a text, on the device."""
 
 CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria")
-"""Criteria of Hugging Face that the loop decides on the device, or that the host knows before."""
+"""Hugging Face's criteria that the loop evaluates on the device, or the host in advance."""
 
 DEVICES = ("cpu", "cuda")
 """Devices whose calls the loop takes."""
 
 _ARGUMENTS = ("custom_generate", "assistant_model", "tokenizer", "assistant_tokenizer")
-"""Arguments that choose another decoding method, or that ``generate`` passes to its own only."""
+"""Arguments that choose another decoding method, or that ``generate`` passes to its own methods
+only."""
 
 OTHER_METHODS = {
     "num_beams": 1,
@@ -76,7 +78,7 @@ OTHER_METHODS = {
     "prompt_lookup_num_tokens": None,
     "stop_strings": None,
 }
-"""Settings that choose another decoding method, with the value that does not."""
+"""Settings that can choose another decoding method, with their neutral values."""
 
 _OUTPUTS = ("return_dict_in_generate", "is_assistant")
 _METHODS = (
@@ -94,7 +96,7 @@ class DeviceDecoding:
     Face's.
 
     Args:
-        on_end: Called with the texts that have ended, and those that had before their last token.
+        on_end: Called with ``Texts.ended`` and ``Texts.padded`` at the end.
         streamer: As passed to ``generate``, which passes it to its own methods only.
         kept: Returns the kept cache that the call has taken, or None.
     """
@@ -185,8 +187,8 @@ def decoded(model: Any, call: Call, streamer: Any, kept: KeptCache | None = None
 
 
 def may_keep(model: Any, config: Any) -> bool:
-    """Whether the loop may decode a call from a kept cache: one that no user gets, with steps that
-    are captured."""
+    """Whether the loop may decode a call from a kept cache: no user gets the cache, and steps are
+    captured."""
     return (
         keeps_on(model.device)
         and model.dsv4_ops_spec.parallel is None
@@ -204,8 +206,8 @@ def _has_other_ranks() -> bool:
 def takes(model: Any, call: Call) -> bool:
     """Whether the loop decodes a call, or leaves it to Hugging Face's.
 
-    It takes calls of ``PROCESSORS`` and ``CRITERIA`` that return sequences alone, of a model whose
-    forward and input methods nothing replaced, and whose cache no other rank shares.
+    It takes calls that use only ``PROCESSORS`` and ``CRITERIA`` and return only sequences, if the
+    model has its own forward and input methods, and no other rank shares the cache.
     """
     cache, processors, criteria = call.cache, call.processors, call.criteria
     if not isinstance(cache, PagedCache) or model.dsv4_ops_spec.parallel is not None:
@@ -256,7 +258,7 @@ class Texts:
     Attributes:
         ids: [batch, max_length], int64. A column that no step has written holds the first token of
             its text, so that processors read no token that the text lacks.
-        length: Columns that are written, [], int64. It stops where all texts have ended.
+        length: Columns that are written, [], int64. It stops growing when all texts have ended.
         ended: Texts that have ended, [batch], bool.
         padded: Texts that had ended before their last token, [batch], bool.
         seq_lens: Tokens of each text that the cache stores, [batch], int32.
@@ -335,7 +337,7 @@ class Texts:
 
 
 def _check_every(device: torch.device) -> int:
-    """Return the number of steps between two looks. Looking delays no CPU, so a CPU runs no step
+    """Return the number of steps between two checks. Checks delay no CPU, so a CPU runs no step
     after the end."""
     return 1 if device.type == "cpu" else CHECK_EVERY
 
@@ -416,7 +418,7 @@ def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
 
 
 def _whole(step: CompiledStep) -> Step:
-    """A step without the states of several tokens a text."""
+    """A step of one token per text, without state rings."""
     return lambda batch, cache: step(batch, cache, state_rings=False)
 
 

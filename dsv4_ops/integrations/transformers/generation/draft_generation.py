@@ -188,8 +188,7 @@ class _Run:
         )
 
     def step(self, previous: SpeculativeStep) -> SpeculativeStep:
-        """Run the step that follows ``previous``; its result is overwritten by the next, captured
-        one."""
+        """Run the step that follows ``previous``; the next captured step overwrites the result."""
         batch, count = previous.batch, 2 * self.num_drafts + 1
         sampling = (previous.draft_probs, self._uniforms(len(previous.tokens), count))
         inputs = [each for each in (batch.tokens, batch.seq_lens, *sampling) if each is not None]

@@ -219,7 +219,7 @@ def _chunk(
 ) -> int:
     """Return ``max_chunk`` of the cache: as long as the prompt needs, within bounds.
 
-    It is a power of two, to compile few graphs: each cache size needs its own.
+    It is a power of two, because each cache size needs its own graph.
     """
     mask = model_kwargs.get(MASK)
     columns = max_cache_len if mask is None else mask.shape[1]

@@ -31,11 +31,11 @@ WARM_CALLS = 2
 
 MOST_CACHES = 2
 MOST_GRAPHS = 12
-"""Graphs of a cache, one for each number of texts, and of tokens of a prefill."""
+"""Maximum graphs of a cache: one per number of texts and, in prefills, of tokens."""
 LEAST_TOKENS, MOST_TOKENS = 64, 2048
-"""Tokens of a captured prefill. In longer ones, the host is faster than the GPU."""
+"""Bounds of a captured prefill's tokens. In longer prefills, the host is faster than the GPU."""
 LEAST_CHUNK = 256
-"""Tokens of a prompt in one step that every kept cache takes, so that short prompts share one."""
+"""Minimum ``max_chunk`` of kept caches, so that short prompts share a cache."""
 
 MOST_OF_MEMORY = 1 / 16
 """Part of the device's memory that kept caches may take."""
@@ -65,7 +65,7 @@ def empty_cache(model: Any) -> None:
 
 
 class KeptStep:
-    """A step of so many texts from a kept cache, on tensors of its own.
+    """A step of ``rows`` texts from a kept cache, with its own tensors.
 
     It is captured in a CUDA graph after ``WARM_CALLS`` calls. Later calls of ``generate`` replay
     the graph if the model and its weights' addresses are those of the capture. Grids depend on
@@ -75,7 +75,7 @@ class KeptStep:
         step: The step.
         cache: The cache.
         rows: Number of texts.
-        tokens: Tokens of a prefill, of which batches may have fewer; None for a decode.
+        tokens: Maximum tokens of a prefill batch; None for a decode.
         pool: Memory pool of the graph.
     """
 
@@ -143,7 +143,7 @@ class KeptCache:
 
     Attributes:
         cache: The cache. Its requests own their rows and blocks for good.
-        made_for: What it depends on besides its sizes.
+        made_for: What the cache depends on besides its sizes.
         epoch: ``clear`` calls before it was made.
         prefill: The step of the prompts; None if its graphs do not fit into memory.
     """
@@ -158,8 +158,8 @@ class KeptCache:
     def step(
         self, step: CompiledStep | EagerStep, rows: int, tokens: int | None = None
     ) -> KeptStep:
-        """Return the step of so many texts, for a call of ``generate`` that begins; ``tokens`` as
-        for ``KeptStep``."""
+        """Return the step of ``rows`` texts for a new call of ``generate``; ``tokens`` as for
+        ``KeptStep``."""
         key = step, rows, tokens
         found = self.steps.pop(key, None)
         if found is None:
@@ -174,7 +174,7 @@ class KeptCache:
         return found
 
     def drop_prefills(self) -> None:
-        """Free the graphs of prompts and their pool, and begin with an empty cache again."""
+        """Free the graphs of prefills and their pool, and empty the cache."""
         self.steps = {key: each for key, each in self.steps.items() if key[2] is None}
         self.pools.pop(False, None)
         self.prefill = None
@@ -186,7 +186,7 @@ class KeptCache:
         self.cache.tensors.dropped.zero_()
 
     def covers(self, sizes: tuple[int, int, int]) -> bool:
-        """Whether it has rows, positions and a chunk of at least these sizes."""
+        """Whether rows, positions and ``max_chunk`` are at least these sizes."""
         return all(mine >= other for mine, other in zip(self.sizes, sizes, strict=True))
 
     @property
@@ -201,7 +201,7 @@ class KeptCache:
 
 
 class KeptCaches:
-    """The kept caches of a model, the last one used first."""
+    """The kept caches of a model, most recently used first."""
 
     def __init__(self) -> None:
         self._caches: list[KeptCache] = []
@@ -241,7 +241,7 @@ class KeptCaches:
                     left -= each.nbytes
 
     def clear(self) -> None:
-        """Free all, and keep none that a call has taken."""
+        """Free all caches, and keep none that a call has taken."""
         with self._lock:
             self._caches.clear()
             self._epoch += 1
@@ -257,8 +257,8 @@ def _cache(model: Any, rows: int, length: int, chunk: int) -> PagedCache:
 
 
 def rounded(length: int, least: int) -> int:
-    """Round a length up to multiples of ``least``, and by a quarter at most beyond, so that
-    somewhat longer texts use the same cache or graph."""
+    """Round a length up, by less than ``least`` or a quarter of the length, so that slightly longer
+    texts use the same cache or graph."""
     step = max(least, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
 
@@ -274,15 +274,15 @@ def most_bytes(device: torch.device) -> float:
 
 
 def pool_of(device: torch.device) -> Any:
-    """Return a memory pool for CUDA graphs, which outlives them: torch takes the handle of a pool
-    whose last graph is gone for an error."""
+    """Return a memory pool that outlives its CUDA graphs: torch raises for the handle of a pool
+    whose last graph is gone."""
     with torch.cuda.device(device):
         return torch.cuda.MemPool()
 
 
 def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     """Capture a function in a CUDA graph, which reads and writes the same tensors at each replay.
-    What other threads do on the GPU meanwhile is not captured, and allowed."""
+    Other threads may use the GPU meanwhile; their work is not captured."""
     graph, handle = torch.cuda.CUDAGraph(), None if pool is None else pool.id
     with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"):
         run()

@@ -21,11 +21,10 @@ _POSITIONS = (torch.int64, torch.int32)
 def chunks(
     prompts: Sequence[Tensor], most: int, device: torch.device
 ) -> Iterator[tuple[StepBatch, list[int]]]:
-    """Yield the steps of prompts with at most ``most`` tokens each, and where each prompt stops in
-    the step.
+    """Yield steps of at most ``most`` tokens per prompt, and where each prompt stops in the step.
 
-    Chunks are those of prompts with padding on the left: all end in the last step, and short ones
-    begin in a later step.
+    Chunks are as if prompts were padded on the left: all prompts end in the last step, and short
+    prompts begin in a later step.
     """
     sizes = [len(prompt) for prompt in prompts]
     rows = torch.arange(len(prompts), dtype=torch.int32, device=device)
@@ -45,7 +44,7 @@ def chunks(
 
 
 def bucket(num_tokens: int) -> int:
-    """Return the tokens of the kept step that runs so many; longer ones are not kept."""
+    """Round tokens up to the size of a kept step; keep sizes that no kept step has."""
     if num_tokens > kept.MOST_TOKENS:
         return num_tokens
     return kept.rounded(num_tokens, kept.LEAST_TOKENS)
@@ -94,8 +93,8 @@ def prefilled(
 
 
 def _are_plain(model: Any, ids: Tensor, is_token: Tensor, inputs: dict[str, Any]) -> bool:
-    """Whether ids of the vocabulary are all that the model reads: nothing else is given, and no
-    position but the number of earlier tokens."""
+    """Whether the model reads only ids of the vocabulary: there is no other input, and positions
+    are the numbers of earlier tokens."""
     known = (*_INPUTS, cache_argument())
     if any(value is not None and name not in known for name, value in inputs.items()):
         return False

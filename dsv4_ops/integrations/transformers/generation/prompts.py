@@ -146,7 +146,7 @@ def whole_mask(
 
 
 def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None) -> None:
-    """Keep the text that ``generate`` returned for the next turn; ``mask`` is the prompts'.
+    """Keep the text that ``generate`` returned, for the next turn; ``mask`` is the prompts' mask.
 
     ``padded`` marks the rows whose last token is padding.
     """
@@ -162,7 +162,7 @@ def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None
 
 
 def check_continues(ids: Tensor, mask: Tensor, cache: PagedCache) -> None:
-    """Raise if prompts do not begin with the text that the cache stores, if ``remember`` recorded
+    """Raise if prompts do not begin with the text in the cache, provided that ``remember`` kept
     it."""
     lengths, text = cache.seq_lens[: ids.shape[0]].to(ids.device), cache.text
     if text is None or not torch.equal(text.seq_lens, lengths):

@@ -1,8 +1,8 @@
 """Speculative steps: a model verifies the drafts of its draft layer, and drafts new tokens.
 
-A step and its drafts are one graph: which drafts were accepted stays on the device, and selects the
-streams from which the next drafts start. The next step overwrites the keys of rejected tokens, also
-in the draft layer, before anything reads them.
+A step and its drafts are one graph: the number of accepted drafts stays on the device, and selects
+the streams from which the next drafts start. The next step overwrites the keys of rejected tokens,
+also in the draft layer, before anything reads them.
 """
 
 from __future__ import annotations

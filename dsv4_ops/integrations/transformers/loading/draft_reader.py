@@ -28,7 +28,7 @@ class DraftNames:
         linears: Path of the module of each linear layer that may be quantised, by its name.
         others: Path of each other parameter or buffer, by its name.
         experts: Name of the experts in the files, before their number.
-        parts: Parts of the experts' stacked projections in the files, by the name of those.
+        parts: Parts of the experts' stacked projections in the files, by projection.
         scale: What replaces "weight" in the names of scales.
     """
 
@@ -52,7 +52,7 @@ class DraftReader:
     Attributes:
         op: Public function that an error names.
         prefix: Prefix of the names in the files.
-        headers: Headers of the tensors, by their names without it.
+        headers: Headers of the tensors, by their names without the prefix.
         power_of_two: Whether a loader makes bytes of float32 scales.
         device: Device of the layer.
     """
@@ -76,7 +76,7 @@ class DraftReader:
             self._set_experts(draft.get_submodule("layers.0.mlp.experts"), names)
 
     def _read(self, name: str, *, scale: bool = False) -> Tensor:
-        """Read a tensor; raise for codes that are NaN and for scales that are none."""
+        """Read a tensor; raise for NaN codes and for invalid scales."""
         from safetensors import safe_open
 
         file, whole = self.headers[name].file, f"{self.prefix}{name}"

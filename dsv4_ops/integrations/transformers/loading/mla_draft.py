@@ -18,7 +18,7 @@ _AROUND = {
 
 
 def names_of(headers: Mapping[str, StoredTensor]) -> DraftNames:
-    """Return the names of the tensors: those of Hugging Face's layers, except the experts'."""
+    """Return the names of the tensors, which are Hugging Face's except for experts."""
     linears, others = {}, dict(_AROUND)
     for name, tensor in headers.items():
         module, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Run experts in bf16 with our op on GPUs, which reads weights once per block of rows.
+"""On GPUs, run experts in bf16 with our op, which reads weights once per block of rows.
 
 Hugging Face's grouped GEMMs run in training, for hundreds of rows per expert, after
 ``set_experts_implementation``, and for weights that are split or of another dtype.
@@ -34,7 +34,7 @@ NO_LIMIT = torch.finfo(torch.float32).max
 """SwiGLU limit of models that have none."""
 
 MOST_ROWS = 256
-"""Maximum mean number of rows per expert; measured on an H100, the op is slower above it."""
+"""Maximum mean number of rows per expert; above it, the op is slower on an H100."""
 
 _DEFAULT = "grouped_mm"
 SILU = ("SiLUActivation", "SiLU")

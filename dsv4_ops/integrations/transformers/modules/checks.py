@@ -43,7 +43,7 @@ class StepModules(Protocol):
         """Names and modules of an attention layer that steps do not call."""
 
     def check_attention(self, op: str, name: str, kind: str, attention: Any) -> None:
-        """Raise if an attribute of an attention layer is not what steps take it for."""
+        """Raise if an attribute of an attention layer is not what steps assume."""
 
 
 def check_layers(op: str, kinds: tuple[str, ...], body: Any) -> None:
@@ -120,7 +120,7 @@ def heads_are_split(
     None for a module without a weight.
 
     Raises:
-        NotImplementedError: only some are split, or they are split over other ranks.
+        NotImplementedError: only some parameters are split, or they are split over other ranks.
     """
     heads = [
         (f"model.layers.{index}.self_attn.{name}", weight, local(weight).shape[dim], size)

@@ -73,7 +73,7 @@ class FusedLinear(nn.Module):
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
     def normed(self, x: Tensor, norms: tuple[Any, Any]) -> tuple[Tensor, Tensor] | None:
-        """Return the norms of the two outputs; None if a norm was changed, or is not in float32."""
+        """Return the two outputs, normed; None if a norm was changed, or no fused op exists."""
         ours = all(runs_ours(norm) and is_unchanged(norm) for norm in norms)
         if self.scale is None or not self._has_op(x) or not ours:
             return None

@@ -124,8 +124,8 @@ def defining_class(module: Any) -> str | None:
 
 
 def is_library_method(kind: type, name: str) -> bool:
-    """Whether a class has a method of this name that other code than Hugging Face's and torch's
-    neither defined nor decorated. Only for the host."""
+    """Whether a class has a method of this name that only Hugging Face and torch defined and
+    decorated. Only for the host."""
     owner = _owner_of(kind, name)
     function = None if owner is None else vars(owner)[name]
     is_known = function is not None

@@ -1,8 +1,8 @@
 """Run modules of a quantised model that Hugging Face's plans split over ranks.
 
-Hugging Face replaces the forward of such a module by one around its own kernels. Ours read this
-rank's part of the weights, and add or gather what the ranks computed by collectives that a graph
-can contain. The placement of a weight says which.
+Hugging Face replaces the forward of such a module by one around its own kernels. Our forwards read
+this rank's part of the weights. Collectives that a graph can contain add or gather the ranks'
+results, as a weight's placement says.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Split(NamedTuple):
         ranks: Number of its processes.
         via: How ranks send: "symmetric_memory", or else torch's collectives.
         sums: Whether the module's output is the sum over the ranks' outputs.
-        first: First expert, or row of a table, on this rank; None if it has a part of each.
+        first: First expert, or row of a table, on this rank; None if the rank has a part of each.
     """
 
     group: str
@@ -70,7 +70,7 @@ def sums(module: Any) -> bool:
 
 
 def summed(module: Any, out: Tensor) -> Tensor:
-    """Return the sum of the ranks' outputs of a module whose output is one, else ``out``."""
+    """Return the sum of ``out`` over the ranks if the module's output is one, else ``out``."""
     split = split_of(module)
     return out if split is None or not split.sums else _sum(out, split)
 
@@ -187,8 +187,8 @@ class SplitModules(Rewrite):
         return Split(group, group_size(group), via, sums=True, first=first)
 
     def _ranks(self, mesh: Any) -> tuple[str, str]:
-        """Return the name of a mesh's group, and the way its ranks send, which is that of
-        ``parallel`` for the same ranks."""
+        """Return the name of a mesh's group and how its ranks send: as ``parallel`` does, if it has
+        the same ranks."""
         members = mesh.mesh.flatten().tolist()
         if self.parallel is not None and group_members(self.parallel.group) == members:
             return self.parallel.group, self.parallel.gathers_via
@@ -207,13 +207,13 @@ def _sum_once(block: Any) -> Iterator[tuple[str, Maker]]:
 
 
 def _adds(module: Any) -> bool:
-    """Whether the output is the sum over ranks with different rows of the weights. That of a linear
-    layer is not."""
+    """Whether the output is the sum over ranks with different rows of the weights. A linear layer's
+    output is not."""
     return isinstance(module, nn.Embedding) or quantized_weights(module) == QUANTIZED_EXPERTS
 
 
 def own_experts(module: Any, expert_ids: Tensor, count: int) -> Tensor:
-    """Return the ids of experts among the ``count`` of this rank, and -1 for those of others."""
+    """Return ids among the ``count`` experts of this rank, and -1 for experts of other ranks."""
     split = split_of(module)
     if split is None or split.first is None:
         return expert_ids

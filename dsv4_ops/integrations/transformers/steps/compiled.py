@@ -201,7 +201,7 @@ def check_backend(op: str, name: str, backend: Any) -> None:
 class CompiledStep:
     """A compiled step of a model, made by ``compile_step``.
 
-    ``of_parts`` stands for the step in parts, if its parts depend on no keyword argument.
+    ``of_parts`` is the step in parts, if parts depend on no keyword argument.
 
     Attributes:
         parts: Compiled parts by name: one per kind of layer and three for the rest, or "step".
@@ -261,7 +261,7 @@ class CompiledStep:
 
     def form(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Any:
         """Return what a CUDA graph captures of the model in this step; a graph may be replayed
-        while this stays equal. It updates what steps update outside of their graphs.
+        while the result stays equal. The call updates what steps update outside of graphs.
 
         Returns:
             None: unknown, as the step has not run yet, or none of its parts is kept.
@@ -471,8 +471,8 @@ class CompiledStep:
         return None
 
     def _digest(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> str:
-        """Describe a call; with symbolic sizes, all but sizes. The structure of the cache, which
-        checks compared, determines the fields of a ``StepRun``."""
+        """Describe a call, but not its sizes if they are symbolic. The structure of the cache,
+        which checks compared, determines the fields of a ``StepRun``."""
         function, args, rest = call
         if plan.shared is None:
             return described([plan.state, function, *args, *rest, *rest.values()], plan.watch)

@@ -104,7 +104,7 @@ class DryRuns:
     def request_kernels(
         self, model: Any, cache: CacheTensors, num_tokens: int, num_reqs: int, rest: dict[str, Any]
     ) -> None:
-        """Let workers compile the kernels of these sizes, unless a step of the same size class did.
+        """Let workers compile the kernels of these sizes, once per size class.
 
         A kernel that depends on more than sizes, such as the alignment of a view, is compiled when
         it is launched.
@@ -137,15 +137,15 @@ class DryRuns:
                 self.note(cache, rest)
 
     def ran(self) -> None:
-        """Note for other processes that a step ran since, so that Triton's folder has its kernels.
-        If some are missing there, launches compile these."""
+        """Note for other processes that a step ran, so Triton's folder has its kernels. Launches
+        compile any that are missing."""
         for mark in self._marks:
             with suppress(OSError):
                 mark.touch()
         self._marks.clear()
 
     def _mark(self, model: Any, cache: CacheTensors, sizes: Any) -> Path:
-        """Return the file in Triton's folder that says that it has the kernels of these sizes."""
+        """Return the file that says that Triton's folder has the kernels of these sizes."""
         from dsv4_ops.kernels.common.triton_compat import cache_folder
 
         weights = {(each.dtype, each.shape) for each in model.parameters()}
@@ -246,7 +246,7 @@ def padding(num_tokens: int, num_reqs: int, device: torch.device) -> StepBatch:
 
 
 class OncePerName:
-    """A ``Runner`` that runs one part of each name and shape, and returns its result for all
+    """A ``Runner`` that runs one part of each name and shape, and returns its result for the
     others."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""An eager step that CUDA graphs can capture, as nobody waits for a prefill to compile."""
+"""An eager step that CUDA graphs can capture, because prefills take too long to compile."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EagerStep:
         return self._watch is not None
 
     def form(self, batch: StepBatch, cache: CacheTensors, **_: Any) -> Any:
-        """As ``CompiledStep.form``, after ``can_be_captured``."""
+        """Return what ``CompiledStep.form`` would; call ``can_be_captured`` first."""
         op, model = self.step.__name__, self.model
         spec, found = spec_of(op, model), (self._watch, self._addresses())
         if found == self._checked:

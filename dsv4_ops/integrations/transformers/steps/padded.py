@@ -71,7 +71,7 @@ def padded_step(
     Args:
         spec: Spec of the model.
         shape: Batch and length of the inputs; row r of the batch is row r of the cache.
-        ids: The inputs, if these are ids.
+        ids: The inputs, if they are ids.
         attention_mask: 0 for padding, at any column, [batch, length or more]; the last columns are
             those of the inputs. None if there is no padding.
         position_ids: Positions, [batch or 1, length]; negative for padding. Positions of a row are

@@ -24,7 +24,7 @@ class PartsBar:
         self._has_line = False
 
     def begin(self, name: str, num_parts: int | None) -> None:
-        """Show that a part is compiled or loaded now, of so many if that is known."""
+        """Show that a part is compiled or loaded now, and the number of parts if known."""
         if self._bar is None:
             from transformers.utils.logging import tqdm
 

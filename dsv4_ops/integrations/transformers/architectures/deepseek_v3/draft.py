@@ -22,7 +22,7 @@ _ONE_LAYER: dict[str, Any] = {
     "mlp_layer_types": ["sparse"],
     "indexer_types": ["full"],
 }
-"""Fields of a configuration whose only layer has experts, and an indexer if the family has."""
+"""Fields of a configuration whose only layer has experts, and an indexer if the family has one."""
 
 
 class DraftLayer(nn.Module):

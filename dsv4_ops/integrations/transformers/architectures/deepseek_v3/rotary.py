@@ -118,7 +118,7 @@ def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
 
 
 class RotaryFrequencies(Rewrite):
-    """Remember the frequencies that ``patch`` saw, as steps read the table of the cache instead.
+    """Remember the frequencies that ``patch`` saw, because steps read the cache's table instead.
 
     Args:
         rotary: Frequencies of the model.
@@ -137,7 +137,7 @@ class RotaryFrequencies(Rewrite):
         return iter(())
 
     def check_unchanged(self, op: str, name: str, module: Any) -> None:
-        """Raise if the frequencies changed since. Reads them only if they may have."""
+        """Raise if the frequencies changed. Reads them only if a change is possible."""
         source = _source(module)
         # torch does not count writes through inv_freq.data or NumPy
         if module.inv_freq.device.type == "cpu" or getattr(module, SOURCE, None) != source:

@@ -379,7 +379,7 @@ class MlaModelSpec(ModelSpec):
         )
 
     def output(self, module: Any, attended: Tensor, hidden: Tensor) -> Tensor:
-        """Project what a layer attended to, in the shape and dtype of ``hidden``."""
+        """Project the attention output of a layer, in the shape and dtype of ``hidden``."""
         out: Tensor = module.o_proj(attended.to(hidden.dtype))
         return out.view(hidden.shape)
 
@@ -520,7 +520,7 @@ class OneOpRouter(Rewrite):
     """Run the router of V3, V3.2 and GLM-5 as one op; Hugging Face's takes a dozen kernels."""
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is such a router."""
+        """Whether a module is the family's router."""
         return class_of(module) in _ROUTERS
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:

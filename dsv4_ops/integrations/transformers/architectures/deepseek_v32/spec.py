@@ -35,7 +35,7 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 FULL, SHARED = "indexed", "shared"
-"""Kinds of layers: with an indexer, and with the selection of the last one before."""
+"""Kinds of layers: with an indexer, and with the selection of the last layer that has one."""
 
 _KIND_OF_TYPE = {"full": FULL, "shared": SHARED}
 

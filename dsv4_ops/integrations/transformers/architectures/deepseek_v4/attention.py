@@ -64,7 +64,7 @@ def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
     """Whether the kernel that groups the input of ``projection`` can quantise it too.
 
     The codes are the same, except in blocks with amax below 1e-4, whose scales are smaller. A
-    decode step groups in the attention kernel, so it would save no pass over the input.
+    decode step groups in the attention kernel, where quantising saves no pass over the input.
     """
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16
@@ -124,7 +124,8 @@ def _kv_score(compressor: Any, float32: bool, x: Tensor) -> Tensor:
 
 
 def _project(layer: Any, x: Tensor, float32: bool) -> Tensor:
-    """Project ``x``: with a float32 result if ``layer`` is unchanged, else in its own precision."""
+    """Project ``x``: with a float32 result if ``layer`` is unchanged, else in the layer's
+    precision."""
     if float32 and is_linear(layer):
         return linear_float32(x, layer.weight)
     return layer(x.to(layer.weight.dtype) if type(layer) is torch.nn.Linear else x)

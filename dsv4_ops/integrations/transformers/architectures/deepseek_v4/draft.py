@@ -23,7 +23,7 @@ from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.integrations.transformers.modules.replacement import unwrapped
 
 KINDS = ("window",)
-"""Kinds of the draft layers; a model with draft layers has one."""
+"""Kinds of a model's draft layers: one, if it has any."""
 
 
 class DraftLayer(nn.Module):

@@ -81,8 +81,8 @@ def _fits_sinkhorn(connection: Any) -> bool:
 
 
 def _grouped_forward(before: Forward) -> Forward:
-    """Project in groups, without a reshape of a transposed result, which would fix the number of
-    tokens in a trace."""
+    """Project in groups; to reshape a transposed result would fix the number of tokens in a
+    trace."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.dim() != 3 or not has_plain_weight(self):
@@ -122,8 +122,8 @@ FUSED_ON = ("cuda",)
 
 
 class Carried(NamedTuple):
-    """Streams between layers, and the output of the last block, which is not added yet: the next
-    layer adds it in the kernel that reads the streams.
+    """Streams between layers, and the last block's output, which the next layer adds in the kernel
+    that reads the streams.
 
     Attributes: the arguments of ``hyper_connection``.
     """
@@ -135,7 +135,7 @@ class Carried(NamedTuple):
 
     @classmethod
     def of(cls, streams: Tensor) -> Carried:
-        """Make it from streams [1, num_tokens, num_streams, hidden_size], with a block of zeros."""
+        """Make it from streams [1, num_tokens, num_streams, hidden_size] and a zero output."""
         streams = streams.flatten(0, 1)
         tokens, count, width = streams.shape
         post = streams.new_zeros((tokens, count), dtype=torch.float32)
@@ -208,7 +208,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
         routing = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
     shared: Tensor = block.shared_experts(x)
     hooks = block.experts._forward_hooks or block.experts._forward_pre_hooks  # of a user
-    # whole shared experts are in no sum of ranks; the op has no gradient
+    # a sum over ranks has no whole shared experts; the op has no gradient
     if sums(block.experts) or torch.is_grad_enabled() or hooks:
         out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape) + shared
     else:

@@ -35,9 +35,9 @@ class RingSpec(ModelSpec):
     def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
         """Blocks per row of the rings of window keys and compressor states.
 
-        A chunk is stored before its first token reads its window, so the window ring holds both.
-        The states are read before the step overwrites them, so their rings store the last states
-        only.
+        A chunk is stored before its first token reads its window, so the window ring holds chunk
+        and window. The states are read before the step overwrites them, so their rings store the
+        last states only.
         """
         layers, attention = self.layers, self.layers.attention
         spans = {"swa": (max_chunk + attention.window_size - 1, attention.swa_block_size)}
@@ -134,13 +134,12 @@ def _last_states(
 
 
 def _is_ring(blocks: Tensor, table: Tensor) -> int:
-    """1 if a row has fewer blocks than its table has columns, else 0, which a graph does not
-    guard."""
+    """1 if a row has fewer blocks than its table has columns, else 0; a graph guards neither."""
     # not torch.sym_min, which Dynamo of torch 2.11 refuses for constants
     return min(table.shape[1] - blocks.shape[0] // table.shape[0], 1)
 
 
 def _positions(blocks: Tensor, table: Tensor, block: int) -> int:
-    """Number of positions that fit into the blocks of a row, into a ring at any alignment."""
+    """Number of positions that fit into a row's blocks; in a ring, at any alignment."""
     full_blocks: int = blocks.shape[0] // table.shape[0] - _is_ring(blocks, table)
     return full_blocks * block

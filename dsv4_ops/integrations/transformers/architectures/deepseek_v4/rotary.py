@@ -57,7 +57,7 @@ def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
     with torch.device("cpu"):
-        # a copy: it writes defaults into the configuration
+        # a copy: Hugging Face writes defaults into the configuration
         rotary = DeepseekV4RotaryEmbedding(copy.deepcopy(config))
     for label, mistaken in _mistakes(rotary, layers):
         rope = config.rope_parameters[label]
@@ -98,7 +98,7 @@ def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | 
     """Return the first pair whose frequency differs from ours by more than rounding.
 
     Hugging Face computes in float32: the power amplifies the rounding of its exponent, and YaRN
-    that of 1 - ramp. The whole model may also have been cast.
+    amplifies that of 1 - ramp. The whole model may also have been cast.
     """
     yarn = layers.yarn if label == "compress" else None
     theta = layers.rope_theta if label == "main" else layers.compress_rope_theta
