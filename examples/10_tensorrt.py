@@ -1,8 +1,8 @@
 """A patched decode step with torch-tensorrt: engines for projections and experts, our ops between.
 
 `enable` keeps what our ops write: the caches among the inputs are written in place. The logits of
-some steps are compared with those of the same model without engines. Its authors did not
-run it with TensorRT (docs/tensorrt.md); tests compile the same program without engines.
+some steps are compared with those of the same model without engines. The authors did not run this
+with TensorRT (docs/tensorrt.md); tests compile the same program without engines.
 
     python examples/10_tensorrt.py
 """

@@ -1,8 +1,8 @@
 """DeepSeek-V4 in the released precision: load, patch, generate.
 
-Without a folder it writes a tiny checkpoint in the format of the released ones, with random
-weights, and runs it. FP8 and FP4 weights stay as they are in the files. The decode step is
-compiled by kind of layer, one part after the other, and kept in a file for the next process.
+Without a folder it writes a tiny checkpoint in the released format, with random weights, and runs
+it. FP8 and FP4 weights stay as they are in the files. The decode step is compiled by kind of layer,
+one part after the other, and kept in a file for the next process.
 
     python examples/11_checkpoint.py            # minutes, most of them in Inductor
     python examples/11_checkpoint.py --eager    # without a compiler

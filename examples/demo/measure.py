@@ -151,7 +151,7 @@ def count_graphs(
 ) -> Graphs:
     """Compile the step of ``side`` with ``fullgraph=True`` and count graphs as it decodes.
 
-    Starts at torch's own recompile limit; where that raises, goes on with ``limit``.
+    It starts at torch's own recompile limit; where that raises, it goes on with ``limit``.
 
     Args:
         side: The side to compile.

@@ -66,7 +66,7 @@ class _Writes:
                 self._copy_back(node)
 
     def _skip_copies(self) -> None:
-        """Remove the second copy back of a program that was decomposed twice."""
+        """Remove the second copies back from a program that was decomposed twice."""
         for node in list(self.graph.nodes):
             if node.target is _COPIED and not _is_cast(*node.args[:2]):
                 node.replace_all_uses_with(node.args[1], propagate_meta=False)

@@ -94,7 +94,7 @@ class CacheTensors:
         seq_lens: Length of the request in every row after its last step, [max_batch_size], int32; 0
             before the first. The request continues at this length, or at a smaller one.
         written: Largest length of each row since it was 0, [max_batch_size], int32. Rings may have
-            overwritten earlier positions up to there.
+            overwritten positions before this length.
         made_for: ``fingerprint`` of the model. Steps refuse the cache of another model.
             Part of the pytree's structure, so a constant in graphs.
         draft: Caches of the draft layer, such as ``LayerCaches``; empty without one.

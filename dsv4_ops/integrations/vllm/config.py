@@ -1,4 +1,4 @@
-"""Read vLLM's configuration for the model, and refuse settings. Imports no vLLM."""
+"""Read vLLM's configuration for the model, and refuse unsupported settings. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CLASSES = {
 """Prefix of Hugging Face's classes for each ``model_type``."""
 
 _KV = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""Keys in the caches for each ``--dtype``, unless ``--kv-cache-dtype`` says otherwise."""
+"""``kv`` of the caches for each ``--dtype``, unless ``--kv-cache-dtype`` says otherwise."""
 
 _FP8_KV = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_ds_mla": "ds_fp8"}
-"""Keys in the caches for each ``--kv-cache-dtype`` of FP8."""
+"""``kv`` of the caches for each ``--kv-cache-dtype`` of FP8."""
 
 
 def patch_settings(vllm_config: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def register() -> None:
     """Let vLLM run DeepSeek models on our ops if ``DSV4_OPS_VLLM`` is 1; else do nothing.
 
     Raises:
-        ImportError: it is 1, and the release of vLLM is none of ``RELEASES``.
+        ImportError: the variable is 1, and the release of vLLM is none of ``RELEASES``.
     """
     if os.environ.get(SWITCH, "") in ("", "0"):
         return

@@ -67,7 +67,7 @@ class CacheSpec(NamedTuple):
         layout: Layout of a block.
         block_tokens: Tokens of a block.
         ratio: Tokens of a row.
-        window: Last positions that later steps read; None for all.
+        window: Number of last positions that later steps read; None for all.
     """
 
     layout: Layout
@@ -464,7 +464,7 @@ class EngineSteps:
         self._found = False
 
     def _padding(self) -> Iterator[tuple[Tensor, GroupTensors]]:
-        """Steps whose tokens have no slot; Inductor compiles another graph for one token."""
+        """Steps whose tokens have no slot; a step of one token needs its own graph."""
         device = self.model.device
         numbers = partial(torch.tensor, dtype=torch.int32, device=device)
         table = numbers([[0, 0]])

@@ -297,7 +297,7 @@ class _Walk:
 
 def _names_of(kind: type) -> Mapping[str, Any]:
     """Return the names of a class. A compile copies or pickles objects, which adds a name to their
-    class: add it now, because a later one would count as a change."""
+    class: add the name now, because a later addition would count as a change."""
     slotnames: Any = copyreg._slotnames  # type: ignore[attr-defined]  # there since Python 2
     slotnames(kind)
     return vars(kind)

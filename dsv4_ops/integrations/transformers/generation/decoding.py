@@ -232,8 +232,8 @@ def takes(model: Any, call: Call) -> bool:
 
 
 def _calls_only_ours(model: Any) -> bool:
-    """Whether the path from tokens to logits has nothing of the user's that the loop would skip, or
-    call with other shapes: methods of the model, hooks around the layers, or another head."""
+    """Whether the path from tokens to logits has no user code that the loop would skip, or call
+    with other shapes: methods of the model, hooks around the layers, or another head."""
     if uncalled(model) is not None or has_global_hooks():
         return False
     head, methods = model.lm_head, vars(model).keys() & set(_METHODS[1:])
@@ -359,7 +359,7 @@ class CompiledSteps(dict[Any, CompiledStep]):
     """The compiled steps of a model by their settings. A copy of the model compiles its own.
 
     Attributes:
-        prefills: Requests the kernels of eager prefills.
+        prefills: Dry runs for the kernels of eager prefills.
         kept: What ``generate`` keeps for its next call.
     """
 

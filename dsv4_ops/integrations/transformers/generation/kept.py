@@ -1,7 +1,7 @@
 """Caches and CUDA graphs that ``generate`` keeps on a model for its next calls.
 
 A graph holds the addresses of a cache, so both are kept together. A call takes a cache for itself,
-and gives it back when it has ended without an error: calls at the same time have others. No user
+and gives the cache back at the end unless it fails: concurrent calls have other caches. No user
 gets a kept cache.
 """
 
@@ -27,7 +27,7 @@ DEVICES = ("cuda",)
 """Devices whose calls keep caches: those of CUDA graphs."""
 
 WARM_CALLS = 2
-"""Steps that run before a CUDA graph captures one."""
+"""Calls of a step before a CUDA graph captures it."""
 
 MOST_CACHES = 2
 MOST_GRAPHS = 12
@@ -229,7 +229,7 @@ class KeptCaches:
         return KeptCache(cache, made_for, self._epoch, EagerStep(model, prefill_step))
 
     def give_back(self, cache: KeptCache) -> None:
-        """Keep a cache that a call took; drop those that it replaces, and the oldest."""
+        """Keep a cache that a call took; drop caches that it replaces, and the oldest cache."""
         with self._lock:
             if cache.epoch != self._epoch:
                 return

@@ -126,7 +126,7 @@ def check_prompts(arguments: dict[str, Any]) -> None:
 def whole_mask(
     inputs: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Tensor:
-    """Return the mask of all tokens; it is passed on if rows differ in length, even if all ones."""
+    """Return the mask of all tokens; if rows differ in length, pass on even a mask of ones."""
     mask: Tensor | None = model_kwargs.get(MASK)
     if mask is None:
         columns = getattr(generation_config, "_mask_length", inputs.shape[1])

@@ -402,7 +402,7 @@ def _draft_step(spec: ModelSpec, batch: StepBatch, cache: CacheTensors) -> Any:
 
 
 def _grown(lens: Tensor, by: Tensor | int) -> Tensor:
-    """Return the lengths of requests; those of padding stay 0."""
+    """Return the lengths of requests; lengths of padding stay 0."""
     return torch.where(lens > 0, lens + by, torch.zeros_like(lens))
 
 

@@ -93,8 +93,8 @@ def _missing(*_: Any, **__: Any) -> Any:
 def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
     """Copy a model with its parameters, buffers and hooks, and bind the replaced methods.
 
-    Dynamo guards bound methods by their code, and other callables by identity: it would compile
-    every layer.
+    Dynamo guards bound methods by their code, and other callables by identity, for which it would
+    compile every layer.
     """
     copies = {} if copies is None else copies
     if id(module) not in copies:

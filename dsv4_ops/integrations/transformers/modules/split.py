@@ -118,13 +118,13 @@ class SplitModules(Rewrite):
         self.runs = is_quantized and any(map(is_split, model.parameters()))
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is split, or holds modules that are."""
+        """Whether a module is split, or holds split modules."""
         return self.runs and (
             module is self.model or hasattr(module, "shared_experts") or self._takes(module)
         )
 
     def check(self, op: str, name: str, module: Any) -> None:
-        """Raise if a router numbers the experts of its rank, which ``ep_router`` lets it do."""
+        """Raise if a router numbers only its rank's experts, as with ``ep_router``."""
         gate = getattr(module, "gate", None)
         if (
             hasattr(module, "shared_experts")

@@ -62,7 +62,7 @@ MOST_WHOLE = 8
 """Maximum layers that "auto" compiles as one graph: compile time grows faster than their number."""
 
 MOST_PLANS = 256
-"""Maximum sizes of steps whose parts are remembered; at the next size, all are forgotten."""
+"""Maximum sizes of steps whose parts are remembered; at the next size, all parts are forgotten."""
 
 MOST_VARIANTS = 4
 """Maximum parts of a kind of layer, for different sizes."""
@@ -607,7 +607,7 @@ class _Recorder:
     """A ``Runner`` that records a plan.
 
     Attributes:
-        asks: Whether it has called ``passes``, which says whether the step's checks pass.
+        asks: Whether the runner has called ``passes``, which says whether the step's checks pass.
     """
 
     def __init__(

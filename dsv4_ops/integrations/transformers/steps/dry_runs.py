@@ -43,8 +43,8 @@ other numbers need few other kernels."""
 class DryRuns:
     """The dry runs of a step.
 
-    A model with a user's forwards or hooks has none. A model that calls other ranks has dry runs
-    for kernels only, which update no module: fake parts of its weights would become buffers.
+    A model with a user's forwards or hooks has no dry runs. A model that calls other ranks has dry
+    runs for kernels only, which update no module: fake parts of its weights would become buffers.
 
     Args:
         step: The step.

@@ -9,9 +9,9 @@ from typing import Any
 class PartsBar:
     """A bar on a terminal, from the first part that is compiled to the end of the block.
 
-    There is none if the step takes less than a second. Without a terminal, a step that compiles
+    There is no bar if the step takes less than a second. Without a terminal, a step that compiles
     writes one line to stderr. transformers' switch for progress bars (``disable_progress_bar``)
-    turns both off.
+    turns bar and line off.
 
     Args:
         title: Name of the step.

@@ -56,7 +56,7 @@ def decode_step(
             ``batch``.
         state_rings: Whether a request may have more tokens in this step than the cache's
             ``next_n``. If none has, False saves launches (with FP8 caches, a C4 layer inserts in
-            one).
+            one launch).
 
     Returns:
         [num_tokens, vocab_size]. Rows of padding tokens are finite but undefined.

@@ -1,7 +1,7 @@
 """The draft layer (multi-token prediction) of DeepSeek-V3, V3.2 and GLM-5: a layer after the last.
 
-It reads the final, normed state of a token and the embedding of the next one, and predicts the one
-after that. Embedding and head are the model's. In V3.2 and GLM-5 it has an indexer.
+It reads the final, normed state of a token and the embedding of the next token, and predicts the
+token after that. Embedding and head are the model's. In V3.2 and GLM-5 it has an indexer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The draft layer of DeepSeek-V4 (multi-token prediction): a sliding layer after the last one.
 
-It reads the residual streams of a token and the embedding of the next token, and predicts the one
+It reads the residual streams of a token and the embedding of the next token, and predicts the token
 after that. Embedding and head are the model's.
 """
 
