@@ -30,12 +30,12 @@ def mark_static(*tensors: Tensor) -> None:
 def pool_view(pool: Tensor, layout: Layout, *, block_stride: int, offset: int = 0) -> Tensor:
     """Return one layer's cache in a pool of bytes that many layers share, as in vLLM.
 
-    A compiled function must have the pool as its argument and call this itself: the graph then has
-    one input for all caches, and our ops write to it in place. Views that are arguments are no
-    substitute. ``torch.compile`` refuses them if their dtypes differ; if they hide that they share
-    memory (``torch.from_dlpack``), compiled code may write old bytes back over what another layer
-    has written, so ``check_apart`` refuses these. Not for packages of AOTInductor, which have no
-    Python to call.
+    A compiled function must have the pool as its argument and call this function itself: the graph
+    then has one input for all caches, and our ops write to it in place. Views that are arguments
+    are no substitute. ``torch.compile`` refuses them if their dtypes differ; if they hide that they
+    share memory (``torch.from_dlpack``), compiled code may write old bytes back over what another
+    layer has written, so ``check_apart`` refuses such views. ``pool_view`` is not for packages of
+    AOTInductor, which have no Python to call.
 
     Args:
         pool: The bytes of all blocks, [num_blocks * block_stride] or [num_blocks, block_stride],
@@ -102,7 +102,7 @@ _ALIGNMENT = 16
 def check_apart(**tensors: Tensor) -> None:
     """Raise if tensors share memory in a way that a compiler cannot see.
 
-    Call it once with all caches that a compiled function has as arguments. Views of one storage
+    Call this once with all caches that a compiled function has as arguments. Views of one storage
     pass: ``torch.compile`` knows of them.
 
     Raises:
@@ -133,8 +133,8 @@ class KVCacheBuffers(nn.Module):
     """One paged cache per layer, all of one layout, as non-persistent buffers.
 
     Do not stack the layers into one tensor instead: torch miscompiles an op that writes to
-    ``cache[layer]`` of a graph input with symbolic sizes, which then writes to layer 0. (Our ops
-    refuse such a view on CUDA; on CPU they are correct but copy the layer.)
+    ``cache[layer]`` of a graph input with symbolic sizes: the op writes to layer 0. (Our ops refuse
+    such a view on CUDA; on CPU they are correct but copy the layer.)
 
     Args:
         layout: Byte layout of a cache, from ``dsv4_ops.core.layout``.

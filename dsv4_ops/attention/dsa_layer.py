@@ -55,9 +55,9 @@ def dsa_layer(
     """Insert a step's latents and indexer keys, select rows, and attend to them.
 
     Decodes and prefills are alike: every token attends, with an absorbed query, to the
-    ``index_topk`` rows that its indexer scores highest, or to all that it sees if there are fewer.
-    Ties go to the earlier row. If ranks share the cache, each selects with all heads of the indexer
-    from its own keys; they exchange the best of these, and merge what they attended to.
+    ``index_topk`` rows that its indexer scores highest, or to all rows that it sees if there are
+    fewer. Ties go to the earlier row. If ranks share the cache, each rank scores its own keys with
+    all heads of the indexer; ranks exchange their best keys, and merge their attention.
 
     Args:
         spec: The model's attention configuration.

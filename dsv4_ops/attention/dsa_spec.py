@@ -23,9 +23,9 @@ from dsv4_ops.ops.mla import PROVIDERS as SPARSE_PROVIDERS
 class DsaSpec(MlaSpec):
     """Configuration shared by all layers of a model with DeepSeek sparse attention.
 
-    It has the fields of ``MlaSpec`` too, of which ``layout`` is "plain" or "mla_ds_fp8", and
-    ``query`` is None. Ranks of ``parallel`` may have parts of the attention heads, but each has the
-    indexer whole: its queries are few, and all ranks must select the same rows.
+    It has the fields of ``MlaSpec`` too; ``layout`` must be "plain" or "mla_ds_fp8", and ``query``
+    None. Ranks of ``parallel`` may have parts of the attention heads, but each has the whole
+    indexer: its queries are few, and all ranks must select the same rows.
 
     Args:
         index_topk: Rows that the indexer selects for a token, which attends to no others.
@@ -88,7 +88,7 @@ class DsaSpec(MlaSpec):
     @property
     def expands(self) -> bool:
         """Whether our kernel of ``mla_prefill`` takes expanded keys and values of these sizes, in
-        bfloat16. Those of GLM-5 are wider."""
+        bfloat16. GLM-5's are wider."""
         nope, value = self.qk_nope_head_dim, self.v_head_dim
         widths = {"q": nope + self.qk_rope_head_dim, "k_nope": nope, "v": value}
         sizes = {name: Sizes((1, 1, width), torch.bfloat16) for name, width in widths.items()}
@@ -97,7 +97,7 @@ class DsaSpec(MlaSpec):
     def check_impl(self, op: str, num_tokens: int, impl: str | None = None) -> None:
         """Raise an error that names ``op`` if ``impl`` does not support the spec's calls.
 
-        These are those of ``dense``, the selection and the attention to selected rows."""
+        The calls are those of ``dense``, the selection and the attention to selected rows."""
         impl = self.impl if impl is None else impl
         expands = self.context == "absorbed" or self.expands
         dense = self if expands else replace(self, context="absorbed")

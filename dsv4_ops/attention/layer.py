@@ -71,8 +71,8 @@ def attention_layer(
             does all its inserts in one launch (``insert_c4_step``).
         save_first: Whether compressor states are saved before any is read; it needs
             ``state_rings=False``. Pass True if requests may share blocks that one of them fills in
-            this step, as in a prefix cache: otherwise compressed rows may be wrong. If they share
-            none, the result is the same, bit for bit, with one launch more per compressor. A
+            this step, as in a prefix cache: otherwise compressed rows may be wrong. Without shared
+            blocks the result is the same, bit for bit, with one launch more per compressor. A
             decode step never needs it if shared prefixes end at multiples of both ratios and every
             request has fewer tokens than ``c4_ratio``: only the token that completes the first
             window after the prefix reads its states.
@@ -155,7 +155,7 @@ def insert(
 ) -> tuple[Tensor, IndexerQuery | None]:
     """Write the step to the layer's caches; return the queries of attention and indexer.
 
-    A C4 decode of the model's sizes takes one op (``insert_c4_step``) without state rings.
+    Without state rings, a C4 decode of the model's sizes takes one op (``insert_c4_step``).
     """
     spec, kind = layer.spec, layer.kind
     fp8 = (spec.layout, spec.indexer_layout) == (MainLayout.tag, IndexerLayout.tag)

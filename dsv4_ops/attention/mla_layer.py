@@ -132,7 +132,7 @@ def attend_absorbed(
 
 
 def absorbed_queries(spec: MlaSpec, q: Tensor, weights: MlaWeights) -> Tensor:
-    """Return the absorbed queries for rotated ones; of all heads, if ranks have a part of them."""
+    """Return the absorbed queries for rotated ones: of all heads, even if each rank has a part."""
     nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
     absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t, weights.q_scale), spec.ranks
     if ranks is not None and ranks.shards_heads:
@@ -141,8 +141,8 @@ def absorbed_queries(spec: MlaSpec, q: Tensor, weights: MlaWeights) -> Tensor:
 
 
 def attended_values(spec: MlaSpec, attended: MlaAttention, weights: MlaWeights) -> Tensor:
-    """Return the values of this rank's heads, [num_tokens, num_heads * v_head_dim], for the
-    attention to its rows; merged with that of the ranks that have the others."""
+    """Return the values of this rank's heads, [num_tokens, num_heads * v_head_dim], from attention
+    to its rows, merged with that of the ranks that have the other rows."""
     ranks = spec.ranks
     if ranks is not None and ranks.shards_heads:
         attended = MlaAttention(*cp_combine(*attended, ranks.group, via=ranks.via))

@@ -58,18 +58,18 @@ class MlaSpec:
             stay in ``dtype``.
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
         context: "absorbed" or "chunked"; see ``break_even``.
-        max_decode_tokens: "chunked": maximum decode tokens per step; the others are
-            computed with the prefills.
-        workspace_rows: "chunked": context rows per chunk; ``mla_workspace_rows`` suggests one.
+        max_decode_tokens: "chunked": maximum decode tokens per step; later ones are computed with
+            the prefills.
+        workspace_rows: "chunked": context rows per chunk; ``mla_workspace_rows`` suggests a number.
         max_chunks: "chunked": maximum chunks per step; 0 if no request has a context.
             ``max_context_chunks`` computes a bound. Every layer expands all ``workspace_rows`` rows
-            of the first chunk, even if it is empty, and only the used rows of the others. Tokens do
-            not attend to contexts past the last chunk: if contexts may be that long, read
+            of the first chunk, even if it is empty, and only the used rows of later chunks. Tokens
+            do not attend to contexts past the last chunk: if contexts may be that long, read
             ``MlaStep.chunks.num_chunks``.
         chunk_plan: "packed" or "equal"; as for ``context_chunks``.
         batch_invariant: Whether the splits of a decode depend on its own length alone.
         impl: Implementation of attention, for the ops that have it; "auto" picks the fastest.
-        parallel: Ranks that share the cache of every sequence; None if each has its own.
+        parallel: Ranks that share the cache of every sequence; None if each rank has its own.
     """
 
     num_heads: int
@@ -162,7 +162,7 @@ class MlaSpec:
     def check_impl(self, op: str, num_tokens: int, impl: str | None = None) -> None:
         """Raise an error that names ``op`` if ``impl`` does not support the spec's calls.
 
-        These are decodes of ``num_tokens`` tokens, and prefills that expand contexts. ``impl``
+        The calls are decodes of ``num_tokens`` tokens, and prefills that expand contexts. ``impl``
         defaults to the spec's own."""
         impl = self.impl if impl is None else impl
         heads = self.num_heads * (1 if self.ranks is None else self.ranks.head_parts)

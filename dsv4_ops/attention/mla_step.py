@@ -35,15 +35,15 @@ class MlaStep:
         decode_req_indices: Request of each decode token, [max_decode_tokens], int32.
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
         decode_start_loc: First decode token of every request and one past the last, [num_reqs + 1],
-            int32; None if no request has several. Tokens of a request can then share the reads of
-            its rows.
+            int32; None if no request has several decode tokens, which could share reads of its
+            rows.
         counts: Decodes, prefills, decode tokens, prefill tokens, [4], int32; the decode tokens are
             at most max_decode_tokens.
         prefill_start_loc: First prefill token of every request and one past the last,
             [num_reqs + 1], int32; decodes have none.
         chunks: The chunk plan of the contexts, or None if the step has no contexts.
         chunk_slots: Slot of every row of each chunk, [max_chunks, workspace_rows], int64; -1 for
-            unused rows. If ranks share the cache, each has its own part of the rows.
+            unused rows. If ranks share the cache, each rank has its own part of the rows.
         chunk_rows: Index of each row of a chunk among the rows that the ranks gathered,
             [max_chunks, workspace_rows], int64; -1 for unused rows. None if there is one rank.
         cp_rank: This rank, [1], int32. None if there is one rank.
@@ -131,8 +131,8 @@ def mla_step_of_tokens(
         spec: The model's attention configuration.
         tokens: Row in the block table and position of every token, -1 for padding.
         block_table: As for ``build_mla_step``.
-        query_start_loc: As for ``build_mla_step``. May be None with the context "absorbed"; tokens
-            of a request then share no reads.
+        query_start_loc: As for ``build_mla_step``. May be None with the context "absorbed"; then
+            tokens of a request do not share reads of its rows.
         seq_lens: As for ``build_mla_step``; "absorbed" does not read it.
         cp_rank: As for ``build_mla_step``.
 

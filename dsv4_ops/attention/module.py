@@ -29,7 +29,7 @@ class AttentionLayer(nn.Module):
         num_heads: Query heads.
         swa_blocks: Blocks of the window cache.
         compressed_blocks: Blocks of the compressed cache and of the indexer cache.
-        state_blocks: Blocks of the compressor states and of the indexer's.
+        state_blocks: Blocks of the compressor states and of the indexer states.
         device: Device of parameters and caches.
 
     Example:

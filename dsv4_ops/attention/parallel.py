@@ -35,15 +35,15 @@ class ContextParallel:
         group: Name of the process group, ``ProcessGroup.group_name``.
         world_size: Number of ranks; ``of`` reads it from the group. 1 disables the parallelism.
         interleave: Consecutive rows on one rank; divides the rows per block.
-        via: How ranks combine their attention, as for ``cp_combine``; unused if every rank keeps
-            all heads. "symmetric_memory" also serves the gathers of a decode step: queries, the
-            indexer's candidates and, if every rank keeps all heads, attention.
+        via: How ranks combine their attention, as for ``cp_combine``. If every rank keeps all
+            heads, ranks gather attention instead. "symmetric_memory" serves this gather and those
+            of a decode step's queries and indexer candidates; other values mean an all-gather.
         shards_heads: Whether each rank has a part of the query heads (tensor parallelism of the
             projections around the attention). Ranks then gather the queries of all heads, and each
-            rank gets the output of its own. Otherwise each rank has all heads, gathers every rank's
-            output, and in V3 computes the prefills alone.
-        shards_index_heads: Whether each rank has a part of the indexer's heads. Ranks then gather
-            the queries of all heads to score with, so that they select the same rows as one GPU.
+            rank gets the output of its own heads. Otherwise each rank has all heads, gathers every
+            rank's output, and in V3 runs prefills by itself.
+        shards_index_heads: Whether each rank has a part of the indexer's heads. Ranks then score
+            with the gathered queries of all heads, so that they select the same rows as one GPU.
 
     Raises:
         ValueError, TypeError: a number is out of range, or ``via`` is unknown.
@@ -99,7 +99,7 @@ class ContextParallel:
 
     @property
     def turn(self) -> int:
-        """Rows per turn, after which the first rank follows again."""
+        """Rows after which it is the first rank's turn again."""
         return self.world_size * self.interleave
 
     def rank(self, device: torch.device | str | None = None) -> Tensor:
@@ -123,7 +123,7 @@ class ContextParallel:
             check_combines(op, "spec.parallel.via", self.via, row_bytes, device)
 
     def agree(self, op: str, what: str, device: torch.device | str, **values: Any) -> None:
-        """Raise on every rank if any of ``values`` differs between ranks: steps would hang.
+        """Raise on every rank if any of ``values`` differs between ranks, because steps would hang.
 
         Synchronises with the host: call it at setup, not in a step.
 

@@ -1,7 +1,7 @@
 """The selection of an indexer whose keys are spread over ranks.
 
-Every rank scores its own keys and sends its best. All ranks select the same rows from these, and
-each attends to those that it has.
+Every rank scores its own keys and sends its best ones. All ranks select the same rows among the
+keys sent, and each rank attends to the selected rows that it has.
 """
 
 from __future__ import annotations

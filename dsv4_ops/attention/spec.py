@@ -51,8 +51,8 @@ class LayerSpec:
         batch_invariant: Whether a token's result is bit-identical regardless of the rest of the
             step.
         impl: Implementation of indexer selection and attention: "triton", "flash_mla", "deep_gemm",
-            "reference" or "auto". With "auto", and where an op lacks the named implementation, it
-            runs the fastest one; with ``batch_invariant``, our kernels.
+            "reference" or "auto". With "auto", and where an op lacks the named implementation, the
+            fastest one runs; with ``batch_invariant``, our kernels run.
         schedule_sms: SMs for which a step builds the DeepGEMM schedule that its C4 layers share:
             ``providers.deep_gemm_num_sms()``. 0: each layer builds its own. Requires impl
             "deep_gemm".
@@ -60,11 +60,11 @@ class LayerSpec:
             layer kind, for the schedule "decode": ``providers.flash_mla_num_sm_parts(num_heads)``.
             0: each layer builds its own. Requires impl "flash_mla".
         parallel: Ranks that share the compressed rows and indexer keys of every request; None if
-            each rank has its own. Every rank stores all windows and compressor states. If ranks
-            shard heads, ``num_groups`` and the heads of queries and sink count one rank's part; the
-            indexer's heads always count all ranks.
-        kinds: Kinds of the model's layers. A step plans for these; a layer of another kind plans in
-            its own call.
+            each rank has its own rows and keys. Every rank stores all windows and compressor
+            states. If ranks shard heads, ``num_groups`` and the heads of queries and sink count one
+            rank's part; the indexer's heads always count all ranks.
+        kinds: Kinds of the model's layers. A step makes plans for these kinds; a layer of another
+            kind makes its own in every call.
     """
 
     attention: AttentionSpec = field(default_factory=AttentionSpec)

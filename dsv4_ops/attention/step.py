@@ -223,17 +223,17 @@ def build_attention_step(
             tokens without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). To attend
             without writing, pass True and no slot.
         plan_heads: Query heads of the C128 layers, to build one split-KV plan
-            (``sparse_mla_plan``) that they share; 0 for none. It balances requests of very
+            (``sparse_mla_plan``) that they share; 0 for none. The plan balances requests of very
             different lengths: on an H200, a C128 layer of 64 heads takes 79 us instead of 106 for
             512 requests of 100 to 128k tokens, and the plan takes 7 to 8 us per step for up to 128
-            requests. It does not pay for few, short or nearly equal contexts. It gains little for
-            32 to 256 requests on Hopper, whose kernel has its own tile scheduler.
+            requests. A plan does not pay for few, short or nearly equal contexts. It gains little
+            for 32 to 256 requests on Hopper, where the kernel has its own tile scheduler.
             ``attention_layer`` refuses a plan that ``batch_invariant`` or impl "flash_mla" would
             ignore.
         cp_rank: The rank, [1], int32, a tensor so that one graph serves all ranks. Required if
             ``spec.parallel`` has several ranks, otherwise ignored. Block tables and slots of the
             compressed rows then refer to this rank's cache. A block has as many rows as without
-            ranks, so it covers ``block_tokens`` times the number of ranks positions.
+            ranks, so it covers ``block_tokens`` positions times the number of ranks.
 
     Returns:
         ``AttentionStep`` with num_tokens rows.

@@ -192,7 +192,7 @@ class IndexerInputs:
 class DsaCache:
     """Hold the paged rows of a sparse layer, which are written in place.
 
-    One block table serves both tensors, so that a slot is the same token in either.
+    One block table serves both tensors, so that a slot is the same token in both.
 
     Attributes:
         kv: Latent rows, of the layout ``DsaSpec.cache_layout``.
@@ -215,8 +215,8 @@ class DsaCache:
     ) -> DsaCache:
         """Allocate an empty cache for one layer.
 
-        ``selects`` says whether it has an indexer; ``num_key_blocks`` are the blocks of its keys,
-        if not ``num_blocks``.
+        ``selects`` says whether the layer has an indexer; ``num_key_blocks`` is the number of
+        blocks of its keys, if not ``num_blocks``.
         """
         blocks = num_blocks if num_key_blocks is None else num_key_blocks
         keys = spec.index_cache_layout().allocate(blocks, device) if selects else None

@@ -108,8 +108,8 @@ class Checks:
         self.skips = torch.compiler.is_dynamo_compiling() and _are_done()
 
     def tensor(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
-        """Check that ``value`` is a tensor of ``dtype``, or of one of several, with the named
-        sizes, on the device of the tensors checked before."""
+        """Check that ``value`` is a tensor of ``dtype``, or of one of several dtypes, with the
+        named sizes, on the device of the tensors checked before."""
         if not self.skips:
             self._is_dense(name, value, dtype)
         assert value is not None
@@ -131,7 +131,7 @@ class Checks:
             )
 
     def _is_dense(self, name: str, value: Tensor | None, dtype: _Dtypes) -> None:
-        """Check that ``value`` is a dense tensor of ``dtype``, or of one of several."""
+        """Check that ``value`` is a dense tensor of ``dtype``, or of one of several dtypes."""
         if isinstance(dtype, tuple):
             self.floats(name, value, *dtype)
         if not isinstance(value, Tensor):
@@ -547,7 +547,7 @@ class Checks:
     def kind(
         self, name: str, value: object, kind: type | tuple[type, ...], *, must: str, do: str
     ) -> None:
-        """Check that ``value`` is None or a ``kind``, in words of the caller's."""
+        """Check that ``value`` is None or a ``kind``, with the caller's words for the kind."""
         if value is not None and not isinstance(value, kind):
             raise self.error(name, must=must, got=kind_of(value), do=do, kind=TypeError)
 

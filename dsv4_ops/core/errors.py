@@ -10,7 +10,7 @@ def argument_error(
 
     Args:
         op: Public function that was called.
-        name: Its argument.
+        name: The function's argument.
         must: The rule, after the word "must".
         got: The argument's value, or what is wrong with it.
         do: What the caller can do, a sentence without its period.
@@ -22,7 +22,7 @@ def argument_error(
 
 
 def install_extra(name: str) -> str:
-    """Say how to install an extra of this package, which no index has."""
+    """Say how to install an extra of this package, which is in no index."""
     return f"Run `pip install '.[{name}]'` in a clone of dsv4_ops"
 
 

@@ -1,6 +1,6 @@
 """Autograd rules of the ops: an op without a derivative computes, and raises in backward.
 
-torch treats an op without a rule as a constant: compiled code and ``torch.func`` would then return
+torch treats an op without a rule as a constant: compiled code and ``torch.func`` would return
 gradients of 0. Inference with weights that require gradients must still work, so only ``backward``
 raises.
 """
@@ -29,7 +29,7 @@ INTEGERS = "integers"
 REFUSED = "refused"
 """The op has no derivative."""
 REFERENCE = "reference"
-"""The derivative is that of the reference: autograd differentiates it instead of the op."""
+"""The derivative is the reference's: autograd differentiates the reference instead of the op."""
 KINDS = (INTEGERS, REFUSED, REFERENCE)
 
 _LEAVE = "Call it under torch.no_grad()"
@@ -61,7 +61,7 @@ def _not_written(op: str, name: str) -> Exception:
 class _Refused(SingleLevelFunction):
     """Return the results of ``call``; raise in their derivative.
 
-    The dispatcher runs it at one level of ``torch.func``'s transforms at a time.
+    The dispatcher runs this rule at one level of ``torch.func``'s transforms at a time.
     """
 
     @staticmethod

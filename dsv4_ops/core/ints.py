@@ -60,8 +60,8 @@ def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> 
 
 
 def _known_above(value: int, most: int) -> bool:
-    """Whether ``value`` exceeds ``most``. For a symbol it answers False without a guard: no trace
-    runs with tensors of such sizes."""
+    """Whether ``value`` exceeds ``most``. For a symbol the answer is False without a guard: no
+    trace runs with tensors of such sizes."""
     if not torch.compiler.is_compiling():
         return value > most
     return statically_known_true(value > most)

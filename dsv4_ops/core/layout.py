@@ -29,7 +29,7 @@ KEY_BLOCK = 128
 """FlashMLA's sparse prefill needs key counts that are a multiple of this."""
 
 INDEX_ALIGNMENT = 4
-"""FlashInfer reads this many indices at a time, so the width of its index matrix is a multiple."""
+"""FlashInfer reads this many indices at a time: its index matrix's width is a multiple of this."""
 
 FP8_MAX = 448.0
 """Largest finite e4m3fn value."""

@@ -18,10 +18,10 @@ class Target:
     Args:
         shared: Bytes of shared memory of a program.
         converts_codes: Whether Triton converts e4m3 codes; kernels use integers otherwise.
-        is_hopper: Whether it runs what is written for Hopper: Gluon kernels, and products of codes.
+        is_hopper: Whether the GPU runs our code for Hopper: Gluon kernels, and products of codes.
         large_tiles: Whether attention in Triton has the tiles of Hopper, whose matrix units read
             operands from shared memory. Elsewhere registers hold operands and sums of ``mma.sync``,
-            and such tiles would spill; on Blackwell they exceed the tensor memory.
+            so that such tiles would spill; on Blackwell they exceed the tensor memory.
         mma_sync: Whether warps multiply with ``mma.sync`` alone, from registers.
         dependent_launch: Whether a kernel begins while the one before it ends.
     """
@@ -61,7 +61,7 @@ _OTHER, _EARLIER = Target(99 * _KIB), Target(64 * _KIB, converts_codes=False)
 
 
 def target_of(capability: tuple[int, int] | None) -> Target:
-    """Return the target of a compute capability; None is a GPU that is not NVIDIA's, or none."""
+    """Return the target of a compute capability; None means that there is no NVIDIA GPU."""
     if capability is None:
         return Target(227 * _KIB, converts_codes=torch.version.hip is None, large_tiles=True)
     return TARGETS.get(capability, _OTHER if capability > (8, 9) else _EARLIER)

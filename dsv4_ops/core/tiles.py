@@ -47,7 +47,8 @@ EXTRA_SPLIT_SHARE = 4
 as other tokens' single split would add a wave."""
 
 SPLIT_SIZES, SPLIT_STEPS = 16, 4
-"""Split sizes that a plan or the tile scheduler considers, and how many of them per doubling."""
+"""Split sizes that a plan or the tile scheduler considers, and how many per doubling of the
+size."""
 
 COMBINE_TILES, EXTRA_SPLIT_TILES = 2, 1
 """Cost of a combine per program, and of one extra split, in key tiles."""

@@ -186,12 +186,12 @@ def without_kernel_table() -> Iterator[None]:
 
 
 def has_function_modes() -> bool:
-    """Whether a mode intercepts calls of torch, for example ``torch.set_default_device``."""
+    """Whether a mode, for example ``torch.set_default_device``, intercepts calls of torch."""
     return bool(torch._C._len_torch_function_stack())
 
 
 def decomposes_triton_ops() -> bool:
-    """Whether ``torch.library.triton_op`` decomposes in this trace: it does so only for a
+    """Whether ``torch.library.triton_op`` decomposes in this trace, which it does only for a
     compiler."""
     return bool(functorch_config.decompose_custom_triton_ops)
 
@@ -294,10 +294,10 @@ def statically_known_true(condition: Any) -> bool:
 
 
 def symmetric_workspace(group: str, nbytes: int, device: torch.device) -> Any:
-    """Allocate zeroed symmetric memory that all ranks of a group map, and return its handle too.
+    """Allocate zeroed symmetric memory that all ranks of a group map; return memory and handle.
 
-    The handle has ``rank``, ``world_size`` and ``buffer_ptrs``. A collective call: when it returns
-    on one rank, all ranks have zeroed their memory.
+    The handle has ``rank``, ``world_size`` and ``buffer_ptrs``. The call is collective: when it
+    returns on one rank, all ranks have zeroed their memory.
     """
     from torch.distributed import _symmetric_memory
 

@@ -1,7 +1,7 @@
 """Releases of torch, Triton and transformers that are tested together, and warnings for others.
 
 ``doctor``, the warnings, the documentation and CI's lanes read this table. Nothing limits pip to
-the newest tested release: a later one causes a one-line warning.
+the newest tested release: a later release causes a one-line warning.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ COLLAPSED_RAMP = 1e-3
 class YarnScaling:
     """Scale RoPE by YaRN as DeepSeek-V4's compressed layers do.
 
-    Without YaRN's attention scaling.
+    YaRN's attention scaling is left out.
 
     Args:
         factor: Context length over the original one; above 0.

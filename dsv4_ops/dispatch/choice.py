@@ -39,8 +39,8 @@ _NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM"}
 SCALED_MM_TOKENS = {"fp8_linear": 128}
 """Minimum number of tokens at which ``impl="auto"`` selects torch's block-scaled FP8 matmul.
 
-Not for groups, where each is a call: 1024 tokens of ``o_a`` (quantised input, eager) take 196 us,
-and 81 us with our kernel."""
+It is not for groups, because each group is a call: 1024 tokens of ``o_a`` (quantised input, eager)
+take 196 us, and 81 us with our kernel."""
 
 SCALED_MM_FROM = {
     op: f"at least {least} tokens of FP8 activations, if their number is not symbolic"
@@ -111,9 +111,9 @@ def check_limit(
 ) -> None:
     """Raise if ``impl`` does not support this call.
 
-    The op checks it when it runs, because an exported program has no sizes before. Layers check it
-    before they write anything, and pass their name as ``asked_by``. ``Sizes`` can stand in for
-    tensors.
+    The op checks it when it runs, because an exported program has no sizes before it runs. Layers
+    check it before they write anything, and pass their name as ``asked_by``. ``Sizes`` can stand in
+    for tensors.
     """
     found = limit(op, impl, values, asking=True)
     if found is not None:

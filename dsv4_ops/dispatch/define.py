@@ -90,7 +90,7 @@ def register(spec: OpSpec) -> OpOverload:
 
 
 def _autocast_rule(spec: OpSpec) -> Callable[..., Any]:
-    """Run the op without ``torch.autocast``, because its dtypes are exact."""
+    """Run the op without ``torch.autocast``, because the op's dtypes are exact."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         with without_autocast():
@@ -138,8 +138,8 @@ def _load_kernels(stem: str) -> None:
 def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
     """Run the implementation that ``choice.choose`` selects, outside a compiler.
 
-    On a GPU, a call like an earlier one repeats its launches: to choose them takes longer than they
-    take to run.
+    On a GPU, a call like an earlier one repeats its launches: choosing launches takes longer than
+    running them.
     """
     repeats = "group" not in spec.parameters  # addresses of other ranks may change
 
@@ -198,7 +198,7 @@ def _looked_ahead(spec: OpSpec, mode: Any, args: Any, kwargs: Any) -> Any:
     """Return what AOTAutograd reads before it traces: the results' metadata, and which arguments
     are mutated.
 
-    Fake and schema have both, at a fraction of the cost of tracing the lowering.
+    The fake and the schema tell both, at a fraction of the cost of tracing the lowering.
     """
     values = spec.arguments(args, kwargs)
     with mode:

@@ -18,4 +18,4 @@ class Guard(Protocol):
 
 
 GUARDS: list[Guard] = []
-"""The guards that every trace asks."""
+"""The guards that every trace calls."""

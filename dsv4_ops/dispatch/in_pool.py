@@ -1,6 +1,6 @@
 """Caches that are views of one pool of bytes, and the writes of compiled code to them.
 
-A graph has one input for all of them, the pool, and ``pool_view`` makes the caches in the graph. A
+A graph has one input for all caches, the pool, and ``pool_view`` makes the caches in the graph. A
 compiler rebuilds a tensor from views of it that were written to, which copies caches, or the pool.
 So an op that writes to such a view stays in the graph as a call of ``in_pool``, whose argument is
 the pool: it makes the views where it runs, and writes only what the op writes.

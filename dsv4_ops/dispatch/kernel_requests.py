@@ -32,8 +32,8 @@ def kernel_requests(launcher: Any) -> Iterator[None]:
 def request(spec: OpSpec, impl: str, args: Any, kwargs: Any) -> None:
     """Ask for the kernels of a fake call that ``impl`` would run.
 
-    A launcher that cannot run with fake tensors asks for none: its kernels are then compiled when
-    they are launched.
+    A launcher that cannot run with fake tensors asks for no kernels: they are compiled when they
+    are launched.
     """
     if impl != TRITON:
         return

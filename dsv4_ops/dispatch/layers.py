@@ -1,6 +1,6 @@
 """Load the parts of an op by name from other layers: kernels, lowerings and cases only when needed.
 
-Such a name in a string is an import in disguise, so no other module may hold one of a higher layer.
+A module's name in a string is an import in disguise, so no other module may name a higher layer so.
 """
 
 from __future__ import annotations

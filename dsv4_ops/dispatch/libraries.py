@@ -24,7 +24,7 @@ SCALED_MM = "scaled_mm"
 """torch's own block-scaled matmul, which need not be found or loaded."""
 
 VARIABLES = {FLASH_MLA: "DSV4_OPS_FLASH_MLA", DEEP_GEMM: "DSV4_OPS_DEEP_GEMM"}
-"""Environment variables with a library's path; if one is set, no other path is tried."""
+"""Environment variables with a library's path; if its variable is set, no other path is tried."""
 
 FLASH_MLA_OPS = "_flashmla_C"
 """Namespace of the ops that vLLM's build of FlashMLA registers."""

@@ -29,9 +29,9 @@ NOTE = (
 def gathers(values: Mapping[str, Any]) -> Any:
     """Whether a prefill copies its rows before attention.
 
-    It does if the copy takes less time than it saves, if there are enough tokens to fill all SMs
-    without splits, and if it stays within ``MOST_LISTED`` and ``MOST_GATHERED``. Sizes do not say
-    how many rows of a block table are in use, so all rows count: for a short request in a wide
+    It copies them if the copy takes less time than it saves, if there are enough tokens to fill all
+    SMs without splits, and if it stays within ``MOST_LISTED`` and ``MOST_GATHERED``. Sizes do not
+    say how many rows of a block table are in use, so all rows count: for a short request in a wide
     table, a copy may be slower than reading the blocks.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which optional libraries are usable, and why not. Imports them only if asked to."""
+"""Which optional libraries are usable, and why not. It imports libraries only if asked to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Provider:
         name: Module name.
         extra: Extra of this package that installs it; empty for libraries that torch or vLLM
             installs.
-        usable: Whether it is installed, and this machine has the GPU that it needs.
+        usable: Whether the library is installed, and this machine has the GPU that it needs.
         reason: Why it is usable or not, in one sentence.
         version: Installed version; None if unknown or not installed.
     """

@@ -1,8 +1,8 @@
 """Keep ops whole in traces of torch-tensorrt, and raise for ops whose writes it would lose.
 
-torch-tensorrt removes nodes without readers, and only a later step reads a cache write. Its frames
-on the stack show that it is tracing, and in which mode. Nothing of it is imported here, and traces
-look for its frames only after it was imported.
+torch-tensorrt removes nodes without readers, and only a later step reads a cache write. Frames of
+torch-tensorrt on the stack show that it is tracing, and in which mode. It is not imported here, and
+traces look for its frames only after it was imported.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def split_decodes_and_prefills(
     """Find where the decodes of a decode-first batch end and its prefills begin.
 
     A request is a prefill if it has more than ``decode_threshold`` query tokens or, with
-    ``require_uniform``, another number than the first non-empty request. A padding request of
-    length 0 is no prefill by itself. From the first prefill on, all requests count as prefills.
+    ``require_uniform``, a number other than that of the first non-empty request. A padding request
+    of length 0 is no prefill by itself. From the first prefill on, all requests count as prefills.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
@@ -79,7 +79,7 @@ _token_map = define_op(
 def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> TokenMap:
     """Find the request and the absolute position of every token.
 
-    This is the only search of a step: every later index stage computes each token from this result.
+    No other stage of a step searches: later index stages compute each token from this result.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,

@@ -72,9 +72,9 @@ def insert_c4_step(
     """Run all inserts of a C4 layer before it selects rows.
 
     One op does the work of ``qnorm_rope_kv_insert``, of ``save_and_compress`` for the layer and for
-    its indexer, and of ``indexer_quantize_q``: it normalises and rotates the queries, quantises
-    those of the indexer, writes the keys to the window cache, and saves states and compresses for
-    both compressors.
+    its indexer, and of ``indexer_quantize_q``: it normalises and rotates the queries, quantises the
+    indexer's queries, writes the keys to the window cache, and saves states and compresses for both
+    compressors.
 
     Args:
         q: Queries, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -82,23 +82,23 @@ def insert_c4_step(
         kv_score: Projections of the compressor, [num_tokens, 2048], float32.
         indexer_q: Queries of the indexer without RoPE, [num_tokens, num_index_heads, 128],
             bfloat16, any strides.
-        indexer_weights: Weight of each of their heads, [num_tokens, num_index_heads], bfloat16 or
+        indexer_weights: Weight of each indexer head, [num_tokens, num_index_heads], bfloat16 or
             float32, any strides.
         indexer_kv_score: Projections of the indexer's compressor, [num_tokens, 512], float32.
         swa_cache: Window cache, [num_swa_blocks, page_bytes], uint8, from ``MainLayout.allocate``.
-        swa_slot_mapping: Slot of the first num_slots tokens in it, [num_slots], int64; at most
-            num_tokens. Keys of later tokens, and of slots below 0 and past the last block, are not
-            written.
+        swa_slot_mapping: Slots in ``swa_cache`` of the first num_slots tokens, [num_slots], int64;
+            at most num_tokens. Keys of later tokens, and of slots below 0 and past the last block,
+            are not written.
         ape: Position bias of the compressor's scores, [compress_ratio, 1024], float32.
-        norm_weight: Weight of its RMSNorm, [512], float32.
-        states: Its paged states, [num_state_blocks, page_bytes / 4], float32, from
+        norm_weight: Weight of the compressor's RMSNorm, [512], float32.
+        states: The compressor's paged states, [num_state_blocks, page_bytes / 4], float32, from
             ``StateLayout(state_block_size, 2048).allocate``.
-        k_cache: Its rows, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``.
-        indexer_ape: As ``ape``, of the indexer: [compress_ratio, 256], float32.
-        indexer_norm_weight: Weight of the RMSNorm of its keys, [128], float32.
-        indexer_states: Its paged states, [num_indexer_state_blocks, page_bytes / 4], float32, from
-            ``StateLayout(state_block_size, 512).allocate``.
-        indexer_cache: Its keys, [num_indexer_blocks, page_bytes], uint8, from
+        k_cache: Compressed rows, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``.
+        indexer_ape: ``ape`` of the indexer: [compress_ratio, 256], float32.
+        indexer_norm_weight: Weight of the RMSNorm of the indexer's keys, [128], float32.
+        indexer_states: The indexer's paged states, [num_indexer_state_blocks, page_bytes / 4],
+            float32, from ``StateLayout(state_block_size, 512).allocate``.
+        indexer_cache: The indexer's keys, [num_indexer_blocks, page_bytes], uint8, from
             ``IndexerLayout.allocate``.
         state_block_table: Physical block of both compressors' states for every logical block of
             state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
@@ -112,8 +112,8 @@ def insert_c4_step(
             no window; below 0, its state is not saved.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 it finishes
             no window.
-        cos_sin_cache: From ``rope_cos_sin_cache``, of the layers with a compressor, [num_positions,
-            64], float32.
+        cos_sin_cache: From ``rope_cos_sin_cache``, for the layers with a compressor,
+            [num_positions, 64], float32.
         eps: Added to the mean square in all three RMSNorms. Above 0.
         softmax_scale: Factor of all weights of the indexer's heads, a number above 0; None for
             128^-0.5 * num_index_heads^-0.5.
@@ -125,14 +125,13 @@ def insert_c4_step(
 
     Returns:
         ``C4Step(q, indexer_q, indexer_weights)``, dense: the result of ``qnorm_rope_kv_insert``,
-        bfloat16, and those of ``indexer_quantize_q``, float8_e4m3fn and float32.
+        bfloat16, and the results of ``indexer_quantize_q``, float8_e4m3fn and float32.
 
     Mutates: ``swa_cache`` like ``qnorm_rope_kv_insert``; ``states`` and ``k_cache``, and
         ``indexer_states`` and ``indexer_cache``, like ``save_and_compress``; no other value. The
-        bytes that the five write must be apart, because one launch writes them all. As for
-        ``save_and_compress``, a ring of states may be too short for a step: then call
-        ``compress_and_insert`` and afterwards ``save_compressor_states`` for each compressor
-        instead.
+        five caches must not overlap, because one launch writes them all. If a ring of states is too
+        short for a step (see ``save_and_compress``), call ``compress_and_insert`` and afterwards
+        ``save_compressor_states`` for each compressor instead.
 
     Raises:
         ValueError: shapes that disagree, a cache or states that are not of their layout, more slots
@@ -140,11 +139,12 @@ def insert_c4_step(
             tensor as two caches, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: in place, never a copy of states or caches; on CUDA one Triton kernel of ours in the
-        graph and in AOTInductor packages for ratios up to 4, with ``save_first`` after two that
-        save states, else those of the four ops; on CPU the code of the four ops; dynamic in
-        num_tokens, num_heads, num_reqs, num_slots, max_state_blocks, num_positions and the blocks
-        of all five; CUDA graphs and export: yes. Bits and roundings are those of the four ops.
+    Compile: in place, never a copy of states or caches; on CUDA, for ratios up to 4, one Triton
+        kernel of ours in the graph and in AOTInductor packages; ``save_first`` adds two kernels
+        that save states; otherwise the kernels of the four ops; on CPU the code of the four ops;
+        dynamic in num_tokens, num_heads, num_reqs, num_slots, max_state_blocks, num_positions and
+        the blocks of all five caches; CUDA graphs and export: yes. Bits and roundings are those of
+        the four ops.
 
     Source: the four ops; vLLM 0.33 runs them as separate kernels.
 

@@ -38,9 +38,9 @@ def split_prefill_chunks(
 
     Every chunk fits the workspace and the logits budget. A request is added to a chunk while the
     chunk's key rows stay within ``workspace_size`` and its query rows times key rows within
-    ``max_logits_bytes`` / 4. A request that fits nowhere is a chunk by itself, split along its
-    query rows so that each part respects the logits budget; its keys may exceed ``workspace_size``,
-    which therefore must hold the longest request.
+    ``max_logits_bytes`` / 4. A request that is too large for a chunk gets chunks of its own, split
+    along its query rows so that each part respects the logits budget. Its keys may exceed
+    ``workspace_size``: make that at least the longest request.
 
     Args:
         seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative counts
@@ -48,14 +48,15 @@ def split_prefill_chunks(
         query_lens: Query rows of every request, [num_reqs], int32. Negative counts as 0.
         workspace_size: Key rows that the gather workspace holds. At least 1.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
-        max_chunks: Rows of the result; ``max_prefill_chunks`` bounds it from sizes. At least 1.
-        request_offset: Added to the request numbers: the decodes before the first prefill.
+        max_chunks: Rows of the result; ``max_prefill_chunks`` computes a bound. At least 1.
+        request_offset: Number added to request numbers: that of the decodes before the first
+            prefill.
 
     Returns:
         ``PrefillChunks(chunks, num_chunks)``: int32 [max_chunks, 4] rows (req_start, req_stop,
-        query_start, query_stop), query rows counted from the first of req_start, unused rows 0; and
-        int32 [1], the chunks the plan has. If that exceeds max_chunks, the plan does not fit and
-        only its first max_chunks chunks are stored.
+        query_start, query_stop), where query rows count from the first one of req_start and unused
+        rows are 0; and int32 [1], the number of chunks in the plan. If it exceeds max_chunks, the
+        plan does not fit and only its first max_chunks chunks are stored.
 
     Mutates: nothing.
 
@@ -112,7 +113,7 @@ def plan_prefill_chunks(
         query_lens: Query rows of every request, with the same number of entries.
         workspace_size: Key rows that the gather workspace holds. At least 1.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
-        request_offset: Added to the request numbers.
+        request_offset: Number added to the request numbers.
 
     Returns:
         ``(requests, queries)`` slices, one pair per chunk.
@@ -172,7 +173,7 @@ def max_prefill_chunks(
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
 
     Returns:
-        An upper bound, at least 1: every chunk has a query row, every group of requests a last
+        An upper bound, at least 1: every chunk has a query row, every group of requests has a last
         chunk, and the other chunks are as large as the logits of the longest request allow.
 
     Raises:
@@ -221,9 +222,9 @@ def prefill_row_bounds(
         compress_ratio: Positions per compressed row. At least 1.
 
     Returns:
-        ``PrefillRowBounds(cu_seq_lens, row_start, row_stop)``: int32 [num_reqs + 1] prefix sum of
-        compressed lengths (saturating at 2**31 - 1), and int32 [num_tokens] each. Padding tokens
-        have 0 and 0. A token never sees past its request.
+        ``PrefillRowBounds(cu_seq_lens, row_start, row_stop)``: the prefix sum of compressed
+        lengths, int32 [num_reqs + 1], saturating at 2**31 - 1, and two bounds, int32 [num_tokens].
+        Padding tokens have 0 and 0. A token never sees past its request.
 
     Mutates: nothing.
 
@@ -291,8 +292,9 @@ def prefill_chunk_row_bounds(
         compress_ratio: Positions per compressed row. At least 1.
 
     Returns:
-        ``PrefillRowBounds`` as of the whole batch; requests outside the chunk have no rows in
-        ``cu_seq_lens``, tokens outside it have 0 and 0. An empty chunk gives zeros.
+        ``PrefillRowBounds`` in the shapes of the whole batch; requests outside the chunk have no
+        rows in ``cu_seq_lens``, and tokens outside the chunk have 0 and 0. An empty chunk gives
+        zeros.
 
     Mutates: nothing.
 

@@ -182,23 +182,23 @@ def compress_and_insert(
     Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. Arithmetic is
         float32. The FP8 layouts round the row to bfloat16 and store it like
         ``quantize_and_insert_k_cache`` or ``quantize_and_insert_indexer_k``. A window's row for an
-        earlier position comes from ``kv_score`` if this call has that token of the same request, at
-        its distance in positions, else from ``states``; so this op may run before or after
+        earlier position comes from ``kv_score`` if the token that many rows before is at that
+        position of the same request, else from ``states``; so this op may run before or after
         ``save_compressor_states``. Rows before position 0 or on absent blocks have no weight, and
-        no other state is read, so NaN in unused states never matters. If two tokens share a slot,
-        its bytes may be a mix of both.
+        states that no window needs are not read, so NaN in them never matters. If two tokens share
+        a slot, its bytes may be a mix of both.
 
     Raises:
         ValueError: shapes that disagree, states or a cache that are not of their layout, sizes
             below 1, ``eps`` not above 0, an unknown layout, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
-        AOTInductor packages, whose work grows with the finished windows; on CPU reductions and
+    Compile: in place, never a copy of the cache; on CUDA our Triton kernel, whose work grows with
+        the finished windows, in the graph and in AOTInductor packages; on CPU reductions and
         scatters of Inductor, with scratch for the window of every token; dynamic in num_tokens,
         num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA graphs and
         export: yes. Implementations agree within float32 rounding, so a code may differ by one
-            step.
+        step.
 
     Source: vLLM 0.33's fused compressor kernels; DeepSeek-V4's compressor.
 
@@ -353,7 +353,8 @@ def save_and_compress(
     """Run ``save_compressor_states`` and ``compress_and_insert`` at once.
 
     This takes one kernel fewer than the two ops, and reads their common inputs from memory once if
-    they fit into the GPU's cache. With ``save_first`` it is the two ops, in this order.
+    those fit into the GPU's cache. With ``save_first`` the result is that of the two ops in this
+    order.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -390,10 +391,11 @@ def save_and_compress(
         Nothing.
 
     Mutates: ``states`` like ``save_compressor_states``, and ``k_cache`` like
-        ``compress_and_insert``. Without ``save_first``, both at once: a window that reads a slot
-        that this call writes gets either value. A ring of states may be too short for a step and
-        the window before it, so that a window needs an earlier step's state from such a slot. In
-        this case call ``compress_and_insert`` first, then ``save_compressor_states``.
+        ``compress_and_insert``. Without ``save_first`` both are written at once: a window that
+        reads a slot that this call writes gets the old or the new value. A ring of states may be
+        too short for a step and the window before it, so that a window needs an earlier step's
+        state from a slot that this call writes. In this case call ``compress_and_insert`` first,
+        then ``save_compressor_states``.
 
     Raises:
         ValueError: as ``compress_and_insert``, or a state_slot_mapping of another shape.

@@ -59,8 +59,8 @@ def cp_seq_lens(
 
     Ranks take positions in turns of ``cp_interleave``: rank r owns the turns r, r + cp_world_size,
     and so on, as in ``compressed_slot_mapping``. If a request has several new tokens, pass the
-    length of every token, not of every request: the counts of a request's tokens on a rank are not
-    those of its last token minus a constant.
+    length of every token, not of every request: a rank's counts for a request's tokens are not its
+    count for the last token minus a constant.
 
     Args:
         seq_lens: Keys of every sequence on all ranks, [num_seqs], int32, such as those of
@@ -71,8 +71,8 @@ def cp_seq_lens(
         cp_interleave: Consecutive positions on one rank. At least 1.
 
     Returns:
-        int32 [num_seqs]; without a rank [num_seqs, cp_world_size], which sums to ``seq_lens``. The
-        number may be 0 for a sequence with keys on other ranks.
+        int32 [num_seqs]; without a rank [num_seqs, cp_world_size], which sums to ``seq_lens``. A
+        count is 0 if all keys of the sequence are on other ranks.
 
     Mutates: nothing.
 
@@ -185,7 +185,7 @@ def cp_row_indices(
     cp_world_size: int,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Find the rows of a chunk among those that all ranks gathered.
+    """Find the rows of a chunk among the rows that all ranks gathered.
 
     Each rank gathers ``num_local_rows`` rows of a chunk of ``context_chunks``, and an all-gather
     concatenates them by rank. The result's indices select each request's rows in the order of their
@@ -194,8 +194,8 @@ def cp_row_indices(
     Args:
         req_indices: Request of each row of the chunk, [num_rows], int32; -1 is padding.
         positions: Position of the row in its sequence, [num_rows], int64; -1 is padding.
-            ``token_map`` of the chunk's ``cu_seq_lens`` returns both.
-        local_starts: First row of each request that a rank gathered, [num_reqs], int32.
+            ``token_map`` of the chunk's ``cu_seq_lens`` returns both arguments.
+        local_starts: First gathered row of each request on a rank, [num_reqs], int32.
         local_cu_seq_lens: Start of each request among a rank's gathered rows, [num_reqs + 1],
             int32.
         num_local_rows: Rows that a rank gathers, padding included. At least 1.
@@ -264,8 +264,8 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
 
     Returns:
         int32 [num_tokens, topk], dense: the rows with the highest scores, counted within the
-        request over all ranks, in ascending order, then -1. Of equal scores the lower row is
-        selected first. -0 equals 0, and NaN is below every number, -inf included.
+        request over all ranks, in ascending order, then -1. The lower of two rows with equal scores
+        is selected first. -0 equals 0, and NaN is below every number, -inf included.
 
     Mutates: nothing.
 
@@ -320,7 +320,7 @@ def cp_local_rows(
     Returns:
         rows: The rows of ``rows`` that the rank owns, counted on the rank, [num_tokens, topk],
             int32, dense: in their order, then -1.
-        lens: Number of these rows, [num_tokens], int32.
+        lens: Number of owned rows, [num_tokens], int32.
 
     Mutates: nothing.
 
@@ -410,8 +410,8 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
         via: "all_gather" calls ``torch.distributed``. "symmetric_memory" is one kernel that writes
             to the memory of the host's other GPUs, without NVLink multicast. It takes tensors of
             any size, and sends more than 4 MiB per rank in rounds. It shares the workspace of
-            ``cp_combine(via="symmetric_memory")``. On a CPU both are the all-gather. The bytes are
-            the same.
+            ``cp_combine(via="symmetric_memory")``. On a CPU both call the all-gather. Both return
+            the same bytes.
 
     Returns:
         [num_tokens, cp_world_size * num_heads, width]: contiguous with "symmetric_memory",
@@ -530,7 +530,7 @@ def cp_combine(
         out: Output of this rank's heads over all keys, [num_tokens, num_heads / cp_world_size,
             width], the dtype of ``out``; 0 if no rank has keys.
         lse: Log-sum-exp of this output, [num_tokens, num_heads / cp_world_size], float32, to the
-            base of the inputs; -inf if no rank has keys. On one rank both are the arguments
+            base of the inputs; -inf if no rank has keys. On one rank both results are the arguments
             themselves.
 
     Mutates: nothing.
@@ -663,7 +663,7 @@ def process_group_size(op: str, group: str) -> int:
 def _heads_first(x: Tensor) -> Tensor:
     """Copy [num_tokens, num_heads, ...] to [num_heads, num_tokens, ...].
 
-    ``contiguous`` would guard a graph of any size on one token, which needs no copy.
+    ``contiguous`` would add a guard to a graph of any size, because one token needs no copy.
     """
     return x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
@@ -791,7 +791,7 @@ def _workspace(op: str, group: str, world: int, device: torch.device) -> _Worksp
 def _as_lanes(lse: Tensor, lanes: torch.dtype) -> Tensor:
     """View float32 as integers of the output's width, [..., 1 or 2].
 
-    Integers, because compilers change NaNs in floats.
+    Compilers change NaNs in floats.
     """
     bits = lse.view(torch.int32)
     if lanes == torch.int32:

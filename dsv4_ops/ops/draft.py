@@ -34,8 +34,8 @@ def verify_draft(
     Row i of a request's logits is the model's prediction for draft i; the last row follows all
     drafts. Greedy decoding accepts drafts while they are the most likely tokens. Sampling accepts a
     draft with probability min(1, p / q), where p = softmax(logits / temperature) and q =
-    draft_probs; it replaces the first rejected draft by a sample of the normalised (p - q)+. Tokens
-    are then distributed as if each had been sampled from p.
+    draft_probs; it replaces the first rejected draft by a sample of the normalised (p - q)+. The
+    results have the distribution of tokens that were sampled from p.
 
     Args:
         logits: [num_reqs, num_drafts + 1, vocab_size], float32 or bfloat16, any strides. NaN counts
@@ -43,8 +43,8 @@ def verify_draft(
         draft_ids: [num_reqs, num_drafts], int64. An invalid id, such as -1 for a request with fewer
             drafts, is rejected, and its replacement is sampled from p.
         draft_probs: Probabilities that the drafts were sampled from, [num_reqs, num_drafts,
-            vocab_size], float32. None if drafts were not sampled: q is 1 at each. NaN, inf and
-            negative values count as 0.
+            vocab_size], float32. None if drafts were not sampled: q is 1 at each draft. NaN, inf
+            and negative values count as 0.
         uniforms: Random numbers in [0, 1), [num_reqs, num_drafts + 1], float32: one per draft, and
             the last for the added token. 24 bits are used; NaN counts as 0.
         temperature: 0: greedy, without draft_probs and uniforms. Above 0: sampled, with uniforms.
@@ -62,7 +62,7 @@ def verify_draft(
             negative, not finite, or inconsistent with the other arguments.
         TypeError: a dtype other than the ones above, or a temperature that is not a number.
 
-    Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes, ``num_accepted``
+    Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes; ``num_accepted``
         stays on the device. On CPU the prefix sum calls aten.cumsum.
 
     Source: Leviathan et al. 2023, arXiv 2211.17192.

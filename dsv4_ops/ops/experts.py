@@ -72,7 +72,7 @@ def route(
         hidden: Hidden states, [num_tokens, hidden_size], bfloat16, any strides.
         weight: Weight of the router, [num_experts, hidden_size], bfloat16.
         bias: Added to the scores for the choice of experts, but not to their weights,
-            [num_experts], float32; None for none.
+            [num_experts], float32, or None.
         table: Fixed experts of every token id, [vocab_size, top_k], int64, instead of the best
             ones; requires ``token_ids`` [num_tokens], int64.
         top_k: Experts per token. At least 1, at most num_experts.
@@ -80,7 +80,7 @@ def route(
 
     Returns:
         ``Routing(ids, weights)``, [num_tokens, top_k], int32 and float32, dense. With scores s =
-        sqrt(softplus(hidden weight^T)) in float32, ids are those of the largest s + bias in
+        sqrt(softplus(hidden weight^T)) in float32, ids are the experts with the largest s + bias in
         descending order; ties go to the lower id, and NaN counts as the smallest. weights = scale *
         s / (sum of s + 1e-20). With a table, ids are the table's, in its order; -1 with weight 0 if
         the token id or the expert id is out of range.
@@ -134,7 +134,7 @@ def grouped_topk(
     Args:
         logits: Logits of the router, [num_tokens, num_experts], float32, any strides.
         bias: Added to the scores for the choice of groups and experts, but not to their weights,
-            [num_experts], float32; None for none.
+            [num_experts], float32, or None.
         top_k: Experts per token. At least 1, at most the number in ``kept_groups`` groups.
         num_groups: Number of groups of equal size, in the order of the experts: 1, or at most
             num_experts / 2.
@@ -296,9 +296,9 @@ def experts(
     Returns:
         bfloat16 [num_tokens, hidden_size], dense: the sum over a token's experts of weight * (a
         W_down^T), plus ``shared``, where a = bf16(silu(min(g, limit)) * clamp(u, -limit, limit))
-        and (g, u) = x W_gate_up^T. Products, SwiGLU and sum are in float32, with one cast of each a
-        and one of the result. Where kernels multiply codes (see Compile), sums of 128 products have
-        about 14 bits, and each a W_down^T is also cast to bfloat16.
+        and (g, u) = x W_gate_up^T. Products, SwiGLU and sum are in float32; a and the result are
+        cast once. Where kernels multiply codes (see Compile), sums of 128 products have about 14
+        bits, and the products a W_down^T are also cast to bfloat16.
 
     Mutates: nothing.
 
@@ -310,11 +310,11 @@ def experts(
 
     Compile: on a GPU our kernels for the plan, for gate and up with SwiGLU, for quantising FP8
         activations, for down and for the weighted sum. Both products read an expert once per block
-        of rows (16 to 128, by the mean rows per expert), or once per two blocks of up to 32. With
-        FP8 activations, FP4 weights are multiplied as codes on Hopper if the mean is at least 14
-        rows per expert, or if the number of rows is symbolic. Otherwise codes are converted to
+        of rows (16 to 128, by the mean rows per expert), or once per two blocks of up to 32 rows.
+        With FP8 activations, FP4 weights are multiplied as codes on Hopper if the mean is at least
+        14 rows per expert, or if the number of rows is symbolic. Otherwise codes are converted to
         bf16, where an FP4 scale above 2^9 becomes infinite, one below 2^-117 may round, and the FP8
-        code for NaN reads as 480; released files have none of these. On a CPU, two reductions of
+        code for NaN reads as 480; released files have no such values. On a CPU, two reductions of
         Inductor gather and dequantise as they multiply; eager code dequantises one expert at a
         time, for 16 rows. Dynamic in num_tokens; CUDA graphs and export: yes.
 

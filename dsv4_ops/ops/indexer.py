@@ -53,8 +53,8 @@ def quantize_and_insert_indexer_k(
 
     Mutates: ``k_cache``: the 128 codes and the 4 scale bytes of every slot that is written; no
         other byte. The row has one float32 scale, the smallest power of two, at least 2^-22, for
-        which amax / scale is at most 448. NaN, infinities and tokens that share a slot: as
-        ``quantize_and_insert_k_cache``.
+        which amax / scale is at most 448. NaN, infinities and tokens that share a slot have the
+        effects that they have in ``quantize_and_insert_k_cache``.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
@@ -174,19 +174,18 @@ _paged_mqa_logits_metadata = define_op(
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
     """Share the keys of a step's indexer among SMs as DeepGEMM does.
 
-    A row of keys is divided into splits of 256. SMs get consecutive runs of all splits, row by row,
-    whose lengths differ by at most one split; longer runs come first. DeepGEMM's paged logits need
-    such a schedule; ours do not.
+    A row of keys is divided into splits of 256. Row by row, each SM gets a run of consecutive
+    splits. Run lengths differ by at most one split; longer runs come first. DeepGEMM's paged logits
+    need such a schedule; ours do not.
 
     Args:
         seq_lens: Number of keys that every row of queries may see, [num_reqs], int32; negative
-            counts as 0. Our ops call DeepGEMM with one row per token. Or [num_reqs, next_n], from
-            ``mtp_seq_lens``, for a call of DeepGEMM with queries [num_reqs, next_n, ...], which
-            reads keys once per request: a row is then a request with the maximum of its lengths.
+            counts as 0. Our ops call DeepGEMM with one row per token. With [num_reqs, next_n], from
+            ``mtp_seq_lens``, a row is a request with the maximum of its lengths. Use it for a call
+            of DeepGEMM with queries [num_reqs, next_n, ...], which reads keys once per request.
             DeepGEMM itself takes the last length, which is not the maximum if a request has fewer
             than next_n tokens; pass it the maximum in all columns.
-        block_size: Rows per block: 64, or another divisor of 256. The schedule does not depend on
-            it.
+        block_size: Rows per block: 64, or another divisor of 256. It does not change the schedule.
         num_sms: SMs that run the logits, DeepGEMM's ``get_num_sms()``. At least 1.
 
     Returns:
@@ -282,18 +281,19 @@ def indexer_quantize_q(
         weights: Weight of every head, [num_tokens, num_heads], bfloat16 or float32, any strides.
         positions: Absolute position of every token, [num_tokens], int64. Queries of a position
             below 0 or past the table are not rotated.
-        cos_sin_cache: From ``rope_cos_sin_cache``, of the layers with a compressor, [num_positions,
-            rope_dim], float32; rope_dim is even and at most 128.
+        cos_sin_cache: From ``rope_cos_sin_cache``, for the layers with a compressor,
+            [num_positions, rope_dim], float32; rope_dim is even and at most 128.
         softmax_scale: Factor of all weights, a number above 0; None for 128^-0.5 * num_heads^-0.5.
-        rope_first: Whether the first rope_dim values are rotated, as in DeepSeek-V3.2 and GLM-5,
-            and not the last.
+        rope_first: Whether the first rather than the last rope_dim values are rotated, as in
+            DeepSeek-V3.2 and GLM-5.
         interleaved: Which values form pairs, as for ``apply_rope``; False for DeepSeek-V3.2.
 
     Returns:
         ``IndexerQuery(q, weights)``, dense. q: float8_e4m3fn [num_tokens, num_heads, 128]: rotated
-        like in ``apply_rope``, divided by a scale, rounded to nearest even. One scale per head, as
-        in ``quantize_and_insert_indexer_k``, NaN and infinities included. weights: float32
-        [num_tokens, num_heads], the weight times this scale, then times ``softmax_scale``.
+        like in ``apply_rope``, divided by a scale, rounded to nearest even. Each head has one
+        scale, as in ``quantize_and_insert_indexer_k``, which also defines NaN and infinities.
+        weights: float32 [num_tokens, num_heads], the weight times this scale, then times
+        ``softmax_scale``.
 
     Mutates: nothing.
 
@@ -379,15 +379,15 @@ def indexer_logits(
         lens: Number of rows that every token may see, [num_tokens], int32, from ``flatten_decode``.
             Or [num_reqs, next_n], from ``mtp_seq_lens``, where token j of row b is token b * next_n
             + j. Both forms score every token by itself; ``indexer_select`` says why.
-        req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
-            rows.
+        req_indices: Request of every token, [num_tokens], int32; requests outside 0..num_reqs-1
+            have no rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         schedule: DeepGEMM's schedule, [num_sms + 1, 2], int32, from ``paged_mqa_logits_metadata``,
-            to make it once per step; None: the call makes its own. Make it from exactly the lengths
-            of this call: 0 for tokens of no request, and at most num_rows and max_blocks *
-            block_size. DeepGEMM does not check it: with other lengths it reads and writes out of
-            bounds. Other implementations ignore it.
+            made once per step; None: the call makes its own. It must be made from exactly the
+            lengths of this call: 0 for tokens of no request, and at most num_rows and max_blocks *
+            block_size. DeepGEMM does not check the schedule: with other lengths it reads and writes
+            out of bounds. Other implementations ignore the schedule.
         block_size: Rows per block, 64 for DeepGEMM. At least 1.
         num_rows: Capacity of the result in columns. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
@@ -454,11 +454,12 @@ def indexer_logits_ragged(
             ``indexer_quantize_q``, as are the weights.
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
             strides.
-        k: e4m3 codes of the keys, [num_k, 128], uint8, any strides; ``gather_indexer_k`` gives
-            them, with their scales.
+        k: e4m3 codes of the keys, [num_k, 128], uint8, any strides; ``gather_indexer_k`` returns
+            codes and scales.
         scales: Scale of every key, [num_k], float32, any strides.
-        row_start: First key of every token, [num_tokens], int32; ``prefill_row_bounds`` gives both.
-        row_stop: One past its last key, [num_tokens], int32.
+        row_start: First key of every token, [num_tokens], int32; ``prefill_row_bounds`` returns
+            both bounds.
+        row_stop: One past the last key of every token, [num_tokens], int32.
 
     Returns:
         float32 [num_tokens, num_k], dense: as ``indexer_logits``; -inf outside of the spans.
@@ -629,10 +630,10 @@ def indexer_select(
             ``compress_and_insert`` writes them.
         positions: Absolute position of every token, [num_tokens], int64; negative selects no row.
             Or [num_reqs, next_n], where token j of row b is token b * next_n + j, and
-            ``req_indices`` says its request. ``mtp_seq_lens`` minus 1 gives such positions; if it
-            counts compressed rows, pass ``compress_ratio`` 1.
-        req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
-            rows.
+            ``req_indices`` says its request. ``mtp_seq_lens`` minus 1 gives such positions; for
+            lengths in compressed rows, pass ``compress_ratio`` 1.
+        req_indices: Request of every token, [num_tokens], int32; requests outside 0..num_reqs-1
+            have no rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         schedule: DeepGEMM's schedule, as for ``indexer_logits``, made from the number of complete

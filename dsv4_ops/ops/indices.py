@@ -215,7 +215,7 @@ def dense_compressed_indices(
 ) -> TopkIndices:
     """List the slots of all compressed rows that every token may see.
 
-    C128 layers attend to these.
+    C128 layers attend to these rows.
 
     Args:
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
@@ -294,21 +294,22 @@ def combine_topk_swa_indices(
 ) -> TopkIndices:
     """List the rows of a gathered workspace that every token attends to.
 
-    Its selected compressed rows come first, then its window.
+    The token's selected compressed rows come first, then its window.
 
     The workspace is [num_reqs, workspace_rows, 512] seen as one list of rows. Request b has its
     compressed rows at b * workspace_rows and the window rows that ``dequantize_and_gather_k_cache``
     put there at b * workspace_rows + swa_offset.
 
     Args:
-        topk_indices: Selected rows inside the request, [num_tokens, columns], int32, of which the
-            first ``topk`` columns count. Entries outside 0..swa_offset-1 are holes.
+        topk_indices: Selected rows inside the request, [num_tokens, columns], int32; only the first
+            ``topk`` columns count. Entries outside 0..swa_offset-1 are holes.
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
             padding.
         req_indices: Request of every token, counted from the workspace's first, [num_tokens],
             int32; outside 0..num_reqs-1 means padding.
         seq_lens: Length of every request, [num_reqs], int32.
-        gather_lens: Window rows gathered of every request, the last ones, [num_reqs], int32.
+        gather_lens: Number of gathered window rows, the last ones of every request, [num_reqs],
+            int32.
         window_size: Keys in a full window, the token's own included. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         topk: Selected rows per token at most; 0 for layers with only a window.
@@ -400,26 +401,28 @@ def mixed_sparse_indices(
             int32; swa_width is a multiple of 4 and at least ``window_size``. Negative: none.
         decode_compressed_indices: Compressed rows of the decode tokens, [num_decode_tokens,
             columns], int32: cache slots, or rows inside the request. None: no compressed rows.
-        decode_compressed_lens: Their number of valid columns, [num_decode_tokens], int32. None: all
-            columns, or up to the last valid one if they are rows inside the request.
+        decode_compressed_lens: Valid columns per decode token, [num_decode_tokens], int32. None:
+            all columns, or up to the last valid one if they are rows inside the request.
         prefill_topk_indices: Selected rows inside the request of the prefill tokens,
-            [num_prefill_tokens, columns], int32, of which the first ``topk`` columns count.
+            [num_prefill_tokens, columns], int32; only the first ``topk`` columns count.
         positions: Absolute position of every token, [num_tokens], int64, num_tokens =
             num_decode_tokens + num_prefill_tokens; outside 0..2**31-2 means padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
         swa_block_table: Physical block of every logical block of the window cache, [num_reqs,
             max_blocks], int32, any strides.
-        compressed_block_table: The same of the compressed cache; None: one table for both.
+        compressed_block_table: The same for the compressed cache; None: one table serves both
+            caches.
         swa_block_size: Rows per block of the window cache. At least 1.
         compressed_block_size: Rows per block of the compressed cache. At least 1.
         window_size: Keys in a full window. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         topk: Selected rows per prefill token at most. At least 0.
-        decode_compressed_indices_are_local: Whether they are rows inside the request.
-        swa_block_span: Rows from the start of one block of the window cache to the next, where
-            blocks of several caches are packed together. None: ``swa_block_size``.
-        compressed_block_span: The same of the compressed cache.
+        decode_compressed_indices_are_local: Whether ``decode_compressed_indices`` are rows inside
+            the request.
+        swa_block_span: Rows from the start of one block of the window cache to the next, if blocks
+            of several caches are packed together. None: ``swa_block_size``.
+        compressed_block_span: The same for the compressed cache.
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + max(topk, columns) rounded up

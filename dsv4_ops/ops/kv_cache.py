@@ -62,7 +62,7 @@ def quantize_and_insert_k_cache(
     Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
         AOTInductor packages, on CPU scatters of Inductor; dynamic in num_tokens and num_blocks;
         CUDA graphs and export: yes. For CUDA graphs, keep the cache in ``KVCacheBuffers`` or mark
-            it with ``dsv4_ops.attention.caches.mark_static``.
+        it with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``quantize_and_insert_k_cache``; FlashMLA's 584-byte rows.
 
@@ -133,7 +133,8 @@ def dequantize_and_gather_k_cache(
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, as for
             ``quantize_and_insert_k_cache``.
         seq_lens: Rows of every request in this cache, [num_reqs], int32.
-        gather_lens: How many of them to read, the last ones, [num_reqs], int32; None reads all.
+        gather_lens: Number of last rows to read of every request, [num_reqs], int32; None reads all
+            rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         block_size: Rows per block. At least 1.
@@ -152,8 +153,8 @@ def dequantize_and_gather_k_cache(
             unknown layout, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: in place; on CUDA our Triton kernel in the graph and in AOTInductor packages, whose
-        work grows with the gathered rows; on CPU it rewrites the workspace; dynamic in all tensor
+    Compile: in place; on CUDA our Triton kernel, whose work grows with the gathered rows, in the
+        graph and in AOTInductor packages; on CPU it rewrites the workspace; dynamic in all tensor
         sizes but the 512; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
@@ -214,7 +215,8 @@ def gather_k_cache(
         k_cache: "v4_fp8": [num_blocks, page_bytes], uint8. "plain": [num_blocks, block_size,
             width], bfloat16 or float32, with dense rows.
         seq_lens: Rows of every request in this cache, [num_reqs], int32.
-        gather_lens: How many of them to read, the last ones, [num_reqs], int32; None reads all.
+        gather_lens: Number of last rows to read of every request, [num_reqs], int32; None reads all
+            rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         block_size: Rows per block. At least 1.

@@ -141,15 +141,15 @@ def fp8_linear(
         weight: [out_features, in_features], float8_e4m3fn; both sizes are multiples of 128.
         scale: [out_features / 128, in_features / 128], float32, or uint8 with UE8M0 bytes: byte b
             is 2^(b - 127), 255 is NaN. ``view(torch.uint8)`` reads the bytes of a float8_e8m0fnu.
-        x_scale: Scales of ``x``, [num_tokens, in_features / 128], float32, as of ``quantize_rows``;
+        x_scale: Scales of ``x``, [num_tokens, in_features / 128], float32, from ``quantize_rows``;
             None for bfloat16.
         activations: Format in which bfloat16 activations are multiplied: "bf16" (W8A16), or "fp8"
             (W8A8), quantised by ``quantize_rows`` with its defaults. No effect with ``x_scale``.
         out_dtype: dtype of the result, bfloat16 or float32.
-        impl: "auto", "triton", "reference", or "scaled_mm": torch's own block-scaled product. That
-            one runs on Hopper, with FP8 activations, in_features that are a multiple of 512, and a
-            bfloat16 result. "auto" selects it for 128 tokens or more, unless their number is
-            symbolic.
+        impl: "auto", "triton", "reference", or "scaled_mm": torch's own block-scaled product, which
+            runs on Hopper with FP8 activations, in_features that are a multiple of 512, and a
+            bfloat16 result. "auto" selects "scaled_mm" for 128 tokens or more, unless their number
+            is symbolic.
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of the values (codes times
@@ -206,7 +206,7 @@ def fp8_linear_norms(
 ) -> NormedPair:
     """Multiply rows by an FP8 weight, and normalise two parts of each result.
 
-    These are the first projections of attention: the query's latent and the key.
+    The two parts are those of attention's first projections: the query's latent and the key.
 
     Args:
         x: Activations, [num_tokens, in_features], bfloat16, any strides.
@@ -218,8 +218,8 @@ def fp8_linear_norms(
         activations: "bf16" or "fp8", as for ``fp8_linear``.
 
     Returns:
-        ``NormedPair(first, second)``, bfloat16 [num_tokens, ..], dense: RMSNorm(y) * norm of both
-        parts y of the result of ``fp8_linear`` in bfloat16, in float32 with one cast.
+        ``NormedPair(first, second)``, bfloat16 [num_tokens, ..], dense: RMSNorm(y) * norm for both
+        parts y of the bfloat16 result of ``fp8_linear``, computed in float32 with one cast.
 
     Mutates: nothing.
 
@@ -275,7 +275,7 @@ def fp8_linear_swiglu(
 
     Returns:
         bfloat16 [num_tokens, out_features / 2], dense: silu(min(g, limit)) * clamp(u, -limit,
-        limit) of the result (g, u) of ``fp8_linear`` in bfloat16, in float32 with one cast.
+        limit) for the bfloat16 result (g, u) of ``fp8_linear``, computed in float32 with one cast.
 
     Mutates: nothing.
 

@@ -88,7 +88,7 @@ def mla_insert_kv(
             ``MlaFp8Layout.allocate``. "mla_ds_fp8": [num_blocks, block_size, 656], uint8, from
             ``MlaDsFp8Layout.allocate``, of latents of 512 and RoPE parts of 64 values. Blocks may
             have gaps between them; FP8 blocks start at multiples of 16 bytes.
-        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Those
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
             below 0 and past the last block are skipped.
         scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
         block_size: Rows per block. At least 1.
@@ -478,10 +478,10 @@ def quantize_per_tensor(x: Tensor) -> PerTensor:
 
     Every value counts for the scale: a NaN in a padding row makes all results NaN, and the codes of
     a token depend on the other tokens of the batch. A fixed ``q_scale`` of ``mla_absorb_q`` avoids
-    both.
+    both effects.
 
     Scale and products are float32. vLLM rounds both to the dtype of x: for bfloat16, up to 8 % of
-    its codes differ by one step and its scale by up to 2^-7; for float32 both agree.
+    its codes differ by one step and its scale by up to 2^-7; for float32, codes and scale agree.
 
     Args:
         x: Values, [num_tokens, ...], bfloat16, float16 or float32, any strides.
@@ -528,7 +528,7 @@ def split_kv_b_proj(
     Args:
         weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], a row per output. Or a
             linear layer with these ``in_features`` and ``out_features`` that stores its weight in
-            another form: it is applied to an identity matrix, which yields the weight.
+            another form: applied to an identity matrix, it yields the weight.
         scale: Block scales of a float8_e4m3fn weight, [row_blocks, column_blocks], float32; blocks
             are 128 x 128, smaller at the ends. None for a weight without scales.
         num_heads: Heads of this rank.
@@ -710,9 +710,8 @@ def mla_decode(
         query_start_loc: First token of every request, [num_reqs + 1], int32: a hint that tokens of
             a request can share the reads of its rows. Results do not depend on it.
         plan: Work tiles, [num_tiles, 4], int32, from ``sparse_mla_plan(seq_lens, None)`` for the
-            same number of tokens and heads; None: the call decides. The lengths that it was made
-            from affect only the speed. Any other tensor gives undefined results, but no access out
-            of bounds.
+            same number of tokens and heads; None: the call decides. A plan's own lengths affect
+            only the speed. Any other tensor gives undefined results, but no access out of bounds.
         q_scale: Scale of the e4m3 codes of q, [1], float32; None for 1.
         kv_scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
         softmax_scale: Scale of q . row. Above 0.
@@ -728,8 +727,8 @@ def mla_decode(
             CUDA and the reference elsewhere.
 
     Returns:
-        out: [num_tokens, num_heads, kv_lora_rank], the dtype of q, bfloat16 for e4m3; 0 without any
-            row, so for padding.
+        out: [num_tokens, num_heads, kv_lora_rank], the dtype of q, bfloat16 for e4m3; 0 for tokens
+            without a row, such as padding.
         lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf
             without any row.
 
@@ -741,9 +740,9 @@ def mla_decode(
         TypeError: a dtype other than the ones above.
         RuntimeError: ``impl`` is not available here; the message says why.
 
-    Compile: our kernels on CUDA, on Hopper as one opaque call, as Inductor cannot compile Gluon;
-        elsewhere gathers and products. Dynamic in num_tokens, num_reqs, max_blocks and the blocks
-        of the cache; CUDA graphs and export: yes.
+    Compile: our kernels on CUDA, on Hopper as one opaque call, because Inductor cannot compile
+        Gluon; elsewhere gathers and products. Dynamic in num_tokens, num_reqs, max_blocks and the
+        blocks of the cache; CUDA graphs and export: yes.
 
     Source: the decode of vLLM's ``MLACommonImpl``. The lse of a token without rows is -inf here,
         +inf in FlashMLA.
@@ -830,8 +829,8 @@ def mla_sparse(
             any strides, as ``indexer_select`` with ``slots`` gives them for an indexer cache with
             the blocks of this one; topk is at least 1. Slots that do not exist, -1 among them, are
             skipped; a slot that is listed twice counts twice.
-        lens: Number of leading entries of ``indices`` that count, [num_tokens], int32: none for 0
-            or less, ``topk`` for more, so that the length of a token's context will do.
+        lens: Number of leading entries of ``indices`` that count, [num_tokens], int32: 0 or less
+            means none, more than ``topk`` means all, so the length of a token's context will do.
         softmax_scale: Scale of q . row. Above 0.
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
@@ -843,8 +842,8 @@ def mla_sparse(
             "auto" runs our kernels on CUDA and the reference elsewhere.
 
     Returns:
-        out: [num_tokens, num_heads, kv_lora_rank], the dtype of q; 0 without any row, so for
-            padding.
+        out: [num_tokens, num_heads, kv_lora_rank], the dtype of q; 0 for tokens without a row, such
+            as padding.
         lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf
             without any row.
 

@@ -55,14 +55,15 @@ def context_chunks(
 
     With ``cp_world_size`` above 1 each rank gathers its own rows, at most ``workspace_rows``
     divided by the ranks, and chunks end between turns of ``cp_interleave`` positions. All ranks
-    gather the same number of rows of a request; the last ones are absent on ranks that own fewer.
+    gather the same number of rows of a request; on ranks that own fewer rows, the last ones do not
+    exist.
 
     Args:
         context_lens: Tokens of every request in the cache before this step, [num_reqs], int32; 0
             for decodes and padding. Negative counts as 0.
-        workspace_rows: Rows per chunk, on all ranks together; ``mla_workspace_rows`` has the rule.
-            At least cp_world_size * cp_interleave.
-        max_chunks: Chunks of the result; ``max_context_chunks`` bounds it from sizes. At least 1.
+        workspace_rows: Rows per chunk, on all ranks together; ``mla_workspace_rows`` suggests a
+            number. At least cp_world_size * cp_interleave.
+        max_chunks: Chunks of the result; ``max_context_chunks`` computes a bound. At least 1.
         chunk_plan: "packed" or "equal".
         block_size: Rows per block of the cache, which "equal" rounds to. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
@@ -72,7 +73,7 @@ def context_chunks(
         ``ContextChunks``, int32:
 
         - local_starts [max_chunks, num_reqs]: first row that a rank gathers of each request,
-          counted among the rank's rows of the request; cp_world_size times this is the chunk's
+          counted among the rank's rows of the request; cp_world_size times this row is the chunk's
           first position.
         - cu_seq_lens [max_chunks, num_reqs + 1]: start of each request's positions in the chunk,
           and their total. Requests without positions are empty.
@@ -193,8 +194,8 @@ def max_context_chunks(
 ) -> int:
     """Bound the chunks of a plan, for ``max_chunks``, by sizes only.
 
-    The capacity of the cache is no bound: requests with a common prefix share its blocks, but each
-    of them counts.
+    The capacity of the cache is no bound: requests with a common prefix share its blocks, but every
+    request counts.
 
     Args:
         num_reqs: Maximum requests of a batch. At least 0.
@@ -250,7 +251,7 @@ def mla_workspace_rows(
     The rule is eight contexts of maximum length or four blocks per sequence, up to 65536 rows, but
     at least one block per sequence. A row takes 1152 bytes in bfloat16; its keys and values of 128
     heads take 80 KiB. With several ranks allocate ``rows + rows // cp_world_size``: space for the
-    rows of all ranks, and for those of this one.
+    rows of all ranks, and for this rank's own.
 
     Args:
         max_model_len: Maximum tokens of a sequence. At least 1.
@@ -308,15 +309,16 @@ def merge_attn_states(
     Args:
         prefix_out: Output over one part, [num_tokens, num_heads, width], bfloat16, float16 or
             float32; any strides.
-        prefix_lse: Its log-sum-exp, [num_tokens, num_heads], float32.
+        prefix_lse: Log-sum-exp of ``prefix_out``, [num_tokens, num_heads], float32.
         suffix_out: Output over the other part, of the same shape.
-        suffix_lse: Its log-sum-exp, of the same shape.
+        suffix_lse: Log-sum-exp of ``suffix_out``, of the same shape.
         lse_base: "e", or "2" for log-sum-exps to base 2, such as FlashInfer's.
 
     Returns:
-        out: [num_tokens, num_heads, width], the dtype both promote to; 0 where neither has keys.
+        out: [num_tokens, num_heads, width], the dtype that both promote to; 0 where neither part
+            has keys.
         lse: Log-sum-exp of all keys, [num_tokens, num_heads], float32, to the base of the inputs;
-            -inf where neither has keys.
+            -inf where neither part has keys.
 
     Mutates: nothing.
 
@@ -360,7 +362,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
     Args:
         outs: Output over each part, [num_parts, num_tokens, num_heads, width], bfloat16, float16 or
             float32; any strides.
-        lses: Their log-sum-exps, [num_parts, num_tokens, num_heads], float32. A part whose
+        lses: Log-sum-exp of each part, [num_parts, num_tokens, num_heads], float32. A part whose
             log-sum-exp is -inf, +inf or NaN has no keys, and its output may hold anything.
         lse_base: "e", or "2" for log-sum-exps to base 2.
 

@@ -27,8 +27,8 @@ _unpack_seq = define_op(
 def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.0) -> Tensor:
     """Pack the first next_n tokens of every request into a rectangle.
 
-    Kernels that need equal lengths take such a rectangle. Pack everything that they read per token:
-    queries and their weights.
+    Kernels that need equal lengths take such a rectangle. Pack everything that such a kernel reads
+    per token: queries and their weights.
 
     Args:
         x: A row per token, [num_tokens, ...], any dtype and strides.
@@ -45,8 +45,8 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, ``next_n`` below 1, a ``pad`` that the dtype does not
-            have, or several devices.
+        ValueError: shapes that disagree, ``next_n`` below 1, a ``pad`` that the dtype cannot hold,
+            or several devices.
         TypeError: a dtype other than the ones above.
 
     Compile: one loop of Inductor; dynamic in num_tokens, num_reqs and trailing sizes; CUDA graphs

@@ -106,13 +106,13 @@ def apply_rope(
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most dim.
         inverse: Rotate by the negative angles.
-        rope_first: Whether the first rope_dim values of a row are rotated, as in the indexers of
-            DeepSeek-V3.2 and GLM-5, and not the last.
-        interleaved: Whether values 2 i and 2 i + 1 of these form pair i; otherwise values i and i +
-            rope_dim / 2, as in DeepSeek-V3.2's indexer.
+        rope_first: Whether the first rather than the last rope_dim values of a row are rotated, as
+            in the indexers of DeepSeek-V3.2 and GLM-5.
+        interleaved: Whether rotated values 2 i and 2 i + 1 form pair i, rather than values i and i
+            + rope_dim / 2, as in DeepSeek-V3.2's indexer.
 
     Returns:
-        A tensor like ``x``, dense. Each pair is rotated by angle i, in float32, with every product
+        A tensor like ``x``, dense. Pair i is rotated by angle i, in float32, with every product
         rounded before the sum and one cast at the end. Other values are copied.
 
     Mutates: nothing.
@@ -176,7 +176,7 @@ def inverse_rope_group(
     """Undo the rotation of the attention output and lay its heads out in groups.
 
     In this attention the values are the keys, so the output is rotated by the position of each key.
-    After inverse RoPE by the position of the query it depends on distances only.
+    After inverse RoPE by the position of the query the output depends on distances only.
     ``sparse_mla_decode`` does the same to its own output if it gets ``positions`` and
     ``cos_sin_cache``.
 
@@ -327,8 +327,7 @@ def qnorm_rope_kv_insert(
         k_cache: "v4_fp8": [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``. "plain":
             [num_blocks, block_size, 512], bfloat16, from ``PlainLayout.allocate``.
         slot_mapping: Slot of the first num_slots tokens, [num_slots], int64; at most num_tokens.
-            The keys of the tokens after them are not written, nor are those of slots below 0 and
-            past the last block.
+            Keys of later tokens, and of slots below 0 and past the last block, are not written.
         positions: Absolute position of every token, [num_tokens], int64. Rows of a position below 0
             or past the table are not rotated.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, 64], float32.
@@ -341,11 +340,11 @@ def qnorm_rope_kv_insert(
         values rotated like in ``apply_rope``; float32 throughout, with one cast. A head whose sum
         of squares exceeds float32 becomes 0.
 
-    Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. They are those of
-        ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``), bit for
-        bit; a NaN among the rotated values is 0x7FC0. If two tokens share a slot, its bytes may be
-        a mix of both. Only this op and ``insert_c4_step`` both mutate an argument and return a
-        result, because they fuse independent parts into one launch.
+    Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. The bytes are
+        those of ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``),
+        bit for bit; a NaN among the rotated values is 0x7FC0. If two tokens share a slot, its bytes
+        may be a mix of both. Only this op and ``insert_c4_step`` both mutate an argument and return
+        a result, because they fuse independent parts into one launch.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, more slots than

@@ -29,8 +29,8 @@ def sinkhorn(
 ) -> Tensor:
     """Make almost doubly stochastic matrices from every token's logits.
 
-    They mix the residual streams. A softmax over rows, plus ``eps``, is followed by divisions of
-    columns and rows in turn by their sums plus ``eps``; columns are first and last.
+    The matrices mix the residual streams. A softmax over rows, plus ``eps``, is followed by
+    divisions of columns and rows in turn by their sums plus ``eps``; columns come first and last.
 
     Args:
         logits: [num_tokens, num_streams * num_streams], float32, any strides: rows of the matrices

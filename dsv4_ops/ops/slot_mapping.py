@@ -43,17 +43,17 @@ def compressed_slot_mapping(
             padding.
         block_table: Physical block of every logical block of the compressed cache, [num_reqs,
             max_blocks], int32, any strides.
-        slot_mapping: Slot of the uncompressed token, [num_tokens], int64. Negative (padding, a
-            replayed token, a token of another context-parallel rank) gives -1.
+        slot_mapping: Slot of the uncompressed token, [num_tokens], int64. A negative slot (padding,
+            a replayed token, a token of another context-parallel rank) gives -1.
         block_size: Compressed rows per block. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
-        cp_world_size: Context-parallel ranks the sequence is interleaved over. At least 1.
+        cp_world_size: Context-parallel ranks that share the sequence. At least 1.
         cp_interleave: Consecutive positions on one rank; a multiple of ``compress_ratio`` if there
             are several ranks.
 
     Returns:
-        int64 [num_tokens]: block * block_size + row in block, or -1. Also -1 where the row lies
-        past the table or the table entry is negative.
+        int64 [num_tokens]: block * block_size + row in block, or -1. It is also -1 where the row
+        lies past the table or the table entry is negative.
 
     Mutates: nothing.
 

@@ -64,7 +64,7 @@ def check_plans(
     impl: str,
     widths: tuple[int, int],
 ) -> Tensor | None:
-    """Check the plan of our kernels and the one of FlashMLA; return the latter as the op takes it.
+    """Check our kernels' plan and FlashMLA's; return FlashMLA's as the op takes it.
 
     A plan excludes other splitting settings, and must be of a kind that ``impl`` uses."""
     if plan is not None:
@@ -200,16 +200,16 @@ def sparse_mla_plan(
         int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
         heads, at least 1. A row is a work tile: token, split index, number of splits of the token,
         and the offset of the token's partial results in a buffer, 0 for a token with one split. The
-        order is: first splits of tokens with several, their extra splits, tokens with one split,
-        rows of -1. Tokens with one split are sorted by length, longest first, in classes of 1/14 of
-        the longest split; ties, and tokens with several splits, keep their order. Every token has
-        at least one split, even without keys.
+        order is: first splits of tokens with several splits, their extra splits, tokens with one
+        split, rows of -1. Tokens with one split are sorted by length, longest first, in classes of
+        1/14 of the longest split; ties, and tokens with several splits, keep their order. Every
+        token has at least one split, even without keys.
 
-        The split size is the one with the least expected time among candidates from the mean on:
-        the time of one split, or of all splits and program starts divided by the programs, and of
-        the combines. No token is split if that does not gain a combine. Extra splits are limited to
-        the programs without a first split, or to a quarter of the programs: beyond one wave an
-        extra split costs another round.
+        The split size is the one with the least expected time among candidates from the mean size
+        on: the time of one split, or of all splits and program starts divided by the programs, plus
+        that of the combines. No token is split unless that saves more than a combine. Extra splits
+        are limited to the programs without a first split, or to a quarter of the programs: beyond
+        one wave an extra split costs another round.
 
         A split is a share of its token's keys, not a range, so a plan made from other lengths gives
         the same attention, only with a worse balance.
@@ -264,7 +264,7 @@ def flash_mla_metadata(
 
     The keys of a token form blocks of 64: first those of its window, at least one, then those of
     its selected rows. Parts take the tokens in order. A part takes an equal share of all blocks,
-    where every token counts 5 extra blocks, and splits the token that it does not finish.
+    where every token counts as 5 extra blocks, and splits the token that it does not finish.
 
     One tensor serves all layers of a kind in a step: pass it as ``flash_mla_plan`` to
     ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` with the impl "flash_mla". FlashMLA then
@@ -419,17 +419,17 @@ def sparse_mla_decode(
         swa_indices: Slots of the window's rows, [num_tokens, swa_width], int32, as
             ``swa_indices_and_lens`` gives them. Slots that do not exist are skipped.
         swa_lens: Number of valid leading entries of ``swa_indices``, [num_tokens], int32.
-        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for a
-            layer with only a window; the next two are then None too.
+        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None, like
+            the next two arguments, for a layer with only a window.
         extra_indices: Slots of the selected rows, [num_tokens, extra_width], int32, as
             ``indexer_select`` with ``slots`` and ``global_topk_indices_and_lens`` give them.
         extra_lens: Number of valid leading entries of ``extra_indices``, [num_tokens], int32.
-        attn_sink: Sink logit, added to the denominator, [num_heads], float32; None for none. inf
-            makes the output 0, -inf has no effect.
+        attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None. inf makes
+            the output 0, -inf has no effect.
         plan: Work tiles, [num_work_tiles, 4], int32, from ``sparse_mla_plan`` for the same number
-            of tokens and heads; None: the call decides. The lengths that it was made from affect
-            only the speed. Any other tensor gives undefined results, but no access out of bounds.
-            FlashMLA does not read it.
+            of tokens and heads; None: the call decides. A plan's own lengths affect only the speed.
+            Any other tensor gives undefined results, but no access out of bounds. FlashMLA does not
+            read it.
         positions: Absolute position of every query, [num_tokens], int64, to apply inverse RoPE to
             the output as it is computed; None, like ``cos_sin_cache``, to leave it rotated. Rows of
             a position below 0 or past the table are not changed.
@@ -449,12 +449,12 @@ def sparse_mla_decode(
         batch_invariant: With num_splits 0, split by the widths alone: a token's result has the same
             bits regardless of the other tokens in the batch. Not with a plan.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition);
-            "auto" runs ours, as FlashMLA was faster at no size that we measured.
+            "auto" runs ours, because FlashMLA was faster at no size that we measured.
 
     Returns:
-        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``
-            equal, bit for bit, to an eager ``inverse_rope_group`` with one group of the output
-            without: rounded, rotated back in float32, and rounded again.
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions`` it
+            equals, bit for bit, an eager ``inverse_rope_group`` with one group of the output
+            without ``positions``: rounded, rotated back in float32, and rounded again.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
             [num_tokens, num_heads], float32; -inf without any key.
 
@@ -474,12 +474,12 @@ def sparse_mla_decode(
         and other devices get the reference (gathers and products); Inductor may then keep the
         output in float32 until it is rotated. FlashMLA is a call of its own op, in packages too,
         which then need that library; absent slots become -1 before the call, and inverse RoPE runs
-        after it. Without one of its plans it plans in every call. Dynamic in num_tokens, the blocks
-        of the caches, both widths and num_positions; with dynamic sizes "auto" uses our kernels.
-        CUDA graphs and export: yes.
+        after it. Without one of its plans FlashMLA plans in every call. Dynamic in num_tokens, the
+        blocks of the caches, both widths and num_positions; with dynamic sizes "auto" uses our
+        kernels. CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.
-        The lse of a token without keys is -inf here, +inf there.
+        The lse of a token without keys is -inf here, +inf in FlashMLA.
 
     Example:
         >>> import torch, dsv4_ops
@@ -563,11 +563,11 @@ def sparse_mla_decode_paged(
         extra_cache: Compressed cache, [num_extra_blocks, page_bytes], uint8.
         extra_lens: Number of rows of its request that a token sees, [num_tokens], int32: (position
             + 1) // 128. Rows past the block table or on absent blocks are skipped.
-        req_indices: Request of every token, [num_tokens], int32; one that does not exist sees no
-            compressed row.
+        req_indices: Request of every token, [num_tokens], int32; a token of an absent request sees
+            no compressed row.
         extra_block_table: Physical block of every (request, logical block), [num_reqs, max_blocks],
             int32.
-        attn_sink: Sink logit, added to the denominator, [num_heads], float32; None for none.
+        attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None.
         plan: As for ``sparse_mla_decode``.
         positions: Absolute position of every query, [num_tokens], int64, to apply inverse RoPE to
             the output; None to leave it rotated.
@@ -595,7 +595,8 @@ def sparse_mla_decode_paged(
 
     Compile: as ``sparse_mla_decode``; dynamic in num_tokens, num_reqs, max_blocks, swa_width,
         num_positions and the blocks of the caches; CUDA graphs and export: yes. The reference
-        gathers every row of the block table for every token, and FlashMLA gets a list of them.
+        gathers every row of the block table for every token, and FlashMLA gets a list of these
+        rows.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` over the indices that vLLM 0.33 writes for C128.
 
@@ -653,7 +654,7 @@ def sparse_mla_gathered(
         kv: Keys, which are the values, [num_rows, width], the dtype of q.
         indices: Rows of ``kv``, [num_tokens, topk], int32; rows that do not exist are skipped.
         lens: Number of valid leading entries of ``indices``, [num_tokens], int32.
-        attn_sink: Sink logit, added to the denominator, [num_heads], float32; None for none.
+        attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None.
         softmax_scale: Scale of q . k.
         impl: Implementation: "triton" (our kernel, for Hopper, bfloat16 and rows of 512 values),
             "flash_mla", or "reference" (the definition). "auto" runs our kernel if it supports the
@@ -671,7 +672,7 @@ def sparse_mla_gathered(
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than the ones above.
         NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads and
-            bfloat16 rows of 512 values, our kernel such rows on Hopper.
+            bfloat16 rows of 512 values; our kernel takes such rows on Hopper.
         ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
     Compile: a call of our kernel (AOTInductor packages contain its binary) or of FlashMLA's op, or
@@ -743,8 +744,8 @@ def sparse_mla_prefill(
 
     The window of a token is its own position and the ``window_size - 1`` before it. Compressed rows
     are those that ``topk_indices`` selects (C4), or without it all that the token may see (C128).
-    It takes any batch. A program attends for one token and 64 heads. On Hopper "auto" splits the
-    keys over more programs if there are few tokens; elsewhere use ``sparse_mla_decode``, which
+    The op takes any batch. A program attends for one token and 64 heads. On Hopper "auto" splits
+    the keys over more programs if there are few tokens; elsewhere use ``sparse_mla_decode``, which
     always splits, for few tokens.
 
     Args:
@@ -756,14 +757,14 @@ def sparse_mla_prefill(
         req_indices: Request of every token, [num_tokens], int32; -1 for padding.
         swa_block_table: Physical block of every (request, logical block) of the window cache,
             [num_reqs, max_swa_blocks], int32. Blocks before the window may be missing.
-        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for a
-            layer with only a window; the next two are then None too.
-        extra_block_table: Physical block of every (request, logical block) of it, [num_reqs,
-            max_extra_blocks], int32.
+        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None, like
+            the next two arguments, for a layer with only a window.
+        extra_block_table: Physical block of every (request, logical block) of ``extra_cache``,
+            [num_reqs, max_extra_blocks], int32.
         topk_indices: Rows of its request that a token attends to, [num_tokens, topk], int32, as
             ``indexer_select`` gives them. Rows that do not exist, or that the token may not see
             yet, are skipped. None for all rows.
-        attn_sink: Sink logit, added to the denominator, [num_heads], float32; None for none.
+        attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None.
         softmax_scale: Scale of q . k. Above 0.
         window_size: Keys of the window, the token's own included. At least 1.
         compress_ratio: Positions per compressed row; a token sees (position + 1) // compress_ratio
@@ -781,9 +782,9 @@ def sparse_mla_prefill(
             all keys in a row of the table.
 
     Returns:
-        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.
-            Rotated like the values: only ``sparse_mla_decode`` can apply inverse RoPE itself; here
-            call ``inverse_rope_group`` afterwards.
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 for tokens without a key, such as
+            padding. Rotated like the values: only ``sparse_mla_decode`` can apply inverse RoPE
+            itself; here call ``inverse_rope_group`` afterwards.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
             [num_tokens, num_heads], float32; -inf without any key.
 

@@ -60,11 +60,11 @@ def hyper_connection(
 
     Returns:
         ``HyperConnection(streams, post, mix, x)``, dense. streams, bfloat16: new_i = post_i *
-        block_out + sum_j mix_ji * streams_j, in float32 with one cast; without ``block_out`` they
-        are empty, [0, ..], and new = streams. post = 2 sigmoid(w_post) and mix = sinkhorn(w_mix),
-        float32, are for the next call, where w = scale * (RMSNorm(new, all streams) fn^T) + base. x
-        [num_tokens, hidden_size], bfloat16: RMSNorm(bf16(sum_i (sigmoid(w_pre) + eps)_i * new_i)) *
-        norm_weight.
+        block_out + sum_j mix_ji * streams_j, in float32 with one cast; without ``block_out`` the
+        streams are empty, [0, ..], and new = streams. post = 2 sigmoid(w_post) and mix =
+        sinkhorn(w_mix), float32, are for the next call, where w = scale * (RMSNorm(new, all
+        streams) fn^T) + base. x [num_tokens, hidden_size], bfloat16: RMSNorm(bf16(sum_i
+        (sigmoid(w_pre) + eps)_i * new_i)) * norm_weight.
 
     Mutates: nothing.
 
@@ -73,9 +73,10 @@ def hyper_connection(
             ``block_out``, ``post`` and ``mix`` without the others.
         TypeError: another dtype.
 
-    Compile: on a GPU two kernels: split-K products, then two programs per token. For a fixed number
-        of 449 tokens of Flash or more, these are separate kernels. On a CPU, and for derivatives,
-        the formula's own ops. Dynamic in num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU two kernels: split-K products, then two programs per token. With a fixed
+        number of at least 449 tokens (for Flash), the two programs are separate kernels. On a CPU,
+        and for derivatives, the formula's own ops. Dynamic in num_tokens; CUDA graphs and export:
+        yes.
 
     Source: DeepSeek-V4's hyper-connections.
 
