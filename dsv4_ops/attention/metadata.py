@@ -128,7 +128,7 @@ class BlockTables:
 
     int32 [num_reqs, max_blocks of the group] each.
 
-    A block of ``swa`` covers ``swa_block_size`` positions, one of ``c4`` or ``c128``
+    A block of ``swa`` covers ``swa_block_size`` positions, and one of ``c4`` or ``c128`` covers
     ``block_tokens`` positions.
     """
 

@@ -36,11 +36,11 @@ class StateTables:
     int32 [num_reqs, max_state_blocks] each.
 
     A block of ``c4`` covers ``c4_state_block_size`` positions (and serves the indexer's states
-    too), one of ``c128`` ``c128_state_block_size``. Layers read at most the last two windows of 4
-    or the last window of 128, so earlier entries may be stale. The step writes its states to the
-    blocks of its positions; -1 discards them. If a step never overwrites states that it also reads,
-    pass ``state_rings=False`` to ``attention_layer``; if requests share blocks that one of them
-    fills in the step, ``save_first=True`` too.
+    too), and one of ``c128`` covers ``c128_state_block_size`` positions. Layers read at most the
+    last two windows of 4 or the last window of 128, so earlier entries may be stale. The step
+    writes its states to the blocks of its positions; a block of -1 discards its states. If a step
+    never overwrites states that it also reads, pass ``state_rings=False`` to ``attention_layer``;
+    if requests share blocks that one of them fills in the step, ``save_first=True`` too.
     """
 
     c4: Tensor
@@ -136,7 +136,7 @@ class AttentionStep:
             spec: The spec of ``build_attention_step``.
             block_table: Block table of the group, [num_reqs, max_blocks], int32.
             slot_mapping: Slot of every token in the group's caches, [num_tokens], int64, as for
-                ``build_attention_step``; a token of the step without a slot attends and writes no
+                ``build_attention_step``; a token of the step without a slot attends but writes no
                 window key.
 
         Raises:
@@ -318,7 +318,7 @@ def attention_step_of_tokens(
         tokens: Row in the block tables and position of every token, -1 for padding. The tokens of a
             request must be adjacent and in the order of their positions.
         slot_mapping: As for ``build_attention_step``; a token with a position and no slot attends
-            and writes nothing.
+            but writes nothing.
         block_tables: As for ``build_attention_step``.
         state_tables: As for ``build_attention_step``.
         plan_heads: As for ``build_attention_step``.

@@ -95,7 +95,8 @@ class LayerCaches:
         state_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> LayerCaches:
-        """Allocate empty caches for one layer; the indexer gets the same number of blocks."""
+        """Allocate empty caches for one layer; indexer caches have as many blocks as the layer's
+        own."""
         blocks = {"swa": swa_blocks, "compressed": compressed_blocks, "states": state_blocks}
         blocks |= {"indexer": compressed_blocks, "indexer_states": state_blocks}
         layouts = spec.layouts(kind).items()

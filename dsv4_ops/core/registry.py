@@ -51,8 +51,8 @@ class OpSpec:
         lowering: Kind of lowering per device type, decomposition by default.
         dynamic: Dimension names that may change without a recompile.
         source: Where the semantics come from.
-        providers: Implementations that ``impl=`` can name. An op without ``impl`` has those of its
-            lowering.
+        providers: Implementations that ``impl=`` can name. An op without ``impl`` has the
+            implementations of its lowering.
         hopper_call: The op that a graph calls whole on Hopper, because Inductor compiles no Gluon;
             empty if the graph holds the op's launches there too.
         gradient: How autograd treats the op, one of ``gradient.KINDS``.

@@ -45,14 +45,14 @@ def pages(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dty
     strides = [1]
     for each in page[:0:-1]:
         strides.insert(0, strides[0] * each)
-    # no slice: where one with a symbolic begin starts is not known in a trace of torch 2.11
+    # no slice: a trace of torch 2.11 does not know where a slice with a symbolic begin starts
     start = typed.storage_offset() + offset // size
     return typed.as_strided((num_blocks, *page), (block_stride // size, *strides), start)
 
 
 def _traced_pages(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     pool, *place = args
-    # writes to a view would copy the tensor that it is of; a storage that begins earlier than the
+    # writes to a view would copy the viewed tensor; a storage that begins earlier than the
     # pool would shift the views that Inductor of torch 2.11 reads
     if not pool.is_base_tensor() or pool.storage_offset() != 0:
         raise argument_error(

@@ -81,7 +81,7 @@ def tag_libraries() -> None:
     state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")
     present = compiler_config.cache_key_tag.split(";")
     kept = [each for each in present if each and not each.startswith(_TAG)]
-    # without a library no tag, so that the cache is shared with torch's own entries
+    # without a library there is no tag, so that the cache is shared with torch's own entries
     wanted = [*kept, _TAG + state] if state else kept
     if present != wanted:
         compiler_config.cache_key_tag = ";".join(wanted)

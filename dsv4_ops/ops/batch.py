@@ -27,7 +27,8 @@ def split_decodes_and_prefills(
 
     A request is a prefill if it has more than ``decode_threshold`` query tokens or, with
     ``require_uniform``, a number other than that of the first non-empty request. A padding request
-    of length 0 is no prefill by itself. From the first prefill on, all requests count as prefills.
+    of length 0 does not begin the prefills. From the first prefill on, all requests count as
+    prefills.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,

@@ -415,7 +415,8 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
 
     Returns:
         [num_tokens, cp_world_size * num_heads, width]: contiguous with "symmetric_memory",
-        otherwise with the heads as the outermost dimension in memory. On one rank ``x`` itself.
+        otherwise with the heads as the outermost dimension in memory. On one rank it is ``x``
+        itself.
 
     Mutates: nothing.
 
@@ -458,8 +459,8 @@ def cp_gather_rows(rows: Tensor, group: str, *, via: str = "all_gather") -> Tens
         via: "all_gather" or "symmetric_memory", as for ``cp_gather_heads``.
 
     Returns:
-        [cp_world_size * num_rows, ...]; ``cp_row_indices`` returns indices into it. On one rank
-        ``rows`` itself.
+        [cp_world_size * num_rows, ...]; ``cp_row_indices`` returns indices into it. On one rank it
+        is ``rows`` itself.
 
     Mutates: nothing.
 

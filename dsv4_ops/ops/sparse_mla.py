@@ -182,8 +182,8 @@ def sparse_mla_plan(
 
     Without a plan ``sparse_mla_decode`` gives every token the same number of splits, so the whole
     batch waits for its longest context. ``sparse_mla_decode_paged`` can schedule by lengths without
-    a plan, anew in every layer: over FP8 caches on Hopper, from 32 tokens times tiles of 64 heads
-    up to 256 tokens, and with lists of at least 4 blocks of 64 keys. One plan serves all layers
+    a plan, anew in every layer: over FP8 caches on Hopper, if tokens times tiles of 64 heads are at
+    least 32, tokens at most 256, and lists at least 4 blocks of 64 keys. One plan serves all layers
     with the same lengths. Pass it as ``plan`` to ``sparse_mla_decode`` or
     ``sparse_mla_decode_paged``, or build it with a step
     (``dsv4_ops.attention.build_attention_step``).
@@ -288,8 +288,8 @@ def flash_mla_metadata(
         token, end block of the last token (exclusive), number of earlier parts that share the first
         token, whether the first and whether the last token is split, and 0. A part without work
         begins at num_tokens. The num_tokens + 1 numbers after these rows are FlashMLA's num_splits,
-        the exclusive prefix sum of splits with its total; the rest is 0. FlashMLA therefore refuses
-        the tensor in a call with another number of tokens.
+        the exclusive prefix sum of splits with its total; the remaining numbers are 0. FlashMLA
+        therefore refuses the tensor in a call with another number of tokens.
 
         If the lengths differ from those of the call, FlashMLA silently skips keys or reads past the
         lists.

@@ -4,7 +4,7 @@ GPUs without triton run these functions; they also define the results of the ker
 ``kernels/sparse_mla/bf16_workspace.py``.
 
 The workspace has space for the compressed rows and then the window rows of every request, as many
-as its block tables have. Only rows that a token of the call may see are written. Sizes alone
+rows as its block tables have. Only rows that a token of the call may see are written. Sizes alone
 determine the position of a row; values determine whether it is written.
 """
 

@@ -59,8 +59,8 @@ def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: floa
 def _nowhere(values: Tensor, dims: int) -> bool:
     """Whether the first ``dims`` dimensions have no valid index.
 
-    Inductor clamps an index to the last one, which an empty dimension lacks. A size that Inductor
-    knows to be 0 is never a symbol."""
+    Inductor clamps an index to the last valid one, which an empty dimension lacks. A size that
+    Inductor knows to be 0 is never a symbol."""
     return any(isinstance(size, int) and size == 0 for size in values.shape[:dims])
 
 
@@ -91,13 +91,13 @@ def masked_rows(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_rows(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Return ``values[index]`` where ``valid``, else 0. Valid indices must be in range; the others
-    are never dereferenced."""
+    """Return ``values[index]`` where ``valid``, else 0. Valid indices must be in range; invalid
+    ones are never dereferenced."""
     return masked_index(values, valid, [index], 0)
 
 
 def valid_tokens(positions: Tensor, req_indices: Tensor, num_reqs: int) -> Tensor:
-    """Flag the tokens that belong to a request; the others are padding. Position 2**31 - 1 is
+    """Flag the tokens that belong to a request; other tokens are padding. Position 2**31 - 1 is
     padding too."""
     in_request = (positions >= 0) & (positions < INT32_MAX)
     return in_request & (req_indices >= 0) & (req_indices < num_reqs)
@@ -105,7 +105,7 @@ def valid_tokens(positions: Tensor, req_indices: Tensor, num_reqs: int) -> Tenso
 
 def visible_rows(positions: Tensor, compress_ratio: int) -> Tensor:
     """Count the compressed rows that a token may see: a row covers ``ratio`` positions and becomes
-    visible with its last one."""
+    visible with its last position."""
     length = positions.clamp(min=ABSENT, max=INT32_MAX - 1).to(torch.int32) + 1
     return length // compress_ratio
 

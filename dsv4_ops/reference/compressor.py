@@ -46,8 +46,8 @@ def finishing_tokens(
 class _Ends(NamedTuple):
     """The tokens whose windows are computed.
 
-    A traced call computes the windows of all tokens. On a CPU only tokens that finish a window
-    count: one in 4, or one in 128."""
+    A traced call computes the windows of all tokens. An eager call on a CPU computes only finished
+    windows: one per 4 or 128 tokens."""
 
     token: Tensor
     positions: Tensor

@@ -62,7 +62,7 @@ def _first_false(accepted: Tensor, index: Tensor) -> Tensor:
 
 
 def _sample(p: Tensor, q: Tensor, uniform: Tensor) -> Tensor:
-    """Sample a token from (p - q)+, or from p if that is only rounding error, [num_reqs, 1].
+    """Sample a token from (p - q)+, or from p if (p - q)+ is only rounding error, [num_reqs, 1].
 
     -1 if p has no token."""
     rest = (p - q).clamp(min=0.0)

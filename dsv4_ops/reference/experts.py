@@ -162,7 +162,7 @@ def experts_by_row(
     """Compute row by row; compilers trace this form.
 
     They fuse gather, dequantisation and product of every row into loops that store no weight. Run
-    eagerly, it would copy an expert for every row."""
+    eagerly, this form would copy an expert for every row."""
     present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
     expert = torch.where(present, topk_ids, 0)
     rows = activation_values(x, None, activations)

@@ -52,7 +52,7 @@ def gather_indexer_k(
 def keys_at(
     k_cache: Tensor, req_indices: Tensor, positions: Tensor, block_table: Tensor, *, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of one cache row per (request, position); zeros if there is none."""
+    """Return codes and scales of one cache row per (request, position); zeros for absent rows."""
     pages, rows = locate(block_table, req_indices, positions, req_indices >= 0, block_size)
     return _stored(k_cache, pages, rows, block_size)
 

@@ -276,7 +276,8 @@ def attend_to(call: Decode, running: Running, start: Tensor | int, num_keys: int
 
 
 def attend_in_chunks(call: Decode, running: Running, num_rows: int) -> Running:
-    """Update ``running`` with all keys, so that memory does not depend on their number.
+    """Update ``running`` with all keys, chunk by chunk, so that memory does not depend on their
+    number.
 
     An eager call on a CPU stops at the chunk of the longest token's last key."""
     if runs_on_cpu(call.seq_lens) and call.seq_lens.shape[0] > 0:

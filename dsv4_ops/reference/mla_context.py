@@ -101,7 +101,7 @@ def functions(lse_base: str) -> tuple[Any, Any]:
 
 
 def existing(lse: Tensor) -> Tensor:
-    """Return ``lse`` with NaN and +inf, which libraries write for no key, replaced by -inf."""
+    """Return ``lse`` with -inf for NaN and +inf, which libraries write if there is no key."""
     return torch.where(lse < torch.inf, lse, -torch.inf)
 
 

@@ -16,8 +16,8 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _rows(rows: Tensor, mask: Tensor, places: list[Tensor], fill: float) -> Tensor:
-    """Return ``rows[places]`` where ``mask``, else ``fill``; any number of dimensions may
-    follow."""
+    """Return ``rows[places]`` where ``mask``, else ``fill``; rows may have any number of
+    dimensions."""
     trailing = rows.shape[len(places) :]
     flat = rows.flatten(len(places)) if trailing else rows.unsqueeze(-1)
     column = torch.arange(flat.shape[-1], device=rows.device)
@@ -46,6 +46,6 @@ def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> T
 
 
 def unpacked(packed: Tensor, req_indices: Tensor, places: Tensor) -> Tensor:
-    """Return row ``places`` of request ``req_indices`` for every token; zeros if there is none."""
+    """Return row ``places`` of request ``req_indices`` for every token; zeros for absent rows."""
     mask = (req_indices >= 0) & (places >= 0) & (places < packed.shape[1])
     return _rows(packed, mask, [req_indices, places], 0)

@@ -127,7 +127,7 @@ def locate(
     block_table: Tensor, req_indices: Tensor, positions: Tensor, mask: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Locate the block, and the row in it, of int64 ``positions`` of requests. The block is -1 if
-    masked, for negative positions, and if not in the table."""
+    the position is masked, negative or past the table, or the entry is negative."""
     mask = mask & (positions >= 0)
     pages = table_entries(block_table, req_indices, positions // block_size, mask)
     return pages, torch.where(mask, positions % block_size, 0)

@@ -66,12 +66,12 @@ def _codes_of(scaled: Tensor, is_nan: Tensor) -> Tensor:
 
 def converts_codes(device: torch.device) -> bool:
     """Return whether compiled code may hold e4m3 values on ``device``. Triton takes no pointer to
-    them where it does not convert them."""
+    e4m3 values on a device where it does not convert them."""
     return target_of(capability_of(device)).converts_codes
 
 
 def saturated_codes(values: Tensor) -> Tensor:
-    """Return uint8 e4m3 codes of float32 values, saturated; those of NaN are undefined."""
+    """Return uint8 e4m3 codes of float32 values, saturated; codes of NaN are undefined."""
     values = values.clamp(-FP8_MAX, FP8_MAX)
     if converts_codes(values.device):
         return values.to(torch.float8_e4m3fn).view(torch.uint8)

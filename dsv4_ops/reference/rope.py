@@ -70,7 +70,7 @@ def inverse_rope_group(
 ) -> Tensor:
     num_tokens, num_heads, dim = o.shape
     rotated = rotate_values(o.to(torch.float32), positions, cos_sin_cache, inverse=True).to(o.dtype)
-    # not dense, whose copy would be a separate kernel before the view
+    # not dense: a dense copy would be a separate kernel before the view
     return rotated.contiguous().view(num_tokens, num_groups, num_heads // num_groups * dim)
 
 

@@ -33,8 +33,8 @@ def rotate_values(
     or, with ``rope_first``, the leading ones.
 
     Rows whose position is not in the table stay unchanged. There are no strided halves and no
-    concatenation, so that it compiles to one loop. The sign of a pair's second product is in the
-    sine, which changes no bit.
+    concatenation, so that the rotation compiles to one loop. The sign of a pair's second product is
+    in the sine, which changes no bit.
     """
     dim, half = values.shape[-1], cos_sin_cache.shape[1] // 2
     first = 0 if rope_first else dim - 2 * half

@@ -64,11 +64,11 @@ def _tiles(lens: Tensor) -> Tensor:
 def _split_size(tiles: Tensor, programs: int) -> Tensor:
     """Choose the split size, in key tiles, with the least expected time.
 
-    Candidates are the mean size, up to 12 times as much, and the longest token. Each must need no
-    more extra splits than there are free programs, or than a fixed share of all programs. The
-    expected time is that of one split, or of a program's share of all splits with their start-up
-    costs, plus the time to combine them. Ties go to the smallest size. No token is split if the
-    longest is not longer than a split and a combine."""
+    Candidates are the mean size, up to 12 times as much, and the longest token. Each candidate must
+    need no more extra splits than there are free programs, or than a fixed share of all programs.
+    The expected time is that of one split, or of a program's share of all splits with their
+    start-up costs, plus the time to combine them. Ties go to the smallest size. No token is split
+    if the longest one is not longer than a split and a combine."""
     total, num_tokens = tiles.sum(), tiles.shape[0]
     mean = ((total + programs - 1) // programs).clamp(min=1)
     longest = pad(tiles, (0, 1)).amax().clamp(min=1)
@@ -88,8 +88,8 @@ def _split_size(tiles: Tensor, programs: int) -> Tensor:
 
 
 def rows(order: Tensor, counts: Tensor, places: Tensor, index: Tensor) -> Tensor:
-    """Lay out the plan: the first splits of tokens with several, their extra splits, the other
-    tokens, then rows of -1.
+    """Lay out the plan: the first splits of tokens with several splits, their extra splits, the
+    other tokens, then rows of -1.
 
     For an extra split, ``places`` is its token's place in ``order``, and ``index`` counts the
     token's extra splits before it."""

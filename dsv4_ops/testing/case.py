@@ -88,7 +88,7 @@ class OpTesting:
         decode: (case, outcome) -> the outcome as tensors that ``precise`` describes, for bytes
             that encode floats, such as the codes of a quantised row.
         determined: Whether a call has a unique outcome, for ops whose reads and writes may overlap;
-            by default every call has one. Sampled calls must have one.
+            by default every call has one. Sampled calls must have a unique outcome.
     """
 
     cases: Callable[[], list[Case]]

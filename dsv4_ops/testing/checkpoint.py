@@ -150,7 +150,7 @@ def write_checkpoint(
         path: Folder to create; existing files of the same names are replaced.
         config: Content of ``config.json``; ``TINY`` if None. Without "expert_dtype" the file does
             not mention the experts, like that of Pro, and they are FP4.
-        seed: Seed of the weights. Each depends on it and on its name only.
+        seed: Seed of the weights. Each weight depends on the seed and its name only.
         shards: Files that the tensors, sorted by name, are split over. At least 1.
         family: "instruct": FP4 experts, E8M0 scales. "base": FP8 experts, float32 scales, all
             powers of two.

@@ -18,7 +18,7 @@ NOT_QUANTIZED = (r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_he
 
 _CODES, _SCALES, _EXPERT_SCALES = (0, 256), (119, 122), (117, 120)
 """Ranges of the sampled bytes. Scales are 2^-8 to 2^-6, with which sums of thousands of products
-are near one. e2m1 codes are larger than e4m3 codes, so their scales are a quarter of that."""
+are near one. e2m1 codes are larger than e4m3 codes, so their scales are a quarter of these."""
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _HEADS = {"q_b_proj": _COLUMNS, "sinks": _COLUMNS, "o_a_proj": _COLUMNS, "o_b_proj": _ROWS}
 _SHARED_EXPERTS = {"gate_proj": _COLUMNS, "up_proj": _COLUMNS, "down_proj": _ROWS}
@@ -43,7 +43,7 @@ def released_model(
         device: Device of the weights.
         seed: Seed of the weights.
         distributed: ``transformers.distributed.DistributedConfig``, such as ``split_over(2)``:
-            Hugging Face's plans place the weights, and this process gets its part of each.
+            Hugging Face's plans place the weights, and this process gets its part of each weight.
 
     Returns:
         ``DeepseekV4ForCausalLM`` in evaluation mode, not patched.
@@ -81,7 +81,8 @@ def split_over(ranks: int, *, heads: bool = True, experts: str = "whole") -> Any
     Args:
         ranks: Number of processes.
         heads: Whether attention heads are split. Such a model is patched with ``parallel``.
-        experts: "whole": every rank has some of the experts; "parts": a part of each.
+        experts: "whole": every rank has some of the experts; "parts": every rank has a part of each
+            expert.
     """
     from transformers.distributed import DistributedConfig
 
@@ -101,7 +102,7 @@ def _own_part(sampled: Tensor, placed: Any) -> Any:
     from transformers.distributed import sharding_utils
 
     part = sharding_utils.DtensorShardOperation(placed).shard_tensor
-    # devices copy few of the dtypes of a byte
+    # devices copy few one-byte dtypes
     own = part(sampled.view(torch.uint8) if sampled.element_size() == 1 else sampled)
     own = own.clone(memory_format=torch.contiguous_format).view(sampled.dtype)
     return sharding_utils._dtensor_from_local_like(own, placed)

@@ -55,8 +55,8 @@ class ByteTokenizer:
 def write_tokenizer(path: Path | str, *, bos: int = 0, eos: int = 1) -> None:
     """Write a tokenizer of bytes beside a checkpoint, in Hugging Face's format.
 
-    A byte is a token; its ids are the first that neither special token has, 2 to 257 by default.
-    The chat template names the role of each message. Needs transformers.
+    Every byte is a token; byte ids are the first that neither special token has, by default 2 to
+    257. The chat template names the role of each message. Needs transformers.
 
     >>> from transformers import AutoTokenizer
     >>> write_tokenizer("tiny")
@@ -88,7 +88,7 @@ def write_tokenizer(path: Path | str, *, bos: int = 0, eos: int = 1) -> None:
 def real_text(num_bytes: int) -> str:
     """ASCII English text of ``num_bytes`` bytes: the Zen of Python, then docstrings.
 
-    Repeats if the Python installation has too little (no docstrings).
+    The text repeats if the Python installation has too little of it (no docstrings).
     """
     parts = ["Beautiful is better than ugly.\n"]
     size = 0

@@ -68,7 +68,7 @@ W4A8 = {**W4A16, "activations": "fp8"}
 def _fp4_case() -> tuple[Tensor, ...]:
     """Make two experts of 32 values for 64 inputs; x has ones at the low halves of the codes.
 
-    Gate 16 / 16 + 16 / 8 = 3 and up -2 of the first, 32 and -32 of the second.
+    The first has gate 16 / 16 + 16 / 8 = 3 and up -2, the second 32 and -32.
     """
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     x[:, ::2] = 1

@@ -77,7 +77,7 @@ def _gather_cases() -> list[Case]:
 
 
 def _many_requests(name: str, cache: Tensor, lens: list[int]) -> Case:
-    """Make blocks of one row; only those of odd requests exist."""
+    """Make blocks of one row; only blocks of odd requests exist."""
     starts = [sum(lens[:place]) for place in range(len(lens) + 1)]
     table = [[place % 2 or -1] for place in range(len(lens))]
     flags = [place % 2 for place, length in enumerate(lens) if length] + [0, 0]

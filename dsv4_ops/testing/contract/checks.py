@@ -113,7 +113,7 @@ def check_opcheck(
     """Check with ``torch.library.opcheck`` that schema, fake and AOT dispatch agree with the op.
 
     Args:
-        traces: Maximum calls to check under AOT dispatch, which takes nearly all of the time.
+        traces: Maximum calls to check under AOT dispatch, where nearly all of the time goes.
         compiled: Whether ``CompiledOps`` has the op. It compiles the first configuration, which
             includes AOT dispatch; this check then takes the other configurations.
     """
@@ -168,7 +168,7 @@ def check_fake(spec: OpSpec, device: str = "cpu", *, traces: int | None = None) 
     size.
 
     Args:
-        traces: Maximum calls to check with symbolic sizes, which takes nearly all of the time.
+        traces: Maximum calls to check with symbolic sizes, where nearly all of the time goes.
     """
     traced: set[tuple[Any, ...]] = set()
     for case in op_testing(spec).cases():
@@ -320,8 +320,8 @@ class _Part:
         return sampled
 
     def compare(self, actual: Results, inputs: Results, before: Results) -> None:
-        """Compare the results and the inputs after the call with the reference on the inputs
-        before."""
+        """Compare results, and inputs after the call, with the reference on the inputs before the
+        call."""
         for index, (tensor, copy) in enumerate(zip(inputs, before, strict=True)):
             if index not in self.spec.mutated:
                 assert equal(tensor, copy), f"{self.what}: an input was modified"

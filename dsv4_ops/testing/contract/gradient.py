@@ -21,7 +21,7 @@ def check_gradient(spec: OpSpec, device: str = "cpu") -> None:
     """Check that an op without a derivative runs on inputs that require gradients, and that its
     backward raises.
 
-    It must raise at once if it would mutate a tensor that requires a gradient.
+    The op must raise at once if it would mutate a tensor that requires a gradient.
     """
     cases = [case for case in op_testing(spec).cases() if any(map(_is_float, case.tensors))]
     assert bool(cases) == (spec.gradient != INTEGERS), (

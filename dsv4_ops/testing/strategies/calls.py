@@ -68,7 +68,7 @@ def sizes(schema: str) -> list[str]:
 def with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
     """Bind ``settings`` to the public function.
 
-    It takes a capacity as the length of an extra tensor.
+    The bound function takes a capacity as the length of an extra tensor.
     """
     public, capacities = spec.implementation("ops"), sizes(spec.schema)
     if not capacities:
@@ -78,7 +78,7 @@ def with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
 
 
 def sized_tensors(case: Case) -> tuple[Tensor, ...]:
-    """Return the tensors of a case, and one for its capacity if it has one."""
+    """Return the tensors of a case, and a tensor for its capacity if it has one."""
     tensors = tuple(tensor for tensor in case.tensors if tensor is not None)
     capacities = [
         case.settings[name] for name in ("num_tokens", "num_rows") if name in case.settings
