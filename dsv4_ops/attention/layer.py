@@ -70,7 +70,7 @@ def attention_layer(
             states are then saved without a launch of their own, and a "c4" decode with FP8 caches
             does all its inserts in one launch (``insert_c4_step``).
         save_first: Whether compressor states are saved before any is read; it needs
-            ``state_rings=False``. Pass True if requests may share blocks that one of them fills in
+            ``state_rings=False``. Pass True if requests may share blocks that one request fills in
             this step, as in a prefix cache: otherwise compressed rows may be wrong. Without shared
             blocks the result is the same, bit for bit, with one launch more per compressor. A
             decode step never needs it if shared prefixes end at multiples of both ratios and every

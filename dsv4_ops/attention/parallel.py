@@ -27,9 +27,9 @@ from dsv4_ops.ops.context_parallel import (
 class ContextParallel:
     """Decode context parallelism: ranks hold the rows of every sequence in turn.
 
-    Each rank stores its rows, attends to them, and combines its attention with that of the others.
-    A row is a position's latent or, in DeepSeek-V4, a compressed row and its indexer key. All ranks
-    have the same tokens and step metadata.
+    Each rank stores its rows, attends to them, and combines its attention with that of the other
+    ranks. A row is a position's latent or, in DeepSeek-V4, a compressed row and its indexer key.
+    All ranks have the same tokens and step metadata.
 
     Args:
         group: Name of the process group, ``ProcessGroup.group_name``.

@@ -40,7 +40,7 @@ class StateTables:
     last two windows of 4 or the last window of 128, so earlier entries may be stale. The step
     writes its states to the blocks of its positions; a block of -1 discards its states. If a step
     never overwrites states that it also reads, pass ``state_rings=False`` to ``attention_layer``;
-    if requests share blocks that one of them fills in the step, ``save_first=True`` too.
+    if requests share blocks that one request fills in the step, pass ``save_first=True`` too.
     """
 
     c4: Tensor

@@ -447,7 +447,7 @@ def indexer_logits(
 def indexer_logits_ragged(
     q: Tensor, weights: Tensor, k: Tensor, scales: Tensor, row_start: Tensor, row_stop: Tensor
 ) -> Tensor:
-    """Score gathered keys; every token sees a span of them.
+    """Score gathered keys; every token sees a span of the keys.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from

@@ -721,7 +721,7 @@ def mla_decode(
         num_splits: Splits of the rows of a token; 0 lets the batch or the plan decide. At least 0,
             and 0 with a plan.
         batch_invariant: With num_splits 0, split by the table's width alone: a token's result has
-            the same bits regardless of the other tokens in the batch. Not with a plan.
+            the same bits regardless of the other tokens in the batch. It excludes a plan.
         impl: Implementation: "triton" (our kernels), "flash_mla" (plain bfloat16 or float16 rows of
             576 values in blocks of 64), or "reference" (the definition). "auto" runs our kernels on
             CUDA and the reference elsewhere.

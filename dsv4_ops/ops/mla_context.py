@@ -304,7 +304,8 @@ def merge_attn_states(
     """Merge attention over two parts of the keys.
 
     A side whose log-sum-exp is -inf, +inf or NaN has no keys, and its output may have any value.
-    Keep the running result of several merges in float32: in bfloat16 each merge rounds it again.
+    Keep the running result of several merges in float32: in bfloat16 each merge rounds the result
+    again.
 
     Args:
         prefix_out: Output over one part, [num_tokens, num_heads, width], bfloat16, float16 or

@@ -447,7 +447,7 @@ def sparse_mla_decode(
             0, and 0 with a plan. Our kernels store the partial results of several splits as float16
             with one scale per 64 heads: values below 2^-14 of their amax lose bits.
         batch_invariant: With num_splits 0, split by the widths alone: a token's result has the same
-            bits regardless of the other tokens in the batch. Not with a plan.
+            bits regardless of the other tokens in the batch. It excludes a plan.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition);
             "auto" runs ours, because FlashMLA was faster at no size that we measured.
 
@@ -743,10 +743,10 @@ def sparse_mla_prefill(
     Needs no gathered copy, index matrix or chunks, unless a copy is faster or FlashMLA runs.
 
     The window of a token is its own position and the ``window_size - 1`` before it. Compressed rows
-    are those that ``topk_indices`` selects (C4), or without it all that the token may see (C128).
-    The op takes any batch. A program attends for one token and 64 heads. On Hopper "auto" splits
-    the keys over more programs if there are few tokens; elsewhere use ``sparse_mla_decode``, which
-    always splits, for few tokens.
+    are those that ``topk_indices`` selects (C4), or, without ``topk_indices``, all that the token
+    may see (C128). The op takes any batch. A program attends for one token and 64 heads. On Hopper
+    "auto" splits the keys over more programs if there are few tokens; elsewhere use
+    ``sparse_mla_decode``, which always splits, for few tokens.
 
     Args:
         q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the

@@ -171,7 +171,7 @@ def _scores_by_request(
 def _keys(
     k_cache: Tensor, pages: Tensor, rows: Tensor, block_size: int, layout: str
 ) -> tuple[Tensor, Tensor | float, Tensor]:
-    """Return float32 keys at (block, row), their scales, and which of them exist."""
+    """Return float32 keys at (block, row), their scales, and which keys exist."""
     exists = (pages >= 0) & (pages < k_cache.shape[0])
     if layout == PlainLayout.tag:
         values = gathered_bits(k_cache, pages, rows).view(k_cache.dtype)

@@ -193,7 +193,7 @@ _TOKENS = (
 
 
 def _at(first: int, *rows: int) -> list[int]:
-    """Bounds of the tokens from ``first`` on; 0 for the others."""
+    """Bounds of the tokens from ``first`` on; 0 for other tokens."""
     return [*[0] * first, *rows, *[0] * (len(_POSITIONS) - first - len(rows))]
 
 

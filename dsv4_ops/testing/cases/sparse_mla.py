@@ -265,7 +265,7 @@ def _decode_cases() -> list[Case]:
 
 
 def _unlike_decode_cases() -> list[Case]:
-    """Make calls over four rows, one of them NaN, whose values or logits are not alike."""
+    """Make calls over four rows with different values or logits; one row is NaN."""
     rows = torch.tensor([[[300.0, 1.0], [0.0, 2.0], [torch.nan, torch.nan], [0.5, 3.0]]])
     q = torch.tensor([300.0, -300.0, 1.0]).view(1, 3, 1) * torch.tensor([1.0, 0.0])
     far = torch.tensor([1e30, -1e30, 0.0])
