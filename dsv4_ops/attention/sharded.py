@@ -27,8 +27,8 @@ from dsv4_ops.ops.mla_context import merge_states
 def select_own(
     layer: LayerCall, ranks: ContextParallel, query: IndexerQuery
 ) -> tuple[Tensor, Tensor]:
-    """Select the rows that one GPU would select; return the slots of this rank's part and their
-    number."""
+    """Select the rows that a GPU with all rows would select; return the slots of those that this
+    rank stores, and how many each token has."""
     spec, step = layer.spec, layer.step
     keys = RankKeys(
         cache=cast(Tensor, layer.caches.indexer),

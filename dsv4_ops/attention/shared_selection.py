@@ -59,8 +59,8 @@ def select_shared(
     max_logits_bytes: int,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """Select the rows that one GPU would select; return the slots of this rank's part,
-    [num_tokens, topk], and their number."""
+    """Select the rows that a GPU with all rows would select; return the slots of those here,
+    [num_tokens, topk], and how many each token has."""
     if ranks.shards_index_heads:
         query = _all_heads(query, ranks)
     settings: dict[str, Any] = {

@@ -40,7 +40,7 @@ def hyper_connection(
 ) -> HyperConnection:
     """Connect the residual streams of one block to the next.
 
-    The op mixes the streams and adds the output of the last block, if there is one. It computes
+    The op mixes the streams and adds the output of the previous block, if there is one. It computes
     every token's weights from the token's streams, then collapses and normalises the streams for
     the next block.
 
@@ -51,7 +51,7 @@ def hyper_connection(
         base: Added to the weights, [num_weights], float32.
         scale: Factors of the weights of pre, post and mix, [3], float32.
         norm_weight: Weight of the next block's norm, [hidden_size], float32.
-        block_out: Output of the last block, [num_tokens, hidden_size], bfloat16; with ``post``
+        block_out: Output of the previous block, [num_tokens, hidden_size], bfloat16; with ``post``
             [num_tokens, num_streams] and ``mix`` [num_tokens, num_streams, num_streams], float32,
             of the previous call.
         iterations: As for ``sinkhorn``.

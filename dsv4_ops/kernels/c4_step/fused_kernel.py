@@ -9,7 +9,7 @@ import triton.language as tl
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES_BUT_TOKENS
 from dsv4_ops.kernels.compressor.pool_short import compress_and_insert
-from dsv4_ops.kernels.indexer.quantize_q import quantize_queries  # by name: Inductor copies kernels
+from dsv4_ops.kernels.indexer.quantize_q import quantize_queries  # Inductor copies functions only
 from dsv4_ops.kernels.rope.qnorm_rope_insert import normalise_and_insert
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, paged, row_format, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import dequantize  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.fp8 import dequantize  # Inductor copies functions only
 from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.core.layout import FP4_BLOCK, round_up
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     decode_to_bf16,
     multiply_add,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import round_up
 from dsv4_ops.kernels.common.dequant_gemm import load_words, scale_values, step_size
-from dsv4_ops.kernels.common.fp8 import multiply_codes  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import multiply_codes  # Inductor copies functions only
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 _REACH = tl.constexpr(11)

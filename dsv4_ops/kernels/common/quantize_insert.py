@@ -8,7 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.kernels.arguments import row_format, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import quantize  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.fp8 import quantize  # Inductor copies functions only
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher

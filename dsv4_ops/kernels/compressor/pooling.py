@@ -18,7 +18,7 @@ Groups of arguments besides those of ``kernels.common``:
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     quantize,
     round_to,
     round_to_bf16,

@@ -12,7 +12,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import ACTIVATION_BLOCK
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp4_codes import scale_offset
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     dequantize,
     quantize,
     widen,

@@ -20,7 +20,7 @@ from dsv4_ops.kernels.common.dequant_gemm import (
     step_size,
     tile_rows,
 )
-from dsv4_ops.kernels.common.fp4_codes import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp4_codes import (  # Inductor copies functions only
     code_offset,
     has_nan,
     multiply_fp4_codes,

@@ -9,7 +9,7 @@ from dsv4_ops.core.layout import round_up
 from dsv4_ops.core.types import ExpertPlan, max_expert_blocks
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.dequant_gemm import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.dequant_gemm import (  # Inductor copies functions only
     reordered,
     reordered_offset,
     step_size,

@@ -8,7 +8,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, rotation, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import round_to_bf16  # Inductor copies functions only
 from dsv4_ops.kernels.common.rope import load_angles, rotate_pairs_back
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher

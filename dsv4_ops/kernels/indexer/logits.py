@@ -13,7 +13,7 @@ from dsv4_ops.core.torch_compat import statically_known_true
 from dsv4_ops.kernels.arguments import angles, paged, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.sizes import SIZES
-from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
+from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # Inductor needs functions
 from dsv4_ops.kernels.indexer.score_tile import (
     load_codes,
     load_query,

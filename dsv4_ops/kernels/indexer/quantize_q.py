@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import quantize, round_to_bf16  # Inductor copies functions only
 from dsv4_ops.kernels.common.rope import rotate_pairs
 from dsv4_ops.kernels.common.sizes import SIZES
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     convert_once,
     decode_to_bf16,
     multiply_add,

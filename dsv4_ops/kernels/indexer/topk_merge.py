@@ -11,7 +11,7 @@ import triton.language as tl
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.paging import compute_slots, load_pages
 from dsv4_ops.kernels.common.sizes import SIZES
-from dsv4_ops.kernels.common.topk import ABSENT_KEY, find_threshold  # by name: Inductor copies
+from dsv4_ops.kernels.common.topk import ABSENT_KEY, find_threshold  # Inductor needs functions
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import byte_rows, scale_values
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     multiply_codes,
     round_to,
 )

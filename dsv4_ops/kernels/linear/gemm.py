@@ -16,7 +16,7 @@ from dsv4_ops.kernels.common.dequant_gemm import (
     reordered,
     tile_rows,
 )
-from dsv4_ops.kernels.common.fp8 import round_to  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import round_to  # Inductor copies functions only
 from dsv4_ops.kernels.common.sizes import SIZES, SIZES_BUT_TOKENS
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear import block_gemm

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4_ops.core.types import NormedPair
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # Inductor copies functions only
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear.gemm import products

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import multiply_add, round_to  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import multiply_add, round_to  # Inductor copies functions only
 from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 

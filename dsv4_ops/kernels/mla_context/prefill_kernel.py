@@ -5,7 +5,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.common.attention.mainloop import log2_sum, softmax_step
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     multiply_add,
     round_to,
 )

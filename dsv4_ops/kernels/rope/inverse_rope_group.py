@@ -17,7 +17,7 @@ from dsv4_ops.core.layout import (
 from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.kernels.arguments import angles, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     quantize,
     round_to_bf16,
     widen,

@@ -8,7 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import angles, row_format, strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # Inductor copies functions only
 from dsv4_ops.kernels.common.paging import locate_slots
 from dsv4_ops.kernels.common.quantize_insert import insert_codes
 from dsv4_ops.kernels.common.rope import rotate_pairs

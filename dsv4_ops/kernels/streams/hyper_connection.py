@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4_ops.core.types import HyperConnection
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     multiply_add,
     round_to_bf16,
     widen,

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import COMBINE_COLUMNS
 from dsv4_ops.kernels.arguments import rotation, strided
-from dsv4_ops.kernels.common.attention.mainloop import (  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.attention.mainloop import (  # Inductor copies functions only
     denominator,
     log2_sum,
 )

@@ -9,7 +9,7 @@ products.
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     convert_once,
     decode_scaled,
     multiply_add,

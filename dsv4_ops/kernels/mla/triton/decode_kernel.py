@@ -12,7 +12,7 @@ from dsv4_ops.kernels.common.attention.mainloop import (
     unfused,
 )
 from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
-from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     convert_once,
     decode,
     decode_to_bf16,
