@@ -28,7 +28,7 @@ CASES = {
     "selected_bf16": PlainLayout.tag,
     "selected_ds_fp8": MlaDsFp8Layout.tag,
 }
-"""Groups of cases, and the layout of their rows; "mla_sparse" if rows are selected."""
+"""Layout of the rows of each group; ``selected_`` groups time ``mla_sparse``."""
 
 TOPK = 2048
 """Selected rows per token."""

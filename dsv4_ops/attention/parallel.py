@@ -25,7 +25,7 @@ from dsv4_ops.ops.context_parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """Decode context parallelism: ranks hold the rows of every sequence in turn.
+    """Decode context parallelism: ranks share the rows of every sequence, round-robin.
 
     Each rank stores its rows, attends to them, and combines its attention with that of the other
     ranks. A row is a position's latent or, in DeepSeek-V4, a compressed row and its indexer key.

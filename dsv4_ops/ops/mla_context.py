@@ -23,7 +23,7 @@ MERGED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLANS = ("packed", "equal")
 LSE_BASES = ("e", "2")
 MIN_WORKSPACE_ROWS = 65536
-"""Rows above which the workspace rule asks only for a block per sequence."""
+"""Most rows that the workspace rule prefers; only a block per sequence can need more."""
 
 _context_chunks = define_op(
     "mla_context",

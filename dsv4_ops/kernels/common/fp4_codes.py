@@ -1,9 +1,9 @@
 """Products of FP4 weights and FP8 activations on FP8 matrix units: an e2m1 code and its block scale
 become one e4m3 code.
 
-The product of an e2m1 value and its scale is an e4m3 value if the scale is between 2^-7 and 2^4
-times the maximum scale of the row's first 256 columns. Rows with other scales are multiplied one
-block of scales at a time.
+Codes are relative to a base scale of the row. The product of an e2m1 value and its relative scale
+is exact in e4m3 if the scale is 2^-7 to 2^4 times the maximum scale of the row's first 256 columns.
+Rows with other scales are multiplied one block of scales at a time.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """FlashMLA for sparse and dense MLA: converts our arguments to its own, and its results to ours.
 
-FlashMLA checks no values: absent slots become -1, which it skips, before the call. Its planner
+FlashMLA checks no values, so we first set absent slots to -1, which it skips. Its planner
 reads the lengths, so a plan is right for one set of lengths only. It plans in every call, unless
 the call passes a plan. A plan of ``flash_mla_metadata`` has the lengths of the call. A plan of
 ``flash_mla_plan`` has its sizes: FlashMLA then gets no lengths, and entries past them are -1, too.

@@ -12,8 +12,9 @@ from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
 
 @triton.jit
 def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr, CONVERTS: tl.constexpr):
-    """Load the query of the int64 ``token``, e4m3 [DIM, HEADS], or two bf16 halves of DIM. ``q``:
-    codes, their token, head and value strides, and the number of heads."""
+    """Return the query of the int64 ``token``: one e4m3 tile [DIM, HEADS] if the GPU CONVERTS, else
+    two bf16 tiles [DIM / 2, HEADS]. ``q``: codes, their token, head and value strides, and the
+    number of heads."""
     q, token_stride, head_stride, dim_stride, num_heads = q
     head = tl.arange(0, HEADS)
     head_valid = head < num_heads
