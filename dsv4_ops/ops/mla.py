@@ -819,6 +819,9 @@ def mla_sparse(
     token has its own list. Lists hold slots, so that no block table is read, and the layers that
     share a selection share the list.
 
+    Sinks, which these models lack, are one more logit for each head: with ``lses``, which stacks
+    ``lse`` and the sinks, ``cp_correct_out(out, lse, lses).out`` is the output.
+
     Args:
         q: Queries from ``mla_absorb_q``, [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim],
             bfloat16, float16 or float32, any strides.

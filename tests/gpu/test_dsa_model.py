@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.loading import draft
 from dsv4_ops.testing.models import random_weight, small_dsa_model
-from tests.support.hf_models import LENGTH, REQUESTS, Engine, random_counts, text
+from tests.support.hf_models import LENGTH, REQUESTS, Engine, run_randomly, text
 
 DEVICE = "cuda"
 # dense layers, so that rounding turns no expert; more than half of the tokens see more than 64 rows
@@ -67,21 +67,16 @@ def test_logits_in_float32(family):
     model = small_dsa_model(family, device=DEVICE, **sizes)
     model = v4.patch(model, kv="fp32", precision="reference")
     sizes = {"max_batch_size": REQUESTS, "max_cache_len": LENGTH}
-    engine, rng = Engine(model, v4.PagedCache.for_model(model, **sizes), text()), Random(0)
-    while min(engine.done) < LENGTH:
-        run = engine.decode if rng.random() < 0.5 else engine.prefill
-        run(random_counts(rng, engine.done, 130), padding=rng.randrange(3))
-    assert engine.worst(want) < 1e-4
+    engine = Engine(model, v4.PagedCache.for_model(model, **sizes), text())
+    assert run_randomly(engine, Random(0), 130).worst(want) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts(family):
     """One graph; texts in float32 are those without drafts."""
-    sizes = {"vocab_size": 260, "num_hidden_layers": 2}
-    model = small_dsa_model(family, device=DEVICE, **sizes)
+    model = small_dsa_model(family, device=DEVICE, vocab_size=260, num_hidden_layers=2)
     model = v4.patch(model, kv="fp32", precision="reference")
-    layer = model.dsv4_ops_spec.draft_layer("test", model)
-    layer = layer.to_empty(device=DEVICE)
+    layer = model.dsv4_ops_spec.draft_layer("test", model).to_empty(device=DEVICE)
     for name, weight in layer.state_dict().items():
         ranges = {"norm": (1.0, 0.5), "bias": (0.0, 0.4)}
         weight.copy_(random_weight(name, weight.shape, 1, ranges, 8))

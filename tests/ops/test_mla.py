@@ -153,13 +153,15 @@ def test_logits_of_any_size_and_all_alike(value):
 
 
 def test_selected_rows_have_their_weights():
-    """Rows 1 and 5 with logits 0 and log 3; the second head weighs them alike."""
+    """Rows 1 and 5 with logits 0 and log 3, alike for the second head; sinks of log 12 and 2."""
     _, cache, *_ = worked_decode()
     q = torch.tensor([[[0.0, math.log(3)], [0.0, 0.0]]])
     settings = {"softmax_scale": 1.0, "block_size": 2, "kv_lora_rank": 1}
     out, lse = ops.mla_sparse(q, cache, i32([[3, -1, 2, 0]]), i32([3]), **settings)
     torch.testing.assert_close(out.flatten(), torch.tensor([4.0, 3.0]))
     torch.testing.assert_close(lse.flatten(), torch.tensor([4.0, 2.0]).log())
+    lses = torch.stack([lse, torch.tensor([[12.0, 2.0]]).log()])
+    torch.testing.assert_close(ops.cp_correct_out(out, lse, lses).out.flatten(), out.new([1, 1.5]))
 
 
 class MaxNumel(TorchDispatchMode):
