@@ -100,9 +100,8 @@ class Inputs:
             call = functools.partial(
                 ops.mla_sparse, softmax_scale=SCALE, block_size=BLOCK, layout=self.row.layout
             )
-            return [
-                functools.partial(call, q, self.cache, rows, self.lens) for q, rows in self.sets
-            ]
+            cache, lens = self.cache, self.lens
+            return [functools.partial(call, q, cache, rows, lens) for q, rows in self.sets]
         scale = None
         if self.row.layout == MlaFp8Layout.tag:
             scale = torch.full((1,), 0.5, device=self.device)
@@ -126,9 +125,8 @@ class Inputs:
 
         def attend(q: Tensor, where: Tensor, *plan: Any) -> Any:
             if not selects:
-                settings = (SCALE, False, *plan, None)
-                op = library.ops.dense_decode_fwd
-                return op(q[:, None], rows, RANK, self.lens, where, *settings)
+                settings = (RANK, self.lens, where, SCALE, False, *plan, None)
+                return library.ops.dense_decode_fwd(q[:, None], rows, *settings)
             settings = (None, None, *plan, None, None, None, RANK, SCALE, None)
             return library.ops.sparse_decode_fwd(q[:, None], rows, where[:, None], *settings)
 
@@ -154,10 +152,8 @@ def checked_calls(
     comparable = row.layout == PlainLayout.tag or row.topk is not None
     if library is not None and comparable:
         forms["flash_mla_us"] = inputs.of_flash_mla(library)
-        ours, baseline = (
-            calls[0]()[0].squeeze(1)[:, : row.heads].float() for calls in forms.values()
-        )
-        row.max_diff = float((baseline - ours).abs().max())
+        ours, baseline = (calls[0]()[0].squeeze(1).float() for calls in forms.values())
+        row.max_diff = float((baseline[:, : row.heads] - ours).abs().max())
         if not row.max_diff < _MOST_DIFFERENCE:
             raise WrongResult(f"differs from FlashMLA by {row.max_diff:.3g}")
     return forms
@@ -179,10 +175,8 @@ def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     for name, default in (("batches", _BATCHES), ("contexts", _CONTEXTS)):
-        shown = ", ".join(map(str, default))
-        parser.add_argument(
-            f"--{name}", type=sizes, default=default, metavar="A,B,..", help=f"default: {shown}"
-        )
+        some: Any = {"type": sizes, "default": default, "metavar": "A,B,.."}
+        parser.add_argument(f"--{name}", help=f"default: {', '.join(map(str, default))}", **some)
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
