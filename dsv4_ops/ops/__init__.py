@@ -1,4 +1,5 @@
-"""Public functions and specs of ops, one file per stem. Importing this registers every op."""
+"""Public functions and specs of the ops, one file per family. Importing this package registers
+every op."""
 
 from dsv4_ops.ops import (
     batch as batch,

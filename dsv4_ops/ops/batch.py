@@ -25,14 +25,14 @@ def split_decodes_and_prefills(
 ) -> Tensor:
     """Find where the decodes of a decode-first batch end and its prefills begin.
 
-    A request is a prefill if it has more than ``decode_threshold`` query tokens or, with
-    ``require_uniform``, a number other than that of the first non-empty request. A padding request
-    of length 0 does not begin the prefills. From the first prefill on, all requests count as
-    prefills.
+    A request is a prefill if it has more than ``decode_threshold`` query tokens. With
+    ``require_uniform``, a request is also a prefill if its number of query tokens differs from that
+    of the first non-empty request. A padding request of length 0 does not begin the prefills. From
+    the first prefill on, all requests count as prefills.
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
-            non-decreasing.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32, non-decreasing.
         decode_threshold: Maximum query tokens of a decode: 1 + speculative tokens. At least 1.
         require_uniform: Also end the decodes at the first request of another length.
 
@@ -80,20 +80,20 @@ _token_map = define_op(
 def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> TokenMap:
     """Find the request and the absolute position of every token.
 
-    No other stage of a step searches: later index stages compute each token from this result.
+    No later stage of a step needs a search: each reads a token's request and position from the
+        result.
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
-            non-decreasing. If it decreases, a token may get any request, but never one out of
-            range.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32, non-decreasing. If values decrease, a token may get any request in range.
         seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
             request.
         num_tokens: Tokens of the padded batch. ``query_start_loc`` may end before or after it.
 
     Returns:
-        ``TokenMap(req_indices, positions)``: int32 [num_tokens] and int64 [num_tokens]. A token has
-        -1 in both if it lies outside every request, or before position 0 (``seq_lens`` shorter than
-        the query).
+        ``TokenMap(req_indices, positions)``: int32 [num_tokens] and int64 [num_tokens]. Both are -1
+        for a token outside every request or before position 0 (``seq_lens`` shorter than the
+        query).
 
     Mutates: nothing.
 
@@ -137,11 +137,11 @@ def flatten_decode(
 ) -> FlattenedDecode:
     """Turn ragged decode requests into one row per token.
 
-    Works for uniform, variable and MTP batches.
+    The batch may be uniform, variable or of multi-token prediction (MTP).
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
-            non-decreasing.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32, non-decreasing.
         seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
             request.
         num_tokens: Tokens of the padded batch.
@@ -149,8 +149,8 @@ def flatten_decode(
 
     Returns:
         ``FlattenedDecode(seq_lens, req_indices)``: int32 [num_tokens] each. ``seq_lens`` counts the
-        cache rows that the token may see, (position + 1) // compress_ratio. Padding tokens have 0
-        and -1.
+        cache rows that the token may see, (position + 1) // compress_ratio. A padding token has
+        length 0 and request -1.
 
     Mutates: nothing.
 
@@ -194,12 +194,12 @@ _expand_block_table = define_op(
 def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
     """Give every token the block-table row of its request.
 
-    Kernels that need one row per query row take the result.
+    The result is for kernels that need one block-table row per query row.
 
     Args:
         block_table: Physical block of every logical block, [num_reqs, max_blocks], int32, any
             strides. Entries are copied as they are.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+        req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
 
     Returns:
@@ -241,13 +241,13 @@ _mtp_seq_lens = define_op(
 def mtp_seq_lens(
     query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int = 1
 ) -> Tensor:
-    """Count the rows that every token of multi-token decodes may see.
+    """Count the cache rows that every token of multi-token decodes may see.
 
     The result is a [num_reqs, next_n] matrix.
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
-            non-decreasing.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32, non-decreasing.
         seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
             request.
         next_n: Maximum tokens of a decode request. At least 1.
@@ -255,8 +255,8 @@ def mtp_seq_lens(
 
     Returns:
         int32 [num_reqs, next_n], contiguous. Entry j is (position of token j + 1) //
-        compress_ratio; entries past the request's length are 0, never -1. If a request is longer
-        than next_n, the entries are those of its first next_n tokens.
+        compress_ratio; entries past the request's length are 0, never -1. A request longer than
+        next_n has entries for its first next_n tokens only.
 
     Mutates: nothing.
 

@@ -1,4 +1,4 @@
-"""The fused inserts of a C4 layer, and its queries, in one call."""
+"""One call for all inserts of a C4 layer (4 tokens per compressed row) and for its queries."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def insert_c4_step(
 ) -> C4Step:
     """Run all inserts of a C4 layer before it selects rows.
 
-    One op does the work of ``qnorm_rope_kv_insert``, of ``save_and_compress`` for the layer and for
-    its indexer, and of ``indexer_quantize_q``: it normalises and rotates the queries, quantises the
-    indexer's queries, writes the keys to the window cache, and saves states and compresses for both
-    compressors.
+    One op does the work of four calls: ``qnorm_rope_kv_insert``, ``save_and_compress`` for the
+    layer, ``save_and_compress`` for its indexer, and ``indexer_quantize_q``. It normalises and
+    rotates the queries, quantises the indexer's queries, writes the keys to the window cache, and
+    saves states and compresses windows for both compressors.
 
     Args:
         q: Queries, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -86,9 +86,9 @@ def insert_c4_step(
             float32, any strides.
         indexer_kv_score: Projections of the indexer's compressor, [num_tokens, 512], float32.
         swa_cache: Window cache, [num_swa_blocks, page_bytes], uint8, from ``MainLayout.allocate``.
-        swa_slot_mapping: Slots in ``swa_cache`` of the first num_slots tokens, [num_slots], int64;
-            at most num_tokens. Keys of later tokens, and of slots below 0 and past the last block,
-            are not written.
+        swa_slot_mapping: Slot in ``swa_cache`` of each of the first num_slots tokens, [num_slots],
+            int64; num_slots is at most num_tokens. Keys of later tokens, and keys with a slot below
+            0 or past the last block, are not written.
         ape: Position bias of the compressor's scores, [compress_ratio, 1024], float32.
         norm_weight: Weight of the compressor's RMSNorm, [512], float32.
         states: The compressor's paged states, [num_state_blocks, page_bytes / 4], float32, from
@@ -103,19 +103,20 @@ def insert_c4_step(
         state_block_table: Physical block of both compressors' states for every logical block of
             state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
         state_slot_mapping: Slot of every token's own row in ``states`` and ``indexer_states``,
-            block * state_block_size + row, [num_tokens], int64. Slots below 0 and past the last
-            block are not saved.
-        slot_mapping: Slot of the row that each token finishes, in ``k_cache`` and
-            ``indexer_cache``, from ``compressed_slot_mapping``, [num_tokens], int64.
-        positions: Absolute position of every token, [num_tokens], int64. At a position below 0 or
-            past the table, queries and keys are not rotated; outside 0..2**31-2, the token finishes
-            no window; below 0, its state is not saved.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 it finishes
-            no window.
+            block * state_block_size + row, [num_tokens], int64. States with a slot below 0 or past
+            the last block are not saved.
+        slot_mapping: Slot in ``k_cache`` and ``indexer_cache`` of the row that each token finishes,
+            from ``compressed_slot_mapping``, [num_tokens], int64.
+        positions: Absolute position of every token, [num_tokens], int64. Queries and keys at
+            positions below 0 or past the end of ``cos_sin_cache`` are not rotated. Tokens at
+            positions outside 0..2**31-2 finish no window. States at positions below 0 are not
+            saved.
+        req_indices: Request of every token, [num_tokens], int32. Tokens whose request is outside
+            0..num_reqs-1 finish no window.
         cos_sin_cache: From ``rope_cos_sin_cache``, for the layers with a compressor,
             [num_positions, 64], float32.
         eps: Added to the mean square in all three RMSNorms. Above 0.
-        softmax_scale: Factor of all weights of the indexer's heads, a number above 0; None for
+        softmax_scale: Factor applied to the weights of all indexer heads, above 0. None means
             128^-0.5 * num_index_heads^-0.5.
         compress_ratio: Tokens per window, 4 in C4. At least 1. Windows overlap, as in C4.
         state_block_size: Rows per block of both states: 4 for C4. At least 1.
@@ -124,8 +125,9 @@ def insert_c4_step(
         save_first: As for ``save_and_compress``, for both compressors.
 
     Returns:
-        ``C4Step(q, indexer_q, indexer_weights)``, dense: the result of ``qnorm_rope_kv_insert``,
-        bfloat16, and the results of ``indexer_quantize_q``, float8_e4m3fn and float32.
+        ``C4Step(q, indexer_q, indexer_weights)``, dense. ``q``, bfloat16, is the result of
+        ``qnorm_rope_kv_insert``. ``indexer_q``, float8_e4m3fn, and ``indexer_weights``, float32,
+        are the results of ``indexer_quantize_q``.
 
     Mutates: ``swa_cache`` like ``qnorm_rope_kv_insert``; ``states`` and ``k_cache``, and
         ``indexer_states`` and ``indexer_cache``, like ``save_and_compress``; no other value. The
@@ -137,16 +139,16 @@ def insert_c4_step(
         ValueError: shapes that disagree, a cache or states that are not of their layout, more slots
             of the window than tokens, ``eps`` or ``softmax_scale`` not above 0, a size below 1, one
             tensor as two caches, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: in place, never a copy of states or caches; on CUDA, for ratios up to 4, one Triton
-        kernel of ours in the graph and in AOTInductor packages; ``save_first`` adds two kernels
-        that save states; otherwise the kernels of the four ops; on CPU the code of the four ops;
-        dynamic in num_tokens, num_heads, num_reqs, num_slots, max_state_blocks, num_positions and
-        the blocks of all five caches; CUDA graphs and export: yes. Bits and roundings are those of
-        the four ops.
+    Compile: writes in place, without a copy of states or caches. On CUDA, for ratios up to 4, one
+        Triton kernel of ours runs, in the graph and in AOTInductor packages; ``save_first`` adds
+        two kernels that save states. For larger ratios, and on CPU, the code of the four calls
+        runs. Dynamic in num_tokens, num_heads, num_reqs, num_slots, max_state_blocks, num_positions
+        and the blocks of all five caches; CUDA graphs and export: yes. Results have the same bits
+        as those of the four calls.
 
-    Source: the four ops; vLLM 0.33 runs them as separate kernels.
+    Source: the four calls; vLLM 0.33 runs them as separate kernels.
 
     Example:
         >>> import torch, dsv4_ops

@@ -37,26 +37,28 @@ def split_prefill_chunks(
     """Split prefill requests into chunks on the device.
 
     Every chunk fits the workspace and the logits budget. A request is added to a chunk while the
-    chunk's key rows stay within ``workspace_size`` and its query rows times key rows within
-    ``max_logits_bytes`` / 4. A request that is too large for a chunk gets chunks of its own, split
-    along its query rows so that each part respects the logits budget. Its keys may exceed
-    ``workspace_size``: make that at least the longest request.
+    chunk's key rows stay within ``workspace_size`` and its query rows times its key rows stay
+    within ``max_logits_bytes`` / 4. A request that is too large for a chunk gets chunks of its own,
+    split along its query rows so that each part respects the logits budget. The keys of such a
+    request may exceed ``workspace_size``, so make ``workspace_size`` at least the key rows of the
+    longest request.
 
     Args:
-        seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative counts
-            as 0.
-        query_lens: Query rows of every request, [num_reqs], int32. Negative counts as 0.
+        seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative values
+            count as 0.
+        query_lens: Query rows of every request, [num_reqs], int32. Negative values count as 0.
         workspace_size: Key rows that the gather workspace holds. At least 1.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
         max_chunks: Rows of the result; ``max_prefill_chunks`` computes a bound. At least 1.
-        request_offset: Number added to request numbers: that of the decodes before the first
+        request_offset: Number added to request numbers: the number of decodes before the first
             prefill.
 
     Returns:
-        ``PrefillChunks(chunks, num_chunks)``: int32 [max_chunks, 4] rows (req_start, req_stop,
-        query_start, query_stop), where query rows count from the first one of req_start and unused
-        rows are 0; and int32 [1], the number of chunks in the plan. If it exceeds max_chunks, the
-        plan does not fit and only its first max_chunks chunks are stored.
+        ``PrefillChunks(chunks, num_chunks)``. ``chunks``, int32 [max_chunks, 4], has rows
+        (req_start, req_stop, query_start, query_stop); query rows count from the first query row of
+        req_start, and unused rows are 0. ``num_chunks``, int32 [1], is the number of chunks in the
+        plan. If it exceeds max_chunks, the plan does not fit and only its first max_chunks chunks
+        are stored.
 
     Mutates: nothing.
 
@@ -106,7 +108,7 @@ def plan_prefill_chunks(
 ) -> list[tuple[slice, slice]]:
     """Return the plan of ``split_prefill_chunks`` as Python slices.
 
-    Use it in eager code whose lengths are on the host.
+    Use this function in eager code that has the lengths on the host.
 
     Args:
         seq_lens: Key rows of every request, non-negative ints or a CPU tensor.
@@ -119,7 +121,7 @@ def plan_prefill_chunks(
         ``(requests, queries)`` slices, one pair per chunk.
 
     Raises:
-        ValueError: a negative length, two lists of different size, or a budget out of range.
+        ValueError: a negative length, lists of different sizes, or a budget out of range.
         TypeError: a length or a budget that is not an int.
 
     Example:
@@ -164,7 +166,7 @@ def plan_prefill_chunks(
 def max_prefill_chunks(
     *, num_reqs: int, num_tokens: int, max_seq_len: int, max_logits_bytes: int
 ) -> int:
-    """Bound the chunks of a plan, for ``max_chunks``, by sizes only.
+    """Return an upper bound on the chunks of a plan, for ``max_chunks``.
 
     Args:
         num_reqs: Maximum prefill requests of a batch. At least 0.
@@ -173,8 +175,9 @@ def max_prefill_chunks(
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
 
     Returns:
-        An upper bound, at least 1: every chunk has a query row, every group of requests has a last
-        chunk, and the other chunks are as large as the logits of the longest request allow.
+        An upper bound from the sizes alone, at least 1. Every chunk has a query row. At most
+        num_reqs chunks end a request or a group of requests; the other chunks have as many query
+        rows as the logits of the longest request allow.
 
     Raises:
         ValueError: an argument out of range.
@@ -210,27 +213,28 @@ def prefill_row_bounds(
 ) -> PrefillRowBounds:
     """Find the rows of the gathered compressed keys that every token may see.
 
-    The keys of all requests lie one after another, (seq_len // compress_ratio) rows each.
+    The keys of the requests lie one after another; each request has seq_len // compress_ratio rows.
 
     Args:
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+        positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2
+            mark padding.
+        req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
-            padding.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative counts as
-            0.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative values
+            count as 0.
         compress_ratio: Positions per compressed row. At least 1.
 
     Returns:
         ``PrefillRowBounds(cu_seq_lens, row_start, row_stop)``: the prefix sum of compressed
-        lengths, int32 [num_reqs + 1], saturating at 2**31 - 1, and two bounds, int32 [num_tokens].
-        Padding tokens have 0 and 0. A token never sees past its request.
+        lengths, int32 [num_reqs + 1], saturating at 2**31 - 1; and each token's first row and one
+        past its last row, int32 [num_tokens]. Padding tokens have bounds 0 and 0. A token never
+        sees rows past its request.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, ``compress_ratio`` below 1, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: decomposes to a scan and one pointwise kernel; dynamic in num_tokens and num_reqs; CUDA
         graphs and export: yes. On CPU the prefix sum calls aten.cumsum.
@@ -275,32 +279,33 @@ def prefill_chunk_row_bounds(
 ) -> PrefillRowBounds:
     """Compute the ``prefill_row_bounds`` of one chunk.
 
-    Rows are counted from the keys of the chunk's first request.
+    Row 0 is the first key of the chunk's first request.
 
-    Shapes stay those of the whole batch, so the chunk may be any row of ``split_prefill_chunks``
-    without a recompile.
+    Results have the shapes of the whole batch, so ``chunk`` may be any row of
+    ``split_prefill_chunks`` without a recompile.
 
     Args:
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+        positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2
+            mark padding.
+        req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
-            padding.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative counts as
-            0.
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative values
+            count as 0.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32.
         chunk: (req_start, req_stop, query_start, query_stop), int32 [4], on the device.
         compress_ratio: Positions per compressed row. At least 1.
 
     Returns:
         ``PrefillRowBounds`` in the shapes of the whole batch; requests outside the chunk have no
-        rows in ``cu_seq_lens``, and tokens outside the chunk have 0 and 0. An empty chunk gives
-        zeros.
+        rows in ``cu_seq_lens``, and tokens outside the chunk have bounds 0 and 0. An empty chunk
+        gives zeros.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, ``compress_ratio`` below 1, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: decomposes to a scan and pointwise kernels; dynamic in num_tokens and num_reqs; CUDA
         graphs and export: yes. On CPU the prefix sum calls aten.cumsum.

@@ -34,18 +34,19 @@ def save_compressor_states(
 ) -> None:
     """Save the compressor's projections of every token.
 
-    A later step that finishes the token's window reads them.
+    A later step reads these states when it finishes the token's window.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, any strides: kv,
             then score. width is head_dim, or 2 * head_dim for an overlapping compressor.
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
-            ``StateLayout(block_size, 2 * width).allocate``. Blocks may have gaps between them, and
-            start at multiples of 16 bytes.
+            ``StateLayout(block_size, 2 * width).allocate``. Blocks must start at multiples of 16
+            bytes and may have gaps between them.
         slot_mapping: Slot of every token in the states, block * block_size + row, [num_tokens],
-            int64. Slots below 0 and past the last block are skipped.
-        positions: Absolute position of every token, [num_tokens], int64; below 0 is skipped.
+            int64. Tokens whose slot is below 0 or past the last block are skipped.
+        positions: Absolute position of every token, [num_tokens], int64. Tokens at positions below
+            0 are skipped.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
         block_size: Rows per block: 4 for C4, 8 for C128. At least 1.
 
@@ -53,17 +54,17 @@ def save_compressor_states(
         Nothing.
 
     Mutates: ``states``: writes the row [kv | score + ape[position % compress_ratio]] to the slot of
-        every token; no other value. kv is copied bit for bit. If two tokens share a slot, its
-        values may be a mix of both.
+        every token, and no other value. kv is copied bit for bit. If two tokens share a slot, the
+        slot's values may be a mix of both tokens'.
 
     Raises:
         ValueError: shapes that disagree, states that are not of this layout, sizes below 1, or
             several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: in place, never a copy of the states; on CUDA our Triton kernel in the graph and in
-        AOTInductor packages, on CPU a scatter of Inductor; dynamic in num_tokens and
-        num_state_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the states in a
+    Compile: writes in place, without a copy of the states; on CUDA our Triton kernel runs, in the
+        graph and in AOTInductor packages, and on CPU a scatter of Inductor; dynamic in num_tokens
+        and num_state_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the states in a
         ``KVCacheBuffers`` or mark them with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``save_partial_states``.
@@ -104,7 +105,7 @@ DIMENSIONS = (
     "num_blocks",
     "num_positions",
 )
-"""Dynamic sizes of a compiled call of these ops, and of a whole step."""
+"""Sizes that may be dynamic in compiled calls of the ops that compress windows."""
 
 _compress_and_insert = define_op(
     "compressor",
@@ -144,7 +145,7 @@ def compress_and_insert(
     Its key is the sum of the window's kv rows, weighted per channel by the softmax of the scores,
     followed by RMSNorm and by RoPE at the first position of the window. An overlapping compressor
     also sums over the previous window: it takes the left head_dim channels of kv and score from the
-    previous window and the right ones from its own.
+    previous window, and the right head_dim channels from its own window.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -152,25 +153,25 @@ def compress_and_insert(
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
             ``StateLayout(state_block_size, 2 * width).allocate``. Not written here.
-        state_block_table: Physical block of the states of every logical block of state_block_size
+        state_block_table: Physical states block of every logical block of state_block_size
             positions, [num_reqs, max_state_blocks], int32, any strides.
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
-            padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+        positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2
+            mark padding.
+        req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
         norm_weight: Weight of the RMSNorm, [head_dim], float32. head_dim is 512 for "v4_fp8", 128
             for "v4_indexer_fp8", and the width of a plain cache.
-        cos_sin_cache: Cosines and sines of every position, [num_positions, rope_dim], float32: the
-            interleaved pairs at the end of a row are rotated. Windows past the end of the table are
-            not rotated.
+        cos_sin_cache: Cosines and sines of every position, [num_positions, rope_dim], float32. They
+            rotate interleaved pairs in the last rope_dim values of a key. Windows past the end of
+            the table are not rotated.
         k_cache: "v4_fp8" and "v4_indexer_fp8": [num_blocks, page_bytes], uint8. "plain":
             [num_blocks, block_size, head_dim], bfloat16 or float32, with dense rows.
         slot_mapping: Slot of the row that each token finishes, from ``compressed_slot_mapping``,
             [num_tokens], int64. Tokens that finish no row, and slots below 0 or past the last
             block, are skipped.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
-        overlap: Whether windows overlap, so that the previous window counts too: True for C4, False
-            for C128.
+        overlap: Whether windows overlap, so that a key also sums the previous window: True for C4,
+            False for C128.
         eps: Added to the mean square in the RMSNorm. Above 0.
         state_block_size: Rows per block of the states: 4 for C4, 8 for C128. At least 1.
         block_size: Rows per block of ``k_cache``: 64 for C4, 2 for C128. At least 1.
@@ -181,24 +182,25 @@ def compress_and_insert(
 
     Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. Arithmetic is
         float32. The FP8 layouts round the row to bfloat16 and store it like
-        ``quantize_and_insert_k_cache`` or ``quantize_and_insert_indexer_k``. A window's row for an
-        earlier position comes from ``kv_score`` if the token that many rows before is at that
-        position of the same request, else from ``states``; so this op may run before or after
-        ``save_compressor_states``. Rows before position 0 or on absent blocks have no weight, and
-        states that no window needs are not read, so NaN in them never matters. If two tokens share
-        a slot, its bytes may be a mix of both.
+        ``quantize_and_insert_k_cache`` or ``quantize_and_insert_indexer_k``. A window also needs
+        the projections of earlier positions. Those of position p - n come from ``kv_score`` if the
+        batch row n rows before the token is that position of the same request, and from ``states``
+        otherwise; so this op may run before or after ``save_compressor_states``. Positions before 0
+        or on absent blocks get no weight. States that no window needs are not read, so a NaN in
+        such a state never matters. If two tokens share a slot, the slot's bytes may be a mix of
+        both tokens'.
 
     Raises:
         ValueError: shapes that disagree, states or a cache that are not of their layout, sizes
             below 1, ``eps`` not above 0, an unknown layout, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: in place, never a copy of the cache; on CUDA our Triton kernel, whose work grows with
-        the finished windows, in the graph and in AOTInductor packages; on CPU reductions and
-        scatters of Inductor, with scratch for the window of every token; dynamic in num_tokens,
-        num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA graphs and
-        export: yes. Implementations agree within float32 rounding, so a code may differ by one
-        step.
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, in the
+        graph and in AOTInductor packages, and its work grows with the finished windows; on CPU
+        reductions and scatters of Inductor, with scratch for the window of every token; dynamic in
+        num_tokens, num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA
+        graphs and export: yes. Implementations agree within float32 rounding, so a code may differ
+        by one step.
 
     Source: vLLM 0.33's fused compressor kernels; DeepSeek-V4's compressor.
 
@@ -352,9 +354,9 @@ def save_and_compress(
 ) -> None:
     """Run ``save_compressor_states`` and ``compress_and_insert`` at once.
 
-    This takes one kernel fewer than the two ops, and reads their common inputs from memory once if
-    those fit into the GPU's cache. With ``save_first`` the result is that of the two ops in this
-    order.
+    One call takes one kernel fewer than the two ops, and reads the inputs that both ops share from
+    memory once if these inputs fit into the GPU's cache. With ``save_first`` the result is that of
+    the two ops in this order.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -362,14 +364,16 @@ def save_and_compress(
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
             ``StateLayout(state_block_size, 2 * width).allocate``.
-        state_block_table: Physical block of the states of every logical block of state_block_size
+        state_block_table: Physical states block of every logical block of state_block_size
             positions, [num_reqs, max_state_blocks], int32, any strides.
         state_slot_mapping: Slot of every token's own row in ``states``, block * state_block_size +
-            row, [num_tokens], int64. Slots below 0 and past the last block are not saved.
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
-            padding, which finishes no window; below 0, the state is not saved either.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 it finishes
-            no window.
+            row, [num_tokens], int64. States with a slot below 0 or past the last block are not
+            saved.
+        positions: Absolute position of every token, [num_tokens], int64. Tokens at positions
+            outside 0..2**31-2 are padding and finish no window. States at positions below 0 are not
+            saved.
+        req_indices: Request of every token, [num_tokens], int32. Tokens whose request is outside
+            0..num_reqs-1 finish no window.
         norm_weight: Weight of the RMSNorm, [head_dim], float32.
         cos_sin_cache: Cosines and sines of every position, [num_positions, rope_dim], float32.
         k_cache: "v4_fp8" and "v4_indexer_fp8": [num_blocks, page_bytes], uint8. "plain":
@@ -377,38 +381,38 @@ def save_and_compress(
         slot_mapping: Slot of the row that each token finishes, from ``compressed_slot_mapping``,
             [num_tokens], int64.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
-        overlap: Whether windows overlap, so that the previous window counts too: True for C4, False
-            for C128.
+        overlap: Whether windows overlap, so that a key also sums the previous window: True for C4,
+            False for C128.
         eps: Added to the mean square in the RMSNorm. Above 0.
         state_block_size: Rows per block of the states: 4 for C4, 8 for C128. At least 1.
         block_size: Rows per block of ``k_cache``: 64 for C4, 2 for C128. At least 1.
         layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
-        save_first: Whether all states are saved before any window is read, so that a request sees
-            states that another request of the call saves to a block that both share, as in a prefix
-            cache. Without such blocks the result is the same, bit for bit.
+        save_first: Whether all states are saved before any window is read. A request then sees the
+            states that another request of the call saves to a shared block, as with a prefix cache.
+            If no requests share blocks, results are bit-identical with and without ``save_first``.
 
     Returns:
         Nothing.
 
     Mutates: ``states`` like ``save_compressor_states``, and ``k_cache`` like
-        ``compress_and_insert``. Without ``save_first`` both are written at once: a window that
-        reads a slot that this call writes gets the old or the new value. A ring of states may be
-        too short for a step and the window before it, so that a window needs an earlier step's
-        state from a slot that this call writes. In this case call ``compress_and_insert`` first,
-        then ``save_compressor_states``.
+        ``compress_and_insert``. Without ``save_first`` the two are written in no fixed order: a
+        window may read a slot before or after this call writes it. If a ring of states is too short
+        for a step and the window before it, a window needs an earlier step's state from a slot that
+        this call overwrites. In this case call ``compress_and_insert`` first, then
+        ``save_compressor_states``.
 
     Raises:
         ValueError: as ``compress_and_insert``, or a state_slot_mapping of another shape.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: in place, never a copy of states or cache; on CUDA our Triton kernels in the graph and
-        in AOTInductor packages, one for windows of up to 32 rows and two for longer ones, and one
-        more with ``save_first``; on CPU the code of both ops; dynamic in num_tokens, num_reqs,
-        max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA graphs and export:
-        yes. Implementations agree bit for bit in the states, and within float32 rounding in the
-        rows.
+    Compile: writes in place, without a copy of states or cache; on CUDA our Triton kernels run, in
+        the graph and in AOTInductor packages: one for windows of up to 32 rows, two for longer
+        windows, and one more with ``save_first``; on CPU the code of the two ops; dynamic in
+        num_tokens, num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA
+        graphs and export: yes. Implementations agree bit for bit in the states, and within float32
+        rounding in the rows.
 
-    Source: both ops; vLLM 0.33 runs them as separate kernels.
+    Source: the two ops; vLLM 0.33 runs them as separate kernels.
 
     Example:
         >>> import torch, dsv4_ops

@@ -57,22 +57,22 @@ def cp_seq_lens(
 ) -> Tensor:
     """Count the keys of every sequence on a rank.
 
-    Ranks take positions in turns of ``cp_interleave``: rank r owns the turns r, r + cp_world_size,
-    and so on, as in ``compressed_slot_mapping``. If a request has several new tokens, pass the
-    length of every token, not of every request: a rank's counts for a request's tokens are not its
-    count for the last token minus a constant.
+    Ranks take turns of ``cp_interleave`` consecutive positions: rank r owns the turns r, r +
+    cp_world_size, and so on, as in ``compressed_slot_mapping``. If a request has several new
+    tokens, pass a length for every token, not for every request, because a rank's count does not
+    grow by 1 per token.
 
     Args:
-        seq_lens: Keys of every sequence on all ranks, [num_seqs], int32, such as those of
-            ``flatten_decode``; below 0 counts as 0.
+        seq_lens: Keys of every sequence on all ranks, [num_seqs], int32, such as the ``seq_lens``
+            of ``flatten_decode``; negative values count as 0.
         cp_rank: The rank, [1], int32, so that one graph serves all ranks. A rank that does not
-            exist has no keys. None for all ranks.
+            exist has no keys. None means the counts of all ranks.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
 
     Returns:
-        int32 [num_seqs]; without a rank [num_seqs, cp_world_size], which sums to ``seq_lens``. A
-        count is 0 if all keys of the sequence are on other ranks.
+        int32 [num_seqs], or [num_seqs, cp_world_size] if ``cp_rank`` is None; the counts of all
+        ranks sum to ``seq_lens``. A count is 0 if all keys of the sequence are on other ranks.
 
     Mutates: nothing.
 
@@ -117,16 +117,18 @@ def cp_slot_mapping(
     cp_world_size: int,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Find the slots of tokens in a rank's cache; ranks take positions in turns.
+    """Find the slot of every token in a rank's cache.
 
-    All ranks have the same block table. A block holds ``block_size`` rows of each rank, so it
-    covers block_size * cp_world_size positions.
+    Ranks take turns of ``cp_interleave`` consecutive positions. All ranks have the same block
+    table. A block holds ``block_size`` rows of each rank, so it covers block_size * cp_world_size
+    positions.
 
     Args:
         positions: Position of each token in its sequence, [num_tokens], int64; -1 is padding.
         req_indices: Request of each token, [num_tokens], int32; -1 is padding.
         block_table: Blocks of each request, [num_reqs, max_blocks], int32.
-        cp_rank: The rank, [1], int32, so that one graph serves all ranks; not read on one rank.
+        cp_rank: The rank, [1], int32, so that one graph serves all ranks; not read if
+            ``cp_world_size`` is 1.
         block_size: Rows of a block. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
@@ -139,7 +141,7 @@ def cp_slot_mapping(
 
     Raises:
         ValueError: shapes that disagree, numbers out of range, or several devices.
-        TypeError: a dtype other than the ones above, or a number that is not an int.
+        TypeError: a dtype other than those above, or a number that is not an int.
 
     Compile: decomposes to one pointwise kernel; dynamic in num_tokens, num_reqs and max_blocks;
         CUDA graphs and export: yes.
@@ -188,14 +190,16 @@ def cp_row_indices(
     """Find the rows of a chunk among the rows that all ranks gathered.
 
     Each rank gathers ``num_local_rows`` rows of a chunk of ``context_chunks``, and an all-gather
-    concatenates them by rank. The result's indices select each request's rows in the order of their
-    positions.
+    concatenates the rows of all ranks. Indexing with the result puts the chunk's rows in the order
+    of requests and positions.
 
     Args:
         req_indices: Request of each row of the chunk, [num_rows], int32; -1 is padding.
         positions: Position of the row in its sequence, [num_rows], int64; -1 is padding.
-            ``token_map`` of the chunk's ``cu_seq_lens`` returns both arguments.
-        local_starts: First gathered row of each request on a rank, [num_reqs], int32.
+            ``token_map``, called with the chunk's ``cu_seq_lens``, returns ``req_indices`` and
+            ``positions``.
+        local_starts: First row of each request that a rank gathers, counted among the request's
+            rows on the rank, [num_reqs], int32.
         local_cu_seq_lens: Start of each request among a rank's gathered rows, [num_reqs + 1],
             int32.
         num_local_rows: Rows that a rank gathers, padding included. At least 1.
@@ -210,7 +214,7 @@ def cp_row_indices(
 
     Raises:
         ValueError: shapes that disagree, numbers out of range, or several devices.
-        TypeError: a dtype other than the ones above, or a number that is not an int.
+        TypeError: a dtype other than those above, or a number that is not an int.
 
     Compile: decomposes to one pointwise kernel; dynamic in num_rows and num_reqs; CUDA graphs and
         export: yes.
@@ -250,7 +254,7 @@ _cp_topk = define_op(
 def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) -> Tensor:
     """Select the best compressed rows among the candidates of all ranks.
 
-    If each rank passes its best ``topk`` rows, or all of them, the result is the selection of
+    If each rank passes its best ``topk`` rows, or all its rows, the result is the selection of
     ``indexer_topk`` on one GPU, including ties.
 
     Args:
@@ -263,15 +267,15 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
         cp_interleave: Consecutive rows of a request on one rank. At least 1.
 
     Returns:
-        int32 [num_tokens, topk], dense: the rows with the highest scores, counted within the
-        request over all ranks, in ascending order, then -1. The lower of two rows with equal scores
-        is selected first. -0 equals 0, and NaN is below every number, -inf included.
+        int32 [num_tokens, topk], dense: the rows with the highest scores in ascending order, then
+        -1. A row's number counts the rows of the request on all ranks. The lower of two rows with
+        equal scores is selected first. -0 equals 0, and NaN is below every number, -inf included.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, numbers out of range, or several devices.
-        TypeError: a dtype other than the ones above, or a number that is not an int.
+        TypeError: a dtype other than those above, or a number that is not an int.
 
     Compile: on a GPU one kernel, for up to 8192 candidates per token; otherwise torch's topk and
         sort over a pointwise kernel. Dynamic in num_tokens; CUDA graphs and export: yes.
@@ -311,22 +315,22 @@ def cp_local_rows(
 
     Args:
         rows: Selected rows of each token's request over all ranks, [num_tokens, topk], int32, from
-            ``cp_topk``; negative for none.
+            ``cp_topk``; negative entries are no rows.
         cp_rank: The rank, [1], int32, so that one graph serves all ranks. A rank that does not
             exist owns no rows.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive rows of a request on one rank. At least 1.
 
     Returns:
-        rows: The rows of ``rows`` that the rank owns, counted on the rank, [num_tokens, topk],
-            int32, dense: in their order, then -1.
+        rows: The entries of ``rows`` that the rank owns, as row numbers on the rank, in unchanged
+            order, then -1, [num_tokens, topk], int32, dense.
         lens: Number of owned rows, [num_tokens], int32.
 
     Mutates: nothing.
 
     Raises:
         ValueError: wrong shapes, numbers out of range, or several devices.
-        TypeError: a dtype other than the ones above, or a number that is not an int.
+        TypeError: a dtype other than those above, or a number that is not an int.
 
     Compile: decomposes to a cumulative sum and a scatter; dynamic in num_tokens; CUDA graphs and
         export: yes.
@@ -358,15 +362,15 @@ _cp_correct_out = define_op(
 
 
 def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedStates:
-    """Weight a rank's output so that the ranks sum to attention over all keys.
+    """Weight a rank's output so that the sum over ranks is attention over all keys.
 
     Args:
         out: Output over the keys of this rank, [num_tokens, num_heads, width], bfloat16, float16 or
             float32.
         lse: Log-sum-exp of this rank, [num_tokens, num_heads], float32.
-        lses: Log-sum-exps of all ranks, [cp_world_size, num_tokens, num_heads], float32. If it is
-            -inf, +inf or NaN, the rank has no keys, and its output may have any value.
-        lse_base: "e", or "2" for log-sum-exps to base 2.
+        lses: Log-sum-exps of all ranks, [cp_world_size, num_tokens, num_heads], float32. A rank
+            whose value is -inf, +inf or NaN has no keys, and its output may have any value.
+        lse_base: Base of the log-sum-exps, "e" or "2".
 
     Returns:
         out: The output times this rank's weight, [num_tokens, num_heads, width], the dtype of
@@ -378,7 +382,7 @@ def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e
 
     Raises:
         ValueError: shapes that disagree, several devices, or another base.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: decomposes to reductions over the ranks; dynamic in num_tokens; CUDA graphs and export:
         yes.
@@ -410,29 +414,29 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
         via: "all_gather" calls ``torch.distributed``. "symmetric_memory" is one kernel that writes
             to the memory of the host's other GPUs, without NVLink multicast. It takes tensors of
             any size, and sends more than 4 MiB per rank in rounds. It shares the workspace of
-            ``cp_combine(via="symmetric_memory")``. On a CPU both call the all-gather. Both return
-            the same bytes.
+            ``cp_combine(via="symmetric_memory")``. On a CPU, "symmetric_memory" calls the
+            all-gather too. The result has the same bytes with each ``via``.
 
     Returns:
         [num_tokens, cp_world_size * num_heads, width]: contiguous with "symmetric_memory",
-        otherwise with the heads as the outermost dimension in memory. On one rank it is ``x``
-        itself.
+        otherwise with the heads as the outermost dimension in memory. On one rank the result is
+        ``x`` itself.
 
     Mutates: nothing.
 
     Raises:
         ValueError: a wrong shape, an unknown ``via``, or no process group of this name.
-        TypeError: ``x`` is not a tensor, or ``group`` not a name.
-        RuntimeError: the first call with ``via`` "symmetric_memory" is in a capture. If a rank
-            waits for another longer than the group's timeout, its kernel traps, and the process'
-            next CUDA call raises.
+        TypeError: ``x`` is not a tensor, or ``group`` is not a name.
+        RuntimeError: the first call with ``via`` "symmetric_memory" is in a CUDA graph capture. A
+            kernel that waits for another rank longer than the group's timeout traps, and the next
+            CUDA call of its process raises.
         ImportError: ``via`` "symmetric_memory" without Triton.
 
     Compile: one all-gather, or one kernel that a graph calls; nothing on one rank. Dynamic in
-        num_tokens. CUDA graphs: yes; with "symmetric_memory" after one call outside of a capture,
-        and with all calls, also those of ``cp_combine``, on one stream or otherwise ordered.
-        Export: yes, except for "symmetric_memory", which C++ packages cannot call. A package needs
-        a process group of this name when it runs.
+        num_tokens. CUDA graphs: yes; "symmetric_memory" needs one call outside of a capture first,
+        and all its calls, including those of ``cp_combine``, must be ordered, for example on one
+        stream. Export: yes, except for "symmetric_memory", which C++ packages cannot call. A
+        package needs a process group of this name when it runs.
 
     Source: vLLM 0.33, decode context parallelism, which concatenates queries first.
 
@@ -459,14 +463,14 @@ def cp_gather_rows(rows: Tensor, group: str, *, via: str = "all_gather") -> Tens
         via: "all_gather" or "symmetric_memory", as for ``cp_gather_heads``.
 
     Returns:
-        [cp_world_size * num_rows, ...]; ``cp_row_indices`` returns indices into it. On one rank it
-        is ``rows`` itself.
+        [cp_world_size * num_rows, ...]; ``cp_row_indices`` returns indices into the result. On one
+        rank the result is ``rows`` itself.
 
     Mutates: nothing.
 
     Raises:
         ValueError: ``rows`` has no dimension, an unknown ``via``, or no process group of this name.
-        TypeError: ``rows`` is not a tensor, or ``group`` not a name.
+        TypeError: ``rows`` is not a tensor, or ``group`` is not a name.
         RuntimeError, ImportError: as for ``cp_gather_heads``.
 
     Compile: as ``cp_gather_heads``; dynamic in num_rows.
@@ -487,7 +491,8 @@ def cp_gather_rows(rows: Tensor, group: str, *, via: str = "all_gather") -> Tens
 def gather_each(
     op: str, parts: Sequence[Tensor], group: str, *, dim: int, via: str
 ) -> Sequence[Tensor]:
-    """Gather one or two tensors along ``dim``, 0 or 1; one kernel with "symmetric_memory"."""
+    """Gather one or two tensors along ``dim``, 0 or 1. "symmetric_memory" gathers all of them in
+    one kernel."""
     Checks(op).one_of("via", via, *GATHERS, belongs_to="ranks shall gather by")
     world = process_group_size(op, group)
     if world == 1:
@@ -509,45 +514,45 @@ def cp_combine(
     via: str = "reduce_scatter",
     lse_base: str = "e",
 ) -> MergedStates:
-    """Combine the attention of ranks over their own keys; each rank keeps its heads.
+    """Combine what ranks computed over their own keys; each rank keeps its heads.
 
     Args:
         out: Output of all heads over this rank's keys, [num_tokens, num_heads, width], bfloat16,
             float16 or float32. All ranks must have the same shape; num_heads is a multiple of
             cp_world_size.
-        lse: Log-sum-exp of ``out``, [num_tokens, num_heads], float32. If it is -inf, +inf or NaN,
-            this rank has no keys and its output may have any value.
+        lse: Log-sum-exp of ``out``, [num_tokens, num_heads], float32. Where ``lse`` is -inf, +inf
+            or NaN, this rank has no keys, and ``out`` may have any value.
         group: Name of the process group, ``ProcessGroup.group_name``.
         cp_rank: The rank, [1], int32. Only "reduce_scatter" reads it, to return ``lse``. With None,
-            a graph that uses ``lse`` serves this rank alone.
-        via: "reduce_scatter" is an all-gather of ``lse``, then a sum in the dtype of ``out``.
+            a graph that returns ``lse`` serves only the rank that traced it.
+        via: "reduce_scatter" gathers ``lse``, then sums weighted outputs in the dtype of ``out``.
             "all_to_all" exchanges outputs and log-sum-exps once, merges them in float32 and rounds
-            once. "symmetric_memory" does the same in one kernel that writes to the memory of the
-            host's other GPUs, without NVLink multicast; rows have at most 16384 bytes. Its
-            workspace takes a few MiB per other rank, once for all shapes.
-        lse_base: "e", or "2" for log-sum-exps to base 2.
+            once. "symmetric_memory" does the same as "all_to_all" in one kernel that writes to the
+            memory of the host's other GPUs, without NVLink multicast; rows have at most 16384
+            bytes. The workspace takes a few MiB per other rank, once for all shapes.
+        lse_base: Base of the log-sum-exps, "e" or "2".
 
     Returns:
         out: Output of this rank's heads over all keys, [num_tokens, num_heads / cp_world_size,
             width], the dtype of ``out``; 0 if no rank has keys.
         lse: Log-sum-exp of this output, [num_tokens, num_heads / cp_world_size], float32, to the
-            base of the inputs; -inf if no rank has keys. On one rank both results are the arguments
-            themselves.
+            base of the inputs; -inf if no rank has keys. On one rank the results are the arguments
+            ``out`` and ``lse`` themselves.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, several devices, heads that the ranks cannot share evenly,
             rows too wide for ``via``, an unknown ``via`` or base, or no process group of this name.
-        TypeError: a dtype other than the ones above, or ``group`` is not a name.
+        TypeError: a dtype other than those above, or ``group`` is not a name.
         RuntimeError: ``via`` "symmetric_memory" on a device other than a GPU, or its first call is
-            in a capture. If a rank waits for another longer than the group's timeout, its kernel
-            traps, and the process' next CUDA call raises.
+            in a CUDA graph capture. A kernel that waits for another rank longer than the group's
+            timeout traps, and the next CUDA call of its process raises.
         ImportError: ``via`` "symmetric_memory" without Triton.
 
     Compile: collectives of ``torch.distributed`` between fused kernels, or one kernel that a graph
         calls; nothing on one rank. Dynamic in num_tokens. CUDA graphs: yes, after one call outside
-        of a capture, and with all calls on one stream or otherwise ordered, as for any collective.
+        of a capture, if all calls are ordered (for example on one stream), as for any collective.
         Export: yes, except for "symmetric_memory", which C++ packages cannot call.
 
     Source: vLLM 0.33 ``cp_lse_ag_out_rs`` and ``dcp_a2a_lse_reduce``; semantics re-derived.
@@ -597,7 +602,7 @@ def cp_combine(
         return MergedStates(_arrived(summed).transpose(0, 1), merged)
     if via == "symmetric_memory":
         return MergedStates(*_combine_ranks(out, lse, group, world, lse_base))
-    # a block goes to one rank: outputs, then log-sum-exps as integers of the same width
+    # each rank gets one block: outputs, then log-sum-exps as integers as wide as an output value
     lanes = torch.int32 if out.dtype == torch.float32 else torch.int16
     sent = [
         each.unflatten(1, (world, own)).transpose(0, 1).flatten(1)
@@ -614,9 +619,10 @@ def cp_combine(
 
 
 def check_combines(op: str, name: str, via: str, row_bytes: int, device: torch.device) -> None:
-    """Raise an error that names ``op`` if ``cp_combine`` cannot merge rows of this size ``via``.
+    """Raise an error that names ``op`` if ``cp_combine`` with this ``via`` cannot merge rows of
+    ``row_bytes`` bytes.
 
-    ``name`` is the argument with ``via``."""
+    ``name`` is the name of the argument that holds ``via``."""
     if via != "symmetric_memory":
         return
     if row_bytes > SYMMETRIC_ROW_BYTES:
@@ -639,7 +645,8 @@ def check_combines(op: str, name: str, via: str, row_bytes: int, device: torch.d
 
 
 def process_group_size(op: str, group: str) -> int:
-    """Return the number of ranks of a group; raise an error that names ``op`` if it is unknown."""
+    """Return the number of ranks of a group; raise an error that names ``op`` if there is no such
+    group."""
     if not isinstance(group, str):
         raise argument_error(
             op,
@@ -664,7 +671,7 @@ def process_group_size(op: str, group: str) -> int:
 def _heads_first(x: Tensor) -> Tensor:
     """Copy [num_tokens, num_heads, ...] to [num_heads, num_tokens, ...].
 
-    ``contiguous`` would add a guard to a graph of any size, because one token needs no copy.
+    ``contiguous`` copies nothing for one token, so it would add a guard on num_tokens to a graph.
     """
     return x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
@@ -686,8 +693,8 @@ def _arrived(sent: Tensor) -> Tensor:
     return arrived
 
 
-# the number of ranks is an argument, so that Inductor's cache keys contain it: result shapes
-# depend on it, and groups of different sizes may have the same name
+# the number of ranks is an argument, so that it is part of Inductor's cache keys: result shapes
+# depend on this number, and groups of different sizes may have the same name
 @torch.library.custom_op("dsv4_ops::_combine_ranks", mutates_args=())
 def _combine_ranks(
     out: Tensor, lse: Tensor, group: str, world: int, lse_base: str
@@ -756,7 +763,7 @@ _workspaces: dict[tuple[str, torch.device], _Workspace] = {}
 def _workspace(op: str, group: str, world: int, device: torch.device) -> _Workspace:
     """Return the workspace of a group of ``world`` ranks.
 
-    The first call allocates it, which is a collective of all ranks."""
+    The first call allocates the workspace; all ranks must take part in it, as in any collective."""
     current, workspace = process_group(group), _workspaces.get((group, device))
     if group_size(group) != world:
         raise argument_error(
@@ -790,9 +797,9 @@ def _workspace(op: str, group: str, world: int, device: torch.device) -> _Worksp
 
 
 def _as_lanes(lse: Tensor, lanes: torch.dtype) -> Tensor:
-    """View float32 as integers of the output's width, [..., 1 or 2].
+    """View float32 as integers as wide as an output value, [..., 1 or 2].
 
-    Compilers change NaNs in floats.
+    Compilers may change the bits of a NaN in a float tensor, but not integers.
     """
     bits = lse.view(torch.int32)
     if lanes == torch.int32:

@@ -29,38 +29,40 @@ def verify_draft(
     *,
     temperature: float = 0.0,
 ) -> VerifiedDraft:
-    """Accept drafted tokens that the model agrees with, and add its next token.
+    """Accept the drafted tokens that agree with the model, and add one token.
 
     Row i of a request's logits is the model's prediction for draft i; the last row follows all
     drafts. Greedy decoding accepts drafts while they are the most likely tokens. Sampling accepts a
     draft with probability min(1, p / q), where p = softmax(logits / temperature) and q =
-    draft_probs; it replaces the first rejected draft by a sample of the normalised (p - q)+. The
-    results have the distribution of tokens that were sampled from p.
+    draft_probs. The first rejected draft is replaced by a sample of the normalised (p - q)+. The
+    resulting tokens have the same distribution as tokens sampled from p.
 
     Args:
         logits: [num_reqs, num_drafts + 1, vocab_size], float32 or bfloat16, any strides. NaN counts
-            as -inf, inf as the largest number; the first of equal logits is the most likely.
+            as -inf, and inf as the largest finite number. Among equal logits, the first is the most
+            likely.
         draft_ids: [num_reqs, num_drafts], int64. An invalid id, such as -1 for a request with fewer
             drafts, is rejected, and its replacement is sampled from p.
         draft_probs: Probabilities that the drafts were sampled from, [num_reqs, num_drafts,
-            vocab_size], float32. None if drafts were not sampled: q is 1 at each draft. NaN, inf
-            and negative values count as 0.
-        uniforms: Random numbers in [0, 1), [num_reqs, num_drafts + 1], float32: one per draft, and
-            the last for the added token. 24 bits are used; NaN counts as 0.
-        temperature: 0: greedy, without draft_probs and uniforms. Above 0: sampled, with uniforms.
+            vocab_size], float32. None means that drafts were not sampled: q is 1 at each draft.
+            NaN, inf and negative values count as 0.
+        uniforms: Random numbers in [0, 1), [num_reqs, num_drafts + 1], float32: one for each draft,
+            and the last for the added token. 24 bits of each number are used; NaN counts as 0.
+        temperature: 0 decodes greedily, with draft_probs and uniforms None. Above 0, tokens are
+            sampled and uniforms are required.
 
     Returns:
-        ``VerifiedDraft(tokens, num_accepted)``: int64 [num_reqs, num_drafts + 1], the accepted
-        drafts, the added token, then -1; and int32 [num_reqs], from 0 to num_drafts. The added
-        token is -1 if all logits are NaN or -inf. Sampling weights are rounded to multiples of
-        2^-38 of their sum.
+        ``VerifiedDraft(tokens, num_accepted)``. ``tokens``, int64 [num_reqs, num_drafts + 1], holds
+        the accepted drafts, the added token, then -1. ``num_accepted``, int32 [num_reqs], is from 0
+        to num_drafts. The added token is -1 if all logits are NaN or -inf. Sampling weights are
+        rounded to multiples of 2^-38 of their sum.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, several devices, no vocabulary, a temperature that is
             negative, not finite, or inconsistent with the other arguments.
-        TypeError: a dtype other than the ones above, or a temperature that is not a number.
+        TypeError: a dtype other than those above, or a temperature that is not a number.
 
     Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes; ``num_accepted``
         stays on the device. On CPU the prefix sum calls aten.cumsum.

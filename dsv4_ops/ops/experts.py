@@ -1,4 +1,4 @@
-"""Routed experts in FP4, FP8 and bf16, and the plan of their blocks."""
+"""Routed experts in FP4, FP8 and bf16: routing, the plan of row blocks, and the products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _ACTIVATIONS = ("bf16", "fp8")
 _WEIGHTS = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bfloat16)
 
 _BLOCKS = {torch.float8_e4m3fn: (ACTIVATION_BLOCK, 1), torch.bfloat16: (1, 1)}
-"""Values per block of a row, and values per element, by weight dtype; FP4 is the default."""
+"""For each weight dtype, the values of a row per scale and the values per element; FP4 is the
+default."""
 
 _route = define_op(
     "experts",
@@ -73,8 +74,8 @@ def route(
         weight: Weight of the router, [num_experts, hidden_size], bfloat16.
         bias: Added to the scores for the choice of experts, but not to their weights,
             [num_experts], float32, or None.
-        table: Fixed experts of every token id, [vocab_size, top_k], int64, instead of the best
-            ones; requires ``token_ids`` [num_tokens], int64.
+        table: Fixed experts of every token id, [vocab_size, top_k], int64, instead of the experts
+            with the best scores; requires ``token_ids`` [num_tokens], int64.
         top_k: Experts per token. At least 1, at most num_experts.
         scale: Sum of a token's weights. Above 0.
 
@@ -82,8 +83,8 @@ def route(
         ``Routing(ids, weights)``, [num_tokens, top_k], int32 and float32, dense. With scores s =
         sqrt(softplus(hidden weight^T)) in float32, ids are the experts with the largest s + bias in
         descending order; ties go to the lower id, and NaN counts as the smallest. weights = scale *
-        s / (sum of s + 1e-20). With a table, ids are the table's, in its order; -1 with weight 0 if
-        the token id or the expert id is out of range.
+        s / (sum of s + 1e-20). With a table, ids are the entries of the token's row in the table;
+        an id is -1 with weight 0 if the token id or the expert id is out of range.
 
     Mutates: nothing.
 
@@ -135,7 +136,8 @@ def grouped_topk(
         logits: Logits of the router, [num_tokens, num_experts], float32, any strides.
         bias: Added to the scores for the choice of groups and experts, but not to their weights,
             [num_experts], float32, or None.
-        top_k: Experts per token. At least 1, at most the number in ``kept_groups`` groups.
+        top_k: Experts per token. At least 1, at most the number of experts in ``kept_groups``
+            groups.
         num_groups: Number of groups of equal size, in the order of the experts: 1, or at most
             num_experts / 2.
         kept_groups: Number of groups that a token's experts may come from. At least 1, at most
@@ -221,8 +223,8 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     Mutates: nothing.
 
     Raises:
-        ValueError: another rank, a number out of range, or blocks with more than 2^31 - 1 rows in
-            all.
+        ValueError: ``topk_ids`` that is not two-dimensional, a number out of range, or blocks with
+            more than 2^31 - 1 rows in total.
         TypeError: a dtype other than int32.
 
     Compile: on a GPU one kernel with a program per expert, or two kernels for a fixed number of
@@ -270,9 +272,9 @@ def experts(
 ) -> Tensor:
     """Run the routed experts of every token and sum their weighted results.
 
-    The dtype of the weights determines their format. int8 or uint8 are pairs of FP4 (e2m1) codes,
-    the first in the low half of a byte, with a scale per 32 values of a row. float8_e4m3fn has a
-    scale per 128 x 128 block; bfloat16 has no scales.
+    The dtype of the weights determines their format. int8 and uint8 hold pairs of FP4 (e2m1) codes,
+    the first code in the low half of a byte, and have a scale per 32 values of a row. float8_e4m3fn
+    has a scale per 128 x 128 block; bfloat16 has no scales.
 
     Args:
         x: Hidden states, [num_tokens, hidden_size], bfloat16, any strides.
@@ -280,15 +282,15 @@ def experts(
         topk_ids: Experts of every token, [num_tokens, topk], int32. Ids outside 0..num_experts-1
             (padding, or an expert on another device) add nothing.
         gate_up: FP4 [num_experts, 2 * size, hidden_size / 2], or FP8 or bfloat16 [num_experts, 2 *
-            size, hidden_size]: the rows of the gate first.
+            size, hidden_size]. The rows of the gate come first.
         gate_up_scale: FP4 [num_experts, 2 * size, hidden_size / 32], uint8 with UE8M0 bytes; FP8
-            [num_experts, 2 * size / 128, hidden_size / 128], float32 or uint8; bfloat16 None.
+            [num_experts, 2 * size / 128, hidden_size / 128], float32 or uint8; None for bfloat16.
         down: FP4 [num_experts, hidden_size, size / 2], or FP8 or bfloat16 [num_experts,
             hidden_size, size].
         down_scale: As ``gate_up_scale``, for ``down``.
-        shared: Added to every token's sum, such as the output of shared experts, [num_tokens,
-            hidden_size], bfloat16, any strides; None for nothing.
-        swiglu_limit: Upper bound of the gate, and bound of the absolute value of up. Above 0.
+        shared: Values added to every token's sum, such as the output of shared experts,
+            [num_tokens, hidden_size], bfloat16, any strides; None for nothing.
+        swiglu_limit: Upper bound of the gate and of the absolute value of up. Above 0.
         activations: Activations of both products: "bf16" (W4A16, W8A16, W16A16), or "fp8" (W4A8,
             W8A8), quantised by ``quantize_rows`` with its defaults.
         impl: "auto", "triton" or "reference".
@@ -305,20 +307,22 @@ def experts(
     Raises:
         ValueError: shapes that disagree, sizes that are not multiples of a block, a transposed
             scale, several devices, or an unknown setting.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
         NotImplementedError: activations in FP8 with weights in bfloat16.
 
     Compile: on a GPU our kernels for the plan, for gate and up with SwiGLU, for quantising FP8
-        activations, for down and for the weighted sum. Both products read an expert once per block
-        of rows (16 to 128, by the mean rows per expert), or once per two blocks of up to 32 rows.
-        With FP8 activations, FP4 weights are multiplied as codes on Hopper if the mean is at least
-        14 rows per expert, or if the number of rows is symbolic. Otherwise codes are converted to
-        bf16, where an FP4 scale above 2^9 becomes infinite, one below 2^-117 may round, and the FP8
-        code for NaN reads as 480; released files have no such values. On a CPU, two reductions of
-        Inductor gather and dequantise as they multiply; eager code dequantises one expert at a
-        time, for 16 rows. Dynamic in num_tokens; CUDA graphs and export: yes.
+        activations, for down and for the weighted sum. Both products read an expert's weights once
+        per block of rows (16 to 128, by the mean rows per expert), or once per two blocks of up to
+        32 rows. With FP8 activations, FP4 weights are multiplied as codes on Hopper if the mean is
+        at least 14 rows per expert, or if the number of rows is symbolic. Otherwise codes are
+        converted to bf16. There an FP4 scale above 2^9 becomes infinite, an FP4 scale below 2^-117
+        may round, and the FP8 code for NaN reads as 480; released checkpoints have no such values.
+        On a CPU, two reductions of Inductor gather and dequantise as they multiply; eager code
+        dequantises one expert for every block of 16 rows. Dynamic in num_tokens; CUDA graphs and
+        export: yes.
 
-    Source: DeepSeek-V4's MoE; like Hugging Face's, it applies the weights after ``down``.
+    Source: DeepSeek-V4's MoE; like Hugging Face's MoE, the op applies the routing weights after
+        ``down``.
 
     Example:
         >>> import torch, dsv4_ops

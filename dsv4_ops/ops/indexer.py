@@ -39,12 +39,12 @@ def quantize_and_insert_indexer_k(
     """Quantise the indexer key of every token to FP8 and insert it.
 
     Args:
-        k: Keys with RoPE applied, [num_rows, 128], bfloat16, any strides; at least num_tokens rows,
-            more are ignored.
+        k: Keys with RoPE applied, [num_rows, 128], bfloat16, any strides; at least num_tokens rows;
+            extra rows are ignored.
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Blocks may have gaps between them, and start at multiples of 16 bytes.
-        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
-            below 0 and past the last block are skipped.
+            Blocks must start at multiples of 16 bytes and may have gaps between them.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Tokens
+            whose slot is below 0 or past the last block are skipped.
         block_size: Rows per block, 64 for DeepGEMM. At least 1.
         layout: Tag of the cache's layout, "v4_indexer_fp8".
 
@@ -54,16 +54,16 @@ def quantize_and_insert_indexer_k(
     Mutates: ``k_cache``: the 128 codes and the 4 scale bytes of every slot that is written; no
         other byte. The row has one float32 scale, the smallest power of two, at least 2^-22, for
         which amax / scale is at most 448. NaN, infinities and tokens that share a slot have the
-        effects that they have in ``quantize_and_insert_k_cache``.
+        same effects as in ``quantize_and_insert_k_cache``.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
             1, an unknown layout, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
-        AOTInductor packages, on CPU scatters of Inductor; dynamic in num_tokens and num_blocks;
-        CUDA graphs and export: yes.
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, in the
+        graph and in AOTInductor packages, and on CPU scatters of Inductor; dynamic in num_tokens
+        and num_blocks; CUDA graphs and export: yes.
 
     Source: vLLM 0.33, the store of its indexer compressor; DeepGEMM's paged key layout.
 
@@ -104,15 +104,15 @@ def gather_indexer_k(
     num_rows: int,
     layout: str = IndexerLayout.tag,
 ) -> IndexerKeys:
-    """Gather the indexer keys of all requests, one after the other.
+    """Gather the indexer keys of all requests, one request after the other.
 
-    DeepGEMM's ragged logits take this form.
+    DeepGEMM's ragged logits take keys in this form.
 
     Args:
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, as for
             ``quantize_and_insert_indexer_k``.
-        cu_seq_lens: First result row of every request, and the end, [num_reqs + 1], int32,
-            non-decreasing; ``dsv4_ops.prefill_row_bounds`` gives it.
+        cu_seq_lens: First result row of every request and one past the last row, [num_reqs + 1],
+            int32, non-decreasing, from ``prefill_row_bounds``.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         block_size: Rows per block. At least 1.
@@ -129,7 +129,7 @@ def gather_indexer_k(
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, an
             unknown layout, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: on CUDA one Triton kernel of ours, on CPU a search and masked loads; dynamic in all
         tensor sizes and num_rows; CUDA graphs and export: yes.
@@ -174,28 +174,29 @@ _paged_mqa_logits_metadata = define_op(
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
     """Share the keys of a step's indexer among SMs as DeepGEMM does.
 
-    A row of keys is divided into splits of 256. Row by row, each SM gets a run of consecutive
-    splits. Run lengths differ by at most one split; longer runs come first. DeepGEMM's paged logits
-    need such a schedule; ours do not.
+    The keys of a row are divided into splits of 256. Each SM gets a run of consecutive splits, in
+    the order of the rows. Run lengths differ by at most one split; longer runs come first.
+    DeepGEMM's paged logits need such a schedule; our kernels do not.
 
     Args:
         seq_lens: Number of keys that every row of queries may see, [num_reqs], int32; negative
-            counts as 0. Our ops call DeepGEMM with one row per token. With [num_reqs, next_n], from
-            ``mtp_seq_lens``, a row is a request with the maximum of its lengths. Use it for a call
-            of DeepGEMM with queries [num_reqs, next_n, ...], which reads keys once per request.
-            DeepGEMM itself takes the last length, which is not the maximum if a request has fewer
-            than next_n tokens; pass it the maximum in all columns.
+            values count as 0. Our ops call DeepGEMM with one row per token. If the shape is
+            [num_reqs, next_n], as from ``mtp_seq_lens``, a row is a request, and its length is the
+            maximum of the request's lengths. Use this shape to call DeepGEMM yourself with queries
+            [num_reqs, next_n, ...]; DeepGEMM then reads keys once per request. DeepGEMM takes the
+            last length of a request, which is not the maximum if the request has fewer than next_n
+            tokens, so pass DeepGEMM the maximum in all columns.
         block_size: Rows per block: 64, or another divisor of 256. It does not change the schedule.
         num_sms: SMs that run the logits, DeepGEMM's ``get_num_sms()``. At least 1.
 
     Returns:
-        int32 [num_sms + 1, 2], dense: first row and split of every SM, then (num_reqs, 0). An SM
-        ends where the next one begins; an SM without work begins where it ends. A run begins in a
-        row that has keys, or after all rows.
+        int32 [num_sms + 1, 2], dense: first row and split of every SM, then (num_reqs, 0). An SM's
+        run ends where the next SM's run begins; the two are equal for an SM without work. A run
+        begins in a row that has keys, or after all rows.
 
         The numbers are those of DeepGEMM's ``get_paged_mqa_logits_metadata`` in vLLM 0.22. Later
-        versions give the longer runs to the last SMs, but their logits accept this schedule too.
-        This op sums in 64 bits, DeepGEMM in 32.
+        versions of DeepGEMM give the longer runs to the last SMs, but their logits accept our
+        schedule too. This op sums in 64 bits, DeepGEMM in 32.
 
     Mutates: nothing.
 
@@ -274,38 +275,38 @@ def indexer_quantize_q(
 ) -> IndexerQuery:
     """Rotate the indexer's queries and quantise them to FP8.
 
-    The head weights absorb the scales.
+    The returned head weights include the scales.
 
     Args:
         q: Queries without RoPE, [num_tokens, num_heads, 128], bfloat16, any strides.
         weights: Weight of every head, [num_tokens, num_heads], bfloat16 or float32, any strides.
-        positions: Absolute position of every token, [num_tokens], int64. Queries of a position
-            below 0 or past the table are not rotated.
+        positions: Absolute position of every token, [num_tokens], int64. Queries at positions below
+            0 or past the end of the table are not rotated.
         cos_sin_cache: From ``rope_cos_sin_cache``, for the layers with a compressor,
             [num_positions, rope_dim], float32; rope_dim is even and at most 128.
-        softmax_scale: Factor of all weights, a number above 0; None for 128^-0.5 * num_heads^-0.5.
+        softmax_scale: Factor applied to all weights, above 0. None means 128^-0.5 * num_heads^-0.5.
         rope_first: Whether the first rather than the last rope_dim values are rotated, as in
             DeepSeek-V3.2 and GLM-5.
         interleaved: Which values form pairs, as for ``apply_rope``; False for DeepSeek-V3.2.
 
     Returns:
-        ``IndexerQuery(q, weights)``, dense. q: float8_e4m3fn [num_tokens, num_heads, 128]: rotated
-        like in ``apply_rope``, divided by a scale, rounded to nearest even. Each head has one
-        scale, as in ``quantize_and_insert_indexer_k``, which also defines NaN and infinities.
-        weights: float32 [num_tokens, num_heads], the weight times this scale, then times
-        ``softmax_scale``.
+        ``IndexerQuery(q, weights)``, dense. ``q``, float8_e4m3fn [num_tokens, num_heads, 128],
+        holds the queries, rotated as by ``apply_rope``, divided by a scale and rounded to nearest
+        even. Each head of a token has one scale. Scales, NaN and infinities are as in
+        ``quantize_and_insert_indexer_k``. ``weights``, float32 [num_tokens, num_heads], holds the
+        head's weight times the head's scale, then times ``softmax_scale``.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, a ``softmax_scale`` out of range, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: on CUDA our Triton kernel, on CPU a loop of Inductor, with the same bits; dynamic in
         num_tokens and num_positions; CUDA graphs and export: yes.
 
-    Source: vLLM 0.33's indexer queries. There is no Hadamard rotation, which cancels in the product
-        with the keys.
+    Source: vLLM 0.33's indexer queries. There is no Hadamard rotation, because it would cancel in
+        the product with the keys.
 
     Example:
         >>> import torch, dsv4_ops
@@ -362,32 +363,34 @@ def indexer_logits(
 ) -> Tensor:
     """Score the first compressed rows of every token's request.
 
-    Reads the keys from their blocks. To select rows, call ``indexer_select``, which does not store
-    the scores.
+    The op reads the keys from their blocks. To select rows, call ``indexer_select``, which does not
+    store the scores.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
-            ``indexer_quantize_q``, as are the weights. For the layout "plain" bfloat16 or float32,
-            rotated by ``apply_rope``.
+            ``indexer_quantize_q``, as are the weights. For the layout "plain", queries are bfloat16
+            or float32, rotated by ``apply_rope``.
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
-            strides. For plain queries, the head weights times a softmax_scale that the caller
-            applies: ``indexer_quantize_q`` uses 128^-0.5 * num_heads^-0.5.
+            strides. For plain queries, pass the head weights times a softmax_scale;
+            ``indexer_quantize_q`` uses 128^-0.5 * num_heads^-0.5.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Blocks may have gaps between them, and start at multiples of 16 bytes. For "plain"
+            Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain"
             [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
             ``compress_and_insert`` writes them.
         lens: Number of rows that every token may see, [num_tokens], int32, from ``flatten_decode``.
-            Or [num_reqs, next_n], from ``mtp_seq_lens``, where token j of row b is token b * next_n
-            + j. Both forms score every token by itself; ``indexer_select`` says why.
+            Or [num_reqs, next_n], from ``mtp_seq_lens``, where entry (b, j) is for token b * next_n
+            + j. With both shapes, every token is scored by itself, for the reason in
+            ``indexer_select``.
         req_indices: Request of every token, [num_tokens], int32; requests outside 0..num_reqs-1
             have no rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         schedule: DeepGEMM's schedule, [num_sms + 1, 2], int32, from ``paged_mqa_logits_metadata``,
-            made once per step; None: the call makes its own. It must be made from exactly the
-            lengths of this call: 0 for tokens of no request, and at most num_rows and max_blocks *
-            block_size. DeepGEMM does not check the schedule: with other lengths it reads and writes
-            out of bounds. Other implementations ignore the schedule.
+            made once per step. With None, the call makes its own schedule. The schedule must be
+            made from exactly the lengths that this call uses: 0 for tokens of no request, and at
+            most num_rows and max_blocks * block_size. DeepGEMM does not check the schedule: if it
+            was made from other lengths, DeepGEMM reads and writes out of bounds. Other
+            implementations ignore the schedule.
         block_size: Rows per block, 64 for DeepGEMM. At least 1.
         num_rows: Capacity of the result in columns. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
@@ -396,24 +399,25 @@ def indexer_logits(
 
     Returns:
         float32 [num_tokens, num_rows], dense: sum over heads of weights * relu(q . k), times the
-        scale of the key if it has one. -inf for rows past ``lens`` and for rows on absent blocks.
-        Sums are float32; Hopper's FP8 tensor cores keep about 14 bits of a product over 128 values.
+        scale of the key if the key has one. -inf for rows past ``lens`` and for rows on absent
+        blocks. Sums are float32; Hopper's FP8 tensor cores keep about 14 bits of a product over 128
+        values.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, or
             several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
         NotImplementedError: ``impl`` does not support the call: DeepGEMM takes 32 or 64 heads and
             blocks of 64 rows of the layout "v4_indexer_fp8".
         ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
     Compile: on CUDA one Triton kernel of ours; on CPU, and everywhere for the layout "plain", the
-        reference: masked loads and a matrix product, over a gathered key per score. DeepGEMM is a
-        call in the graph, and not available in AOTInductor packages. It sums the heads in another
-        order, also in float32. Dynamic in all tensor sizes and num_rows, for which "auto" runs our
-        kernels; CUDA graphs and export: yes.
+        reference, which gathers a key for every score: masked loads and a matrix product. DeepGEMM
+        is a call in the graph, and not available in AOTInductor packages. DeepGEMM sums the heads
+        in another order, also in float32. Dynamic in all tensor sizes and num_rows; with dynamic
+        sizes "auto" runs our kernels; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits.
 
@@ -468,7 +472,7 @@ def indexer_logits_ragged(
 
     Raises:
         ValueError: shapes that disagree, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: on CUDA one Triton kernel of ours, on CPU a matrix product and a loop; dynamic in all
         tensor sizes; CUDA graphs and export: yes.
@@ -495,7 +499,8 @@ def indexer_logits_ragged(
 
 
 def _check_schedule(checks: Checks, schedule: Tensor | None, name: str, rows: Tensor) -> None:
-    """Check DeepGEMM's schedule, and that there is one row per token, as DeepGEMM scores them."""
+    """Check DeepGEMM's schedule, and that there is one row per token, because DeepGEMM scores
+    tokens one by one."""
     checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
     if schedule is not None and rows.dim() == 2:
         raise checks.error(
@@ -553,7 +558,7 @@ def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
     """Select the best columns of every row of logits.
 
     Args:
-        logits: Scores, [num_tokens, num_rows], float32, any strides; ``indexer_logits`` gives them.
+        logits: Scores, [num_tokens, num_rows], float32, any strides, from ``indexer_logits``.
         lens: Number of leading columns that are candidates, [num_tokens], int32; later columns may
             have any value.
         topk: Columns of the result. At least 0.
@@ -567,7 +572,7 @@ def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
 
     Raises:
         ValueError: shapes that disagree, ``topk`` below 0, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: on CUDA our Triton kernels (for topk up to 4096), on CPU the topk and sort of torch
         over loops of Inductor; dynamic in all tensor sizes; CUDA graphs and export: yes.
@@ -606,39 +611,39 @@ def indexer_select(
 ) -> Tensor:
     """Select the compressed rows that every token attends to.
 
-    Scores and selects in one call, for decodes and prefills.
+    One call scores and selects, for decodes and prefills.
 
     Our kernels do not store scores, so memory and launches do not grow with the context. The
     reference, which runs for the layout "plain" on every device, gathers keys and stores their
     scores. A token's rows do not depend on other tokens.
 
-    Positions [num_reqs, next_n] run as one row per token, without a copy if they are contiguous.
-    Kernels that read a request's keys once for all its tokens were slower for large batches or
-    contexts: the L2 cache serves the other tokens anyway, and each token needs its own products and
-    reductions over the heads.
+    Positions [num_reqs, next_n] are treated as one row per token, without a copy if they are
+    contiguous. Kernels that read a request's keys once for all tokens of the request were slower
+    for large batches or contexts: the L2 cache serves the repeated reads anyway, and each token
+    needs its own products and reductions over the heads.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
-            ``indexer_quantize_q``, as are the weights. For the layout "plain" bfloat16 or float32,
-            rotated by ``apply_rope``.
+            ``indexer_quantize_q``, as are the weights. For the layout "plain", queries are bfloat16
+            or float32, rotated by ``apply_rope``.
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
             strides. For plain queries, the head weights, with or without a softmax_scale: a common
             positive factor selects the same rows.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Blocks may have gaps between them, and start at multiples of 16 bytes. For "plain"
+            Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain"
             [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
             ``compress_and_insert`` writes them.
-        positions: Absolute position of every token, [num_tokens], int64; negative selects no row.
-            Or [num_reqs, next_n], where token j of row b is token b * next_n + j, and
-            ``req_indices`` says its request. ``mtp_seq_lens`` minus 1 gives such positions; for
-            lengths in compressed rows, pass ``compress_ratio`` 1.
+        positions: Absolute position of every token, [num_tokens], int64; a token at a negative
+            position selects no row. Or [num_reqs, next_n], where entry (b, j) is for token b *
+            next_n + j, whose request is in ``req_indices``. The result of ``mtp_seq_lens`` minus 1
+            has this shape; if these lengths count compressed rows, pass ``compress_ratio`` 1.
         req_indices: Request of every token, [num_tokens], int32; requests outside 0..num_reqs-1
             have no rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         schedule: DeepGEMM's schedule, as for ``indexer_logits``, made from the number of complete
-            rows of every token, at most max_blocks * block_size. None: the call makes its own. Must
-            be None with positions [num_reqs, next_n], whose tokens DeepGEMM scores one by one.
+            rows of every token, at most max_blocks * block_size. With None, the call makes its own
+            schedule. Must be None with positions [num_reqs, next_n].
         block_size: Rows per block, 64 for DeepGEMM. At least 1.
         compress_ratio: Positions per compressed row, 4. At least 1.
         topk: Rows to select, 512 (Flash) or 1024 (Pro). At least 0.
@@ -649,26 +654,26 @@ def indexer_select(
             selection), or "reference" (the definition); "auto" runs ours.
 
     Returns:
-        int32 [num_tokens, topk], dense: rows of the request, ascending, then -1, for
+        int32 [num_tokens, topk], dense: rows of the request, in ascending order, then -1, for
         ``sparse_mla_prefill``. Candidates are the (position + 1) // compress_ratio complete rows
         whose blocks exist. Scores are those of ``indexer_logits``; ties and NaN are as in
-        ``indexer_topk``. With up to ``topk`` candidates all are selected. With ``slots``, each row
-        is replaced by its slot, like in ``global_topk_indices_and_lens``: block * block_size + row
-        in the block, -1 for no row and for slots beyond int32.
+        ``indexer_topk``. All candidates are selected if there are at most ``topk``. With ``slots``,
+        each row is replaced by its slot, as in ``global_topk_indices_and_lens``: block * block_size
+        + row in the block, -1 for no row and for slots beyond int32.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, or
             several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
         NotImplementedError, ImportError, RuntimeError: as ``indexer_logits``.
 
     Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU, and everywhere for the layout
         "plain", the reference: the matrix product, topk and sort of torch over loops of Inductor.
         DeepGEMM is a call, followed by our kernels, and not available in AOTInductor packages; its
-        scores round differently, so it may select other rows among near ties. Dynamic in all tensor
-        sizes, for which "auto" runs our kernels; CUDA graphs and export: yes.
+        scores round differently, so other rows may be selected among near ties. Dynamic in all
+        tensor sizes; with dynamic sizes "auto" runs our kernels; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer. Other libraries do not specify the order of ties.
 

@@ -36,9 +36,9 @@ def swa_indices_and_lens(
     The window of a token at position p is max(p - window_size + 1, 0) .. p, oldest first.
 
     Args:
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
-            padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+        positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2
+            mark padding.
+        req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
         block_table: Physical block of every logical block of the window cache, [num_reqs,
             max_blocks], int32, any strides.
@@ -47,15 +47,15 @@ def swa_indices_and_lens(
 
     Returns:
         ``SwaIndices(indices, lens)``: int32 [num_tokens, window_size] slots, -1 past the window,
-        and int32 [num_tokens] window lengths. Padding tokens have a row of -1 and length 0. A key
-        whose block lies past the table, is negative, or has slots beyond int32 is -1 inside the
-        window.
+        and int32 [num_tokens] window lengths. Padding tokens have a row of -1 and length 0. Inside
+        the window, a slot is -1 if the key's block lies past the table or is negative, or if the
+        slot exceeds int32.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, sizes out of range, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: pointwise lowering (one masked table read per entry); dynamic in all tensor sizes; CUDA
         graphs and export: yes.
@@ -90,18 +90,18 @@ _prefill_gather_lens = define_op(
 
 
 def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_size: int) -> Tensor:
-    """Count the trailing positions of every request that its windows cover.
+    """Count each request's last positions that the windows of its query tokens cover.
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
-            non-decreasing.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32, non-decreasing.
         seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
             request.
         window_size: Keys of a full window, the token itself included. At least 1.
 
     Returns:
-        int32 [num_reqs]: query length + min(context length, window_size - 1), never more than the
-        request has.
+        int32 [num_reqs]: query length + min(context length, window_size - 1), but at most the
+        length of the request.
 
     Mutates: nothing.
 
@@ -146,20 +146,21 @@ def global_topk_indices_and_lens(
     The selected rows are row numbers within the request.
 
     Args:
-        topk_indices: Selected rows inside the request, [num_tokens, topk], int32; negative means
-            unused.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+        topk_indices: Selected rows inside the request, [num_tokens, topk], int32; negative entries
+            are unused.
+        req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
         block_table: Physical block of every logical block of the compressed cache, [num_reqs,
             max_blocks], int32, any strides.
         block_size: Compressed rows per block. At least 1.
 
     Returns:
-        ``TopkIndices(indices, lens)``: int32 [num_tokens, topk] slots at unchanged places, -1 for
-        unused entries, rows past the table, negative blocks and slots beyond int32; and int32
-        [num_tokens], one past the last valid entry. With holes between valid entries this differs
-        from vLLM: 0.22 counts the valid entries but leaves the holes, so a reader of the first
-        ``lens`` entries misses the last ones; 0.33 compacts the entries.
+        ``TopkIndices(indices, lens)``. ``indices``, int32 [num_tokens, topk], holds the slot of
+        each entry in the entry's column; -1 for unused entries, rows past the table, negative
+        blocks and slots beyond int32. ``lens``, int32 [num_tokens], is one past the last valid
+        column. vLLM differs if a -1 lies between valid entries: vLLM 0.22 counts the valid entries
+        but does not move them, so a reader of the first ``lens`` entries misses the last valid
+        entries; vLLM 0.33 moves the valid entries to the front.
 
     Mutates: nothing.
 
@@ -218,20 +219,20 @@ def dense_compressed_indices(
     C128 layers attend to these rows.
 
     Args:
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
-            padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+        positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2
+            mark padding.
+        req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
         block_table: Physical block of every logical block of the compressed cache, [num_reqs,
             max_blocks], int32, any strides.
         block_size: Compressed rows per block. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
-        max_compressed: Width of the result, from the configured maximum request length and not from
-            the batch.
+        max_compressed: Width of the result. Derive it from the configured maximum request length,
+            not from the batch.
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, max_compressed] slots of rows 0, 1, ..,
-        -1 past the visible ones; and int32 [num_tokens], min((position + 1) // compress_ratio,
+        -1 past the visible rows; and int32 [num_tokens], min((position + 1) // compress_ratio,
         max_compressed). Padding tokens have a row of -1 and length 0. A row past the table, on a
         negative block or with a slot beyond int32 is -1.
 
@@ -239,7 +240,7 @@ def dense_compressed_indices(
 
     Raises:
         ValueError: shapes that disagree, sizes out of range, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: pointwise lowering (one masked table read per entry); dynamic in all tensor sizes; CUDA
         graphs and export: yes.
@@ -297,38 +298,38 @@ def combine_topk_swa_indices(
     The token's selected compressed rows come first, then its window.
 
     The workspace is [num_reqs, workspace_rows, 512] seen as one list of rows. Request b has its
-    compressed rows at b * workspace_rows and the window rows that ``dequantize_and_gather_k_cache``
-    put there at b * workspace_rows + swa_offset.
+    compressed rows at b * workspace_rows and its window rows, from
+    ``dequantize_and_gather_k_cache``, at b * workspace_rows + swa_offset.
 
     Args:
         topk_indices: Selected rows inside the request, [num_tokens, columns], int32; only the first
             ``topk`` columns count. Entries outside 0..swa_offset-1 are holes.
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
-            padding.
-        req_indices: Request of every token, counted from the workspace's first, [num_tokens],
-            int32; outside 0..num_reqs-1 means padding.
+        positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2
+            mark padding.
+        req_indices: Request of every token, counted from the first request in the workspace,
+            [num_tokens], int32; values outside 0..num_reqs-1 mark padding.
         seq_lens: Length of every request, [num_reqs], int32.
-        gather_lens: Number of gathered window rows, the last ones of every request, [num_reqs],
-            int32.
+        gather_lens: Number of gathered window rows of every request, which are its last rows,
+            [num_reqs], int32.
         window_size: Keys in a full window, the token's own included. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
-        topk: Selected rows per token at most; 0 for layers with only a window.
+        topk: Maximum selected rows per token; 0 for layers with only a window.
         workspace_rows: Rows of the workspace per request. At least 1.
         swa_offset: Row at which the window rows of a request start. At least 0.
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, topk + window_size rounded up to 128]
-        with -1 for holes and after the end; and int32 [num_tokens], the number of valid columns:
-        min((position + 1) // compress_ratio, topk) + min(position + 1, window_size). A window row
-        that was not gathered or lies past the workspace, and an index beyond int32, is a hole.
-        Padding tokens have a row of -1 and length 0.
+        with -1 in holes and past the end; and int32 [num_tokens], the number of valid columns:
+        min((position + 1) // compress_ratio, topk) + min(position + 1, window_size). A column is a
+        hole if its window row was not gathered or lies past the workspace, or if its index exceeds
+        int32. Padding tokens have a row of -1 and length 0.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, fewer than ``topk`` columns, sizes out of range, or
             several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: decomposes to one kernel; dynamic in num_tokens and num_reqs; CUDA graphs and export:
         yes.
@@ -398,26 +399,28 @@ def mixed_sparse_indices(
 
     Args:
         decode_swa_indices: Window slots of the decode tokens, [num_decode_tokens, swa_width],
-            int32; swa_width is a multiple of 4 and at least ``window_size``. Negative: none.
+            int32; swa_width is a multiple of 4 and at least ``window_size``. Negative entries are
+            no slots.
         decode_compressed_indices: Compressed rows of the decode tokens, [num_decode_tokens,
             columns], int32: cache slots, or rows inside the request. None: no compressed rows.
-        decode_compressed_lens: Valid columns per decode token, [num_decode_tokens], int32. None:
-            all columns, or up to the last valid one if they are rows inside the request.
+        decode_compressed_lens: Valid columns per decode token, [num_decode_tokens], int32. With
+            None, all columns count or, if the columns are rows inside the request, the columns up
+            to the last valid one.
         prefill_topk_indices: Selected rows inside the request of the prefill tokens,
             [num_prefill_tokens, columns], int32; only the first ``topk`` columns count.
         positions: Absolute position of every token, [num_tokens], int64, num_tokens =
-            num_decode_tokens + num_prefill_tokens; outside 0..2**31-2 means padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            num_decode_tokens + num_prefill_tokens; values outside 0..2**31-2 mark padding.
+        req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
         swa_block_table: Physical block of every logical block of the window cache, [num_reqs,
             max_blocks], int32, any strides.
-        compressed_block_table: The same for the compressed cache; None: one table serves both
-            caches.
+        compressed_block_table: The same for the compressed cache. With None, ``swa_block_table``
+            serves both caches.
         swa_block_size: Rows per block of the window cache. At least 1.
         compressed_block_size: Rows per block of the compressed cache. At least 1.
         window_size: Keys in a full window. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
-        topk: Selected rows per prefill token at most. At least 0.
+        topk: Maximum selected rows per prefill token. At least 0.
         decode_compressed_indices_are_local: Whether ``decode_compressed_indices`` are rows inside
             the request.
         swa_block_span: Rows from the start of one block of the window cache to the next, if blocks
@@ -426,8 +429,8 @@ def mixed_sparse_indices(
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + max(topk, columns) rounded up
-        to 4], window slots first, -1 for holes; and int32 [num_tokens], swa_width plus the
-        compressed columns that count. The window always counts swa_width columns, unlike in
+        to 4], window slots first, -1 for holes; and int32 [num_tokens], swa_width plus the number
+        of compressed columns that count. The window always counts swa_width columns, unlike in
         ``combine_topk_swa_indices``. Slots past a table, on negative blocks or beyond int32 are
         holes. Padding tokens have a row of -1 and length 0.
 
@@ -435,7 +438,7 @@ def mixed_sparse_indices(
 
     Raises:
         ValueError: shapes that disagree, widths or sizes out of range, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: decomposes to masked loads, a row maximum and a concatenation; dynamic in the tokens,
         num_reqs and table widths; CUDA graphs and export: yes.

@@ -30,15 +30,15 @@ def quantize_and_insert_k_cache(
     block_size: int,
     layout: str = MainLayout.tag,
 ) -> None:
-    """Quantise the keys of every token to FP8 and write each to its slot of the cache.
+    """Quantise the key of every token to FP8 and write it to the token's cache slot.
 
     Args:
-        k: Keys with RoPE applied, [num_rows, 512], bfloat16, any strides; at least num_tokens rows,
-            more are ignored. The last 64 values of a row are its RoPE part.
+        k: Keys with RoPE applied, [num_rows, 512], bfloat16, any strides; at least num_tokens rows;
+            extra rows are ignored. The last 64 values of a row are its RoPE part.
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``. Blocks
-            may have gaps between them, and start at multiples of 16 bytes.
-        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
-            below 0 and past the last block are skipped.
+            must start at multiples of 16 bytes and may have gaps between them.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Tokens
+            whose slot is below 0 or past the last block are skipped.
         block_size: Rows per block: 64 for the window and C4, 2 for C128. At least 1.
         layout: Tag of the cache's layout, "v4_fp8".
 
@@ -51,18 +51,18 @@ def quantize_and_insert_k_cache(
         e4m3 codes (round to nearest even). Values within 3 % of the largest bfloat16 read back as
         infinities. RoPE values are copied bit for bit; the eighth scale byte is 0. NaN becomes code
         0x7F and does not count for the scale; an infinity counts as the largest finite bfloat16,
-        saturates, and reads back as an infinity. If two tokens share a slot, its bytes may be a mix
-        of both.
+        saturates, and reads back as an infinity. If two tokens share a slot, the slot's bytes may
+        be a mix of both tokens'.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
             1, an unknown layout, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
-        AOTInductor packages, on CPU scatters of Inductor; dynamic in num_tokens and num_blocks;
-        CUDA graphs and export: yes. For CUDA graphs, keep the cache in ``KVCacheBuffers`` or mark
-        it with ``dsv4_ops.attention.caches.mark_static``.
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, in the
+        graph and in AOTInductor packages, and on CPU scatters of Inductor; dynamic in num_tokens
+        and num_blocks; CUDA graphs and export: yes. For CUDA graphs, keep the cache in
+        ``KVCacheBuffers`` or mark it with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``quantize_and_insert_k_cache``; FlashMLA's 584-byte rows.
 
@@ -126,15 +126,15 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """Gather the last keys of every request as bfloat16.
 
-    Reads the paged FP8 cache and writes to a workspace.
+    The op reads a paged FP8 cache and writes to a workspace.
 
     Args:
         out: Workspace, [num_reqs, num_rows, 512], bfloat16, any strides.
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, as for
             ``quantize_and_insert_k_cache``.
         seq_lens: Rows of every request in this cache, [num_reqs], int32.
-        gather_lens: Number of last rows to read of every request, [num_reqs], int32; None reads all
-            rows.
+        gather_lens: Number of rows to read from the end of every request, [num_reqs], int32; None
+            reads all rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         block_size: Rows per block. At least 1.
@@ -145,17 +145,17 @@ def dequantize_and_gather_k_cache(
         Nothing.
 
     Mutates: ``out``: rows offset .. offset + gather_lens - 1 of every request, as far as the
-        workspace reaches; no other value. A row before position 0, past the block table or on a
-        block that does not exist is zeros.
+        workspace reaches; no other value. Rows before position 0, past the block table or on a
+        block that does not exist are zeros.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, an
             unknown layout, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: in place; on CUDA our Triton kernel, whose work grows with the gathered rows, in the
-        graph and in AOTInductor packages; on CPU it rewrites the workspace; dynamic in all tensor
-        sizes but the 512; CUDA graphs and export: yes.
+    Compile: writes in place; on CUDA our Triton kernel runs, in the graph and in AOTInductor
+        packages, and its work grows with the gathered rows; on CPU the code rewrites the whole
+        workspace; dynamic in all tensor sizes but the 512; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
 
@@ -209,14 +209,14 @@ def gather_k_cache(
     offset: int = 0,
     layout: str = MainLayout.tag,
 ) -> Tensor:
-    """Gather the last keys of every request from a paged cache; zeros elsewhere.
+    """Gather the last keys of every request from a paged cache into a new tensor.
 
     Args:
         k_cache: "v4_fp8": [num_blocks, page_bytes], uint8. "plain": [num_blocks, block_size,
             width], bfloat16 or float32, with dense rows.
         seq_lens: Rows of every request in this cache, [num_reqs], int32.
-        gather_lens: Number of last rows to read of every request, [num_reqs], int32; None reads all
-            rows.
+        gather_lens: Number of rows to read from the end of every request, [num_reqs], int32; None
+            reads all rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
             int32, any strides.
         block_size: Rows per block. At least 1.
@@ -225,15 +225,16 @@ def gather_k_cache(
         layout: Tag of the cache's layout, "v4_fp8" or "plain".
 
     Returns:
-        [num_reqs, num_rows, 512] bfloat16 dequantised rows, or [num_reqs, num_rows, width] of a
-        plain cache's dtype, bit for bit. Rows beyond ``gather_lens`` and absent rows are zeros.
+        For "v4_fp8", the dequantised rows, [num_reqs, num_rows, 512], bfloat16. For "plain", the
+        rows bit for bit, [num_reqs, num_rows, width], of the cache's dtype. Rows beyond
+        ``gather_lens`` and absent rows are zeros.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, an
             unknown layout, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: on CUDA one Triton kernel of ours that writes every row once, on CPU masked loads;
         dynamic in all tensor sizes and num_rows; CUDA graphs and export: yes.
@@ -292,26 +293,26 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     Keys are copied bit for bit.
 
     Args:
-        k: Keys, [num_rows, width], bfloat16 or float32, any strides; at least num_tokens rows, more
-            are ignored.
+        k: Keys, [num_rows, width], bfloat16 or float32, any strides; at least num_tokens rows;
+            extra rows are ignored.
         k_cache: Paged cache, [num_blocks, block_size, width], of the dtype of ``k``, with dense
             rows, from ``PlainLayout.allocate``.
-        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
-            below 0 and past the last block are skipped.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Tokens
+            whose slot is below 0 or past the last block are skipped.
 
     Returns:
         Nothing.
 
     Mutates: ``k_cache``: the rows of the slots that are written; nothing else. If two tokens share
-        a slot, its values may be a mix of both.
+        a slot, the slot's values may be a mix of both tokens'.
 
     Raises:
         ValueError: shapes that disagree, rows that are not dense, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
-        AOTInductor packages, on CPU a scatter of Inductor; dynamic in num_tokens and num_blocks;
-        CUDA graphs and export: yes.
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs, in the
+        graph and in AOTInductor packages, and on CPU a scatter of Inductor; dynamic in num_tokens
+        and num_blocks; CUDA graphs and export: yes.
 
     Source: vLLM 0.33, the plain-row variants of its cache inserts.
 

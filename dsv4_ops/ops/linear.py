@@ -140,7 +140,7 @@ def fp8_linear(
             float8_e4m3fn.
         weight: [out_features, in_features], float8_e4m3fn; both sizes are multiples of 128.
         scale: [out_features / 128, in_features / 128], float32, or uint8 with UE8M0 bytes: byte b
-            is 2^(b - 127), 255 is NaN. ``view(torch.uint8)`` reads the bytes of a float8_e8m0fnu.
+            is 2^(b - 127), 255 is NaN. Pass a float8_e8m0fnu tensor as ``scale.view(torch.uint8)``.
         x_scale: Scales of ``x``, [num_tokens, in_features / 128], float32, from ``quantize_rows``;
             None for bfloat16.
         activations: Format in which bfloat16 activations are multiplied: "bf16" (W8A16), or "fp8"
@@ -153,14 +153,14 @@ def fp8_linear(
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of the values (codes times
-        scales), summed in float32, and one cast.
+        scales), summed in float32 and cast once.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, a transposed or missing scale, several devices, or an
             unknown setting.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
         RuntimeError, NotImplementedError: ``impl`` is not available here, or does not support the
             call.
 
@@ -172,8 +172,8 @@ def fp8_linear(
         dequantised to float32 and multiplied once. Dynamic in num_tokens; CUDA graphs and export:
         yes.
 
-    Source: DeepSeek-V4's fp8_gemm. With power-of-two scales the values are exact, so W8A16 equals
-        the product with a dequantised bfloat16 weight up to the order of sums.
+    Source: DeepSeek-V4's fp8_gemm. With power-of-two scales the values are exact in bfloat16, so
+        W8A16 equals the product with a dequantised bfloat16 weight up to the order of sums.
 
     Example:
         >>> import torch, dsv4_ops
@@ -218,19 +218,19 @@ def fp8_linear_norms(
         activations: "bf16" or "fp8", as for ``fp8_linear``.
 
     Returns:
-        ``NormedPair(first, second)``, bfloat16 [num_tokens, ..], dense: RMSNorm(y) * norm for both
-        parts y of the bfloat16 result of ``fp8_linear``, computed in float32 with one cast.
+        ``NormedPair(first, second)``, bfloat16 [num_tokens, ..], dense: RMSNorm(y) * norm for each
+        part y of the bfloat16 result of ``fp8_linear``, computed in float32 with one cast.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, a transposed scale, several devices, a number out of
             range, or an unknown setting.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: on a GPU two kernels: the product as in ``fp8_linear``, and one that adds its splits
-        and normalises; on a CPU a product and two norms. Dynamic in num_tokens; CUDA graphs and
-        export: yes.
+    Compile: on a GPU two kernels: the product as in ``fp8_linear``, and one that adds the product's
+        splits and normalises; on a CPU a product and two norms. Dynamic in num_tokens; CUDA graphs
+        and export: yes.
 
     Source: DeepSeek-V4's q_norm and kv_norm.
 
@@ -263,14 +263,14 @@ def fp8_linear_swiglu(
     swiglu_limit: float,
     activations: str = "bf16",
 ) -> Tensor:
-    """Multiply rows by FP8 weights of gates and ups, and apply SwiGLU.
+    """Multiply rows by the FP8 weights of gate and up, and apply SwiGLU.
 
     Args:
         x: Activations, [num_tokens, in_features], bfloat16, any strides.
         weight: [out_features, in_features], float8_e4m3fn, the rows of the gate first; both sizes
             are multiples of 128.
         scale: As for ``fp8_linear``.
-        swiglu_limit: Upper bound of the gate, and bound of the absolute value of up. Above 0.
+        swiglu_limit: Upper bound of the gate and of the absolute value of up. Above 0.
         activations: "bf16" or "fp8", as for ``fp8_linear``.
 
     Returns:
@@ -282,11 +282,11 @@ def fp8_linear_swiglu(
     Raises:
         ValueError: shapes that disagree, a transposed scale, several devices, a number out of
             range, or an unknown setting.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: on a GPU two kernels: the product as in ``fp8_linear``, and one that adds its splits
-        and applies SwiGLU; on a CPU a product and pointwise ops. Dynamic in num_tokens; CUDA graphs
-        and export: yes.
+    Compile: on a GPU two kernels: the product as in ``fp8_linear``, and one that adds the product's
+        splits and applies SwiGLU; on a CPU a product and pointwise ops. Dynamic in num_tokens; CUDA
+        graphs and export: yes.
 
     Source: DeepSeek-V4's Expert.
 
@@ -317,7 +317,7 @@ def fp8_grouped_linear(
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str = AUTO,
 ) -> Tensor:
-    """Multiply every group of a row by its own rows of a block-scaled FP8 weight.
+    """Multiply every group of a row by the group's rows of a block-scaled FP8 weight.
 
     This is the output projection ``o_a_proj``: it takes the result of ``inverse_rope_group``, or of
     ``inverse_rope_group_quantize`` with scale_layout="row".
@@ -337,19 +337,19 @@ def fp8_grouped_linear(
             selects it.
 
     Returns:
-        ``out_dtype`` [num_tokens, out_features], dense: the products of every group side by side,
-        as ``fp8_linear`` computes them.
+        ``out_dtype`` [num_tokens, out_features], dense: the results of all groups side by side,
+        each as ``fp8_linear`` computes it.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, groups that do not divide the weight into blocks, a
             transposed or missing scale, several devices, or an unknown setting.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: as ``fp8_linear``, on a CPU with one batched product.
 
-    Source: DeepSeek-V4's output projection; its code multiplies by a dequantised weight.
+    Source: DeepSeek-V4's output projection. DeepSeek's code multiplies by a dequantised weight.
 
     Example:
         >>> import torch, dsv4_ops

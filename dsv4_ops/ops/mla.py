@@ -1,6 +1,6 @@
 """Multi-head latent attention: cache rows, weight absorption, attention to all or selected rows.
 
-Serves DeepSeek-V2, V3, V3.2 and R1, Kimi-K2, and GLM-5.
+The ops serve DeepSeek-V2, V3, V3.2 and R1, Kimi-K2, and GLM-5.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ def mla_insert_kv(
 
     Args:
         kv_c: Normed latents, [num_rows, kv_lora_rank], bfloat16, float16 or float32, any strides;
-            at least num_tokens rows, more are ignored.
-        k_pe: RoPE parts, rotated, [num_rows, rope_dim], the dtype of kv_c.
+            at least num_tokens rows; extra rows are ignored.
+        k_pe: Rotated RoPE parts, [num_rows, rope_dim], the dtype of kv_c.
         kv_cache: Paged cache. "plain": [num_blocks, block_size, kv_lora_rank + rope_dim] of the
-            dtype of kv_c, from ``PlainLayout.allocate``. "mla_fp8": the same in uint8, from
+            dtype of kv_c, from ``PlainLayout.allocate``. "mla_fp8": the same shape in uint8, from
             ``MlaFp8Layout.allocate``. "mla_ds_fp8": [num_blocks, block_size, 656], uint8, from
-            ``MlaDsFp8Layout.allocate``, of latents of 512 and RoPE parts of 64 values. Blocks may
-            have gaps between them; FP8 blocks start at multiples of 16 bytes.
-        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
-            below 0 and past the last block are skipped.
+            ``MlaDsFp8Layout.allocate``; the latent then has 512 values and the RoPE part 64. Blocks
+            may have gaps between them; FP8 blocks must start at multiples of 16 bytes.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Tokens
+            whose slot is below 0 or past the last block are skipped.
         scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
         block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
@@ -104,12 +104,13 @@ def mla_insert_kv(
         values divided by ``scale``. "mla_ds_fp8" rows are 512 such codes, 4 float32 scales, one per
         128 codes and at least 2^-126, and the RoPE part in bfloat16. NaN becomes code 0x7F and does
         not count for a scale; an infinity saturates, and counts for a scale as the largest finite
-        number of its dtype. If two tokens share a slot, its bytes may be a mix of both.
+        number of its dtype. If two tokens share a slot, the slot's bytes may be a mix of both
+        tokens'.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of the layout, a scale or a format of
             scales that the layout does not have, ``block_size`` below 1, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: in place, never a copy of the cache; on CUDA a Triton kernel inside the graph, on the
         CPU scatters of Inductor; dynamic in num_tokens and num_blocks; CUDA graphs and export: yes.
@@ -171,15 +172,15 @@ def mla_gather_kv(
 
     Args:
         kv_cache: Paged cache, as for ``mla_insert_kv``.
-        slot_mapping: Slot of every row of the result, [num_rows], int64, as
-            ``compressed_slot_mapping`` of a ``token_map`` over context lengths gives them.
+        slot_mapping: Slot of every row of the result, [num_rows], int64, for example from
+            ``compressed_slot_mapping`` of a ``token_map`` over context lengths.
         scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
         block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
 
     Returns:
         [num_rows, width]: rows of a plain cache in its dtype, bit for bit; rows of FP8 caches as
-        bfloat16, code * scale in float32, rounded once. Rows of slots below 0 and past the last
+        bfloat16, code * scale in float32, rounded once. Rows whose slot is below 0 or past the last
         block are zeros.
 
     Mutates: nothing.
@@ -187,7 +188,7 @@ def mla_gather_kv(
     Raises:
         ValueError: shapes that disagree, a cache that is not of the layout, a scale that the call
             does not use, ``block_size`` below 1, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: loads that fuse with their consumers; dynamic in num_rows and num_blocks; CUDA graphs
         and export: yes.
@@ -228,10 +229,10 @@ _mla_gather_codes = define_op(
 def mla_gather_codes(
     kv_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
 ) -> Tensor:
-    """Read rows of an FP8 cache by slot, as the bytes that are stored.
+    """Read rows of an FP8 cache by slot, as stored bytes.
 
-    With context parallelism, ranks exchange these bytes, which are half the size of the values, and
-    decode them with ``mla_dequantize_rows``.
+    With context parallelism, ranks exchange these bytes, which take half as much memory as the
+    values, and decode them with ``mla_dequantize_rows``.
 
     Args:
         kv_cache: Paged cache, uint8, as for ``mla_insert_kv``.
@@ -240,15 +241,15 @@ def mla_gather_codes(
         layout: Tag of the cache's layout, "mla_fp8" or "mla_ds_fp8".
 
     Returns:
-        uint8 [num_rows, row_bytes]; zeros, which read as zeros, for slots below 0 and past the last
-        block.
+        uint8 [num_rows, row_bytes]. Rows whose slot is below 0 or past the last block are zero
+        bytes, which decode to zeros.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of the layout, ``block_size`` below 1,
             or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: loads; dynamic in num_rows and num_blocks; CUDA graphs and export: yes.
 
@@ -281,7 +282,7 @@ _mla_dequantize_rows = define_op(
 
 
 def mla_dequantize_rows(codes: Tensor, scale: Tensor | None = None, *, layout: str) -> Tensor:
-    """Read the bytes of FP8 rows as values.
+    """Dequantise the bytes of FP8 rows.
 
     Args:
         codes: Rows from ``mla_gather_codes``, [num_rows, row_bytes], uint8, any strides.
@@ -296,7 +297,7 @@ def mla_dequantize_rows(codes: Tensor, scale: Tensor | None = None, *, layout: s
 
     Raises:
         ValueError: rows of another layout, a scale that the call does not use, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: a conversion that fuses with its neighbours; dynamic in num_rows; CUDA graphs and
         export: yes.
@@ -335,9 +336,10 @@ def mla_absorb_q(
     """Project queries into the latent space of the cache rows.
 
     Args:
-        q_nope: Parts without RoPE, [num_tokens, num_heads, qk_nope_head_dim], bfloat16, float16 or
-            float32, any strides.
-        q_pe: RoPE parts, rotated, [num_tokens, num_heads, rope_dim], the dtype of q_nope.
+        q_nope: Parts of the queries without RoPE, [num_tokens, num_heads, qk_nope_head_dim],
+            bfloat16, float16 or float32, any strides.
+        q_pe: Rotated RoPE parts of the queries, [num_tokens, num_heads, rope_dim], the dtype of
+            q_nope.
         w_uk_t: Up-projection of the keys, [num_heads, qk_nope_head_dim, kv_lora_rank], the dtype of
             q_nope, from ``split_kv_b_proj``.
         q_scale: Scale of the e4m3 codes of the result, [1], float32; None for a result in the dtype
@@ -351,7 +353,7 @@ def mla_absorb_q(
 
     Raises:
         ValueError: shapes that disagree, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: a batched product, and one kernel that appends q_pe and quantises; dynamic in
         num_tokens; CUDA graphs and export: yes.
@@ -398,7 +400,7 @@ def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
 
     Raises:
         ValueError: shapes that disagree, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: a batched product and a transposed copy, which fuses with its consumer; dynamic in
         num_tokens; CUDA graphs and export: yes.
@@ -445,7 +447,7 @@ def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
 
     Raises:
         ValueError: shapes that disagree, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: on CUDA a Triton kernel inside the graph, on the CPU a matrix product and a select;
         dynamic in num_rows; CUDA graphs and export: yes.
@@ -480,8 +482,9 @@ def quantize_per_tensor(x: Tensor) -> PerTensor:
     a token depend on the other tokens of the batch. A fixed ``q_scale`` of ``mla_absorb_q`` avoids
     both effects.
 
-    Scale and products are float32. vLLM rounds both to the dtype of x: for bfloat16, up to 8 % of
-    its codes differ by one step and its scale by up to 2^-7; for float32, codes and scale agree.
+    Scale and products are float32. vLLM rounds both to the dtype of x. For bfloat16, up to 8 % of
+    vLLM's codes differ from ours by one step, and vLLM's scale differs by up to 2^-7. For float32,
+    codes and scale agree.
 
     Args:
         x: Values, [num_tokens, ...], bfloat16, float16 or float32, any strides.
@@ -494,7 +497,7 @@ def quantize_per_tensor(x: Tensor) -> PerTensor:
 
     Raises:
         ValueError: a scalar.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: a reduction and a pointwise kernel; dynamic in num_tokens; CUDA graphs and export: yes.
 
@@ -523,18 +526,19 @@ def split_kv_b_proj(
 ) -> AbsorbedWeights:
     """Split ``kv_b_proj`` into the weights of ``mla_absorb_q`` and ``mla_v_up``.
 
-    Call it once, and again after new weights are loaded.
+    Call this function once, and again after new weights are loaded.
 
     Args:
         weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], a row per output. Or a
             linear layer with these ``in_features`` and ``out_features`` that stores its weight in
-            another form: applied to an identity matrix, it yields the weight.
+            another form; the layer is applied to an identity matrix to get the weight.
         scale: Block scales of a float8_e4m3fn weight, [row_blocks, column_blocks], float32; blocks
-            are 128 x 128, smaller at the ends. None for a weight without scales.
+            are 128 x 128, smaller at the edges. None for a weight without scales.
         num_heads: Heads of this rank.
         qk_nope_head_dim: Width of the keys' part without RoPE.
         v_head_dim: Width of the values.
-        dtype: Dtype of the results; None for that of the weight, or bfloat16 for float8_e4m3fn.
+        dtype: Dtype of the results; None means the dtype of the weight, or bfloat16 for a
+            float8_e4m3fn weight.
 
     Returns:
         w_uk_t: [num_heads, qk_nope_head_dim, kv_lora_rank], dense.
@@ -603,7 +607,7 @@ def _multiplied_with(layer: torch.nn.Module, dtype: torch.dtype | None) -> Tenso
     device = None if stored is None else stored.device
     is_float = stored is not None and stored.dtype in FLOATS
     kind = dtype or (stored.dtype if stored is not None and is_float else torch.bfloat16)
-    size: Any = layer.in_features  # any linear layer has it
+    size: Any = layer.in_features  # every linear layer has this attribute
     identity = torch.eye(int(size), dtype=kind, device=device)
     with torch.no_grad():
         product: Tensor = layer(identity)
@@ -690,28 +694,30 @@ def mla_decode(
 ) -> MlaAttention:
     """Attend with absorbed queries to the latent rows of a paged cache.
 
-    All heads share the row of a position: the whole row is the key, its first ``kv_lora_rank``
-    values are the value. A request may have any number of tokens; as lengths are per token, there
-    is no causal mask.
+    All heads share the row of a position: the whole row is the key, and its first ``kv_lora_rank``
+    values are the value. A request may have any number of tokens. Each token has its own length, so
+    there is no causal mask.
 
     Args:
         q: Queries from ``mla_absorb_q``, [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim],
             bfloat16, float16 or float32, any strides; for the layout "mla_fp8" float8_e4m3fn too.
         kv_cache: Paged rows from ``mla_insert_kv``. "plain": [num_blocks, block_size, width] of the
             dtype of q. "mla_fp8": [num_blocks, block_size, width], uint8. "mla_ds_fp8":
-            [num_blocks, block_size, 656], uint8. Blocks may have gaps between them; FP8 blocks
+            [num_blocks, block_size, 656], uint8. Blocks may have gaps between them; FP8 blocks must
             start at multiples of 16 bytes.
-        seq_lens: Number of rows of its request that a token sees, its own included, [num_tokens],
-            int32, as ``flatten_decode`` with ``compress_ratio=1`` gives them. 0 or less for
+        seq_lens: Number of rows of the request that each token sees, including the token's own row,
+            [num_tokens], int32, from ``flatten_decode`` with ``compress_ratio=1``. 0 or less for
             padding. Rows past the block table or on absent blocks are skipped.
         req_indices: Request of every token, [num_tokens], int32; a token of an absent request sees
             no row.
-        block_table: Block of every (request, block), [num_reqs, max_blocks], int32, any strides.
+        block_table: Physical block of every (request, logical block), [num_reqs, max_blocks],
+            int32, any strides.
         query_start_loc: First token of every request, [num_reqs + 1], int32: a hint that tokens of
-            a request can share the reads of its rows. Results do not depend on it.
+            a request can share the reads of its rows. Results do not depend on this hint.
         plan: Work tiles, [num_tiles, 4], int32, from ``sparse_mla_plan(seq_lens, None)`` for the
-            same number of tokens and heads; None: the call decides. A plan's own lengths affect
-            only the speed. Any other tensor gives undefined results, but no access out of bounds.
+            same number of tokens and heads. With None, the call chooses the splits. The lengths
+            that the plan was made from affect only the speed. A tensor that is not such a plan
+            gives undefined results, but no access out of bounds.
         q_scale: Scale of the e4m3 codes of q, [1], float32; None for 1.
         kv_scale: Scale of the codes of the layout "mla_fp8", [1], float32; None for 1.
         softmax_scale: Scale of q . row. Above 0.
@@ -721,7 +727,7 @@ def mla_decode(
         num_splits: Splits of the rows of a token; 0 lets the batch or the plan decide. At least 0,
             and 0 with a plan.
         batch_invariant: With num_splits 0, split by the table's width alone: a token's result has
-            the same bits regardless of the other tokens in the batch. It excludes a plan.
+            the same bits regardless of the other tokens in the batch. A plan is then refused.
         impl: Implementation: "triton" (our kernels), "flash_mla" (plain bfloat16 or float16 rows of
             576 values in blocks of 64), or "reference" (the definition). "auto" runs our kernels on
             CUDA and the reference elsewhere.
@@ -737,7 +743,7 @@ def mla_decode(
     Raises:
         ValueError: shapes that disagree, a cache that is not of the layout, a scale that the call
             does not use, a number out of range, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
         RuntimeError: ``impl`` is not available here; the message says why.
 
     Compile: our kernels on CUDA, on Hopper as one opaque call, because Inductor cannot compile
@@ -816,8 +822,8 @@ def mla_sparse(
     """Attend with absorbed queries to selected latent rows of a paged cache.
 
     This is ``mla_decode`` over the rows that an indexer selected, for decodes and prefills: every
-    token has its own list. Lists hold slots, so that no block table is read, and the layers that
-    share a selection share the list.
+    token has its own list. Lists hold slots, so the op reads no block table, and layers that share
+    a selection share one list.
 
     Sinks, which these models lack, are one more logit for each head: with ``lses``, which stacks
     ``lse`` and the sinks, ``cp_correct_out(out, lse, lses).out`` is the output.
@@ -827,13 +833,14 @@ def mla_sparse(
             bfloat16, float16 or float32, any strides.
         kv_cache: Paged rows from ``mla_insert_kv``. "plain": [num_blocks, block_size, width] of the
             dtype of q. "mla_ds_fp8": [num_blocks, block_size, 656], uint8. Blocks may have gaps
-            between them; FP8 blocks start at multiples of 16 bytes.
+            between them; FP8 blocks must start at multiples of 16 bytes.
         indices: Slots of the selected rows, block * block_size + row, [num_tokens, topk], int32,
-            any strides, as ``indexer_select`` with ``slots`` gives them for an indexer cache with
-            the blocks of this one; topk is at least 1. Slots that do not exist, -1 among them, are
+            any strides, from ``indexer_select`` with ``slots`` if the indexer cache has the same
+            blocks as ``kv_cache``; topk is at least 1. Slots that do not exist, such as -1, are
             skipped; a slot that is listed twice counts twice.
         lens: Number of leading entries of ``indices`` that count, [num_tokens], int32: 0 or less
-            means none, more than ``topk`` means all, so the length of a token's context will do.
+            means none, more than ``topk`` means all. The length of a token's context is therefore
+            allowed.
         softmax_scale: Scale of q . row. Above 0.
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
@@ -855,7 +862,7 @@ def mla_sparse(
     Raises:
         ValueError: shapes that disagree, a cache that is not of the layout, a number out of range,
             or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
         NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads,
             bfloat16 queries of 576 values, plain blocks without gaps, and over "mla_ds_fp8" up to
             8192 tokens.

@@ -23,7 +23,7 @@ MERGED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLANS = ("packed", "equal")
 LSE_BASES = ("e", "2")
 MIN_WORKSPACE_ROWS = 65536
-"""Most rows that the workspace rule prefers; only a block per sequence can need more."""
+"""Limit of ``mla_workspace_rows``, unless a block per sequence needs more rows."""
 
 _context_chunks = define_op(
     "mla_context",
@@ -50,38 +50,39 @@ def context_chunks(
 
     "packed" lays the contexts end to end and splits wherever the workspace is full, so only the
     last chunk may have space left. "equal" gives every request with a context the same number of
-    rows of each chunk, rounded down to whole blocks; one long context among many short ones then
-    needs many chunks.
+    rows of each chunk, rounded down to whole blocks; then one long context among many short
+    contexts needs many chunks.
 
-    With ``cp_world_size`` above 1 each rank gathers its own rows, at most ``workspace_rows``
-    divided by the ranks, and chunks end between turns of ``cp_interleave`` positions. All ranks
-    gather the same number of rows of a request; on ranks that own fewer rows, the last ones do not
-    exist.
+    With ``cp_world_size`` above 1, each rank gathers its own rows, at most ``workspace_rows``
+    divided by the number of ranks, and chunks end between turns of ``cp_interleave`` positions. All
+    ranks gather the same number of rows of a request; on ranks that own fewer rows, the last of
+    these rows do not exist.
 
     Args:
         context_lens: Tokens of every request in the cache before this step, [num_reqs], int32; 0
-            for decodes and padding. Negative counts as 0.
+            for decodes and padding. Negative values count as 0.
         workspace_rows: Rows per chunk, on all ranks together; ``mla_workspace_rows`` suggests a
             number. At least cp_world_size * cp_interleave.
         max_chunks: Chunks of the result; ``max_context_chunks`` computes a bound. At least 1.
         chunk_plan: "packed" or "equal".
         block_size: Rows per block of the cache, which "equal" rounds to. At least 1.
         cp_world_size: Ranks that share a sequence. At least 1.
-        cp_interleave: Consecutive positions on one rank. At least 1; irrelevant on one rank.
+        cp_interleave: Consecutive positions on one rank. At least 1; unused if ``cp_world_size`` is
+            1.
 
     Returns:
         ``ContextChunks``, int32:
 
-        - local_starts [max_chunks, num_reqs]: first row that a rank gathers of each request,
-          counted among the rank's rows of the request; cp_world_size times this row is the chunk's
-          first position.
+        - local_starts [max_chunks, num_reqs]: each request's first row that a rank gathers, counted
+          among the request's rows on the rank; cp_world_size times this number is the request's
+          first position in the chunk.
         - cu_seq_lens [max_chunks, num_reqs + 1]: start of each request's positions in the chunk,
-          and their total. Requests without positions are empty.
+          and the total number of positions. Requests without positions are empty.
         - local_cu_seq_lens [max_chunks, num_reqs + 1]: the same for the rows that a rank gathers;
           equal to ``cu_seq_lens`` on one rank.
         - num_chunks [1]: number of chunks of the plan. If it exceeds max_chunks, the plan does not
-          fit and only its first max_chunks chunks are stored. It is 2**31 - 1 if "equal" has less
-          than a block per request.
+          fit and only its first max_chunks chunks are stored. It is 2**31 - 1 if "equal" would give
+          a request less than a block.
 
         Chunks from num_chunks on are empty.
 
@@ -94,8 +95,8 @@ def context_chunks(
     Compile: decomposes to prefix sums and pointwise kernels; dynamic in num_reqs; CUDA graphs and
         export: yes. On the CPU the prefix sums call aten.cumsum.
 
-    Source: vLLM 0.22 ``MLACommonMetadataBuilder`` ("equal"); serves the purpose of later versions'
-        ``plan_mla_context_chunks``.
+    Source: vLLM 0.22 ``MLACommonMetadataBuilder`` ("equal"); later versions have
+        ``plan_mla_context_chunks`` for the same purpose.
 
     Example:
         >>> import torch, dsv4_ops
@@ -128,8 +129,7 @@ def plan_context_chunks(
     """List the chunks of ``context_chunks`` for lengths on the host.
 
     Args:
-        context_lens: Tokens of every request that are in the cache, non-negative ints or a CPU
-            tensor.
+        context_lens: Tokens that every request has in the cache, non-negative ints or a CPU tensor.
         workspace_rows: Rows per chunk, on all ranks together. At least cp_world_size *
             cp_interleave.
         chunk_plan: "packed" or "equal".
@@ -138,8 +138,8 @@ def plan_context_chunks(
         cp_interleave: Consecutive positions on one rank.
 
     Returns:
-        ``(request, start, length)`` of the positions in each chunk; requests without positions are
-        left out.
+        For each chunk, a list of ``(request, start, length)``: a request and its positions in the
+        chunk. Requests without positions are left out.
 
     Raises:
         ValueError: a length below 0, numbers out of range, another plan, or an "equal" plan with
@@ -192,25 +192,25 @@ def max_context_chunks(
     cp_world_size: int = 1,
     cp_interleave: int = 1,
 ) -> int:
-    """Bound the chunks of a plan, for ``max_chunks``, by sizes only.
+    """Return an upper bound on the chunks of a plan, for ``max_chunks``.
 
-    The capacity of the cache is no bound: requests with a common prefix share its blocks, but every
-    request counts.
+    The capacity of the cache does not bound the chunks: requests with a common prefix share blocks
+    of the cache, but every request gathers the prefix.
 
     Args:
         num_reqs: Maximum requests of a batch. At least 0.
         max_model_len: Maximum tokens of one context. At least 1.
         workspace_rows: Rows per chunk, on all ranks together. At least cp_world_size *
             cp_interleave.
-        max_context_tokens: Maximum tokens of all contexts of a batch, at least 0; None if nothing
-            else bounds them.
+        max_context_tokens: Maximum tokens of all contexts of a batch, at least 0; None if only the
+            other arguments bound them.
         chunk_plan: "packed" or "equal".
         block_size: Rows per block of the cache, which "equal" rounds to.
         cp_world_size: Ranks that share a sequence.
         cp_interleave: Consecutive positions on one rank.
 
     Returns:
-        An upper bound, at least 1.
+        An upper bound from the sizes alone, at least 1.
 
     Raises:
         ValueError: an argument out of range, or an "equal" plan with less than a block per request.
@@ -248,10 +248,10 @@ def mla_workspace_rows(
 ) -> int:
     """Choose the number of workspace rows that a chunk of contexts is gathered into.
 
-    The rule is eight contexts of maximum length or four blocks per sequence, up to 65536 rows, but
-    at least one block per sequence. A row takes 1152 bytes in bfloat16; its keys and values of 128
-    heads take 80 KiB. With several ranks allocate ``rows + rows // cp_world_size``: space for the
-    rows of all ranks, and for this rank's own.
+    The rule is the larger of eight contexts of maximum length and four blocks per sequence, up to
+    65536 rows, but at least one block per sequence. A row takes 1152 bytes in bfloat16; the keys
+    and values that 128 heads make of a row take 80 KiB. With several ranks, allocate ``rows + rows
+    // cp_world_size``: space for the rows of all ranks, and for this rank's own rows.
 
     Args:
         max_model_len: Maximum tokens of a sequence. At least 1.
@@ -303,7 +303,7 @@ def merge_attn_states(
 ) -> MergedStates:
     """Merge attention over two parts of the keys.
 
-    A side whose log-sum-exp is -inf, +inf or NaN has no keys, and its output may have any value.
+    A part whose log-sum-exp is -inf, +inf or NaN has no keys, and its output may have any value.
     Keep the running result of several merges in float32: in bfloat16 each merge rounds the result
     again.
 
@@ -313,11 +313,11 @@ def merge_attn_states(
         prefix_lse: Log-sum-exp of ``prefix_out``, [num_tokens, num_heads], float32.
         suffix_out: Output over the other part, of the same shape.
         suffix_lse: Log-sum-exp of ``suffix_out``, of the same shape.
-        lse_base: "e", or "2" for log-sum-exps to base 2, such as FlashInfer's.
+        lse_base: Base of the log-sum-exps, "e", or "2" as in FlashInfer.
 
     Returns:
-        out: [num_tokens, num_heads, width], the dtype that both promote to; 0 where neither part
-            has keys.
+        out: [num_tokens, num_heads, width], the dtype to which the two outputs promote; 0 where
+            neither part has keys.
         lse: Log-sum-exp of all keys, [num_tokens, num_heads], float32, to the base of the inputs;
             -inf where neither part has keys.
 
@@ -325,7 +325,7 @@ def merge_attn_states(
 
     Raises:
         ValueError: shapes that disagree, several devices, or another base.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: decomposes to one pointwise kernel; dynamic in num_tokens; CUDA graphs and export: yes.
 
@@ -365,7 +365,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
             float32; any strides.
         lses: Log-sum-exp of each part, [num_parts, num_tokens, num_heads], float32. A part whose
             log-sum-exp is -inf, +inf or NaN has no keys, and its output may hold anything.
-        lse_base: "e", or "2" for log-sum-exps to base 2.
+        lse_base: Base of the log-sum-exps, "e" or "2".
 
     Returns:
         out: [num_tokens, num_heads, width], the dtype of ``outs``; 0 where no part has keys.
@@ -376,7 +376,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
 
     Raises:
         ValueError: shapes that disagree, no part, several devices, or another base.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: decomposes to reductions over the parts; dynamic in num_parts and num_tokens; CUDA
         graphs and export: yes.
@@ -434,21 +434,21 @@ def mla_prefill(
     Args:
         q: Queries, [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], bfloat16, float16
             or float32.
-        k_nope: Keys without RoPE, [num_k, num_heads, qk_nope_head_dim], the dtype of q. It may be a
-            view of the same tensor as ``v``.
+        k_nope: Keys without RoPE, [num_k, num_heads, qk_nope_head_dim], the dtype of q. ``k_nope``
+            and ``v`` may be views of one tensor.
         k_pe: Keys with RoPE, which all heads share, [num_k, qk_rope_head_dim], the dtype of q.
         v: Values, [num_k, num_heads, v_head_dim], the dtype of q.
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
-            non-decreasing. Tokens outside all requests see no key. If it decreases, results are
-            undefined, but every row is written.
-        cu_seq_lens: First key of every request and one past the last, [num_reqs + 1], int32. Keys
-            outside all requests may have any value.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32, non-decreasing. Tokens outside all requests see no key. If the values decrease,
+            results are undefined, but every row is written.
+        cu_seq_lens: First key of every request and one past the last key, [num_reqs + 1], int32.
+            Keys outside all requests may have any value.
         softmax_scale: Scale of q . k.
         causal: Whether the last query of a request sees all of its keys, the query before it one
             key fewer, and so on. Otherwise each query sees all keys.
-        impl: "triton" (our kernel, for bfloat16, float16 and up to 128 columns of each kind), or
-            "reference" (the definition). "auto" runs our kernel, and the reference on a CPU and for
-            calls that our kernel does not support.
+        impl: "triton" (our kernel, for bfloat16, float16 and at most 128 values each in ``k_nope``,
+            ``k_pe`` and ``v``), or "reference" (the definition). "auto" runs our kernel, but the
+            reference on a CPU and for calls that our kernel does not support.
 
     Returns:
         out: [num_tokens, num_heads, v_head_dim], the dtype of q; 0 without any key.
@@ -461,7 +461,7 @@ def mla_prefill(
 
     Raises:
         ValueError: shapes that disagree, several devices, or more than 16383 requests.
-        TypeError: a dtype other than the ones above, or a flag that is not a bool.
+        TypeError: a dtype other than those above, or a flag that is not a bool.
         NotImplementedError: ``impl`` does not support the call.
         ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
@@ -528,7 +528,8 @@ def _check_plan(
 
 
 def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round_: int) -> int:
-    """Positions of every request in a chunk, whole blocks and rounds of the ranks."""
+    """Return the positions of every request in a chunk of an "equal" plan: whole blocks, and a
+    multiple of ``round_``, the positions in which every rank has one turn."""
     align = math.lcm(block_size, round_)
     least = align * max(num_reqs, 1)
     if rows < least:

@@ -28,11 +28,11 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
     """Pack the first next_n tokens of every request into a rectangle.
 
     Kernels that need equal lengths take such a rectangle. Pack everything that such a kernel reads
-    per token: queries and their weights.
+    per token, such as queries and their weights.
 
     Args:
         x: A row per token, [num_tokens, ...], any dtype and strides.
-        query_start_loc: First token of every request and the end of the last, [num_reqs + 1],
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32, non-decreasing.
         next_n: Rows per request of the result. At least 1.
         pad: Value of the rows after the end of a shorter request. An integer dtype must be able to
@@ -47,7 +47,7 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
     Raises:
         ValueError: shapes that disagree, ``next_n`` below 1, a ``pad`` that the dtype cannot hold,
             or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: one loop of Inductor; dynamic in num_tokens, num_reqs and trailing sizes; CUDA graphs
         and export: yes.
@@ -73,24 +73,24 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
 def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> Tensor:
     """Unpack the rows of every token from a rectangle of requests.
 
-    The inverse of ``pack_seq``.
+    This op is the inverse of ``pack_seq``.
 
     Args:
         packed: Rows of every request, [num_reqs, next_n, ...], any dtype and strides.
-        query_start_loc: First token of every request and the end of the last, [num_reqs + 1],
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32, non-decreasing.
         num_tokens: Tokens of the padded batch. At least 0.
 
     Returns:
-        [num_tokens, ...] of the dtype of ``packed``, dense: token t of a request is its row t.
-        Zeros for tokens from next_n on and for padding.
+        [num_tokens, ...] of the dtype of ``packed``, dense. Token t of a request gets row t of the
+        request. Tokens from next_n on and padding are zeros.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, ``num_tokens`` below 0, more than 16383 requests, or
             several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: a search per token and a loop of Inductor; dynamic in num_tokens, num_reqs, next_n and
         trailing sizes; CUDA graphs and export: yes.

@@ -34,8 +34,8 @@ def rope_cos_sin_cache(
     """Compute the cosines and sines of the angles of every position.
 
     Ops take the table as ``cos_sin_cache``. Call this host function once per table: DeepSeek-V4 has
-    one for layers with a window only (theta 10000) and one for layers with a compressor (theta
-    160000, YaRN).
+    one table for layers with a window only (theta 10000) and one table for layers with a compressor
+    (theta 160000, YaRN).
 
     Args:
         num_positions: Rows of the table. At least 0.
@@ -56,7 +56,7 @@ def rope_cos_sin_cache(
         ValueError: a size or a number out of range, or no such device.
         TypeError: an argument of another type.
 
-    Compile: it is not an op; call it before the graph.
+    Compile: the function is not an op; call it outside of compiled code.
 
     Source: DeepSeek-V4's configuration; YaRN (Peng et al., 2023) without its attention scaling.
 
@@ -96,16 +96,16 @@ def apply_rope(
     rope_first: bool = False,
     interleaved: bool = True,
 ) -> Tensor:
-    """Rotate a part of every row, forward or back, by the angles of its position.
+    """Rotate a part of every row, forward or back, by the angles of the position.
 
     Args:
         x: Rows, [num_tokens, dim] or [num_tokens, num_heads, dim], bfloat16 or float32, any
             strides.
-        positions: Absolute position of every token, [num_tokens], int64. Rows of a position below 0
-            or past the table are not changed.
+        positions: Absolute position of every token, [num_tokens], int64. Rows at positions below 0
+            or past the end of the table are not changed.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most dim.
-        inverse: Rotate by the negative angles.
+        inverse: Whether to rotate by the negative angles.
         rope_first: Whether the first rather than the last rope_dim values of a row are rotated, as
             in the indexers of DeepSeek-V3.2 and GLM-5.
         interleaved: Whether rotated values 2 i and 2 i + 1 form pair i, rather than values i and i
@@ -119,10 +119,10 @@ def apply_rope(
 
     Raises:
         ValueError: shapes that disagree, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: one loop of Inductor, which fuses with its neighbours; on a GPU it may contract a
-        product and the sum, within float32 rounding; dynamic in num_tokens, num_heads and
+    Compile: one loop of Inductor, which fuses with its neighbours; on a GPU a product and the sum
+        may become one FMA, within float32 rounding; dynamic in num_tokens, num_heads and
         num_positions; CUDA graphs and export: yes.
 
     Source: the rotary embeddings of DeepSeek-V4 and of DeepSeek-V3.2's indexer; cosines and sines
@@ -173,34 +173,35 @@ _inverse_rope_group_quantize = define_op(
 def inverse_rope_group(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int
 ) -> Tensor:
-    """Undo the rotation of the attention output and lay its heads out in groups.
+    """Undo the rotation of the attention output, and lay its heads out in groups.
 
-    In this attention the values are the keys, so the output is rotated by the position of each key.
-    After inverse RoPE by the position of the query the output depends on distances only.
-    ``sparse_mla_decode`` does the same to its own output if it gets ``positions`` and
+    In this attention the values are the rotated keys, so the output depends on the positions of the
+    keys. After inverse RoPE by the position of the query, the output depends on distances only.
+    ``sparse_mla_decode`` applies inverse RoPE to its own output if it gets ``positions`` and
     ``cos_sin_cache``.
 
     Args:
         o: Attention output, [num_tokens, num_heads, dim], bfloat16, any strides.
-        positions: Absolute position of every query, [num_tokens], int64. Rows of a position below 0
-            or past the table are not rotated.
+        positions: Absolute position of every query, [num_tokens], int64. Rows at positions below 0
+            or past the end of the table are not rotated.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most dim.
         num_groups: Groups of heads; divides num_heads. At least 1.
 
     Returns:
         [num_tokens, num_groups, num_heads / num_groups * dim] bfloat16, dense: the heads of every
-        group side by side, each as ``apply_rope(..., inverse=True)`` makes it.
+        group side by side, each head after ``apply_rope(..., inverse=True)``.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, ``num_groups`` that does not divide num_heads, or several
             devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
-    Compile: on a GPU one kernel of ours for heads of a power of two up to 1024 values, else one
-        loop of Inductor; dynamic in num_tokens and num_positions; CUDA graphs and export: yes.
+    Compile: on a GPU one kernel of ours if the number of values per head is a power of two up to
+        1024, else one loop of Inductor; dynamic in num_tokens and num_positions; CUDA graphs and
+        export: yes.
 
     Source: DeepSeek-V4's output projection.
 
@@ -221,7 +222,7 @@ def inverse_rope_group_quantize(
 ) -> QuantizedGroups:
     """Apply ``inverse_rope_group`` and quantise the result to FP8.
 
-    There is one scale per 128 values, as a grouped matrix product takes it.
+    There is one scale per 128 values, as grouped matrix products need.
 
     Args:
         o: Attention output, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -251,13 +252,14 @@ def inverse_rope_group_quantize(
     Raises:
         ValueError: shapes that disagree, ``num_groups`` that does not divide num_heads, an unknown
             ``scale_layout``, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: on a GPU one kernel of ours, on a CPU one reduction of Inductor and a copy of the
         scales where they are padded; dynamic in num_tokens and num_positions; CUDA graphs and
-        export: yes. On a CPU rounding of the compiled rotation may change a code by one step.
+        export: yes. On a CPU, the compiled rotation may round differently, which changes a code by
+            at most one step.
 
-    Source: vLLM 0.33's inverse RoPE and quantisation; like the two separate ops it rounds to
+    Source: vLLM 0.33's inverse RoPE and quantisation; like the two separate ops, this op rounds to
         bfloat16 in between.
 
     Example:
@@ -326,10 +328,11 @@ def qnorm_rope_kv_insert(
         kv: Keys after their own RMSNorm, [num_tokens, 512], bfloat16, any strides.
         k_cache: "v4_fp8": [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``. "plain":
             [num_blocks, block_size, 512], bfloat16, from ``PlainLayout.allocate``.
-        slot_mapping: Slot of the first num_slots tokens, [num_slots], int64; at most num_tokens.
-            Keys of later tokens, and of slots below 0 and past the last block, are not written.
-        positions: Absolute position of every token, [num_tokens], int64. Rows of a position below 0
-            or past the table are not rotated.
+        slot_mapping: Slot of each of the first num_slots tokens, [num_slots], int64; num_slots is
+            at most num_tokens. Keys of later tokens, and keys with a slot below 0 or past the last
+            block, are not written.
+        positions: Absolute position of every token, [num_tokens], int64. Rows at positions below 0
+            or past the end of the table are not rotated.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, 64], float32.
         eps: Added to the mean square in the RMSNorm. Above 0.
         block_size: Rows per block. At least 1.
@@ -337,20 +340,20 @@ def qnorm_rope_kv_insert(
 
     Returns:
         A tensor like ``q``, dense: each head after RMSNorm without a weight, with its last 64
-        values rotated like in ``apply_rope``; float32 throughout, with one cast. A head whose sum
-        of squares exceeds float32 becomes 0.
+        values rotated as by ``apply_rope``, computed in float32 with one cast. A head whose sum of
+        squares exceeds float32 becomes 0.
 
     Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. The bytes are
         those of ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``),
-        bit for bit; a NaN among the rotated values is 0x7FC0. If two tokens share a slot, its bytes
-        may be a mix of both. Only this op and ``insert_c4_step`` both mutate an argument and return
-        a result, because they fuse independent parts into one launch.
+        bit for bit; a NaN among the rotated values is stored as 0x7FC0. If two tokens share a slot,
+        the slot's bytes may be a mix of both tokens'. Only this op and ``insert_c4_step`` both
+        mutate an argument and return a result, because they fuse independent parts into one launch.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, more slots than
             tokens, ``eps`` not above 0, ``block_size`` below 1, an unknown layout, or several
             devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: in place, never a copy of the cache; on CUDA one launch of our Triton kernel in the
         graph and in AOTInductor packages, on CPU loops and scatters of Inductor; dynamic in

@@ -12,7 +12,7 @@ from dsv4_ops.dispatch.define import define_op
 
 MAX_STREAMS = 8
 MAX_ITERATIONS = 64
-"""Compiled code unrolls all iterations over all entries."""
+"""Maximum iterations: compiled code unrolls all of them."""
 
 _sinkhorn = define_op(
     "sinkhorn",
@@ -29,19 +29,22 @@ def sinkhorn(
 ) -> Tensor:
     """Make almost doubly stochastic matrices from every token's logits.
 
-    The matrices mix the residual streams. A softmax over rows, plus ``eps``, is followed by
-    divisions of columns and rows in turn by their sums plus ``eps``; columns come first and last.
+    The matrices mix the residual streams. The op takes the softmax of every row and adds ``eps``.
+    Then it divides columns and rows in turn by their sums plus ``eps``; columns come first and
+    last.
 
     Args:
         logits: [num_tokens, num_streams * num_streams], float32, any strides: rows of the matrices
             one after the other.
         num_streams: Rows and columns of a matrix. At least 1, at most 8.
-        iterations: Divisions of columns; rows are divided between them. At least 1, at most 64.
+        iterations: Number of divisions of the columns; rows are divided in between. At least 1, at
+            most 64.
         eps: Added to every weight once, and to every sum. Above 0.
 
     Returns:
         float32 [num_tokens, num_streams, num_streams], dense. Columns sum to 1 up to ``eps``, rows
-        nearly so. A NaN or +inf in the logits makes its own matrix NaN, but no other one.
+        nearly so. A NaN or +inf in a token's logits makes the token's matrix NaN, but no other
+        matrix.
 
     Mutates: nothing.
 
@@ -50,8 +53,8 @@ def sinkhorn(
         TypeError: a dtype other than float32.
 
     Compile: Inductor IR, one kernel that computes all iterations in registers (on a GPU, Inductor's
-        own code takes a kernel per sum), or the formula's own ops if its derivative is needed;
-        dynamic in num_tokens; CUDA graphs and export: yes.
+        own code takes a kernel per sum), or plain torch ops if a derivative is needed; dynamic in
+        num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 

@@ -37,14 +37,14 @@ def compressed_slot_mapping(
     other tokens get -1.
 
     Args:
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
-            padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+        positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2
+            mark padding.
+        req_indices: Request of every token, [num_tokens], int32; values outside 0..num_reqs-1 mark
             padding.
         block_table: Physical block of every logical block of the compressed cache, [num_reqs,
             max_blocks], int32, any strides.
-        slot_mapping: Slot of the uncompressed token, [num_tokens], int64. A negative slot (padding,
-            a replayed token, a token of another context-parallel rank) gives -1.
+        slot_mapping: Slot of every token in the uncompressed cache, [num_tokens], int64. A negative
+            slot (padding, a replayed token, a token of another context-parallel rank) gives -1.
         block_size: Compressed rows per block. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         cp_world_size: Context-parallel ranks that share the sequence. At least 1.
@@ -52,14 +52,14 @@ def compressed_slot_mapping(
             are several ranks.
 
     Returns:
-        int64 [num_tokens]: block * block_size + row in block, or -1. It is also -1 where the row
-        lies past the table or the table entry is negative.
+        int64 [num_tokens]: block * block_size + row in the block; -1 for tokens that complete no
+        row, and where the row lies past the table or the table entry is negative.
 
     Mutates: nothing.
 
     Raises:
         ValueError: shapes that disagree, sizes out of range, several devices, or a bad interleave.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
 
     Compile: decomposes to one pointwise kernel with a masked load; dynamic in all tensor sizes;
         CUDA graphs and export: yes.

@@ -64,9 +64,9 @@ def check_plans(
     impl: str,
     widths: tuple[int, int],
 ) -> Tensor | None:
-    """Check our kernels' plan and FlashMLA's; return FlashMLA's as the op takes it.
+    """Check our kernels' plan and FlashMLA's plan; return FlashMLA's plan as a tensor.
 
-    A plan excludes other splitting settings, and must be of a kind that ``impl`` uses."""
+    With a plan, other splitting settings are refused. ``impl`` must be able to use the plan."""
     if plan is not None:
         if impl == "flash_mla":
             raise checks.error(
@@ -93,7 +93,7 @@ def _check_flash_mla_plan(
 ) -> Tensor | None:
     """Check that a plan was made for calls of these sizes; return its tensor.
 
-    With a plan of other sizes FlashMLA would read past the lists."""
+    With a plan made for other sizes, FlashMLA would read past the lists."""
     name = "flash_mla_plan"
     if plan is None:
         return None
@@ -144,7 +144,7 @@ def check_cache(
 
 
 def check_lists(checks: Checks, source: str, indices: Tensor, lens: Tensor) -> None:
-    """Check the slots in one of the two caches, and their lengths."""
+    """Check the slots in one of the two caches, and the number of slots per token."""
     checks.tensor(f"{source}_indices", indices, torch.int32, "num_tokens", f"{source}_width")
     checks.tensor(f"{source}_lens", lens, torch.int32, "num_tokens")
     checks.at_least(1, **{f"{source}_width": indices.shape[1]})
@@ -180,17 +180,17 @@ def sparse_mla_plan(
 ) -> Tensor:
     """Split the keys of a ragged decode batch into work tiles of equal size.
 
-    Without a plan ``sparse_mla_decode`` gives every token the same number of splits, so the whole
+    Without a plan, ``sparse_mla_decode`` gives every token the same number of splits, so the whole
     batch waits for its longest context. ``sparse_mla_decode_paged`` can schedule by lengths without
-    a plan, anew in every layer: over FP8 caches on Hopper, if tokens times tiles of 64 heads are at
-    least 32, tokens at most 256, and lists at least 4 blocks of 64 keys. One plan serves all layers
-    with the same lengths. Pass it as ``plan`` to ``sparse_mla_decode`` or
-    ``sparse_mla_decode_paged``, or build it with a step
-    (``dsv4_ops.attention.build_attention_step``).
+    a plan, again in every layer. It does so for FP8 caches on Hopper if there are at most 256
+    tokens, at least 32 tokens times tiles of 64 heads, and at least 4 blocks of 64 keys in a list.
+    One plan serves all layers with the same lengths. Pass the plan as ``plan`` to
+    ``sparse_mla_decode`` or ``sparse_mla_decode_paged``, or let
+    ``dsv4_ops.attention.build_attention_step`` make it.
 
     Args:
-        swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
-            0.
+        swa_lens: Rows of the window that every token sees, [num_tokens], int32; negative values
+            count as 0.
         extra_lens: Rows of the compressed cache that every token sees, [num_tokens], int32; None
             for layers that have only a window.
         num_heads: Heads of the queries that the plan is for. At least 1.
@@ -200,16 +200,17 @@ def sparse_mla_plan(
         int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
         heads, at least 1. A row is a work tile: token, split index, number of splits of the token,
         and the offset of the token's partial results in a buffer, 0 for a token with one split. The
-        order is: first splits of tokens with several splits, their extra splits, tokens with one
-        split, rows of -1. Tokens with one split are sorted by length, longest first, in classes of
-        1/14 of the longest split; ties, and tokens with several splits, keep their order. Every
-        token has at least one split, even without keys.
+        order is: the first splits of tokens with several splits, the other splits of these tokens,
+        tokens with one split, rows of -1. Tokens with one split are sorted by length, longest
+        first, in classes of 1/14 of the longest split; ties, and tokens with several splits, keep
+        their order. Every token has at least one split, even without keys.
 
-        The split size is the one with the least expected time among candidates from the mean size
-        on: the time of one split, or of all splits and program starts divided by the programs, plus
-        that of the combines. No token is split unless that saves more than a combine. Extra splits
-        are limited to the programs without a first split, or to a quarter of the programs: beyond
-        one wave an extra split costs another round.
+        The plan takes the split size with the least expected time; the smallest candidate is the
+        mean number of keys per program. The expected time is the larger of two times, plus the time
+        of the combines: the time of one full split, and the time of all splits and program starts
+        divided by the programs. No token is split if that saves less than a combine. Extra splits
+        (all but a token's first) are limited to the programs without a first split, or to a quarter
+        of the programs if that is more: beyond one wave, an extra split costs another round.
 
         A split is a share of its token's keys, not a range, so a plan made from other lengths gives
         the same attention, only with a worse balance.
@@ -221,9 +222,9 @@ def sparse_mla_plan(
             tokens.
         TypeError: a dtype other than int32.
 
-    Compile: on CUDA our Triton kernel, of one program, in the graph and in AOTInductor packages; on
-        the CPU prefix sums, which are aten calls, and the search of ``token_map``; dynamic in
-        num_tokens; CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernel with one program runs, in the graph and in AOTInductor
+        packages; on the CPU prefix sums, which are aten calls, and the search of ``token_map``;
+        dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: replaces FlashMLA's ``get_mla_metadata``.
 
@@ -262,9 +263,10 @@ def flash_mla_metadata(
 ) -> Tensor:
     """Share the keys of a sparse decode among SMs as FlashMLA does.
 
-    The keys of a token form blocks of 64: first those of its window, at least one, then those of
-    its selected rows. Parts take the tokens in order. A part takes an equal share of all blocks,
-    where every token counts as 5 extra blocks, and splits the token that it does not finish.
+    The keys of a token form blocks of 64: first the blocks of its window, at least one, then the
+    blocks of its selected rows. FlashMLA runs ``num_sm_parts`` parts, which take the tokens in
+    order. Each part takes an equal share of all blocks, where every token counts as 5 extra blocks.
+    A token that a part does not finish is split.
 
     One tensor serves all layers of a kind in a step: pass it as ``flash_mla_plan`` to
     ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` with the impl "flash_mla". FlashMLA then
@@ -277,8 +279,8 @@ def flash_mla_metadata(
             to 0..extra_width; None for layers with a window only.
         swa_width: Columns of ``swa_indices``. At least 1.
         extra_width: Columns of ``extra_indices``, or max_blocks * extra_block_size of a block
-            table; 0 without ``extra_lens``. On a CPU memory grows with num_tokens times both widths
-            / 64.
+            table; 0 without ``extra_lens``. On a CPU, memory grows with num_tokens times the sum of
+            both widths.
         num_sm_parts: Number of parts, from ``dsv4_ops.dispatch.providers.flash_mla_num_sm_parts``.
             At least 1.
 
@@ -291,7 +293,7 @@ def flash_mla_metadata(
         the exclusive prefix sum of splits with its total; the remaining numbers are 0. FlashMLA
         therefore refuses the tensor in a call with another number of tokens.
 
-        If the lengths differ from those of the call, FlashMLA silently skips keys or reads past the
+        If a call has other lengths than the plan, FlashMLA silently skips keys or reads past the
         lists.
 
     Mutates: nothing.
@@ -409,52 +411,54 @@ def sparse_mla_decode(
 ) -> SparseMla:
     """Attend to the window and to selected rows of the compressed cache.
 
-    The values are the keys.
+    Each row is both key and value.
 
     Args:
-        q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the
-            layout "plain" of any width and dtype that the caches have.
+        q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides. For the
+            layout "plain", queries have the width and dtype of the caches.
         swa_cache: Cache of the window, [num_swa_blocks, page_bytes], uint8, from
-            ``MainLayout.allocate``; or of ``PlainLayout``.
-        swa_indices: Slots of the window's rows, [num_tokens, swa_width], int32, as
-            ``swa_indices_and_lens`` gives them. Slots that do not exist are skipped.
+            ``MainLayout.allocate``, or from ``PlainLayout.allocate``.
+        swa_indices: Slots of the window's rows, [num_tokens, swa_width], int32, from
+            ``swa_indices_and_lens``. Slots that do not exist are skipped.
         swa_lens: Number of valid leading entries of ``swa_indices``, [num_tokens], int32.
         extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None, like
             the next two arguments, for a layer with only a window.
-        extra_indices: Slots of the selected rows, [num_tokens, extra_width], int32, as
-            ``indexer_select`` with ``slots`` and ``global_topk_indices_and_lens`` give them.
+        extra_indices: Slots of the selected rows, [num_tokens, extra_width], int32, from
+            ``indexer_select`` with ``slots`` or from ``global_topk_indices_and_lens``.
         extra_lens: Number of valid leading entries of ``extra_indices``, [num_tokens], int32.
         attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None. inf makes
             the output 0, -inf has no effect.
         plan: Work tiles, [num_work_tiles, 4], int32, from ``sparse_mla_plan`` for the same number
-            of tokens and heads; None: the call decides. A plan's own lengths affect only the speed.
-            Any other tensor gives undefined results, but no access out of bounds. FlashMLA does not
-            read it.
+            of tokens and heads. With None, the call chooses the splits. The lengths that the plan
+            was made from affect only the speed. A tensor that is not such a plan gives undefined
+            results, but no access out of bounds. Must be None for the impl "flash_mla".
         positions: Absolute position of every query, [num_tokens], int64, to apply inverse RoPE to
-            the output as it is computed; None, like ``cos_sin_cache``, to leave it rotated. Rows of
-            a position below 0 or past the table are not changed.
+            the output. None, together with ``cos_sin_cache``, leaves the output rotated. Rows at
+            positions below 0 or past the end of the table are not changed.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most the width of q.
-        flash_mla_plan: FlashMLA's plan: ``flash_mla_metadata`` of exactly this call's lengths,
-            [num_rows, 8], int32, which FlashMLA does not check; or a ``FlashMlaPlan`` for the sizes
-            of this call, from ``dsv4_ops.dispatch.providers.flash_mla_plan``. Only FlashMLA reads
-            it, and it excludes ``plan``.
+        flash_mla_plan: FlashMLA's plan: the result of ``flash_mla_metadata`` for exactly this
+            call's lengths, [num_rows, 8], int32, which FlashMLA does not check; or a
+            ``FlashMlaPlan`` for the sizes of this call, from
+            ``dsv4_ops.dispatch.providers.flash_mla_plan``. Only FlashMLA reads this plan, and
+            ``plan`` must then be None.
         softmax_scale: Scale of q . k, 512**-0.5 in DeepSeek-V4. Above 0.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
         num_splits: Splits of the keys of every token; 0 lets the batch or the plan decide. At least
             0, and 0 with a plan. Our kernels store the partial results of several splits as float16
-            with one scale per 64 heads: values below 2^-14 of their amax lose bits.
+            with one scale per 64 heads: values below 2^-14 of the amax of these heads lose bits.
         batch_invariant: With num_splits 0, split by the widths alone: a token's result has the same
-            bits regardless of the other tokens in the batch. It excludes a plan.
+            bits regardless of the other tokens in the batch. A plan is then refused.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition);
             "auto" runs ours, because FlashMLA was faster at no size that we measured.
 
     Returns:
-        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions`` it
-            equals, bit for bit, an eager ``inverse_rope_group`` with one group of the output
-            without ``positions``: rounded, rotated back in float32, and rounded again.
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``,
+            ``out`` is rounded, rotated back in float32, and rounded again. The bits are those of an
+            eager ``inverse_rope_group`` with one group, applied to the output without
+            ``positions``.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
             [num_tokens, num_heads], float32; -inf without any key.
 
@@ -463,20 +467,21 @@ def sparse_mla_decode(
     Raises:
         ValueError: shapes that disagree, caches that are not of the layout, a number out of range,
             a ``FlashMlaPlan`` of other sizes, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
         NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads, up
             to 8192 tokens and the layout "v4_fp8", and chooses the splits itself.
         ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
-    Compile: on CUDA our Triton kernels, one for the splits and one that combines them. On Hopper
-        with FP8 caches the first is in Gluon: graphs call an op that launches both, and packages
-        contain its binary. Float32 queries, rows other than 512 values, a rope_dim other than 64
-        and other devices get the reference (gathers and products); Inductor may then keep the
-        output in float32 until it is rotated. FlashMLA is a call of its own op, in packages too,
-        which then need that library; absent slots become -1 before the call, and inverse RoPE runs
-        after it. Without one of its plans FlashMLA plans in every call. Dynamic in num_tokens, the
-        blocks of the caches, both widths and num_positions; with dynamic sizes "auto" uses our
-        kernels. CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernels run, one for the splits and one that combines them. On
+        Hopper with FP8 caches, the kernel for the splits is in Gluon: graphs call an op that
+        launches both kernels, and packages contain the Gluon kernel's binary. Float32 queries, rows
+        that do not have 512 values, a rope_dim other than 64 and other devices get the reference
+        (gathers and products); Inductor may then keep the output in float32 until it is rotated.
+        FlashMLA is a call of its own op, in packages too, which then need that library; absent
+        slots become -1 before the call, and inverse RoPE runs after the call. Without
+        ``flash_mla_plan``, FlashMLA plans in every call. Dynamic in num_tokens, the blocks of the
+        caches, both widths and num_positions; with dynamic sizes "auto" uses our kernels. CUDA
+        graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.
         The lse of a token without keys is -inf here, +inf in FlashMLA.
@@ -561,8 +566,8 @@ def sparse_mla_decode_paged(
         swa_indices: Slots of the window's rows, [num_tokens, swa_width], int32.
         swa_lens: Number of valid leading entries of ``swa_indices``, [num_tokens], int32.
         extra_cache: Compressed cache, [num_extra_blocks, page_bytes], uint8.
-        extra_lens: Number of rows of its request that a token sees, [num_tokens], int32: (position
-            + 1) // 128. Rows past the block table or on absent blocks are skipped.
+        extra_lens: Number of compressed rows of the request that each token sees, [num_tokens],
+            int32: (position + 1) // 128. Rows past the block table or on absent blocks are skipped.
         req_indices: Request of every token, [num_tokens], int32; a token of an absent request sees
             no compressed row.
         extra_block_table: Physical block of every (request, logical block), [num_reqs, max_blocks],
@@ -570,7 +575,7 @@ def sparse_mla_decode_paged(
         attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None.
         plan: As for ``sparse_mla_decode``.
         positions: Absolute position of every query, [num_tokens], int64, to apply inverse RoPE to
-            the output; None to leave it rotated.
+            the output. None leaves the output rotated.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; None without
             ``positions``.
         flash_mla_plan: As for ``sparse_mla_decode``.
@@ -583,8 +588,8 @@ def sparse_mla_decode_paged(
         impl: As for ``sparse_mla_decode``.
 
     Returns:
-        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``
-            rotated back as for ``sparse_mla_decode``.
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``,
+            ``out`` is rotated back as for ``sparse_mla_decode``.
         lse: As for ``sparse_mla_decode``, [num_tokens, num_heads], float32.
 
     Mutates: nothing.
@@ -595,7 +600,7 @@ def sparse_mla_decode_paged(
 
     Compile: as ``sparse_mla_decode``; dynamic in num_tokens, num_reqs, max_blocks, swa_width,
         num_positions and the blocks of the caches; CUDA graphs and export: yes. The reference
-        gathers every row of the block table for every token, and FlashMLA gets a list of these
+        gathers every row of the block table for every token, and FlashMLA gets a list of all these
         rows.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` over the indices that vLLM 0.33 writes for C128.
@@ -651,7 +656,7 @@ def sparse_mla_gathered(
 
     Args:
         q: Queries, [num_tokens, num_heads, width], bfloat16 or float32.
-        kv: Keys, which are the values, [num_rows, width], the dtype of q.
+        kv: Rows, each of which is key and value, [num_rows, width], the dtype of q.
         indices: Rows of ``kv``, [num_tokens, topk], int32; rows that do not exist are skipped.
         lens: Number of valid leading entries of ``indices``, [num_tokens], int32.
         attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None.
@@ -670,7 +675,7 @@ def sparse_mla_gathered(
 
     Raises:
         ValueError: shapes that disagree, or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
         NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads and
             bfloat16 rows of 512 values; our kernel takes such rows on Hopper.
         ImportError, RuntimeError: ``impl`` is not available here; the message says why.
@@ -740,19 +745,21 @@ def sparse_mla_prefill(
 ) -> SparseMla:
     """Attend to the window and to compressed rows of the paged caches.
 
-    Needs no gathered copy, index matrix or chunks, unless a copy is faster or FlashMLA runs.
+    The op needs no gathered copy of the rows, no index matrix and no chunks, unless a copy is
+    faster or FlashMLA runs.
 
-    The window of a token is its own position and the ``window_size - 1`` before it. Compressed rows
-    are those that ``topk_indices`` selects (C4), or, without ``topk_indices``, all that the token
-    may see (C128). The op takes any batch. A program attends for one token and 64 heads. On Hopper
-    "auto" splits the keys over more programs if there are few tokens; elsewhere use
-    ``sparse_mla_decode``, which always splits, for few tokens.
+    The window of a token is its own position and the ``window_size - 1`` before it. The compressed
+    rows of a token are those that ``topk_indices`` selects (C4), or, without ``topk_indices``, all
+    rows that the token may see (C128). The op takes any batch. A program attends for one token and
+    64 heads. On Hopper, "auto" splits the keys over more programs if there are few tokens. On other
+    devices, use ``sparse_mla_decode`` for few tokens, because it always splits the keys.
 
     Args:
-        q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the
-            layout "plain" of any width and dtype that the caches have.
+        q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides. For the
+            layout "plain", queries have the width and dtype of the caches.
         swa_cache: Cache of the window, [num_swa_blocks, page_bytes], uint8, from
-            ``MainLayout.allocate``; or of ``PlainLayout``. Holds the rows of this batch already.
+            ``MainLayout.allocate``, or from ``PlainLayout.allocate``. The rows of this batch must
+            be in the cache already.
         positions: Position of every token in its request, [num_tokens], int64; -1 for padding.
         req_indices: Request of every token, [num_tokens], int32; -1 for padding.
         swa_block_table: Physical block of every (request, logical block) of the window cache,
@@ -761,9 +768,9 @@ def sparse_mla_prefill(
             the next two arguments, for a layer with only a window.
         extra_block_table: Physical block of every (request, logical block) of ``extra_cache``,
             [num_reqs, max_extra_blocks], int32.
-        topk_indices: Rows of its request that a token attends to, [num_tokens, topk], int32, as
-            ``indexer_select`` gives them. Rows that do not exist, or that the token may not see
-            yet, are skipped. None for all rows.
+        topk_indices: Rows of the request that each token attends to, [num_tokens, topk], int32,
+            from ``indexer_select``. Rows that do not exist, or that the token may not see yet, are
+            skipped. None means all rows.
         attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None.
         softmax_scale: Scale of q . k. Above 0.
         window_size: Keys of the window, the token's own included. At least 1.
@@ -778,13 +785,12 @@ def sparse_mla_prefill(
             copy where that is faster, and splits the keys if there are few tokens. The choice may
             change bits. "Faster" means GPU time: the five launches of a copy take the host 0.5 to
             0.9 ms outside of a CUDA graph. A copy needs memory for all rows in the block tables, up
-            to 2**20, and 4 bytes for each key of every token; without ``topk_indices`` these are
-            all keys in a row of the table.
+            to 2**20, and 4 bytes for each key of every token; without ``topk_indices``, a token has
+            as many keys as a row of the block table holds.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 for tokens without a key, such as
-            padding. Rotated like the values: only ``sparse_mla_decode`` can apply inverse RoPE
-            itself; here call ``inverse_rope_group`` afterwards.
+            padding. The output is rotated like the values; call ``inverse_rope_group`` afterwards.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
             [num_tokens, num_heads], float32; -inf without any key.
 
@@ -793,20 +799,21 @@ def sparse_mla_prefill(
     Raises:
         ValueError: shapes that disagree, caches that are not of the layout, a number out of range,
             or several devices.
-        TypeError: a dtype other than the ones above.
+        TypeError: a dtype other than those above.
         NotImplementedError: ``impl`` does not support the call: FlashMLA takes 64 or 128 heads, the
             layout "v4_fp8", and block tables with columns for up to 2^20 rows (a workspace of 1
             GiB); our kernel takes rows of 512 bfloat16 values.
         ImportError, RuntimeError: ``impl`` is not available here; the message says why.
 
-    Compile: on CUDA our Triton kernel in the graph and in AOTInductor packages; on Hopper, with FP8
-        caches, graphs call an op that launches our Gluon kernels, packages contain their binaries,
-        and both decide by the sizes of each call whether to copy rows; float32 queries, rows of
-        another width than 512 and other devices get the reference: gathers and matrix products.
-        FlashMLA is a call of its own op, in AOTInductor packages too, which then need that library;
-        our kernels gather the rows that the batch's tokens may see into a workspace, whose size
-        depends on the block tables' shapes, and list them. Dynamic in num_tokens, num_reqs, the
-        blocks of both tables and the blocks of the caches; CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernel runs, in the graph and in AOTInductor packages. On Hopper,
+        with FP8 caches, graphs call an op that launches our Gluon kernels, packages contain the
+        binaries of these kernels, and both graphs and packages decide by the sizes of each call
+        whether to copy rows. Float32 queries, rows of another width than 512 and other devices get
+        the reference: gathers and matrix products. FlashMLA is a call of its own op, in AOTInductor
+        packages too, which then need that library. For FlashMLA, our kernels gather the rows that
+        the batch's tokens may see into a workspace, whose size depends on the block tables' shapes,
+        and list the gathered rows. Dynamic in num_tokens, num_reqs, the blocks of both tables and
+        the blocks of the caches; CUDA graphs and export: yes.
 
     Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
         and window indices, and calls FlashMLA's ``flash_mla_sparse_fwd``.

@@ -40,20 +40,20 @@ def hyper_connection(
 ) -> HyperConnection:
     """Connect the residual streams of one block to the next.
 
-    The op mixes the streams and adds the output of the previous block, if there is one. It computes
-    every token's weights from the token's streams, then collapses and normalises the streams for
-    the next block.
+    The op mixes the streams and adds the output of the previous block, if ``block_out`` is not
+    None. It computes every token's weights from the token's streams, then collapses and normalises
+    the streams for the next block.
 
     Args:
         streams: [num_tokens, num_streams, hidden_size], bfloat16, any strides. At most 8 streams.
         fn: Projection, [num_weights, num_streams * hidden_size], float32, where num_weights =
             num_streams * (num_streams + 2): a row for each entry of pre, post and mix.
-        base: Added to the weights, [num_weights], float32.
+        base: Bias of the weights, [num_weights], float32.
         scale: Factors of the weights of pre, post and mix, [3], float32.
         norm_weight: Weight of the next block's norm, [hidden_size], float32.
-        block_out: Output of the previous block, [num_tokens, hidden_size], bfloat16; with ``post``
-            [num_tokens, num_streams] and ``mix`` [num_tokens, num_streams, num_streams], float32,
-            of the previous call.
+        block_out: Output of the previous block, [num_tokens, hidden_size], bfloat16. It requires
+            ``post`` [num_tokens, num_streams] and ``mix`` [num_tokens, num_streams, num_streams],
+            float32, from the previous call.
         iterations: As for ``sinkhorn``.
         eps: As for ``sinkhorn``; also added to pre.
         norm_eps: Added to the mean square in both norms. Above 0.
@@ -75,8 +75,7 @@ def hyper_connection(
 
     Compile: on a GPU two kernels: split-K products, then two programs per token. With a fixed
         number of at least 449 tokens (for Flash), the two programs are separate kernels. On a CPU,
-        and for derivatives, the formula's own ops. Dynamic in num_tokens; CUDA graphs and export:
-        yes.
+        and for derivatives, plain torch ops. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 
