@@ -31,22 +31,23 @@ def pool_view(pool: Tensor, layout: Layout, *, block_stride: int, offset: int = 
     """Return one layer's cache in a pool of bytes that many layers share, as in vLLM.
 
     A compiled function must have the pool as its argument and call this function itself: the graph
-    then has one input for all caches, and our ops write to it in place. Views that are arguments
-    are no substitute. ``torch.compile`` refuses them if their dtypes differ; if they hide that they
-    share memory (``torch.from_dlpack``), compiled code may write old bytes back over what another
-    layer has written, so ``check_apart`` refuses such views. ``pool_view`` is not for packages of
-    AOTInductor, which have no Python to call.
+    then has one input for all caches, and our ops write to it in place. Do not pass views as
+    arguments instead. ``torch.compile`` refuses views of one storage with different dtypes. Views
+    that hide that they share memory (``torch.from_dlpack``) compile, but the code may write old
+    bytes back over what another layer has written, so ``check_apart`` refuses such views.
+    ``pool_view`` is not for packages of AOTInductor, which have no Python to call.
 
     Args:
         pool: The bytes of all blocks, [num_blocks * block_stride] or [num_blocks, block_stride],
-            uint8, contiguous. With two dimensions, the number of blocks is a symbol of a graph for
-            all sizes, and not a quotient, which Inductor refuses as a size in loops.
+            uint8, contiguous. Pass two dimensions if the number of blocks is symbolic: in one
+            dimension that number is a quotient, which Inductor refuses as a loop size.
         layout: Layout of the cache.
         block_stride: Bytes from one block of the pool to the next, a multiple of 16.
         offset: First byte of the cache in each block, a multiple of 16.
 
     Returns:
-        The cache, [num_blocks, ...] as ``layout.allocate`` makes it; it shares the pool's memory.
+        The cache, [num_blocks, ...], with the shape and dtype of ``layout.allocate``. The cache
+        shares the pool's memory.
 
     Raises:
         ValueError, TypeError: the pool or a number is not as above, or the cache's part of a
@@ -103,7 +104,7 @@ def check_apart(**tensors: Tensor) -> None:
     """Raise if tensors share memory in a way that a compiler cannot see.
 
     Call this once with all caches that a compiled function has as arguments. Views of one storage
-    pass: ``torch.compile`` knows of them.
+    pass, because ``torch.compile`` sees that they share memory.
 
     Raises:
         ValueError: two tensors of different storages overlap, as after ``torch.from_dlpack``.

@@ -1,4 +1,5 @@
-"""One MLA layer between its linear projections whose tokens attend to selected rows."""
+"""One MLA layer with sparse attention, without its linear projections: tokens attend to selected
+rows."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def dsa_layer(
     """Insert a step's latents and indexer keys, select rows, and attend to them.
 
     Decodes and prefills are alike: every token attends, with an absorbed query, to the
-    ``index_topk`` rows that its indexer scores highest, or to all rows that it sees if there are
+    ``index_topk`` rows that its indexer scores highest, or to all rows that it sees if these are
     fewer. Ties go to the earlier row. If ranks share the cache, each rank scores its own keys with
     all heads of the indexer; ranks exchange their best keys, and merge their attention.
 
@@ -65,19 +66,20 @@ def dsa_layer(
         weights: Parameters of the layer.
         cache: Cache of the layer.
         step: From ``build_mla_step``, with the context "absorbed".
-        indexer: Projection outputs of the layer's indexer. None for a layer without one.
+        indexer: Projection outputs of the layer's indexer. None for a layer without an indexer.
         slots: The result ``slots`` of an earlier layer of the same step, for a layer without an
-            indexer, as GLM-5 has them; otherwise None.
+            indexer (GLM-5 has such layers); otherwise None.
 
     Returns:
-        ``DsaAttention(out, slots)``, dense; ``out`` in the dtype of q. 0 and -1 for padding tokens.
+        ``DsaAttention(out, slots)``, dense; ``out`` has the dtype of q. For padding tokens, ``out``
+        is 0 and all slots are -1.
 
     Mutates: ``cache``, at the slots of the step, before rows are selected.
 
     Raises:
         ValueError, TypeError: a tensor is missing or does not match ``spec``. Nothing is written.
-        NotImplementedError, ImportError, RuntimeError: ``spec.impl`` does not take the step, or is
-            not available here. Nothing is written. Backward raises NotImplementedError.
+        NotImplementedError, ImportError, RuntimeError: ``spec.impl`` does not support the step, or
+            is not available here. Nothing is written. Backward raises NotImplementedError.
 
     Example:
         >>> import torch
@@ -105,7 +107,7 @@ def dsa_layer(
     if indexer is not None:
         slots = _select(spec, indexer, weights.cos_sin_cache, cast(Tensor, cache.indexer), step)
     selected, lens = cast(Tensor, slots), step.decode_lens
-    if spec.ranks is not None:  # the other ranks have the other selected rows
+    if spec.ranks is not None:  # other ranks have the rest of the selected rows
         lens = (selected >= 0).sum(1, dtype=torch.int32)
     attended = mla_sparse(
         absorbed_queries(spec, q, weights),
@@ -168,7 +170,7 @@ def _check(
     indexer: IndexerInputs | None,
     slots: Tensor | None,
 ) -> None:
-    """Raise now the errors that an op would only raise after the insert."""
+    """Raise errors that an op would otherwise raise after the insert."""
     checks = Checks("dsa_layer")
     check_layer(checks, spec, inputs, weights, MlaCache(cache.kv), step)
     if step.prefill_start_loc is not None:

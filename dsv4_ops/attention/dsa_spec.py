@@ -23,12 +23,12 @@ from dsv4_ops.ops.mla import PROVIDERS as SPARSE_PROVIDERS
 class DsaSpec(MlaSpec):
     """Configuration shared by all layers of a model with DeepSeek sparse attention.
 
-    It has the fields of ``MlaSpec`` too; ``layout`` must be "plain" or "mla_ds_fp8", and ``query``
-    None. Ranks of ``parallel`` may have parts of the attention heads, but each has the whole
-    indexer: its queries are few, and all ranks must select the same rows.
+    The spec also has the fields of ``MlaSpec``; ``layout`` must be "plain" or "mla_ds_fp8", and
+    ``query`` must be None. Ranks of ``parallel`` may have parts of the attention heads, but each
+    rank has the whole indexer: an indexer has few heads, and all ranks must select the same rows.
 
     Args:
-        index_topk: Rows that the indexer selects for a token, which attends to no others.
+        index_topk: Rows that the indexer selects for a token. The token attends to no other rows.
         index_heads: Query heads of the indexer.
         indexer_layout: Layout tag of the indexer's keys, "v4_indexer_fp8" or "plain"; plain keys
             have the spec's dtype.
@@ -82,13 +82,14 @@ class DsaSpec(MlaSpec):
 
     @property
     def dense(self) -> MlaSpec:
-        """The spec of steps that attend to every row, which caches of index_topk tokens allow."""
+        """The spec of steps in which tokens attend to every row, as in caches of at most index_topk
+        tokens."""
         return replace(self, impl=AUTO) if self.impl in LIBRARIES else self
 
     @property
     def expands(self) -> bool:
         """Whether our kernel of ``mla_prefill`` takes expanded keys and values of these sizes, in
-        bfloat16. GLM-5's are wider."""
+        bfloat16. Those of GLM-5 are wider."""
         nope, value = self.qk_nope_head_dim, self.v_head_dim
         widths = {"q": nope + self.qk_rope_head_dim, "k_nope": nope, "v": value}
         sizes = {name: Sizes((1, 1, width), torch.bfloat16) for name, width in widths.items()}

@@ -58,20 +58,21 @@ def indexer_impl(spec: LayerSpec, q: Tensor) -> str:
 
 
 def _fixed(spec: LayerSpec, q: Tensor, impl: str, has_choice: bool) -> str:
-    """Return ``impl``, or ours if batch invariance keeps "auto" from choosing by batch size."""
+    """Return ``impl``, or "triton" if "auto" would choose by batch size but the spec is batch
+    invariant."""
     by_size = impl == AUTO and has_choice and q.device.type == "cuda"
     return TRITON if by_size and spec.batch_invariant else impl
 
 
 def check_layer_impl(layer: LayerCall, schedule: str) -> None:
-    """Raise now the errors that an op would only raise after another op has written to a cache."""
+    """Raise errors that an op would otherwise raise after another op has written to a cache."""
     spec, kind, inputs, _, _, step = layer
     impl, q = spec.impl, inputs.q
     parts = 1 if spec.ranks is None or kind == "window" else spec.ranks.head_parts
     if parts > 1:  # a view with the shape of the gathered queries
         q = q[:, :1].expand(-1, q.shape[1] * parts, -1)
     check_device(_OP, impl, q.device)
-    if impl in LIBRARIES and not torch.compiler.is_compiling():  # under compile the lowering checks
+    if impl in LIBRARIES and not torch.compiler.is_compiling():  # the lowering checks it
         require(_OP, impl)
     if impl == TRITON:
         _check_ours(layer)
@@ -94,7 +95,7 @@ def check_layer_impl(layer: LayerCall, schedule: str) -> None:
 
 
 def _check_plans(spec: LayerSpec, q: Tensor, kind: str, step: AttentionStep, parts: int) -> None:
-    """Check the plans of a layer under the schedule "decode", ours and FlashMLA's."""
+    """Check our plan and FlashMLA's plan of a layer under the schedule "decode"."""
     metadata = flash_mla_plan_of(step, kind)
     if metadata is not None:
         name = "step.flash_mla_plan" if kind == "window" else f"step.{kind}.flash_mla_plan"
@@ -136,7 +137,7 @@ def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
 def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor, parts: int) -> None:
     """Check that the op will use the plan, and that it was made for this many tokens and heads.
 
-    The op itself accepts a plan for fewer tokens, which leaves the last ones without work tiles.
+    The op itself accepts a plan for fewer tokens, which leaves the last tokens without work tiles.
     """
     name, num_tokens, num_heads = "step.c128.plan", q.shape[0], int(q.shape[1])
     ignored = f"for impl {FLASH_MLA!r}" if spec.impl == FLASH_MLA else ""

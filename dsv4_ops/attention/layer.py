@@ -61,21 +61,21 @@ def attention_layer(
             the schedule "decode": the plan of another step with the same number of tokens gives the
             same attention, with a worse balance.
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
-            "prefill" is for many tokens and reads the block tables (``sparse_mla_prefill``). Either
-            takes any batch; their results agree up to rounding. If ranks share the rows, both mean
-            "decode". For bfloat16 output of the model's sizes, "decode" fuses the inverse RoPE;
-            otherwise the inverse RoPE is a kernel of its own.
+            "prefill" is for many tokens and reads the block tables (``sparse_mla_prefill``). Both
+            take any batch, and their results agree up to rounding. If ranks share the rows,
+            "prefill" runs as "decode". "decode" fuses the inverse RoPE if the output is bfloat16
+            and has DeepSeek-V4's sizes; otherwise the inverse RoPE is a kernel of its own.
         state_rings: Whether the step may overwrite compressor states that it also reads, as in
             short rings. If every request has at most the cache's ``next_n`` tokens, pass False:
             states are then saved without a launch of their own, and a "c4" decode with FP8 caches
             does all its inserts in one launch (``insert_c4_step``).
-        save_first: Whether compressor states are saved before any is read; it needs
+        save_first: Whether all compressor states are saved before any state is read; requires
             ``state_rings=False``. Pass True if requests may share blocks that one request fills in
-            this step, as in a prefix cache: otherwise compressed rows may be wrong. Without shared
-            blocks the result is the same, bit for bit, with one launch more per compressor. A
-            decode step never needs it if shared prefixes end at multiples of both ratios and every
-            request has fewer tokens than ``c4_ratio``: only the token that completes the first
-            window after the prefix reads its states.
+            this step, as in a prefix cache: with False, compressed rows may then be wrong. Without
+            shared blocks, True gives the same bits and takes one launch more per compressor. A
+            decode step never needs True if shared prefixes end at multiples of both ratios and
+            every request has fewer tokens than ``c4_ratio``: only the token that completes the
+            first window after the prefix reads states of the prefix.
 
     Returns:
         The input of the grouped output projection after inverse RoPE, [num_tokens, num_groups,
@@ -86,7 +86,7 @@ def attention_layer(
 
     Raises:
         ValueError, TypeError: a tensor is missing or does not match ``spec``; a plan is for another
-            number of tokens or heads, or would be ignored. Nothing is written.
+            number of tokens or heads, or the layer would ignore it. Nothing is written.
         NotImplementedError, ImportError, RuntimeError: ``spec.impl`` does not support the layer, or
             is not available here. Nothing is written. Backward raises NotImplementedError.
 
@@ -211,8 +211,8 @@ def insert_window(layer: LayerCall) -> Tensor:
 def insert_compressed(
     layer: LayerCall, state_rings: bool, save_first: bool = False, *, indexer: bool = False
 ) -> None:
-    """Insert the compressed rows (or the ``indexer``'s keys) that the step completes, and save
-    their compressor's states. With state rings, save only after all states are read."""
+    """Insert the compressed rows (or the ``indexer``'s keys) that the step completes, and save the
+    compressor's states. With state rings, save only after all states are read."""
     spec, kind, inputs, weights, caches, step = layer
     group = step.c4 if kind == "c4" else step.c128
     layout = spec.indexer_layout if indexer else spec.layout
@@ -242,7 +242,7 @@ def insert_compressed(
 
 
 def indexer_query(layer: LayerCall) -> IndexerQuery:
-    """Return the indexer's rotated queries, in FP8 if its keys are, and its weights."""
+    """Return the indexer's rotated queries, in FP8 if its keys are in FP8, and its head weights."""
     spec, _, inputs, weights, _, step = layer
     q, head_weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
     table = weights.cos_sin_cache
@@ -265,8 +265,8 @@ def _index_scale(layer: LayerCall) -> float | None:
 def select(layer: LayerCall, query: IndexerQuery, *, slots: bool) -> Tensor:
     """Select the top-k rows of every token, int32 [num_tokens, index_topk].
 
-    Returns cache ``slots`` for ``attend_decode``, or row indices within the request for
-    ``attend_prefill``.
+    With ``slots``, the result holds cache slots, for ``attend_decode``; otherwise row numbers
+    within the request, for ``attend_prefill``.
     """
     spec, step = layer.spec, layer.step
     tokens = (step.positions, step.req_indices, step.c4.block_table)
@@ -285,7 +285,7 @@ def select(layer: LayerCall, query: IndexerQuery, *, slots: bool) -> Tensor:
 
 
 def _check(layer: LayerCall) -> None:
-    """Raise now the errors that an op would only raise after another op has written to a cache."""
+    """Raise errors that an op would otherwise raise after another op has written to a cache."""
     spec, kind, inputs, weights, caches, step = layer
     check_kind("attention_layer", kind)
     checks = Checks("attention_layer")

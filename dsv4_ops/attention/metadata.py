@@ -28,8 +28,8 @@ COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "triton.enable_pdl": True
 """Inductor options with the most stable GPU latency up to 512 tokens.
 
 By default, Inductor times the first batch to choose one of two block sizes. If that batch is small,
-noise may choose the one that is 2x slower on large batches. Programmatic dependent launch (Hopper
-and later) overlaps consecutive kernels.
+noise may choose the block size that is 2x slower on large batches. Programmatic dependent launch
+(Hopper and later) overlaps consecutive kernels.
 """
 
 _ROW_MULTIPLE = 128
@@ -88,12 +88,12 @@ class AttentionSpec:
 
     @classmethod
     def deepseek_v4_flash(cls, *, next_n: int = 1, max_model_len: int = 1048576) -> AttentionSpec:
-        """DeepSeek-V4-Flash: top-512."""
+        """Return the spec of DeepSeek-V4-Flash, with top-512."""
         return cls(index_topk=512, next_n=next_n, max_model_len=max_model_len)
 
     @classmethod
     def deepseek_v4_pro(cls, *, next_n: int = 1, max_model_len: int = 1048576) -> AttentionSpec:
-        """DeepSeek-V4-Pro: top-1024."""
+        """Return the spec of DeepSeek-V4-Pro, with top-1024."""
         return cls(index_topk=1024, next_n=next_n, max_model_len=max_model_len)
 
     @property
@@ -126,9 +126,9 @@ class AttentionSpec:
 class BlockTables:
     """Hold the block tables of the cache groups.
 
-    int32 [num_reqs, max_blocks of the group] each.
+    Each table is int32 [num_reqs, max_blocks of the group].
 
-    A block of ``swa`` covers ``swa_block_size`` positions, and one of ``c4`` or ``c128`` covers
+    A block of ``swa`` covers ``swa_block_size`` positions. A block of ``c4`` or ``c128`` covers
     ``block_tokens`` positions.
     """
 
@@ -146,7 +146,9 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class DecodeMetadata(_Tensors):
-    """Metadata of a decode step, [num_tokens, ...] each; padding rows are defined.
+    """Metadata of a decode step; every field is [num_tokens, ...].
+
+    Rows of padding tokens have defined values too.
 
     Attributes:
         req_indices: Request of the token, int32; -1 for padding.
@@ -177,8 +179,8 @@ class DecodeMetadata(_Tensors):
 class PrefillMetadata(_Tensors):
     """Metadata of a step with prefills; decodes come first in the batch.
 
-    The fields of ``DecodeMetadata`` except ``c128_indices``, which would take gigabytes for a long
-    prefill (kernels walk the block table instead), and these, all int32:
+    It has the fields of ``DecodeMetadata`` except ``c128_indices``, which would take gigabytes for
+    a long prefill: kernels walk the block table instead. The fields below are added, all int32.
 
     Attributes:
         split: Decodes, prefills, decode tokens, prefill tokens, [4].
@@ -223,15 +225,16 @@ def build_decode_metadata(
 
     Args:
         spec: The model's attention configuration.
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
             padding request.
         slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
             that write nothing.
         block_tables: Block tables of every cache group.
         is_valid_token: False for tokens to treat as padding, [num_tokens], bool. If None, tokens
-            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). To attend without
-            writing, pass True and no slot.
+            without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A token with True but
+            no slot attends and writes nothing.
 
     Returns:
         ``DecodeMetadata`` with num_tokens rows.
@@ -290,8 +293,9 @@ def build_prefill_metadata(
         is_valid_token: As for ``build_decode_metadata``.
         max_chunks: Capacity of the chunk plan, from ``AttentionSpec.max_chunks``.
         num_decodes: Leading requests that the chunk plan skips. None skips the batch's decodes, as
-            counted in ``split`` of the result. An int or an int32 tensor sets another number (the
-            result of ``split_decodes_and_prefills`` with another threshold, or its first entry).
+            counted in ``split`` of the result. To skip another number, pass an int or an int32
+            tensor whose first entry is the number, such as the result of
+            ``split_decodes_and_prefills`` with another threshold.
 
     Returns:
         ``PrefillMetadata`` with num_tokens rows.
@@ -353,7 +357,7 @@ def token_slots(
 ) -> Tensor:
     """Compute the slots of tokens in a cache with one row per token.
 
-    Stores every token that exists; with ``slot_mapping``, only tokens that have a slot in it.
+    Every token that exists gets a slot; with ``slot_mapping``, only tokens that have a slot there.
     """
     stored = tokens.positions if slot_mapping is None else slot_mapping
     sizes = {"block_size": block_size, "compress_ratio": 1}

@@ -62,8 +62,8 @@ def mla_layer(
     Raises:
         ValueError, TypeError: a tensor is missing or does not match ``spec``, or the process group
             does not match ``spec.parallel``. Nothing is written.
-        NotImplementedError, ImportError, RuntimeError: ``spec.impl`` does not take the step, or is
-            not available here. Nothing is written. Backward raises NotImplementedError.
+        NotImplementedError, ImportError, RuntimeError: ``spec.impl`` does not support the step, or
+            is not available here. Nothing is written. Backward raises NotImplementedError.
 
     Example:
         >>> import torch
@@ -89,7 +89,7 @@ def mla_layer(
     if num_tokens == 0:
         return q.new_zeros(0, spec.num_heads * spec.v_head_dim)
     token = torch.arange(num_tokens, device=q.device)
-    # indices, not slices, which would compare capacity and num_tokens
+    # indices, because a slice would make the graph compare capacity and num_tokens
     first = torch.arange(capacity, device=q.device).clamp(max=num_tokens - 1)
     decoded = attend_absorbed(spec, q.index_select(0, first), weights, cache, step)
     decoded = decoded.index_select(0, token.clamp(max=capacity - 1))
@@ -132,7 +132,8 @@ def attend_absorbed(
 
 
 def absorbed_queries(spec: MlaSpec, q: Tensor, weights: MlaWeights) -> Tensor:
-    """Return the absorbed queries for rotated ones: of all heads, even if each rank has a part."""
+    """Absorb rotated queries. If each rank has a part of the heads, gather the queries of all
+    heads."""
     nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
     absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t, weights.q_scale), spec.ranks
     if ranks is not None and ranks.shards_heads:
@@ -141,15 +142,15 @@ def absorbed_queries(spec: MlaSpec, q: Tensor, weights: MlaWeights) -> Tensor:
 
 
 def attended_values(spec: MlaSpec, attended: MlaAttention, weights: MlaWeights) -> Tensor:
-    """Return the values of this rank's heads, [num_tokens, num_heads * v_head_dim], from attention
-    to its rows, merged with that of the ranks that have the other rows."""
+    """Merge this rank's attention with the attention of the other ranks to their rows; return the
+    values of this rank's heads, [num_tokens, num_heads * v_head_dim]."""
     ranks = spec.ranks
     if ranks is not None and ranks.shards_heads:
         attended = MlaAttention(*cp_combine(*attended, ranks.group, via=ranks.via))
-    up = mla_v_up(attended.out.to(spec.dtype), weights.w_uv)  # codes give bfloat16
+    up = mla_v_up(attended.out.to(spec.dtype), weights.w_uv)  # for FP8 queries, out is bfloat16
     if ranks is None or ranks.shards_heads:
         return up
-    # values are a quarter as wide as latents, so ranks exchange them after the expansion
+    # ranks exchange values, after the expansion, because values are a quarter as wide as latents
     values = up.unflatten(-1, (spec.num_heads, spec.v_head_dim))
     return merge_states(*every_rank(values, attended.lse, ranks)).out.flatten(1)
 
@@ -163,7 +164,8 @@ def attend_expanded(
     cache: MlaCache,
     step: MlaStep,
 ) -> Tensor:
-    """Attend to expanded keys and values: the contexts', chunk by chunk, then the step's own."""
+    """Attend to expanded keys and values: those of the step, then those of the contexts, chunk by
+    chunk."""
     start_loc = cast(Tensor, step.prefill_start_loc)
     w_kv_b = cast(Tensor, weights.w_kv_b)
     heads = (spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
@@ -184,12 +186,12 @@ def attend_expanded(
     out, lse = attend(expand(kv_c), k_pe, start_loc, True)
     if step.chunk_slots is not None:
         chunks = cast(ContextChunks, step.chunks)
-        merged = (out.to(torch.float32), lse)  # float32 until the last chunk
+        merged = (out.to(torch.float32), lse)  # kept in float32 until the last chunk
         for chunk in range(step.chunk_slots.shape[0]):
             rows = _context_rows(spec, cache, step, chunk)
             latent, rope = rows.split((spec.kv_lora_rank, spec.qk_rope_head_dim), -1)
             bounds = chunks.cu_seq_lens[chunk]
-            if chunk == 0:  # the fullest one: expanding all rows takes 2/3 of the time
+            if chunk == 0:  # the fullest chunk: a product of all rows takes 2/3 of the time
                 expanded = expand(latent)
             else:
                 expanded = mla_expand_kv(latent, w_kv_b.unflatten(0, heads), bounds[-1:])
@@ -200,8 +202,8 @@ def attend_expanded(
 
 
 def _context_rows(spec: MlaSpec, cache: MlaCache, step: MlaStep, chunk: int) -> Tensor:
-    """Gather the context rows of a chunk in position order, in the spec's dtype; unused rows are
-    0."""
+    """Gather the context rows of a chunk in the order of their positions, in the spec's dtype;
+    unused rows are 0."""
     slots, size = cast(Tensor, step.chunk_slots)[chunk], spec.block_size
     if spec.ranks is None:
         rows = mla_gather_kv(cache.kv, slots, cache.scale, block_size=size, layout=spec.layout)
@@ -225,7 +227,7 @@ def check_layer(
     cache: MlaCache,
     step: MlaStep,
 ) -> None:
-    """Raise now the errors that an op would only raise after the insert."""
+    """Raise errors that an op would otherwise raise after the insert."""
     heads, nope, rope = spec.num_heads, spec.qk_nope_head_dim, spec.qk_rope_head_dim
     rank, value = spec.kv_lora_rank, spec.v_head_dim
     checks.tensor("inputs.q", inputs.q, spec.dtype, "num_tokens", heads, nope + rope)
@@ -252,7 +254,7 @@ def check_layer(
     checks.tensor("step.positions", step.positions, torch.int64, "num_tokens")
     op, device = checks.op, inputs.q.device
     check_device(op, spec.impl, device)
-    # under compile the lowering checks
+    # under compile, the lowering checks this
     if spec.impl in LIBRARIES and not torch.compiler.is_compiling():
         require(op, spec.impl)
     spec.check_impl(op, step.decode_lens.shape[0])

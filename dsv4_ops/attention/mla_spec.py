@@ -45,9 +45,9 @@ class MlaSpec:
         num_heads: Query heads of this rank.
         softmax_scale: Scale of the attention logits, including YaRN's squared mscale if the model
             has one.
-        qk_nope_head_dim: Values of a query or key head that RoPE leaves alone.
-        qk_rope_head_dim: Values of a query head, and of the key part that heads share, that RoPE
-            rotates.
+        qk_nope_head_dim: Values of a query or key head that RoPE does not rotate.
+        qk_rope_head_dim: Values that RoPE rotates in a query head, and in the key part that all
+            heads share.
         v_head_dim: Values of a value head.
         kv_lora_rank: Values of the latent.
         block_size: Rows per block of the cache.
@@ -58,17 +58,20 @@ class MlaSpec:
             stay in ``dtype``.
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
         context: "absorbed" or "chunked"; see ``break_even``.
-        max_decode_tokens: "chunked": maximum decode tokens per step; later ones are computed with
-            the prefills.
-        workspace_rows: "chunked": context rows per chunk; ``mla_workspace_rows`` suggests a number.
-        max_chunks: "chunked": maximum chunks per step; 0 if no request has a context.
+        max_decode_tokens: With the context "chunked", maximum decode tokens per step; later decode
+            tokens are computed with the prefills.
+        workspace_rows: With "chunked", context rows per chunk; ``mla_workspace_rows`` suggests a
+            number.
+        max_chunks: With "chunked", maximum chunks per step; 0 if no request has a context.
             ``max_context_chunks`` computes a bound. Every layer expands all ``workspace_rows`` rows
             of the first chunk, even if it is empty, and only the used rows of later chunks. Tokens
             do not attend to contexts past the last chunk: if contexts may be that long, read
             ``MlaStep.chunks.num_chunks``.
         chunk_plan: "packed" or "equal"; as for ``context_chunks``.
-        batch_invariant: Whether the splits of a decode depend on its own length alone.
-        impl: Implementation of attention, for the ops that have it; "auto" picks the fastest.
+        batch_invariant: Whether a decode token's result is bit-identical regardless of the other
+            tokens in the batch.
+        impl: Implementation of attention, for the ops that have this implementation; "auto" picks
+            the fastest one.
         parallel: Ranks that share the cache of every sequence; None if each rank has its own.
     """
 
@@ -196,7 +199,8 @@ class MlaSpec:
 
     @classmethod
     def deepseek_v3(cls, **changed: Any) -> MlaSpec:
-        """DeepSeek-V3 and R1: 128 heads, YaRN of factor 40; ``changed`` overrides fields."""
+        """Return the spec of DeepSeek-V3 and R1: 128 heads, YaRN of factor 40; ``changed``
+        overrides fields."""
         scale = 192**-0.5 * (0.1 * math.log(40.0) + 1.0) ** 2
         return cls(**{"num_heads": 128, "softmax_scale": scale, **changed})
 
@@ -217,7 +221,7 @@ class MlaSpec:
 
     @property
     def block_tokens(self) -> int:
-        """Positions whose rows share a block index, on all ranks together."""
+        """Positions per block of the block table, on all ranks together."""
         return self.block_size * self.cp_world_size
 
     @property
@@ -229,10 +233,10 @@ class MlaSpec:
     def break_even(self) -> int:
         """Query tokens per request above which expanding a context takes less work: 171 for V3.
 
-        An absorbed query takes 2 * kv_lora_rank + qk_rope_head_dim products per key and head. An
-        expanded one takes qk_nope_head_dim + qk_rope_head_dim + v_head_dim, plus the expansion of
-        the key. With fewer query tokens, or if absorbed queries are no wider than expanded ones,
-        "absorbed" is cheaper.
+        An absorbed query takes 2 * kv_lora_rank + qk_rope_head_dim multiplications per key and
+        head. An expanded query takes qk_nope_head_dim + qk_rope_head_dim + v_head_dim, plus the
+        expansion of the key. With fewer query tokens, or if absorbed queries are no wider than
+        expanded queries, "absorbed" is cheaper.
         """
         expanded = self.qk_nope_head_dim + self.v_head_dim
         saved = 2 * self.kv_lora_rank - expanded

@@ -20,7 +20,9 @@ from dsv4_ops.ops.mla_context import context_chunks
 
 @dataclass(frozen=True)
 class MlaStep:
-    """Metadata of a step for all dense MLA layers; padding rows are defined.
+    """Metadata of a step for all dense MLA layers.
+
+    Rows of padding tokens have defined values too.
 
     With the context "absorbed", every token counts as a decode: max_decode_tokens is num_tokens,
     and the fields from ``counts`` to ``chunk_rows`` are None.
@@ -28,15 +30,15 @@ class MlaStep:
     Attributes:
         req_indices: Request of the token, [num_tokens], int32; -1 for padding.
         positions: Position of the token, [num_tokens], int64; -1 for padding.
-        slot_mapping: Slot in the cache, [num_tokens], int64; -1 for tokens that write nothing here,
-            such as those of other ranks.
+        slot_mapping: Slot in the cache, [num_tokens], int64; -1 for tokens that write nothing on
+            this rank, such as tokens of other ranks.
         decode_lens: Rows of this rank that each decode token sees, [max_decode_tokens], int32; 0
             for padding.
         decode_req_indices: Request of each decode token, [max_decode_tokens], int32.
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
         decode_start_loc: First decode token of every request and one past the last, [num_reqs + 1],
-            int32; None if no request has several decode tokens, which could share reads of its
-            rows.
+            int32: decode tokens of one request can share reads of its rows. None if no request has
+            several decode tokens.
         counts: Decodes, prefills, decode tokens, prefill tokens, [4], int32; the decode tokens are
             at most max_decode_tokens.
         prefill_start_loc: First prefill token of every request and one past the last,
@@ -81,8 +83,8 @@ def build_mla_step(
 
     Args:
         spec: The model's attention configuration.
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
-            Decodes should come first: a decode after a prefill is computed as a prefill.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32. Decodes should come first: a decode after a prefill is computed as a prefill.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
             padding request.
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
@@ -140,8 +142,8 @@ def mla_step_of_tokens(
         ``MlaStep`` with num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as ``build_mla_step``; or a chunked context needs bounds that are
-            None.
+        ValueError, TypeError: as ``build_mla_step``; or the context is "chunked", and
+            ``query_start_loc`` or ``seq_lens`` is None.
     """
     lens = (tokens.positions + 1).to(torch.int32)
     if spec.cp_world_size == 1:
@@ -164,7 +166,8 @@ def mla_step_of_tokens(
             block_size=spec.block_size,
             **ranks,
         )
-        lens = cp_seq_lens(lens, cp_rank, **ranks)  # per token, not shifted from the last token's
+        # one call for all tokens: a rank's count does not grow by 1 per token
+        lens = cp_seq_lens(lens, cp_rank, **ranks)
     step = MlaStep(
         req_indices=tokens.req_indices,
         positions=tokens.positions,
@@ -191,7 +194,7 @@ def mla_step_of_tokens(
 def _with_prefills(
     spec: MlaSpec, step: MlaStep, query_start_loc: Tensor, seq_lens: Tensor
 ) -> MlaStep:
-    """Split off the decodes; the requests after them expand their context."""
+    """Separate the decodes, and plan the chunks of the other requests' contexts."""
     num_tokens = step.positions.shape[0]
     counts = split_decodes_and_prefills(query_start_loc, decode_threshold=spec.next_n)
     num_decode_tokens = counts[2].clamp(max=spec.max_decode_tokens)

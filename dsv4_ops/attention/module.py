@@ -14,12 +14,13 @@ from dsv4_ops.core.types import QuantizedGroups
 
 
 class AttentionLayer(nn.Module):
-    """Run ``attention_layer`` with its own parameters and caches.
+    """A module that holds an attention layer's parameters and caches.
 
-    The caches are non-persistent buffers.
+    ``forward`` runs ``attention_layer``. The caches are non-persistent buffers.
 
     CUDA graphs and AOTInductor packages write the caches in place. The float32 parameters are those
-    of ``LayerWeights`` that the kind has; norm weights are initialised to 1, all others to 0.
+    of ``LayerWeights`` that the kind has; norm weights are initialised to 1, all other parameters
+    to 0.
 
     Args:
         spec: The model's attention configuration.

@@ -42,7 +42,7 @@ def attend_decode(
 ) -> SparseMla:
     """Split-KV attention for few tokens; C4 layers attend to the ``selected`` slots.
 
-    ``selected`` also has an upper bound of the slots per token.
+    ``selected`` holds the slots, and an upper bound of the number of slots per token.
     """
     spec, kind, _, weights, caches, step = layer
     attn_sink = weights.attn_sink if sink else None
@@ -99,7 +99,8 @@ def attend_prefill(layer: LayerCall, q: Tensor, selected: Tensor | None) -> Tens
 
 
 def group_output(layer: LayerCall, out: Tensor, *, inverse_rope: bool) -> Tensor | QuantizedGroups:
-    """Group the output for its projection; a view if the kernel applied the inverse RoPE."""
+    """Group the output for the output projection; return a view if the attention kernel applied the
+    inverse RoPE."""
     groups, layout = layer.spec.num_groups, layer.spec.scale_layout
     angles = (layer.step.positions, layer.weights.cos_sin_cache)
     if layout is not None:

@@ -36,8 +36,9 @@ class ContextParallel:
         world_size: Number of ranks; ``of`` reads it from the group. 1 disables the parallelism.
         interleave: Consecutive rows on one rank; divides the rows per block.
         via: How ranks combine their attention, as for ``cp_combine``. If every rank keeps all
-            heads, ranks gather attention instead. "symmetric_memory" serves this gather and those
-            of a decode step's queries and indexer candidates; other values mean an all-gather.
+            heads, ranks gather attention instead. "symmetric_memory" is also used for this gather,
+            and to gather a decode step's queries and indexer candidates; with other values these
+            are all-gathers.
         shards_heads: Whether each rank has a part of the query heads (tensor parallelism of the
             projections around the attention). Ranks then gather the queries of all heads, and each
             rank gets the output of its own heads. Otherwise each rank has all heads, gathers every
@@ -99,7 +100,7 @@ class ContextParallel:
 
     @property
     def turn(self) -> int:
-        """Rows after which it is the first rank's turn again."""
+        """Rows in which every rank has one turn."""
         return self.world_size * self.interleave
 
     def rank(self, device: torch.device | str | None = None) -> Tensor:
@@ -107,7 +108,8 @@ class ContextParallel:
         return torch.tensor([group_rank(self.group)], dtype=torch.int32, device=device)
 
     def check(self, op: str, row_bytes: int, device: torch.device) -> None:
-        """Raise an error that names ``op`` if the group does not match, or cannot merge attention.
+        """Raise an error that names ``op`` unless the group has ``world_size`` ranks and can merge
+        their attention.
 
         Attention has ``row_bytes`` bytes per head and is on ``device``."""
         size = process_group_size(op, self.group)
@@ -125,7 +127,7 @@ class ContextParallel:
     def agree(self, op: str, what: str, device: torch.device | str, **values: Any) -> None:
         """Raise on every rank if any of ``values`` differs between ranks, because steps would hang.
 
-        Synchronises with the host: call it at setup, not in a step.
+        The method synchronises with the host: call it at setup, not in a step.
 
         Args:
             op: Public function to name in the error.

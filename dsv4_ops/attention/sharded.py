@@ -27,8 +27,8 @@ from dsv4_ops.ops.mla_context import merge_states
 def select_own(
     layer: LayerCall, ranks: ContextParallel, query: IndexerQuery
 ) -> tuple[Tensor, Tensor]:
-    """Select the rows that a GPU with all rows would select; return the slots of those that this
-    rank stores, and how many each token has."""
+    """Select the rows that a GPU with all rows would select; return the slots of the selected rows
+    that this rank stores, and their number per token."""
     spec, step = layer.spec, layer.step
     keys = RankKeys(
         cache=cast(Tensor, layer.caches.indexer),

@@ -37,7 +37,7 @@ class RankKeys:
         req_indices: Request of each token, [num_tokens], int32.
         block_table: Blocks of every request, [num_reqs, max_blocks], int32.
         cp_rank: This rank, [1], int32.
-        schedule: DeepGEMM's schedule of these lengths, or None.
+        schedule: DeepGEMM's schedule for ``lens``, or None.
     """
 
     cache: Tensor
@@ -59,8 +59,8 @@ def select_shared(
     max_logits_bytes: int,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """Select the rows that a GPU with all rows would select; return the slots of those here,
-    [num_tokens, topk], and how many each token has."""
+    """Select the rows that a GPU with all rows would select; return the slots of the selected rows
+    on this rank, [num_tokens, topk], and their number per token."""
     if ranks.shards_index_heads:
         query = _all_heads(query, ranks)
     settings: dict[str, Any] = {
@@ -83,8 +83,8 @@ def select_shared(
 
 
 def _all_heads(query: IndexerQuery, ranks: ContextParallel) -> IndexerQuery:
-    """Gather queries and head weights of all ranks, both in one all-gather of bytes or one
-    kernel."""
+    """Gather the queries and head weights of all ranks together, in one all-gather of bytes or in
+    one kernel."""
     own = (query.q, query.weights[..., None])
     if ranks.gathers_via == "symmetric_memory":
         q, weights = gather_each("cp_gather_heads", own, ranks.group, dim=1, via=ranks.gathers_via)
@@ -109,8 +109,8 @@ def _candidates(
 ) -> tuple[Tensor, Tensor]:
     """Select the rank's best rows; return their scores and local rows, [num_tokens, topk].
 
-    Unlike ``indexer_select`` this materialises the logits, for as many tokens at a time as fit into
-    ``max_logits_bytes`` if the sizes are not symbolic.
+    Unlike ``indexer_select``, this function stores the logits. Unless sizes are symbolic, it stores
+    at most ``max_logits_bytes`` at a time.
     """
     num_tokens, num_rows = query.q.shape[0], keys.block_table.shape[1] * block_size
     tensors = (*query, keys.lens, keys.req_indices)

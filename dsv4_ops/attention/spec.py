@@ -32,7 +32,8 @@ class LayerSpec:
     """Configuration shared by all attention layers of a model.
 
     Args:
-        attention: Window, ratios, block sizes and top-k: the part that step metadata depends on.
+        attention: Window, ratios, block sizes and top-k: the settings that step metadata depends
+            on.
         num_groups: Head groups of the output projection.
         head_dim: Values per key; 512 for the layout "v4_fp8".
         rope_dim: Trailing values of keys and indexer keys that RoPE rotates; 64 for "v4_fp8".
@@ -54,17 +55,17 @@ class LayerSpec:
             "reference" or "auto". With "auto", and where an op lacks the named implementation, the
             fastest one runs; with ``batch_invariant``, our kernels run.
         schedule_sms: SMs for which a step builds the DeepGEMM schedule that its C4 layers share:
-            ``providers.deep_gemm_num_sms()``. 0: each layer builds its own. Requires impl
-            "deep_gemm".
+            ``providers.deep_gemm_num_sms()``. With 0, each layer builds its own schedule. Requires
+            impl "deep_gemm".
         sm_parts: SM parts for which a step builds FlashMLA's tile scheduler metadata, once per
             layer kind, for the schedule "decode": ``providers.flash_mla_num_sm_parts(num_heads)``.
-            0: each layer builds its own. Requires impl "flash_mla".
+            With 0, each layer builds its own metadata. Requires impl "flash_mla".
         parallel: Ranks that share the compressed rows and indexer keys of every request; None if
             each rank has its own rows and keys. Every rank stores all windows and compressor
             states. If ranks shard heads, ``num_groups`` and the heads of queries and sink count one
             rank's part; the indexer's heads always count all ranks.
         kinds: Kinds of the model's layers. A step makes plans for these kinds; a layer of another
-            kind makes its own in every call.
+            kind makes a plan in every call.
     """
 
     attention: AttentionSpec = field(default_factory=AttentionSpec)
@@ -164,7 +165,7 @@ class LayerSpec:
                     )
 
     def _check_sizes(self, checks: Checks) -> None:
-        """Check the sizes that FP8 keys and FP8 outputs fix."""
+        """Check the sizes for which FP8 keys or FP8 outputs allow only one value."""
         checks.divides("a pair", 2, "rope_dim", self.rope_dim)
         for name in ("head_dim", "index_head_dim"):
             most = self.head_dim if name == "head_dim" else IndexerLayout.head_dim
@@ -194,7 +195,8 @@ class LayerSpec:
     def deepseek_v4_flash(
         cls, *, next_n: int = 1, max_model_len: int = 1048576, **changed: Any
     ) -> LayerSpec:
-        """DeepSeek-V4-Flash: 64 heads in 8 groups, top-512; ``changed`` overrides fields."""
+        """Return the spec of DeepSeek-V4-Flash: 64 heads in 8 groups, top-512; ``changed``
+        overrides fields."""
         attention = AttentionSpec.deepseek_v4_flash(next_n=next_n, max_model_len=max_model_len)
         return cls(attention=attention, **{"num_groups": 8, **changed})
 
@@ -202,7 +204,8 @@ class LayerSpec:
     def deepseek_v4_pro(
         cls, *, next_n: int = 1, max_model_len: int = 1048576, **changed: Any
     ) -> LayerSpec:
-        """DeepSeek-V4-Pro: 128 heads in 16 groups, top-1024; ``changed`` overrides fields."""
+        """Return the spec of DeepSeek-V4-Pro: 128 heads in 16 groups, top-1024; ``changed``
+        overrides fields."""
         attention = AttentionSpec.deepseek_v4_pro(next_n=next_n, max_model_len=max_model_len)
         return cls(attention=attention, **{"num_groups": 16, **changed})
 

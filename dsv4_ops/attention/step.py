@@ -33,14 +33,15 @@ from dsv4_ops.ops.sparse_mla import flash_mla_metadata, sparse_mla_plan
 class StateTables:
     """Hold the block tables of the compressors' states.
 
-    int32 [num_reqs, max_state_blocks] each.
+    Each table is int32 [num_reqs, max_state_blocks].
 
     A block of ``c4`` covers ``c4_state_block_size`` positions (and serves the indexer's states
-    too), and one of ``c128`` covers ``c128_state_block_size`` positions. Layers read at most the
+    too). A block of ``c128`` covers ``c128_state_block_size`` positions. Layers read at most the
     last two windows of 4 or the last window of 128, so earlier entries may be stale. The step
-    writes its states to the blocks of its positions; a block of -1 discards its states. If a step
-    never overwrites states that it also reads, pass ``state_rings=False`` to ``attention_layer``;
-    if requests share blocks that one request fills in the step, pass ``save_first=True`` too.
+    writes the state of a token to the block of the token's position, or nowhere if the block is -1.
+    If a step never overwrites states that it also reads, pass ``state_rings=False`` to
+    ``attention_layer``; if requests share blocks that one request fills in the step, pass
+    ``save_first=True`` too.
     """
 
     c4: Tensor
@@ -95,7 +96,7 @@ class RankShare:
 class AttentionStep:
     """Hold the metadata of one step for all attention layers.
 
-    Every field is [num_tokens, ...]; padding rows are defined.
+    Every field is [num_tokens, ...]; rows of padding tokens have defined values too.
 
     Attributes:
         req_indices: Request of the token, int32; -1 for padding.
@@ -136,8 +137,8 @@ class AttentionStep:
             spec: The spec of ``build_attention_step``.
             block_table: Block table of the group, [num_reqs, max_blocks], int32.
             slot_mapping: Slot of every token in the group's caches, [num_tokens], int64, as for
-                ``build_attention_step``; a token of the step without a slot attends but writes no
-                window key.
+                ``build_attention_step``; a token without a slot here attends but writes no window
+                key.
 
         Raises:
             ValueError, TypeError: a shape or dtype is not that of the step.
@@ -203,11 +204,12 @@ def build_attention_step(
 ) -> AttentionStep:
     """Build one step's metadata for all attention layers.
 
-    Takes any mix of decodes and prefills.
+    The batch may be any mix of decodes and prefills.
 
     Args:
         spec: The model's attention configuration.
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
+            int32.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
             padding request.
         slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
@@ -215,19 +217,19 @@ def build_attention_step(
             in the window of a token of the step: all keys are written before any window is read.
         block_tables: Block tables of the window and compressed caches. For a layer kind that the
             model lacks, pass any table, [num_reqs, 0] included. If layers have window caches in
-            several groups of blocks, pass one group's here and make the steps of the other layers
-            with ``AttentionStep.with_window``.
+            several groups of blocks, pass the table of one group here, and make the steps of the
+            other layers with ``AttentionStep.with_window``.
         state_tables: Block tables of the compressor states.
         is_valid_token: False for tokens to treat as padding, [num_tokens], bool, for example those
             of a captured step of fixed size; they write nothing, whatever their slot. If None,
-            tokens without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). To attend
-            without writing, pass True and no slot.
+            tokens without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A token with
+            True but no slot attends and writes nothing.
         plan_heads: Query heads of the C128 layers, to build one split-KV plan
-            (``sparse_mla_plan``) that they share; 0 for none. The plan balances requests of very
-            different lengths: on an H200, a C128 layer of 64 heads takes 79 us instead of 106 for
-            512 requests of 100 to 128k tokens, and the plan takes 7 to 8 us per step for up to 128
-            requests. A plan does not pay for few, short or nearly equal contexts. It gains little
-            for 32 to 256 requests on Hopper, where the kernel has its own tile scheduler.
+            (``sparse_mla_plan``) that these layers share; 0 for no plan. The plan balances requests
+            of very different lengths: on an H200, a C128 layer of 64 heads takes 79 us instead of
+            106 for 512 requests of 100 to 128k tokens, and the plan takes 7 to 8 us per step for up
+            to 128 requests. A plan does not pay for few, short or nearly equal contexts. It gains
+            little for 32 to 256 requests on Hopper, where the kernel has its own tile scheduler.
             ``attention_layer`` refuses a plan that ``batch_invariant`` or impl "flash_mla" would
             ignore.
         cp_rank: The rank, [1], int32, a tensor so that one graph serves all ranks. Required if
@@ -311,7 +313,8 @@ def attention_step_of_tokens(
 ) -> AttentionStep:
     """Build the metadata of ``build_attention_step`` from a token map.
 
-    Use it for batches without a ``query_start_loc``, such as padded [batch, length] inputs.
+    This function is for batches without a ``query_start_loc``, such as padded [batch, length]
+    inputs.
 
     Args:
         spec: The model's attention configuration.
@@ -388,7 +391,7 @@ def _own_rows(
     block_tables: BlockTables,
     cp_rank: Tensor,
 ) -> dict[str, Tensor]:
-    """Compute the lengths and slots of a rank's compressed rows, under their names in ``rows``."""
+    """Compute the lengths and slots of a rank's compressed rows; the keys are those of ``rows``."""
     turns = {"cp_world_size": parallel.world_size, "cp_interleave": parallel.interleave}
     positions, own = rows["positions"], {}
     for kind, table in (("c4", block_tables.c4), ("c128", block_tables.c128)):
@@ -407,7 +410,7 @@ def _own_rows(
 
 
 def _share(parallel: ContextParallel, rows: dict[str, Tensor], cp_rank: Tensor) -> RankShare:
-    """Give a rank consecutive columns of the windows, so that each key counts on one rank."""
+    """Return the rank's columns of the windows; no two ranks share one, so each key counts once."""
     indices, lens, ranks = rows["swa_indices"], rows["swa_lens"], parallel.world_size
     width = indices.shape[1]
     share = -(-width // ranks)

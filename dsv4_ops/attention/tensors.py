@@ -28,11 +28,12 @@ class LayerInputs:
         q: Queries before norm and RoPE, [num_tokens, num_heads, head_dim], bfloat16; with plain
             layouts, the spec's dtype.
         kv: Keys after norm, before RoPE, [num_tokens, head_dim], of the same dtype.
-        kv_score: "c4", "c128": the compressor's kv and score side by side, [num_tokens, 2 *
+        kv_score: For "c4" and "c128": the compressor's kv and score side by side, [num_tokens, 2 *
             ``LayerSpec.compressor_width``], float32.
-        indexer_q: "c4": indexer queries, [num_tokens, index_heads, 128].
-        indexer_weights: "c4": head weights, [num_tokens, index_heads], bfloat16 or float32.
-        indexer_kv_score: "c4": ``kv_score`` of the indexer's compressor, [num_tokens, 512].
+        indexer_q: For "c4": indexer queries, [num_tokens, index_heads, 128].
+        indexer_weights: For "c4": head weights of the indexer, [num_tokens, index_heads], bfloat16
+            or float32.
+        indexer_kv_score: For "c4": ``kv_score`` of the indexer's compressor, [num_tokens, 512].
     """
 
     q: Tensor
@@ -95,8 +96,8 @@ class LayerCaches:
         state_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> LayerCaches:
-        """Allocate empty caches for one layer; indexer caches have as many blocks as the layer's
-        own."""
+        """Allocate empty caches for one layer; an indexer cache has as many blocks as the layer's
+        cache of the same kind."""
         blocks = {"swa": swa_blocks, "compressed": compressed_blocks, "states": state_blocks}
         blocks |= {"indexer": compressed_blocks, "indexer_states": state_blocks}
         layouts = spec.layouts(kind).items()
@@ -135,12 +136,12 @@ class MlaWeights:
 
     Attributes:
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, qk_rope_head_dim], float32.
-        w_uk_t: Keys' part of ``split_kv_b_proj``, [num_heads, qk_nope_head_dim, kv_lora_rank].
-        w_uv: Values' part, [num_heads, kv_lora_rank, v_head_dim].
+        w_uk_t: Key weights from ``split_kv_b_proj``, [num_heads, qk_nope_head_dim, kv_lora_rank].
+        w_uv: Value weights from ``split_kv_b_proj``, [num_heads, kv_lora_rank, v_head_dim].
         w_kv_b: ``kv_b_proj.weight`` itself, [num_heads * (qk_nope_head_dim + v_head_dim),
             kv_lora_rank], for chunked contexts.
-        q_scale: Query "fp8": scale of the codes of absorbed queries, [1], float32. Values above
-            448 times the scale saturate.
+        q_scale: With ``MlaSpec.query`` "fp8": scale of the codes of absorbed queries, [1], float32.
+            Values above 448 times the scale saturate.
     """
 
     cos_sin_cache: Tensor
@@ -158,7 +159,7 @@ class MlaCache:
 
     Attributes:
         kv: The rows.
-        scale: Layout "mla_fp8": scale of the codes, [1], float32. 1 until calibrated.
+        scale: With the layout "mla_fp8": scale of the codes, [1], float32; 1 until calibrated.
     """
 
     kv: Tensor
@@ -230,7 +231,7 @@ class DsaAttention(NamedTuple):
     Attributes:
         out: Input of the output projection, [num_tokens, num_heads * v_head_dim].
         slots: Slots of the rows that each token attended to, [num_tokens, index_topk], int32; -1
-            after the last.
+            after the last row.
     """
 
     out: Tensor
@@ -251,8 +252,9 @@ _R = TypeVar("_R")
 def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run ``function`` without autograd; backward through its result raises.
 
-    Caches keep no autograd history. If a tensor of the layer requires a gradient, the result is
-    tied to it, so that backward fails instead of silently skipping the layer.
+    Caches keep no autograd history. If a tensor of the layer requires a gradient, autograd sees the
+    result as computed from that tensor, so that backward fails instead of silently skipping the
+    layer.
     """
 
     @functools.wraps(function)
