@@ -1,4 +1,5 @@
-"""Lowerings of the batch stages: the search as Inductor IR, everything else from its reference."""
+"""Lowerings of the ops on batches. The search of ``token_map`` is Inductor IR; all else traces the
+references."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from dsv4_ops.reference.common import visible_rows
 
 
 def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple[Any, Any]:
-    """A branch-free search per token, unrolled, so that it fuses with its consumers everywhere.
+    """Search the request of every token without branches, in unrolled steps that fuse with
+    consumers.
 
-    It makes three buffers with the same iteration space: Inductor fuses them into one kernel and
-    keeps the first in registers. They are realized because every entry of a later [num_tokens,
-    width] stage reads them; inlined, each entry would search again.
+    The function makes three buffers with the same iteration space. Inductor fuses them into one
+    kernel and keeps the first buffer in registers. The buffers are realized because every entry of
+    a later [num_tokens, width] stage reads them; if they were inlined, each entry would search
+    again.
     """
     from sympy import sympify
 
     from dsv4_ops.lowering._compat import ops
     from dsv4_ops.lowering.slot_rows import int32, realized
 
-    # Inductor has plain ints for a tensor that the graph makes, such as arange
+    # sizes of a tensor that the graph makes, such as arange, are plain ints
     (boundaries,) = map(sympify, query_start_loc.get_size())
     (num_reqs,) = map(sympify, seq_lens.get_size())
     load_start, load_len = query_start_loc.make_loader(), seq_lens.make_loader()
@@ -38,12 +41,12 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
         count = int32(0)
         for stride in _strides(boundaries):
             candidates = [ops.add(count, int32(step * stride)) for step in range(1, _FAN_OUT)]
-            for candidate in candidates:  # independent loads: one memory latency for all of them
+            for candidate in candidates:  # independent loads wait for memory only once
                 boundary = start_of(ops.sub(ops.minimum(candidate, limit), int32(1)))
                 take = ops.logical_and(ops.le(candidate, limit), ops.le(boundary, token))
                 count = ops.where(take, ops.add(count, int32(stride)), count)
-        # count boundaries lie at or before the token: 0 is before the first request, limit after
-        # the last one
+        # count boundaries lie at or before the token: with 0 the token is before the first request,
+        # with limit after the last request
         inside = ops.logical_and(ops.gt(count, int32(0)), ops.lt(count, limit))
         return ops.where(inside, ops.sub(count, int32(1)), int32(ABSENT))
 
@@ -70,8 +73,8 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
 
 
 _FAN_OUT = 4
-"""Each round of the search narrows to a quarter: compared with a binary search, half the dependent
-loads, and 1.5 times the loads."""
+"""Each round of the search narrows the range to a quarter. A binary search has twice as many
+dependent loads, but only 2/3 as many loads in total."""
 
 
 def _strides(boundaries: Any) -> list[int]:

@@ -1,5 +1,5 @@
-"""Call libraries from compiled code: through the library's own op if it registers one, so that a
-package needs only the library."""
+"""Call libraries from compiled code, if possible through ops that the library registers, so that a
+package needs nothing but the library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def packaging() -> bool:
 
 
 def launch() -> Any:
-    """Return the launcher for a trace: in a package, each launch of a kernel that Inductor does not
+    """Return the launcher for a trace. In a package, each launch of a kernel that Inductor does not
     compile becomes an op."""
     if not packaging():
         from dsv4_ops.kernels.launcher import TRACED
@@ -36,7 +36,8 @@ def launch() -> Any:
 
 
 def fits(op: str, library: str, impl: str) -> bool:
-    """Whether compiled code can call ``library``; raises if ``impl`` names it and it cannot."""
+    """Whether compiled code can call ``library``. Raises if it cannot, unless ``impl`` is
+    "auto"."""
     if not packaging() or adapter(library).packaged():
         return True
     if impl == AUTO:

@@ -1,5 +1,5 @@
-"""Put launches of Gluon kernels into AOTInductor packages: each kernel's binary and C++ that calls
-it. Inductor itself compiles and packages only Triton kernels."""
+"""Put launches of Gluon kernels into AOTInductor packages, as the kernel's binary and C++ that
+launches it. Inductor itself compiles and packages only Triton kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _binaries: dict[Any, Binary] = {}
 
 
 def register() -> None:
-    """Tell Inductor about the op, once."""
+    """Register the lowering of the op that launches Gluon kernels, once."""
     lower_with(launch_hopper, _lower)
 
 
@@ -61,7 +61,7 @@ class Binary(NamedTuple):
     """The parts of a compiled kernel that a launch needs.
 
     Args:
-        code: Binary for the GPU.
+        code: Machine code for the GPU.
         function: Name of the function in the binary.
         warps: Warps per program, all partitions counted.
         shared: Bytes of shared memory per program.
@@ -126,7 +126,7 @@ class GluonCall(_compat.ExternKernel):
 
     @property
     def tensors(self) -> list[Any]:
-        """Return the tensors that it writes, then those that it reads."""
+        """Return the tensors that the kernel writes, then the tensors that it reads."""
         return list(self.inputs)
 
     def get_outputs(self) -> list[Any]:
@@ -145,7 +145,8 @@ class GluonCall(_compat.ExternKernel):
             wrapper.writeline(self._python(wrapper))
 
     def _python(self, wrapper: Any) -> str:
-        """Launch from Python: Inductor may run a graph before it packages it."""
+        """Return Python that launches the kernel: Inductor may run a graph before it packages the
+        graph."""
         tensors = [each.codegen_reference() for each in self.tensors]
         sizes = [wrapper.codegen_sizevar(each) for each in self.constant_args]
         lists = [
@@ -180,7 +181,8 @@ class GluonCall(_compat.ExternKernel):
 
 
 def _aligned(tensor: Any) -> bool:
-    """Whether a tensor's address is aligned at compile time; the package copies other inputs."""
+    """Whether a tensor's address is known to be aligned at compile time; the package copies inputs
+    that are not aligned."""
     if tensor.get_name() in V.graph.unaligned_buffers:
         return False
     start = tensor.get_layout().offset * tensor.get_dtype().itemsize
@@ -188,7 +190,7 @@ def _aligned(tensor: Any) -> bool:
 
 
 def _described(number: Any) -> Argument | int:
-    """Describe an argument; symbols are sizes and strides, which Inductor takes to be below
+    """Describe an argument. Symbols are sizes and strides, which Inductor assumes to be below
     2**31."""
     if not getattr(number, "free_symbols", ()):
         return 1 if int(number) == 1 else Argument.number(int(number))
@@ -196,9 +198,9 @@ def _described(number: Any) -> Argument | int:
 
 
 def definition(binary: Binary) -> list[str]:
-    """Return C++ that contains the binary and loads it, once per GPU. It stays loaded after the
-    package is unloaded."""
-    # always three digits, so that a digit that follows is not part of the escape
+    """Return C++ that contains the binary and loads it, once per GPU. The binary stays loaded after
+    the package is unloaded."""
+    # always three digits, so that the next character cannot become part of the escape
     code = "".join(f"\\{byte:03o}" for byte in binary.code)
     name = binary.symbol
     return [
@@ -232,7 +234,8 @@ def call(
 
     Args:
         binary: The kernel.
-        tensors: C++ expressions of the tensors, each evaluated once, because it may own its tensor.
+        tensors: C++ expressions of the tensors. Each expression is evaluated once, because it may
+            own its tensor.
         arguments: Indices of tensors, and numbers in C++, in the kernel's order.
         grid: Numbers of programs.
     """
@@ -257,7 +260,7 @@ def call(
     names = [f"dsv4_ops_{axis}" for axis in axes]
     return [
         *lines,
-        # after its arguments a Triton kernel takes two scratch addresses
+        # a Triton kernel takes two scratch addresses after its arguments
         "    void* dsv4_ops_scratch[] = {nullptr, nullptr};",
         "    void* dsv4_ops_all[] = {",
         *(f"        {place}," for place in places),

@@ -1,11 +1,12 @@
-"""Fixes for Inductor, which may read a cache before a write to it, or after it is freed.
+"""Fixes for Inductor, which may read a cache before a write to the cache, or after the cache is
+freed.
 
 On a CPU, fusion recomputes the loops of a node (``SchedulerNode.recompute_size_and_body``), and
-with them its reads and writes. Up to torch 2.13 this loses the new name of a buffer that an earlier
-node wrote in place, so that nothing orders the two nodes any more (pytorch issue 185509, fixed by
-pull request 185873). Up to 2.11 it also loses dependencies that only express an order (issue
-177631, pull request 177816). Results are silently wrong: for example, a step misses rows that it
-has stored itself. The fixes do what later releases do.
+also the node's reads and writes. Up to torch 2.13, this recomputation loses the new name of a
+buffer that an earlier node wrote in place, so that the two nodes are no longer ordered (pytorch
+issue 185509, fixed by pull request 185873). Up to torch 2.11, it also loses dependencies that only
+express an order (issue 177631, pull request 177816). Results are silently wrong: for example, a
+step misses rows that it has stored itself. The fixes make earlier releases behave like later ones.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class _NamedInput:
 def fix_while_loop() -> None:
     """Make packages keep the views that a loop reads alive, in this process, from now on.
 
-    Code from torch 2.13 makes a view, such as that of a mutated cache, a temporary: the first
-    iteration frees it, and its next use crashes the process.
+    In code that torch 2.13 generates, a view, such as a view of a mutated cache, is a temporary:
+    the first iteration frees it, and its next use crashes the process.
     """
     from dsv4_ops.lowering._compat import CppWrapperCpu
 

@@ -1,4 +1,4 @@
-"""Inspect and package Inductor's code; thin wrappers of its testing and packaging entry points."""
+"""Inspect and package Inductor's code, through Inductor's functions for tests and packages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _HOPPER_CALL = re.compile(r"= torch\.ops\.dsv4_ops\.(_hopper_\w+)\.default\(")
 
 
 def opaque_calls(code: str) -> list[str]:
-    """Return the lines of generated code that call one of our ops as a whole, except launches of
-    Gluon kernels, which ``hopper_calls`` counts. Comments name the ops that a kernel came from."""
+    """Return the lines of generated code that call one of our ops as a whole. Launches of Gluon
+    kernels are left out, because ``hopper_calls`` counts them; so are comments, which name the ops
+    that a kernel came from."""
     lines = (line.strip() for line in code.replace(_LAUNCHES, "").splitlines())
     return [line for line in lines if _OURS in line and not line.startswith("#")]
 
@@ -48,8 +49,8 @@ def build_package(program: torch.export.ExportedProgram, path: Path) -> Path:
 
 
 def load_package(path: Path, *, run_single_threaded: bool = False) -> Callable[..., Any]:
-    """Load an AOTInductor package. Single-threaded packages can be captured in a CUDA graph; the
-    default loader cannot."""
+    """Load an AOTInductor package. CUDA graphs can capture a package only if it is loaded with
+    ``run_single_threaded``."""
     from dsv4_ops.lowering._compat import aoti_load_package
 
     loaded: Callable[..., Any] = aoti_load_package(

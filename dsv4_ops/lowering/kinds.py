@@ -1,6 +1,7 @@
 """The kinds of lowering: what AOTAutograd does when it traces an op (see ``dispatch/define.py``).
 
-An op has the default of its kind over its reference, unless ``lowering/<stem>.py`` defines its own.
+An op has its kind's default lowering, which traces the op's reference, unless
+``lowering/<stem>.py`` defines another one. The stem is the name of the files that define the op.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class PointwiseIR:
 
 
 def _launches_when_it_runs(values: Mapping[str, Any]) -> bool:
-    """Whether the op stays in the graph as a call: with ``run_time_launches`` and a symbolic size,
-    but not in a package."""
+    """Whether the op stays in the graph as a call. It does if ``run_time_launches`` is on and a
+    size is symbolic, except in a package."""
     from dsv4_ops.lowering import external
 
     tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
@@ -71,9 +72,9 @@ def _launches_when_it_runs(values: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class TritonKernel:
-    """On CUDA trace the launcher in ``kernels/<stem>``, whose kernel Inductor compiles into the
-    graph, or keep the op (see ``run_time_launches``); elsewhere, and for calls that the kernel does
-    not take, trace ``function``."""
+    """On CUDA, trace the launcher in ``kernels/<stem>``, whose kernel Inductor compiles into the
+    graph, or keep the op (see ``run_time_launches``). On other devices, and for calls that the
+    kernel does not support, trace ``function``."""
 
     function: Callable[..., Any]
     kind = "triton"
@@ -130,7 +131,7 @@ _DEFAULTS: dict[str, Any] = {kind.kind: kind for kind in (Decompose, TritonKerne
 
 
 def lowering_of(spec: OpSpec) -> Lowering:
-    """Return the op's lowering in ``lowering/<stem>.py``, or its kind's default over its reference.
+    """Return the op's lowering in ``lowering/<stem>.py``, or the default of the op's kind.
 
     Raises:
         AttributeError: the op has no lowering of its own, and its kind has no default.
@@ -156,8 +157,9 @@ def own_lowering(spec: OpSpec) -> Lowering | None:
 
 
 def _refuse_misplaced(spec: OpSpec, name: str, written: Any) -> None:
-    """Raise for a view that the graph makes at a symbolic offset: torch would rebuild it at offset
-    0, and the kernel would write to another layer (tests/compile/test_upstream.py)."""
+    """Raise if the graph makes the view ``written`` at a symbolic offset: torch would rebuild the
+    view at offset 0, and the kernel would write to another layer
+    (tests/compile/test_upstream.py)."""
     offset = written.storage_offset()
     if not written.is_base_tensor() and isinstance(offset, torch.SymInt):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Make a buffer where a traced reference calls ``reference.common.materialized``.
 
-Inductor inlines per-row values into the code of every element of the row, once per kernel that
-reads them. This code is slow on a CPU, and in the graph of a whole model takes minutes to compile.
+Inductor inlines the values of a row into the code of every element of the row, in every kernel that
+reads them. This code is slow on a CPU, and takes minutes to compile in the graph of a whole model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _op = torch.ops.dsv4_ops._materialize.default
 
 
 def materialize(values: Tensor) -> Tensor:
-    """Return ``values``, which Inductor's code computes once."""
+    """Return ``values``; Inductor's code then computes them once."""
     lower_with(_op, _realized)
     result: Tensor = _op(values)
     return result

@@ -74,16 +74,18 @@ def _attend(call: reference.Decode, running: reference.Running, num_rows: int) -
         return _attend_in_loop(call, running, num_rows)
     if isinstance(num_rows, int) and num_rows == 0:
         return running
-    # a loop would synchronise on its condition and break CUDA graphs
+    # no loop: its condition would synchronise with the host, and break CUDA graphs
     return reference.attend_to(call, running, 0, num_rows)
 
 
 def _attend_in_loop(
     call: reference.Decode, running: reference.Running, num_rows: int
 ) -> reference.Running:
-    """Attend to the same number of keys per iteration as the reference, up to the longest token.
+    """Attend to as many keys per iteration as the reference, up to the last key of the longest
+    token.
 
-    Memory does not depend on the block table's width, and time only on the existing keys."""
+    Memory does not depend on the block table's width, and time depends only on the existing
+    keys."""
     from dsv4_ops.lowering._compat import while_loop_op
 
     stop = pad(call.seq_lens, (0, 1)).amax().clamp(max=num_rows)

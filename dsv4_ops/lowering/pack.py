@@ -1,4 +1,5 @@
-"""Lowerings of packing: gathers, and the search of ``token_map`` for a token's request."""
+"""Lowering of ``unpack_seq``: the search of ``token_map`` for every token's request, and a
+gather."""
 
 from __future__ import annotations
 

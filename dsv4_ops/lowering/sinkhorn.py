@@ -1,4 +1,4 @@
-"""Lowering of the mixing matrices: each entry's thread computes the whole matrix in registers."""
+"""Lowering of ``sinkhorn``: the thread of each entry computes the whole matrix in registers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _transposed(mix: Matrix) -> Matrix:
 
 
 def _chosen(values: list[Any], place: Any) -> Any:
-    """Select the value at an index that differs between elements."""
+    """Select ``values[place]``, where ``place`` differs between elements of the loop."""
     from dsv4_ops.lowering._compat import ops
 
     selected, index = values[-1], ops.index_expr(place, torch.int32)

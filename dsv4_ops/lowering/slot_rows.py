@@ -1,9 +1,9 @@
-"""Inductor IR for [num_tokens, width] matrices of cache slots, shared by the window and the dense
-compressed stages.
+"""Inductor IR for [num_tokens, width] matrices of cache slots, for ``swa_indices_and_lens`` and
+``dense_compressed_indices``.
 
-The matrix is the bulk of a step's metadata, so its kernel does only one masked table read per
-entry. Values that depend only on the token are realized as [num_tokens] buffers, which Inductor
-fuses into the kernel of the token map.
+Such a matrix is most of a step's metadata, so its kernel does only one masked table read per entry.
+Values that depend only on the token are realized as [num_tokens] buffers, which Inductor fuses into
+the kernel of ``token_map``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IndexFn = Callable[[Any], Value]
 
 
 def realized(like: Any, dtype: torch.dtype, ranges: list[Any], value: IndexFn) -> Any:
-    """Realize ``value`` as a buffer, never inlined into its consumers."""
+    """Realize ``value`` as a buffer, so that Inductor does not inline it into consumers."""
     buffer = Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=value, ranges=ranges)
     buffer.realize()
     return buffer
@@ -59,11 +59,11 @@ def slot_rows(
     width: int,
     block_size: int,
 ) -> Any:
-    """Build the slots of cache rows ``first[t] + o`` for o < ``lens[t]``, else -1; int32
-    [num_tokens, width].
+    """Build int32 slots [num_tokens, width]: entry (t, o) is the slot of cache row ``first[t] + o``
+    if o < ``lens[t]``, else -1.
 
-    ``first`` None means 0. ``lens`` must be 0 for tokens whose request is out of range. Rows past
-    the table are -1.
+    If ``first`` is None, all rows start at 0. ``lens`` must be 0 for tokens whose request is out of
+    range. Rows past the table are -1.
     """
     (num_tokens,) = lens.get_size()
     num_reqs, max_blocks = block_table.get_size()
@@ -78,7 +78,7 @@ def slot_rows(
             row = ops.index_expr(ModularIndexing(entry, 1, block_size), torch.int32)
             return FloorDiv(entry, block_size), row
         key = ops.add(load_first([token]), ops.index_expr(entry, torch.int32))
-        # truncation equals floor division: a key is never negative
+        # truncation equals floor division, because a key is never negative
         block = ops.truncdiv(key, int32(block_size))
         row = ops.sub(key, ops.mul(block, int32(block_size)))
         # a masked lane reads nothing, but its address must still be near the table
@@ -93,7 +93,7 @@ def slot_rows(
 
     def slot(token: Any, entry: Any) -> Value:
         inside = ops.lt(ops.index_expr(entry, torch.int32), load_num_entries([token]))
-        if on_cpu:  # in a masked body the C++ backend cannot use a value from outside
+        if on_cpu:  # the C++ backend cannot use an outer value in a masked body
             page = ops.masked(inside, lambda: load_page(table_index(token, entry)), ABSENT)
         else:  # Triton reads the values of a row once per thread, but only outside the mask
             index = table_index(token, entry)
@@ -118,8 +118,8 @@ def slot_rows(
 def _row_buffers(
     block_table: Any, req_indices: Any, first: Any | None, lens: Any, block_size: int
 ) -> tuple[Callable[..., Any], ...]:
-    """Return loaders of two [num_tokens] buffers: the number of entries in the table, and the
-    row."""
+    """Return loaders of two [num_tokens] buffers: the number of entries that lie in the table, and
+    the table's row."""
     (num_tokens,) = lens.get_size()
     max_blocks = block_table.get_size()[1]
     load_len, load_request = lens.make_loader(), req_indices.make_loader()

@@ -1,4 +1,4 @@
-"""Inductor's compile workers, which compile our kernels besides those of graphs."""
+"""Inductor's compile workers, which compile the kernels of graphs and also ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 Wait = Callable[[], Any]
-"""Waits for a job and returns its result."""
+"""A function that waits for a job and returns the job's result."""
 
 
 def compile_workers() -> Callable[..., Wait] | None:
@@ -18,7 +18,7 @@ def compile_workers() -> Callable[..., Wait] | None:
 
     if _compat.get_compile_threads() <= 1:
         return None
-    # as Inductor does later: names of files depend on the release of ptxas
+    # set now, as Inductor does later, because file names depend on the release of ptxas
     _compat.set_ptxas_path()
 
     def submit(function: Callable[..., Any], *args: Any) -> Wait:
@@ -30,8 +30,8 @@ def compile_workers() -> Callable[..., Wait] | None:
 
 
 def _send(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Send a job once the pool's process has imported torch. Before that, a few jobs would fill the
-    process's pipe, and Inductor, which uses it too, would wait."""
+    """Send a job after the pool's process has imported torch. Before the import is done, a few jobs
+    would fill the pipe to the process, and Inductor, which uses the same pipe, would wait."""
     from dsv4_ops.lowering import _compat
 
     _compat.AsyncCompile.wait_pool_ready()
@@ -41,5 +41,5 @@ def _send(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 @functools.cache
 def _sender() -> ThreadPoolExecutor:
-    """A thread that waits for the pool and sends jobs."""
+    """Return a thread that waits for the pool and sends jobs."""
     return ThreadPoolExecutor(1, thread_name_prefix="dsv4_ops_jobs")

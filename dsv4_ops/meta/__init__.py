@@ -1,2 +1,2 @@
-"""Fake implementations: derive shape, stride, dtype and device of every op's results from those of
-its arguments."""
+"""Fake implementations: they derive the shape, strides, dtype and device of an op's results from
+the op's arguments."""

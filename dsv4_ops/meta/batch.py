@@ -1,4 +1,4 @@
-"""Fakes of the batch stages."""
+"""Fakes of the ops that split and search batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fakes of the prefill chunking stages."""
+"""Fakes of the ops that plan prefill chunks."""
 
 from __future__ import annotations
 

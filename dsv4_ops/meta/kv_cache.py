@@ -1,4 +1,4 @@
-"""Fakes of paged caches of keys."""
+"""Fakes of the ops on paged key caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fakes of the block-scaled FP8 linear layers and of their activation quantisation."""
+"""Fakes of the block-scaled FP8 linear layers, and of the quantisation of their activations."""
 
 from __future__ import annotations
 

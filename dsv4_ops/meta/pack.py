@@ -1,4 +1,4 @@
-"""Fakes of packing."""
+"""Fakes of ``pack_seq`` and ``unpack_seq``."""
 
 from __future__ import annotations
 

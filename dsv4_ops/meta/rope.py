@@ -1,4 +1,4 @@
-"""Fakes of rotary embeddings and the fused query norm."""
+"""Fakes of the rotary embeddings and of the fused query norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake of the mixing matrices."""
+"""Fake of ``sinkhorn``."""
 
 from __future__ import annotations
 

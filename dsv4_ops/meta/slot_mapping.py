@@ -1,4 +1,4 @@
-"""Fakes of the slot stages."""
+"""Fake of ``compressed_slot_mapping``."""
 
 from __future__ import annotations
 

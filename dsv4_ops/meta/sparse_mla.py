@@ -19,7 +19,7 @@ def flash_mla_metadata(swa_lens: Tensor, num_sm_parts: int) -> Tensor:
 
 
 def sparse_mla(q: Tensor) -> SparseMla:
-    """Make the results of a decode or a prefill."""
+    """Return fake results of a decode or a prefill."""
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return SparseMla(q.new_empty(q.shape), lse)
 

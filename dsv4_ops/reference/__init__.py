@@ -1,2 +1,1 @@
-"""Eager PyTorch for any device: these functions define every op's result. They neither synchronise
-with the host nor write in place."""
+"""Eager PyTorch functions, for any device, that define the result of every op."""

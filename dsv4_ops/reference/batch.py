@@ -28,7 +28,7 @@ def split_decodes_and_prefills(
 
 
 def _first_true(flags: Tensor) -> Tensor:
-    """Return the index of the first True, or ``len(flags)``; shape [1], so that ``flags`` may be
+    """Return the index of the first True, or ``len(flags)``, as a tensor [1]; ``flags`` may be
     empty."""
     size = flags.shape[0]
     index = torch.arange(size + 1, device=flags.device)

@@ -3,9 +3,9 @@
 GPUs without triton run these functions; they also define the results of the kernels in
 ``kernels/sparse_mla/bf16_workspace.py``.
 
-The workspace has space for the compressed rows and then the window rows of every request, as many
-rows as its block tables have. Only rows that a token of the call may see are written. Sizes alone
-determine the position of a row; values determine whether it is written.
+For every request, the workspace has space for the compressed rows and then the window rows that its
+block tables hold. Only rows that a token of the call may see are written. The position of a row
+depends on sizes alone; whether the row is written depends on values.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ class Prefill(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Maximum entries of a token's list: its window (at most a request's rows) and compressed
-        rows."""
+        """Maximum entries of a token's list: for its window (at most a request's rows), and for its
+        compressed rows."""
         swa = sym_min(self.window_size, self.swa.rows)
         return swa, self.extra_rows if self.topk_indices is None else self.topk_indices.shape[1]
 
     def padded(self, multiple: int) -> int:
-        """Return the entries of a token's list, rounded up to a multiple of at least one."""
+        """Return the maximum entries of a token's list, rounded up to a multiple of ``multiple``;
+        at least ``multiple``."""
         width = sum(self.widths)
         return sym_max(width + -width % multiple, multiple)
 
@@ -91,7 +92,7 @@ class Rows(NamedTuple):
 
 
 def gather_rows(call: Prefill, sink: Tensor | None, multiple: int) -> Rows:
-    """Gather the rows of a call and make its lists, padded to a ``multiple`` of columns."""
+    """Gather the rows of a call and make its lists, whose columns are padded to a ``multiple``."""
     spans = find_spans(call)
     segments = [_gathered(call.swa, spans.ends, spans.counts)]
     if call.extra is not None:
@@ -122,8 +123,8 @@ def find_spans(call: Prefill) -> Spans:
 
 
 def list_rows(call: Prefill, spans: Spans, multiple: int) -> tuple[Tensor, Tensor]:
-    """List the workspace rows that every token sees, with -1 for none, and the length of each list
-    up to its last row."""
+    """List the workspace rows that every token sees, and -1 for absent rows; also return the length
+    of each list, up to its last row."""
     positions, num_reqs = call.positions[:, None], call.swa.block_table.shape[0]
     real = valid_tokens(call.positions, call.req_indices, num_reqs)[:, None]
     request = torch.where(real, call.req_indices[:, None], 0)
@@ -153,7 +154,8 @@ def list_rows(call: Prefill, spans: Spans, multiple: int) -> tuple[Tensor, Tenso
 
 
 def _rows(source: Source, request: Tensor, place: Tensor, visible: Tensor, first: Tensor) -> Tensor:
-    """Return the workspace rows of visible rows; -1 for others and for rows on absent blocks."""
+    """Return the positions of visible rows in the workspace; -1 for other rows and for rows on
+    absent blocks."""
     pages, _ = locate(source.block_table, request, place, visible, source.block_size)
     exists = (pages >= 0) & (pages < source.cache.shape[0])
     return torch.where(exists, first + place, ABSENT)

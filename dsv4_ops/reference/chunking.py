@@ -1,10 +1,10 @@
 """Split prefill requests into chunks that fit the workspace, and find the key rows that every query
 row may see.
 
-The chunk plan is greedy but needs no loop. "The first request that no longer fits after i" is
-monotone in i, so a binary search finds it for every i at once. The chunks are the orbit of request
-0 under this map, which pointer doubling computes. The query ranges of a chunk expand by a prefix
-sum and a search.
+The chunk plan is greedy but needs no loop. For a chunk that starts at request i, the first request
+that no longer fits is monotone in i, so a binary search finds it for every i at once. Repeated from
+request 0 by pointer doubling, this map gives the starts of all chunks. A prefix sum and a search
+add the query ranges of requests that need several chunks.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _prefix_sum(values: Tensor) -> Tensor:
 
 
 def _group_stops(rows: Tensor, queries: Tensor, workspace_size: int, max_logits: int) -> Tensor:
-    """Return where the group that starts at each request stops, [P + 1]; a request that is too
-    large is a group by itself."""
+    """Return the end of the group that starts at each request, [P + 1] for P requests; a request
+    that is too large is a group by itself."""
     num_reqs = rows.shape[0] - 1
     start = torch.arange(num_reqs + 1, dtype=torch.int32, device=rows.device)
 
@@ -76,8 +76,8 @@ def _group_stops(rows: Tensor, queries: Tensor, workspace_size: int, max_logits:
 
 
 def _orbit(successor: Tensor) -> Tensor:
-    """Return 0, successor(0), successor(successor(0)), ..., [P + 1], by pointer doubling; P is a
-    fixed point."""
+    """Return 0, successor(0), successor(successor(0)), ..., [P + 1], by pointer doubling. The last
+    index, P, must be its own successor."""
     rank = torch.arange(successor.shape[0], dtype=torch.int32, device=successor.device)
     node, jump = torch.zeros_like(rank), successor
     for step in range(search_steps(successor.shape[0])):
@@ -87,7 +87,7 @@ def _orbit(successor: Tensor) -> Tensor:
 
 
 def _queries_per_chunk(num_queries: Tensor, num_rows: Tensor, max_logits: int) -> Tensor:
-    """Return the query rows per chunk with at most ``max_logits`` logits; at least one."""
+    """Return the query rows of a chunk that has at most ``max_logits`` logits; at least one row."""
     bounded = (max_logits // num_rows.clamp(min=1)).clamp(min=1)
     all_queries = num_queries.clamp(min=1)
     return torch.where(num_rows > 0, torch.minimum(bounded, all_queries), all_queries)

@@ -1,5 +1,5 @@
-"""Bounded table reads and a branch-free search: adversarial values read as absent instead of out of
-bounds."""
+"""Bounded table reads and a branch-free search. With adversarial values, reads give "absent" and
+stay in bounds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def buffers_by(make: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def materialized(values: Tensor) -> Tensor:
-    """Return ``values``, in a buffer of their own in compiled code.
+    """Return ``values``; compiled code stores them in a buffer of their own.
 
-    Otherwise a compiler repeats a row's bounds and look-ups for every element of the row."""
+    Without a buffer, a compiler repeats a row's bounds and look-ups for every element of the
+    row."""
     make = _buffers.get()
     return values if make is None else make(values)
 
@@ -36,8 +37,8 @@ def materialized(values: Tensor) -> Tensor:
 def runs_on_cpu(values: Tensor) -> bool:
     """Whether this is an eager call on a CPU.
 
-    If so, a reference may use a form that is faster only in eager PyTorch, and sizes that depend on
-    values."""
+    In such a call, a reference may use code that is faster only in eager PyTorch, and tensor sizes
+    that depend on values."""
     return (
         type(values) is Tensor
         and values.device.type == "cpu"
@@ -47,8 +48,8 @@ def runs_on_cpu(values: Tensor) -> bool:
 
 
 def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: float) -> Tensor:
-    """Return ``values[indices]`` where ``mask``, else ``fill``. Masked indices may have any
-    value."""
+    """Return ``values[indices]`` where ``mask`` is True, else ``fill``. Indices may have any value
+    where ``mask`` is False."""
     if _nowhere(values, len(indices)):
         shape = torch.broadcast_shapes(*(index.shape for index in indices))
         return values.new_full((*shape, *values.shape[len(indices) :]), fill)
@@ -59,14 +60,14 @@ def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: floa
 def _nowhere(values: Tensor, dims: int) -> bool:
     """Whether the first ``dims`` dimensions have no valid index.
 
-    Inductor clamps an index to the last valid one, which an empty dimension lacks. A size that
-    Inductor knows to be 0 is never a symbol."""
+    Inductor clamps an index to the last valid index, and an empty dimension has none. A size that
+    Inductor knows to be 0 is an int, not a symbol."""
     return any(isinstance(size, int) and size == 0 for size in values.shape[:dims])
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
-    """Return ``values[index]`` for indices in range by construction; compiled code does not
-    check."""
+    """Return ``values[index]`` for indices that are in range by construction; compiled code does
+    not check them."""
     if _nowhere(values, 1):
         return values.new_zeros((*index.shape, *values.shape[1:]))
     result: Tensor = torch.ops.aten._unsafe_index.Tensor(values, [index])
@@ -74,16 +75,17 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 
 
 def dense(values: Tensor) -> Tensor:
-    """Return a contiguous copy, with the strides of its shape even if it is empty."""
+    """Return a contiguous copy. An empty copy, too, has the strides of its shape."""
     return values.clone(memory_format=torch.contiguous_format)
 
 
 def masked_rows(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
-    """Return rows [..., width] of ``values`` [num_rows, width] at ``index`` where ``mask``, else 0.
+    """Return rows [..., width] of ``values`` [num_rows, width] at ``index``; 0 where ``mask`` is
+    False.
 
-    Masked indices may have any value."""
+    Indices may have any value where ``mask`` is False."""
     if runs_on_cpu(values) and values.shape[0] > 0:
-        # copy whole rows: an index per value takes twenty times as long
+        # copy whole rows, because an index per value takes twenty times as long
         return torch.where(mask[..., None], values[torch.where(mask, index, 0)], 0)
     column = torch.arange(values.shape[1], device=values.device)
     rows, exists, column = torch.broadcast_tensors(index[..., None], mask[..., None], column)
@@ -91,8 +93,8 @@ def masked_rows(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_rows(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Return ``values[index]`` where ``valid``, else 0. Valid indices must be in range; invalid
-    ones are never dereferenced."""
+    """Return ``values[index]`` where ``valid`` is True, else 0. Valid indices must be in range;
+    other indices are never read."""
     return masked_index(values, valid, [index], 0)
 
 
@@ -113,8 +115,8 @@ def visible_rows(positions: Tensor, compress_ratio: int) -> Tensor:
 def table_entries(
     block_table: Tensor, req_indices: Tensor, columns: Tensor, mask: Tensor
 ) -> Tensor:
-    """Look up the block of every (request, column); -1 if masked, outside the table, or negative in
-    the table."""
+    """Look up the block of every (request, column); -1 if the entry is masked, outside the table,
+    or negative."""
     inside = mask & (req_indices >= 0) & (req_indices < block_table.shape[0])
     inside = inside & (columns >= 0) & (columns < block_table.shape[1])
     rows, columns, inside = torch.broadcast_tensors(req_indices, columns, inside)
@@ -122,8 +124,8 @@ def table_entries(
 
 
 def int32_slots(pages: Tensor, rows: Tensor, block_size: int) -> Tensor:
-    """Compute ``page * block_size + row`` as int32; -1 for an absent block, and for a block whose
-    slots exceed int32."""
+    """Compute the slots ``page * block_size + row`` as int32; -1 for absent blocks, and for blocks
+    whose slots exceed int32."""
     usable = (pages >= 0) & (pages <= 2**31 // block_size - 1)
     slots = torch.where(usable, pages, 0) * block_size + rows.to(torch.int32)
     return torch.where(usable, slots, ABSENT)

@@ -1,4 +1,4 @@
-"""References of the KV compressor."""
+"""References of the ops of the KV compressor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save_compressor_states(
 def finishing_tokens(
     positions: Tensor, req_indices: Tensor, slot_mapping: Tensor, num_reqs: int, compress_ratio: int
 ) -> Tensor:
-    """Flag the tokens that are the last of their window and have a slot for its row."""
+    """Flag the tokens that are the last of their window and have a slot for the window's row."""
     valid = valid_tokens(positions, req_indices, num_reqs) & (slot_mapping >= 0)
     return valid & (torch.where(valid, positions, 0) % compress_ratio == compress_ratio - 1)
 
@@ -47,7 +47,7 @@ class _Ends(NamedTuple):
     """The tokens whose windows are computed.
 
     A traced call computes the windows of all tokens. An eager call on a CPU computes only finished
-    windows: one per 4 or 128 tokens."""
+    windows, which are one per 4 or 128 tokens."""
 
     token: Tensor
     positions: Tensor
@@ -89,7 +89,7 @@ def _window(
     back = num_rows - 1 - row
     position = ends.positions[:, None] - back
     in_window = ends.finishes[:, None] & (position >= 0)
-    # kv_score already has the rows of this call's tokens, at a fixed distance
+    # rows of this call's tokens are in kv_score, at a fixed distance from the finishing token
     token = ends.token[:, None] - back
     near = in_window & (token >= 0)
     token = torch.where(near, token, 0)
@@ -99,7 +99,7 @@ def _window(
         state_block_table, ends.req_indices[:, None], position, in_window & ~near, state_block_size
     )
     stored = (pages >= 0) & (pages < states.shape[0])
-    # an overlapping window takes its first half from the left columns of the previous window
+    # the first half of an overlapping window is the previous window, in the left columns
     column = torch.where(row < compress_ratio, 0, width - head_dim)[:, None]
     column = column + torch.arange(head_dim, device=positions.device)
     token, pages = materialized(token)[..., None], materialized(pages)[..., None]

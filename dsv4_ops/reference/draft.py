@@ -1,8 +1,8 @@
-"""Verify drafted tokens: find those that the model accepts, and sample the token after them.
+"""Verify drafted tokens: find the tokens that the model accepts, and sample the next token.
 
-The sampled token is the one where the prefix sum of weights passes a uniform number. Weights are
-integers, so the order of summation does not matter: a token of weight 0 is never sampled, and every
-device samples the same token.
+The sampled token is the first whose prefix sum of weights exceeds a uniform number times the total.
+Weights are integers, so the order of summation does not matter: a token of weight 0 is never
+sampled, and every device samples the same token.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def verify_draft(
         following = best.gather(1, num_accepted[:, None])
     else:
         exact = torch.exp((scores - torch.where(top > -torch.inf, top, 0.0)) / temperature)
-        p = exact / exact.sum(2, keepdim=True).clamp(min=1.0)  # 0 for a row without any token
+        p = exact / exact.sum(2, keepdim=True).clamp(min=1.0)  # 0 if all logits of a row are -inf
         uniform = uniforms.nan_to_num(0.0).clamp(0.0, 1 - 2.0**-_UNIFORM_BITS)
-        if draft_probs is None:  # the draft puts all probability on its token
+        if draft_probs is None:  # q is 1 at the drafted token
             q = ids[:, :, None] == torch.arange(vocab_size, device=ids.device)
             q = q.to(p.dtype)
         else:
@@ -57,14 +57,14 @@ def verify_draft(
 
 
 def _first_false(accepted: Tensor, index: Tensor) -> Tensor:
-    """Return the first column that is False, [num_reqs]; the last column always is."""
+    """Return the first column that is False, [num_reqs]; the last column is always False."""
     return torch.where(accepted, index.shape[0] - 1, index).amin(1)
 
 
 def _sample(p: Tensor, q: Tensor, uniform: Tensor) -> Tensor:
     """Sample a token from (p - q)+, or from p if (p - q)+ is only rounding error, [num_reqs, 1].
 
-    -1 if p has no token."""
+    The result is -1 if no token has a probability in p."""
     rest = (p - q).clamp(min=0.0)
     total = rest.sum(1, keepdim=True)
     rest = torch.where(total > 0, rest / total, p)

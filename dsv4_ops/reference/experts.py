@@ -14,7 +14,7 @@ ROWS = 16
 """Rows per GEMM in the eager reference."""
 
 LEAST_SUM = 1e-20
-"""Added to the sum of routing weights before they are divided by it."""
+"""Added to the sum by which routing weights are divided."""
 
 _DOUBLED = -0x379BCDF0  # 0xC8643210: twice 0 .5 1 1.5 2 3 4 6, four bits each, as an int32
 
@@ -86,7 +86,7 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     keys = torch.where(present, ids, num_experts)
     ordered, order = torch.sort(keys, stable=True)
     experts = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
-    # not a search: its unrolled steps may not cover all rows
+    # no search, because the unrolled steps of a search may not cover all rows
     start = (ordered[None] < experts[:, None]).sum(1, dtype=torch.int32)
     stop = (ordered[None] <= experts[:, None]).sum(1, dtype=torch.int32)
     blocks = (stop - start + block_size - 1) // block_size
@@ -124,7 +124,7 @@ def experts(
     activations: str,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute one block of rows after the other, so that only one expert is dequantised at a
+    """Compute the blocks of rows one after the other, so that only one expert is dequantised at a
     time."""
     num_tokens, topk = topk_ids.shape
     num_rows = num_tokens * topk
@@ -159,10 +159,10 @@ def experts_by_row(
     activations: str,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute row by row; compilers trace this form.
+    """Compute row by row; compilers trace this function instead of ``experts``.
 
-    They fuse gather, dequantisation and product of every row into loops that store no weight. Run
-    eagerly, this form would copy an expert for every row."""
+    Compilers fuse the gather, dequantisation and product of every row into loops that store no
+    weights. Run eagerly, this function would copy an expert for every row."""
     present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
     expert = torch.where(present, topk_ids, 0)
     rows = activation_values(x, None, activations)
@@ -195,11 +195,11 @@ def expert_values(weight: Tensor, scale: Tensor) -> Tensor:
 def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
     """Dequantise e2m1 codes [..., n, k / 2] with UE8M0 scales [..., n, k / 32] to float32.
 
-    The low half of a byte is the first code."""
+    The first code is in the low half of a byte."""
     codes = weight.view(torch.uint8).to(torch.int32).unsqueeze(-1)
     halves = 4 * torch.arange(2, dtype=torch.int32, device=weight.device)
     pairs = ((codes >> halves) & 0xF).flatten(-2)
-    # twice the values are integers: no table, and no subnormals that a compiler might flush
+    # doubled values are integers, so there are no subnormals that a compiler might flush to 0
     doubled = (_DOUBLED >> ((pairs & 7) << 2)) & 0xF
     signed = torch.where(pairs >= 8, -doubled, doubled).to(torch.float32)
     blocks = signed.unflatten(-1, (scale.shape[-1], FP4_BLOCK))
@@ -223,8 +223,8 @@ def combine(
     x: Tensor,
     shared: Tensor | None,
 ) -> Tensor:
-    """Sum a token's experts by their weights, and add ``shared``; an absent expert adds nothing,
-    whatever its weight."""
+    """Sum the results of a token's experts times their weights, and add ``shared``. An absent
+    expert adds nothing, whatever its weight."""
     present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
     terms = torch.where(present[..., None], out * topk_weights[..., None], 0.0)
     total = terms.sum(1)

@@ -76,7 +76,7 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
     sm = torch.arange(num_sms + 1, device=seq_lens.device)
     share, rest = splits.sum() // num_sms, splits.sum() % num_sms
     start = (sm * share + torch.minimum(sm, rest))[:, None]
-    # all comparisons at once: a search would wait for its loads one by one
+    # compare with all entries at once: the loads of a search would wait for one another
     reached = before <= start
     request = reached.sum(1) - 1
     split = start[:, 0] - torch.where(reached, before, 0).amax(1)
@@ -106,12 +106,12 @@ def indexer_quantize_q(
 
 
 _TOKENS_AT_ONCE = 128
-"""Tokens whose products with all keys are in memory at the same time, in eager mode on a CPU."""
+"""Maximum tokens whose products with all keys are in memory at once, in eager mode on a CPU."""
 
 
 def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """Compute scores [num_tokens, num_keys], float32, of float32 queries [num_tokens, heads, dim]
-    over keys [num_keys, dim] or [num_tokens, num_keys, dim]."""
+    """Compute float32 scores [num_tokens, num_keys] from float32 queries [num_tokens, heads, dim]
+    and keys [num_keys, dim] or [num_tokens, num_keys, dim]."""
     products = torch.matmul(q, keys.transpose(-1, -2)).relu()
     summed: Tensor = (products * weights.unsqueeze(-1)).sum(1)
     return summed
@@ -151,7 +151,7 @@ def _scores_by_request(
     num_rows: int,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """``paged_scores``, but a request's keys are gathered once for several of its tokens."""
+    """Compute ``paged_scores``, but gather a request's keys only once for several of its tokens."""
     found = torch.zeros(q.shape[0], num_rows, dtype=torch.float32, device=q.device)
     exists = torch.zeros_like(found, dtype=torch.bool)
     sees = lens > 0
@@ -225,10 +225,10 @@ def sortable(scores: Tensor) -> Tensor:
 
 
 def best(keys: Tensor, topk: int, column: Tensor | None = None) -> Tensor:
-    """Return the columns of the ``topk`` largest keys of every row in ascending order, then -1.
+    """Return the columns of the ``topk`` largest keys of every row: ascending columns, then -1.
 
-    Ties go to the first column. Columns other than 0, 1, .. are passed as int64 below 2**31 - 1, in
-    any order."""
+    Ties go to the lower column. ``column`` numbers the columns if they are not 0, 1, ..: int64
+    below 2**31 - 1, in any order."""
     if column is None:
         column = torch.arange(keys.shape[1], device=keys.device)
     # key and column in one integer, so that there are no ties

@@ -50,7 +50,7 @@ def global_topk_indices_and_lens(
     pages = table_entries(block_table, req_indices[:, None], columns, topk_indices >= 0)
     indices = int32_slots(pages, topk_indices % block_size, block_size)
     num_tokens, topk = topk_indices.shape
-    if topk == 0:  # an empty tensor has no maximum
+    if topk == 0:  # amax refuses an empty dimension
         return indices, indices.new_zeros((num_tokens,))
     one_past = torch.arange(1, topk + 1, dtype=torch.int32, device=indices.device)
     return indices, torch.where(indices >= 0, one_past, 0).amax(1)
@@ -91,8 +91,9 @@ def combine_topk_swa_indices(
     window = torch.where(valid, length.clamp(max=window_size), 0).to(torch.int32)
     gathered = masked_index(gather_lens, valid, [req_indices], 0).to(torch.int64)
     first = masked_index(seq_lens, valid, [req_indices], 0) - gathered
-    # Rows of the workspace count from base; column c of a window is its row c + shift.
-    # Bounds are computed per token in 64 bits, so that an entry takes few 32-bit operations.
+    # A request's rows of the workspace start at base. Column c of the result holds row base + c +
+    # shift if it is a window row. Bounds are computed per token in 64 bits, so that an entry takes
+    # few 32-bit operations.
     base = torch.where(valid, req_indices, 0).to(torch.int64) * workspace_rows
     fitting = INT32_MAX + 1 - base
     shift = swa_offset + length - window - first - selected
@@ -119,8 +120,8 @@ def combine_topk_swa_indices(
 
 
 def spanned(slots: Tensor, block_size: int, span: int | None) -> Tensor:
-    """Convert slots to those of blocks that are ``span`` rows apart instead of ``block_size``; -1
-    for negative slots and results beyond int32."""
+    """Convert slots of blocks that are ``block_size`` rows apart to slots of blocks that are
+    ``span`` rows apart; -1 for negative slots and results beyond int32."""
     if span is None:
         return torch.where(slots >= 0, slots, ABSENT)
     places = (slots // block_size).to(torch.int64) * span + slots % block_size
@@ -181,7 +182,7 @@ def mixed_sparse_indices(
     if decode_compressed_lens is not None:
         most = decode_compressed_indices.shape[1]
         decoded_lens = masked_index(decode_compressed_lens, decode, [token], 0).clamp(0, most)
-    elif decode_compressed_indices_are_local and width > 0:  # an empty tensor has no maximum
+    elif decode_compressed_indices_are_local and width > 0:  # amax refuses an empty dimension
         decoded_lens = torch.where(compressed >= 0, column + 1, 0).amax(1)
     else:
         decoded_lens = torch.full_like(req_indices, decode_compressed_indices.shape[1])
@@ -192,7 +193,7 @@ def mixed_sparse_indices(
 
 
 def _entries(values: Tensor, row: Tensor, mask: Tensor, width: int | None = None) -> Tensor:
-    """Return ``values[row]`` where ``mask``, else -1; pad with -1 to ``width`` columns."""
+    """Return ``values[row]`` where ``mask`` is True, else -1; pad with -1 to ``width`` columns."""
     columns = values.shape[1]
     column = torch.arange(columns if width is None else width, device=values.device)
     inside = mask[:, None] & (column < columns)

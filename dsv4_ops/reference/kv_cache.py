@@ -1,4 +1,4 @@
-"""References of paged caches of keys."""
+"""References of the ops on paged key caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsv4_ops.reference.quantization import bf16_bits, dequantize, from_bytes, q
 def insert_bits(bits: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
     """Insert keys from their bf16 patterns ``bits``, int32 [num_tokens, 512]."""
     main = MainLayout(block_size)
-    # dense: a view of a slice would fix the number of tokens in a graph
+    # dense, because a view of a slice would fix the number of tokens in a graph
     codes, scales = quantize(dense(bits[:, : main.code_dim]), main.quant_block)
     parts = {
         0: codes,
@@ -127,11 +127,11 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     if runs_on_cpu(k_cache):
         write_rows(k_cache, rows, slot_mapping)
         return
-    # do not write through a view of another dtype: Inductor would convert the values
+    # a write through a view of another dtype would make Inductor convert the values
     written = scatter_rows(k_cache.flatten(1), rows, slot_mapping, page_columns(k_cache))
     k_cache.copy_(written.view(k_cache.shape))
 
 
 def gathered_bits(k_cache: Tensor, pages: Tensor, rows: Tensor) -> Tensor:
-    """Return the words [..., width] at (block, row); zeros for absent blocks."""
+    """Return the row at (block, row) as integers [..., width]; zeros for absent blocks."""
     return gather_rows(words(k_cache).flatten(1), pages, rows, page_columns(k_cache))

@@ -1,4 +1,5 @@
-"""References of the block-scaled FP8 linear layers and of their activation quantisation."""
+"""References of the block-scaled FP8 linear layers, and of the quantisation of their
+activations."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from dsv4_ops.reference.quantization import (
 )
 
 ACTIVATION_AMAX = 1e-4
-"""Minimum amax of an activation block, as in the official code."""
+"""Minimum amax of an activation block, as in DeepSeek's code."""
 
 
 def quantize_rows(
@@ -88,7 +89,7 @@ def fp8_grouped_linear(
     impl: str = "auto",
 ) -> Tensor:
     rows = activation_values(x, x_scale, activations)
-    # tokens last and dense: elsewhere Inductor asks on a CPU whether there is one token
+    # tokens are the last, dense dimension: elsewhere Inductor guards on a single token on a CPU
     groups = dense(rows.permute((1, 2, 0) if x_scale is None else (0, 2, 1)))
     num_groups, _, num_tokens = groups.shape
     values = weight_values(weight, scale).unflatten(0, (num_groups, -1))
@@ -97,7 +98,7 @@ def fp8_grouped_linear(
 
 
 def activation_values(x: Tensor, x_scale: Tensor | None, activations: str) -> Tensor:
-    """Return activations as float32, plain or after quantisation in blocks of 128."""
+    """Return activations as float32, unchanged or quantised in blocks of 128 and dequantised."""
     if x_scale is not None:
         codes, scales = x.view(torch.uint8), x_scale
     elif activations == "fp8":
@@ -110,7 +111,7 @@ def activation_values(x: Tensor, x_scale: Tensor | None, activations: str) -> Te
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise to e4m3 codes and float32 power-of-two scales, like the official code."""
+    """Quantise to e4m3 codes and float32 power-of-two scales, like DeepSeek's code."""
     codes, scales = _codes_of(x)
     return as_e4m3(codes), scales
 

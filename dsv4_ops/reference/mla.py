@@ -1,4 +1,4 @@
-"""References of dense MLA."""
+"""References of the ops of dense MLA."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ _LEAST_AMAX = 1e-10
 
 
 def quotient(x: Tensor, divisor: Tensor | float) -> Tensor:
-    """Return ``x / divisor`` rounded to float32. Triton's own division is approximate; a float64
-    division rounds to the same result."""
+    """Return ``x / divisor`` rounded to float32. Triton's float32 division is approximate; a
+    float64 division, rounded to float32, is exact."""
     if isinstance(divisor, Tensor):
         divisor = divisor.to(torch.float64)
     return (x.to(torch.float64) / divisor).to(torch.float32)
 
 
 def rounded_values(x: Tensor) -> Tensor:
-    """Return ``x`` as float32, rounded to its dtype: a compiler may hold it with more precision."""
+    """Return ``x`` as float32, after rounding to the dtype of ``x``: a compiler may keep more
+    precision."""
     if x.dtype == torch.bfloat16:
         return (bf16_bits(x) << 16).view(torch.float32)
     return (materialized(x) if x.dtype == torch.float16 else x).to(torch.float32)
@@ -75,7 +76,7 @@ def per_tile_codes(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
 def encoded_rows(
     kv_c: Tensor, k_pe: Tensor, scale: Tensor | None, *, layout: str, scale_format: str
 ) -> Tensor:
-    """Encode rows as the cache stores them, with floats as integers of their bits."""
+    """Encode rows as the cache stores them, with the bits of floats as integers."""
     if layout == PlainLayout.tag:
         return torch.cat([words(kv_c), words(k_pe)], -1)
     if layout == MlaFp8Layout.tag:
@@ -115,7 +116,7 @@ def mla_gather_codes(
 
 
 def _bf16_of(stored: Tensor, scale: Tensor | None, layout: str) -> Tensor:
-    """Return the bf16 patterns of FP8 rows, rounded once."""
+    """Return the bit patterns of FP8 rows as bf16, rounded once."""
     values = values_of(stored, torch.uint8, layout)
     if scale is not None:
         values = values * single(scale)
@@ -137,7 +138,7 @@ def mla_gather_kv(
     stored, exists = _stored_at(kv_cache, slot_mapping, block_size)
     if layout == PlainLayout.tag:
         return stored.view(kv_cache.dtype)
-    # code 0 times a scale that is not finite is NaN
+    # absent rows have code 0, which would become NaN with an infinite scale
     rows = torch.where(exists[:, None], _bf16_of(stored, scale, layout), 0)
     return rows.view(torch.bfloat16)
 
@@ -172,7 +173,7 @@ def quantize_per_tensor(x: Tensor) -> PerTensor:
 
 
 KEYS_AT_A_TIME = 128
-"""Keys per token and iteration of a decode."""
+"""Keys of every token in one iteration of a decode."""
 
 
 class Decode(NamedTuple):
@@ -206,7 +207,7 @@ class Decode(NamedTuple):
 
 
 class Running(NamedTuple):
-    """State of the online softmax: row_max, row_sum and the accumulated P V."""
+    """State of the online softmax: maximum logit, sum of P, and sum of P V."""
 
     row_max: Tensor
     row_sum: Tensor
@@ -214,27 +215,27 @@ class Running(NamedTuple):
 
 
 def locate_slots(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return block and row in the block of ``slots``; block -1 below slot 0."""
+    """Return the block of each slot and the row in the block; block -1 for negative slots."""
     return torch.where(slots >= 0, slots // block_size, ABSENT), slots % block_size
 
 
 def stored_rows(kv_cache: Tensor, pages: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stored rows at (block, row), floats as integers, 0 for absent blocks; and the mask
-    of existing blocks."""
+    """Return the stored rows at (block, row), with the bits of floats as integers, and the mask of
+    existing blocks; rows of absent blocks are 0."""
     exists = (pages >= 0) & (pages < kv_cache.shape[0])
     stored = words(kv_cache)
     if isinstance(kv_cache.shape[0], int) and kv_cache.shape[0] == 0:
         return stored.new_zeros((*pages.shape, kv_cache.shape[2])), exists
-    page = materialized(torch.where(exists, pages, 0).to(torch.int64))  # offsets pass 2**31
+    page = materialized(torch.where(exists, pages, 0).to(torch.int64))  # offsets may exceed 2**31
     rows = materialized(rows)
-    # copy whole rows and mask absent ones afterwards, so that copies are vectorised
+    # copy whole rows and mask absent rows afterwards, so that copies are vectorised
     result = torch.ops.aten._unsafe_index.Tensor(stored, [page, rows])
     return torch.where(exists[..., None], result, 0), exists
 
 
 def values_of(stored: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
-    """Decode rows of ``stored_rows`` of a cache of ``dtype`` to float32; for "mla_fp8" without the
-    scale."""
+    """Convert rows from ``stored_rows`` to float32; ``dtype`` is the dtype of the cache. "mla_fp8"
+    rows are not multiplied by their scale."""
     if layout == PlainLayout.tag:
         return stored.view(dtype).to(torch.float32)
     if layout == MlaFp8Layout.tag:
@@ -276,10 +277,10 @@ def attend_to(call: Decode, running: Running, start: Tensor | int, num_keys: int
 
 
 def attend_in_chunks(call: Decode, running: Running, num_rows: int) -> Running:
-    """Update ``running`` with all keys, chunk by chunk, so that memory does not depend on their
-    number.
+    """Update ``running`` with all keys, chunk by chunk, so that memory does not grow with the
+    number of keys.
 
-    An eager call on a CPU stops at the chunk of the longest token's last key."""
+    An eager call on a CPU stops after the last key of the longest token."""
     if runs_on_cpu(call.seq_lens) and call.seq_lens.shape[0] > 0:
         longest = max(int(call.seq_lens.max()), 0)
         num_rows = min(num_rows, round_up(longest, KEYS_AT_A_TIME))
@@ -383,7 +384,7 @@ def mla_sparse(
     batch_invariant: bool,
     impl: str = "auto",
 ) -> MlaAttention:
-    """Round as ``mla_decode``."""
+    """Round P and the output like ``mla_decode``."""
     call, running = start_sparse(
         *(q, kv_cache, indices, lens),
         softmax_scale=softmax_scale,

@@ -58,7 +58,7 @@ def context_chunks(
 
 
 def local_turn(cp_world_size: int, cp_interleave: int) -> int:
-    """Return the rows per turn of a rank; with one rank the interleave does not matter."""
+    """Return the rows of one turn of a rank; with one rank, the interleave does not matter."""
     return cp_interleave if cp_world_size > 1 else 1
 
 
@@ -106,7 +106,7 @@ def existing(lse: Tensor) -> Tensor:
 
 
 def weighted(out: Tensor, weight: Tensor) -> Tensor:
-    """Return ``out * weight`` in float32; where the weight is 0, ``out`` may be NaN."""
+    """Return ``out * weight`` in float32; 0 where the weight is 0, even if ``out`` is NaN."""
     weight = weight[..., None]
     return torch.where(weight > 0, weight * out.to(torch.float32), 0.0)
 
@@ -134,7 +134,7 @@ def mla_prefill(
     nope = k_nope.shape[2]
     shared = k_pe.to(torch.float32).T
     outs, lses = [], []
-    # one head at a time: masks and logits of all heads take too much memory
+    # one head at a time, because masks and logits of all heads take too much memory
     for head in range(q.shape[1]):
         query, value = q[:, head].to(torch.float32), v[:, head].to(torch.float32)
         logits = query[:, :nope] @ k_nope[:, head].to(torch.float32).T + query[:, nope:] @ shared
@@ -143,7 +143,7 @@ def mla_prefill(
         origin = torch.where(row_max == -torch.inf, 0.0, row_max)
         weights = torch.exp(logits - origin[:, None])
         total = weights.sum(-1)
-        # a product with 0 would spread NaN from the values of other requests
+        # 0 times a NaN in the values of another request would be NaN
         number = value.isfinite()
         summed = weights.to(q.dtype).to(torch.float32) @ torch.where(number, value, 0.0)
         poisoned = (mask & ~number.all(-1)).any(-1)
@@ -161,9 +161,10 @@ def visible_keys(
     num_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the key rows [start, stop) that every token sees, from its index within its request.
+    """Return the key rows [start, stop) that every token sees. ``query`` is the token's index
+    within its request.
 
-    Both are 0 for a token of no request."""
+    Both bounds are 0 for a token of no request."""
     exists = req_indices >= 0
     start, stop = (
         gather_rows(cu_seq_lens, req_indices + end, exists).clamp(0, num_k).long() for end in (0, 1)
@@ -181,7 +182,7 @@ def visible(start: Tensor, stop: Tensor, num_k: int) -> Tensor:
 
 
 def sees_any(flags: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """Whether any row in [start, stop), the rows that a token sees, is flagged.
+    """Whether any of the rows [start, stop) that a token sees is flagged.
 
     Flags are [num_k, num_heads], the result is [num_tokens, num_heads]."""
     counts = pad(flags.cumsum(0), (0, 0, 1, 0))

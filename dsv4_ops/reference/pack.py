@@ -10,13 +10,13 @@ from dsv4_ops.reference.common import dense, masked_index, query_lens
 
 
 def _words(rows: Tensor) -> Tensor:
-    """View float8 as bytes, because compilers have no select for it; return other dtypes
-    unchanged."""
+    """View float8 as bytes, because compilers cannot select between float8 values; return other
+    dtypes unchanged."""
     return rows.view(torch.uint8) if rows.is_floating_point() and rows.itemsize == 1 else rows
 
 
 def _rows(rows: Tensor, mask: Tensor, places: list[Tensor], fill: float) -> Tensor:
-    """Return ``rows[places]`` where ``mask``, else ``fill``; rows may have any number of
+    """Return ``rows[places]`` where ``mask`` is True, else ``fill``. A row may have any number of
     dimensions."""
     trailing = rows.shape[len(places) :]
     flat = rows.flatten(len(places)) if trailing else rows.unsqueeze(-1)
@@ -46,6 +46,6 @@ def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> T
 
 
 def unpacked(packed: Tensor, req_indices: Tensor, places: Tensor) -> Tensor:
-    """Return row ``places`` of request ``req_indices`` for every token; zeros for absent rows."""
+    """Return, for every token, row ``places`` of request ``req_indices``; zeros for absent rows."""
     mask = (req_indices >= 0) & (places >= 0) & (places < packed.shape[1])
     return _rows(packed, mask, [req_indices, places], 0)

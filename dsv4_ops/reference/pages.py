@@ -12,8 +12,8 @@ from dsv4_ops.reference.common import masked_index, materialized, runs_on_cpu, t
 
 
 class Columns(NamedTuple):
-    """The position of a row's values in its block: ``width`` values from ``first + r * stride`` on
-    for row r."""
+    """The position of a row's values in a block: ``width`` values of row r start at ``first + r *
+    stride``."""
 
     block_size: int
     first: int
@@ -21,7 +21,7 @@ class Columns(NamedTuple):
     width: int
 
     def places(self, device: torch.device) -> Tensor:
-        """int64 [block_size, width]."""
+        """Return the position of every value in a block, int64 [block_size, width]."""
         row = torch.arange(self.block_size, device=device)[:, None]
         return row * self.stride + torch.arange(self.first, self.first + self.width, device=device)
 
@@ -48,7 +48,7 @@ def scatter_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: C
         columns: Position of each row's values in its block.
 
     Not every compiler can skip a write, so a token without a slot repeats the write of the first
-    token that has one. If none has, all tokens rewrite row 0 with its current values.
+    token that has a slot. If no token has a slot, all tokens rewrite row 0 with its current values.
     """
     # in torch 2.11 a slice of values has a size that no trace may compare with 0
     num_tokens, num_blocks, block_size = slot_mapping.shape[0], cache.shape[0], columns.block_size
@@ -89,8 +89,8 @@ def insert_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: Co
 def insert_parts(
     layout: QuantizedLayout, parts: dict[int, Tensor], cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Insert rows in parts; ``parts`` maps the first byte of a part, as ``row_columns`` counts, to
-    the part's bytes."""
+    """Insert rows in parts. ``parts`` maps the byte of ``row_columns`` at which a part starts to
+    the bytes of the part."""
     written = cache
     for byte, values in parts.items():
         columns = row_columns(layout, byte, values.shape[1])
@@ -103,7 +103,8 @@ def insert_parts(
 
 
 def row_columns(layout: QuantizedLayout, byte: int, width: int) -> Columns:
-    """Locate in a block the bytes of a row from ``byte`` on: its data, then its scales."""
+    """Locate ``width`` bytes of a row in its block. ``byte`` counts the row's data bytes, then its
+    scale bytes."""
     if byte < layout.data_bytes:
         return Columns(layout.block_size, byte, layout.data_bytes, width)
     scales = layout.block_size * layout.data_bytes + byte - layout.data_bytes
@@ -112,10 +113,10 @@ def row_columns(layout: QuantizedLayout, byte: int, width: int) -> Columns:
 
 def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Columns) -> Tensor:
     """Read rows [..., width] of ``cache`` [num_blocks, page] at (block, row); zeros if the block
-    does not exist. ``columns`` as for ``scatter_rows``."""
+    does not exist. ``columns`` is as for ``scatter_rows``."""
     exists = ((pages >= 0) & (pages < cache.shape[0])).unsqueeze(-1)
     if runs_on_cpu(cache) and cache.shape[0] > 0:
-        # copy whole rows: an index per value takes twenty times as long
+        # copy whole rows, because an index per value takes twenty times as long
         page, row = (torch.where(exists.squeeze(-1), each, 0) for each in (pages, rows))
         return torch.where(exists, columns.view(cache)[page, row], 0)
     column = take(columns.places(cache.device), torch.where(exists.squeeze(-1), rows, 0))
@@ -126,8 +127,9 @@ def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Columns) ->
 def locate(
     block_table: Tensor, req_indices: Tensor, positions: Tensor, mask: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Locate the block, and the row in it, of int64 ``positions`` of requests. The block is -1 if
-    the position is masked, negative or past the table, or the entry is negative."""
+    """Return the block of int64 ``positions`` of requests, and the row in the block. The block is
+    -1 if the position is masked, negative or past the table, or if the table's entry is
+    negative."""
     mask = mask & (positions >= 0)
     pages = table_entries(block_table, req_indices, positions // block_size, mask)
     return pages, torch.where(mask, positions % block_size, 0)

@@ -1,7 +1,7 @@
 """Quantise to e4m3 codes with power-of-two block scales, on bit patterns.
 
 All results derive from the bits of the bf16 input and not from its float value: a compiler may keep
-more than bf16 precision in a fused intermediate, and rounds it only where code uses its bits.
+more than bf16 precision in a fused intermediate, which it rounds only where code uses the bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _LARGEST_FINITE = 0x7F7F
 _NAN_CODE = 0x7F
 _EXPONENT = 23
 _UP_TO_SEVEN_QUARTERS = 0x1F
-"""Added to a bf16 pattern, this carries into the exponent if the significand is above 1.75. As 448
-is 1.75 * 2^8, the exponent becomes that of amax / 448 rounded up to a power of two."""
+"""Added to a bf16 pattern, this number carries into the exponent if the significand is above 1.75.
+448 is 1.75 * 2^8, so the exponent minus 8 is then that of amax / 448, rounded up to a power of
+two."""
 
 
 def bf16_bits(values: Tensor) -> Tensor:
@@ -65,8 +66,8 @@ def _codes_of(scaled: Tensor, is_nan: Tensor) -> Tensor:
 
 
 def converts_codes(device: torch.device) -> bool:
-    """Return whether compiled code may hold e4m3 values on ``device``. Triton takes no pointer to
-    e4m3 values on a device where it does not convert them."""
+    """Return whether compiled code may hold e4m3 values on ``device``. Triton refuses pointers to
+    e4m3 values on devices for which it cannot convert them."""
     return target_of(capability_of(device)).converts_codes
 
 
@@ -77,7 +78,7 @@ def saturated_codes(values: Tensor) -> Tensor:
         return values.to(torch.float8_e4m3fn).view(torch.uint8)
     bits = values.view(torch.int32)
     size = bits & 0x7FFFFFFF
-    # as kernels/common/fp8.py: to nearest even; subnormal codes are multiples of 2^-9
+    # as in kernels/common/fp8.py: round to nearest even; subnormal codes are multiples of 2^-9
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = (size.view(torch.float32) + 16384.0).view(torch.int32) & 0xF
     codes = torch.where(size < 121 << _EXPONENT, subnormal, normal)

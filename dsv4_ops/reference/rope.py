@@ -1,4 +1,4 @@
-"""References of rotary embeddings and the fused query norm."""
+"""References of the rotary embeddings and of the fused query norm."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def inverse_rope_group(
 ) -> Tensor:
     num_tokens, num_heads, dim = o.shape
     rotated = rotate_values(o.to(torch.float32), positions, cos_sin_cache, inverse=True).to(o.dtype)
-    # not dense: a dense copy would be a separate kernel before the view
+    # not ``dense``, whose copy would be a separate kernel before the view
     return rotated.contiguous().view(num_tokens, num_groups, num_heads // num_groups * dim)
 
 
@@ -89,7 +89,8 @@ def inverse_rope_group_quantize(
 
 
 NAN_BITS = 0x7FC0
-"""The NaN that the cache stores for any NaN from the rotation, so that its payload is defined."""
+"""The bits that the cache stores for every NaN from the rotation, so that results are the same
+everywhere."""
 
 
 def _normed(q: Tensor, eps: float) -> Tensor:

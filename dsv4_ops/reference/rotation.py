@@ -1,4 +1,4 @@
-"""Rotary embedding; like the kernels it rounds every product before the sum."""
+"""Rotary embedding. Like the kernels, it rounds every product before the sum."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dsv4_ops.reference.common import dense, masked_index
 
 
 def angles(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine [..., rope_dim // 2] of ``positions``; 1 and 0 if the table has no
-    row."""
+    """Return cosine and sine [..., rope_dim // 2] of ``positions``; 1 and 0 for positions outside
+    the table."""
     half = int(cos_sin_cache.shape[1]) // 2
     in_table = ((positions >= 0) & (positions < cos_sin_cache.shape[0])).unsqueeze(-1)
     column = torch.arange(half, device=positions.device)
@@ -29,12 +29,12 @@ def rotate_values(
     rope_first: bool = False,
     interleaved: bool = True,
 ) -> Tensor:
-    """Rotate, or rotate back, rope_dim of fp32 ``values`` [num_tokens, ..., dim]: the trailing ones
-    or, with ``rope_first``, the leading ones.
+    """Rotate, or rotate back, the last rope_dim float32 ``values`` [num_tokens, ..., dim]; with
+    ``rope_first``, the first rope_dim values.
 
-    Rows whose position is not in the table stay unchanged. There are no strided halves and no
+    Rows whose position is not in the table stay unchanged. The code has no strided halves and no
     concatenation, so that the rotation compiles to one loop. The sign of a pair's second product is
-    in the sine, which changes no bit.
+    applied to the sine, which changes no bit.
     """
     dim, half = values.shape[-1], cos_sin_cache.shape[1] // 2
     first = 0 if rope_first else dim - 2 * half

@@ -17,7 +17,8 @@ from dsv4_ops.reference.common import int32_slots
 from dsv4_ops.reference.pages import locate
 
 _LARGEST_SINK = 1e30
-"""Replaces an infinite sink: for no key FlashMLA's lse is inf, and inf - inf is NaN."""
+"""Replaces an infinite sink: FlashMLA's lse of a token without keys is inf, and inf - inf is
+NaN."""
 
 
 class Listed(NamedTuple):
@@ -43,7 +44,7 @@ class Listed(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Lists as FlashMLA takes them: padded, with -1 for absent rows."""
+    """Lists in the form that FlashMLA takes: padded, with -1 for absent rows."""
 
     slots: Tensor
     lens: Tensor
@@ -84,14 +85,15 @@ def _listed(rows: Listed, multiple: int) -> tuple[Tensor, Tensor]:
 
 
 def no_key(lse: Tensor) -> Tensor:
-    """Replace the lse inf, FlashMLA's value for no key, by -inf."""
+    """Replace an lse of inf, FlashMLA's value for a token without keys, by -inf."""
     return torch.nan_to_num(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 
 
 def list_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the blocks of every token, 0 for absent ones, and its number of valid rows."""
+    """Return the blocks of every token, with 0 for absent blocks, and the token's number of valid
+    rows."""
     real = (req_indices >= 0) & (req_indices < block_table.shape[0])
     pages = block_table[torch.where(real, req_indices, 0)]
     pages = torch.where((pages >= 0) & (pages < num_blocks) & real[:, None], pages, 0)
@@ -102,7 +104,7 @@ def compact_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Compact the existing blocks of every token, for libraries that cannot skip a block; also
-    return the rows on these blocks.
+    return the number of rows on these blocks.
 
     The result is padded with block 0 and has at least one column. The last block, the only one that
     may be partly full, stays last."""

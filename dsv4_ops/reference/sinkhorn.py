@@ -1,4 +1,4 @@
-"""Mixing matrices of hyper-connections."""
+"""Reference of the mixing matrices of hyper-connections."""
 
 from __future__ import annotations
 

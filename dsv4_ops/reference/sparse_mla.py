@@ -1,4 +1,4 @@
-"""References of sparse MLA."""
+"""References of the ops of sparse MLA."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def splits(
     """Order the tokens: those with several splits first, then by decreasing length.
 
     Returns:
-        The tokens in that order, their numbers of splits, and the exclusive prefix sums of their
-        extra splits, with the total at the end; int32."""
+        Three int32 tensors: the tokens in that order, the number of splits of each token, and the
+        exclusive prefix sums of extra splits, with the total at the end."""
     tiles = _tiles(swa_lens)
     if extra_lens is not None:
         tiles = tiles + _tiles(extra_lens)
@@ -64,11 +64,12 @@ def _tiles(lens: Tensor) -> Tensor:
 def _split_size(tiles: Tensor, programs: int) -> Tensor:
     """Choose the split size, in key tiles, with the least expected time.
 
-    Candidates are the mean size, up to 12 times as much, and the longest token. Each candidate must
-    need no more extra splits than there are free programs, or than a fixed share of all programs.
-    The expected time is that of one split, or of a program's share of all splits with their
-    start-up costs, plus the time to combine them. Ties go to the smallest size. No token is split
-    if the longest one is not longer than a split and a combine."""
+    Candidates are 15 sizes from the mean load of a program up to 12 times this load, and the
+    longest token. A candidate may need as many extra splits as there are free programs, or as a
+    fixed share of all programs. The expected time is the larger of two times, plus the time to
+    combine: the time of one split, and a program's share of the time of all splits with their
+    start-up costs. Ties go to the smallest size. No token is split if the longest token exceeds the
+    mean load by less than the cost of a combine."""
     total, num_tokens = tiles.sum(), tiles.shape[0]
     mean = ((total + programs - 1) // programs).clamp(min=1)
     longest = pad(tiles, (0, 1)).amax().clamp(min=1)
@@ -88,11 +89,11 @@ def _split_size(tiles: Tensor, programs: int) -> Tensor:
 
 
 def rows(order: Tensor, counts: Tensor, places: Tensor, index: Tensor) -> Tensor:
-    """Lay out the plan: the first splits of tokens with several splits, their extra splits, the
-    other tokens, then rows of -1.
+    """Lay out the plan: the first splits of tokens with several splits, the extra splits of these
+    tokens, the other tokens, then rows of -1.
 
-    For an extra split, ``places`` is its token's place in ``order``, and ``index`` counts the
-    token's extra splits before it."""
+    For every extra split, ``places`` holds the token's position in ``order``, and ``index`` numbers
+    the extra splits of a token."""
     num_tokens = counts.shape[0]
     place = torch.arange(num_tokens, dtype=torch.int32, device=counts.device)
     places = torch.cat([place, places])
@@ -120,11 +121,11 @@ def flash_mla_metadata(
     extra_width: int,
     num_sm_parts: int,
 ) -> Tensor:
-    """Number the work of all tokens consecutively: a token takes one place per block, and places
+    """Number the work of all tokens consecutively. A token takes one place per block, then places
     for its overhead.
 
-    A place therefore determines token and block. The start of a part determines its end, and so the
-    start of the next part."""
+    A place therefore determines a token and a block. The place at which a part starts determines
+    the place at which it ends, where the next part starts."""
     num_tokens = swa_lens.shape[0]
     blocks = _blocks(swa_lens, swa_width).clamp(min=1)
     most = _blocks_of(swa_width)
@@ -135,7 +136,7 @@ def flash_mla_metadata(
     last = first[-1]
     payload = (last + num_sm_parts - 1) // num_sm_parts + PART_OVERHEAD
     place = torch.arange(num_tokens * (most + PART_OVERHEAD) + 1, device=first.device)
-    # the largest token start up to each place
+    # for each place, the last place up to it at which a token starts
     floor = torch.zeros_like(place).index_copy(0, first, first).cummax(0).values
     reached = (place + payload).clamp(max=last)
     after = torch.maximum(reached - PART_OVERHEAD, floor.index_select(0, reached))
@@ -150,7 +151,7 @@ def flash_mla_metadata(
     whole = first.index_select(0, (stop + 1).clamp(max=num_tokens)) - first.index_select(0, stop)
     whole = (whole - PART_OVERHEAD).clamp(min=0)
     end_block = torch.where(block[1:] > 0, block[1:], whole)
-    # parts that begin inside the token, up to this one
+    # for each part, the parts up to it that begin inside the same token
     inside = (begin > first.index_select(0, begin_token)[:, None]) & (begin <= begin[:, None])
     splits = torch.where(begin_block > 0, inside.sum(1), 0)
     cut_before, cut_behind = begin_block > 0, end_block != whole
@@ -193,7 +194,8 @@ def _iterate(after: Tensor, count: int) -> Tensor:
 
 
 def listed(indices: Tensor, lens: Tensor) -> Tensor:
-    """Flag the entries of ``indices`` that are among the first ``lens`` of their row and not -1."""
+    """Flag the entries of ``indices`` that are among the first ``lens`` of their row and not
+    negative."""
     column = torch.arange(indices.shape[1], device=indices.device)
     return (column < lens[:, None]) & (indices >= 0)
 
@@ -206,15 +208,16 @@ class KeyCache(NamedTuple):
     layout: str
 
     def at(self, pages: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys [..., head_dim] at (block, row), zeros for absent ones, and their
-        mask."""
+        """Return the keys [..., head_dim] at (block, row), and the mask of existing keys; absent
+        keys are zeros."""
         exists = (pages >= 0) & (pages < self.blocks.shape[0])
         bits = row_bits(self.blocks, pages, rows, block_size=self.block_size, layout=self.layout)
         dtype = self.blocks.dtype if self.layout == "plain" else torch.bfloat16
         return bits.view(dtype), exists
 
     def listed(self, indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys [num_tokens, width, head_dim] of the listed slots, and their mask."""
+        """Return the keys [num_tokens, width, head_dim] of the listed slots, and the mask of
+        existing keys."""
         mask = listed(indices, lens)
         slots = torch.where(mask, indices, 0)
         return self.at(torch.where(mask, slots // self.block_size, -1), slots % self.block_size)
@@ -222,7 +225,8 @@ class KeyCache(NamedTuple):
     def of_requests(
         self, req_indices: Tensor, block_table: Tensor, positions: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys at unmasked positions of every token's request, and their mask."""
+        """Return the keys at ``positions`` of every token's request, and the mask of keys that
+        exist and are not masked."""
         request = req_indices[:, None]
         pages, rows = locate(block_table, request, positions, mask, self.block_size)
         return self.at(pages, rows.expand(pages.shape))
@@ -235,7 +239,8 @@ class KeyCache(NamedTuple):
 def paged_keys(
     cache: KeyCache, lens: Tensor, req_indices: Tensor, block_table: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys of the first ``lens`` rows of every token's request, and their mask."""
+    """Return the keys of the first ``lens`` rows of every token's request, and the mask of existing
+    keys."""
     row = torch.arange(cache.num_rows(block_table), device=lens.device)
     return cache.of_requests(req_indices, block_table, row, row < lens[:, None])
 
@@ -367,8 +372,8 @@ def sparse_mla_gathered(
 def window_keys(
     cache: KeyCache, positions: Tensor, req_indices: Tensor, block_table: Tensor, window_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys [num_tokens, window_size, head_dim] up to every token's own, and their
-    mask."""
+    """Return the keys [num_tokens, window_size, head_dim] of every token's window, and the mask of
+    existing keys."""
     back = torch.arange(1 - window_size, 1, device=positions.device)
     mask = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
     place = torch.where(mask, positions[:, None] + back, -1)
@@ -383,7 +388,7 @@ def compressed_keys(
     block_table: Tensor,
     compress_ratio: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys of the selected rows, or of the whole block table, and the mask of those that
+    """Return the keys of the selected rows, or of the whole block table, and the mask of keys that
     a token sees."""
     if topk_indices is None:
         row = torch.arange(cache.num_rows(block_table), device=positions.device)[None, :]

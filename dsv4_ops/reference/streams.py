@@ -50,7 +50,7 @@ def hyper_connection(
 def mixed(post: Tensor, mix: Tensor, out: Tensor, streams: Tensor) -> Tensor:
     """Return ``post`` times the block's output, plus the streams times the transposed ``mix``."""
     added = post.float()[..., None] * out.float()[..., None, :]
-    # there are few streams, and pointwise ops fuse with their neighbours, unlike a matmul
+    # pointwise, because there are few streams, and a matmul would not fuse with its neighbours
     residual = (mix.float()[..., None] * streams.float()[..., None, :]).sum(-3)
     return (added + residual).to(streams.dtype)
 
