@@ -1,1 +1,1 @@
-"""Run other libraries' models on the ops of this package; nothing else imports these modules."""
+"""Run the models of other libraries on the ops of this package. Only the CLI imports from here."""

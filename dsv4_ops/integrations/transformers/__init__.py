@@ -1,7 +1,7 @@
 """Run Hugging Face's DeepSeek-V4, V3.2, V3 and V2, and GLM-5, on the ops of this package.
 
-``patch`` lets a loaded model run from a ``PagedCache``. Batches may be ragged, and a step with its
-metadata can be one graph, one CUDA graph or one AOTInductor package. Weights, state dict,
+``patch`` lets a loaded model run from a ``PagedCache``. Batches may be ragged. A step, including
+its metadata, can be one graph, one CUDA graph or one AOTInductor package. Weights, state dict,
 ``from_pretrained`` and ``generate`` stay as they are.
 
 Example:

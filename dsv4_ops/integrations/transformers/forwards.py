@@ -47,9 +47,10 @@ from dsv4_ops.integrations.transformers.steps.step import run_layers
 
 
 def model_forward(spec: ModelSpec, score: bool, before: Forward) -> Forward:
-    """Make a model's forward that runs our layers if the cache is a ``PagedCache``.
+    """Return a forward for Hugging Face's model that runs our layers from a ``PagedCache``.
 
-    With ``score``, calls without a cache run from a ``PagedCache`` of their own.
+    With another cache, the forward calls ``before``. With ``score``, a call without a cache makes a
+    ``PagedCache``.
     """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -115,7 +116,7 @@ def model_forward(spec: ModelSpec, score: bool, before: Forward) -> Forward:
 def _own_cache(
     spec: ModelSpec, body: Any, ids: Tensor | None, embeddings: Tensor | None
 ) -> PagedCache:
-    """Make the cache of a call that ``patch(score=True)`` scores."""
+    """Make a ``PagedCache`` for a call without a cache (``patch(score=True)``)."""
     inputs = embeddings if ids is None else ids
     if torch.compiler.is_compiling():
         raise argument_error(
@@ -153,14 +154,15 @@ def _keeping(spec: ModelSpec, states: list[Tensor]) -> Runner:
 
 
 def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """Make an attention's forward that runs ours when ``run_layers`` calls it."""
+    """Return a forward for Hugging Face's attention that runs our attention if ``run_layers`` calls
+    it."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
         context = rest.pop("dsv4_ops", None)
         if context is None:
             return before(self, hidden_states, *args, **rest)
         if hidden_states.shape[0] != 1:
-            # tells a graph for all sizes that the first size is 1, not a factor of num_tokens
+            # this check tells a graph of symbolic sizes that the first size is always 1
             raise argument_error(
                 "decode_step",
                 "hidden_states",
@@ -178,7 +180,7 @@ class ModelForward(Rewrite):
 
     Args:
         spec: Spec of the model.
-        score: Whether calls without a cache make one.
+        score: Whether a call without a cache makes a ``PagedCache``.
     """
 
     def __init__(self, spec: ModelSpec, score: bool) -> None:
@@ -194,7 +196,7 @@ class ModelForward(Rewrite):
 
 
 class AttentionForward(Rewrite):
-    """Let attention run ours when ``run_layers`` calls it."""
+    """Let Hugging Face's attention run our attention if ``run_layers`` calls it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -215,7 +217,7 @@ class Float32Norms(Rewrite):
         self.runs = recipe.norms_float32
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is Hugging Face's norm and has no forward of its own."""
+        """Whether a module is Hugging Face's norm and the recipe asks for float32."""
         return self.runs and is_part(module, "RMSNorm")
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
@@ -236,7 +238,8 @@ class Float32Logits(Rewrite):
         self.runs, self.head = recipe.logits_float32, unwrapped(head)
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is the head, which adapters may wrap."""
+        """Whether a module is the head, possibly inside an adapter, and the recipe asks for
+        float32."""
         return self.runs and module is self.head and type(module) is nn.Linear
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
@@ -248,10 +251,8 @@ class Float32Logits(Rewrite):
 def rewrites(model: Any, spec: ModelSpec, score: bool = False) -> tuple[Rewrite, ...]:
     """Return all changes that ``patch`` makes to the modules of a model.
 
-    With ``score``, the model makes a ``PagedCache`` for calls without a cache.
-
-    The class that defines a module's forward decides what the module is, even inside an adapter.
-    A module with a forward of its own keeps it.
+    With ``score``, the model makes a ``PagedCache`` for calls without a cache. A forward that other
+    code set on an instance stays.
     """
     return (
         SplitModules(model, spec.parallel, spec.recipe.logits_float32),

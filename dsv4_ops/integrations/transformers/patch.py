@@ -49,17 +49,17 @@ def patch(
     ``DeepseekV3ForCausalLM`` (V3, R1, Kimi-K2), ``DeepseekV2ForCausalLM``,
     ``DeepseekV32ForCausalLM`` or ``GlmMoeDsaForCausalLM`` (GLM-5). Parameters, state dict and
     classes stay as they are, and the model can still be copied, saved and pickled. A call without a
-    ``PagedCache`` runs Hugging Face's attention, unless ``score``. ``generate`` makes a
+    ``PagedCache`` runs Hugging Face's attention, unless ``score`` is True. ``generate`` makes a
     ``PagedCache`` instead of a ``DynamicCache`` or ``StaticCache``, unless
     ``cache_implementation="dynamic"``.
     ``generate_batch`` and managers of Hugging Face's continuous batching run all of their requests
     from one ``PagedCache`` (transformers 5.19 or newer).
 
-    Hooks, PEFT adapters, parametrizations and replaced modules keep working, except on modules that
-    our ops replace: steps refuse changes to ``q_b_norm``, to ``kv_b_proj`` (all but V4), and to
-    ``compressor`` and ``indexer`` outside of their projections. Layers other than a plain
-    ``nn.Linear`` keep their precision. Hugging Face's tensor parallelism works
-    (``tp_plan="auto"``). A model that accelerate split or offloaded is refused.
+    Hooks, PEFT adapters, parametrizations and replaced modules keep working, except where our ops
+    replace a module. There, steps raise: for ``q_b_norm``, for ``kv_b_proj`` (except in V4), and
+    for ``compressor`` and ``indexer`` outside of their projections. ``precision`` changes only
+    linear layers that are a plain ``nn.Linear``. Hugging Face's tensor parallelism works
+    (``tp_plan="auto"``). ``patch`` refuses a model that accelerate split or offloaded.
 
     A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs
     ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``, without kernels from Hugging Face's hub.
@@ -78,29 +78,30 @@ def patch(
             "reference" follows Hugging Face; or a ``Recipe``.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),
             "flash_mla" or "deep_gemm" (where the library has the op), "reference", or "auto" (the
-            fastest on this device). A library's schedule is built once per step, for the number of
-            SMs at the time of patching.
+            fastest on this device). If a library needs a schedule, each step builds the schedule
+            once, for the number of SMs that ``patch`` read.
         batch_invariant: Whether a request's attention is bit-identical in every batch.
         plan: Whether decode steps of V4 build a split-KV schedule for their C128 layers
-            (``build_attention_step``). It saves time if the lengths of the requests differ. If they
-            are nearly equal, it costs 5 us per step and up to 9 us per C128 layer (256 tokens of
-            128 heads; 2 us up to 64 tokens of 64 heads). It is not used with ``batch_invariant``,
-            with impl "flash_mla" or "reference", or with more than 16383 tokens. For export, limit
-            the token dimension to that number, or pass False.
+            (``build_attention_step``). The schedule saves time if the lengths of the requests
+            differ. If the lengths are nearly equal, it costs 5 us per step and up to 9 us per C128
+            layer (256 tokens, 128 heads; 2 us for up to 64 tokens and 64 heads). Steps do without a
+            schedule with ``batch_invariant``, with impl "flash_mla" or "reference", or with more
+            than 16383 tokens. For export, limit the token dimension to 16383, or pass False.
         parallel: Ranks that share the cache of every request (context parallelism). Each rank
             stores a part of the rows, and all ranks run the same steps. If Hugging Face's tensor
-            parallelism split the heads over the same ranks, they gather queries and keep their own
-            heads. V3, V3.2, GLM-5 and V2 then need ``q_b_proj`` and ``kv_b_proj`` "colwise" and
-            ``o_proj`` "rowwise", with the indexer whole. V4 needs ``q_b_proj``, ``sinks``,
-            ``o_a_proj`` and the indexer's ``q_b_proj`` and ``weights_proj`` "colwise" and
-            ``o_b_proj`` "rowwise", and runs from a ``PagedCache`` only.
+            parallelism split the heads over the same ranks, each rank gathers all queries and keeps
+            the outputs of its own heads. V3, V3.2, GLM-5 and V2 then need ``q_b_proj`` and
+            ``kv_b_proj`` "colwise", ``o_proj`` "rowwise", and an indexer that is not split. V4
+            needs ``q_b_proj``, ``sinks``, ``o_a_proj`` and the indexer's ``q_b_proj`` and
+            ``weights_proj`` "colwise" and ``o_b_proj`` "rowwise", and runs from a ``PagedCache``
+            only.
         query: "fp8" quantises the absorbed queries of V3 and V2 (with kv "fp8") to e4m3 with one
-            scale per layer, the buffer ``dsv4_ops_q_scale`` of its attention, which is 1 until you
-            fill it. Ranks gather half the bytes, but results are less exact and steps not faster.
-            None keeps queries in bfloat16.
-        score: Whether ``model(**inputs)`` without a cache runs from a ``PagedCache`` of its own
-            too, in one prefill step. Loss and log-likelihoods, such as those of lm_eval, then say
-            what ``kv``, ``precision`` and ``impl`` cost. Such calls have no gradient and are not
+            scale per layer. The scale is the buffer ``dsv4_ops_q_scale`` of the layer's attention,
+            and is 1 until you set it. Ranks gather half the bytes, but results are less exact and
+            steps are not faster. None keeps queries in bfloat16.
+        score: Whether ``model(**inputs)`` without a cache makes a ``PagedCache`` too, and runs as
+            one prefill step. Loss and log-likelihoods, such as those of lm_eval, then show what
+            ``kv``, ``precision`` and ``impl`` cost. Such calls have no gradient and cannot be
             compiled.
 
     Returns:
@@ -108,8 +109,8 @@ def patch(
 
     Raises:
         NotImplementedError: an architecture, layer type, rotary embedding or size is not supported;
-            accelerate split or offloaded the model; or the heads are split over other ranks than
-            those of ``parallel``, or only some parameters are.
+            accelerate split or offloaded the model; or tensor parallelism split the heads over
+            other ranks than those of ``parallel``, or split only some of the parameters.
         ValueError, TypeError: an argument is invalid, the model is patched already, a failed
             ``generate_batch`` has left Hugging Face's paged attention set, or the ranks of
             ``parallel`` patch different models.
@@ -153,7 +154,10 @@ def patch(
 
 
 def add_replacements(model: Any, replacements: Iterable[tuple[Any, str, Maker]]) -> None:
-    """Replace methods of a patched model until ``unpatch``: module, name and maker of each."""
+    """Replace more methods of a patched model, which ``unpatch`` restores too.
+
+    Each replacement is a module, the name of its method, and the maker of the new method.
+    """
     replaced: _Replacements = getattr(model, _REPLACED)
     for module, name, make in replacements:
         replaced.method(module, name, make)
@@ -237,13 +241,13 @@ def _check_model(model: Any, spec: ModelSpec) -> None:
 
 
 class _Replacements:
-    """The methods replaced on a model's modules."""
+    """The methods that ``patch`` replaced on a model's modules."""
 
     def __init__(self) -> None:
         self.made: list[Replacement] = []
 
     def method(self, module: Any, name: str, make: Maker) -> None:
-        """Replace a method by the one that ``make`` returns for the old one."""
+        """Replace a method with what ``make`` returns for the old method."""
         self.made.append(Replacement(module, name, make, vars(module).get(name)))
         setattr(module, name, self.made[-1])
 

@@ -1,4 +1,4 @@
-"""Where DeepSeek-V4's official code and Hugging Face's compute with other precision."""
+"""The computations whose precision differs between DeepSeek-V4's official code and Hugging Face."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class Recipe:
     ``activations``, ``activation_scale`` and ``expert_activations`` are for models with FP8 and FP4
     weights, whose SwiGLU is always in float32.
 
-    Three differences stay. The official code multiplies by an expert's weight before the last
-    projection, Hugging Face after it. The official code simulates FP4 in the indexer; ours uses FP8
-    with ``kv="fp8"`` and no quantisation otherwise. Hugging Face quantises the activations of FP4
-    experts in blocks of 32; ours stay in bf16, or use the official blocks of 128.
+    No field covers three more differences. The official code multiplies by an expert's routing
+    weight before the last projection, Hugging Face after the projection. The official code
+    simulates FP4 in the indexer; we use FP8 there with ``kv="fp8"``, and do not quantise otherwise.
+    Hugging Face quantises the activations of FP4 experts in blocks of 32; we keep these activations
+    in bf16, or use the official blocks of 128.
 
     Args:
         norms_float32: Multiply by a norm's weight in float32 and round once, as Hugging Face does
-            since 5.18.
+            since transformers 5.18.
         rope_float32: Keep cosines and sines in float32, not in the model's dtype.
         compressor_float32: Return float32 from the compressor's projections.
         router_float32: Compute router logits and scores in float32.

@@ -1,7 +1,7 @@
-"""Hugging Face's server with a patched model, whose requests all run from one ``PagedCache``.
+"""Run Hugging Face's server with a patched model. All requests share one ``PagedCache``.
 
-Routes, chat templates, streams and parsers are Hugging Face's. Requests get sampling settings of
-their own, and are cancelled when their clients leave.
+Routes, chat templates, streams and parsers are Hugging Face's. Every request has its own sampling
+settings, and is cancelled when its client disconnects.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ OP = "serve"
 _log = logging.getLogger(__name__)
 
 LEAST_TEMPERATURE = 1e-4
-"""Requests below this temperature are greedy: scaled logits might be infinite."""
+"""Lowest temperature at which a request samples. Below it, logits divided by the temperature might
+be infinite, so the request is greedy."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -57,17 +58,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
 }
-"""Fields of a body that have no effect here, with the neutral values that are allowed."""
+"""Fields of a request that we do not support, and the values that we accept because they change
+nothing."""
 
 _FIELDS = {
     "repetition_penalty": "frequency_penalty",
     "sequence_bias": "logit_bias",
     "stop_strings": "stop",
 }
-"""Fields of a body that Hugging Face turns into settings of these names."""
+"""For each setting of Hugging Face, the field of a request that sets it."""
 
 _NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
-"""Routes of Hugging Face's server for other models."""
+"""Routes of Hugging Face's server that we remove, because they are for other models."""
 
 
 class Server(Serve):  # type: ignore[misc]  # transformers is untyped
@@ -76,23 +78,23 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
     Args:
         path: Folder or name of the model and its tokenizer.
         host: Address to listen at.
-        port: Port to listen at; 0 takes a free one.
-        quantized: Whether ``load_quantized`` loads the model, from a folder.
-        device: Device of the model; None takes a GPU if there is one.
-        dtype: Dtype of the model; "auto" is that of the files.
+        port: Port to listen at; 0 takes a free port.
+        quantized: Whether ``load_quantized`` loads the model; ``path`` must then be a folder.
+        device: Device of the model; None takes a GPU if the machine has one.
+        dtype: Dtype of the model; "auto" takes the dtype of the files.
         kv: See ``patch``.
         precision: See ``patch``.
-        max_cache_len: Maximum tokens of a request, its prompt included.
-        max_requests: Maximum requests of a step, which each have a row of the cache.
+        max_cache_len: Maximum tokens of a request, including its prompt.
+        max_requests: Maximum requests of a step. The cache has a row for each.
         max_batch_tokens: Maximum tokens of a step.
-        num_blocks: Blocks of the cache; None gives each row its own, or fills a GPU's memory.
+        num_blocks: Blocks of the cache; None takes enough for all rows, or as many as fit on a GPU.
         max_queue: Maximum requests that wait or run; the server refuses more.
         compile: Backend of ``torch.compile`` for the steps, or None.
-        on_progress: Called with a line about each part of the start.
+        on_progress: Function that gets a line of text about each part of the start.
 
     Raises:
         ImportError: a package of the extra ``serve`` is missing.
-        ValueError, TypeError, NotImplementedError: as ``patch`` and ``init_continuous_batching``.
+        ValueError, TypeError, NotImplementedError: see ``patch`` and ``init_continuous_batching``.
 
     Attributes:
         manager: Hugging Face's manager of all requests.
@@ -145,7 +147,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         super().__init__(
             continuous_batching=True, host=host, port=port, non_blocking=True, log_level="error"
         )
-        # before minutes of loading
+        # check now, because loading takes minutes
         read = AutoConfig.from_pretrained(path)
         spec_of_config(OP, read, **self._patch)
         if max_cache_len > read.max_position_embeddings:
@@ -157,7 +159,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         models._load_model = self._load
         models._load_processor = self._only_own(models._load_processor)
         listed = {"id": path, "object": "model", "created": 0, "owned_by": "dsv4_ops"}
-        # before 5.24, these raise without a cache of Hugging Face's hub
+        # before transformers 5.24, both methods raise if Hugging Face's hub has no cache folder
         models.list_models = models.get_gen_models = lambda: [listed]
         name = self._name_of_model()
         model, _ = models.load_model_and_processor(name)
@@ -183,7 +185,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         if compile is not None:
             try:
                 self._warm_up()
-            except BaseException:  # the thread would keep the process
+            except BaseException:  # the manager's thread would keep the process alive
                 self.manager.stop(hard_stop=True)
                 raise
         self.manager.output_router.output_queue = Dropped()
@@ -191,7 +193,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         self._harden()
 
     def run(self) -> None:
-        """Serve until a signal comes."""
+        """Serve until a signal ends the server."""
         try:
             with suppress(KeyboardInterrupt):
                 self.server.run()
@@ -215,7 +217,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         self.manager.stop(hard_stop=True)
 
     def start_server(self) -> None:
-        """Do nothing: Hugging Face calls this before the server has a model."""
+        """Do nothing: Hugging Face calls this method before the server has a model."""
 
     def _load(self, name: str, *_: Any, **__: Any) -> Any:
         """Load and patch the model in place of Hugging Face's ``_load_model``."""
@@ -229,7 +231,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         return patch(model, **self._patch)
 
     def _only_own(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Refuse another model; Hugging Face loads a model's processor first."""
+        """Let ``load`` refuse other models: Hugging Face loads the processor before the model."""
 
         def checked(name: str, *args: Any, **rest: Any) -> Any:
             if name != self._name_of_model():
@@ -264,7 +266,8 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             raise self.manager.background_thread_status.fatal_error or RuntimeError(result.error)
 
     def _harden(self) -> None:
-        """Answer bad requests by clear errors, and cancel requests whose clients leave."""
+        """Answer bad requests with clear errors, and cancel the requests of clients that
+        disconnect."""
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler.handle_request = _checked(handler.handle_request)
             handler._build_generation_config = _sampled(handler._build_generation_config)
@@ -286,10 +289,10 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
 
 
 class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyped
-    """Hugging Face's link between handlers and the manager of requests.
+    """Hugging Face's link between the handlers of routes and the manager of requests.
 
     Args:
-        manager: The manager, which runs.
+        manager: The manager, already started.
         max_queue: Maximum requests that wait or run.
     """
 
@@ -320,7 +323,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
-        """Run a request to its end, unless its client leaves."""
+        """Run a request to its end; cancel it if its client disconnects."""
         request_id = self._admit(inputs, gen_config, request_id)
         try:
             with _client_errors():
@@ -343,7 +346,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
         prompt = inputs["input_ids"]
         if not len(prompt):
             raise HTTPException(400, "The prompt must have at least one token. Send a text.")
-        most_new = self._cb.most_tokens - len(prompt) + 1  # the last token is not stored
+        most_new = self._cb.most_tokens - len(prompt) + 1  # the cache never stores the last token
         if most_new < 1:
             raise HTTPException(
                 400,
@@ -366,8 +369,8 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
 
 
 def _end_whole(streamer: Any, tokenizer: Any) -> None:
-    """Let a stream end with its incomplete characters, as other answers do. Hugging Face's streamer
-    waits for the missing bytes."""
+    """Let a stream end with its incomplete characters, as an answer without a stream does. Hugging
+    Face's streamer holds them back until their missing bytes come."""
     tokens: list[int] = []
     put, end = streamer.put, streamer.end
     skips = {"skip_special_tokens": getattr(streamer, "_parser", None) is None}
@@ -391,10 +394,10 @@ def _end_whole(streamer: Any, tokenizer: Any) -> None:
 
 
 class Requests:
-    """A manager whose requests have a handler, and sampling settings, before they start.
+    """A manager that starts a request only once the request has a handler and sampling settings.
 
     Args:
-        manager: Hugging Face's manager, whose other attributes are found here too.
+        manager: Hugging Face's manager. All its other attributes are attributes of this object too.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -406,13 +409,13 @@ class Requests:
         return getattr(self._manager, name)
 
     def add_request(self, input_ids: list[int], request_id: str, **rest: Any) -> str:
-        """Add a request now, or once it has a handler."""
+        """Add a request now if it has a handler, or else when it gets one."""
         arguments = {**rest, **self.sampling.pop(request_id, {})}
 
         def add() -> None:
             added = self._manager.add_request(input_ids, request_id=request_id, **arguments)
             error = self._manager.background_thread_status.fatal_error
-            if added is None or error is not None:  # nobody would answer it
+            if added is None or error is not None:  # no thread would run the request
                 state = error or "its end"
                 raise CBWorkerDeadError(
                     f"The server must run to take requests, got {state}. Start it again."
@@ -450,14 +453,14 @@ class Requests:
 
 
 class Dropped(queue.Queue[Any]):
-    """Queue of outputs without a handler: the last outputs of cancelled requests."""
+    """Queue for outputs that have no handler: the last outputs of cancelled requests."""
 
     def put(self, *_: Any, **__: Any) -> None:
-        """Drop an output, because nobody would read it."""
+        """Drop an output: nobody reads this queue."""
 
 
 class Disconnects:
-    """ASGI middleware that cancels a client's requests when the client leaves.
+    """ASGI middleware that cancels a request when its client disconnects.
 
     Args:
         app: The application.
@@ -467,7 +470,7 @@ class Disconnects:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Run a request until it ends, or its client leaves."""
+        """Run a request until it ends or its client disconnects."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -506,7 +509,7 @@ def _client_errors() -> Iterator[None]:
 
 
 def _checked(handle: Callable[..., Any]) -> Callable[..., Any]:
-    """Answer a body that Hugging Face's handler cannot read by HTTP 400."""
+    """Let a handler answer with HTTP 400 if it cannot read a body."""
 
     async def run(body: Any, request_id: str) -> Any:
         try:
@@ -535,13 +538,13 @@ def _checked(handle: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sampled(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Sample if a request has a temperature. Hugging Face reads it only if the model's own settings
-    sample."""
+    """Let a request with a temperature sample. Hugging Face reads the temperature only if the
+    model's generation config samples."""
 
     def config_of(body: Any, *args: Any, **rest: Any) -> Any:
         config = build(body, *args, **rest)
         if body.get("temperature") is not None:
-            config.do_sample = True  # greedily near zero, see ``_sampling``
+            config.do_sample = True  # ``_sampling`` makes temperatures near zero greedy
         return config
 
     return config_of
@@ -560,17 +563,17 @@ def _handler(answer: Callable[[Any], tuple[int, str, Any]]) -> Callable[..., Any
 
 
 def _shared(model: Any) -> Any:
-    """Return generation settings that make Hugging Face create processors with a value per
-    request."""
+    """Return a generation config that lets Hugging Face create logits processors whose values can
+    differ between requests."""
     config = copy.deepcopy(model.generation_config)
-    # values that differ from the defaults, which create no processor
+    # Hugging Face creates no processor for a default value, so none of these is a default
     config.do_sample, config.temperature, config.top_k, config.top_p = True, 0.5, 50, 0.5
     config.num_return_sequences = config.repetition_penalty = config.min_p = None
     return config
 
 
 def _sampling(config: Any, vocab_size: int) -> dict[str, Any]:
-    """Return a request's settings for the processors of ``_shared``."""
+    """Return the values of one request for the processors of ``_shared``."""
     temperature = 1.0 if config.temperature is None else float(config.temperature)
     if not config.do_sample or 0 <= temperature < LEAST_TEMPERATURE:
         return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}

@@ -19,8 +19,8 @@ class StepBatch:
 
     Attributes:
         tokens: Token ids, request after request, [num_tokens], int64.
-        query_start_loc: Start of every request in ``tokens``, then the end of the last, [num_reqs +
-            1], int32. Tokens after the end are padding.
+        query_start_loc: Start of every request in ``tokens``, then the end of the last request,
+            [num_reqs + 1], int32. Tokens after that end are padding.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
             padding request.
         rows: Cache row of every request, [num_reqs], int32; distinct. A negative row marks a
@@ -35,12 +35,12 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class CacheTables:
-    """Block tables of all rows of a cache, int32 [max_batch_size, max_blocks of the group] each.
+    """Block tables of a cache, each int32 [max_batch_size, maximum blocks of a row].
 
     Attributes:
-        swa: Blocks of the window cache, a ring per row.
+        swa: Blocks of the window cache; the blocks of a row are a ring.
         compressed: Blocks of compressed rows and indexer keys, from the pool; -1 if not reserved.
-        c4_states, c128_states: Blocks of the compressor states, a ring per row.
+        c4_states, c128_states: Blocks of the compressor states; the blocks of a row are a ring.
     """
 
     swa: Tensor
@@ -50,7 +50,7 @@ class CacheTables:
 
     @property
     def pool(self) -> Tensor:
-        """The table of the shared pool."""
+        """The block table of the pool that all rows share."""
         return self.compressed
 
 
@@ -59,7 +59,7 @@ class ShardedTables(CacheTables):
     """Tables of a cache whose compressed rows several ranks share.
 
     Attributes:
-        cp_rank: The rank, [1], int32. It is a tensor, so that one package serves all ranks.
+        cp_rank: The rank, [1], int32. A tensor, so that one AOTInductor package serves all ranks.
     """
 
     cp_rank: Tensor
@@ -87,16 +87,16 @@ class CacheTensors:
     """All tensors of a ``PagedCache`` that a step reads or writes.
 
     Attributes:
-        tables: Block tables, of the model family's class: ``CacheTables`` for DeepSeek-V4.
+        tables: Block tables, such as ``CacheTables``.
         rope: RoPE tables, such as ``RopeTables``.
         layers: Caches of every layer, such as ``LayerCaches``. Steps write them.
         dropped: Number of tokens that steps could not store, [1], int64.
         seq_lens: Length of the request in every row after its last step, [max_batch_size], int32; 0
-            before the first. The request continues at this length, or at a smaller one.
-        written: Largest length of each row since it was 0, [max_batch_size], int32. Rings may have
-            overwritten positions before this length.
+            before the first. The next step begins at this length, or at a smaller one.
+        written: Largest length of each row since its length was 0, [max_batch_size], int32. Rings
+            may have overwritten positions before ``written``.
         made_for: ``fingerprint`` of the model. Steps refuse the cache of another model.
-            Part of the pytree's structure, so a constant in graphs.
+            ``made_for`` belongs to the pytree's structure, so it is a constant in graphs.
         draft: Caches of the draft layer, such as ``LayerCaches``; empty without one.
     """
 
@@ -126,9 +126,9 @@ def in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def store_lengths(seq_lens: Tensor, written: Tensor, ends: Tensor, first: Tensor) -> None:
-    """Set the lengths of rows to ``ends`` after a step from positions ``first``.
+    """Set the lengths of rows to ``ends``, after a step that began at positions ``first``.
 
-    Rows with an end of 0 have no step."""
+    A row whose end is 0 took no part in the step and keeps its length."""
     furthest = torch.where(first > 0, torch.maximum(written, ends), ends)
     written.copy_(torch.where(ends > 0, furthest, written))
     seq_lens.copy_(torch.where(ends > 0, ends, seq_lens))

@@ -1,4 +1,4 @@
-"""A ``PagedCache`` as the cache of Hugging Face's scheduler."""
+"""Let Hugging Face's scheduler use a ``PagedCache``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dsv4_ops.integrations.transformers.cache.paged_cache import PagedCache
 
 
 class BatchCache:
-    """The cache, with its allocators, that Hugging Face's scheduler, inputs and offloading expect.
+    """A ``PagedCache`` with the methods of a cache that Hugging Face's continuous batching calls.
 
-    A request owns a row and blocks of the ``PagedCache``. The row of every token takes the place of
-    the index at which Hugging Face would write it. Requests share no prefix: windows and states are
-    rings of a row. A request that loses its blocks begins anew, because no block moves to host
-    memory.
+    A request owns a row and blocks of the ``PagedCache``. Hugging Face asks at which index to write
+    each token; this class returns the row of the token. Requests do not share a prefix, because
+    every row has its own rings of window keys and states. A request that loses its blocks runs its
+    prompt again, because no block moves to host memory.
 
     Args:
         paged: The cache, whose rows share blocks.
@@ -21,9 +21,9 @@ class BatchCache:
     """
 
     use_prefix_sharing = allow_block_sharing = False
-    max_blocks_per_request = max_decode_fast_path_length = 0  # no block table of Hugging Face's
-    read_cache_limit, max_tokens_read = 0, 1  # steps read by block tables, not by an index
-    bytes_per_sector = 1 << 62  # so that none fits into host memory
+    max_blocks_per_request = max_decode_fast_path_length = 0  # Hugging Face makes no block table
+    read_cache_limit, max_tokens_read = 0, 1  # steps read through block tables, not an index
+    bytes_per_sector = 1 << 62  # so large that no block fits into host memory
     index = 0
     write_trash_index = read_trash_index = -1  # padding has no row
 
@@ -37,7 +37,8 @@ class BatchCache:
     # Scheduler
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Give a request a row, and blocks for its next tokens; return whether they were free."""
+        """Give a request a row, and blocks for its next tokens; return False if it cannot have
+        them."""
         total, request = state.current_len() + request_len, state.request_id
         known = request in self.paged.requests
         if total > self.paged.max_cache_len:
@@ -51,7 +52,7 @@ class BatchCache:
         return True
 
     def compute_free_capacity(self) -> float:
-        """Return the share of blocks that are free."""
+        """Return the fraction of blocks that are free."""
         return self.paged.num_free_blocks / self.num_blocks
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
@@ -72,7 +73,7 @@ class BatchCache:
         return False
 
     def try_to_free_sectors(self) -> None:
-        """Do nothing: a free block is free at once."""
+        """Do nothing: a released block is free at once."""
 
     def count_new_complete_blocks(self, *_: Any) -> dict[str, int]:
         """Return nothing: no block is shared."""
@@ -88,7 +89,7 @@ class BatchCache:
         return self.paged.lacking_blocks(request_id, past + query)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """Return the number of requests, in order, for which the free blocks suffice."""
+        """Return how many requests, from the first on, the free blocks can store together."""
         free = self.paged.num_free_blocks
         for count, needed in enumerate(list_blocks_needed):
             free -= sum(needed.values())

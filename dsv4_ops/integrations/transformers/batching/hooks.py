@@ -33,7 +33,7 @@ def init_continuous_batching(before: Method) -> Method:
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        # before Hugging Face sets another attention, which it leaves set if it fails
+        # check first: Hugging Face changes the model's attention, and an error would leave it so
         check_release("init_continuous_batching")
         _check_configs(
             "init_continuous_batching",
@@ -51,7 +51,7 @@ def init_continuous_batching(before: Method) -> Method:
 
 
 def generate_batch(before: Method) -> Method:
-    """``generate_batch``: refuse prompts and settings that Hugging Face would leave out."""
+    """``generate_batch``: refuse prompts and settings that Hugging Face would ignore."""
 
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(before).parameters.values()
@@ -82,8 +82,10 @@ def generate_batch(before: Method) -> Method:
 
 
 def max_length(generation_config: Any) -> int | None:
-    """Return the maximum length of a prompt with its answer; as in ``generate``, ``max_new_tokens``
-    comes first."""
+    """Return the maximum length of a prompt with its answer, or None.
+
+    It is None if ``max_new_tokens`` is set, which replaces ``max_length`` as in ``generate``.
+    """
     if generation_config.max_new_tokens is not None:
         return None
     length: int | None = generation_config.max_length
@@ -91,7 +93,7 @@ def max_length(generation_config: Any) -> int | None:
 
 
 def _check_arguments(op: str, arguments: dict[str, Any], names: list[str]) -> None:
-    """Raise for arguments that have a wrong type or that Hugging Face would leave out."""
+    """Raise for arguments that have a wrong type or that Hugging Face would ignore."""
     checks, config = Checks(op), arguments.get("generation_config")
     _check_configs(op, config, arguments.get("continuous_batching_config"))
     for name in ("record_timestamps", "progress_bar", "persistent_manager", "warmup"):
@@ -100,7 +102,7 @@ def _check_arguments(op: str, arguments: dict[str, Any], names: list[str]) -> No
     if max_new_tokens is not None:
         checks.at_least(1, max_new_tokens=max_new_tokens)
     for name in arguments.keys() - {*names, "max_new_tokens", "input_ids"}:
-        # generate(cache_implementation="paged") passes its arguments, and a config that has them
+        # generate(cache_implementation="paged") passes arguments that its config has, too
         value, missing = arguments[name], object()
         if isinstance(value, Tensor):
             passes = name == "attention_mask" and bool(value.all())
@@ -129,7 +131,7 @@ def _check_configs(op: str, generation_config: Any, config: Any, hints: Any = No
 
 
 def check_release(op: str) -> None:
-    """Raise if continuous batching of the installed transformers is not supported."""
+    """Raise if transformers is too old for our continuous batching."""
     version = require_transformers(op).__version__
     if release(version) < OLDEST:
         raise argument_error(
@@ -145,8 +147,8 @@ def check_release(op: str) -> None:
 def check_prompt(
     op: str, name: str, prompt: Any, vocab_size: int, limit: int | None = None
 ) -> None:
-    """Raise if a prompt is not a list of ids of the vocabulary, is empty, or has ``limit`` ids
-    already."""
+    """Raise if a prompt is not a list of ids of the vocabulary, is empty, or has ``limit`` or more
+    ids."""
     is_list = isinstance(prompt, list | tuple)
     if not is_list or not all(type(token) is int for token in prompt):
         raise argument_error(

@@ -1,7 +1,7 @@
-"""Hugging Face's manager of continuous batching, over one ``PagedCache``.
+"""Hugging Face's manager of continuous batching, which runs requests from one ``PagedCache``.
 
-Its queue, thread, scheduler, soft resets, sampling and streams stay. Its cache and the call of its
-model are replaced.
+We replace its cache and its call of the model. Its queue, thread, scheduler, soft resets, sampling
+and streams stay.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NEUTRAL = {
 neutral values."""
 
 _GPU_SHARE = 0.8
-"""Share of the free memory of a GPU for blocks, by default."""
+"""Default fraction of a GPU's free memory that the cache may take."""
 
 
 def manager_of(model: Any, generation_config: Any, config: Any, hints: Any) -> Manager:
@@ -62,22 +62,22 @@ def manager_of(model: Any, generation_config: Any, config: Any, hints: Any) -> M
         kept.check_hints(hints)
         return kept
     if generation_config.eos_token_id is None:
-        generation_config.eos_token_id = -1  # as Hugging Face sets it
+        generation_config.eos_token_id = -1  # Hugging Face sets the same value
     config = config or getattr(generation_config, "continuous_batching_config", None)
     return Manager(model, generation_config, config or ContinuousBatchingConfig(), hints)
 
 
 class StepModel:
-    """A patched model as Hugging Face calls it: with the tokens of a step, request after request.
+    """A patched model that takes the call of Hugging Face's continuous batching.
 
     Args:
-        model: The patched model, whose other attributes are found here too.
-        compile_config: The ``CompileConfig`` of its steps, or None.
+        model: The patched model. All its attributes are attributes of this object too.
+        compile_config: The ``CompileConfig`` of the steps, or None.
     """
 
     def __init__(self, model: Any, compile_config: Any) -> None:
         self.patched = model
-        # a copy, for which Hugging Face makes one group of layers and no masks
+        # for this copy of the config, Hugging Face makes one group of layers and no masks
         self.config = copy.deepcopy(model.config)
         self.config.layer_types = ["full_attention"] * self.config.num_hidden_layers
         self.config._attn_implementation = "flash_attention_2"
@@ -107,8 +107,8 @@ class StepModel:
         cache: BatchCache,
         **_: Any,
     ) -> SimpleNamespace:
-        """Return the logits after the tokens in ``logits_to_keep``, which are last tokens of their
-        requests."""
+        """Return the logits of the tokens in ``logits_to_keep``, each the last token of its
+        request."""
         starts = cu_seq_lens_q.to(torch.int32)
         ends = starts[1:]
         last = (ends - 1).clamp(min=0).to(torch.int64)
@@ -164,14 +164,14 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         super().__init__(called, generation_config, config, hints)
 
     def check_hints(self, hints: Any) -> None:
-        """Raise if the longest prompt and answer do not fit into the cache."""
+        """Raise if the longest prompt of the hints does not fit into the cache with its answer."""
         if hints is not None:
             self._check_length(
                 OP, "workload_hints", hints.max_prompt_length, hints.max_generated_length
             )
 
     def _check_length(self, op: str, name: str, prompt: int, new: int) -> None:
-        # the last new token is not stored
+        # the cache does not store the last new token
         if prompt + max(new, 1) - 1 > self.most_tokens:
             raise argument_error(
                 op,
@@ -184,7 +184,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
             )
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
-        """Keep the model's attention: Hugging Face's calls without a cache still use it."""
+        """Keep the model's attention, because calls without a cache still run it."""
 
     def add_request(
         self,
@@ -196,9 +196,9 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
         """Add a request, as Hugging Face does.
 
         Raises:
-            ValueError, TypeError: the prompt is empty, has ids outside of the vocabulary, is as
-                long as ``max_length`` of the generation config, or does not fit into the cache with
-                its answer; or a request of this id is running.
+            ValueError, TypeError: the prompt is empty, has ids outside of the vocabulary, is not
+                shorter than ``max_length`` of the generation config, or does not fit into the cache
+                with its answer; or a request of this id waits or runs.
         """
         op = "add_request"
         limit = None if max_new_tokens is not None else max_length(self.generation_config)
@@ -207,7 +207,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
             max_new_tokens = self.generation_config.max_new_tokens
         if max_new_tokens is None:
             self._check_length(op, "input_ids", len(input_ids), 1)
-            most = self.most_tokens + 1  # the last new token is not stored
+            most = self.most_tokens + 1  # the cache does not store the last new token
             max_new_tokens = min(most, most if limit is None else limit) - len(input_ids)
         Checks(op).at_least(1, max_new_tokens=max_new_tokens)
         self._check_length(op, "input_ids", len(input_ids), max_new_tokens)
@@ -236,7 +236,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
     def stop(self, *args: Any, **rest: Any) -> None:
         """Stop the thread, as Hugging Face does."""
         super().stop(*args, **rest)
-        if CACHED in vars(self.model):  # Hugging Face keeps it for the model that it called
+        if CACHED in vars(self.model):  # Hugging Face sets it on ``StepModel``: move it
             delattr(self.model, CACHED)
             setattr(self.model.patched, CACHED, self)
 
@@ -303,7 +303,7 @@ def cache_sizes(model: Any, config: Any, hints: Any, longest: int | None = None)
 
 
 def _default_blocks(model: Any, config: Any, rows: int, length: int, chunk: int) -> int:
-    """Return blocks for all rows, or as many as the free memory of a GPU holds."""
+    """Return the number of blocks for all rows, or the number that fits into a GPU if fewer fit."""
     most = rows * -(-length // spec_of(OP, model).block_tokens)
     if model.device.type != "cuda":
         return most
@@ -326,7 +326,7 @@ def _default_blocks(model: Any, config: Any, rows: int, length: int, chunk: int)
 
 
 def _compile_config(config: Any, generation_config: Any) -> Any:
-    """Return the ``CompileConfig`` that a user set at any place, or None."""
+    """Return the ``CompileConfig`` that a user set in one of the two configs, or None."""
     default = CompileConfig() if config.default_compile_level else None
     places = (config.varlen_compile_config, config.decode_compile_config, default)
     chosen = [each for each in places if each is not None]
@@ -334,7 +334,7 @@ def _compile_config(config: Any, generation_config: Any) -> Any:
 
 
 def _check_settings(generation_config: Any) -> None:
-    """Raise for settings that Hugging Face's continuous batching would leave out."""
+    """Raise for settings that Hugging Face's continuous batching would ignore."""
     for name, neutral in NEUTRAL.items():
         value = getattr(generation_config, name, None)
         if value not in (None, neutral):

@@ -15,7 +15,7 @@ def has(requests: Container[Hashable], op: str, request: Hashable) -> bool:
     """Whether ``request`` is in ``requests``; raise if it is not hashable."""
     try:
         return request in requests
-    except TypeError as error:  # hash() says so for a tuple with a list too
+    except TypeError as error:  # also raised for a tuple that contains a list
         raise argument_error(
             op,
             "request",

@@ -40,15 +40,15 @@ def count_dropped(cache: CacheTensors, counts: Tensor, is_stored: Tensor) -> Non
 
 
 def values_are_free(*tensors: Tensor) -> bool:
-    """Whether reading values needs no synchronisation: an eager call with CPU tensors."""
+    """Whether the host can read values without synchronisation: eager calls with CPU tensors."""
     if torch.compiler.is_compiling():
         return False
-    # the exact type, as fake tensors have no values
+    # compare the exact type, because fake tensors have no values
     return all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def may_wait(tensor: Tensor) -> bool:
-    """Whether the host can read values, if need be by synchronising with the device."""
+    """Whether the host can read values, even if it must synchronise with the device."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return False
     return tensor.device.type != "meta" and not (
@@ -59,7 +59,7 @@ def may_wait(tensor: Tensor) -> bool:
 def check_batch(
     op: str, batch: StepBatch, cache: CacheTensors, vocab_size: int, sizes: tuple[int, int]
 ) -> None:
-    """Raise if the cache cannot store a token of the step. Reads the values of the tensors.
+    """Raise if the cache cannot store a token of the step. The check reads values of tensors.
 
     ``sizes`` has the positions per block of the pool, and the maximum tokens of a request in a
     step.

@@ -32,12 +32,12 @@ Cache: Any = require_transformers("dsv4_ops.integrations.transformers").Cache
 __all__ = ["OutOfBlocks", "PagedCache"]
 
 DEFAULT_CHUNK = 2048
-"""Default of ``max_chunk``; the rings of window keys grow with it."""
+"""Default of ``max_chunk``. The rings of window keys grow with ``max_chunk``."""
 
 
 @functools.cache
 def cache_argument() -> str:
-    """Name of the cache in the arguments of ``forward`` and ``generate``, and in their output.
+    """Return the name of the cache in arguments and outputs of ``forward`` and ``generate``.
 
     ``"cache"`` since transformers 5.24, ``"past_key_values"`` before. A patched model takes
     ``cache`` in every version.
@@ -72,15 +72,15 @@ class Text:
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     """KV caches of all layers, for ``max_batch_size`` requests of up to ``max_cache_len`` tokens.
 
-    Every request owns a row. DeepSeek-V4 keeps window keys and compressor states in fixed-size
-    rings, one per row, and compressed rows and indexer keys in blocks of 256 tokens, from a shared
-    pool or, by default, a fixed set per row. DeepSeek-V3 and V2 keep latents in blocks of 64
-    tokens, V3.2 and GLM-5 indexer keys too. Sizes and addresses are fixed at construction, so
-    compiled steps do not recompile and CUDA graphs write in place.
+    Every request owns a row. For DeepSeek-V4, a row has rings of fixed size for window keys and
+    compressor states; compressed rows and indexer keys are in blocks of 256 tokens. DeepSeek-V3 and
+    V2 keep latents in blocks of 64 tokens; V3.2 and GLM-5 also keep indexer keys in such blocks.
+    Blocks come from a shared pool or, by default, each row has its own blocks. Sizes and addresses
+    are fixed at construction, so compiled steps do not recompile and CUDA graphs write in place.
 
-    With ``input_ids``, row r of the batch uses row r of the cache; with ``StepBatch``, requests use
-    the rows that ``add`` returned. A patched model returns ``hidden_states``
-    (``output_hidden_states=True``), and refuses ``output_attentions`` and
+    With ``input_ids``, row r of the batch uses row r of the cache. With a ``StepBatch``, requests
+    use the rows that ``add`` returned. A patched model can return ``hidden_states``
+    (``output_hidden_states=True``), but refuses ``output_attentions`` and
     ``output_router_logits``, which no op computes.
 
     Args:
@@ -91,20 +91,20 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         num_blocks: Blocks in the shared pool. None gives every row its own blocks for
             ``max_cache_len`` tokens.
         max_chunk: Maximum tokens of a request in one step; min(``max_cache_len``, 2048) by default.
-            The window keys' memory grows with it (``docs/memory.md``).
+            The memory of window keys grows with ``max_chunk`` (``docs/memory.md``).
         next_n: 1 + the maximum number of a step's tokens that speculative decoding may roll back. A
-            cache without rings ignores it.
+            cache without rings ignores ``next_n``.
         kv: How the cache stores keys; see ``patch``.
         precision: See ``patch``.
-        parallel: See ``patch``. Each rank stores its part of the rows of every block; positions per
-            block grow by the number of ranks.
+        parallel: See ``patch``. Each rank stores a part of the rows of every block. With n ranks, a
+            block covers n times as many positions.
         draft_layer: Whether to add the caches of a draft layer (``load_mtp``).
         device: Device of the tensors.
 
     Raises:
         ValueError, TypeError, NotImplementedError: a size is out of range, the model is not
             supported, or the ranks of ``parallel`` pass different sizes.
-        RuntimeError: the tensors do not fit into memory (a GPU's ``OutOfMemoryError`` is one).
+        RuntimeError: the tensors do not fit into memory (on a GPU, an ``OutOfMemoryError``).
 
     Example:
         >>> from dsv4_ops.testing.models import small_config
@@ -151,7 +151,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         checks.device_name("device", device)
         checks.flag("draft_layer", draft_layer)
         self.spec = spec_of_config("PagedCache", config, kv, precision, parallel=parallel)
-        # transformers' Cache has properties with the public names
+        # private names, because transformers' Cache has properties with the public names
         self._max_batch_size, self._max_cache_len = max_batch_size, max_cache_len
         self.max_chunk = chunk
         self.device = torch.device("cpu" if device is None else device)
@@ -174,7 +174,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.text: Text | None = None
         drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
-        # whatever mode and default device the caller has: steps elsewhere write to the cache
+        # do not depend on the caller's mode and default device: later steps write to the cache
         try:
             with torch.inference_mode(False), torch.device("cpu"):
                 self.tensors = self._tensors(blocks, drafts)
@@ -212,7 +212,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def for_model(cls, model: Any, **sizes: Any) -> PagedCache:
         """Make a cache with the ``kv``, ``precision`` and ``device`` of a patched model.
 
-        It has the caches of a draft layer if the model has one.
+        If the model has a draft layer, the cache also has caches for this layer.
         """
         op, spec = "PagedCache.for_model", getattr(model, "dsv4_ops_spec", None)
         if spec is None:
@@ -222,7 +222,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return cls(model.config, **{**settings, **sizes})
 
     def _pool_table(self) -> Tensor:
-        """Block table of the shared pool; -1 for blocks that are not reserved."""
+        """Return the block table of the pool, with -1 for blocks that are not reserved."""
         shape = self.max_batch_size, self.blocks_per_row
         owned = torch.arange(math.prod(shape), dtype=torch.int32, device=self.device).view(shape)
         return owned if self.owns_blocks else torch.full_like(owned, -1)
@@ -233,13 +233,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def seq_lens(self) -> Tensor:
         """Length of the request in every row, [max_batch_size], int32, on the device.
 
-        Calls and steps read and write it. Set it yourself only if other code filled the rows.
+        Model calls and steps read and write these lengths. Set a length yourself only if other code
+        filled the row.
         """
         return self.tensors.seq_lens
 
     @property
     def written(self) -> Tensor:
-        """Largest length of every row since it was 0, [max_batch_size], int32."""
+        """Largest length of every row since its length was 0, [max_batch_size], int32."""
         return self.tensors.written
 
     @property
@@ -285,7 +286,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             self._store_table(request)
 
     def lacking_blocks(self, request: Hashable, num_tokens: int) -> int:
-        """Number of blocks that ``reserve`` would take, or ``add`` for a new request."""
+        """Return the number of free blocks that ``reserve`` (or ``add``, if new) would take."""
         new = not has(self._pool.blocks, "lacking_blocks", request)
         owned = 0 if new else len(self._pool.blocks[request])
         return max(self._blocks("lacking_blocks", num_tokens) - owned, 0)
@@ -301,12 +302,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         """Raise if steps dropped tokens since the last call, and reset the counter.
 
         Steps count dropped tokens on the device, also in graphs, without synchronising; this call
-        synchronises. Call it before results are used: every step, every hundred steps, or at the
+        synchronises. Call it before you use results: every step, every hundred steps, or at the
         end.
 
         Raises:
-            RuntimeError: tokens were dropped. Their logits and all later ones of their requests are
-                undefined; other requests are not affected.
+            RuntimeError: tokens were dropped. Their logits, and the logits of later tokens of the
+                same requests, are undefined. Other requests are not affected.
         """
         dropped = int(self.tensors.dropped)
         if dropped:
@@ -387,14 +388,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         )
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the tensors, by group.
+        """Return the number of bytes of each group of tensors.
 
         Returns:
-            "window": window keys; grows with ``max_batch_size`` and ``max_chunk``. "compressed" and
-            "indexer": compressed keys and indexer keys; grow with ``num_blocks``. "states":
-            compressor states; grows with ``max_batch_size``. DeepSeek-V3 and V2 have "latents" in
-            place of these, V3.2 and GLM-5 "latents" and "indexer". "draft": caches of the draft
-            layer, if there is one. "tables": RoPE tables, block tables, lengths.
+            "window": window keys, which grow with ``max_batch_size`` and ``max_chunk``.
+            "compressed" and "indexer": compressed rows and indexer keys, which grow with
+            ``num_blocks``. "states": compressor states, which grow with ``max_batch_size``. In
+            place of these four groups, DeepSeek-V3 and V2 have "latents", and V3.2 and GLM-5 have
+            "latents" and "indexer". "draft": caches of the draft layer, if there is one. "tables":
+            RoPE tables, block tables, lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config
@@ -416,7 +418,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return parts
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Length of the longest row, as a 0-d tensor."""
+        """Return the length of the longest request, as a 0-d tensor."""
         return self.seq_lens.amax()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -440,7 +442,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.written.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Raise: rows do not share blocks, so beams would have to be copied."""
+        """Raise: rows do not share blocks, so a new order of beams would need copies."""
         raise argument_error(
             "PagedCache",
             "beams",
@@ -452,7 +454,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     @property
     def is_croppable(self) -> bool:
-        """Whether ``crop`` works: rings may have overwritten keys that earlier positions read."""
+        """Whether ``crop`` works. It does not work with rings, which may have overwritten keys that
+        earlier positions read."""
         return not self.rings
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -460,10 +463,10 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
         Args:
             tokens_to_remove: Minus the number of tokens to remove from every row. A positive number
-                is the maximum length to keep instead, as in Hugging Face before 5.24.
+                means something else: the maximum length to keep, as in transformers before 5.24.
 
         Raises:
-            NotImplementedError: the cache keeps recent keys in rings, as that of DeepSeek-V4 does.
+            NotImplementedError: the cache keeps recent keys in rings, as for DeepSeek-V4.
         """
         if self.rings:
             raise argument_error(
@@ -509,6 +512,6 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
 
 def format_bytes(size: int) -> str:
-    """Format a number of bytes in the largest unit that it fills."""
+    """Format a number of bytes in B, KiB, MiB or GiB."""
     unit = min(max(size.bit_length() - 1, 0) // 10, 3)
     return f"{size / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"

@@ -1,9 +1,10 @@
-"""``generate``'s decoding loop, whose texts stay in tensors of fixed size.
+"""Our decoding loop for ``generate``, which keeps the texts in tensors of fixed size.
 
-Hugging Face prepares the inputs, runs the prefill and makes the processors. Its own loop then
-builds new inputs for every token, and compiles each batch size anew. The loop here runs one step on
-the same tensors. On a GPU it checks only every ``CHECK_EVERY`` steps whether all texts have ended,
-and captures the step in a CUDA graph. In a cache that ``generate`` makes, the graph is kept.
+Hugging Face prepares the inputs, runs the prefill and makes the processors. Hugging Face's loop
+then builds new inputs for every token, and compiles again for each batch size. Our loop runs one
+step on the same tensors. On a GPU it captures the step in a CUDA graph, and checks only every
+``CHECK_EVERY`` steps whether all texts have ended. If ``generate`` made the cache, its next calls
+use the graph again.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from dsv4_ops.integrations.transformers.steps.step import decode_step, prefill_s
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 Step = Callable[[StepBatch, CacheTensors], Tensor]
-"""A decode step: logits of every token of a batch."""
+"""A decode step, which returns the logits of every token of a batch."""
 
 CHECK_EVERY = 8
-"""Steps after which the host asks whether all texts have ended; steps after the end store
+"""Number of steps between two checks of whether all texts have ended. Steps after the end store
 nothing."""
 
 PROCESSORS = (
@@ -55,17 +56,18 @@ PROCESSORS = (
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 )
-"""Processors of Hugging Face that read logits and the set of tokens of a text, on the device."""
+"""Hugging Face's logits processors that our loop supports: they run on the device, and read only
+the logits and the set of tokens of a text."""
 
 CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria")
-"""Hugging Face's criteria that the loop evaluates on the device, or the host in advance."""
+"""Hugging Face's stopping criteria that our loop supports."""
 
 DEVICES = ("cpu", "cuda")
-"""Devices whose calls the loop takes."""
+"""Types of device on which our loop runs."""
 
 _ARGUMENTS = ("custom_generate", "assistant_model", "tokenizer", "assistant_tokenizer")
-"""Arguments that choose another decoding method, or that ``generate`` passes to its own methods
-only."""
+"""Arguments that choose another decoding method, or that Hugging Face passes only to its own
+methods."""
 
 OTHER_METHODS = {
     "num_beams": 1,
@@ -87,18 +89,17 @@ _METHODS = (
     "_update_model_kwargs_for_generation",
     "_sample",
 )
-"""Methods of a model that the loop does not call after the prefill."""
+"""Methods of a model that our loop does not call after the prefill."""
 
 
 @dataclass(frozen=True)
 class DeviceDecoding:
-    """Decoding method of a call of ``generate``: the loop here if it takes the call, or Hugging
-    Face's.
+    """Decoding method for ``generate``: our loop if ``takes`` is true, or else Hugging Face's loop.
 
     Args:
-        on_end: Called with ``Texts.ended`` and ``Texts.padded`` at the end.
-        streamer: As passed to ``generate``, which passes it to its own methods only.
-        kept: Returns the kept cache that the call has taken, or None.
+        on_end: Function that gets ``Texts.ended`` and ``Texts.padded`` at the end.
+        streamer: The streamer of the call, which Hugging Face passes only to its own methods.
+        kept: Function that returns the kept cache that the call has taken, or None.
     """
 
     on_end: Callable[[Tensor, Tensor], None]
@@ -115,7 +116,7 @@ class DeviceDecoding:
         generation_config: Any,
         **inputs: Any,
     ) -> Any:
-        """Return what Hugging Face's ``_sample`` does."""
+        """Return what Hugging Face's ``_sample`` would return."""
         call = Call(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
         if not takes(model, call):
             return type(model)._sample(
@@ -133,8 +134,8 @@ class DeviceDecoding:
 
 
 def may_take(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether ``DeviceDecoding`` can stand for the decoding method that ``generate`` would choose
-    for these arguments."""
+    """Whether ``DeviceDecoding`` may replace the decoding method that ``generate`` would choose for
+    these arguments."""
     if any(arguments.get(name) is not None for name in _ARGUMENTS):
         return False
     if arguments.get("synced_gpus") or _has_other_ranks():
@@ -148,10 +149,10 @@ class Call(NamedTuple):
 
     Args:
         prompts: Token ids, [batch, columns].
-        processors: Its ``LogitsProcessorList``.
-        criteria: Its ``StoppingCriteriaList``.
-        config: Its ``GenerationConfig``.
-        inputs: Keyword arguments of the model: the cache, masks and others.
+        processors: The ``LogitsProcessorList``.
+        criteria: The ``StoppingCriteriaList``.
+        config: The ``GenerationConfig``.
+        inputs: Keyword arguments of the model, such as the cache and masks.
     """
 
     prompts: Tensor
@@ -187,8 +188,8 @@ def decoded(model: Any, call: Call, streamer: Any, kept: KeptCache | None = None
 
 
 def may_keep(model: Any, config: Any) -> bool:
-    """Whether the loop may decode a call from a kept cache: no user gets the cache, and steps are
-    captured."""
+    """Whether our loop may decode a call from a kept cache: the call does not return the cache, and
+    CUDA graphs can capture its steps."""
     return (
         keeps_on(model.device)
         and model.dsv4_ops_spec.parallel is None
@@ -204,10 +205,10 @@ def _has_other_ranks() -> bool:
 
 
 def takes(model: Any, call: Call) -> bool:
-    """Whether the loop decodes a call, or leaves it to Hugging Face's.
+    """Whether our loop decodes a call; otherwise Hugging Face's loop does.
 
-    It takes calls that use only ``PROCESSORS`` and ``CRITERIA`` and return only sequences, if the
-    model has its own forward and input methods, and no other rank shares the cache.
+    The call may use only ``PROCESSORS`` and ``CRITERIA``, and may return only sequences. The model
+    must have Hugging Face's own methods, and no other rank may share the cache.
     """
     cache, processors, criteria = call.cache, call.processors, call.criteria
     if not isinstance(cache, PagedCache) or model.dsv4_ops_spec.parallel is not None:
@@ -232,8 +233,8 @@ def takes(model: Any, call: Call) -> bool:
 
 
 def _calls_only_ours(model: Any) -> bool:
-    """Whether the path from tokens to logits has no user code that the loop would skip, or call
-    with other shapes: methods of the model, hooks around the layers, or another head."""
+    """Whether a model has no user code that our loop would skip, or call with other shapes: methods
+    of the model, hooks around the layers, or another head."""
     if uncalled(model) is not None or has_global_hooks():
         return False
     head, methods = model.lm_head, vars(model).keys() & set(_METHODS[1:])
@@ -244,7 +245,8 @@ def _calls_only_ours(model: Any) -> bool:
 
 
 def _are(instances: Any, names: tuple[str, ...], module: str) -> bool:
-    """Whether all instances are of Hugging Face's classes of these names, not of subclasses."""
+    """Whether the class of each instance is Hugging Face's class of one of these names, and not a
+    subclass."""
     return all(
         type(each).__name__ in names
         and type(each).__module__ == f"transformers.generation.{module}"
@@ -253,15 +255,15 @@ def _are(instances: Any, names: tuple[str, ...], module: str) -> bool:
 
 
 class Texts:
-    """The texts of a call: prompts and what follows, on the device.
+    """The texts of a call, which are the prompts and their new tokens, on the device.
 
     Attributes:
         ids: [batch, max_length], int64. A column that no step has written holds the first token of
             its text, so that processors read no token that the text lacks.
-        length: Columns that are written, [], int64. It stops growing when all texts have ended.
-        ended: Texts that have ended, [batch], bool.
-        padded: Texts that had ended before their last token, [batch], bool.
-        seq_lens: Tokens of each text that the cache stores, [batch], int32.
+        length: Number of written columns, [], int64. It stops growing when all texts have ended.
+        ended: Whether each text has ended, [batch], bool.
+        padded: Whether the last token of each text is padding, [batch], bool.
+        seq_lens: Number of tokens of each text that the cache stores, [batch], int32.
     """
 
     def __init__(self, call: Call) -> None:
@@ -309,8 +311,7 @@ class Texts:
     def _batch(self) -> StepBatch:
         """Return the step with the last token of every text.
 
-        Padding takes the place of texts that ended before that token, and of all texts once all
-        have ended.
+        Padding replaces a text whose last token is padding, and all texts once all have ended.
         """
         stored = ~self.padded & ~self.ended.all()
         self.seq_lens += stored.to(torch.int32)
@@ -319,7 +320,7 @@ class Texts:
         return StepBatch(tokens, self._starts, lens, self._rows)
 
     def _append(self, logits: Tensor) -> None:
-        """Choose a token of each text, unless all texts have ended."""
+        """Choose the next token of each text, unless all texts have ended."""
         goes_on = ~self.ended.all()
         scores = self.processors(self.ids, logits)
         tokens = _sampled(torch.softmax(scores, -1)) if self.is_sampled else scores.argmax(-1)
@@ -337,14 +338,14 @@ class Texts:
 
 
 def _check_every(device: torch.device) -> int:
-    """Return the number of steps between two checks. Checks delay no CPU, so a CPU runs no step
-    after the end."""
+    """Return the number of steps between two checks. A CPU checks after every step, because checks
+    cost a CPU no time."""
     return 1 if device.type == "cpu" else CHECK_EVERY
 
 
 def _sampled(probs: Tensor) -> Tensor:
-    """Draw a token of each row, as ``torch.multinomial`` does. On a GPU that function makes the
-    host wait for a check of the probabilities."""
+    """Sample a token from each row, as ``torch.multinomial`` does. On a GPU, ``torch.multinomial``
+    makes the host wait for a check of the probabilities."""
     if probs.device.type == "cpu":
         return torch.multinomial(probs, 1).squeeze(1)
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
@@ -356,11 +357,11 @@ def _stream(streamer: Any, texts: Texts) -> None:
 
 
 class CompiledSteps(dict[Any, CompiledStep]):
-    """The compiled steps of a model by their settings. A copy of the model compiles its own.
+    """The compiled steps of a model, by name and settings. A copy of the model begins with none.
 
     Attributes:
-        prefills: Dry runs for the kernels of eager prefills.
-        kept: What ``generate`` keeps for its next call.
+        prefills: Dry runs that compile the kernels of eager prefills.
+        kept: Caches that ``generate`` keeps for its next calls.
     """
 
     def __init__(self) -> None:
@@ -382,14 +383,14 @@ def compiled_step(
     on_part: Callable[[str], None] | None = None,
     of_parts: Callable[..., Any] | None = None,
 ) -> CompiledStep:
-    """Return a step of the model for any number of tokens and requests, which the model keeps.
+    """Return a compiled step for any number of tokens and requests, and keep it on the model.
 
     Args:
         model: A patched model.
         step: ``decode_step``, ``prefill_step``, or another step with ``of_parts``.
-        config: A ``CompileConfig``, whose backend and options are taken, or None.
-        on_part: As for ``compile_step``.
-        of_parts: As for ``CompiledStep``.
+        config: A ``CompileConfig``, of which only the backend and the options matter, or None.
+        on_part: See ``compile_step``.
+        of_parts: See ``CompiledStep``.
     """
     values = {name: getattr(config, name, None) for name in ("backend", "options")}
     settings = {name: value for name, value in values.items() if value is not None}
@@ -402,9 +403,9 @@ def compiled_step(
 
 
 def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
-    """Return the model's step for any number of texts, with the ``CompileConfig`` of the call.
+    """Return the compiled decode step for the ``CompileConfig`` of a call.
 
-    Meanwhile, workers compile the prefill's kernels.
+    Meanwhile, let workers compile the kernels of the prefill.
     """
     cache, rows = call.cache, len(call.prompts)
     step = compiled_step(model, decode_step, call.config.compile_config)
@@ -412,13 +413,13 @@ def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
     num_tokens = bucket(num_tokens) if keeps else num_tokens
     getattr(model, STEPS).prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
     if not step.parts and cache.device.type == "cuda":
-        with _decoding(model):  # its settings are part of what layers are compiled for
+        with _decoding(model):  # this changes settings on which compiled layers depend
             _whole(step)(padding(rows, rows, cache.device), cache.tensors)
     return step
 
 
 def _whole(step: CompiledStep) -> Step:
-    """A step of one token per text, without state rings."""
+    """Return a function that runs a step of one token per text, without state rings."""
     return lambda batch, cache: step(batch, cache, state_rings=False)
 
 

@@ -1,6 +1,6 @@
-"""``generate(num_draft_tokens=)``: a model drafts for itself and generates the same text.
+"""``generate(num_draft_tokens=)``: a draft layer proposes tokens, and the model verifies them.
 
-Hugging Face prepares inputs, lengths and logits processors, and calls this decoding method.
+Hugging Face prepares inputs, lengths and logits processors, and then calls ``DraftDecoding``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WARPERS = (
     "TypicalLogitsWarper",
     "EpsilonLogitsWarper",
 )
-"""Processors that read a row's logits only, and not the text before."""
+"""Logits processors that we support with drafts: they read only a row's logits, not its text."""
 _CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 _SETTINGS = {
     "num_beams": 1,
@@ -62,7 +62,7 @@ _SETTINGS = {
     "prompt_lookup_num_tokens": None,
     "stop_strings": None,
 }
-"""Settings of generation that drafts support with one value only."""
+"""Generation settings for which we support only one value with drafts."""
 _ARGUMENTS = (
     "inputs",
     "input_ids",
@@ -72,14 +72,14 @@ _ARGUMENTS = (
     "stopping_criteria",
     "tokenizer",
 )
-"""Arguments that drafts support besides settings of generation."""
+"""Arguments that we support with drafts, besides generation settings."""
 
 
 def check_call(model: Any, num_drafts: Any, arguments: dict[str, Any]) -> None:
     """Raise if a call of ``generate`` with these arguments cannot draft."""
     Checks(_OP).at_least(1, num_draft_tokens=num_drafts)
     if draft_of(model) is None:
-        model.dsv4_ops_spec.draft_kinds(_OP)  # load_mtp refuses the same
+        model.dsv4_ops_spec.draft_kinds(_OP)  # raises for a model that load_mtp would refuse
         raise argument_error(
             _OP,
             "num_draft_tokens",
@@ -125,7 +125,7 @@ class DraftDecoding:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        **rest: Any,  # with the mask: Hugging Face passes named parameters twice
+        **rest: Any,  # with the mask, which Hugging Face would pass twice if it were a parameter
     ) -> Tensor:
         """Return prompts and new tokens, padded on the right, [batch, length]."""
         cache = rest.get(cache_argument())
@@ -234,7 +234,7 @@ class _Run:
 
 
 def _texts(run: _Run, prompts: list[Tensor], most: int, config: Any) -> list[list[int]]:
-    """Return at most ``most`` new tokens per prompt, up to the token that ends its text."""
+    """Return at most ``most`` new tokens per prompt, the last of which may end the text."""
     ends = config._eos_token_tensor
     stops = set() if ends is None else set(ends.flatten().tolist())
     step = _prefilled(run, prompts)

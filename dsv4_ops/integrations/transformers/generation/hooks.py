@@ -38,7 +38,7 @@ from dsv4_ops.integrations.transformers.generation.prompts import (
 
 Method = Callable[..., Any]
 
-# Tokens of a prefill step over all rows, and minimum per row; they bound the window rings' memory.
+# Maximum tokens of a prefill step, and minimum per row. They bound the memory of window rings.
 _STEP_TOKENS, _MIN_CHUNK = 16384, 256
 
 
@@ -48,14 +48,14 @@ class _Call:
 
     caches: list[PagedCache] = field(default_factory=list)
     ended: Tensor | None = None
-    padded: Tensor | None = None  # rows that had ended before their last token
+    padded: Tensor | None = None  # rows whose last token is padding
     mask: Tensor | None = None  # the prompts' mask
     num_drafts: int = 0
-    may_keep: bool = False  # a method of ours decodes, unless something is found later
+    may_keep: bool = False  # our loop decodes, unless a later check refuses the call
     kept: KeptCache | None = None
 
     def step(self, ended: Tensor) -> None:
-        """Record the rows that have ended, including the last token."""
+        """Record which rows have ended with the token just chosen or before."""
         before = torch.zeros_like(ended) if self.ended is None else self.ended
         self.end(before | ended, before)
 
@@ -68,7 +68,8 @@ _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)
 
 
 def generate(before: Method) -> Method:
-    """``generate``: accept ``cache`` in every version; raise if the cache dropped tokens.
+    """``generate``: accept ``cache`` in every version of transformers; raise if tokens were
+    dropped.
 
     With ``num_draft_tokens``, the model's draft layer proposes that many tokens per step.
     """
@@ -126,13 +127,13 @@ def generate(before: Method) -> Method:
 
 
 def kept_of(model: Any) -> KeptCaches:
-    """What ``generate`` keeps on a patched model."""
+    """Return the caches that ``generate`` keeps on a patched model."""
     kept: KeptCaches = getattr(model, STEPS).kept
     return kept
 
 
 def mask_of_prompts(before: Method) -> Method:
-    """``_prepare_attention_mask_for_generation``: tokens in the cache are not padding."""
+    """``_prepare_attention_mask_for_generation``: mask no token that the cache stores."""
 
     def mask(
         self: Any, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
@@ -147,7 +148,8 @@ def mask_of_prompts(before: Method) -> Method:
 
 
 def prepare_cache(before: Method) -> Method:
-    """``_prepare_cache_for_generation``: make a ``PagedCache`` unless the call asks for another."""
+    """``_prepare_cache_for_generation``: make a ``PagedCache``, unless the call has a cache or asks
+    for another kind."""
 
     def make_cache(
         self: Any,
@@ -174,7 +176,7 @@ def prepare_cache(before: Method) -> Method:
                 do="Pass cache_implementation='dynamic' instead",
                 kind=NotImplementedError,
             )
-        # the last step verifies drafts that follow the longest text
+        # the last step stores drafts after the end of the longest text
         assisted = generation_mode == "assisted_generation"
         looked_up = (assisted and generation_config.prompt_lookup_num_tokens) or 0
         if ours and not searches and generation_config.use_cache is not False:
@@ -219,7 +221,7 @@ def _chunk(
 ) -> int:
     """Return ``max_chunk`` of the cache: as long as the prompt needs, within bounds.
 
-    It is a power of two, because each cache size needs its own graph.
+    It is rounded up to a power of two, because each size of a cache needs its own graph.
     """
     mask = model_kwargs.get(MASK)
     columns = max_cache_len if mask is None else mask.shape[1]
@@ -230,13 +232,13 @@ def _chunk(
 
 
 def chunk_of(rows: int, max_cache_len: int) -> int:
-    """Largest ``max_chunk`` of a cache that ``generate`` makes."""
+    """Return the largest ``max_chunk`` of a cache that ``generate`` makes."""
     return min(max_cache_len, DEFAULT_CHUNK, max(_STEP_TOKENS // rows, _MIN_CHUNK))
 
 
 def _asked(generation_config: Any, max_length: int | None = None) -> tuple[str, int]:
-    """Return the setting that says how long texts may become, and its value. Hugging Face
-    shortens ``max_length`` of prompts that are embeddings."""
+    """Return the name and the value of the setting that limits the length of texts. ``max_length``
+    replaces the config's value, which Hugging Face shortens if prompts are embeddings."""
     if generation_config.max_new_tokens is not None:
         return "max_new_tokens", generation_config.max_new_tokens
     return "max_length", generation_config.max_length if max_length is None else max_length
@@ -245,8 +247,7 @@ def _asked(generation_config: Any, max_length: int | None = None) -> tuple[str, 
 def _reserve_rows(
     cache: PagedCache, rows: int, length: int, asked: tuple[str, int], drafts: int = 0
 ) -> None:
-    """Add requests and blocks for all tokens of ``generate``; after an error nothing has
-    changed."""
+    """Add requests and blocks for all tokens of ``generate``, or raise and change nothing."""
     checks, (name, value) = Checks("generate"), asked
     length += drafts
     checks.at_most("batch size", rows, "max_batch_size of the cache", cache.max_batch_size)
@@ -296,7 +297,7 @@ def stopping_criteria(before: Method) -> Method:
 
     def get(self: Any, *args: Any, **arguments: Any) -> Any:
         criteria = before(self, *args, **arguments)
-        # Hugging Face has this condition
+        # Hugging Face pads ended rows under this condition
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         return Noted(criteria) if pads else criteria
 
@@ -344,7 +345,8 @@ def prefill(before: Method) -> Method:
             )
             outputs = forward(**arguments, return_dict=True)
             states.append(outputs.hidden_states)
-        if states[-1] is not None and not chunk_size:  # Hugging Face keeps the last chunk
+        # with a chunk size, Hugging Face returns the states of the last chunk only
+        if states[-1] is not None and not chunk_size:
             layers = zip(*states, strict=True)
             outputs.hidden_states = tuple(torch.cat(parts, 1) for parts in layers)
         return outputs
@@ -353,10 +355,9 @@ def prefill(before: Method) -> Method:
 
 
 def masks(before: Method) -> Method:
-    """``create_masks_for_generate``: with a ``PagedCache``, mask the padding of new tokens only.
+    """``create_masks_for_generate``: with a ``PagedCache``, return a mask of the new columns only.
 
-    Tokens that the cache stores and tokens after a row's end count as padding. The mask has
-    the same shape in every step.
+    The mask is 0 for tokens that the cache stores already, and for tokens after the end of a row.
     """
 
     def make(self: Any, **arguments: Any) -> Any:

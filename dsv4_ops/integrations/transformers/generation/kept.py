@@ -1,8 +1,8 @@
 """Caches and CUDA graphs that ``generate`` keeps on a model for its next calls.
 
-A graph holds the addresses of a cache, so both are kept together. A call takes a cache for itself,
-and gives the cache back at the end unless it fails: concurrent calls have other caches. No user
-gets a kept cache.
+A graph holds the addresses of a cache, so a model keeps a cache together with its graphs. A call
+takes a kept cache for itself, so concurrent calls use different caches. It gives the cache back at
+its end, unless it fails. ``generate`` never returns a kept cache to its caller.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from dsv4_ops.integrations.transformers.steps.step import prefill_step, spec_of
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 DEVICES = ("cuda",)
-"""Devices whose calls keep caches: those of CUDA graphs."""
+"""Types of device on which calls keep caches: those with CUDA graphs."""
 
 WARM_CALLS = 2
 """Calls of a step before a CUDA graph captures it."""
 
 MOST_CACHES = 2
 MOST_GRAPHS = 12
-"""Maximum graphs of a cache: one per number of texts and, in prefills, of tokens."""
+"""Maximum graphs of a cache. A graph is for one number of texts, and of tokens in a prefill."""
 LEAST_TOKENS, MOST_TOKENS = 64, 2048
-"""Bounds of a captured prefill's tokens. In longer prefills, the host is faster than the GPU."""
+"""Minimum and maximum tokens of a captured prefill. In longer prefills, the host is faster than the
+GPU."""
 LEAST_CHUNK = 256
 """Minimum ``max_chunk`` of kept caches, so that short prompts share a cache."""
 
 MOST_OF_MEMORY = 1 / 16
-"""Part of the device's memory that kept caches may take."""
+"""Fraction of the device's memory that kept caches may take."""
 
 STEPS = "dsv4_ops_decode_steps"
-"""Attribute of a model with its compiled steps and ``KeptCaches``, from ``patch`` to
-``unpatch``."""
+"""Attribute of a patched model that holds its ``CompiledSteps``."""
 
 
 def empty_cache(model: Any) -> None:
     """Free the caches and CUDA graphs that ``generate`` keeps on a patched model.
 
-    ``generate`` makes them again. ``unpatch`` frees them too. torch's allocator then has the
-    memory; ``torch.cuda.empty_cache`` gives it to other processes.
+    The next call of ``generate`` makes new ones. The memory goes back to torch's allocator;
+    ``torch.cuda.empty_cache`` then frees it for other processes. ``unpatch`` also calls this
+    function.
 
     Raises:
         ValueError: the model is not patched.
@@ -65,11 +66,11 @@ def empty_cache(model: Any) -> None:
 
 
 class KeptStep:
-    """A step of ``rows`` texts from a kept cache, with its own tensors.
+    """A step of ``rows`` texts that uses a kept cache and has its own input tensors.
 
-    It is captured in a CUDA graph after ``WARM_CALLS`` calls. Later calls of ``generate`` replay
-    the graph if the model and its weights' addresses are those of the capture. Grids depend on
-    sizes alone, so one graph serves all contexts.
+    After ``WARM_CALLS`` calls, a CUDA graph captures the step. Later calls of ``generate`` replay
+    the graph if neither the model nor the addresses of its weights have changed. Launch grids
+    depend on sizes alone, so one graph serves all context lengths.
 
     Args:
         step: The step.
@@ -87,7 +88,8 @@ class KeptStep:
         tokens: int | None,
         pool: Any,
     ) -> None:
-        self._replay: Callable[[], None] | None = None  # first, as a graph must go before its pool
+        # the first attribute, because a graph must be freed before its pool
+        self._replay: Callable[[], None] | None = None
         self._step, self._cache, self._pool = step, cache, pool
         starts = torch.arange(rows + 1, dtype=torch.int32, device=cache.device)
         batch = padding(tokens or rows, rows, cache.device)
@@ -97,7 +99,7 @@ class KeptStep:
         if tokens is None:
             self._batch = replace(self._batch, query_start_loc=starts)
             self._options = {"state_rings": False}
-        else:  # tokens after the last text are absent
+        else:  # a prefill may have fewer tokens; those after its last text are padding
             self._inputs += ("query_start_loc",)
         self._form: Any = None
         self._logits: Tensor | None = None
@@ -105,15 +107,15 @@ class KeptStep:
 
     def begin(self) -> None:
         """Prepare for a call of ``generate``."""
-        self._batch.seq_lens.zero_()  # the texts of the call before are no longer in the cache
+        self._batch.seq_lens.zero_()  # the cache no longer has the texts of the previous call
         self._begins = True
 
     def __call__(self, batch: StepBatch, _: CacheTensors) -> Tensor:
-        """Return the logits, which the next call overwrites."""
+        """Run the step; return the logits, which the next call overwrites."""
         for name in self._inputs:
             new = getattr(batch, name)
             getattr(self._batch, name)[: len(new)].copy_(new)
-        # not in ``begin``: Hugging Face changes the configuration while it decodes
+        # compared here, not in ``begin``: Hugging Face changes the configuration while it decodes
         begins, self._begins = self._begins and self._calls > 0, False
         if begins and (self._form is None or self._form != self._found()):
             self._replay, self._calls = None, 0
@@ -142,10 +144,10 @@ class KeptCache:
     """A cache, and the steps that read and write it.
 
     Attributes:
-        cache: The cache. Its requests own their rows and blocks for good.
-        made_for: What the cache depends on besides its sizes.
-        epoch: ``clear`` calls before it was made.
-        prefill: The step of the prompts; None if its graphs do not fit into memory.
+        cache: The cache, whose rows own their blocks.
+        made_for: The properties of the model on which the cache depends.
+        epoch: Number of calls of ``KeptCaches.clear`` before the cache was made.
+        prefill: The step that runs prompts; None if its graphs do not fit into memory.
     """
 
     cache: PagedCache
@@ -158,13 +160,13 @@ class KeptCache:
     def step(
         self, step: CompiledStep | EagerStep, rows: int, tokens: int | None = None
     ) -> KeptStep:
-        """Return the step of ``rows`` texts for a new call of ``generate``; ``tokens`` as for
+        """Return the step of ``rows`` texts for a new call of ``generate``. For ``tokens``, see
         ``KeptStep``."""
         key = step, rows, tokens
         found = self.steps.pop(key, None)
         if found is None:
             decodes = tokens is None
-            if decodes not in self.pools:  # graphs share it, as one runs at a time
+            if decodes not in self.pools:  # graphs share a pool, as only one runs at a time
                 self.pools[decodes] = pool_of(self.cache.device)
             found = KeptStep(step, self.cache.tensors, rows, tokens, self.pools[decodes])
         found.begin()
@@ -229,7 +231,8 @@ class KeptCaches:
         return KeptCache(cache, made_for, self._epoch, EagerStep(model, prefill_step))
 
     def give_back(self, cache: KeptCache) -> None:
-        """Keep a cache that a call took; drop caches that it replaces, and the oldest cache."""
+        """Keep a cache that a call took. Drop caches that are larger in no size, and caches over
+        the limits, least recently used first."""
         with self._lock:
             if cache.epoch != self._epoch:
                 return
@@ -241,7 +244,7 @@ class KeptCaches:
                     left -= each.nbytes
 
     def clear(self) -> None:
-        """Free all caches, and keep none that a call has taken."""
+        """Free all caches. A cache that a call has taken is freed at the end of the call."""
         with self._lock:
             self._caches.clear()
             self._epoch += 1
@@ -269,7 +272,7 @@ def keeps_on(device: torch.device) -> bool:
 
 
 def most_bytes(device: torch.device) -> float:
-    """Bytes that kept caches may take."""
+    """Return the number of bytes that kept caches may take."""
     return MOST_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory
 
 
@@ -281,8 +284,8 @@ def pool_of(device: torch.device) -> Any:
 
 
 def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
-    """Capture a function in a CUDA graph, which reads and writes the same tensors at each replay.
-    Other threads may use the GPU meanwhile; their work is not captured."""
+    """Capture a function in a CUDA graph, and return the function that replays the graph on the
+    same tensors. Other threads may use the GPU during the capture; their work is not captured."""
     graph, handle = torch.cuda.CUDAGraph(), None if pool is None else pool.id
     with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"):
         run()

@@ -1,4 +1,4 @@
-"""Prefills of ``generate`` by kept steps, whose CUDA graphs hide the host's launches."""
+"""Prefills of ``generate`` from CUDA graphs, which hide the host time of launches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _POSITIONS = (torch.int64, torch.int32)
 def chunks(
     prompts: Sequence[Tensor], most: int, device: torch.device
 ) -> Iterator[tuple[StepBatch, list[int]]]:
-    """Yield steps of at most ``most`` tokens per prompt, and where each prompt stops in the step.
+    """Yield steps of at most ``most`` tokens per prompt, and the column where each prompt stops.
 
-    Chunks are as if prompts were padded on the left: all prompts end in the last step, and short
-    prompts begin in a later step.
+    The chunks are those of prompts with padding on the left: all prompts end in the last step, and
+    a short prompt begins in a later step.
     """
     sizes = [len(prompt) for prompt in prompts]
     rows = torch.arange(len(prompts), dtype=torch.int32, device=device)
@@ -44,7 +44,7 @@ def chunks(
 
 
 def bucket(num_tokens: int) -> int:
-    """Round tokens up to the size of a kept step; keep sizes that no kept step has."""
+    """Round a number of tokens up to the size of a kept step, unless it is too large for one."""
     if num_tokens > kept.MOST_TOKENS:
         return num_tokens
     return kept.rounded(num_tokens, kept.LEAST_TOKENS)
@@ -53,7 +53,8 @@ def bucket(num_tokens: int) -> int:
 def prefilled(
     model: Any, ids: Tensor, config: Any, inputs: dict[str, Any], cache: KeptCache
 ) -> Tensor | None:
-    """Run the prompts of a call of ``generate``; return the logits after them, [batch, vocab_size].
+    """Run the prompts of a call of ``generate``; return the logits of their last tokens, [batch,
+    vocab_size].
 
     Args:
         model: The patched model.
@@ -63,7 +64,7 @@ def prefilled(
         cache: An empty cache.
 
     Returns:
-        None: Hugging Face's method has to run the prompts, or to say what is wrong with them.
+        None: Hugging Face's method must run the prompts, or raise its own error for them.
     """
     paged, step = cache.cache, cache.prefill
     mask = whole_mask(ids, config, inputs, paged)
@@ -84,7 +85,7 @@ def prefilled(
             if tokens not in steps:
                 steps[tokens] = cache.step(step, len(ids), tokens)
             logits = steps[tokens](batch, paged.tensors)
-    except torch.OutOfMemoryError:  # a graph needs memory beside that of eager steps
+    except torch.OutOfMemoryError:  # a graph needs memory in addition to that of eager steps
         steps.clear()
     else:
         return logits
@@ -93,8 +94,8 @@ def prefilled(
 
 
 def _are_plain(model: Any, ids: Tensor, is_token: Tensor, inputs: dict[str, Any]) -> bool:
-    """Whether the model reads only ids of the vocabulary: there is no other input, and positions
-    are the numbers of earlier tokens."""
+    """Whether ids are the only input, all ids are in the vocabulary, and the position of each token
+    is the number of tokens before it."""
     known = (*_INPUTS, cache_argument())
     if any(value is not None and name not in known for name, value in inputs.items()):
         return False

@@ -26,20 +26,20 @@ _COUNTS = (
     "prefill_chunk_size",
     "prompt_lookup_num_tokens",
 )
-"""Settings that the hooks here calculate with."""
+"""Settings with which our hooks calculate."""
 
 
 def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
-    """Return a generation setting: the argument, or Hugging Face's default."""
+    """Return a generation setting: the argument, or else the value in a generation config."""
     configs = arguments.get("generation_config"), getattr(model, "generation_config", None)
     values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
     return next((value for value in values if value is not None), None)
 
 
 def check_kinds(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise if an argument that the hooks here read is of another class, or a count below 1.
+    """Raise if an argument that our hooks read has a wrong type, or if a count is below 1.
 
-    Hugging Face checks the settings that only it reads.
+    Hugging Face checks the settings that our hooks do not read.
     """
     from transformers import GenerationConfig
 
@@ -82,8 +82,8 @@ def check_kinds(model: Any, arguments: dict[str, Any]) -> None:
 def check_prompts(arguments: dict[str, Any]) -> None:
     """Raise if a prompt has no tokens, or if the mask does not fit the prompts.
 
-    Expand a mask of one row. Hugging Face counts positions in the mask, so its own error would be
-    about positions.
+    Expand a mask of one row to all prompts. Hugging Face would raise an error about positions,
+    because it counts them in the mask.
     """
     name = next((each for each in _PROMPTS if isinstance(arguments.get(each), Tensor)), None)
     if name is None:
@@ -126,7 +126,10 @@ def check_prompts(arguments: dict[str, Any]) -> None:
 def whole_mask(
     inputs: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Tensor:
-    """Return the mask of all tokens; if rows differ in length, pass on even a mask of ones."""
+    """Return the mask of all tokens, which is all ones if the call has no mask.
+
+    If rows differ in length, the model gets this mask of ones too.
+    """
     mask: Tensor | None = model_kwargs.get(MASK)
     if mask is None:
         columns = getattr(generation_config, "_mask_length", inputs.shape[1])
@@ -146,14 +149,14 @@ def whole_mask(
 
 
 def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None) -> None:
-    """Keep the text that ``generate`` returned, for the next turn; ``mask`` is the prompts' mask.
+    """Keep the text that ``generate`` returned, for the next turn.
 
-    ``padded`` marks the rows whose last token is padding.
+    ``mask`` is the mask of the prompts, and ``padded`` marks rows whose last token is padding.
     """
     lengths = cache.seq_lens[: ids.shape[0]].to(mask.device)
     answers, count = lengths - mask.sum(1), ids.shape[1] - mask.shape[1]
     cache.text = None
-    if int(answers.max()) == count - 1:  # otherwise the prompts were a part of the text
+    if int(answers.max()) == count - 1:  # otherwise the prompts were only a part of the text
         is_token = torch.arange(count, device=mask.device) < answers[:, None]
         # the cache does not store the last token of an answer
         is_token[:, -1] = True if padded is None else ~padded.to(mask.device)
@@ -189,10 +192,10 @@ def _without_padding(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def inferred_mask(inferred: Tensor, ids: Tensor, cache: PagedCache) -> Tensor:
-    """Return a mask for prompts without one; raise if it is ambiguous what is padding.
+    """Return a mask for prompts that have none; raise if a pad token may be padding or text.
 
-    Hugging Face infers the mask from ``pad_token_id``, but a text may contain that token: a token
-    that the cache stores is not padding.
+    Hugging Face infers the mask from ``pad_token_id``, but a text may contain this token too. If
+    the cache stores the token, it is text.
     """
     batch, length = ids.shape
     lengths, text = cache.seq_lens[:batch].to(ids.device), cache.text

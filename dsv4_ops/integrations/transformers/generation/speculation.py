@@ -1,8 +1,8 @@
 """Speculative steps: a model verifies the drafts of its draft layer, and drafts new tokens.
 
 A step and its drafts are one graph: the number of accepted drafts stays on the device, and selects
-the streams from which the next drafts start. The next step overwrites the keys of rejected tokens,
-also in the draft layer, before anything reads them.
+the residual streams from which the next drafts start. The next step overwrites the keys of rejected
+tokens, also in the draft layer, before any token attends to them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SpeculativeStep(NamedTuple):
         tokens: New tokens of every request, [num_reqs, num_drafts + 1], int64: the accepted drafts,
             then one token of the model, then -1.
         num_accepted: Number of accepted drafts, [num_reqs], int32.
-        batch: The next step: the last new token and new drafts of every request. Lengths have grown
-            by ``num_accepted + 1``; those of padding requests stay 0.
-        draft_probs: Probabilities that the new drafts were sampled from, [num_reqs, num_drafts,
+        batch: The next step: the last new token and the new drafts of every request. Lengths have
+            grown by ``num_accepted + 1``; lengths of padding requests stay 0.
+        draft_probs: Probabilities from which the new drafts were sampled, [num_reqs, num_drafts,
             vocab_size], float32; None for greedy drafts.
     """
 
@@ -70,13 +70,14 @@ def speculative_step(
 
     Args:
         model: A patched model with a draft layer (``load_mtp``).
-        batch: The step, such as ``batch`` of the step before. Every request has its last token and
-            num_drafts drafts, at least one; ``query_start_loc`` is 0, num_drafts + 1, and so on.
+        batch: The step, such as ``batch`` of the previous step. Every request has its last token
+            and num_drafts drafts, at least one; ``query_start_loc`` is 0, num_drafts + 1, and so
+            on.
         cache: A cache of ``PagedCache.for_model`` with ``next_n`` of at least num_drafts + 1, or
             its ``tensors``.
-        draft_probs: ``draft_probs`` of the step before; None if the drafts were not sampled.
-        uniforms: Random numbers in [0, 1), [num_reqs, 2 * num_drafts + 1], float32: those of
-            ``verify_draft``, then one per new draft.
+        draft_probs: ``draft_probs`` of the previous step; None if the drafts were not sampled.
+        uniforms: Random numbers in [0, 1), [num_reqs, 2 * num_drafts + 1], float32: first the
+            numbers for ``verify_draft``, then one per new draft.
         temperature: 0 for greedy decoding, without ``draft_probs`` and ``uniforms``; above 0 for
             sampling.
         warp: Function that changes logits [rows, vocab_size] before sampling, for example to keep
@@ -89,11 +90,12 @@ def speculative_step(
         stored does not count as dropped; a token of the step does, as in ``decode_step``.
 
     Raises:
-        ValueError, TypeError: as ``decode_step``; the model has no draft layer, or the cache has
-            none or a smaller ``next_n``; requests have different numbers of tokens (in an eager CPU
-            call); or ``uniforms`` and ``temperature`` do not go together. Nothing is written.
+        ValueError, TypeError: see ``decode_step``; also if the model has no draft layer, or the
+            cache was made without a draft layer or with a smaller ``next_n``; if requests have
+            different numbers of tokens (in an eager CPU call); or if ``uniforms`` and
+            ``temperature`` do not fit together. Nothing is written.
 
-    Compile: ``torch.compile(speculative_step, fullgraph=True)`` gives one graph; ``torch.export``
+    Compile: ``torch.compile(speculative_step, fullgraph=True)`` makes one graph; ``torch.export``
         works too.
 
     Example:
@@ -135,8 +137,8 @@ def speculate(
     run: Runner = run_part,
     shared: bool = False,
 ) -> SpeculativeStep:
-    """``speculative_step``, as parts for ``run``; ``shared`` as for ``decode``. No part depends on
-    the number of drafts or on the sampling."""
+    """Run ``speculative_step`` in parts, each by ``run``. For ``shared``, see ``decode``. No part
+    depends on the number of drafts or on the sampling."""
     op = "speculative_step"
     spec, tensors, width = _checked(op, model, batch, cache, shared)
     num_reqs, num_drafts = batch.rows.shape[0], width - 1
@@ -184,25 +186,25 @@ def speculative_prefill(
     temperature: float = 0.0,
     warp: Warp | None = None,
 ) -> SpeculativeStep:
-    """Run prompts through a model and its draft layer, choose the next token, and draft after it.
+    """Run prompts through a model and its draft layer, choose the next token, and draft tokens.
 
     Args:
         model: A patched model with a draft layer (``load_mtp``).
-        batch: The step, as for ``prefill_step``.
-        cache: As for ``speculative_step``.
+        batch: The step, as in ``prefill_step``.
+        cache: See ``speculative_step``.
         num_drafts: Number of drafts per request. At least 1.
-        following: The token that follows each request's last token, [num_reqs], int64, for chunks
-            of a prompt. -1 (or None for all requests) if the prompt ends here: the model then
-            chooses it.
+        following: For a request whose prompt continues after this step, the next token of the
+            prompt, [num_reqs], int64. -1 if the prompt ends in this step, so that the model chooses
+            the next token; None if all prompts end.
         uniforms: [num_reqs, num_drafts + 1], float32: one for the next token, then one per draft.
-        temperature: As for ``speculative_step``.
-        warp: As for ``speculative_step``.
+        temperature: See ``speculative_step``.
+        warp: See ``speculative_step``.
 
     Returns:
-        As ``speculative_step``, with one new token and no accepted drafts; undefined for requests
-        with a ``following`` token.
+        See ``speculative_step``. Every request has one new token and no accepted drafts. Results of
+        requests with a ``following`` token are undefined.
 
-    Mutates, Raises, Compile: as ``speculative_step``; requests may have any number of tokens.
+    Mutates, Raises, Compile: see ``speculative_step``; requests may have any number of tokens.
     """
     op = "speculative_prefill"
     checks = Checks(op)
@@ -237,7 +239,7 @@ def speculative_prefill(
     next_tokens = verified.tokens[:, 0]
     if following is not None:
         next_tokens = torch.where(following >= 0, following, next_tokens)
-    # gather by request: requests without tokens share an index, where a scatter would collide
+    # a gather, not a scatter to ``last``: requests without tokens have the same index there
     request = torch.searchsorted(
         batch.query_start_loc[1:].contiguous(),
         torch.arange(num_tokens, dtype=torch.int32, device=last.device),
@@ -338,7 +340,7 @@ def _trunk(
     schedule: str,
     run: Runner = run_part,
 ) -> tuple[StepRun, Tensor]:
-    """A step, and the residual streams of its tokens."""
+    """Run the layers; return the step, and the residual streams of its tokens."""
     step = run("metadata", build_step, spec, batch, cache, schedule, model.config.vocab_size)
     ids, hidden = embedded(model.model, batch.tokens, None, step)
     step_run = StepRun(step, cache, schedule, schedule == "prefill", run)
@@ -358,13 +360,14 @@ def _draft(
     Args:
         spec: Spec of the model.
         model: The model.
-        batch: The step, with the length of every request before its last token.
-        trunk: The step with streams and next tokens, and the index of each request's last token.
+        batch: The step. Its lengths do not count the token that the model has just chosen.
+        trunk: The step, the residual streams and the next token of each of its tokens, and the
+            index of each request's last token.
         num_drafts: Number of drafts per request.
         sampling: A uniform random number per draft, or None; the temperature; and ``warp``.
 
     Returns:
-        Drafts [num_reqs, num_drafts], and the probabilities that they were sampled from.
+        Drafts [num_reqs, num_drafts], and the probabilities from which they were sampled.
     """
     step_run, streams, following, last = trunk
     uniforms, temperature, warp = sampling
@@ -402,7 +405,7 @@ def _draft_step(spec: ModelSpec, batch: StepBatch, cache: CacheTensors) -> Any:
 
 
 def _grown(lens: Tensor, by: Tensor | int) -> Tensor:
-    """Return the lengths of requests; lengths of padding stay 0."""
+    """Add ``by`` to the lengths of requests; lengths of padding requests stay 0."""
     return torch.where(lens > 0, lens + by, torch.zeros_like(lens))
 
 

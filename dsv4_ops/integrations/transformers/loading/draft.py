@@ -23,14 +23,15 @@ OP = "load_mtp"
 def load_mtp(model: Any, path: Path | str) -> Any:
     """Load the draft layer (MTP) of a released checkpoint into a patched model.
 
-    The model then drafts for itself: ``generate(num_draft_tokens=)`` and ``speculative_step``.
-    Weights are quantised if the model's are, and are dequantised to its dtype otherwise. The layer
-    is the model's module ``mtp``, and its parameters are in the state dict; ``unpatch`` removes it.
+    ``generate(num_draft_tokens=)`` and ``speculative_step`` then draft with this layer. If the
+    model is not quantised, ``load_mtp`` dequantises the layer's weights to the model's dtype. The
+    layer is the model's module ``mtp``, and its parameters are in the state dict; ``unpatch``
+    removes the layer.
 
     Args:
         model: A patched ``DeepseekV4ForCausalLM``, ``DeepseekV3ForCausalLM``,
-            ``DeepseekV32ForCausalLM`` or ``GlmMoeDsaForCausalLM``, whole on one device, which
-            ``load_mtp`` changes.
+            ``DeepseekV32ForCausalLM`` or ``GlmMoeDsaForCausalLM``, whole on one device.
+            ``load_mtp`` changes this model.
         path: Folder of the checkpoint. Only the draft layer's tensors are read.
 
     Returns:
@@ -38,12 +39,14 @@ def load_mtp(model: Any, path: Path | str) -> Any:
 
     Raises:
         ValueError: the model is not patched, has a draft layer already, or has other sizes; the
-            checkpoint has no draft layer; or a tensor of it (which the error names) is missing,
-            transposed, unknown, of another dtype, or contains NaN, an infinity or a float32 scale
-            that is not a power of two where Hugging Face makes bytes of them, as for V4.
+            checkpoint has no draft layer; or a tensor of the layer is missing, transposed, unknown,
+            of another dtype, or contains NaN or an infinity. For V4 and other models whose scales
+            Hugging Face stores as bytes, also if a float32 scale is not a power of two. The error
+            names the tensor.
         NotImplementedError: a DSpark draft, several draft layers, a checkpoint of another
-            architecture, a layer that is not quantised where the model's are, or a model that is
-            split over ranks or whose cache ranks share. The model is not changed.
+            architecture, a draft layer without quantisation for a quantised model, a model that is
+            split over ranks, or a model whose cache several ranks share. An error leaves the model
+            unchanged.
         ImportError: safetensors is missing.
 
     Example:

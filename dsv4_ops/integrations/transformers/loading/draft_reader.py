@@ -1,4 +1,4 @@
-"""Read the tensors of a draft layer from a checkpoint's files into its modules."""
+"""Read the tensors of a draft layer from a checkpoint's files into the layer's modules."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from dsv4_ops.reference.linear import weight_values
 
 @dataclass(frozen=True)
 class DraftNames:
-    """The names of a draft layer's tensors in the files of a family.
+    """The names of a draft layer's tensors in the checkpoints of a model family.
 
     Attributes:
-        linears: Path of the module of each linear layer that may be quantised, by its name.
-        others: Path of each other parameter or buffer, by its name.
-        experts: Name of the experts in the files, before their number.
-        parts: Parts of the experts' stacked projections in the files, by projection.
-        scale: What replaces "weight" in the names of scales.
+        linears: For each linear layer that may be quantised, its name in the files and the path of
+            its module.
+        others: For each other parameter or buffer, its name in the files and its path.
+        experts: Name of the experts in the files, without the number of the expert.
+        parts: For each projection of the stacked experts, the names of its parts in the files.
+        scale: Last part of the names of scales, where the names of weights have "weight".
     """
 
     linears: Mapping[str, str]
@@ -47,13 +48,13 @@ class DraftNames:
 
 @dataclass
 class DraftReader:
-    """Reads tensors by their names without the prefix of the layer.
+    """Reads tensors of a layer, whose names here lack the prefix of the layer.
 
     Attributes:
         op: Public function that an error names.
         prefix: Prefix of the names in the files.
-        headers: Headers of the tensors, by their names without the prefix.
-        power_of_two: Whether a loader makes bytes of float32 scales.
+        headers: Headers of the tensors, by names without the prefix.
+        power_of_two: Whether float32 scales must be powers of two, so that they fit into bytes.
         device: Device of the layer.
     """
 
@@ -164,7 +165,7 @@ def _bytes(scale: Tensor) -> Tensor:
 
 
 def _values(codes: Tensor, scale: Tensor) -> Tensor:
-    """Dequantise codes whose last blocks may be smaller."""
+    """Dequantise codes whose last blocks may be incomplete."""
     rows, columns = codes.shape
     ends = (0, -columns % WEIGHT_BLOCK, 0, -rows % WEIGHT_BLOCK)
     whole = torch.nn.functional.pad(codes.to(torch.float32), ends)

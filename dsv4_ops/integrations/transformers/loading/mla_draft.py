@@ -14,11 +14,11 @@ _AROUND = {
     **{f"{name}.weight": f"{name}.weight" for name in ("eh_proj", "enorm", "hnorm")},
     "shared_head.norm.weight": "norm.weight",
 }
-"""Parameters around the layer, by their names in the files."""
+"""Parameters outside of the decoder layer: for each name in the files, the path in our module."""
 
 
 def names_of(headers: Mapping[str, StoredTensor]) -> DraftNames:
-    """Return the names of the tensors, which are Hugging Face's except for experts."""
+    """Return the names of the tensors. Except for experts, the files have Hugging Face's names."""
     linears, others = {}, dict(_AROUND)
     for name, tensor in headers.items():
         module, _, last = name.rpartition(".")
@@ -32,7 +32,7 @@ def names_of(headers: Mapping[str, StoredTensor]) -> DraftNames:
 
 
 def sizes_of(config: Any, headers: Mapping[str, StoredTensor]) -> dict[str, int]:
-    """Return the sizes that the files have, by their names in the config."""
+    """Return the sizes of the layer in the files, by their names in the config."""
     shapes = {name: tensor.info.shape for name, tensor in headers.items()}
     values, ranks = shapes["self_attn.o_proj.weight"][1], shapes["self_attn.kv_a_layernorm.weight"]
     sizes = {

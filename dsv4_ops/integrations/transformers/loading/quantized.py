@@ -31,28 +31,28 @@ _ELSEWHERE = ("gguf_file", "state_dict", "subfolder", "variant")
 
 
 def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) -> Any:
-    """Load DeepSeek-V4, V3.2, V3, R1, V2 or GLM-5 with its FP8 and FP4 weights, to be patched.
+    """Load DeepSeek-V4, V3.2, V3, R1, V2 or GLM-5 with its FP8 and FP4 weights, for ``patch``.
 
-    On a GPU, ``from_pretrained(path)`` of the model's class gives the same model. This function
+    On a GPU, ``from_pretrained(path)`` of the model's class returns the same model. This function
     also loads
 
     - on a CPU, where Hugging Face dequantises V4 and fails for V3, whose ``kv_a_proj_with_mqa``
       ends within a block of 128 rows;
     - without accelerate;
-    - from a config without the dtype of the experts (V4-Pro's).
+    - from a config without the dtype of the experts, such as V4-Pro's.
 
     ``check_checkpoint`` checks all files first; ``patch`` checks codes and scales on their device.
 
     Args:
         path: Folder of the checkpoint.
-        scales: Whether ``check_checkpoint`` reads the scales. If not, nothing finds float32 scales
-            that Hugging Face rounds to bytes (``scale_fmt="ue8m0"``).
+        scales: Whether ``check_checkpoint`` reads the scales. If it does not, no check finds
+            float32 scales that Hugging Face rounds to bytes (``scale_fmt="ue8m0"``).
         settings: Arguments of ``from_pretrained``, such as ``device_map="cuda"``.
 
     Returns:
         ``DeepseekV4ForCausalLM``, ``DeepseekV32ForCausalLM``, ``DeepseekV3ForCausalLM``,
         ``DeepseekV2ForCausalLM`` or ``GlmMoeDsaForCausalLM`` in evaluation mode, not patched,
-        without the draft layer (``load_mtp`` loads that of V4).
+        without the draft layer, which ``load_mtp`` loads.
 
     Raises:
         ValueError, TypeError: the path is not a folder; the files are not as released: a tensor is

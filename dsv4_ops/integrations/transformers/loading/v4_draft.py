@@ -46,12 +46,12 @@ NAMES = DraftNames(_LINEARS, _OTHERS, "ffn.experts", _EXPERTS, "scale")
 
 
 def names_of(headers: Mapping[str, StoredTensor]) -> DraftNames:
-    """Return the names of the tensors, which all files share."""
+    """Return the names of the tensors, which are the same in all checkpoints."""
     return NAMES
 
 
 def sizes_of(config: Any, headers: Mapping[str, StoredTensor]) -> dict[str, int]:
-    """Return the sizes that the files have, by their names in the config."""
+    """Return the sizes of the layer in the files, by their names in the config."""
     shapes = {name: tensor.info.shape for name, tensor in headers.items()}
     heads = shapes["attn.attn_sink"][0]
     dim = shapes["attn.kv_norm.weight"][0]

@@ -1,7 +1,7 @@
 """On GPUs, run experts in bf16 with our op, which reads weights once per block of rows.
 
-Hugging Face's grouped GEMMs run in training, for hundreds of rows per expert, after
-``set_experts_implementation``, and for weights that are split or of another dtype.
+Hugging Face's grouped GEMMs still run in training, for hundreds of rows per expert, after
+``set_experts_implementation``, and for weights that are split or have another dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_LIMIT = torch.finfo(torch.float32).max
 """SwiGLU limit of models that have none."""
 
 MOST_ROWS = 256
-"""Maximum mean number of rows per expert; above it, the op is slower on an H100."""
+"""Maximum mean number of rows per expert. With more rows, our op is the slower one on an H100."""
 
 _DEFAULT = "grouped_mm"
 SILU = ("SiLUActivation", "SiLU")
@@ -49,7 +49,7 @@ class Bf16Experts(Rewrite):
     """
 
     def __init__(self, recipe: Recipe, impl: str) -> None:
-        # the op computes activations in float32 only, and its reference is Hugging Face's
+        # the op computes SwiGLU in float32 only; impl="reference" keeps Hugging Face's forward
         self.runs = impl != REFERENCE and recipe.swiglu_float32
 
     def applies(self, module: Any) -> bool:

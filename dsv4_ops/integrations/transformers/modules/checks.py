@@ -1,6 +1,6 @@
 """Check which modules of a patched model were changed.
 
-Steps may call modules of any kind, but modules that our ops replace must be unchanged.
+Steps call the modules that a user changed, but modules that our ops replace must be unchanged.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def check_modules(
 
 
 HeadPart = tuple[str, Any, int, int]
-"""A parameter with a dimension of heads: name, parameter, dimension, and size over all ranks."""
+"""Name of a parameter, the parameter, its dimension of heads, and the size of this dimension over
+all ranks."""
 
 
 def heads_are_split(
@@ -116,8 +117,8 @@ def heads_are_split(
 ) -> bool:
     """Whether Hugging Face's tensor parallelism split the heads of all layers over ``ranks``.
 
-    ``parts`` are the parameters of an attention layer with a dimension of heads; the parameter is
-    None for a module without a weight.
+    ``parts`` yields the parameters of an attention layer that have a dimension of heads. It yields
+    None as the parameter of a module without a weight.
 
     Raises:
         NotImplementedError: only some parameters are split, or they are split over other ranks.
@@ -150,7 +151,7 @@ def heads_are_split(
 def check_skipped(
     op: str, name: str, modules: Iterable[tuple[str, Any]], shards_heads: bool
 ) -> None:
-    """Raise if a module of ``name`` that steps do not call was changed."""
+    """Raise if one of ``modules``, which steps do not call, was changed."""
     for part, module in modules:
         # Hugging Face replaces the forward of a split module
         split = shards_heads and hasattr(module, "weight")
@@ -160,7 +161,7 @@ def check_skipped(
 
 
 def check_placement(op: str, model: Any) -> None:
-    """Raise if a model is split or offloaded: our attention skips the hooks that load weights."""
+    """Raise if accelerate split or offloaded a model: our attention skips its hooks."""
     for name, module in model.named_modules():
         _check_hook(op, name or "model", module)
         if is_part(module, "Model"):
@@ -224,7 +225,8 @@ def check_body(op: str, model: Any) -> None:
 
 
 def uncalled(model: Any) -> str | None:
-    """Name the module around the layers whose hooks or own forward a step would not call."""
+    """Return the name of a module around the layers that has hooks or a forward which a step would
+    not call, or None."""
     for name, module in (("model", model), ("model.model", model.model)):
         hooks = module._forward_hooks or module._forward_pre_hooks
         if hooks or own_forward(module) is not None:

@@ -1,4 +1,4 @@
-"""Fuse linear layers with the same input: in a decode step, launches cost more than bytes.
+"""Fuse linear layers with the same input: in a decode step, launches take more time than bytes.
 
 The weights become views of one tensor, so parameters, state dict and memory stay the same. An added
 module multiplies by that tensor.
@@ -59,7 +59,7 @@ class FusedLinear(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
 
     def holds(self, layers: list[Any]) -> bool:
-        """Whether weights and scales are still views of this layer's tensors."""
+        """Whether the weights and scales of ``layers`` are still views of this module's tensors."""
         return _holds(self.weight, layers, "weight") and (
             self.scale is None or _holds(self.scale, layers, "weight_scale_inv")
         )
@@ -73,7 +73,8 @@ class FusedLinear(nn.Module):
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
     def normed(self, x: Tensor, norms: tuple[Any, Any]) -> tuple[Tensor, Tensor] | None:
-        """Return the two outputs, normed; None if a norm was changed, or no fused op exists."""
+        """Return the two outputs after their norms; None if a norm was changed, or if no fused op
+        supports the call."""
         ours = all(runs_ours(norm) and is_unchanged(norm) for norm in norms)
         if self.scale is None or not self._has_op(x) or not ours:
             return None
@@ -84,7 +85,7 @@ class FusedLinear(nn.Module):
         return fp8_linear_norms(*tensors, eps=eps, activations=self.recipe.activations)
 
     def swiglu(self, x: Tensor, limit: float) -> Tensor | None:
-        """Return the SwiGLU of gates and ups; None for layers that are not in FP8."""
+        """Return the SwiGLU of gates and ups; None if no fused op supports the call."""
         if self.scale is None or not self._has_op(x):
             return None
         rows, activations = x.reshape(-1, x.shape[-1]), self.recipe.activations
@@ -93,7 +94,7 @@ class FusedLinear(nn.Module):
         return out.view(*x.shape[:-1], -1)
 
     def _has_op(self, x: Tensor) -> bool:
-        """Whether one op can do the product and what follows it."""
+        """Whether the fused ops support the recipe, ``impl`` and the dtype of ``x``."""
         scale = "pow2" if self.recipe.activations == "bf16" else self.recipe.activation_scale
         return self.impl != REFERENCE and scale == "pow2" and x.dtype == torch.bfloat16
 
@@ -120,7 +121,8 @@ def _gathered(layers: list[Any], name: str) -> Tensor:
 
 
 def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
-    """Return the fused layer of ``holder``; None if one of its ``layers`` was changed."""
+    """Return the fused layer of ``holder``; None if it has none, if a gradient may be needed, or if
+    one of ``layers`` was changed."""
     fused: FusedLinear | None = holder._modules.get(FUSED)
     if fused is None or torch.is_grad_enabled() or not all(map(_is_own, layers)):
         return None
@@ -130,7 +132,7 @@ def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
 def _is_own(layer: Any) -> bool:
     """Whether a layer is Hugging Face's, in bf16 or FP8, and has no hooks."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks
-    if split_of(layer) is not None:  # of FP8: a trace cannot read parts that share a fused weight
+    if split_of(layer) is not None:  # always FP8, which a trace could not read from the weight
         return not hooks and own_forward(layer) is None
     if is_linear(layer):
         return bool(layer.weight.dtype == torch.bfloat16)
@@ -148,7 +150,7 @@ def of_compressor(compressor: Any) -> list[Any]:
     layers = [compressor.kv_proj, compressor.gate_proj]
     indexer = getattr(compressor, "indexer", None)
     if indexer is not None:
-        owner = getattr(indexer, "scorer", indexer)  # its owner depends on the version
+        owner = getattr(indexer, "scorer", indexer)  # depends on the version of transformers
         layers += [indexer.kv_proj, indexer.gate_proj, owner.weights_proj]
     return layers
 
@@ -190,7 +192,7 @@ class FusedProjections(Rewrite):
         return True
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Fuse weights again that were moved or replaced."""
+        """Fuse weights again if they were moved or replaced."""
         for holder, layers in self._groups(module):
             fused = holder._modules.get(FUSED)
             if fused is not None and not fused.holds(layers):
@@ -204,8 +206,8 @@ class FusedProjections(Rewrite):
                 holder._modules.pop(FUSED, None)
 
     def _groups(self, module: Any) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield a module and its layers to fuse: FP8 layers, or bf16 layers with float32
-        outputs."""
+        """Yield each module with layers to fuse, and these layers: FP8 layers, or bf16 layers with
+        float32 outputs."""
         if class_of(module) == "DeepseekV4MLP":
             groups = [(module, of_shared_experts(module), False)]
         else:

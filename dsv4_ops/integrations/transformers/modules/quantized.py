@@ -1,12 +1,12 @@
 """Run our ops on FP8 linear layers, and on FP8 or FP4 experts.
 
-Parameters stay as Hugging Face loaded them; our forwards replace Hugging Face's, whose kernels are
-downloaded from a hub at the first call. A module is quantised if it has FP8 codes and
+Parameters stay as Hugging Face loaded them. Our forwards replace Hugging Face's forwards, which
+download kernels from a hub at the first call. A module is quantised if it has FP8 codes and
 ``*_scale_inv`` as parameters. Compilers do not support float8_e8m0fnu, so buffers hold the scales
-as bytes, in the storage of the parameters. Ops take codes in whole blocks of 128 rows, so a layer
-that ends within a block, such as DeepSeek-V3's ``kv_a_proj_with_mqa`` with 576 rows, has its codes
-in a larger buffer too, which the parameter shares. Where Hugging Face split a module over ranks,
-buffers hold this rank's part of codes and scales.
+as bytes, in the storage of the parameters. Ops take codes in whole blocks of 128 rows. For a layer
+that ends within a block, such as DeepSeek-V3's ``kv_a_proj_with_mqa`` with 576 rows, a larger
+buffer holds the codes, and the parameter becomes a view of this buffer. If Hugging Face split a
+module over ranks, buffers hold this rank's part of codes and scales.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from dsv4_ops.ops.linear import fp8_grouped_linear, fp8_linear, quantize_rows
 from dsv4_ops.reference.linear import weight_values
 
 _CODES = "dsv4_ops_weight_codes"
-"""Buffer with a linear layer's codes: in whole blocks, if the parameter ends within one, or this
-rank's part."""
+"""Buffer with a linear layer's codes: with zeros up to a whole block, or only this rank's part."""
 
 _AGAIN = "Load the released checkpoint again; check_checkpoint says what is wrong with a file"
 _OTHER = "Load it with FineGrainedFP8Config(dequantize=True)"
@@ -91,12 +90,12 @@ class QuantizedWeights(Rewrite):
         return getattr(body.config, "quantization_config", None) is not None
 
     def refresh(self, op: str, name: str, module: Any) -> None:
-        """Raise if an adapter changes codes; share scales again that were moved or replaced."""
+        """Raise if an adapter changes codes; share scales again if they were moved or replaced."""
         _check_adapter(op, name, module)
         share_scales(module)
 
     def restore(self, module: Any) -> None:
-        """Remove the scales and the codes in whole blocks."""
+        """Remove the buffers of scales and codes."""
         for weight in quantized_weights(module):
             delattr(module, _buffer(weight))
             if hasattr(module, _own(weight)):
@@ -104,9 +103,9 @@ class QuantizedWeights(Rewrite):
 
 
 def _adapts_codes(module: Any) -> bool:
-    """Whether PEFT adapts a parameter that holds codes, such as that of fused experts.
+    """Whether PEFT adapts a parameter that holds codes, such as a weight of fused experts.
 
-    An adapter of a linear layer adds to its output, and is allowed.
+    An adapter of a linear layer is allowed, because it only adds to the layer's output.
     """
     of_parameter = "base_layer" in module._modules and hasattr(module, "parameter_name")
     return of_parameter and bool(quantized_weights(unwrapped(module)))
@@ -137,10 +136,10 @@ def _codes(module: Any, name: str) -> Tensor:
 
 
 def share_scales(module: Any) -> None:
-    """Add scales to a quantised module in dtypes that ops take, without a copy.
+    """Add buffers with a quantised module's scales, in dtypes that ops take, without a copy.
 
-    Call it again after scales were moved or replaced, when the buffers no longer share their
-    storage.
+    Call this function again after scales were moved or replaced: the buffers then no longer share
+    the storage of the scales.
     """
     weights = quantized_weights(module)
     if all(_shares_storage(module, weight) for weight in weights):
@@ -195,11 +194,11 @@ def _fill_blocks(module: Any) -> None:
 
 
 def dense_weight(linear: Any, weight: Tensor) -> Tensor:
-    """Return a linear layer's weight: float32 values if it has codes."""
+    """Return a linear layer's weight, dequantised to float32 if the layer is quantised."""
     if quantized_weights(linear) != QUANTIZED_LINEAR:
         return weight
     if not torch.compiler.is_compiling():
-        share_scales(linear)  # a family may read this weight before the loop visits the layer
+        share_scales(linear)  # the loop over modules may visit this layer only later
     rows, scale = getattr(linear, _CODES, weight), getattr(linear, _buffer("weight"))
     values: Tensor = weight_values(rows, scale)[: weight.shape[0]]
     return values
@@ -289,9 +288,9 @@ def _check_settings(op: str, name: str, module: Any) -> None:
 
 
 def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
-    """Make a linear layer's forward, [.., k] -> [.., n]; in groups [.., g, k] -> [.., g, n / g].
+    """Make a linear layer's forward, [.., k] -> [.., n], or [.., g, k] -> [.., g, n / g] in groups.
 
-    In groups it also takes codes, and then returns bf16.
+    The forward of a layer with groups also takes FP8 codes, and then returns bf16.
     """
 
     def forward(self: Any, x: Tensor | QuantizedGroups) -> Tensor:
@@ -318,7 +317,7 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
 def product(
     recipe: Recipe, impl: str, rows: Tensor, weight: Tensor, scale: Tensor, groups: int = 1
 ) -> Tensor:
-    """Multiply bf16 rows by a weight, with activations as in ``recipe``."""
+    """Multiply bf16 rows by a weight, with the activations that ``recipe`` sets."""
     if recipe.activations == "fp8" and recipe.activation_scale == "float32":
         return _as_hugging_face(rows, weight, scale, groups, impl)
     op = fp8_grouped_linear if groups > 1 else fp8_linear
@@ -326,7 +325,7 @@ def product(
 
 
 def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str) -> Tensor:
-    """Multiply FP8 activations with scales that are not powers of two."""
+    """Quantise rows to FP8 as Hugging Face does, with float32 scales, and multiply by a weight."""
     flat = rows.transpose(0, 1).flatten(0, 1) if groups > 1 else rows
     codes, scales = quantize_rows(flat, scale="float32", min_amax=_HF_MIN_AMAX)
     if groups == 1:
@@ -337,7 +336,7 @@ def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, i
 
 
 def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """Multiply bf16 activations by FP8 weights in torch ops, which have a gradient for adapters."""
+    """Multiply bf16 activations by FP8 weights with torch ops, as adapters need a gradient."""
     values = weight_values(weight, scale).unflatten(0, (groups, -1))
     inputs = rows.float().view(-1, groups, rows.shape[-1])
     return torch.einsum("tgk,gnk->tgn", inputs, values).to(rows.dtype)

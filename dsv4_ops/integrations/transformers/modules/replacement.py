@@ -38,23 +38,24 @@ _TRUSTED = ("torch", "transformers")
 """Packages whose decorators may wrap a forward that still counts as Hugging Face's own."""
 QUANTIZED_LINEAR, QUANTIZED_EXPERTS = ("weight",), ("gate_up_proj", "down_proj")
 SOURCE = "_dsv4_ops_source"
-"""Attribute with the address and version of the weight that the buffers were made from."""
+"""Attribute with the address and the version of the weight from which buffers were made."""
 CLASS = "_dsv4_ops_class"
 """Attribute with the class name that ``mark`` stored."""
 _BELOW_HOOK = "_old_forward"
 """Attribute with the forward that accelerate's hooks call."""
 REPLACED = "_dsv4_ops_replaced_forward"
-"""Attribute with a module's own forward while a bound method replaces it, or None."""
+"""Attribute with the forward that an instance had before a bound method replaced it, or None."""
 
 
 class Replacement:
-    """A method that is replaced on an instance; copied and pickled with the instance.
+    """A replaced method of an instance, which is copied and pickled with the instance.
 
     Args:
         module: The instance.
         name: Name of the method.
-        make: Makes the new method from the old one; both take the instance. Picklable.
-        before: The attribute of that name that the instance had, or None.
+        make: Picklable function that makes the new method from the old method. The first argument
+            of both methods is the instance.
+        before: The instance attribute that had this name, or None.
     """
 
     def __init__(self, module: Any, name: str, make: Maker, before: Any) -> None:
@@ -69,7 +70,7 @@ class Replacement:
 
 
 def _unbound(module: Any, name: str, before: Any) -> Forward:
-    """Return the old method as a function of the instance, so that a copy calls its own."""
+    """Return the old method as a function of the instance, for copies of the instance too."""
     if before is None:
         return getattr(type(module), name, None) or _missing
     if isinstance(before, MethodType) and before.__self__ is module:
@@ -93,8 +94,8 @@ def _missing(*_: Any, **__: Any) -> Any:
 def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
     """Copy a model with its parameters, buffers and hooks, and bind the replaced methods.
 
-    Dynamo guards bound methods by their code, and other callables by identity, for which it would
-    compile every layer.
+    Dynamo guards bound methods by their code. It guards other callables by their identity, and
+    would compile every layer for them.
     """
     copies = {} if copies is None else copies
     if id(module) not in copies:
@@ -114,8 +115,8 @@ def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
 def defining_class(module: Any) -> str | None:
     """Return the name of the Hugging Face class that defines a module's forward, or None.
 
-    Only for the host. A subclass that inherits the forward counts; a class whose forward was
-    replaced or decorated by other code does not.
+    For a subclass that inherits the forward, it is the name of the base class. If other code
+    replaced or decorated the forward, it is None. Traces must not call this function.
     """
     owner = _owner_of(type(module), "forward")
     if owner is None or owner.__module__ not in (*_MODELLING, *_ACTIVATIONS):
@@ -125,7 +126,7 @@ def defining_class(module: Any) -> str | None:
 
 def is_library_method(kind: type, name: str) -> bool:
     """Whether a class has a method of this name that only Hugging Face and torch defined and
-    decorated. Only for the host."""
+    decorated. Traces must not call this function."""
     owner = _owner_of(kind, name)
     function = None if owner is None else vars(owner)[name]
     is_known = function is not None
@@ -140,7 +141,8 @@ def _owner_of(kind: type, name: str) -> type | None:
 
 
 def _package_of(function: Any) -> str:
-    """Package of a function's code: functools.wraps copies ``__module__``, but not the globals."""
+    """Return the package of a function's code. It is in the function's globals: functools.wraps
+    does not copy them, but copies ``__module__``."""
     name: str = getattr(function, "__globals__", {}).get("__name__", "")
     return name.partition(".")[0]
 
@@ -153,7 +155,7 @@ def mark(module: Any) -> None:
 
 
 def unmark(module: Any) -> None:
-    """Remove what ``mark`` stored."""
+    """Remove the class name that ``mark`` stored."""
     vars(module).pop(CLASS, None)
 
 
@@ -165,14 +167,14 @@ def class_of(module: Any) -> str | None:
 def is_part(module: Any, part: str) -> bool:
     """Whether a module is Hugging Face's ``part`` of any family, such as "Attention".
 
-    Only for the host.
+    Traces must not call this function.
     """
     name = defining_class(module)
     return name is not None and any(name == prefix + part for prefix in _MODELLING.values())
 
 
 def own_forward(module: Any) -> Any:
-    """Return an instance's own forward if it is not ours, or None."""
+    """Return the forward that other code set on an instance, or None."""
     forward = vars(module).get("forward")
     if isinstance(forward, Replacement):
         forward = forward.before
@@ -180,10 +182,10 @@ def own_forward(module: Any) -> Any:
 
 
 def _below_hook(module: Any, forward: Any) -> Any:
-    """Return ``forward``; for accelerate's hook, the forward that the hook calls.
+    """Return ``forward``. If ``forward`` is accelerate's hook, return the forward below the hook.
 
-    None if the hook calls the class's own. A trace reads the structure only; the host also checks
-    who defined these functions.
+    Return None if the hook calls the forward of the class. A trace compares only types; the host
+    also checks which package defined the functions.
     """
     hook, below = vars(module).get("_hf_hook"), vars(module).get(_BELOW_HOOK)
     if hook is None or not isinstance(forward, partial) or not is_harmless(hook):
@@ -198,7 +200,7 @@ def _below_hook(module: Any, forward: Any) -> Any:
 
 
 def _is_of_class(module: Any, method: MethodType) -> bool:
-    """Whether a bound method is the forward of its module's class. Only for the host."""
+    """Whether a bound method is the forward of its module's class. Traces must not call this."""
     return method.__func__ is type(module).forward
 
 
@@ -210,16 +212,17 @@ def runs_ours(module: Any) -> bool:
 
 
 def is_harmless(hook: Any) -> bool:
-    """Whether a forward is accelerate's hook, and the hook loads no weights.
+    """Whether a hook is accelerate's and loads no weights.
 
-    Only accelerate's hook that aligns devices has ``offload``; the host refuses subclasses of it.
+    Only accelerate's hook that aligns devices has an attribute ``offload``. The host also refuses
+    hooks whose class another package defines.
     """
     aligns = getattr(hook, "offload", True) is False
     return aligns and (torch.compiler.is_compiling() or _is_accelerates(hook))
 
 
 def _is_accelerates(hook: Any) -> bool:
-    """Whether a hook's class is accelerate's own. Only for the host."""
+    """Whether accelerate defines a hook's class. Traces must not call this function."""
     return type(hook).__module__.partition(".")[0] == "accelerate"
 
 
@@ -257,7 +260,7 @@ def has_plain_weight(linear: nn.Linear) -> bool:
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x @ weight.mT`` in float32."""
-    differentiated = torch.is_grad_enabled() and x.requires_grad  # mm(out_dtype=) has none
+    differentiated = torch.is_grad_enabled() and x.requires_grad  # mm(out_dtype=) has no gradient
     if (
         (x.is_cuda or x.is_meta)
         and x.dtype == weight.dtype == torch.bfloat16
@@ -282,14 +285,14 @@ def modelling(family: str) -> tuple[Any, str]:
 
 
 def is_split(weight: Any) -> bool:
-    """Whether Hugging Face's tensor parallelism split a weight. Only for the host."""
+    """Whether Hugging Face's tensor parallelism split a weight. Traces must not call this."""
     return hasattr(weight, "to_local")
 
 
 def local(weight: Any, split: bool | None = None) -> Tensor:
     """Return this rank's part of a weight that Hugging Face's tensor parallelism split.
 
-    ``split`` says whether it is split, which Dynamo cannot see in a step.
+    Pass ``split`` in a step, because a trace cannot see whether the weight is split.
     """
     split = is_split(weight) if split is None else split
     return weight.to_local() if split else weight

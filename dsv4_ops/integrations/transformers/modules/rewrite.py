@@ -19,29 +19,29 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
 
 
 class Rewrite(ABC):
-    """One change of one kind of module. It holds settings, not modules.
+    """One change of one kind of module. A ``Rewrite`` holds settings, not modules.
 
     A module is visited before the modules inside it, so ``apply`` and ``refresh`` may change
     weights of inner modules that other rewrites read.
     """
 
     attention_only: ClassVar[bool] = False
-    """Whether it changes attention modules only. A loop over all modules takes 0.1 ms per layer,
-    too much for a compiled step."""
+    """Whether the rewrite changes attention modules only. A loop over all modules takes 0.1 ms per
+    layer, too much for a compiled step."""
     copies_weights: ClassVar[bool] = False
-    """Whether ``apply`` adds copies of weights, which do not follow a change in place."""
+    """Whether ``apply`` adds copies of weights. An in-place change of a weight misses its copy."""
 
     @abstractmethod
     def applies(self, module: Any) -> bool:
-        """Whether it changes a module."""
+        """Whether the rewrite changes a module."""
 
     def check(self, op: str, name: str, module: Any) -> None:
-        """Raise if a module cannot be changed. Runs before any module is changed."""
+        """Raise if a module cannot be changed. ``patch`` calls this before it changes a module."""
         return None
 
     @abstractmethod
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Change a module, and yield name and maker of each method to replace."""
+        """Change a module, and yield the name and the maker of each method to replace."""
 
     def needs_refresh(self, body: Any) -> bool:
         """Whether changed weights may require a refresh of the model's modules."""
@@ -57,7 +57,7 @@ class Rewrite(ABC):
 
 
 def check(op: str, model: Any, rewrites: Iterable[Rewrite]) -> None:
-    """Raise if a module cannot be changed, before any is."""
+    """Raise if any module cannot be changed. Call this before ``apply``."""
     rewrites = tuple(rewrites)
     for name, module in model.named_modules():
         for rewrite in rewrites:
@@ -66,7 +66,7 @@ def check(op: str, model: Any, rewrites: Iterable[Rewrite]) -> None:
 
 
 def apply(model: Any, rewrites: Iterable[Rewrite]) -> Iterator[tuple[Any, str, Maker]]:
-    """Mark and change all modules, and yield the methods to replace: module, name and maker."""
+    """Mark and change all modules. Yield the module, name and maker of each method to replace."""
     rewrites = tuple(rewrites)
     for module in list(model.modules()):
         mark(module)
@@ -99,6 +99,6 @@ def restore(model: Any, rewrites: Iterable[Rewrite]) -> None:
 
 
 def attentions(body: Any) -> Iterator[tuple[str, Any]]:
-    """Name and attention module of every layer, without adapters."""
+    """Yield the name and the attention module of every layer, without adapters."""
     for index, layer in enumerate(body.layers):
         yield f"layers.{index}.self_attn", unwrapped(layer.self_attn)

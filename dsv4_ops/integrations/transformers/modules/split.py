@@ -1,8 +1,8 @@
 """Run modules of a quantised model that Hugging Face's plans split over ranks.
 
-Hugging Face replaces the forward of such a module by one around its own kernels. Our forwards read
-this rank's part of the weights. Collectives that a graph can contain add or gather the ranks'
-results, as a weight's placement says.
+Hugging Face's plan gives such a module a forward that calls Hugging Face's kernels. Our forwards
+read this rank's part of the weights instead. They add or gather the results of the ranks, as the
+placement of a weight requires, with collectives that a graph can contain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dsv4_ops.integrations.transformers.modules.rewrite import Rewrite
 from dsv4_ops.ops.context_parallel import cp_gather_heads, cp_gather_rows
 
 SPLIT = "dsv4_ops_split"
-"""Attribute of a split module with its ``Split``."""
+"""Attribute of a split module that holds its ``Split``."""
 _OWN = "dsv4_ops_own_weight"
 """Buffer with this rank's rows of an embedding or a head."""
 _BEFORE = "_dsv4_ops_split_forward"
@@ -44,10 +44,11 @@ class Split(NamedTuple):
 
     Attributes:
         group: Name of the process group.
-        ranks: Number of its processes.
+        ranks: Number of processes in the group.
         via: How ranks send: "symmetric_memory", or else torch's collectives.
         sums: Whether the module's output is the sum over the ranks' outputs.
-        first: First expert, or row of a table, on this rank; None if the rank has a part of each.
+        first: First expert, or first row of a table, on this rank. None if every rank has a part of
+            each expert or row.
     """
 
     group: str
@@ -70,7 +71,7 @@ def sums(module: Any) -> bool:
 
 
 def summed(module: Any, out: Tensor) -> Tensor:
-    """Return the sum of ``out`` over the ranks if the module's output is one, else ``out``."""
+    """Return ``out``, or the sum of ``out`` over the ranks if the module's output is this sum."""
     split = split_of(module)
     return out if split is None or not split.sums else _sum(out, split)
 
@@ -93,7 +94,7 @@ def own_weight(module: Any) -> Tensor:
 
 
 def gathered_columns(module: Any, out: Tensor) -> Tensor:
-    """Return the columns of all ranks of a split head's output, [.., columns]."""
+    """Gather the columns of a split head's output from all ranks, [.., columns]."""
     split = split_of(module)
     if split is None:
         return out
@@ -107,7 +108,7 @@ class SplitModules(Rewrite):
     Args:
         model: The model.
         parallel: The ranks that share the cache, or None.
-        splits_head: Whether we compute the logits.
+        splits_head: Whether our forward computes the logits.
     """
 
     def __init__(self, model: Any, parallel: ContextParallel | None, splits_head: bool) -> None:
@@ -124,7 +125,8 @@ class SplitModules(Rewrite):
         )
 
     def check(self, op: str, name: str, module: Any) -> None:
-        """Raise if a router numbers only its rank's experts, as with ``ep_router``."""
+        """Raise if a router numbers only its rank's experts, as Hugging Face's ``ep_router``
+        does."""
         gate = getattr(module, "gate", None)
         if (
             hasattr(module, "shared_experts")
@@ -141,7 +143,7 @@ class SplitModules(Rewrite):
             )
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Take split modules, and yield the forwards of embeddings and blocks of experts."""
+        """Mark the split modules, and yield forwards for embeddings and blocks of experts."""
         if module is self.model:  # first, because other rewrites ask who owns the forwards
             for each in filter(self._takes, module.modules()):
                 self._take(each)
@@ -171,7 +173,7 @@ class SplitModules(Rewrite):
         return module._parameters[weights[0] if weights else QUANTIZED_LINEAR[0]]
 
     def _take(self, module: Any) -> None:
-        """Set Hugging Face's forward aside, and say how the module is split."""
+        """Store Hugging Face's forward and the module's ``Split`` on the module."""
         setattr(module, _BEFORE, vars(module).pop("forward", None))
         setattr(module, SPLIT, self._split(module))
         if not quantized_weights(module):
@@ -187,8 +189,8 @@ class SplitModules(Rewrite):
         return Split(group, group_size(group), via, sums=True, first=first)
 
     def _ranks(self, mesh: Any) -> tuple[str, str]:
-        """Return the name of a mesh's group and how its ranks send: as ``parallel`` does, if it has
-        the same ranks."""
+        """Return the name of a mesh's group, and how its ranks send. If ``parallel`` has the same
+        ranks, return its group and how that group sends."""
         members = mesh.mesh.flatten().tolist()
         if self.parallel is not None and group_members(self.parallel.group) == members:
             return self.parallel.group, self.parallel.gathers_via
@@ -207,8 +209,8 @@ def _sum_once(block: Any) -> Iterator[tuple[str, Maker]]:
 
 
 def _adds(module: Any) -> bool:
-    """Whether the output is the sum over ranks with different rows of the weights. A linear layer's
-    output is not."""
+    """Whether ranks that have different rows of the weights must sum their outputs. Ranks of a
+    linear layer need not: each has other columns of the output."""
     return isinstance(module, nn.Embedding) or quantized_weights(module) == QUANTIZED_EXPERTS
 
 

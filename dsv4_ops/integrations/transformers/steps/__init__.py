@@ -1,1 +1,1 @@
-"""Steps of a patched model: as functions of tensors, from padded batches, compiled, exported."""
+"""Decode and prefill steps of a patched model: eager, from padded batches, compiled, exported."""

@@ -1,4 +1,4 @@
-"""``compile_step``: a step as one graph, or layer by layer with one graph per kind of layer."""
+"""``compile_step`` compiles a step as one graph, or as one graph per kind of layer."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ from dsv4_ops.integrations.transformers.steps.step import (
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 MOST_WHOLE = 8
-"""Maximum layers that "auto" compiles as one graph: compile time grows faster than their number."""
+"""Maximum layers that "auto" compiles as one graph. With more layers, compiling takes too long."""
 
 MOST_PLANS = 256
-"""Maximum sizes of steps whose parts are remembered; at the next size, all parts are forgotten."""
+"""Maximum plans. A plan lists the parts of a step of one size; one plan too many clears all."""
 
 MOST_VARIANTS = 4
-"""Maximum parts of a kind of layer, for different sizes."""
+"""Maximum compiled parts of one key, whose graphs assume different sizes."""
 
 MOST_CHANGES = 8
-"""Maximum changes of a model before Dynamo's guards alone select compiled parts."""
+"""After more changes of the model than this, only Dynamo's guards select compiled parts."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,27 +92,28 @@ def compile_step(
             depth) and three for the rest; a CUDA graph can still capture the whole step. "auto" is
             "regional" for more than 8 layers.
         cache_file: File that keeps compiled code for the next process. It is read if it exists, and
-            written after a step that compiled something new. None keeps parts in the folder
-            DSV4_OPS_CACHE, by default ``~/.cache/dsv4_ops``, unless it is "off", and their kernels
-            in torch's and Triton's folders. A part is reused, without a trace, if the sources of
-            this package, the versions, the settings, the device, and everything that a trace can
-            read of the model and its inputs are the same; so old code costs only time. Triton's
-            autotuning is reused if TORCHINDUCTOR_CACHE_DIR has the same path, and repeated
-            otherwise. Loading a part runs its code: load only what you wrote.
+            written after a step that compiled something new. None keeps parts in the folder that
+            the environment variable DSV4_OPS_CACHE names, by default ``~/.cache/dsv4_ops`` ("off"
+            keeps none), and their kernels in the cache folders of torch and Triton. A part is
+            reused, without a trace, if the sources of this package, the versions, the settings, the
+            device, and everything that a trace can read of the model and its inputs are the same.
+            An outdated part never runs. Triton's autotuning is reused if TORCHINDUCTOR_CACHE_DIR
+            has the same path, and repeated otherwise. Loading a part runs its code: load only files
+            that you wrote.
         on_part: Called with the name of every part before it is compiled or loaded. None shows a
             progress bar on a terminal, and one line elsewhere, unless transformers' progress bars
             are disabled.
         settings: Settings of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by
             default. Parts of other backends than Inductor are not kept. With ``dynamic=True`` one
             graph per part serves all numbers of tokens and requests, and all cache sizes. On CUDA,
-            our ops then stay calls in the graph, which choose tiles by the real sizes as in eager
-            mode: capture the step in CUDA graphs to hide their host time.
+            the graph then calls our ops, which choose tiles by the real sizes as in eager mode.
+            Capture the step in CUDA graphs to hide the host time of these calls.
 
     Returns:
-        A function of the batch, the cache, and the keyword arguments of ``step``, with the results
-        and writes of ``step``. Ranks that share the cache compare their shapes on the host first,
-        and all raise ValueError if these differ. That needs a process group that sends CPU tensors
-        ("cpu:gloo,cuda:nccl").
+        A function that takes the batch, the cache and the keyword arguments of ``step``. It returns
+        and writes what ``step`` does. Ranks that share the cache first compare their shapes on the
+        host, and all raise ValueError if the shapes differ. The comparison needs a process group
+        that sends CPU tensors ("cpu:gloo,cuda:nccl").
 
     Raises:
         ValueError, TypeError: the model is not patched, ``step``, ``mode`` or a setting is unknown,
@@ -166,7 +167,7 @@ def compile_step(
 
 
 def check_settings(op: str, settings: dict[str, Any]) -> None:
-    """Raise if ``torch.compile`` lacks one of these settings, or a value is of another type."""
+    """Raise if ``torch.compile`` does not have such a setting, or if a value has a wrong type."""
     checks = Checks(op)
     names = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     unknown = [name for name in settings if name not in names]
@@ -201,7 +202,8 @@ def check_backend(op: str, name: str, backend: Any) -> None:
 class CompiledStep:
     """A compiled step of a model, made by ``compile_step``.
 
-    ``of_parts`` is the step in parts, if parts depend on no keyword argument.
+    ``of_parts`` is a function that runs the step in parts, in place of ``decode`` or ``prefill``.
+    No part may depend on its keyword arguments.
 
     Attributes:
         parts: Compiled parts by name: one per kind of layer and three for the rest, or "step".
@@ -260,11 +262,11 @@ class CompiledStep:
         return f"CompiledStep({self.step.__name__}, {mode!r}, {sizes}, parts: {parts}{place})"
 
     def form(self, batch: StepBatch, cache: CacheTensors, **rest: Any) -> Any:
-        """Return what a CUDA graph captures of the model in this step; a graph may be replayed
-        while the result stays equal. The call updates what steps update outside of graphs.
+        """Return the parts and the weight addresses that a CUDA graph of this step depends on, or
+        None.
 
-        Returns:
-            None: unknown, as the step has not run yet, or none of its parts is kept.
+        The graph may be replayed while the result stays equal. The call also makes the updates that
+        a step makes outside of graphs. None means that the step has not run yet or keeps no parts.
         """
         if not self.regional:
             return None
@@ -282,7 +284,7 @@ class CompiledStep:
 
     @contextmanager
     def _all_sizes(self) -> Iterator[None]:
-        """Let a trace of a dynamic step hold for all sizes."""
+        """If the step is dynamic, let a trace hold for all sizes."""
         if not self.settings["dynamic"]:
             yield
             return
@@ -308,7 +310,7 @@ class CompiledStep:
         key, run = self._planned(batch, tensors, of_parts, passes)
         if self.regional:
             rest = {**rest, "run": run, "shared": self._shares()}
-            # kept parts are of calls that were checked; a recorder asks before it compiles another
+            # with a key, a loaded part is of a checked call, and a recorder calls ``passes`` itself
             done = key is None and passes()
             with checks_are_done() if done else nullcontext():
                 found = (self._of_parts or PARTS[self.step])(self.model, batch, tensors, **rest)
@@ -328,7 +330,7 @@ class CompiledStep:
         return found
 
     def _passes(self, cache: CacheTensors, sizes: tuple[int, int], rest: dict[str, Any]) -> bool:
-        """Whether all checks of the step pass with fake tensors."""
+        """Whether all checks of the step pass in a run with fake tensors."""
         if not (self.regional or self.settings["dynamic"]):
             return False
         known, options, passed = self._passed
@@ -362,7 +364,8 @@ class CompiledStep:
                 self._hooks.add(module._forward_pre_hooks)
 
     def _refresh(self, op: str, device: torch.device) -> None:
-        """Check the modules and refresh what ``patch`` added from the weights; a graph cannot."""
+        """Check the modules, and refresh the buffers that ``patch`` added from the weights; a graph
+        can do neither."""
         body = self.model.model
         if self._shares():
             self._spec.refresh(op, body, copies_only=True)
@@ -372,7 +375,8 @@ class CompiledStep:
             self._shared = _shared_weights(body)
 
     def _shares(self) -> bool:
-        """Whether what ``patch`` added shares the weights' memory, as it did in the last step."""
+        """Whether the buffers that ``patch`` added share the weights' memory, as in the last
+        step."""
         if self._shared is None:
             return False
         kept = all(
@@ -389,12 +393,15 @@ class CompiledStep:
         rest: dict[str, Any],
         passes: Callable[[], bool],
     ) -> tuple[Any, Runner]:
-        """Return the runner of an earlier call with equal inputs, or a new one."""
+        """Return the key of the step's plan, and a runner that follows or records this plan.
+
+        If the step cannot have a plan, the key is None, and Dynamo's guards select the parts.
+        """
         if self._file is None or not self._file.takes_parts or self._changes > MOST_CHANGES:
             return None, self._run
         if has_global_hooks() or has_function_modes():
             return None, self._run
-        # without guards, no code would repeat the checks
+        # parts of a plan have no guards, so no code would repeat the checks
         if self.settings["dynamic"] and not self._dry_runs.may_pass(self.model):
             return None, self._run
         try:
@@ -414,7 +421,7 @@ class CompiledStep:
             return key, _Recorder(self._part_of, _Plan(key[0], Watch()), passes)
         if not self._described.unchanged():
             self._digests, self._described = {}, Watch()
-            if not self.regional:  # ``_follow`` does it for parts
+            if not self.regional:  # ``_follow`` does this in a regional step
                 self._dry_runs.forget_model()
                 self._passed = lambda: None, {}, False
         gaps = [None if each.is_contiguous() else each.stride() for each in vars(batch).values()]
@@ -438,9 +445,10 @@ class CompiledStep:
         return part.run
 
     def _variant(self, run: _Recorder, name: str, key: str, call: tuple[Any, ...]) -> Part | None:
-        """Return the part under this key whose assumptions hold for the sizes of a call, or None.
+        """Return the part of this key whose assumptions hold for the sizes of a call, or None.
 
-        Most keys have one part; a graph may assume, for example, at least two tokens.
+        Most keys have one part. A key has more if a graph assumes sizes, such as at least two
+        tokens.
         """
         assert self._file is not None
         for number in range(MOST_VARIANTS):
@@ -452,7 +460,7 @@ class CompiledStep:
                 if content is not None:
                     part = loaded(content, globals(), self._file.place(place))
             if part is None and name not in run.plan.compiled:
-                # leave other variants of a name to Dynamo, which guards only what a trace reads
+                # Dynamo compiles other variants of a name: it guards only what a trace reads
                 run.plan.compiled.add(name)
                 done = run.passes()
                 if self.settings["dynamic"] and not done:
@@ -471,12 +479,12 @@ class CompiledStep:
         return None
 
     def _digest(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> str:
-        """Describe a call, but not its sizes if they are symbolic. The structure of the cache,
-        which checks compared, determines the fields of a ``StepRun``."""
+        """Describe a call, but not its sizes if these are symbolic. ``plan.shared`` describes the
+        structure of the cache, which determines the fields of a ``StepRun``."""
         function, args, rest = call
         if plan.shared is None:
             return described([plan.state, function, *args, *rest, *rest.values()], plan.watch)
-        # a part of tensors alone, such as the head, serves other steps and caches too
+        # a part that takes only tensors, such as the head, serves other steps and caches too
         takes_tensors = all(isinstance(each, Tensor) for each in (*args, *rest.values()))
         shared = plan.state if takes_tensors else plan.shared
         place = (name, id(function), repr(shared))
@@ -514,7 +522,7 @@ class CompiledStep:
         return self._dry_runs.num_parts if self.regional else 1
 
     def _load(self) -> None:
-        """Load the entries of torch's caches. Not needed if all parts of a step are in the file."""
+        """Load the entries of torch's caches, which only a step that compiles a part needs."""
         self._bar.compiles(self._num_parts())
         self._compiled = True
         if self._loaded is None:
@@ -532,7 +540,7 @@ class CompiledStep:
 
 
 def _form(leaf: Any) -> Any:
-    """Return the properties of an argument that a part with symbolic sizes is compiled for."""
+    """Return the properties of an argument on which a part with symbolic sizes depends."""
     if isinstance(leaf, Tensor):
         gaps = None if leaf.is_contiguous() else leaf.stride()
         return leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad, gaps
@@ -541,7 +549,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _check_options(op: str, options: dict[str, Any]) -> None:
-    """Raise if a step lacks one of these keyword arguments, or a value is not a bool."""
+    """Raise if the step does not have such a keyword argument, or if a value is not a bool."""
     names = ("state_rings",) if op == decode_step.__name__ else ()
     for name, value in options.items():
         if name not in names:
@@ -557,8 +565,8 @@ def _check_options(op: str, options: dict[str, Any]) -> None:
 
 
 def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
-    """Parameters that share memory with buffers: dictionary, name and address of each. The buffers
-    keep the memory alive, so no other weight can get its address."""
+    """Return the dictionary, name and address of each parameter that shares memory with a buffer.
+    The buffer keeps the memory alive, so no other weight can get this address."""
     storages = {each.untyped_storage().data_ptr() for each in body.buffers() if each.nbytes}
     weights = [
         (module._parameters, name, local(weight))
@@ -586,7 +594,7 @@ def _parts(cache_file: Path | None, settings: dict[str, Any]) -> PartsFile | Par
 
 
 class _Plan:
-    """The parts of a call in order, and a watch of the objects that they depend on."""
+    """The parts of a call in order, and a watch of the objects that the parts depend on."""
 
     def __init__(self, state: Any, watch: Watch, shared: Any = None) -> None:
         self.state, self.watch, self.shared = state, watch, shared
@@ -627,7 +635,7 @@ class _Recorder:
 
 
 def _part_named(name: str) -> FunctionType:
-    # a code object per part: Dynamo tries every entry of a code object
+    # each part has its own code object, as Dynamo tries all cache entries of a code object
     return FunctionType(_part.__code__.replace(co_name=name), globals())
 
 

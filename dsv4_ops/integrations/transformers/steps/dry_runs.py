@@ -1,7 +1,8 @@
 """Run a step with fake tensors before it runs.
 
-The checks of kinds, dtypes and devices have then passed, so Dynamo leaves them out; and workers
-compile the kernels side by side. Nothing is computed, and each kind of layer runs once.
+A dry run makes the checks of kinds, dtypes and devices, so Dynamo need not trace them. It also lets
+workers compile the kernels in parallel. A dry run computes nothing, and each kind of layer runs
+once.
 """
 
 from __future__ import annotations
@@ -33,25 +34,26 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 _log = logging.getLogger(__name__)
 
 PARTS = {decode_step: decode, prefill_step: prefill}
-"""Steps as parts for a ``Runner``."""
+"""For each step, the function that runs the step in parts."""
 
 BATCHES = (1, 2, 8, 16, 32)
-"""Numbers of requests in decode steps whose kernels are compiled after a first step. Steps with
-other numbers need few other kernels."""
+"""Numbers of requests. After a first decode step, workers compile the kernels of decode steps with
+these numbers. Steps with other numbers need few more kernels."""
 
 
 class DryRuns:
     """The dry runs of a step.
 
     A model with a user's forwards or hooks has no dry runs. A model that calls other ranks has dry
-    runs for kernels only, which update no module: fake parts of its weights would become buffers.
+    runs only to compile kernels. These runs update no buffers, because fake parts of split weights
+    would get into them.
 
     Args:
         step: The step.
-        parts: The step as parts for a ``Runner``.
+        parts: Function that runs the step in parts; ``PARTS[step]`` by default.
 
     Attributes:
-        num_parts: Parts of a step, one per kind of layer; None before the end of a dry run.
+        num_parts: Number of different parts of the step; None before the end of a dry run.
     """
 
     def __init__(self, step: Callable[..., Any], parts: Callable[..., Any] | None = None) -> None:
@@ -64,18 +66,18 @@ class DryRuns:
         self.num_parts: int | None = None
 
     def forget_model(self) -> None:
-        """Run again for the changed model."""
+        """Forget the results for the model, because it changed."""
         self._passed.clear()
         self._fails = None
 
     def may_pass(self, model: Any) -> bool:
-        """Whether ``passes`` may be true for a cache."""
+        """Whether ``passes`` may be true for any cache."""
         if self._fails is None:
             self._fails = _calls_others(model)
         return not self._fails
 
     def note(self, cache: CacheTensors, rest: dict[str, Any]) -> None:
-        """Note that an earlier process ran the checks of this model and such a cache."""
+        """Note that the checks of this model pass for caches of this structure."""
         self._passed.add((structure_of(cache), *rest.items()))
 
     def passes(
@@ -83,10 +85,10 @@ class DryRuns:
     ) -> bool:
         """Whether the checks of a step pass for this model and a cache of this structure.
 
-        Steps of other sizes pass them too if their ``StepBatch`` is valid.
+        Checks that pass for one size pass for every valid ``StepBatch``.
 
         Raises:
-            ValueError, TypeError: a check failed, after it had passed for another cache.
+            ValueError, TypeError: a check failed, although the checks passed for another cache.
         """
         structure = (structure_of(cache), *rest.items())
         if structure not in self._passed and num_reqs and self.may_pass(model):
@@ -129,7 +131,7 @@ class DryRuns:
 
         try:
             self._run(model, cache, num_tokens, num_reqs, rest, requests(noted))
-        except Exception as error:  # such as experts that read values: launches compile the rest
+        except Exception as error:  # as of experts that read values; launches compile the rest
             _log.info("not all kernels of a step were requested: %s", error)
         else:
             self._marks.append(mark)
@@ -137,8 +139,8 @@ class DryRuns:
                 self.note(cache, rest)
 
     def ran(self) -> None:
-        """Note for other processes that a step ran, so Triton's folder has its kernels. Launches
-        compile any that are missing."""
+        """Tell other processes that a step ran, so Triton's folder has its kernels. A launch
+        compiles its kernel if the folder lacks it."""
         for mark in self._marks:
             with suppress(OSError):
                 mark.touch()
@@ -156,13 +158,13 @@ class DryRuns:
         return Path(cache_folder()) / f"dsv4_ops-{digest}"
 
     def request_batches(self, model: Any, cache: CacheTensors, rest: dict[str, Any]) -> None:
-        """Request the kernels of other decode steps, which workers compile while this step goes on.
-        If Triton's folder had all kernels of this step, an earlier process requested the others."""
+        """Let workers compile the kernels of decode steps of other sizes (``BATCHES``), while the
+        process goes on. If the first step needed no new kernel, an earlier process did this."""
         if self.step is decode_step and self._has_jobs and not self._has_asked_batches:
             self._has_asked_batches = True
             for requests in BATCHES:
                 self.request_kernels(model, cache, requests, requests, rest)
-            self._marks.clear()  # no step of these sizes waits for its kernels
+            self._marks.clear()  # no step of these sizes ran, so kernels may be missing
 
     def _run(
         self,
@@ -246,8 +248,8 @@ def padding(num_tokens: int, num_reqs: int, device: torch.device) -> StepBatch:
 
 
 class OncePerName:
-    """A ``Runner`` that runs one part of each name and shape, and returns its result for the
-    others."""
+    """A ``Runner`` that runs only the first of the parts with the same name and shapes, and returns
+    its result for all of them."""
 
     def __init__(self) -> None:
         self.results: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""An eager step that CUDA graphs can capture, because prefills take too long to compile."""
+"""An eager step that CUDA graphs can capture; prefills use it, as they take too long to compile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 
 class EagerStep:
-    """A step of a patched model.
+    """A step of a patched model that is not compiled.
 
     Args:
         model: The model.
@@ -39,8 +39,11 @@ class EagerStep:
         return self.step(self.model, batch, cache, **rest)
 
     def can_be_captured(self) -> bool:
-        """Whether the step calls no hook or forward of a user, which a replay would not call, and
-        its modules can be compared with those of a later call."""
+        """Whether a CUDA graph may capture the step.
+
+        The step may not call hooks or forwards of a user, because a replay would not call them. A
+        later call must be able to tell whether the modules are the same.
+        """
         if has_global_hooks() or has_function_modes():
             return False
         if self._watch is None or not self._watch.unchanged():
@@ -48,13 +51,16 @@ class EagerStep:
         return self._watch is not None
 
     def form(self, batch: StepBatch, cache: CacheTensors, **_: Any) -> Any:
-        """Return what ``CompiledStep.form`` would; call ``can_be_captured`` first."""
+        """Return what a CUDA graph of this step depends on, as ``CompiledStep.form`` does, or None.
+
+        Call ``can_be_captured`` first.
+        """
         op, model = self.step.__name__, self.model
         spec, found = spec_of(op, model), (self._watch, self._addresses())
         if found == self._checked:
             spec.refresh(op, model.model, copies_only=True)
         else:
-            checked(op, model, batch, cache)  # may replace buffers
+            checked(op, model, batch, cache)  # this may replace buffers
             if not self.can_be_captured():
                 return None
             found = self._checked = self._watch, self._addresses()
@@ -64,7 +70,7 @@ class EagerStep:
         return [each.data_ptr() for each in self._tensors]
 
     def _watched(self) -> Watch | None:
-        """Watch all that the step reads of the model."""
+        """Watch everything that the step reads of the model; None if no graph may capture it."""
         watch = Watch()
         watch.add(self.model._modules)
         try:

@@ -34,12 +34,12 @@ _COUNTERS = ("dropped", "seq_lens", "written")
 
 
 class DecodeModule(nn.Module):
-    """``decode_step`` as a module of flat tensor arguments, for ``torch.export``.
+    """A module that runs ``decode_step`` on a flat list of tensors, for ``torch.export``.
 
     Args:
         model: A patched model.
-        cache: A cache of the package's sizes. Its RoPE tables become part of the module.
-        state_rings: As for ``decode_step``.
+        cache: A cache with the sizes of the package. Its RoPE tables become part of the module.
+        state_rings: See ``decode_step``.
     """
 
     def __init__(self, model: Any, cache: PagedCache, *, state_rings: bool = True) -> None:
@@ -67,27 +67,27 @@ class DecodeModule(nn.Module):
         return self.step(batch, cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
-        """The step that the module runs."""
+        """Run the step of this module."""
         return decode_step(self.model, batch, cache, state_rings=self.state_rings)
 
 
 class PrefillModule(DecodeModule):
-    """``prefill_step`` as a module of flat tensor arguments."""
+    """A module that runs ``prefill_step`` on a flat list of tensors."""
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
-        """The step that the module runs."""
+        """Run the step of this module."""
         return prefill_step(self.model, batch, cache)
 
 
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
-    """Inputs of a package of ``export_decode`` or ``export_prefill``.
+    """Return the inputs of a package that ``export_decode`` or ``export_prefill`` made.
 
-    They are the batch, the block tables, the count of dropped tokens, the lengths and furthest ends
-    of the rows, and the caches of every layer, in the order of ``input_names``.
+    The inputs are the batch, the block tables, the tensors ``dropped``, ``seq_lens`` and
+    ``written`` of the cache, and the caches of every layer, in the order of ``input_names``.
 
     Args:
         batch: The step.
-        cache: A cache of the package's sizes, which the package writes to.
+        cache: A cache with the sizes of the package. The package writes to this cache.
 
     Raises:
         TypeError: ``batch`` is not a ``StepBatch``, or ``cache`` is not a ``PagedCache``.
@@ -103,7 +103,7 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
 
 
 def input_names(cache: PagedCache) -> tuple[str, ...]:
-    """Names of a package's inputs, such as "tokens", "tables.swa" or "layers.1.indexer"."""
+    """Return the names of a package's inputs: "tokens", "tables.swa", "layers.1.indexer", ..."""
     check_paged("input_names", cache)
     layers = enumerate(cache.tensors.layers)
     caches = [f"layers.{index}.{name}" for index, layer in layers for name in _cache_names(layer)]
@@ -136,19 +136,21 @@ def export_decode(
 
     Args:
         model: A patched model. Its weights become part of the package.
-        cache: A cache of the package's sizes: rows, blocks, longest request.
+        cache: A cache with the sizes of the package: rows, blocks, longest request.
         path: Path of the package, ending in ".pt2".
-        num_reqs: Requests per step, with padding requests; ``max_batch_size`` by default.
+        num_reqs: Requests per step, including padding requests; ``max_batch_size`` by default.
         tokens_per_request: Maximum tokens of a request in a step: 1 + speculative tokens. Every
             step has num_reqs * tokens_per_request tokens, with padding at the end. A package for 1
-            does not check the number: a request with more tokens may read overwritten states.
+            token does not check this maximum: a request with more tokens may read overwritten
+            states.
 
     Returns:
         The path. The package takes the tensors of ``decode_inputs``, writes the caches and returns
-        the logits. It counts tokens that it cannot store in "dropped"; read it at the end or from
-        time to time. Its metadata has the inputs with dtypes and sizes, the ring length of each
-        block table without a shared pool (entry [row, block] is row * ring + block % ring), and
-        ``CacheTensors.made_for``, which the package does not check.
+        the logits. It adds the number of tokens that it cannot store to the input "dropped"; read
+        this input at the end or from time to time. The metadata of the package has the dtype and
+        the size of each input, the ring length of each block table without a shared pool (entry
+        [row, block] is row * ring + block % ring), and ``CacheTensors.made_for``, which the package
+        does not check.
 
     Raises:
         ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a
@@ -177,33 +179,33 @@ def export_prefill(
 ) -> Path:
     """Compile ``prefill_step`` into an AOTInductor package for any number of tokens.
 
-    A step may mix whole prompts, chunks and decodes. With a package of ``export_decode`` for a
-    cache of the same sizes, it serves requests without Python: both share the caches and tables.
-    Each package has its own copy of the weights.
+    A step may mix whole prompts, chunks and decodes. Together with a package of ``export_decode``
+    for a cache of the same sizes, this package serves requests without Python. Both packages use
+    the same caches and block tables, but each has its own copy of the weights.
 
     Args:
         model: A patched model. Its weights become part of the package.
-        cache: A cache of the package's sizes: rows, blocks, longest request and chunk.
+        cache: A cache with the sizes of the package: rows, blocks, longest request and chunk.
         path: Path of the package, ending in ".pt2".
-        num_reqs: Requests per step, with padding requests; ``max_batch_size`` by default.
+        num_reqs: Requests per step, including padding requests; ``max_batch_size`` by default.
         max_tokens: Maximum tokens of a step, at least 2; num_reqs * ``max_chunk`` by default. The
-            package does not check it.
+            package does not check this maximum.
 
     Returns:
         The path. The package takes the tensors of ``decode_inputs``, with 1 to max_tokens tokens
         and at most ``max_chunk`` tokens per request. It writes the caches and returns the logits of
-        every request's last token, [num_reqs, vocab_size]. Its metadata is that of
-        ``export_decode`` with "num_tokens" as the size of the tokens, plus max_tokens and
-        max_chunk.
+        every request's last token, [num_reqs, vocab_size]. Its metadata is like that of
+        ``export_decode``, but has "num_tokens" as the size of the input "tokens", and also
+        max_tokens and max_chunk.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as ``export_decode``.
+        ValueError, TypeError, NotImplementedError: see ``export_decode``.
     """
     op = "export_prefill"
     count, target = _checked(op, model, cache, path, num_reqs)
     most = max(count * cache.max_chunk, 2) if max_tokens is None else max_tokens
     Checks(op).at_least(2, max_tokens=most)
-    example = min(most, 2 * count + 1)  # neither 0 nor 1, nor equal to another size
+    example = min(most, 2 * count + 1)  # torch.export specialises 0, 1 and equal sizes
     inputs = decode_inputs(padding_batch(cache, count, example), cache)
     _report(op, "tracing the step")
     program = torch.export.export(
@@ -218,7 +220,8 @@ def export_prefill(
 
 
 def prefill_shapes(inputs: Sequence[Tensor], max_tokens: int) -> tuple[Any, ...]:
-    """``dynamic_shapes`` of ``PrefillModule``, whose first input is the tokens."""
+    """Return the ``dynamic_shapes`` of ``PrefillModule``: only the first input, the tokens, has a
+    dynamic size."""
     num_tokens = torch.export.Dim("num_tokens", min=1, max=max_tokens)
     return (({0: num_tokens}, *(None for _ in inputs[1:])),)
 
@@ -258,7 +261,7 @@ def _checked(
 
 
 def padding_batch(cache: PagedCache, count: int, num_tokens: int) -> StepBatch:
-    """Make a step of padding requests."""
+    """Return a batch that has only padding requests."""
     steps = torch.arange(count + 1, device=cache.device) * num_tokens // count
     return StepBatch(
         torch.zeros(num_tokens, dtype=torch.int64, device=cache.device),
@@ -282,7 +285,7 @@ def _package(
 
 
 def _report(op: str, phase: str) -> None:
-    """Log a phase; where INFO is not logged, print it if the user watches a terminal."""
+    """Log a phase at level INFO; if this level is off and stderr is a terminal, print the phase."""
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s: %s", op, phase)
     elif sys.stderr.isatty():
@@ -310,7 +313,10 @@ def _metadata(
     inputs: Sequence[Tensor],
     sizes: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Metadata to allocate a package's inputs; ``sizes`` has the names of the dynamic ones."""
+    """Return the metadata that a caller needs to allocate the inputs of a package.
+
+    ``sizes`` maps an input of dynamic size to the name of this size.
+    """
     tables, rings = vars(cache.tensors.tables), dict(cache.rings)
     if cache.owns_blocks:
         pool = next(name for name, table in tables.items() if table is cache.tensors.tables.pool)

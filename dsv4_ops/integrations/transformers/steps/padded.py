@@ -33,9 +33,9 @@ OP = "model"
 
 @dataclass(frozen=True)
 class PaddedStep:
-    """A step, and the columns of its padded inputs.
+    """A step, and the columns to which it moved its padded inputs.
 
-    Ops take adjacent tokens as consecutive, so a step moves padding to the end of its row.
+    Ops require that adjacent tokens are consecutive, so a step moves padding to the end of the row.
     ``columns`` int64 [batch, length] has the new column of each input; None if no input moved.
     """
 
@@ -43,7 +43,8 @@ class PaddedStep:
     columns: Tensor | None
 
     def take(self, values: Tensor | None) -> Tensor | None:
-        """Gather inputs [batch, length, ...] in the order of the step's tokens."""
+        """Return inputs [batch, length, ...] in the order of the step's tokens, [num_tokens,
+        ...]."""
         if values is None:
             return None
         return _to_columns(values, self.columns).flatten(0, 1)
@@ -72,17 +73,18 @@ def padded_step(
         spec: Spec of the model.
         shape: Batch and length of the inputs; row r of the batch is row r of the cache.
         ids: The inputs, if they are ids.
-        attention_mask: 0 for padding, at any column, [batch, length or more]; the last columns are
-            those of the inputs. None if there is no padding.
+        attention_mask: 0 for padding, in any column, [batch, length or more]. The last ``length``
+            columns belong to the inputs. None if there is no padding.
         position_ids: Positions, [batch or 1, length]; negative for padding. Positions of a row are
-            consecutive; they start at the row's length in the cache, or earlier if the states there
-            still exist. None: every row continues at its length.
-        cache: The cache, whose lengths are updated.
+            consecutive. The first is the row's length in the cache, or less if the cache still has
+            the states of that position. With None, every row continues at its length.
+        cache: The cache, whose lengths this call updates.
         vocab_size: Size of the vocabulary.
 
     Raises:
-        ValueError: as ``check_inputs``; in an eager call also if the cache cannot store a token,
-            which synchronises. A graph counts such tokens in ``cache.dropped`` instead.
+        ValueError: an argument does not fit the cache; in an eager call also if the cache cannot
+            store a token, which the host waits to learn. A graph counts such tokens in
+            ``cache.dropped`` instead.
     """
     _check(spec, shape, attention_mask, position_ids, cache)
     batch, length = shape
@@ -144,7 +146,7 @@ def can_go_on(spec: ModelSpec, first: Tensor, cache: PagedCache) -> Tensor:
 
 
 def _requests(shape: tuple[int, int], positions: Tensor, rows: Tensor) -> Requests:
-    """Make the requests of a padded batch; the padding at the end of a row is its own request."""
+    """Return the requests of a padded batch: per row, one of its tokens and one of its padding."""
     batch, length = shape
     count = positions.ge(0).sum(1, dtype=torch.int32)
     begin = torch.arange(batch + 1, dtype=torch.int32, device=positions.device) * length
@@ -161,7 +163,8 @@ def _requests(shape: tuple[int, int], positions: Tensor, rows: Tensor) -> Reques
 
 
 def _padding_last(valid: Tensor) -> Tensor:
-    """Return the new column of every input: valid tokens first, padding last, each in order."""
+    """Return the new column of every input: valid tokens first, padding last, both in their old
+    order."""
     padding = valid.sum(1, keepdim=True) + (~valid).cumsum(1) - 1
     return torch.where(valid, valid.cumsum(1) - 1, padding)
 
@@ -296,7 +299,7 @@ def _check(
             do="Make the cache with PagedCache.for_model",
         )
     check_cache(OP, spec, cache.tensors)
-    # checked on the host: in a graph it would cause a recompilation per request
+    # checked on the host only: in a graph, this check would recompile for every request
     if not torch.compiler.is_compiling() and not cache.requests and cache.lacking_blocks(None, 1):
         raise argument_error(
             OP,

@@ -1,4 +1,4 @@
-"""How far a compile is: a bar of its parts on a terminal, or else one line."""
+"""Show the progress of a compile: a bar of its parts on a terminal, or else one line."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class PartsBar:
-    """A bar on a terminal, from the first part that is compiled to the end of the block.
+    """A progress bar on a terminal, from the first part to the end of the ``with`` block.
 
     There is no bar if the step takes less than a second. Without a terminal, a step that compiles
     writes one line to stderr. transformers' switch for progress bars (``disable_progress_bar``)
-    turns bar and line off.
+    turns off the bar and the line.
 
     Args:
         title: Name of the step.
-        place: Where parts are kept, or None.
+        place: File or folder that keeps the parts, or None.
     """
 
     def __init__(self, title: str, place: Any) -> None:
@@ -24,7 +24,7 @@ class PartsBar:
         self._has_line = False
 
     def begin(self, name: str, num_parts: int | None) -> None:
-        """Show that a part is compiled or loaded now, and the number of parts if known."""
+        """Show the name of the part that is now compiled or loaded, and the number of parts."""
         if self._bar is None:
             from transformers.utils.logging import tqdm
 
@@ -37,7 +37,7 @@ class PartsBar:
         self._bar.set_postfix_str(name)
 
     def compiles(self, num_parts: int | None) -> None:
-        """Write the line before the first part that is compiled, unless a bar shows it."""
+        """Write one line before the first part is compiled, unless there is a bar."""
         from transformers.utils import logging
 
         enabled = logging.is_progress_bar_enabled()

@@ -55,19 +55,19 @@ def decode_step(
         cache: A ``PagedCache``, or its ``tensors``, with blocks reserved for all tokens of
             ``batch``.
         state_rings: Whether a request may have more tokens in this step than the cache's
-            ``next_n``. If none has, False saves launches (with FP8 caches, a C4 layer inserts in
-            one launch).
+            ``next_n``. If no request has, False saves launches (with FP8 caches, a C4 layer inserts
+            in one launch).
 
     Returns:
         [num_tokens, vocab_size]. Rows of padding tokens are finite but undefined.
 
-    Mutates: the caches, at the positions of the step, and ``cache.seq_lens``, which become those of
-        ``batch``. A token that cannot be stored counts as padding, and is added to
-        ``cache.dropped``. Such tokens are beyond ``max_cache_len`` or ``max_chunk``; or have no
-        reserved block; or are in a row that does not exist, or that an earlier request of the batch
-        uses; or are counted by ``query_start_loc`` but missing in ``tokens``; or belong to a
-        request that starts beyond the length of its row. An id outside of the vocabulary is added
-        too, and read as id 0.
+    Mutates: the caches, at the positions of the step, and ``cache.seq_lens``, which gets the
+        lengths of ``batch``. A step treats a token that it cannot store as padding, and counts it
+        in ``cache.dropped``. Such a token is beyond ``max_cache_len`` or ``max_chunk``; or has no
+        reserved block; or is in a row that does not exist, or that an earlier request of the batch
+        uses; or is missing in ``tokens`` though ``query_start_loc`` counts it; or belongs to a
+        request that starts beyond the length of its row. A step also counts an id outside of the
+        vocabulary, and reads it as id 0.
 
     Raises:
         ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``,
@@ -76,11 +76,11 @@ def decode_step(
         NotImplementedError, RuntimeError: a module that our ops replace was changed, or the device
             cannot run ``impl``. Nothing is written.
 
-    Compile: ``torch.compile(decode_step, fullgraph=True)`` gives one graph and one CUDA graph;
-        ``torch.export`` works too (``export_decode``). ``patch`` adds buffers that share the
-        weights' memory. If weights are replaced later (``weight.data = other``,
-        ``load_state_dict(assign=True)``), a graph does not update these buffers; ``compile_step``
-        does.
+    Compile: ``torch.compile(decode_step, fullgraph=True)`` makes one graph, which fits into one
+        CUDA graph; ``torch.export`` works too (``export_decode``). ``patch`` adds buffers that
+        share the weights' memory. If weights are replaced later (``weight.data = other``,
+        ``load_state_dict(assign=True)``), a graph does not update these buffers; a step of
+        ``compile_step`` does.
     """
     return decode(model, batch, cache, state_rings=state_rings)
 
@@ -94,8 +94,8 @@ def decode(
     run: Runner = run_part,
     shared: bool = False,
 ) -> Tensor:
-    """``decode_step``, as parts for ``run``; ``shared`` says that what ``patch`` added to the
-    modules still shares the weights' memory."""
+    """Run ``decode_step`` in parts, each by ``run``. ``shared`` says that the buffers that
+    ``patch`` added still share the weights' memory."""
     hidden = _run("decode_step", model, batch, cache, "decode", state_rings, run, shared)
     return run("head", model.lm_head, hidden)
 
@@ -108,18 +108,18 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
         model: A patched model.
         batch: The step, with at most ``max_chunk`` tokens per request. Tokens at the start of a
             longer request are dropped.
-        cache: As for ``decode_step``.
+        cache: See ``decode_step``.
 
     Returns:
         [num_reqs, vocab_size]. Rows of requests without tokens are undefined. The last norm and the
         head compute only the last token of every request.
 
-    Mutates: as ``decode_step``.
+    Mutates: see ``decode_step``.
 
     Raises:
-        ValueError, TypeError: as ``decode_step``.
+        ValueError, TypeError: see ``decode_step``.
 
-    Compile: as ``decode_step``; ``export_prefill`` makes a package for any number of tokens.
+    Compile: see ``decode_step``. ``export_prefill`` makes a package for any number of tokens.
     """
     return prefill(model, batch, cache)
 
@@ -132,7 +132,7 @@ def prefill(
     run: Runner = run_part,
     shared: bool = False,
 ) -> Tensor:
-    """``prefill_step``, as parts for ``run``; ``shared`` as for ``decode``."""
+    """Run ``prefill_step`` in parts, each by ``run``. For ``shared``, see ``decode``."""
     hidden = _run("prefill_step", model, batch, cache, "prefill", True, run, shared, last=True)
     return run("head", model.lm_head, hidden)
 
@@ -148,7 +148,7 @@ def _run(
     shared: bool,
     last: bool = False,
 ) -> Tensor:
-    """Hidden states of all tokens, or of every request's last token if ``last``."""
+    """Return the hidden states of all tokens, or of every request's last token if ``last``."""
     Checks(op).flag("state_rings", state_rings)
     spec, cache = checked(op, model, batch, paged, shared)
     num_tokens = batch.tokens.shape[0]
@@ -170,8 +170,8 @@ def checked(
     paged: CacheTensors | PagedCache,
     shared: bool = False,
 ) -> tuple[ModelSpec, CacheTensors]:
-    """Raise if a step cannot run, before it writes; return its spec and its caches. ``shared`` as
-    for ``decode``."""
+    """Raise if a step cannot run, before it writes anything; return the model's spec and the
+    cache's tensors. For ``shared``, see ``decode``."""
     spec = spec_of(op, model)
     cache = tensors_of(op, paged)
     check_tensors(op, batch, cache)
@@ -190,7 +190,7 @@ def checked(
 
 
 def check_model(op: str, model: Any, device: torch.device) -> None:
-    """Raise if a module that a step replaces or does not call was changed after ``patch``."""
+    """Raise if a module was changed after ``patch``, and a step does not call it or replaces it."""
     spec = spec_of(op, model)
     check_body(op, model)
     check_modules(op, spec, spec.kinds, model.model, device)
@@ -199,7 +199,7 @@ def check_model(op: str, model: Any, device: torch.device) -> None:
 def build_step(
     spec: ModelSpec, batch: StepBatch, cache: CacheTensors, schedule: str, vocab_size: int
 ) -> Any:
-    """Build the data that the layers of a step share; count tokens that it cannot store."""
+    """Build the data that all layers of a step share, and count tokens that cannot be stored."""
     step_tokens, counts = tokens_of(batch, cache, cache.seq_lens)
     requests = step_tokens.requests()
     of_row = torch.arange(cache.num_rows, dtype=torch.int32, device=counts.device)[:, None]
@@ -256,7 +256,7 @@ def check_is_batch(op: str, batch: StepBatch) -> None:
             "batch",
             must="be a StepBatch",
             got=type(batch).__name__,
-            do="Make one of tokens and of where requests begin",
+            do="Make one from the tokens and the starts of the requests",
             kind=TypeError,
         )
 
@@ -305,14 +305,16 @@ def tokens_of(
     Args:
         batch: The step.
         cache: The caches.
-        row_lengths: Length of every row. Requests beyond it are padding. None: no such check.
+        row_lengths: Length of every row. A request that starts beyond the length of its row becomes
+            padding. None leaves out this check.
 
     Returns:
-        The tokens of the step, and the number of tokens of every request in ``query_start_loc``.
+        The tokens of the step, and the number of tokens that ``query_start_loc`` gives each
+        request.
     """
     num_rows = cache.num_rows
     starts, request_rows = batch.query_start_loc, batch.rows
-    # a decreasing start counts as dropped tokens
+    # if starts decrease, their difference counts as dropped tokens
     counts = (starts[1:] - starts[:-1]).abs()
     live = (counts > 0) & (batch.seq_lens > 0) & (request_rows >= 0)
     index = torch.arange(request_rows.shape[0], dtype=torch.int32, device=starts.device)
@@ -343,8 +345,8 @@ def run_layers(
 ) -> Tensor:
     """Run all layers of a patched model on tokens, or on embeddings instead.
 
-    Ids of padding or outside of the vocabulary are read as 0. Returns the final hidden states of
-    the tokens in ``step_run.output_tokens``, [n, hidden_size], or of all tokens.
+    Ids of padding, and ids outside of the vocabulary, are read as 0. Return the final hidden states
+    of the tokens in ``step_run.output_tokens``, [n, hidden_size], or of all tokens.
     """
     ids, hidden = embedded(body, tokens, embeddings, step_run.step)
     return spec.run_layers(body, hidden, ids, step_run)[0]
@@ -353,7 +355,7 @@ def run_layers(
 def embedded(
     body: Any, tokens: Tensor | None, embeddings: Tensor | None, step: Any
 ) -> tuple[Tensor | None, Tensor]:
-    """Return ids and first layer's input of a step's tokens, each [1, num_tokens, ...]."""
+    """Return the ids and the embeddings of a step's tokens, each [1, num_tokens, ...]."""
     ids = None
     if tokens is not None:
         is_read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
