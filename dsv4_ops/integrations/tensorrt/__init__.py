@@ -1,4 +1,4 @@
-"""Compile models that hold ops of this package with torch-tensorrt."""
+"""Let torch-tensorrt compile models that contain ops of this package."""
 
 from dsv4_ops.integrations.tensorrt.enabling import enable
 from dsv4_ops.integrations.tensorrt.plugins import register_plugins

@@ -1,6 +1,7 @@
 """Undocumented names of torch-tensorrt. Only this file imports them.
 
-Each is followed by the releases in which it was seen: 2.13 was run, the source of others was read.
+The comment after a name says which releases have it. We ran release 2.13, and read the source of
+the other releases.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NAMES = {
 
 
 def load(op: str) -> Mapping[str, Any]:
-    """Import torch-tensorrt and find the names above.
+    """Import torch-tensorrt, and return the objects that ``_NAMES`` lists.
 
     Raises:
         ImportError: torch-tensorrt is missing or broken, or lacks a name.

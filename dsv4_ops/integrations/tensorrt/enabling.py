@@ -17,11 +17,11 @@ from dsv4_ops.integrations.tensorrt import _compat, passes
 def enable() -> None:
     """Let torch-tensorrt compile graphs that write to caches.
 
-    Imports torch-tensorrt. Afterwards ``torch_tensorrt.compile(ir="dynamo")`` and
-    ``torch_tensorrt.dynamo.compile`` keep writes to inputs and buffers, in place for the ops of
-    this package. ``torch.compile(backend="torch_tensorrt")`` traces graphs that contain such an op
-    with AOTAutograd. All ops of this package run in PyTorch segments between the engines. A second
-    call does nothing.
+    This imports torch-tensorrt. Afterwards, ``torch_tensorrt.compile(ir="dynamo")`` and
+    ``torch_tensorrt.dynamo.compile`` keep writes to inputs and buffers, and the ops of this package
+    write in place. ``torch.compile(backend="torch_tensorrt")`` traces graphs in which such an op
+    writes with AOTAutograd. All ops of this package run in PyTorch segments between the engines. A
+    second call does nothing.
 
     Raises:
         ImportError: torch-tensorrt is missing, lacks TensorRT's libraries, or has an unsupported
@@ -43,7 +43,7 @@ def _replace_passes(names: Mapping[str, Any]) -> None:
 
 
 def _replace_backend(names: Mapping[str, Any]) -> None:
-    """For graphs in which our ops write, trace as torch-tensorrt does for distributed models."""
+    """Trace graphs in which our ops write as torch-tensorrt traces distributed models."""
     backends, original = names["backends"], names["aot_backend"]
     # writes to inputs stay in the graph, where `keep_writes` finds them
     in_place = functools.partial(names["aot_autograd"], keep_inference_input_mutations=True)

@@ -1,4 +1,4 @@
-"""Kernels of the plugins. Each is one launch of stages that TensorRT cannot fuse."""
+"""Triton kernels of the plugins. A kernel runs stages that TensorRT cannot fuse in one launch."""
 
 import triton
 import triton.language as tl
@@ -53,7 +53,8 @@ def combine_topk_swa_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run ``reference.indices.combine_topk_swa_indices``, one program per token, in 64 bits."""
+    """Run ``reference.indices.combine_topk_swa_indices`` with 64-bit integers, one program per
+    token."""
     token = tl.program_id(0).to(tl.int64)
     position, request = tl.load(positions + token), tl.load(req_indices + token)
     valid = (position >= 0) & (position < 2**31 - 1) & (request >= 0) & (request < num_reqs)
@@ -120,7 +121,7 @@ def indexer_logits_kernel(
     query = (token * NUM_HEADS + head)[:, None] * DIM + dim
     queries = tl.load(q + query, mask=there[:, None], other=0.0)
     weight = tl.load(weights + token * NUM_HEADS + head, mask=there, other=0.0)
-    if EMULATE:  # the interpreter multiplies the bits of bfloat16
+    if EMULATE:  # Triton's interpreter would multiply the bit patterns of bfloat16 values
         keys, queries = keys.to(tl.float32), queries.to(tl.float32)
     products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)

@@ -1,5 +1,4 @@
-"""Lowering passes for torch-tensorrt's exported programs that keep writes, in place and in
-order."""
+"""Lowering passes that let torch-tensorrt keep the writes of a program, in place and in order."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ _COPIED = torch.ops.aten.copy.default
 
 
 def keep_writes(gm: GraphModule, settings: Any = None) -> GraphModule:
-    """Put writes where torch-tensorrt neither removes nor moves them.
+    """Replace writes by ops that torch-tensorrt neither removes nor moves.
 
-    Our ops write to a whole input or buffer in place. Other ops, and writes through a view, keep
-    their copy back to the input.
+    Our ops write to a whole input or buffer in place. The results of other ops, and of writes
+    through a view, are still copied back to the input.
     """
     _Writes(gm.graph).run()
     gm.graph.lint()
@@ -33,8 +32,8 @@ def keep_writes(gm: GraphModule, settings: Any = None) -> GraphModule:
 
 
 def remove_unread(gm: GraphModule, settings: Any = None) -> GraphModule:
-    """Remove nodes without readers and without effects. Replaces torch-tensorrt's pass, which also
-    removes writes."""
+    """Remove nodes without readers and without effects. This pass replaces a pass of torch-tensorrt
+    that also removes writes."""
     for node in reversed(gm.graph.nodes):
         guards = node.op == "call_module" and "_guards_fn" in str(node.target)
         kept = node.op in ("placeholder", "output") or (node.is_impure() and not guards)
@@ -50,8 +49,8 @@ def remove_unread(gm: GraphModule, settings: Any = None) -> GraphModule:
 class _Writes:
     graph: Graph
     root: dict[Node, Node] = field(default_factory=dict)
-    """The input or buffer whose memory each node uses: the node itself, or the argument that it
-    writes to."""
+    """For each node that is an input or buffer, or a result written to one, this input or buffer.
+    """
 
     def run(self) -> None:
         self._skip_copies()
@@ -66,16 +65,18 @@ class _Writes:
                 self._copy_back(node)
 
     def _skip_copies(self) -> None:
-        """Remove the second copies back from a program that was decomposed twice."""
+        """Remove functional copies that change neither dtype, device nor shape. A program that was
+        decomposed twice has them."""
         for node in list(self.graph.nodes):
             if node.target is _COPIED and not _is_cast(*node.args[:2]):
                 node.replace_all_uses_with(node.args[1], propagate_meta=False)
                 self.graph.erase_node(node)
 
     def _name_states(self) -> None:
-        """Pass written buffers through an op, so that they are not folded as constants.
+        """Pass written buffers through an op, so that torch-tensorrt does not fold them as
+        constants.
 
-        All uses of one buffer get one node. Inputs need no such op.
+        All uses of a buffer read the result of one such op. Inputs need no such op.
         """
         copied = [node for node in self.graph.nodes if node.target is _COPY]
         written = {node.args[0].target for node in copied if node.args[0].op == "get_attr"}
@@ -100,7 +101,7 @@ class _Writes:
         names = [spec.parameters[place] for place in spec.mutated]
         places = [kwargs.pop(f"_{name}_base_index") for name in names]
         if set(kwargs) | set(names) != set(spec.parameters) or len(set(places)) < len(places):
-            return  # through a view, or of one tensor twice
+            return  # the op writes through a view, or writes one tensor twice
         order = {each: index for index, each in enumerate(self.graph.nodes)}
         before: dict[Node, None] = {}
         for base in (bases[place] for place in places):
@@ -137,7 +138,7 @@ class _Writes:
         return part
 
     def _made(self, node: Node) -> Node | None:
-        """Return a tensor that exists when ``node`` is done."""
+        """Return a tensor that ``node`` computes, or None."""
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             return node
@@ -180,7 +181,7 @@ def _spec_of(op: Any) -> OpSpec | None:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Return the users of ``node`` and of its views."""
+    """Yield the users of ``node`` and of its views."""
     for user in node.users:
         yield user
         returned = getattr(getattr(user.target, "_schema", None), "returns", ())
@@ -190,6 +191,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _reads(user: Node, base: Node, readers: Container[Node]) -> bool:
-    """Whether ``user`` reads ``base`` or a view of it, except for the copy back."""
+    """Whether ``user``, a user of ``base`` or of a view of ``base``, reads old values. A copy back
+    into ``base`` does not, unless it copies from one of ``readers``."""
     copies = user.target is _COPY and user.args[0] is base
     return not copies or user.args[1] is base or user.args[1] in readers

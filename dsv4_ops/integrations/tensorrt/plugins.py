@@ -1,4 +1,4 @@
-"""Ops as layers of engines: plugins with handwritten descriptors and the PTX of our kernels.
+"""TensorRT plugins for our ops, with handwritten descriptors and the PTX of our kernels.
 
 Experimental: the authors built no engine with a plugin (docs/tensorrt.md). torch-tensorrt's
 ``generate_plugin`` does not fit: it calls fakes with float32 tensors, and gives outputs the dtype
@@ -27,16 +27,16 @@ from dsv4_ops.integrations.tensorrt.ptx import Kernel, kernel_of
 
 @dataclass(frozen=True)
 class _Plugin:
-    """An op as a layer.
+    """An op as a layer of an engine.
 
     Args:
         inputs: Names of the tensors.
         attributes: Names and types of the settings, which are constants of the kernel.
         num_outputs: Number of results.
-        outputs: Returns the output descriptors, from the input descriptors and the attributes.
-        launch: Returns kernel, grid and numbers, from the arguments of ``outputs`` and a compute
-            capability.
-        takes: Whether the layer supports a call with these inputs and settings.
+        outputs: Function from the input descriptors and the attributes to the output descriptors.
+        launch: Function from the arguments of ``outputs`` and a compute capability to the kernel,
+            its grid and its integer arguments.
+        takes: Function that says whether the layer supports these inputs and settings.
     """
 
     inputs: tuple[str, ...]
@@ -53,14 +53,15 @@ _registered: set[str] = set()
 def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str, ...]:
     """Let engines run three ops as layers.
 
-    They are ``apply_rope``, ``combine_topk_swa_indices`` and ``indexer_logits``. Experimental, for
-    torch-tensorrt 2.13 and later with TensorRT's plugins, and Triton. Call it after ``enable`` and
-    before compiling. ``apply_rope`` needs x in bfloat16 or float32 with a power of two as last
-    dimension; ``indexer_logits`` needs the layout "plain", at most 64 heads and no schedule. Other
-    calls stay in PyTorch segments.
+    The ops are ``apply_rope``, ``combine_topk_swa_indices`` and ``indexer_logits``. The plugins are
+    experimental, and need torch-tensorrt 2.13 or later with TensorRT's plugins, and Triton. Call
+    this function after ``enable`` and before you compile. ``apply_rope`` needs x in bfloat16 or
+    float32, with a power of two as last dimension. ``indexer_logits`` needs the layout "plain", at
+    most 64 heads and no schedule. Other calls stay in PyTorch segments.
 
     Args:
-        capability: Compute capability of the engines' GPU; that of the current device by default.
+        capability: Compute capability of the GPU that runs the engines; by default, of the current
+            device.
 
     Returns:
         Names of the ops with a plugin.
@@ -101,7 +102,7 @@ def _takes(plugin: _Plugin, node: Any, settings: Any) -> bool:
 
 
 def _convert(op: str, ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Add the plugin's layer. ``generate_plugin_converter`` would drop keyword arguments."""
+    """Add the plugin's layer to the engine."""
     plugin = importlib.import_module("tensorrt.plugin")
     converter_utils = importlib.import_module("torch_tensorrt.dynamo.conversion.converter_utils")
     spec = _PLUGINS[op]
@@ -118,7 +119,7 @@ def _convert(op: str, ctx: Any, target: Any, args: Any, kwargs: Any, name: str) 
 
 
 def _register(plugin: Any, name: str, capability: int) -> None:
-    """Register functions with TensorRT; their signatures list the arguments of the plugin."""
+    """Register a plugin's two functions with TensorRT; their signatures list its arguments."""
     spec, tensor = _PLUGINS[name], plugin.TensorDesc
     count = len(spec.inputs)
 
@@ -160,8 +161,8 @@ def _sign(function: Any, kinds: dict[str, Any], returned: Any) -> None:
 def apply_rope_kernel(
     dtype: torch.dtype, dim: int, rope: int, inverse: bool, capability: int
 ) -> Kernel:
-    """Kernel of a plugin. Parameters: x, positions, cos_sin_cache, rows of a token, rows of the
-    table, out. One block per row."""
+    """Return the kernel of ``apply_rope``. Its parameters are x, positions, cos_sin_cache, rows per
+    token, rows of the table, and out. It needs one block per row."""
     from dsv4_ops.integrations.tensorrt.kernels import apply_rope_kernel as kernel
 
     options = {"DIM": dim, "ROPE": rope, "INVERSE": inverse, "num_warps": 1}
@@ -170,8 +171,9 @@ def apply_rope_kernel(
 
 
 def combine_kernel(settings: dict[str, int], capability: int) -> Kernel:
-    """Kernel of a plugin. Parameters: the op's tensors, columns of topk_indices, number of
-    requests, both results. One block per token."""
+    """Return the kernel of ``combine_topk_swa_indices``. Its parameters are the op's tensors, the
+    columns of topk_indices, the number of requests, and both results. It needs one block per
+    token."""
     from dsv4_ops.integrations.tensorrt.kernels import combine_topk_swa_kernel as kernel
 
     integer, long = torch.int32, torch.int64
@@ -192,7 +194,7 @@ def combine_options(
 
 
 LOGITS_ROWS = {torch.bfloat16: 64, torch.float32: 32}
-"""Scores per block, by dtype of the keys: the block's keys and the queries of 64 heads fit into the
+"""Scores per block, by dtype of the keys: this many keys and the queries of 64 heads fit into the
 default 48 KiB of shared memory."""
 
 
@@ -208,9 +210,9 @@ def logits_options(
 def logits_kernel(
     dtype: torch.dtype, num_heads: int, dim: int, settings: dict[str, int], capability: int
 ) -> Kernel:
-    """Kernel of a plugin. Parameters: the op's tensors without its schedule, number of requests,
-    columns of block_table, blocks of k_cache, the scores. One block per token and ``LOGITS_ROWS``
-    rows."""
+    """Return the kernel of ``indexer_logits``. Its parameters are the op's tensors except for the
+    schedule, the number of requests, the columns of block_table, the blocks of k_cache, and the
+    scores. It needs one block per token and ``LOGITS_ROWS`` rows."""
     from dsv4_ops.integrations.tensorrt.kernels import indexer_logits_kernel as kernel
 
     integers = (torch.int32,) * 3
@@ -231,7 +233,7 @@ def _compiled(
 ) -> Kernel:
     from dsv4_ops.kernels.aot.compile import Argument, compiled
 
-    # addresses and numbers are unknown: an engine is built once
+    # assume nothing about addresses and integers: an engine serves all of them
     first, last = (
         [Argument.tensor(dtype, aligned=False) for dtype in dtypes] for dtypes in (inputs, outputs)
     )
@@ -311,8 +313,8 @@ def _launch_logits(
 def _takes_logits(
     q: Tensor, weights: Tensor, k_cache: Tensor, *rest: Tensor | None, **settings: Any
 ) -> bool:
-    """Whether a call has no schedule (of DeepGEMM), a plain cache, and at most 64 heads, the limit
-    of ``LOGITS_ROWS``."""
+    """Whether a call has no schedule of DeepGEMM, a plain cache, and at most 64 heads, for which
+    ``LOGITS_ROWS`` are chosen."""
     sizes = (*q.shape[1:], settings["num_rows"], settings["block_size"])
     known = settings["layout"] == PlainLayout.tag and all(type(size) is int for size in sizes)
     taken = known and 0 < sizes[0] <= 64 and sizes[2] > 0

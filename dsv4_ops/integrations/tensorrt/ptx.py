@@ -16,7 +16,7 @@ class Kernel(NamedTuple):
 
     Args:
         name: Name of the entry.
-        ptx: Source; its parameters are inputs, numbers and outputs.
+        ptx: Source, whose parameters are the inputs, the integers and the outputs.
         threads: Threads per block.
         shared: Bytes of dynamic shared memory.
     """
@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(op: str, compiled: Any) -> Kernel:
-    """Return the launch for TensorRT of a kernel that Triton compiled.
+    """Return a kernel that Triton compiled in the form that TensorRT launches.
 
     Raises:
         NotImplementedError: the kernel needs scratch memory, which a plugin cannot provide.

@@ -1,8 +1,9 @@
 """Ops that write in place, return what they wrote, and run after earlier readers.
 
-torch-tensorrt partitions a functional graph into engines and PyTorch segments, and orders them by
-data only. ``write_op`` of an op therefore returns the caches that it wrote, which later readers use
-instead of the argument, and takes the results of earlier readers in ``after``.
+torch-tensorrt partitions a functional graph into engines and PyTorch segments, and orders them only
+by data dependencies. Therefore an op of ``write_op`` returns the caches that it wrote, and later
+readers use these results instead of the arguments. The op takes the results of earlier readers in
+``after``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _define(name: str, schema: str, function: Any) -> OpOverload:
-    # a random op is never folded into a constant, nor run at compile time
+    # torch-tensorrt neither folds random ops into constants nor runs them at compile time
     _library.define(f"{name}{schema}", tags=(torch.Tag.nondeterministic_seeded,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_library)
@@ -62,4 +63,4 @@ copy_back = _define(
 """Run ``written.copy_(source)`` after the readers of the old values."""
 
 state = _define("state", "(Tensor(a) buffer) -> Tensor(a)", _state)
-"""A buffer that a graph writes to; it is no constant."""
+"""Return a buffer to which a graph writes, so that the graph does not treat it as a constant."""

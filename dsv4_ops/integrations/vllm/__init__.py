@@ -1,4 +1,4 @@
-"""Run patched models in vLLM, which schedules, samples and serves, and whose blocks are our caches.
+"""Run patched models in vLLM. vLLM schedules, samples and serves, and allocates our caches.
 
 The plugin is installed with this package and does nothing unless the environment variable
 ``DSV4_OPS_VLLM`` is 1 in the process that starts vLLM:

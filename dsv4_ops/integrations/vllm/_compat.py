@@ -1,4 +1,4 @@
-"""Everything that this package takes from vLLM; ``register`` has refused other releases."""
+"""All names that we import from vLLM. ``register`` refuses releases that may lack them."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ from vllm.v1.kv_cache_layout import KVCacheLayout as KVCacheLayout
 
 
 def group_tensors() -> Any:
-    """Return the metadata of the step that runs, by name of cache; None for a profiling run."""
+    """Return the metadata of the current step, by the name of a cache; None in a profiling run."""
     return get_forward_context().attn_metadata

@@ -1,4 +1,4 @@
-"""Read vLLM's configuration for the model, and refuse unsupported settings. Imports no vLLM."""
+"""Read vLLM's configuration for the model, and refuse unsupported settings, without vLLM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def patch_settings(vllm_config: Any) -> dict[str, Any]:
 def compile_backend(vllm_config: Any) -> str | None:
     """Return the backend of ``torch.compile`` for the layers; None runs them eagerly.
 
-    vLLM's mode decides, as for its own models: NONE after ``--enforce-eager`` and ``-O0``.
+    vLLM's compilation mode decides, as for vLLM's own models. With ``--enforce-eager`` or ``-O0``,
+    the mode is NONE.
     """
     config = vllm_config.compilation_config
     if getattr(config.mode, "name", "NONE") == "NONE":
@@ -59,7 +60,7 @@ def check_config(vllm_config: Any) -> None:
     family, families = model.hf_config.model_type, " or ".join(CLASSES)
     _check("model_type", family in CLASSES, families, family)
     one = "1, as weights are Hugging Face's"
-    if parallel.tensor_parallel_size > 1:  # by Hugging Face's plan, over all processes
+    if parallel.tensor_parallel_size > 1:  # Hugging Face's plan then splits over all processes
         ranks, device = "with several ranks", vllm_config.device_config.device
         _check("tensor_parallel_size", str(device) == "cpu", "1 on a GPU", "several ranks")
         _check(
@@ -83,7 +84,7 @@ def check_config(vllm_config: Any) -> None:
     _check("kv_cache_dtype", cache_dtype in known, "one of " + ", ".join(known), cache_dtype)
     _check("hf_overrides", not model.hf_overrides, "empty", model.hf_overrides)
     compiled = getattr(vllm_config.compilation_config.mode, "name", "NONE")
-    fits = compiled != "STOCK_TORCH_COMPILE"  # over one pool, whose caches share storage
+    fits = compiled != "STOCK_TORCH_COMPILE"  # it would trace caches that share one storage
     _check("compilation_config.mode", fits, "another", compiled)
     load = vllm_config.load_config.load_format
     _check("load_format", load in ("auto", "hf", "safetensors"), "auto", load)

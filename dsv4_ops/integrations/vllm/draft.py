@@ -13,11 +13,11 @@ from dsv4_ops.integrations.vllm.steps import cache_name
 
 
 class DeepseekDraft(nn.Module):
-    """The layer that the model loaded (``load_mtp``), with a cache of its own.
+    """The draft layer that the model loaded (``load_mtp``), with its own cache.
 
     Args:
         vllm_config: vLLM's configuration, with the caches of the model.
-        prefix: Has to be empty.
+        prefix: Must be empty.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -54,7 +54,7 @@ class DeepseekDraft(nn.Module):
         """Return the streams after the layer, [num_tokens, values of a token]."""
         metadata, (target,) = _compat.group_tensors(), self.owner
         streams = hidden_states
-        if metadata is not None:  # else a run that measures memory
+        if metadata is not None:  # None in a run that measures memory
             streams = target.steps.draft(input_ids, streams, metadata[self.name])
         return (streams, streams) if self.takes_two else streams
 

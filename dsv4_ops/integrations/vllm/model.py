@@ -1,4 +1,4 @@
-"""DeepSeek models of Hugging Face, patched, as vLLM's model class."""
+"""vLLM's model class for patched DeepSeek models of Hugging Face."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from dsv4_ops.integrations.vllm.steps import EngineSteps, cache_name, family_of
 
 
 class DeepseekForCausalLM(nn.Module):
-    """A patched model whose caches are blocks of vLLM.
+    """A patched model whose caches are in blocks of vLLM.
 
-    ``--additional-config '{"dsv4_ops": {...}}'`` has arguments of ``patch``, such as ``precision``.
+    ``--additional-config '{"dsv4_ops": {...}}'`` passes arguments to ``patch``, such as
+    ``precision``.
 
     Args:
         vllm_config: vLLM's configuration.
-        prefix: Has to be empty.
+        prefix: Must be empty.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -49,7 +50,7 @@ class DeepseekForCausalLM(nn.Module):
         self.settings, self.backend = patch_settings(vllm_config), compile_backend(vllm_config)
         library = require_transformers(OP)
         self.prefix = CLASSES[config.hf_config.model_type]
-        # vLLM registers a config of its own for V4
+        # Hugging Face's class by name, because vLLM registers its own config for V4
         self.config = getattr(library, f"{self.prefix}Config").from_pretrained(
             self.path, revision=self.revision
         )
@@ -72,7 +73,7 @@ class DeepseekForCausalLM(nn.Module):
         device = self.target_device
         place: dict[str, Any] = {} if device.type == "cpu" else {"device_map": device}
         if self.num_ranks > 1:
-            place["tp_plan"] = "auto"  # experts and dense layers over vLLM's processes
+            place["tp_plan"] = "auto"  # splits experts and dense layers over vLLM's processes
         if self.revision is not None:
             place["revision"] = self.revision
         if getattr(self.config, "quantization_config", None) is None:
@@ -82,7 +83,8 @@ class DeepseekForCausalLM(nn.Module):
                 self.path, config=self.config, dtype=self.dtype, **place
             )
             if self.dtype == torch.float32 and device.type != "cpu":
-                model.set_experts_implementation("batched_mm")  # the default reads on the host
+                # the default implementation reads values on the host
+                model.set_experts_implementation("batched_mm")
         else:
             model = load_quantized(self.path, config=self.config, **place)
         self.hf = patch(model.eval().requires_grad_(False), **self.settings)

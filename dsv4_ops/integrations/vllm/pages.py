@@ -1,4 +1,4 @@
-"""Caches of a model as layers of vLLM, which allocates and assigns their blocks."""
+"""Register the caches of a model as layers of vLLM, which then allocates and assigns blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dsv4_ops.integrations.vllm.steps import CacheSpec, GroupTensors
 
 
 class Builder(AttentionMetadataBuilder):
-    """Hand over the tensors of a group: the graph of the model builds everything else."""
+    """Pass on the tensors of a cache group. The model's graph builds all other metadata."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS  # the host reads no value
 
@@ -35,7 +35,7 @@ class Builder(AttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> GroupTensors:
-        """Return four tensors, and a bound that the host knows."""
+        """Return the four tensors of the group, and the maximum query length, which is an int."""
         return GroupTensors(
             common_attn_metadata.query_start_loc,
             common_attn_metadata.seq_lens,
@@ -67,7 +67,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the tokens of a block of the compressed rows, or of the latent rows."""
+        """Return the number of tokens per block of compressed rows or latent rows."""
         layers = get_current_vllm_config().compilation_config.static_forward_context.values()
         sizes = [each.cache.block_tokens for each in layers if isinstance(each, Pages)]
         return max(sizes, default=default_block_size)
@@ -85,9 +85,9 @@ class Pages(nn.Module, AttentionLayerBase):
     """One cache of one layer.
 
     Args:
-        name: Its name in vLLM.
-        cache: How vLLM allocates it.
-        on_bind: Called when vLLM has allocated it.
+        name: Name of the cache in vLLM.
+        cache: How vLLM allocates the cache.
+        on_bind: Function to call when vLLM has allocated the cache.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Pages(nn.Module, AttentionLayerBase):
         super().__init__()
         self.layer_name, self.cache, self._on_bind = name, cache, on_bind
         self.kv_cache = torch.empty(0)
-        self.owner: tuple[Any, ...] = ()  # the model; in a tuple, as it has this module too
+        self.owner: tuple[Any, ...] = ()  # the model, in a tuple, as the model owns this module
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if name in layers:
             raise argument_error(
@@ -108,7 +108,7 @@ class Pages(nn.Module, AttentionLayerBase):
         return Backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """Return vLLM's spec of the same bytes."""
+        """Return vLLM's spec for this cache."""
         size = vllm_config.cache_config.block_size
         if self.cache.window is None and size != self.cache.block_tokens:
             raise argument_error(
@@ -121,7 +121,7 @@ class Pages(nn.Module, AttentionLayerBase):
         return kv_cache_spec(self.cache)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Take vLLM's view [num_blocks, 1, rows, values], as blocks of our layout."""
+        """Store vLLM's view [num_blocks, 1, rows, values] as blocks of our layout."""
         layout = self.cache.layout
         if kv_cache.dtype != layout.storage_dtype:
             raise argument_error(
@@ -139,7 +139,7 @@ class Pages(nn.Module, AttentionLayerBase):
 
 
 def kv_cache_spec(cache: CacheSpec) -> Any:
-    """Return vLLM's spec for a cache: the same bytes in a block, padding included."""
+    """Return vLLM's spec for a cache. Blocks have the same size as ours, including padding."""
     layout = cache.layout
     values: dict[str, Any] = {
         "block_size": cache.block_tokens,

@@ -18,15 +18,15 @@ from dsv4_ops.integrations.transformers.architectures.base import LayerContext
 
 @dataclass(frozen=True)
 class PooledCaches:
-    """Caches that a graph makes from the pool, which is its argument.
+    """The caches of a layer, which a graph makes as views of its argument, the pool.
 
     Attributes:
         pool: All bytes, [num_blocks, bytes of a block], uint8.
-        layouts: Layout of each cache, by its name.
-        offsets: The offset of each cache in a block, as the first size of an empty tensor, in units
-            of 16 bytes. A graph serves one value of an int, but any size of a tensor, so one graph
-            serves all layers of a kind.
-        make: Makes the caches of a layer from its tensors by name.
+        layouts: Layout of each cache, by the cache's name.
+        offsets: The offset of each cache in a block, in units of 16 bytes, as the first size of an
+            empty tensor. A graph is compiled for one value of an int, but for any size of a tensor,
+            so one graph serves all layers of a kind.
+        make: Function that makes the caches of a layer from its tensors by name.
     """
 
     pool: Tensor
@@ -35,7 +35,7 @@ class PooledCaches:
     make: Callable[[Mapping[str, Tensor]], Any]
 
     def caches(self) -> Any:
-        """Return the caches; only in the graph that writes to them."""
+        """Make the caches. Only the graph that writes to them may call this."""
         return self.make(
             {
                 name: pool_view(
@@ -54,8 +54,7 @@ def pooled(
     layouts: Sequence[dict[str, Layout]],
     make: Callable[[Mapping[str, Tensor]], Any],
 ) -> list[PooledCaches]:
-    """Return the pool that the tensors of all layers are views of, and the offset of each in a
-    block.
+    """Return the caches of each layer as parts of one pool, of which all tensors are views.
 
     Raises:
         NotImplementedError: the tensors are not in one pool whose blocks have one size.
@@ -97,7 +96,7 @@ class CompiledParts:
         """Run a part of a step with this schedule, as a ``Runner`` does."""
         name = f"{schedule}_{name}"
         if name not in self.parts:
-            # a code object per part: Dynamo tries every entry of a code object
+            # each part has its own code object, as Dynamo tries all cache entries of a code object
             part = FunctionType(_part.__code__.replace(co_name=name), globals())
             self.parts[name] = torch.compile(
                 part, fullgraph=True, dynamic=True, backend=self.backend

@@ -14,7 +14,7 @@ RELEASES = ((0, 32), (0, 33))
 """Supported vLLM releases; each release changes names and contracts of caches."""
 
 ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
-"""Model classes of checkpoints that ours replaces."""
+"""Architectures of checkpoints that vLLM then runs with our model class."""
 
 DRAFTS = ("DeepSeekV4MTPModel", "DeepSeekMTPModel")
 """vLLM's names of the draft layers of V4 and V3."""
@@ -42,8 +42,8 @@ def register() -> None:
             do=install_extra("vllm"),
             kind=ImportError,
         )
-    # otherwise vLLM splits V4's CUDA graphs at ops of its own, which our model does not call, and
-    # does not compile it
+    # by default, vLLM splits V4's CUDA graphs at its own ops, which our model does not call, and
+    # does not compile the model
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     for architecture in ARCHITECTURES:
         vllm.ModelRegistry.register_model(architecture, _MODEL)

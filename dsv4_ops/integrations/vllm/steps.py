@@ -1,4 +1,4 @@
-"""Steps of a patched model over caches that an engine allocates and assigns. Imports no vLLM."""
+"""Steps of a patched model over caches that an engine, such as vLLM, allocates and assigns."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ class GroupTensors(NamedTuple):
     """An engine's metadata of a step, for the caches that share a block table.
 
     Attributes:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        query_start_loc: First token of every request, then the end of the last request, [num_reqs +
+            1], int32.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32.
         block_table: Blocks of every request, [num_reqs, max_blocks], int32.
         slot_mapping: Slot of every token, [num_tokens or more], int64; -1 for padding.
-        max_query_len: Most tokens of a request, on the host; a bound is enough.
+        max_query_len: Maximum tokens of a request, as an int. An upper bound is enough.
     """
 
     query_start_loc: Tensor
@@ -65,9 +66,9 @@ class CacheSpec(NamedTuple):
 
     Attributes:
         layout: Layout of a block.
-        block_tokens: Tokens of a block.
-        ratio: Tokens of a row.
-        window: Number of last positions that later steps read; None for all.
+        block_tokens: Tokens per block.
+        ratio: Tokens per row.
+        window: Number of last positions that later steps read; None for all positions.
     """
 
     layout: Layout
@@ -77,7 +78,7 @@ class CacheSpec(NamedTuple):
 
 
 def cache_name(layer: int, field: str) -> str:
-    """Name of a layer's cache in an engine."""
+    """Return the name of a layer's cache in an engine."""
     return f"layers.{layer}.{field}"
 
 
@@ -97,7 +98,7 @@ class EngineCache:
 
 
 class V4Family:
-    """DeepSeek-V4: windows, compressed rows and states, each with a block table.
+    """DeepSeek-V4: caches of windows, compressed rows and states, with a block table for each.
 
     Args:
         spec: Spec of the patched model.
@@ -125,7 +126,7 @@ class V4Family:
         return "swa", self.caches("window")["swa"]
 
     def stream_shape(self, config: Any) -> tuple[int, ...]:
-        """Shape of what the draft layer reads of a token."""
+        """Return the shape of the streams that the draft layer reads for a token."""
         return config.hc_mult, config.hidden_size
 
     def bind(self, tensors: Mapping[str, Tensor]) -> LayerCaches:
@@ -158,9 +159,10 @@ class V4Family:
     def build(
         self, groups: V4Groups, of: Callable[[int, str], GroupTensors], schedule: str, run: Runner
     ) -> tuple[AttentionStep, ...]:
-        """Build the metadata of every layer: windows once per block table, the rest once."""
+        """Build the metadata of every layer. Layers with the same block table of windows share
+        their metadata."""
         windows = [of(layer, "swa") for layer in groups.windows]
-        # detach: a graph is compiled again if two of its arguments are one tensor
+        # detach, because a graph is compiled again if two of its arguments are the same tensor
         compressed, states = (
             {kind: of(layer, field).block_table.detach() for kind, layer in groups.first.items()}
             for field in ("compressed", "states")
@@ -206,8 +208,8 @@ class V4Family:
     def saves_first(self, schedule: str, decode_tokens: int) -> bool:
         """Whether a token may read states that another request saves in the same step.
 
-        Shared prefixes end at multiples of a block. After a prefix, the token that completes the
-        first window is the first to read states of the prefix.
+        Shared prefixes end where a block ends. After a prefix, the token that completes the first
+        window of a compressor is the first token that reads states of the prefix.
         """
         return schedule == "prefill" or decode_tokens >= self.spec.layers.attention.c4_ratio
 
@@ -216,9 +218,9 @@ class V4Groups(NamedTuple):
     """Layers of V4 that share block tables.
 
     Attributes:
-        windows: A layer for each block table of windows.
-        window_of: Index in ``windows`` of every layer.
-        first: A layer of every kind with a compressor.
+        windows: One layer for each block table of windows.
+        window_of: For every layer, the index in ``windows`` of the layer with the same block table.
+        first: First layer of every kind that has a compressor.
     """
 
     windows: tuple[int, ...]
@@ -227,7 +229,7 @@ class V4Groups(NamedTuple):
 
 
 class MlaFamily:
-    """DeepSeek-V3 and V2: one cache of latent rows a layer, one block table.
+    """DeepSeek-V3 and V2: one cache of latent rows per layer, and one block table for all layers.
 
     Args:
         spec: Spec of the patched model.
@@ -246,11 +248,11 @@ class MlaFamily:
         return "kv", self.caches("mla")["kv"]
 
     def stream_shape(self, config: Any) -> tuple[int, ...]:
-        """Shape of what the draft layer reads of a token."""
+        """Return the shape of the streams that the draft layer reads for a token."""
         return (config.hidden_size,)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> MlaCache:
-        """Return a layer's cache; codes have the scale 1."""
+        """Return a layer's cache; FP8 codes have a scale of 1."""
         rows = tensors["kv"]
         scaled = self.spec.layers.layout == MlaFp8Layout.tag
         return MlaCache(rows, torch.ones(1, device=rows.device) if scaled else None)
@@ -263,7 +265,7 @@ class MlaFamily:
     def build(
         self, groups: None, of: Callable[[int, str], GroupTensors], schedule: str, run: Runner
     ) -> tuple[Any, ...]:
-        """Build the metadata that all layers share; queries of prefills are absorbed too."""
+        """Build the metadata that all layers share. Prefills use absorbed queries too."""
         step = run("metadata", self._whole, of(0, "kv"))
         return (step,) * len(self.spec.kinds)
 
@@ -290,7 +292,7 @@ def family_of(spec: ModelSpec) -> V4Family | MlaFamily:
     """Return how an engine runs models with this spec."""
     if isinstance(spec, DeepseekV4Spec):
         return V4Family(spec)
-    assert isinstance(spec, MlaModelSpec)  # the other families
+    assert isinstance(spec, MlaModelSpec)  # all other families
     return MlaFamily(spec)
 
 
@@ -299,11 +301,12 @@ class EngineSteps:
 
     Args:
         model: The patched model.
-        max_model_len: Most tokens of a request.
-        decode_tokens: Most tokens of a request in a decode step, drafts included.
+        max_model_len: Maximum tokens of a request.
+        decode_tokens: Maximum tokens of a request in a decode step, including drafts.
         backend: Backend of ``torch.compile`` for the metadata, each kind of layer and the norm, as
-            ``compile_step(mode="regional", dynamic=True)`` compiles them; None runs them eagerly.
-        most_drafted: Most tokens of a step whose streams (``run_streams``) a draft layer reads.
+            in ``compile_step(mode="regional", dynamic=True)``; None runs all of them eagerly.
+        most_drafted: Maximum tokens of a step if a draft layer reads the streams of tokens
+            (``run_streams``), or else 0.
     """
 
     def __init__(
@@ -324,7 +327,7 @@ class EngineSteps:
         self.streams: Tensor | None = None
         self.stream_shape: tuple[int, ...] = self.family.stream_shape(model.config)
         if most_drafted:
-            # at one address, where a CUDA graph writes it
+            # a fixed address, to which CUDA graphs can write
             shape = (most_drafted, math.prod(self.stream_shape))
             self.streams = torch.zeros(shape, dtype=self.spec.dtype, device=model.device)
         self.groups: Any = None
@@ -334,7 +337,7 @@ class EngineSteps:
         self._body = self._model.model
 
     def bind(self, tensors: Callable[[int, str], Tensor]) -> None:
-        """Take the caches that the engine allocated, by layer and field.
+        """Store the caches that the engine allocated, by layer and field.
 
         Raises:
             NotImplementedError: layers are compiled, and the caches are not in one pool.
@@ -346,7 +349,7 @@ class EngineSteps:
         self.layers, self._found = self._bound(views, specs), False
 
     def bind_draft(self, tensor: Tensor) -> None:
-        """Take the cache that the engine allocated for the draft layer, and compile its parts."""
+        """Store the cache that the engine allocated for the draft layer, and compile the layer."""
         field, spec = self.family.draft_cache()
         self.draft_layers = self._bound([{field: tensor}], [{field: spec}])
         if self._parts is not None:
@@ -368,7 +371,7 @@ class EngineSteps:
     def __call__(self, tokens: Tensor, metadata: Mapping[str, GroupTensors]) -> Tensor:
         """Run all layers on the tokens of a step, [num_tokens].
 
-        ``metadata`` has the tensors of each cache's group, by ``cache_name``. Returns the final
+        ``metadata`` has the tensors of each cache's group, by ``cache_name``. Return the final
         hidden states, [num_tokens, hidden_size].
         """
         most = next(iter(metadata.values())).max_query_len
@@ -376,7 +379,7 @@ class EngineSteps:
 
         def of(layer: int, field: str) -> GroupTensors:
             group = metadata[cache_name(layer, field)]
-            # the graph would hold for one value of an int only
+            # a graph would be compiled for one value of this int only
             return group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
 
         if not self._found:
@@ -436,7 +439,7 @@ class EngineSteps:
 
     @contextmanager
     def _runs(self, schedule: str) -> Iterator[Runner]:
-        """How the parts of a step run: eagerly, or compiled for all sizes."""
+        """Yield the ``Runner`` of a step, which runs parts eagerly or compiled for all sizes."""
         if self._parts is None:
             yield run_part
             return
@@ -444,8 +447,8 @@ class EngineSteps:
             yield partial(self._parts.run, schedule)
 
     def compile(self) -> None:
-        """Compile all parts with steps of padding, which write to no cache. Does nothing if layers
-        run eagerly."""
+        """Compile all parts with steps of padding, which write to no cache. If layers run eagerly,
+        do nothing."""
         if self._parts is None:
             return
         names = [
@@ -464,7 +467,8 @@ class EngineSteps:
         self._found = False
 
     def _padding(self) -> Iterator[tuple[Tensor, GroupTensors]]:
-        """Steps whose tokens have no slot; a step of one token needs its own graph."""
+        """Yield steps whose tokens have no slot. One step has one token, as that size needs its own
+        graph."""
         device = self.model.device
         numbers = partial(torch.tensor, dtype=torch.int32, device=device)
         table = numbers([[0, 0]])
@@ -475,7 +479,8 @@ class EngineSteps:
 
     @torch.no_grad()
     def profiled(self, tokens: Tensor) -> Tensor:
-        """Run this many tokens from a temporary cache, for an engine that measures memory."""
+        """Run as many tokens as ``tokens`` has from a temporary cache, so that an engine can
+        measure memory."""
         length = min(len(tokens), self.max_model_len)
         rows = -(-len(tokens) // length)
         cache = PagedCache.for_model(

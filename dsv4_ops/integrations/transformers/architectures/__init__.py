@@ -1,7 +1,7 @@
 """Model families: each translates its configuration and runs its layers.
 
 ``base.ModelSpec`` is the interface of a family; ``spec_of_config`` selects the family of a
-configuration. To add one, subclass ``ModelSpec`` and name it in ``FAMILIES``.
+configuration. To add a family, subclass ``ModelSpec`` and name the subclass in ``FAMILIES``.
 """
 
 from __future__ import annotations

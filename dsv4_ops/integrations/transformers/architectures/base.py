@@ -74,9 +74,9 @@ def check_drafts(op: str, ranks: ContextParallel | None) -> None:
 
 
 Runner = Callable[..., Any]
-"""Runs a part of a step; its arguments are the part's name, its function and the function's
-arguments.
-Parts with the same name have the same code, such as the layers of one kind."""
+"""A function that runs a part of a step. Its arguments are the name of the part, the function of
+the part, and the arguments of this function. Parts with the same name run the same code: layers of
+one kind, for example."""
 
 
 def run_part(_: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
@@ -89,7 +89,7 @@ class Requests:
     """The requests of a step, in the order of ``tokens``.
 
     Attributes:
-        query_start_loc: Start of every request among the tokens, then the end of the last,
+        query_start_loc: Start of every request among the tokens, then the end of the last request,
             [num_reqs + 1], int32.
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32; 0 for
             padding.
@@ -108,9 +108,9 @@ class StepTokens:
     """Where the cache stores the tokens of a step.
 
     Attributes:
-        tokens: Cache row and position of every token; -1 for tokens that it does not store.
+        tokens: Cache row and position of every token; -1 for tokens that the cache does not store.
         ends: Length of every token's request after the step, [num_tokens], int32.
-        num_reqs: Number of requests of the step, with padding.
+        num_reqs: Number of requests of the step, including padding requests.
         requests: A function that returns the requests of the step, for families that need them.
     """
 
@@ -122,7 +122,7 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Passed to an attention layer in place of Hugging Face's masks and cache."""
+    """The data that an attention layer gets in place of Hugging Face's masks and cache."""
 
     step: Any
     caches: Any
@@ -138,17 +138,17 @@ WITHOUT_MASKS = dict.fromkeys(("position_embeddings", "position_ids", "attention
 
 @dataclass(frozen=True)
 class StepRun:
-    """Arguments of all layers of a step.
+    """The arguments that all layers of a step get.
 
     Attributes:
         step: Result of ``ModelSpec.build_step``.
         cache: The caches.
         schedule: "decode" or "prefill".
-        state_rings, save_first: As for ``attention_layer``.
+        state_rings, save_first: See ``attention_layer``.
         run: The ``Runner`` of the parts.
-        output_tokens: Tokens whose final states are returned, int [n]; None for all.
-        layer_steps: The step of each layer, if window caches are in several groups of blocks
-            (``AttentionStep.with_window``). Empty if all layers have ``step``.
+        output_tokens: Tokens whose final states are returned, int [n]; None for all tokens.
+        layer_steps: The step of each layer, if window caches have several block tables
+            (``AttentionStep.with_window``). Empty if all layers use ``step``.
     """
 
     step: Any
@@ -198,7 +198,7 @@ class ModelSpec(ABC):
         kinds: Kind of every layer.
         recipe, kv: The settings of ``patch``.
         dtype: The model's dtype.
-        fingerprint: All settings that a cache depends on, as "name=value" separated by "; ".
+        fingerprint: All settings on which a cache depends, as "name=value" separated by "; ".
     """
 
     kinds: tuple[str, ...]
@@ -210,7 +210,7 @@ class ModelSpec(ABC):
     causal_lm: ClassVar[tuple[str, ...]]
     """Hugging Face classes that ``patch`` supports."""
     memory_groups: ClassVar[dict[str, str]]
-    """Group in ``PagedCache.memory`` for each cache of a layer, by the cache's name."""
+    """For the name of each cache of a layer, the group of this cache in ``PagedCache.memory``."""
     shared_groups: ClassVar[tuple[str, ...]]
     """Groups that the ranks of ``parallel`` share; each rank stores a part."""
 
@@ -250,7 +250,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
-        """Blocks per row of the tables whose blocks form a ring, by the table's name."""
+        """Return the number of blocks per row of each block table whose rows are rings."""
 
     @abstractmethod
     def tables(self, pool: Tensor, rings: dict[str, int], max_cache_len: int) -> Any:
@@ -275,7 +275,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def kind_of(self, caches: Any) -> str:
-        """Kind of the layer that these caches belong to."""
+        """Return the kind of the layer that has these caches."""
 
     # A step
 
@@ -283,7 +283,8 @@ class ModelSpec(ABC):
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> Any:
         """Build the data that the layers of a step share.
 
-        It has ``positions``, -1 for padding. ``schedule`` is "decode" or "prefill".
+        The data have an attribute ``positions``, which is -1 for padding. ``schedule`` is "decode"
+        or "prefill".
         """
 
     @abstractmethod
@@ -317,24 +318,26 @@ class ModelSpec(ABC):
     def run_streams(
         self, body: Any, hidden: Tensor, ids: Tensor | None, step_run: StepRun
     ) -> Tensor:
-        """Run all layers; return what the draft layer reads of them, the "streams": V4's residual
-        streams, or final, normed states."""
+        """Run all layers; return the "streams", which the draft layer reads: the residual streams
+        of V4, or else the final, normed states."""
 
     @abstractmethod
     def normed(
         self, body: Any, streams: Tensor, part: str = "norm", run: Runner = run_part
     ) -> Tensor:
-        """Return the final, normed states of the streams that ``run_streams``, or the draft layer
-        ``body``, returned; ``run`` runs the part."""
+        """Return the final, normed states of streams; ``run`` runs this part.
+
+        ``body`` is the model or the draft layer that returned the streams.
+        """
 
     @abstractmethod
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Attention output of a Hugging Face layer for input [1, num_tokens, hidden_size]."""
+        """Return a layer's attention output for input [1, num_tokens, hidden_size]."""
 
     def attention_outputs(
         self, module: Any, hidden: Tensor, context: LayerContext, given: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Return what a Hugging Face attention returns; ``given`` are its other arguments."""
+        """Return what Hugging Face's attention would; ``given`` has its other arguments."""
         return self.attention(module, hidden, context), None
 
     @property
@@ -351,7 +354,7 @@ class ModelSpec(ABC):
     def refresh(self, op: str, body: Any, *, copies_only: bool = False) -> None:
         """Update the modules of ``body`` from their weights, before an eager step.
 
-        With ``copies_only``, update copies of weights only; other layouts share the weights'
+        With ``copies_only``, update only copies of weights. Other buffers share the weights'
         memory.
         """
         if torch.compiler.is_compiling() or kernel_requests.are_on():
@@ -369,8 +372,8 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def draft_kinds(self, op: str) -> tuple[str, ...]:
-        """Kinds of the draft layers; raise an error of ``op`` if the settings do not support
-        them."""
+        """Return the kinds of the draft layers; raise an error of ``op`` if the settings do not
+        support draft layers."""
 
     @abstractmethod
     def draft_layer(self, op: str, model: Any) -> Any:
@@ -390,8 +393,8 @@ class ModelSpec(ABC):
             part: Name of the part for the ``Runner``.
             model: The model.
             tokens: Next token after each token of the step, [num_tokens], int64; -1 if unknown.
-            streams: Residual streams of the step's tokens, after the last layer or the draft
-            before.
+            streams: Streams of the step's tokens, which ``run_streams`` or the last ``run_draft``
+                returned.
             step_run: The step; the layer does not read ``state_rings``.
 
         Returns:
@@ -399,12 +402,11 @@ class ModelSpec(ABC):
         """
 
     def holds_states(self, cache: CacheTensors, next_n: int) -> bool:
-        """Whether the caches keep enough states for steps of ``next_n`` tokens to be rolled
-        back."""
+        """Whether the caches keep enough states to roll back steps of ``next_n`` tokens."""
         return True
 
     def of_model(self, model: Any) -> ModelSpec:
-        """Return the spec for a model with this configuration whose parts may be on other ranks."""
+        """Return the spec for this rank's part of a model."""
         return self
 
     def check_model(self, op: str, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the draft layers of all families share: modules like the model's, and embeddings."""
+"""Functions that the draft layers of all families share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dsv4_ops.integrations.transformers.tensors import in_vocabulary
 
 
 def take_classes(draft: Any, body: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give the layer of a draft the quantised modules and the dtypes of the model's layers.
+    """Give a draft's decoder layer the quantised modules and the dtypes of the model's layers.
 
-    Each module is like its namesake in the last layer that has one; not all layers have an indexer
-    or experts. ``dtypes`` are those of tensors outside of the layer.
+    For each module, take the module of the same name in the last layer that has one, because not
+    all layers have an indexer or experts. ``dtypes`` are for tensors outside of the decoder layer.
     """
     of_layer: dict[str, torch.dtype] = {}
     for source in body.layers:
@@ -35,9 +35,9 @@ def take_classes(draft: Any, body: Any, dtypes: Mapping[str, torch.dtype]) -> No
 
 
 def known_next(body: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Embed the token after each position, [1, num_tokens, hidden_size]; -1 is unknown.
+    """Embed the token after each position, [1, num_tokens, hidden_size]; -1 is an unknown token.
 
-    As in vLLM, the draft after position 0 reads the model's states only.
+    As in vLLM, the embedding for position 0 is zero.
     """
     is_read = (positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
     embedded = body.embed_tokens(torch.where(is_read, tokens, 0))
@@ -63,13 +63,13 @@ def empty_copy(module: Any) -> Any:
     """Return a module of the same class and settings, with parameters on the meta device."""
     copied = copy.copy(module)
     for name, value in list(vars(copied).items()):
-        if isinstance(value, Replacement):  # it belongs to the original
+        if isinstance(value, Replacement):  # calls the original module
             del copied.__dict__[name]
     copied._parameters = {
         name: None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
         for name, parameter in module._parameters.items()
     }
-    copied._buffers, copied._modules = {}, dict(module._modules)  # experts' activation
+    copied._buffers, copied._modules = {}, dict(module._modules)  # the activation of experts
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         setattr(copied, hooks, OrderedDict())
     return copied

@@ -1,1 +1,1 @@
-"""Compiled parts of steps, for the next process."""
+"""Store compiled parts of steps, which later processes load."""

@@ -26,14 +26,14 @@ import torch.compiler.config as compiler_config
 _OURS = "dsv4_ops.kernels."
 _CODE, _TRITON = "code/", "triton/"
 _HERE = b"[FOLDER]"
-"""Stands for the folder of a kernel, whose path is in Triton's files."""
+"""Placeholder for the path of a kernel's folder, which Triton's files contain."""
 
 _KEPT = (".json", ".cubin", ".hsaco", ".so")
-"""Suffixes of the files that Triton loads; the others are stages of compilation."""
+"""Suffixes of the files that Triton loads. Its other files are stages of the compilation."""
 
 
 def collect() -> dict[str, bytes]:
-    """Return the files of this process: their contents by name."""
+    """Return the contents of this process's kernel files, by name."""
     folder = code_folder()
     loaded = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
     found = {
@@ -61,8 +61,8 @@ def put(files: Mapping[str, bytes]) -> None:
 def agree_with_workers() -> None:
     """Let this process compile and name its kernels as Inductor's workers do.
 
-    Workers use torch's ptxas, and Triton has another version. Triton reads the version once: if a
-    kernel ran before, no file of a worker would match.
+    Inductor's workers use torch's ptxas, but Triton has a ptxas of another version. Triton reads
+    the version once: if a kernel ran before this call, no file of a worker would match.
     """
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return
@@ -94,7 +94,7 @@ def code_folder() -> Path:
 
 
 def triton_folder() -> Path | None:
-    """Return Triton's cache folder; if the process has none, set Inductor's."""
+    """Return Triton's cache folder. If the process has not set one, set the folder of Inductor."""
     if not torch.cuda.is_available():
         return None
     from dsv4_ops.lowering._compat import triton_cache_dir
@@ -104,7 +104,7 @@ def triton_folder() -> Path | None:
 
 
 def _tuned(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """The fastest configurations, under the names that workers and this process use."""
+    """Yield the fastest configurations, under the workers' names and under this process's names."""
     from dsv4_ops.lowering._compat import AutotuneCache
 
     found = list(folder.glob("*/*.best_config"))

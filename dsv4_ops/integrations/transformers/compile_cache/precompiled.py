@@ -1,16 +1,16 @@
 """Parts of a step that another process compiled.
 
-Inductor's cache saves compilation, but Dynamo still traces a part for seconds to find the entry. A
-stored part has Dynamo's results too, and no guards. The part's name takes the place of the guards:
-``environment`` and ``described`` compute it
+With Inductor's cache alone, Dynamo still traces a part for seconds to find the part's entry. A
+stored part also has Dynamo's results, but no guards. In place of guards, a part has a name, which
+``environment`` and ``described`` compute
 
 - with fixed sizes, from all that a trace can read of the process, the model, the batch and the
   cache;
 - with symbolic sizes, from all that a trace can read of the process and the model, and from the
   structure of the cache. The checks of the step have passed for the batch, the cache and the model.
   A part stores the assumptions of its graph about sizes (``SizeGuards``), which are checked once
-  for each new set of sizes. If the assumptions do not hold, another part of that name may fit: the
-  variants of a name are numbered.
+  for each new set of sizes. If the assumptions do not hold, another part of the same name may fit.
+  These variants of a name are numbered.
 
 No name depends on numbers in tensors. A step looks its parts up again when ``Watch`` sees that a
 described object was replaced.
@@ -89,8 +89,8 @@ _UNREAD_NAMES = (
 
 
 class Watch:
-    """The containers and attributes that a description read and that a program can change, with
-    their contents at that time."""
+    """The contents of containers and attributes that a description read, to detect later
+    changes."""
 
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}
@@ -103,14 +103,14 @@ class Watch:
         """Record the contents of a dictionary or a list."""
         if id(held) not in self._held:
             values = held if isinstance(held, list) else held.values()
-            # one view per call would cost more than the comparison
+            # store the view: to make a view in each call would take longer than the comparison
             self._held[id(held)] = (held, values)
             self._sizes.append(len(values))
             self._items += values
 
     def add_attribute(self, owner: Any, name: str) -> None:
-        """Record an attribute outside of any dictionary: of an object with slots, or of a
-        closure."""
+        """Record an attribute that is not in a dictionary: an attribute of an object with slots, or
+        a cell of a closure."""
         self._inner.append((owner, name, _attribute(owner, name)))
 
     def add_tensor(self, tensor: Tensor, form: tuple[Any, ...]) -> None:
@@ -149,10 +149,10 @@ def described(values: Sequence[Any], watch: Watch | None = None) -> str:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """The value of an attribute, or ``Watch`` if it is missing."""
+    """Return the value of an attribute, or ``Watch`` if the attribute is missing."""
     try:
         return getattr(owner, name)
-    except (AttributeError, ValueError):  # the latter for an empty cell of a closure
+    except (AttributeError, ValueError):  # an empty cell of a closure raises ValueError
         return Watch
 
 
@@ -161,7 +161,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Walk:
-    """One description; ``words`` has the values in the order of the walk."""
+    """A walk over values; ``words`` describes them in the order of the walk."""
 
     def __init__(self, watch: Watch) -> None:
         self.words: list[str] = []
@@ -296,9 +296,9 @@ class _Walk:
 
 
 def _names_of(kind: type) -> Mapping[str, Any]:
-    """Return the names of a class. A compile copies or pickles objects, which adds a name to their
-    class: add the name now, because a later addition would count as a change."""
-    slotnames: Any = copyreg._slotnames  # type: ignore[attr-defined]  # there since Python 2
+    """Return the namespace of a class. A compile copies or pickles objects, which adds a name to
+    their class. Add this name now, because a later addition would count as a change."""
+    slotnames: Any = copyreg._slotnames  # type: ignore[attr-defined]  # exists since Python 2
     slotnames(kind)
     return vars(kind)
 
@@ -317,8 +317,8 @@ def _outline_of_class(kind: type) -> str:
 
 
 def outline(names: Mapping[str, Any]) -> str:
-    """Return the code and the constants in a namespace, which change when a program assigns another
-    object to one of its names. Contents of lists and dictionaries are left out: they change."""
+    """Describe the code and the constants in a namespace, which change if a program assigns another
+    object to a name. Leave out contents of lists and dictionaries, as they change in any case."""
     return str(sorted((n, _outline(item)) for n, item in names.items() if n not in _UNREAD_NAMES))
 
 
@@ -421,7 +421,7 @@ def environment(settings: Mapping[str, Any]) -> str:
 
 
 def versions() -> list[str]:
-    """Return this package's sources, the versions of others, and the devices."""
+    """Return a digest of this package's sources, the versions of other software, and the device."""
     import transformers
 
     found = [torch.__version__, transformers.__version__, sys.version, platform.machine()]
@@ -447,7 +447,7 @@ def _sources() -> str:
 
 
 class _Reads:
-    """A guard filter that drops all guards, and notes whether a trace read one of ``_UNREAD``."""
+    """A guard filter that drops all guards, and notes if a trace read an attribute of ``_UNREAD``."""
 
     def __init__(self) -> None:
         self.found: str | None = None
@@ -479,10 +479,10 @@ class Part:
 def compiled(
     function: Callable[..., Any], args: tuple[Any, ...], settings: Mapping[str, Any]
 ) -> tuple[Part, bytes] | None:
-    """Compile a function for these arguments; return it and the bytes that ``loaded`` takes.
+    """Compile a function for these arguments; return the part, and the bytes for ``loaded``.
 
     Returns:
-        None: torch cannot save compiled functions, or not this one.
+        None: torch cannot save compiled functions, or cannot save this one.
     """
     reads = _Reads()
     options = {**settings.get("options", {}), "guard_filter_fn": reads}
@@ -511,8 +511,8 @@ def compiled(
         }
         made.disable_guard_check()
     except Exception as error:
-        # torch's errors have no common class; if the function raised, Dynamo raises its error again
-        # later
+        # torch's errors have no common class; if the function itself raised, Dynamo will raise the
+        # same error later
         _log.info("%s is not kept: %s", function.__name__, error)
         return None
     return Part(made, sizes), json.dumps(header).encode() + b"\n" + content
@@ -520,8 +520,8 @@ def compiled(
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Turn the garbage collector off: a compile or a first load makes a million objects, few of
-    them garbage, and the collector takes a tenth of the time."""
+    """Turn the garbage collector off: a compile or a first load makes a million objects, of which
+    few are garbage, and the collector would take a tenth of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -532,8 +532,8 @@ def without_collections() -> Iterator[None]:
 
 
 def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part | None:
-    """Load the bytes that ``compiled`` returned, from ``place``. Return None if they are damaged,
-    or if sources, versions or libraries differ."""
+    """Load a part from the bytes that ``compiled`` returned; ``place`` is their origin, for logs.
+    Return None if they are damaged, or if sources, versions or libraries differ."""
     try:
         line, _, content = kept.partition(b"\n")
         header = json.loads(line)
@@ -542,7 +542,7 @@ def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part
         for name, text_hash in header["sources"].items():
             if _text_hash(name) != text_hash:
                 raise ImportError(f"another {name}")
-        for name in header["modules"]:  # they register the ops that the part calls
+        for name in header["modules"]:  # these modules register the ops that the part calls
             importlib.import_module(name)
         for name, names_hash in header["names"].items():
             if _names_hash(name) != names_hash:
@@ -554,7 +554,7 @@ def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part
         )
         made.disable_guard_check()
         return Part(made, SizeGuards(**header["sizes"]))
-    except Exception as error:  # of any class: versions, libraries and files differ
+    except Exception as error:  # other versions, libraries and files can raise any class
         _log.info("%s is not loaded: %s", place, error)
         return None
 
@@ -563,7 +563,7 @@ def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part
 def _text_hash(name: str) -> str:
     """Return the hash of a module's source file."""
     file = getattr(importlib.import_module(name), "__file__", None)
-    if file is None:  # part of Python, whose version is in the environment
+    if file is None:  # a part of Python, whose version ``environment`` contains
         return ""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:32]
 
@@ -572,7 +572,8 @@ _NAMES: dict[str, tuple[Watch, str]] = {}
 
 
 def _names_hash(name: str) -> str:
-    """Return the hash of what a module and its classes hold in this process."""
+    """Return the hash of the code and the constants of a module and its classes, in this
+    process."""
     watch, known = _NAMES.get(name, (None, ""))
     if watch is not None and watch.unchanged():
         return known
@@ -621,7 +622,7 @@ class PartsFile:
         return str(self._path)
 
     def _read(self) -> None:
-        if not zipfile.is_zipfile(self._path):  # written by a version that kept torch's caches only
+        if not zipfile.is_zipfile(self._path):  # an older version stored only torch's caches
             self.caches = self._path.read_bytes()
             return
         try:
@@ -646,16 +647,16 @@ class PartsFile:
         return self._parts.get(self._prefix + name)
 
     def place(self, name: str) -> str:
-        """Return the file, and the name of a part in it."""
+        """Return a text that names a part and the file."""
         return f"{self._prefix}{name} in {self._path}"
 
     def keep(self, name: str, part: bytes) -> None:
-        """Store a part; ``write`` puts it into the file."""
+        """Store a part, which ``write`` then writes to the file."""
         self._parts[self._prefix + name] = part
         self.has_more = True
 
     def write(self, caches: bytes | None) -> None:
-        """Replace the file as a whole, so that readers see the old or the new one."""
+        """Replace the file as a whole, so that readers see the old file or the new file."""
         if self.takes_parts:
             for place, content in kernel_files.collect().items():
                 self._parts[self._binaries + place] = content
@@ -675,6 +676,7 @@ class PartsFolder:
     The kernels that Inductor and Triton compiled stay in torch's own folders.
 
     Args:
+        folder: The folder.
         settings: Settings of ``torch.compile``.
 
     Raises:
@@ -707,23 +709,25 @@ class PartsFolder:
         return str(self._path(name))
 
     def keep(self, name: str, part: bytes) -> None:
-        """Store a part, so that other processes see all of it or nothing."""
+        """Store a part, so that other processes see the whole part or no part."""
         path = self._path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             partial = path.with_name(f"{path.name}.{os.getpid()}")
             partial.write_bytes(part)
             partial.replace(path)
-        except OSError as error:  # such as a full or read-only disk: the part serves this process
+        except OSError as error:  # such as a full disk; this process can still use the part
             _log.info("%s is not kept: %s", name, error)
 
 
 def folder_of_parts() -> Path | None:
-    """Return the folder in ``DSV4_OPS_CACHE``, or else ``dsv4_ops`` among the user's caches.
+    """Return the folder that the environment variable ``DSV4_OPS_CACHE`` names.
+
+    If the variable is not set, return the folder ``dsv4_ops`` in the user's cache folder.
 
     Returns:
-        None: the variable is "off"; or it is not set, and the user has no folder of caches, or
-            others can write to it. Loading a part runs its code.
+        None: the variable is "off", or the folder in the user's cache folder cannot be made, or
+            another user can write to it. A part from another user could run any code.
     """
     setting = os.environ.get("DSV4_OPS_CACHE", "")
     if setting:

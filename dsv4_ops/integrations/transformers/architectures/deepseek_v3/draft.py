@@ -1,7 +1,8 @@
-"""The draft layer (multi-token prediction) of DeepSeek-V3, V3.2 and GLM-5: a layer after the last.
+"""The draft layer (multi-token prediction) of DeepSeek-V3, V3.2 and GLM-5.
 
-It reads the final, normed state of a token and the embedding of the next token, and predicts the
-token after that. Embedding and head are the model's. In V3.2 and GLM-5 it has an indexer.
+The layer reads the final, normed state of a token and the embedding of the next token, and predicts
+the token after the next. Embedding and head are the model's. In V3.2 and GLM-5, the layer has an
+indexer.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _ONE_LAYER: dict[str, Any] = {
     "mlp_layer_types": ["sparse"],
     "indexer_types": ["full"],
 }
-"""Fields of a configuration whose only layer has experts, and an indexer if the family has one."""
+"""Fields of a configuration of one layer, with experts and, if the family has one, an indexer."""
 
 
 class DraftLayer(nn.Module):
     """The modules of the draft layer, under the names that Hugging Face uses for other layers.
 
     Args:
-        model: The model that the layer drafts for. Linear layers and experts have the model's
+        model: The model for which the layer drafts. Linear layers and experts have the model's
             classes and dtypes; weights are on the meta device until they are loaded.
     """
 
@@ -53,7 +54,7 @@ class DraftLayer(nn.Module):
 
 
 def run(draft: Any, body: Any, tokens: Tensor, states: Tensor, context: LayerContext) -> Tensor:
-    """Run the draft layer; see ``ModelSpec.run_draft``. Its states are normed, as the model's."""
+    """Run the draft layer (``ModelSpec.run_draft``); return its states after the final norm."""
     embedded = known_next(body, tokens, context.step.positions)
     both = torch.cat((draft.enorm(embedded), draft.hnorm(states)), -1)
     hidden = draft.layers[0](

@@ -37,8 +37,8 @@ class Rotary:
 
         Args:
             num_positions: Rows.
-            dtype: Round as Hugging Face does: to this dtype, from float32 angles. None for exact
-                angles.
+            dtype: Compute angles in float32 and round to this dtype, as Hugging Face does. None
+                computes exact angles.
             device: Device of the table.
         """
         exact: dict[str, Any] = {"dtype": torch.float64 if dtype is None else torch.float32}
@@ -65,7 +65,7 @@ def rotary_of(op: str, config: Any) -> Rotary:
     classes, prefix = modelling(config.model_type)
     kind = getattr(classes, f"{prefix}RotaryEmbedding")
     with torch.device("cpu"):
-        embedding = kind(copy.deepcopy(config))  # Hugging Face writes defaults into it
+        embedding = kind(copy.deepcopy(config))  # Hugging Face writes defaults into a config
     frequencies = embedding.inv_freq.float().tolist()
     if 2 * len(frequencies) != config.qk_rope_head_dim:
         raise argument_error(
@@ -90,22 +90,24 @@ def softmax_scale(config: Any) -> float:
 
 
 def check_rotary(op: str, model: Any, rotary: Rotary) -> None:
-    """Raise if a rotary embedding of the model differs: buffers may change after construction."""
+    """Raise if a rotary embedding of the model does not match its configuration: its buffer may
+    have changed after construction."""
     for name, module in model.named_modules():
         if is_part(module, "RotaryEmbedding"):
             _check(op, name, module, rotary)
 
 
 def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
-    """Raise if a rotary embedding differs from ours. Reads its buffer on the host."""
+    """Raise if a rotary embedding differs from ours. The check reads its buffer on the host."""
     if module.inv_freq.is_meta:
         return
     want = torch.tensor(rotary.frequencies, dtype=torch.float64, device="cpu")
     inv_freq = module.inv_freq.detach().cpu()
     if isinstance(inv_freq, FakeTensor):  # in a dry run
         return
-    info = torch.finfo(inv_freq.dtype)  # the whole model may have been cast, also to float16,
-    bound = info.eps * (4 * want + info.smallest_normal)  # where low frequencies are subnormal
+    # the model may have been cast to float16, in which low frequencies are subnormal
+    info = torch.finfo(inv_freq.dtype)
+    bound = info.eps * (4 * want + info.smallest_normal)
     same = inv_freq.shape == want.shape and float(module.attention_scaling) == rotary.scaling
     if not same or bool(((inv_freq.double() - want).abs() > bound).any()):
         raise argument_error(
@@ -118,7 +120,7 @@ def _check(op: str, name: str, module: Any, rotary: Rotary) -> None:
 
 
 class RotaryFrequencies(Rewrite):
-    """Remember the frequencies that ``patch`` saw, because steps read the cache's table instead.
+    """Detect changes of the frequencies after ``patch``, because steps read the cache's table.
 
     Args:
         rotary: Frequencies of the model.
@@ -132,12 +134,12 @@ class RotaryFrequencies(Rewrite):
         return is_part(module, "RotaryEmbedding")
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Note the buffer; no method is replaced."""
+        """Store the buffer's address and version; replace no method."""
         setattr(module, SOURCE, _source(module))
         return iter(())
 
     def check_unchanged(self, op: str, name: str, module: Any) -> None:
-        """Raise if the frequencies changed. Reads them only if a change is possible."""
+        """Raise if the frequencies changed. Read them only if they may have changed."""
         source = _source(module)
         # torch does not count writes through inv_freq.data or NumPy
         if module.inv_freq.device.type == "cpu" or getattr(module, SOURCE, None) != source:
@@ -146,7 +148,7 @@ class RotaryFrequencies(Rewrite):
                 setattr(module, SOURCE, source)
 
     def restore(self, module: Any) -> None:
-        """Forget the buffer."""
+        """Remove the stored address and version."""
         vars(module).pop(SOURCE, None)
 
 

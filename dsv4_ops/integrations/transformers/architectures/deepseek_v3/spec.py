@@ -1,4 +1,4 @@
-"""Dense MLA models: spec of the layers, latent cache, steps."""
+"""Dense MLA models: the spec of their layers, their latent cache and their steps."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class MlaModelSpec(ModelSpec):
             batch_invariant=execution.batch_invariant,
             parallel=execution.parallel,
         )
-        # prefill steps use this context: raise its errors now
+        # prefill steps use the context "chunked": raise its errors now
         replace(layers, context="chunked").check_impl(op, 1, execution.impl)
         layers = replace(layers, impl=execution.impl)
         model_dtype = dtype_of(config, dtype)
@@ -192,7 +192,7 @@ class MlaModelSpec(ModelSpec):
 
     @classmethod
     def own_properties(cls, layers: Any) -> dict[str, Any]:
-        """What a cache depends on besides the properties that all families have."""
+        """Return the properties on which only this family's caches depend."""
         return {}
 
     @property
@@ -239,7 +239,7 @@ class MlaModelSpec(ModelSpec):
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> MlaStep:
         table, num_tokens = cache.tables.blocks, step.tokens.positions.shape[0]
         rank = None if self.parallel is None else cache.tables.cp_rank
-        # do not guard a symbolic size; it may have any value
+        # add no guard for a symbolic size
         if statically_known_true(num_tokens <= step.num_reqs):
             return mla_step_of_tokens(self.layers, step.tokens, table, cp_rank=rank)
         absorbed = schedule == "decode" or self.absorbs(cache, num_tokens, step.num_reqs)
@@ -260,7 +260,7 @@ class MlaModelSpec(ModelSpec):
         return statically_known_true(num_tokens < self.layers.break_even * num_reqs)
 
     def chunked(self, cache: CacheTensors, num_reqs: int) -> MlaSpec:
-        """Spec of a step that expands the latents of its contexts to keys and values."""
+        """Return the spec of a step that expands the latents of its contexts to keys and values."""
         size, num_rows = self.layers.block_tokens, cache.num_rows
         longest = cache.rope.num_positions
         # rows share no blocks, so all contexts together fit into the cache
@@ -288,7 +288,7 @@ class MlaModelSpec(ModelSpec):
         return cache.tables.blocks.shape[1] * self.block_tokens
 
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
-        return torch.ones_like(first, dtype=torch.bool)  # nothing is overwritten
+        return torch.ones_like(first, dtype=torch.bool)  # steps overwrite no latents
 
     # The model
 
@@ -404,7 +404,7 @@ class MlaModelSpec(ModelSpec):
         spec = self.layers
         if not heads_are_split("patch", model.model, self.parallel, self._head_parts):
             return self
-        assert spec.parallel is not None  # otherwise heads were refused before
+        assert spec.parallel is not None  # otherwise ``heads_are_split`` raises
         parallel = replace(spec.parallel, shards_heads=True)
         heads = spec.num_heads // parallel.world_size
         return replace(self, layers=replace(spec, num_heads=heads, parallel=parallel))
@@ -422,7 +422,7 @@ class MlaModelSpec(ModelSpec):
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.rotary)
         for index, attention in _attentions(model.model):
-            # patch marks all modules that steps do not call, except kv_b_proj
+            # the other modules that steps do not call are not marked yet
             modules = [("kv_b_proj", attention.kv_b_proj)]
             check_skipped(op, f"model.layers.{index}.self_attn", modules, self.shards_heads)
         has_experts = any(is_part(module, "Experts") for module in model.modules())
@@ -451,7 +451,7 @@ class MlaModelSpec(ModelSpec):
 
 
 class AbsorbedWeights(Rewrite):
-    """Store the halves of ``kv_b_proj`` beside it for absorbed MLA, and the query scale.
+    """Add buffers for absorbed MLA to attention: the halves of ``kv_b_proj``, and the query scale.
 
     Args:
         layers: Spec of the attention layers.
@@ -468,7 +468,7 @@ class AbsorbedWeights(Rewrite):
         return "kv_b_proj" in module._modules
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Add the buffers; no method is replaced."""
+        """Add the buffers; replace no method."""
         self._split(module)
         if self.layers.query is not None:
             one = torch.ones(1, device=module.kv_b_proj.weight.device)
@@ -495,7 +495,7 @@ class AbsorbedWeights(Rewrite):
 
     @torch.no_grad()
     def _split(self, attention: Any) -> None:
-        """Update the halves of ``kv_b_proj`` at fixed addresses."""
+        """Compute the halves of ``kv_b_proj``, into the same buffers if possible."""
         spec, weight = self.layers, local(attention.kv_b_proj.weight)
         halves = split_kv_b_proj(
             dense_weight(attention.kv_b_proj, weight),
@@ -511,13 +511,14 @@ class AbsorbedWeights(Rewrite):
             else:
                 buffer.copy_(half)
         source = _identity(attention.kv_b_proj)
-        # compiled steps watch attributes: set it only after a change
+        # compiled steps watch attributes: set this one only after a change
         if getattr(attention, SOURCE, None) != source:
             setattr(attention, SOURCE, source)
 
 
 class OneOpRouter(Rewrite):
-    """Run the router of V3, V3.2 and GLM-5 as one op; Hugging Face's takes a dozen kernels."""
+    """Run the router of V3, V3.2 and GLM-5 as one op; Hugging Face's router takes a dozen
+    kernels."""
 
     def applies(self, module: Any) -> bool:
         """Whether a module is the family's router."""
@@ -530,7 +531,7 @@ class OneOpRouter(Rewrite):
 
 
 def normed(body: Any, hidden: Tensor, output_tokens: Tensor | None) -> Any:
-    """Return the final, normed states of ``output_tokens``; None for all."""
+    """Return the final, normed states of ``output_tokens``, or of all tokens if it is None."""
     return body.norm(hidden if output_tokens is None else hidden.index_select(1, output_tokens))
 
 
@@ -539,7 +540,7 @@ def _router_forward(before: Forward) -> Forward:
         if differentiated((hidden_states, self.weight)):
             stock: tuple[Tensor, Tensor, Tensor] = before(self, hidden_states)
             return stock
-        # autocast makes it bfloat16, as it does Hugging Face's
+        # under autocast the product is in bfloat16, as in Hugging Face's router
         logits = linear_float32(hidden_states.view(-1, self.hidden_dim), self.weight).float()
         routing = grouped_topk(
             logits,
@@ -561,7 +562,7 @@ def _attentions(body: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
-    """Return address and version of each parameter: one of them changes with the parameter."""
+    """Return the address and the version of each parameter: a change of it changes one of both."""
     parameters = (local(each) for each in linear._parameters.values() if each is not None)
     return tuple(
         (each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters
@@ -569,15 +570,15 @@ def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _can_hold(buffer: Tensor, half: Tensor) -> bool:
-    """Whether ``half`` fits ``buffer``; the model may have moved."""
+    """Whether ``half`` can be copied into ``buffer``: after a move of the model, it cannot."""
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         return False
     return (buffer.device, buffer.shape, buffer.dtype) == (half.device, half.shape, half.dtype)
 
 
 def _as_pairs(x: Tensor) -> Tensor:
-    """Interleave the halves: value i of the first moves to 2 i and of the second to 2 i + 1, which
-    are the pairs of ``apply_rope``."""
+    """Interleave two halves: value i of the first half moves to 2 i, and value i of the second half
+    to 2 i + 1. ``apply_rope`` rotates such pairs."""
     pairs: Tensor = x.unflatten(-1, (2, -1)).transpose(-1, -2)
     return pairs.flatten(-2)
 

@@ -11,7 +11,7 @@ from dsv4_ops.attention import pytrees
 
 @dataclass(frozen=True)
 class MlaTables:
-    """Block table of all rows of a cache, int32 [max_batch_size, max_blocks].
+    """Block table of a cache, int32 [max_batch_size, maximum blocks of a row].
 
     Attributes:
         blocks: Blocks of latent rows, from the pool; -1 if not reserved.
@@ -21,7 +21,7 @@ class MlaTables:
 
     @property
     def pool(self) -> Tensor:
-        """The table of the shared pool."""
+        """The block table of the pool that all rows share."""
         return self.blocks
 
 
@@ -30,7 +30,7 @@ class ShardedMlaTables(MlaTables):
     """Tables of a cache that several ranks share.
 
     Attributes:
-        cp_rank: The rank, [1], int32. It is a tensor, so that one package serves all ranks.
+        cp_rank: The rank, [1], int32. A tensor, so that one AOTInductor package serves all ranks.
     """
 
     cp_rank: Tensor

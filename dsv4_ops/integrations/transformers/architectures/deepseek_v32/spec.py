@@ -35,7 +35,8 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 FULL, SHARED = "indexed", "shared"
-"""Kinds of layers: with an indexer, and with the selection of the last layer that has one."""
+"""Kinds of layers: a layer with an indexer, and a layer that uses the selection of the last indexer
+before it."""
 
 _KIND_OF_TYPE = {"full": FULL, "shared": SHARED}
 
@@ -112,7 +113,7 @@ class DsaModelSpec(MlaModelSpec):
 
     @classmethod
     def rotates_pairs(cls, config: Any) -> bool:
-        return True  # Hugging Face's attention reads no setting
+        return True  # Hugging Face's attention has no setting for this
 
     @classmethod
     def own_settings(cls, config: Any) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class DsaModelSpec(MlaModelSpec):
         rings: dict[str, int],
         device: torch.device,
     ) -> DsaCache:
-        # in a short cache all rows are selected: no block of keys, so that none can be copied
+        # in a short cache every row is selected without a look at keys, so it has no block of keys
         keys = 0 if max_cache_len <= self.layers.index_topk else num_blocks
         selects = kind == FULL
         return DsaCache.allocate(
@@ -152,8 +153,8 @@ class DsaModelSpec(MlaModelSpec):
         return not expands or super().absorbs(cache, num_tokens, num_reqs)
 
     def is_dense(self, rope: Tensor) -> bool:
-        """Whether no request of a cache with this table has more rows than a selection, so that
-        its tokens attend to all rows."""
+        """Whether all requests of a cache with this RoPE table fit into a selection, so that tokens
+        attend to all rows."""
         return rope.shape[0] <= self.layers.index_topk
 
     # The model

@@ -1,4 +1,4 @@
-"""Hugging Face's attention projections around ``attention_layer``."""
+"""Run Hugging Face's attention projections before and after ``attention_layer``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KIND_OF_TYPE = {
 def attention(
     module: Any, spec: LayerSpec, recipe: Recipe, hidden: Tensor, context: LayerContext
 ) -> Tensor:
-    """Attention output of ``DeepseekV4Attention``, for [1, num_tokens, hidden_size]."""
+    """Return ``DeepseekV4Attention``'s output for ``hidden`` [1, num_tokens, hidden_size]."""
     kind, float32 = KIND_OF_TYPE[module.layer_type], recipe.compressor_float32
     if context.schedule == "prefill" and _quantizes(spec, recipe, module.o_a_proj):
         spec = replace(spec, scale_layout="row")
@@ -61,10 +61,11 @@ def attention(
 
 
 def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
-    """Whether the kernel that groups the input of ``projection`` can quantise it too.
+    """Whether the kernel that groups the input of ``projection`` can also quantise this input.
 
-    The codes are the same, except in blocks with amax below 1e-4, whose scales are smaller. A
-    decode step groups in the attention kernel, where quantising saves no pass over the input.
+    The codes are the same as those that ``projection`` computes, except in blocks with amax below
+    1e-4, whose scales are smaller. In a decode step the attention kernel groups the input, and
+    quantising there would not save a pass over the input.
     """
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16
@@ -132,7 +133,8 @@ def _project(layer: Any, x: Tensor, float32: bool) -> Tensor:
 
 
 def head_weights(indexer: Any) -> Any:
-    """Return the projection of the indexer's head weights, whose owner depends on the version."""
+    """Return the projection to the indexer's head weights. The module that owns this projection
+    depends on the version of transformers."""
     owner = getattr(indexer, "scorer", indexer)
     return owner.weights_proj
 

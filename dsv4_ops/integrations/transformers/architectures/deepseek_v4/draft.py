@@ -1,7 +1,7 @@
-"""The draft layer of DeepSeek-V4 (multi-token prediction): a sliding layer after the last one.
+"""The draft layer (multi-token prediction) of DeepSeek-V4, which has sliding-window attention.
 
-It reads the residual streams of a token and the embedding of the next token, and predicts the token
-after that. Embedding and head are the model's.
+The layer reads the residual streams of a token and the embedding of the next token, and predicts
+the token after the next. Embedding and head are the model's.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dsv4_ops.integrations.transformers.modules import quantized
 from dsv4_ops.integrations.transformers.modules.replacement import unwrapped
 
 KINDS = ("window",)
-"""Kinds of a model's draft layers: one, if it has any."""
+"""Kinds of a model's draft layers. A model has at most one draft layer."""
 
 
 class DraftLayer(nn.Module):
     """The modules of the draft layer, under the names that Hugging Face uses for other layers.
 
     Args:
-        model: The model that the layer drafts for. Linear layers and experts have the model's
+        model: The model for which the layer drafts. Linear layers and experts have the model's
             classes and dtypes; weights are on the meta device until they are loaded.
     """
 
@@ -55,7 +55,7 @@ class DraftLayer(nn.Module):
 
 
 def _take_classes(draft: DraftLayer, body: Any) -> None:
-    """Copy the quantised modules of the model's layers, and the dtypes of the others."""
+    """Give a draft the quantised modules of the model, and the dtypes of the model's tensors."""
     linear = unwrapped(unwrapped(body.layers[-1].self_attn).q_a_proj)
     if quantized.is_quantized(linear):
         for name in ("e_proj", "h_proj"):
@@ -68,7 +68,7 @@ def _take_classes(draft: DraftLayer, body: Any) -> None:
 
 
 def _square(linear: Any, width: int) -> Any:
-    """Return an FP8 layer of ``width`` inputs and outputs, of the class of another layer."""
+    """Return an FP8 layer of the same class as ``linear``, with ``width`` inputs and outputs."""
     copied = empty_copy(linear)
     copied.in_features = copied.out_features = width
     for name, parameter in copied._parameters.items():

@@ -37,7 +37,7 @@ from dsv4_ops.reference.streams import mixed
 
 
 class FamilyForwards(Rewrite):
-    """Replace hyper-connections by the Sinkhorn kernel, and forwards that the recipe changes.
+    """Let hyper-connections run the Sinkhorn kernel, and replace forwards that the recipe changes.
 
     Args:
         recipe: The recipe that ``patch`` got.
@@ -59,14 +59,14 @@ class FamilyForwards(Rewrite):
             self.makers["DeepseekV4MLP"] = partial(_shared_experts_forward, recipe)
 
     def applies(self, module: Any) -> bool:
-        """Whether a module is of a class with replaced methods."""
+        """Whether we replace a method of a module's class."""
         name = class_of(module)
         if name == "DeepseekV4HyperConnection":
             return _fits_sinkhorn(module)
         return name in self.makers or (name == "DeepseekV4Experts" and self.gates_float32)
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Yield the forward, and the activation of experts."""
+        """Yield the forward, or for experts the activation."""
         name = class_of(module)
         if name == "DeepseekV4Experts":
             yield "_apply_gate", in_place_of(_gated)
@@ -81,8 +81,8 @@ def _fits_sinkhorn(connection: Any) -> bool:
 
 
 def _grouped_forward(before: Forward) -> Forward:
-    """Project in groups; to reshape a transposed result would fix the number of tokens in a
-    trace."""
+    """Return a forward that projects in groups. It does not reshape a transposed result, as this
+    would fix the number of tokens in a trace."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.dim() != 3 or not has_plain_weight(self):
@@ -122,10 +122,10 @@ FUSED_ON = ("cuda",)
 
 
 class Carried(NamedTuple):
-    """Streams between layers, and the last block's output, which the next layer adds in the kernel
-    that reads the streams.
+    """The streams between two layers, and a block's output that is not added to them yet.
 
-    Attributes: the arguments of ``hyper_connection``.
+    The next layer adds the output in the kernel that reads the streams. The attributes are
+    arguments of ``hyper_connection``.
     """
 
     streams: Tensor
@@ -135,7 +135,7 @@ class Carried(NamedTuple):
 
     @classmethod
     def of(cls, streams: Tensor) -> Carried:
-        """Make it from streams [1, num_tokens, num_streams, hidden_size] and a zero output."""
+        """Return streams [1, num_tokens, num_streams, hidden_size] with a block output of zeros."""
         streams = streams.flatten(0, 1)
         tokens, count, width = streams.shape
         post = streams.new_zeros((tokens, count), dtype=torch.float32)
@@ -144,13 +144,13 @@ class Carried(NamedTuple):
         return cls(streams, streams.new_zeros((tokens, width)), post, mix)
 
     def mixed(self) -> Tensor:
-        """Return the streams with the block's output, [1, num_tokens, num_streams, hidden_size]."""
+        """Add the output to the streams; return [1, num_tokens, num_streams, hidden_size]."""
         return mixed(self.post, self.mix, self.block_out, self.streams)[None]
 
 
 def can_carry(recipe: Recipe, layers: Any, streams: Tensor, context: Any) -> bool:
-    """Whether all layers take and return ``Carried``; False with hooks, which get tensors."""
-    replaced = recipe.streams_float32 and recipe.norms_float32  # in _layer_of_float32_norms
+    """Whether all layers take and return ``Carried``; False with hooks, which need tensors."""
+    replaced = recipe.streams_float32 and recipe.norms_float32  # by _layer_of_float32_norms
     return (
         replaced
         and not has_global_hooks()
@@ -184,7 +184,7 @@ def _layer_of_float32_norms(
 
 
 def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
-    """Run routed and shared experts, with the router as one op if it is Hugging Face's."""
+    """Run the router and the experts. If they are Hugging Face's, run the router as one op."""
     gate = block.gate
     ours = (
         is_unchanged(block)
@@ -207,8 +207,9 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
     else:
         routing = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
     shared: Tensor = block.shared_experts(x)
-    hooks = block.experts._forward_hooks or block.experts._forward_pre_hooks  # of a user
-    # a sum over ranks has no whole shared experts; the op has no gradient
+    hooks = block.experts._forward_hooks or block.experts._forward_pre_hooks
+    # if ranks sum the experts' outputs, each rank would add the shared experts; the op has no
+    # gradient; a user's hooks do not know ``shared``
     if sums(block.experts) or torch.is_grad_enabled() or hooks:
         out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape) + shared
     else:
@@ -218,7 +219,8 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
 
 
 def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
-    """Whether these modules are unchanged and ``hyper_connection`` supports their sizes."""
+    """Whether ``hyper_connection`` supports a layer's hyper-connections and norms, and they are
+    unchanged."""
     if context is None or streams.device.type not in FUSED_ON:
         return False
     pairs = (layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)

@@ -33,11 +33,11 @@ class RingSpec(ModelSpec):
     layers: LayerSpec
 
     def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
-        """Blocks per row of the rings of window keys and compressor states.
+        """Return the number of blocks per row in the rings of window keys and compressor states.
 
-        A chunk is stored before its first token reads its window, so the window ring holds chunk
-        and window. The states are read before the step overwrites them, so their rings store the
-        last states only.
+        A step stores a chunk before the first token of the chunk reads its window, so the window
+        ring holds a chunk and a window. A step reads states before it overwrites them, so the rings
+        of states hold only the last states.
         """
         layers, attention = self.layers, self.layers.attention
         spans = {"swa": (max_chunk + attention.window_size - 1, attention.swa_block_size)}
@@ -51,7 +51,7 @@ class RingSpec(ModelSpec):
         }
 
     def _kept_states(self, kind: str, next_n: int) -> int:
-        """Number of trailing positions of a request whose states later steps may read."""
+        """Return the number of last positions of a request whose states later steps may read."""
         windows = 2 if kind == "c4" else 1
         return windows * self.layers.ratio(kind) + next_n - 1
 
@@ -77,8 +77,8 @@ class RingSpec(ModelSpec):
     ) -> AttentionStep:
         """Build the metadata of a step for caches with rings.
 
-        ``step`` has the tokens that ``storable`` left. ``heads`` is the number of query heads to
-        build a split-KV plan for, or 0.
+        ``storable`` has already been applied to ``step``. ``heads`` is the number of query heads of
+        the split-KV plan; 0 builds no plan.
         """
         tables, tokens, ends = cache.tables, step.tokens, step.ends
         late = tokens.positions >= ends - self.most_tokens(cache)
@@ -101,7 +101,7 @@ class RingSpec(ModelSpec):
         return replace(built, **groups)
 
     def most_tokens(self, cache: CacheTensors) -> int:
-        """``max_chunk``, rounded up to the ring's blocks."""
+        """Return ``max_chunk``, rounded up to whole blocks of the ring."""
         attention, window, table = self.layers.attention, cache.layers[0].swa, cache.tables.swa
         positions = _positions(window, table, attention.swa_block_size)
         return positions - (attention.window_size - 1) * _is_ring(window, table)
@@ -134,12 +134,12 @@ def _last_states(
 
 
 def _is_ring(blocks: Tensor, table: Tensor) -> int:
-    """1 if a row has fewer blocks than its table has columns, else 0; a graph guards neither."""
+    """Return 1 if a row has fewer blocks than its table has columns, else 0, without a guard."""
     # not torch.sym_min, which Dynamo of torch 2.11 refuses for constants
     return min(table.shape[1] - blocks.shape[0] // table.shape[0], 1)
 
 
 def _positions(blocks: Tensor, table: Tensor, block: int) -> int:
-    """Number of positions that fit into a row's blocks; in a ring, at any alignment."""
+    """Return how many positions fit into a row's blocks. In a ring, they fit at any alignment."""
     full_blocks: int = blocks.shape[0] // table.shape[0] - _is_ring(blocks, table)
     return full_blocks * block

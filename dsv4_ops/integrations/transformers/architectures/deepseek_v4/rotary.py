@@ -15,7 +15,7 @@ from dsv4_ops.core.errors import argument_error
 from dsv4_ops.core.yarn import YarnScaling
 
 _KNOWN = {"main": ("default",), "compress": ("default", "yarn")}
-"""Supported RoPE types: "main" for window layers, "compress" for the others."""
+"""Supported RoPE types: "main" for window layers, "compress" for layers with a compressor."""
 
 _UNKNOWN = "Other rotary embeddings are unknown to this version"
 
@@ -30,7 +30,7 @@ def check_rope(op: str, config: Any) -> None:
 
 
 def yarn_of(op: str, config: Any) -> YarnScaling | None:
-    """YaRN scaling of layers with a compressor, or None."""
+    """Return the YaRN scaling of layers with a compressor, or None."""
     rope = config.rope_parameters["compress"]
     if rope["rope_type"] == "default":
         return None
@@ -50,9 +50,9 @@ def yarn_of(op: str, config: Any) -> YarnScaling | None:
 
 
 def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
-    """Raise if Hugging Face derives other frequencies or another scale from the configuration.
+    """Raise if Hugging Face computes other frequencies or another scale than we do.
 
-    Hugging Face reads more of a configuration than we do, and its versions differ.
+    Hugging Face reads more fields of a configuration than we do, and its versions differ.
     """
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
@@ -66,7 +66,8 @@ def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
 
 
 def check_rotary(op: str, model: Any, layers: LayerSpec) -> None:
-    """Raise if a rotary embedding of the model differs: buffers may change after construction."""
+    """Raise if a rotary embedding of the model does not match its configuration: its buffers may
+    have changed after construction."""
     for name, module in model.named_modules():
         if type(module).__name__ == "DeepseekV4RotaryEmbedding":
             for label, mistaken in _mistakes(module, layers):
@@ -97,8 +98,9 @@ def _mistakes(rotary: Any, layers: LayerSpec) -> Iterator[tuple[str, dict[str, A
 def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | None:
     """Return the first pair whose frequency differs from ours by more than rounding.
 
-    Hugging Face computes in float32: the power amplifies the rounding of its exponent, and YaRN
-    amplifies that of 1 - ramp. The whole model may also have been cast.
+    Hugging Face computes in float32: the power amplifies the rounding error of its exponent, and
+    YaRN amplifies the rounding error of 1 - ramp. The model may also have been cast to another
+    dtype.
     """
     yarn = layers.yarn if label == "compress" else None
     theta = layers.rope_theta if label == "main" else layers.compress_rope_theta
@@ -115,7 +117,7 @@ def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | 
 
 
 def rounded_table(layers: LayerSpec, kind: str, num_positions: int, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines of float32 angles, rounded to the dtype as Hugging Face does."""
+    """Return cosines and sines of float32 angles, rounded to ``dtype`` as in Hugging Face."""
     theta = layers.rope_theta if kind == "window" else layers.compress_rope_theta
     single: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     pairs = torch.arange(0, layers.rope_dim, 2, **single) / layers.rope_dim

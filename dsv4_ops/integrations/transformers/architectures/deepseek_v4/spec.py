@@ -79,7 +79,7 @@ class DeepseekV4Spec(RingSpec):
     Attributes:
         step_layers: ``layers`` with the ``batch_invariant`` and ``impl`` of ``patch``.
         num_heads: Number of query heads.
-        plan_heads: Number of query heads to build split-KV plans for; 0 for no plan.
+        plan_heads: Number of query heads of split-KV plans; 0 for no plan.
     """
 
     step_layers: LayerSpec
@@ -156,7 +156,7 @@ class DeepseekV4Spec(RingSpec):
         layers = self.step_layers
         if layers.impl in LIBRARIES and device.type in choice.DEVICES:
             choice.require("patch", layers.impl)
-        # FlashMLA schedules by lengths that a rank knows only inside of the layer
+        # FlashMLA's schedule depends on lengths that a rank knows only inside of the layer
         if layers.impl == FLASH_MLA and layers.ranks is not None:
             return self
         if layers.impl not in LIBRARIES or choice.unusable(layers.impl):
@@ -213,7 +213,7 @@ class DeepseekV4Spec(RingSpec):
         )
 
     def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
-        """Cosines and sines for a kind of layer."""
+        """Return the cosines and sines for a kind of layer."""
         if self.recipe.rope_float32:
             return self.layers.rope_table(kind, num_positions, device)
         return rounded_table(self.layers, kind, num_positions, self.dtype).to(device)
@@ -247,7 +247,7 @@ class DeepseekV4Spec(RingSpec):
         return self.build_ring_step(layers, step, cache, heads)
 
     def layers_for(self, schedule: str, num_tokens: int) -> LayerSpec:
-        """Spec for a step; with a library's schedules if the layers take them."""
+        """Return the spec for a step, with a library's schedules if the layers can use them."""
         layers = self.step_layers
         if layers.sm_parts and schedule != "decode":
             return self.layers
@@ -345,7 +345,7 @@ class DeepseekV4Spec(RingSpec):
         ]
         if not any(split):
             return self
-        assert self.parallel is not None  # otherwise heads were refused before
+        assert self.parallel is not None  # otherwise ``heads_are_split`` raises
         parallel = replace(self.parallel, shards_heads=split[0], shards_index_heads=split[1])
         ranks = parallel.head_parts
         Checks("patch").divides("parallel.world_size", ranks, "config.o_groups", self.num_groups)
@@ -379,8 +379,9 @@ class DeepseekV4Spec(RingSpec):
 
 
 class OutputGroups(Rewrite):
-    """Set the number of groups of the output projection to this rank's; Hugging Face has all
-    ranks'.
+    """Set the number of groups of the output projection to the number on this rank.
+
+    Hugging Face's module has the number over all ranks.
 
     Args:
         count: Number of groups on this rank.
@@ -394,12 +395,12 @@ class OutputGroups(Rewrite):
         return class_of(module) == "DeepseekV4Attention"
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Set this rank's number of groups; no method is replaced."""
+        """Set the number of groups on this rank; replace no method."""
         self._set(module, self.count)
         return iter(())
 
     def restore(self, module: Any) -> None:
-        """Set the number of groups of all ranks."""
+        """Set the number of groups over all ranks again."""
         self._set(module, module.config.o_groups)
 
     def _set(self, module: Any, count: int) -> None:
@@ -432,8 +433,8 @@ def _check_layer_types(op: str, config: Any) -> None:
 
 
 def _check_flash_mla(op: str, impl: str, kv: str, batch_invariant: bool) -> None:
-    """Raise for settings that FlashMLA does not support: it has one layout, and splits by the
-    batch."""
+    """Raise for settings that FlashMLA does not support: it has one layout, and its splits depend
+    on the batch."""
     for name, value, wanted in (("kv", kv, "fp8"), ("batch_invariant", batch_invariant, False)):
         if impl == FLASH_MLA and value != wanted:
             raise argument_error(
@@ -491,12 +492,12 @@ _OF_STEPS = ("batch_invariant", "impl", "schedule_sms", "sm_parts")
 
 
 def _fingerprint(layers: LayerSpec, kinds: tuple[str, ...], rope_dtype: torch.dtype | None) -> str:
-    """All settings, except for weights, that decide the meaning of a cache's tensors."""
+    """Return all settings, except for weights, that decide the meaning of a cache's tensors."""
     values: dict[str, Any] = {"layers": ",".join(kinds), "angles": rope_dtype or "exact"}
     parts: list[LayerSpec | AttentionSpec | YarnScaling] = [layers.attention, layers]
     for part in parts if layers.yarn is None else [*parts, layers.yarn]:
         values |= {field.name: getattr(part, field.name) for field in fields(part)}
-    # listed field by field below, or without effect on the cache
+    # these fields have entries of their own, or no effect on the cache
     for name in ("attention", "parallel", "kinds", *_OF_STEPS):
         del values[name]
     if layers.ranks is not None:
