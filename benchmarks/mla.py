@@ -115,10 +115,12 @@ class Inputs:
     def of_flash_mla(self, library: Any) -> list[Call]:
         """Make calls of FlashMLA's decode, planned here, or its prefill for selected plain rows."""
         rows, selects, sets = self.cache[:, :, None], self.row.topk is not None, self.sets
-        if selects:  # its sparse kernels take 64 or 128 heads, so vLLM pads fewer ones as here
+        is_prefill = selects and self.row.layout == PlainLayout.tag
+        any_heads = hasattr(library.ops, "permute_q_b_proj")  # vLLM 0.33's prefill takes 16, too
+        if selects and not (is_prefill and any_heads):  # vLLM pads fewer than 64
             pad = (0, 0, 0, max(64 - self.row.heads, 0))
             sets = [(torch.nn.functional.pad(q, pad), each) for q, each in sets]
-        if selects and self.row.layout == PlainLayout.tag:
+        if is_prefill:
             op, rest = library.ops.sparse_prefill_fwd, (SCALE, RANK, None, None, None)
             rows = self.cache.view(-1, 1, WIDTH)
             return [functools.partial(op, q, rows, each[:, None], *rest) for q, each in sets]
