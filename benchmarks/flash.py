@@ -3,7 +3,7 @@
 Hugging Face's plans split a model in the released precision, with random weights, over a process
 per GPU, and all share the rows of the caches. Before anything is timed, the logits of six layers on
 all GPUs are compared with those on one. Contexts are not prefilled: caches hold random rows, and
-lengths are set.
+lengths are set. ``--model pro --layers N`` measures the first layers of DeepSeek-V4-Pro.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from benchmarks.flash_soak import Soak
 from benchmarks.harness.options import chosen_device, size, sizes
 from benchmarks.harness.ranks import Ranks, replays_us, run_ranks
 from benchmarks.harness.report import one_line
-from benchmarks.harness.steps import fill, flash_config, step_batch
+from benchmarks.harness.steps import MODELS, fill, flash_config, step_batch
 from benchmarks.harness.timing import Capture, device_activities, wait, wall_us
 from benchmarks.run import WrongResult
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
-from dsv4_ops.testing.checkpoint import FLASH
 
 _CHECKED_LAYERS, _CHECKED_TOKENS, _MOST_ERROR = 6, 9, 0.05
 """Compared layers, minimum tokens of a compared decode, and maximum median error of a token's
@@ -42,8 +41,11 @@ _ACCEPTED = (0.0, 0.5, 0.9)
 """Shares of accepted drafts."""
 _REPLAYS, _PREFILLS = 8, 3
 _CHUNK = 4096
-_BYTES_PER_MS = 3.35e9
-"""An H100's memory bandwidth."""
+_BYTES_PER_MS = {"H200": 4.8e9, "H100": 3.35e9}
+"""Memory bandwidth of GPUs by a part of their names."""
+_LONG = 131072
+"""Maximum context of the first cache; longer contexts are measured last, in a cache of their own,
+whose tables are wider."""
 _RESERVED_GB = 1.6
 """Memory for graphs and activations of decode steps, besides the cache."""
 _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
@@ -53,6 +55,7 @@ _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
 class FlashRow:
     """A phase of the start, a decode step or a prefill; the time is the same on all ranks."""
 
+    model: str
     part: str  # "start", "check", "decode", "draft" (verifies one each), "soak" or "prefill"
     layers: int
     ranks: int  # processes, with a GPU each
@@ -81,7 +84,8 @@ class FlashRow:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=size, metavar="N", help="default: all")
-    add("--layers", type=size, help="default: 43; 4 on a CPU")
+    add("--model", choices=tuple(MODELS), default="flash", help="default: %(default)s")
+    add("--layers", type=size, help="default: all; 4 on a CPU")
     add("--batches", type=sizes, help="requests; default: 1,8,32")
     add("--contexts", type=sizes, help="tokens; default: 4096,32768,131072")
     add("--prefills", type=sizes, help="tokens; default: 1024,4096,16384")
@@ -95,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     device = chosen_device(options)
     on_cpu = device.type == "cpu"
-    options.layers = options.layers or (4 if on_cpu else FLASH["num_hidden_layers"])
+    options.layers = options.layers or (4 if on_cpu else MODELS[options.model]["num_hidden_layers"])
     options.batches = options.batches or ((1, 2) if on_cpu else (1, 8, 32))
     options.contexts = options.contexts or ((64, 300) if on_cpu else (4096, 32768, 131072))
     options.prefills = options.prefills or ((48,) if on_cpu else (1024, 4096, 16384))
@@ -113,10 +117,11 @@ class FlashRanks(Ranks):
         "step_ms: of a decode, median over replays of a CUDA graph on all GPUs at once; of a "
         "prefill, of graphs of chunks of at most 4096 tokens by the clock. tokens_per_s: of all "
         "requests.",
-        "roofline_ms: bytes of one GPU over 3.35 TB/s: weights without experts and embedding, "
-        "experts * (1 - (1 - 6 / 256) ** tokens), and cache rows. These are, in a layer, 128 of "
-        "584 bytes; in C4 layers a key of 132 bytes for every 4 tokens and 512 rows, in C128 "
-        "layers a row for every 128 tokens, both divided by the GPUs that share them.",
+        "roofline_ms: bytes of one GPU over 3.35 (H100) or 4.8 TB/s (H200): weights without "
+        "experts and embedding, experts * (1 - (1 - 6 / 256) ** tokens), and cache rows. These "
+        "are, in a layer, 128 of 584 bytes; in C4 layers a key of 132 bytes for every 4 tokens and "
+        "512 rows, in C128 layers a row for every 128 tokens, both divided by the GPUs that share "
+        "them. Pro has 384 experts and selects 1024 rows.",
         "draft: a step that verifies one draft of each request; models that are split have no "
         "draft layer, so its time is missing. per_s_none, per_s_half, per_s_most: tokens per "
         "second if none, half or 9 of 10 drafts are right.",
@@ -124,6 +129,8 @@ class FlashRanks(Ranks):
     )
 
     def run(self) -> None:
+        from dsv4_ops.integrations import transformers as v4
+
         self.layers: int = self.options.layers
         if self.world > 1 and not self.options.no_check:
             self.check()
@@ -132,16 +139,33 @@ class FlashRanks(Ranks):
             row.weights_gb = sum(_own(each).nbytes for each in model.parameters()) / 1e9
         with self.phase("patch"):
             self.patch(model, split=True)
-        weights = Weights.of(model)
-        Decodes(self, model, weights).run()
+        weights, step = Weights.of(model), self.compiled(model, v4.decode_step)
+        short = [each for each in self.options.contexts if each <= _LONG]
+        if short:
+            Decodes(self, model, weights, step, short).run()
+            self.free()
+        self.prefills(model)
+        long = [each for each in self.options.contexts if each > _LONG]
+        if long:
+            self.free()
+            Decodes(self, model, weights, step, long).run()
+
+    def free(self) -> None:
+        """Return the memory of what is no longer used."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
-        self.prefills(model)
+
+    @property
+    def rate(self) -> float | None:
+        """Return the GPU's memory bandwidth in bytes per ms, or None if it is not known."""
+        name = torch.cuda.get_device_name(self.device) if self.cuda else "H100"
+        return next((rate for part, rate in _BYTES_PER_MS.items() if part in name), None)
 
     def row(self, part: str, **fields: Any) -> FlashRow:
         """Make a row of this run."""
-        return FlashRow(part=part, layers=self.layers, ranks=self.world, **fields)
+        model = self.options.model
+        return FlashRow(model=model, part=part, layers=self.layers, ranks=self.world, **fields)
 
     def keep(self, row: FlashRow) -> None:
         if self.cuda:
@@ -160,10 +184,10 @@ class FlashRanks(Ranks):
         self.keep(row)
 
     def model(self, layers: int, *, split: bool) -> Any:
-        """Build the first layers of Flash: this rank's part, or whole."""
+        """Build the first layers of the model: this rank's part, or whole."""
         from dsv4_ops.testing.released_model import released_model, split_over
 
-        plan, config = None, flash_config(layers, small=not self.cuda)
+        plan, config = None, flash_config(layers, self.options.model, small=not self.cuda)
         if split and self.world > 1:
             settings = {"heads": self.options.heads == "split", "experts": self.options.experts}
             plan = split_over(self.world, **settings)
@@ -192,9 +216,7 @@ class FlashRanks(Ranks):
                 model = self.patch(self.model(layers, split=split), split=split)
                 logits.append(_checked_logits(model))
                 del model
-                gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
+        self.free()
         dist.barrier()
         if self.rank == 0:
             ours, one = logits
@@ -222,7 +244,7 @@ class FlashRanks(Ranks):
     def prefills(self, model: Any) -> None:
         """Time prompts of one request in chunks, by the clock; a GPU replays a graph for each."""
         from dsv4_ops.integrations import transformers as v4
-        from dsv4_ops.integrations.transformers.generation.kept import WARM_CALLS, KeptStep, pool_of
+        from dsv4_ops.integrations.transformers.generation import kept
 
         prompts = sorted(self.options.prefills)
         chunk = min(_CHUNK, max(prompts))
@@ -231,15 +253,15 @@ class FlashRanks(Ranks):
         )
         row = cache.add("prompt", max(prompts))
         step: Any = self.compiled(model, v4.prefill_step)
-        captures = self.cuda and self.options.backend is not None
-        pool, steps = pool_of(self.device) if captures else None, dict[int, Any]()
+        captures = kept.keeps_on(self.device) and self.options.backend is not None
+        pool, steps = kept.pool_of(self.device) if captures else None, dict[int, Any]()
 
         def prefill(tokens: int) -> None:
             cache.seq_lens.zero_()
             for first in range(0, tokens, chunk):
                 count = min(chunk, tokens - first)
                 if captures and count not in steps:
-                    steps[count] = KeptStep(step, cache.tensors, 1, count, pool)
+                    steps[count] = kept.KeptStep(step, cache.tensors, 1, count, pool)
                 batch = step_batch([count], [first + count], self.device, [row])
                 steps.get(count, step)(batch, cache.tensors)
 
@@ -248,7 +270,7 @@ class FlashRanks(Ranks):
         for tokens in prompts:
             found = self.row("prefill", requests=1, tokens=tokens, context=0)
             with self.measured(found):
-                for _ in range(WARM_CALLS + 1 if captures else 1):
+                for _ in range(kept.WARM_CALLS + 1 if captures else 1):
                     prefill(tokens)  # compiles the kernels of these sizes, and captures
                 seconds = []
                 for _ in range(_PREFILLS if self.cuda else 1):
@@ -289,13 +311,20 @@ class Weights:
 class Decodes:
     """Time decode steps of all batches and contexts, from one cache and one compiled step."""
 
-    def __init__(self, ranks: FlashRanks, model: Any, weights: Weights) -> None:
+    def __init__(
+        self,
+        ranks: FlashRanks,
+        model: Any,
+        weights: Weights,
+        step: Callable[..., Any],
+        contexts: list[int],
+    ) -> None:
         from dsv4_ops.integrations import transformers as v4
 
         self.ranks, self.model, self.weights = ranks, model, weights
         self.spec = model.dsv4_ops_spec
         self.shares = 1 if self.spec.parallel is None else ranks.world
-        self.batches, self.contexts = ranks.options.batches, ranks.options.contexts
+        self.batches, self.contexts = ranks.options.batches, contexts
         self.sizes = {
             "max_batch_size": max(self.batches),
             "max_cache_len": max(self.contexts) + _DRAFTED + 1,
@@ -310,7 +339,6 @@ class Decodes:
         self.cache = v4.PagedCache.for_model(model, num_blocks=blocks, **self.sizes)
         fill(self.cache)
         self.bytes = sum(self.cache.memory().values())
-        step = ranks.compiled(model, v4.decode_step)
         self.step = functools.partial(step, state_rings=False)
         self.eager = functools.partial(v4.decode_step, model, state_rings=False)
         self.graphs: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -330,7 +358,7 @@ class Decodes:
             self.measure("decode", batch, context, 1)
         for batch, context in self.fits:
             self.measure("draft", batch, context, _DRAFTED)
-        if ranks.options.soak:
+        if ranks.options.soak and self.graphs and max(self.contexts) <= _LONG:
             self.soak(ranks.options.soak)
         self.graphs.clear()
 
@@ -370,7 +398,7 @@ class Decodes:
             batch.seq_lens.fill_(context + each)
             self.cache.seq_lens.fill_(context)
             read = self.weights.read(tokens) + requests * self.row_bytes(context)
-            row.roofline_ms = read / _BYTES_PER_MS
+            row.roofline_ms = None if ranks.rate is None else read / ranks.rate
             if capture is None:
                 call = functools.partial(self.step, batch, self.cache.tensors)
                 row.step_ms = wall_us(call, ranks.device, budget_s=0).median / 1e3
@@ -418,7 +446,7 @@ class Decodes:
         if ranks.options.backend is not None:
             errors = []
             for _ in range(-(-_CHECKED_TOKENS // (requests * each))):
-                batch.tokens.copy_(torch.randint_like(batch.tokens, 3, 1000))
+                batch.tokens.copy_(torch.randint_like(batch.tokens, 3, 250))
                 dist.broadcast(batch.tokens, 0)
                 self.cache.seq_lens.fill_(context)
                 expected = self.eager(batch, self.cache.tensors)

@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness.draw import Draw
 from dsv4_ops.core.layout import QuantizedLayout
-from dsv4_ops.testing.checkpoint import FLASH
+from dsv4_ops.testing.checkpoint import FLASH, PRO
 
-INDEX_TOPK = 512
-"""Rows that the indexer of the released Flash selects; ``FLASH`` has the number of a tiny model."""
+MODELS = {"flash": FLASH | {"index_topk": 512}, "pro": PRO | {"index_topk": 1024}}
+"""Configs with the rows that the released indexers select; ``FLASH`` has a tiny model's."""
 
 SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
 SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 256, "vocab_size": 260, "index_topk": 16}
@@ -21,10 +21,12 @@ SMALL |= {"index_n_heads": 16, "num_experts_per_tok": 2}
 """Sizes on a CPU."""
 
 
-def flash_config(layers: int, *, small: bool = False, **changed: Any) -> dict[str, Any]:
-    """Return the ``config.json`` of the first layers of Flash."""
-    config = {**FLASH, "index_topk": INDEX_TOPK, "num_hidden_layers": layers}
-    config["compress_ratios"] = [*FLASH["compress_ratios"][:layers], 0]
+def flash_config(
+    layers: int, model: str = "flash", *, small: bool = False, **changed: Any
+) -> dict[str, Any]:
+    """Return the ``config.json`` of the first layers of Flash, or of Pro."""
+    config = {**MODELS[model], "num_hidden_layers": layers}
+    config["compress_ratios"] = [*config["compress_ratios"][:layers], 0]
     return config | ({**SMALL, "n_routed_experts": 8} if small else {}) | changed
 
 
