@@ -24,7 +24,7 @@ BETWEEN_RANKS = {"gather_ranks", "merge_ranks"}
 LATE = BETWEEN_RANKS | {"finish_heads_kernel"}
 """The last follows FlashMLA's combine, which may end before the kernel that it was to wait for."""
 
-FETCHES = {"fp8_linear_kernel"}
+FETCHES = {"fp8_linear_kernel", "router_products_kernel", "stream_products_kernel"}
 """Kernels that fetch weights to the L2 cache before they wait."""
 
 WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"

@@ -35,13 +35,14 @@ def wait_for_previous_kernel():
 
 @triton.constexpr_function
 def _fetch_if_launched_early():
-    def fetch(rows, BYTES, _semantic=None):
+    def fetch(starts, BYTES, _semantic=None):
         if _semantic is not None and getattr(_semantic.builder.options, "launch_pdl", False):
             size = tl.core._unwrap_if_constexpr(BYTES)
+            aligned = "{ .reg .b64 a; and.b64 a, $1, -16;"
             tl.inline_asm_elementwise(
-                f"cp.async.bulk.prefetch.L2.global [$1], {size}; mov.b32 $0, 0;",
+                f"{aligned} cp.async.bulk.prefetch.L2.global [a], {size}; mov.b32 $0, 0; }}",
                 "=r,l",
-                [rows],
+                [starts],
                 dtype=tl.int32,
                 is_pure=False,
                 pack=1,
@@ -53,13 +54,11 @@ def _fetch_if_launched_early():
 
 
 @triton.jit
-def fetch_before_wait(rows, BYTES: tl.constexpr):
-    """Fetch BYTES at each address to the L2 cache, if the kernel is launched early.
-
-    This may precede the wait: what an earlier kernel still writes goes to that cache, too.
-    Addresses and BYTES are multiples of 16.
+def fetch_to_l2(starts, BYTES: tl.constexpr):
+    """Fetch BYTES, a multiple of 16, at each address to the L2 cache, if the kernel is launched
+    early. This may precede the wait: what an earlier kernel still writes goes to that cache, too.
     """
-    _fetch_if_launched_early()(rows, BYTES)
+    _fetch_if_launched_early()(starts, BYTES)
 
 
 def waits(kernel) -> bool:

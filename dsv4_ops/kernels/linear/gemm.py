@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.dependent_launch import fetch_before_wait, wait_for_previous_kernel
+from dsv4_ops.kernels.common.dependent_launch import fetch_to_l2, wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import (
     bf16_activations,
     byte_rows,
@@ -74,8 +74,10 @@ def fp8_linear_kernel(
     split, n_start = tile // (SIZE // ROWS), tile % (SIZE // ROWS) * ROWS
     STEPS: tl.constexpr = WIDTH // 128
     if FETCHED > 0:
-        fetched = (n_start + tl.arange(0, ROWS)).to(tl.int64) * code_row_stride
-        fetch_before_wait(codes + fetched + split * STEPS // SPLITS * 128, FETCHED)
+        PART: tl.constexpr = FETCHED // 2  # a thread each
+        starts = (n_start + tl.arange(0, ROWS)).to(tl.int64)[:, None] * code_row_stride
+        starts += split * STEPS // SPLITS * 128 + tl.arange(0, 2)[None, :] * PART
+        fetch_to_l2(codes + starts, PART)
     wait_for_previous_kernel()
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     token_valid = token < num_tokens
@@ -158,8 +160,7 @@ def _multiply_as_bf16(
         out, num_tokens,
         SIZE=rows, GROUP_SIZE=rows // num_groups, WIDTH=width, SCALED=scaled, SPLITS=splits,
         ORDERED=tokens > FEW_TOKENS, TOKENS=tokens, TILE=TILES[tokens],
-        CONVERTS=launch.converts_codes(x.device),
-        FETCHED=fetched, num_warps=warps,
+        CONVERTS=launch.converts_codes(x.device), FETCHED=fetched, num_warps=warps,
     )  # fmt: skip
     return out
 
