@@ -1,8 +1,8 @@
 """DeepSeek-V4's attention stack as PyTorch ops that compile.
 
-Importing this package registers the ops with ``torch.library`` and loads nothing but torch. Their
-Inductor lowerings are loaded at the first trace, by ``torch.compile`` or AOTInductor (see
-``dispatch/define.py``).
+Importing this package registers the ops with ``torch.library`` and loads no library but torch.
+Inductor lowerings of the ops are loaded at the first trace, by ``torch.compile`` or AOTInductor
+(see ``dispatch/define.py``).
 """
 
 import torch as _torch

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0 done, 1 problems, 2 bad usage, 141 closed
-    output."""
+    """Run one command. Return its exit status: 0 for success, 1 for problems, 2 for bad usage, 141
+    if the output is closed."""
     try:
         status = _run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # `list | head`: drop the rest, at exit too
+    except BrokenPipeError:  # as in `list | head`: drop the rest of the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     return status
@@ -159,7 +159,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from dsv4_ops.cli import doctor
 
-    def say(line: str) -> None:  # flushed: a pipe would hold it until the end
+    def say(line: str) -> None:  # flushed, because a pipe would hold the line until the end
         if not options.json:
             print(line, flush=True)
 

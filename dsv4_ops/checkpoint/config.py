@@ -16,7 +16,7 @@ _QUANTIZATION = {
     "activation_scheme": "dynamic",
     "weight_block_size": [WEIGHT_BLOCK, WEIGHT_BLOCK],
 }
-"""Required values of quantization_config. Only the first must be present; the others are
+"""Required values of quantization_config. Only ``quant_method`` must be present: the other two are
 defaults."""
 
 _FORMATS = (None, "e4m3", "float8_e4m3fn")
@@ -26,8 +26,8 @@ _FORMATS = (None, "e4m3", "float8_e4m3fn")
 def check_sizes(
     op: str, config: Mapping[str, Any], names: Iterable[str], *, zero: Collection[str] = ()
 ) -> None:
-    """Raise unless a config has these sizes: integers of at least 1, or at least 0 if in
-    ``zero``."""
+    """Raise unless a config has the sizes in ``names``: integers of at least 1, or of at least 0
+    for names in ``zero``."""
     names = list(names)
     missing = [name for name in names if config.get(name) is None]
     if missing:
@@ -56,7 +56,7 @@ def check_size(op: str, name: str, size: Any, least: int = 1) -> None:
 
 
 def check_ratios(op: str, config: Mapping[str, Any]) -> None:
-    """Raise unless a V4 config has a compression ratio for each layer."""
+    """Raise unless a DeepSeek-V4 config has a compression ratio for each layer."""
     ratios, layers = config.get("compress_ratios"), config["num_hidden_layers"]
     name, must = "config.compress_ratios", f"have a ratio for each of {layers} layers"
     if not isinstance(ratios, list):
@@ -68,7 +68,7 @@ def check_ratios(op: str, config: Mapping[str, Any]) -> None:
 
 
 def scale_format(op: str, config: Mapping[str, Any]) -> str:
-    """Return the format in which a loader keeps scales: "float", or "ue8m0" for bytes.
+    """Return the format in which a loader stores scales: "float", or "ue8m0" for UE8M0 bytes.
 
     Raises:
         ValueError: the config does not say how weights are quantised, or names a format other than
@@ -109,7 +109,7 @@ def skipped_modules(op: str, config: Mapping[str, Any]) -> list[str]:
     """Return the patterns of the modules that Hugging Face does not convert to FP8.
 
     Raises:
-        ValueError: they are not a list of regular expressions.
+        ValueError: the patterns are not a list of regular expressions.
     """
     quantization = config["quantization_config"]
     name = "modules_to_not_convert"

@@ -1,4 +1,5 @@
-"""Check released checkpoints of all families, and list the tensors that a V4 config implies."""
+"""Check released checkpoints of all families, and list the tensors that a DeepSeek-V4 config
+implies."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ V4 = "deepseek_v4"
 E4M3, E8M0, FP4_PAIRS = "F8_E4M3", "F8_E8M0", "I8"
 """Dtype names in safetensors headers: FP8 codes, UE8M0 scales, and two FP4 codes per byte."""
 DSPARK = ("main_proj", "main_norm", "markov_head", "confidence_head")
-"""Name parts that only a DSpark draft has under ``mtp.``."""
+"""Parts of names under ``mtp.`` that only a DSpark draft has."""
 
 _DTYPES = {
     E4M3: torch.float8_e4m3fn,
@@ -58,9 +59,9 @@ class CheckpointInfo(NamedTuple):
         num_bytes: Size of these tensors in bytes.
         expert_dtype: "fp4" or "fp8", from the header.
         scale_dtype: "F8_E8M0" or "F32", from the header.
-        draft: "mtp", "dspark" or "none": the draft layers, under ``mtp.`` or after the other
-            layers.
-        names_experts: Whether the config has ``expert_dtype``; without it Hugging Face takes "fp8".
+        draft: "mtp", "dspark" or "none": kind of the draft layers, whose names are under ``mtp.``
+            or follow those of the other layers.
+        names_experts: Whether the config has ``expert_dtype``; if not, Hugging Face assumes "fp8".
         model_type: "deepseek_v4", "deepseek_v32", "deepseek_v3" (R1 too), "deepseek_v2" or
             "glm_moe_dsa".
     """
@@ -94,7 +95,8 @@ def released_tensors(
 def _tensors(
     op: str, config: Mapping[str, Any], expert_dtype: str, scale_dtype: str
 ) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the tensors one at a time: a config with wrong sizes may imply a great many."""
+    """Yield the tensors one at a time, because a config with wrong sizes may imply very many
+    tensors."""
     drafts = config.get("num_nextn_predict_layers") or 0
     width, vocabulary = config["hidden_size"], config["vocab_size"]
     for name in ("embed", "head"):
@@ -152,7 +154,8 @@ def _block(
     expert_dtype: str,
     scale_dtype: str,
 ) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the tensors of a layer; ``ratio`` is that of its compressor, 0 for none."""
+    """Yield the tensors of a layer; ``ratio`` is the ratio of the layer's compressor, or 0 if it
+    has none."""
     width, rank, groups = config["hidden_size"], config["q_lora_rank"], config["o_groups"]
     heads, dim = config["num_attention_heads"], config["head_dim"]
     o_rank, size = config["o_lora_rank"], config["moe_intermediate_size"]
@@ -232,25 +235,27 @@ def _fp4(op: str, name: str, rows: int, columns: int) -> Iterator[tuple[str, Ten
 
 _BYTES = {"BF16": 2, "F32": 4, "I64": 8, FP4_PAIRS: 1, E4M3: 1, E8M0: 1}
 _SPLIT_HEADS = ("attn.wq_b.", "attn.wo_a.", "attn.wo_b.", "attn.attn_sink", "ffn.shared_experts.")
-"""Tensors of a layer that tensor parallelism splits with the attention heads or shared expert."""
+"""Tensors of a layer that tensor parallelism splits, along the attention heads or in the shared
+expert."""
 
 
 def weight_bytes(
     config: Mapping[str, Any], *, num_gpus: int = 1, split_heads: bool = False
 ) -> dict[str, int]:
-    """Compute the bytes of a loaded model's weights on each GPU, without its draft layer.
+    """Compute the bytes of a loaded model's weights on each GPU, without the draft layer.
 
     Args:
         config: The content of ``config.json``, as released.
         num_gpus: GPUs that share the routed experts and the rows of the head. Must divide the
             number of experts and the vocabulary.
         split_heads: Whether the attention projections and the shared expert are split as well.
-            Otherwise every GPU has all of them, as in Hugging Face's plans.
+            Otherwise every GPU has all attention projections and the whole shared expert, as in
+            Hugging Face's plans.
 
     Returns:
         Bytes by part: "experts", "attention" (projections, compressors and indexers), "shared
         experts" and "other" (embedding, head, routers, norms, hyper-connections). Norms count as
-        float32, their dtype once loaded.
+        float32, their dtype after loading.
 
     Raises:
         ValueError: a size is missing, or ``num_gpus`` does not divide the experts, the vocabulary
@@ -271,7 +276,7 @@ def weight_bytes(
             )
     sizes = dict.fromkeys(("experts", "attention", "shared experts", "other"), 0)
     expert_dtype = config.get("expert_dtype", "fp4")
-    one = {**config, "n_routed_experts": 1}  # all experts are alike; naming each would take seconds
+    one = {**config, "n_routed_experts": 1}  # all experts are alike, and naming each takes seconds
     for name, info in released_tensors(one, expert_dtype=expert_dtype).items():
         if name.startswith("mtp."):
             continue
@@ -309,20 +314,20 @@ def check_checkpoint(
 ) -> CheckpointInfo:
     """Check names, dtypes, shapes and scales of a released checkpoint.
 
-    Accepts DeepSeek-V4, V3.2, V3, R1, V2 and GLM-5 in FP8. Loaders check little: if a norm is
-    missing, or a scale is missing, transposed or of another block size, they load wrong weights
-    with at most a warning. A NaN in a scale or code makes every result NaN. Where Hugging Face's
-    loader stores scales as bytes, it rounds float32 scales to powers of two: always for V4, and for
-    the others if the config has ``scale_fmt="ue8m0"``. A scale is 0 for a block of zeros, and never
-    negative.
+    The check accepts DeepSeek-V4, V3.2, V3, R1, V2 and GLM-5 in FP8. Loaders check little: if a
+    norm is missing, or a scale is missing, transposed or of another block size, they load wrong
+    weights with at most a warning. A NaN in a scale or code makes every result NaN. Where Hugging
+    Face's loader stores scales as bytes, it rounds float32 scales to powers of two: always for V4,
+    and for other models if the config has ``scale_fmt="ue8m0"``. A scale is 0 for a block of zeros,
+    and never negative.
 
     Args:
         path: The folder with ``config.json`` and either the shards and their index, or one file.
             The headers are always read.
-        scales: Whether to read the scales: 1/20 of the bytes of V4, 1/4000 of those of V3.
+        scales: Whether to read the scales, which are 1/20 of V4's bytes and 1/4000 of V3's bytes.
         codes: Whether to read FP8 codes and unquantised weights too, and refuse NaN and infinity.
-            Reads all bytes once, 16 MB at a time, except FP4 codes, which are always numbers.
-            ``patch`` checks the codes of the modules it patches on the model's device.
+            All bytes are read once, 16 MB at a time, except FP4 codes, which are always numbers.
+            ``patch`` checks the codes of the modules that it patches, on the model's device.
 
     Returns:
         ``CheckpointInfo``.
@@ -361,7 +366,8 @@ def check_checkpoint(
 def _check_v4(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor], of_bytes: bool
 ) -> tuple[str, str, str]:
-    """Check V4's headers; return the dtypes of experts and scales, and the kind of draft."""
+    """Check the headers of a V4 checkpoint; return the dtypes of experts and scales, and the kind
+    of draft."""
     first = _require(stored, "layers.0.ffn.experts.0.w1.weight").info.dtype
     expert_dtype = "fp4" if first == FP4_PAIRS else "fp8"
     declared = config.get("expert_dtype")
@@ -394,7 +400,8 @@ def _check_v4(
 def _check_mla(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor], _: bool
 ) -> tuple[str, str, str]:
-    """Check V3's or V2's headers; return the same as ``_check_v4``."""
+    """Check the headers of a checkpoint of another family; return the same values as
+    ``_check_v4``."""
     expected = mla_format.mla_tensors(OP, config)
     _check_tensors(stored, expected, lambda name: mla_format.is_other(config, name))
     scales = (tensor.info.dtype for name, tensor in stored.items() if _is_scale(name))
@@ -407,8 +414,8 @@ def _check_tensors(
     expected: Iterable[tuple[str, TensorInfo]],
     is_other: Callable[[str], bool],
 ) -> None:
-    """Raise unless the files have exactly the expected tensors; those of ``is_other`` may be
-    extra."""
+    """Raise unless the files have exactly the expected tensors. Tensors for which ``is_other`` is
+    True may be there too."""
     names = set()
     for name, info in expected:
         _check_tensor(name, info, _require(stored, name, info).info)
@@ -458,13 +465,14 @@ def draft_tensors(
         op: Public function that an error names.
 
     Returns:
-        The prefix of the layer's names, "mtp.0." or that of the layer after the last, and its
-        tensors by name without it.
+        The prefix of the draft layer's tensors, "mtp.0." or the prefix of the layer after the last
+        one; and the tensors of the draft layer, by name without this prefix.
 
     Raises:
         ValueError: the files hold no draft layer or several, or a tensor of the layer is missing,
             unknown, transposed or of another dtype or shape; the message names it.
-        NotImplementedError: the draft is a DSpark one, or the architecture is another.
+        NotImplementedError: the draft is a DSpark draft, or the checkpoint is of another
+            architecture.
     """
     path = Checks(op).path("path", path)
     config = read_json(path / CONFIG, op)
@@ -544,7 +552,7 @@ def _draft_tensors(
     expected: Iterable[tuple[str, TensorInfo]],
 ) -> dict[str, StoredTensor]:
     """Return the expected tensors by their names without the prefix; raise unless the files have
-    exactly these."""
+    exactly these tensors."""
     tensors = {}
     for name, info in expected:
         tensor = tensors[name.removeprefix(prefix)] = _require(stored, name, info, op=op)
@@ -582,7 +590,7 @@ def _is_scale(name: str) -> bool:
 def _check_values(
     stored: Mapping[str, StoredTensor], scales: bool, codes: bool, *, power_of_two: bool
 ) -> None:
-    """Check the values of scales, codes or both; read them in byte order."""
+    """Check the values of scales, codes or both; read tensors in the order of their bytes."""
     buffer = bytearray(_CHUNK)
     for name, tensor in sorted(stored.items(), key=lambda item: (item[1].file, item[1].start)):
         dtype, scale = _DTYPES.get(tensor.info.dtype), _is_scale(name)

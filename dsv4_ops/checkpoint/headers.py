@@ -1,6 +1,6 @@
 """Read the headers of safetensors files and the index of a checkpoint's shards, but no tensor.
 
-These checks are as strict as safetensors itself, so that a broken header fails here and not in a
+The checks are as strict as safetensors itself, so that a broken header fails here and not in a
 loader.
 """
 
@@ -16,8 +16,8 @@ from dsv4_ops.core.errors import argument_error
 
 CONFIG = "config.json"
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-"""The index of the shards, and the single file with all tensors. If both exist, loaders take the
-file."""
+"""The index of the shards, and the single file with all tensors. If both exist, loaders read the
+single file."""
 AGAIN = "Download the file again, or convert it from the released one"
 
 _BITS = {
@@ -61,15 +61,15 @@ def read_headers(
     Args:
         path: The folder.
         op: Public function that an error names.
-        selects: Whether to return the tensor of this name. Shards without a selected tensor are
+        selects: Returns whether to read the tensor of a name. Shards without a selected tensor are
             not opened.
 
     Returns:
         The selected tensors, by name.
 
     Raises:
-        ValueError: a file is missing or broken, or a tensor is in another shard than the index
-            says, or in two.
+        ValueError: a file is missing or broken, a tensor is not in the shard that the index says,
+            or a tensor is in two shards.
     """
     if (path / WHOLE).is_file():
         whole = read_header(path / WHOLE, op)
@@ -101,7 +101,7 @@ def read_headers(
 
 
 def read_index(path: Path, op: str) -> dict[str, str]:
-    """Read from the index which shard holds each tensor.
+    """Return the shard of each tensor, as the index lists them.
 
     Raises:
         ValueError: the index is missing or broken, or one of its shards is missing.
@@ -110,7 +110,7 @@ def read_index(path: Path, op: str) -> dict[str, str]:
     shards = index.get("weight_map")
     if not isinstance(shards, dict):
         raise argument_error(op, INDEX, must="hold a weight_map", got="none", do=AGAIN)
-    if not isinstance(index.get("metadata"), dict):  # Hugging Face requires it
+    if not isinstance(index.get("metadata"), dict):  # Hugging Face requires metadata
         raise argument_error(op, INDEX, must="hold metadata", got="none", do=AGAIN)
     files = {each.name for each in path.iterdir() if each.is_file()}
     for name, shard in shards.items():
@@ -150,7 +150,7 @@ def read_header(file: Path, op: str) -> dict[str, StoredTensor]:
     """Read the header of a file; return its tensors in byte order.
 
     Raises:
-        ValueError: the header is broken, or contradicts itself or the length of the file.
+        ValueError: the header is broken, or contradicts itself or the file's length.
     """
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
@@ -201,7 +201,7 @@ def _stored(op: str, file: Path, first: int, name: str, entry: Any) -> tuple[str
         raise argument_error(
             op, name, must="be of a dtype that safetensors has", got=_short(dtype), do=AGAIN
         )
-    if prod(max(size, 1) for size in shape) >= _MOST_VALUES:  # libraries count in 64 bits
+    if prod(max(size, 1) for size in shape) >= _MOST_VALUES:  # libraries use 64-bit counts
         raise argument_error(
             op, name, must=f"have fewer than {_MOST_VALUES} values", got=_short(shape), do=AGAIN
         )
@@ -219,7 +219,7 @@ def _stored(op: str, file: Path, first: int, name: str, entry: Any) -> tuple[str
 
 
 def _are_sizes(values: Any, count: int | None = None) -> TypeGuard[list[int]]:
-    """Whether ``values`` is a list of sizes, ``count`` of them unless it is None."""
+    """Whether ``values`` is a list of sizes, and has ``count`` entries if ``count`` is not None."""
     if not isinstance(values, list) or count not in (None, len(values)):
         return False
     return all(type(each) is int and each >= 0 for each in values)
@@ -249,7 +249,7 @@ def _object(op: str, name: str, content: bytes) -> dict[str, Any]:
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object from its pairs; refuse duplicate names, which parsers treat differently."""
     for text in (each for pair in pairs for each in pair if isinstance(each, str)):
-        text.encode()  # raises on half of a surrogate pair
+        text.encode()  # raises for half of a surrogate pair
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a name that is there twice")

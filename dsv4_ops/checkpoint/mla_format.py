@@ -1,8 +1,8 @@
-"""List the tensors of a DeepSeek-V3, R1, V3.2, V2 or GLM-5 checkpoint in FP8, from its config.
+"""List the tensors of an FP8 checkpoint of DeepSeek-V3, R1, V3.2, V2 or GLM-5, from the config.
 
-Names are those of Hugging Face's modules, except that the files store each expert separately.
-Linear layers have e4m3 codes and a scale for each block of 128 x 128; the last blocks may be
-smaller.
+Tensors have the names of Hugging Face's modules, except that the files store each expert
+separately. Linear layers have e4m3 codes and a scale for each block of 128 x 128; the last blocks
+may be smaller.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ _INDEXER_SIZES = ("q_lora_rank", "index_n_heads", "index_head_dim")
 """Sizes that a config of V3.2 or GLM-5 must have as well."""
 _DRAFTS = "num_nextn_predict_layers"
 _SKIPPED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
-"""Suffixes of tensors that loaders skip: those that old files store and loaders compute from the
-config, and cache scales of other engines."""
+"""Suffixes of tensors that loaders skip: frequencies, which loaders compute from the config but old
+files store, and cache scales of other engines."""
 _DRAFT_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Copies of the model's embedding and head, which some files have beside the draft layer."""
+"""Copies of the model's embedding and head that some files store with the draft layer."""
 _SHARED_EXPERTS = {"deepseek_v2": 2}
-"""Hugging Face's default of ``n_shared_experts`` if it is not 1."""
+"""Hugging Face's default of ``n_shared_experts`` for families whose default is not 1."""
 
 
 def mla_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
     """Return the name, allowed dtypes and shape of every tensor that a checkpoint must have.
 
     Raises:
-        ValueError: a size is missing or not an integer, the config has biases, or its skipped
-            modules are not patterns.
+        ValueError: a size is missing or not an integer, the config has biases, or the config's
+            skipped modules are not patterns.
     """
     config = _checked(op, config)
     return _Tensors(config, skipped_modules(op, config)).all()
 
 
 def _checked(op: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with the fields that it may leave out; raise as ``mla_tensors``."""
+    """Return the config with defaults for the fields that it may leave out; raise like
+    ``mla_tensors``."""
     kind = config["model_type"]
     config = {"n_shared_experts": _SHARED_EXPERTS.get(kind, 1), **config}
     check_sizes(op, config, _SIZES, zero=("first_k_dense_replace",))
@@ -76,10 +77,11 @@ def _checked(op: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mla_draft_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
-    """Return the same of the draft layer: a layer of experts, with an indexer if the family has
-    them, and the projection and norms around it.
+    """Return the name, allowed dtypes and shape of every tensor of the draft layer: a layer with
+    experts (and an indexer in families with indexers), and the projection and norms around this
+    layer.
 
-    A config without ``quantization_config`` has plain weights.
+    If the config has no ``quantization_config``, weights are not quantised.
     """
     quantization = config.get("quantization_config") or {"modules_to_not_convert": [".*"]}
     config = _checked(op, {**config, "quantization_config": quantization})
@@ -95,12 +97,12 @@ def mla_draft_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def is_skipped_draft(name: str) -> bool:
-    """Whether loaders skip a tensor of the draft layer, by its name without the prefix."""
+    """Whether loaders skip a tensor of the draft layer; ``name`` has no prefix."""
     return name in _DRAFT_COPIES or f".{name}".endswith(_SKIPPED)
 
 
 def draft_prefix(config: Mapping[str, Any]) -> str:
-    """Prefix of the names of the draft layer's tensors."""
+    """Return the prefix of the names of the draft layer's tensors."""
     return f"model.layers.{config['num_hidden_layers']}."
 
 
@@ -118,9 +120,11 @@ def is_draft(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _indexer_types(op: str, config: Mapping[str, Any]) -> list[str]:
-    """Return the type of each layer, "full" or "shared", as Hugging Face reads it from a config.
+    """Return the type of each layer's indexer, "full" or "shared", as Hugging Face reads it from a
+    config.
 
-    The configs of GLM-5 list the types, or name how often and from where on they repeat.
+    The configs of GLM-5 list the types, or give the number of leading "full" layers and the period
+    of the "full" layers after these.
     """
     count = config["num_hidden_layers"]
     if config["model_type"] == "deepseek_v32":
@@ -195,7 +199,7 @@ class _Tensors:
         yield from self.linear(f"{prefix}wk", dim, width)
         yield _plain(f"{prefix}k_norm", dim)
         yield f"{prefix}k_norm.bias", TensorInfo(FLOATS, (dim,))
-        yield _plain(f"{prefix}weights_proj", heads, width)  # Hugging Face keeps it in float32
+        yield _plain(f"{prefix}weights_proj", heads, width)  # float32 in Hugging Face
 
     def experts(self, prefix: str) -> Iterator[tuple[str, TensorInfo]]:
         config, size = self.config, self.config["moe_intermediate_size"]
@@ -221,8 +225,9 @@ class _Tensors:
     def linear(
         self, name: str, rows: int, columns: int, module: str | None = None
     ) -> Iterator[tuple[str, TensorInfo]]:
-        """Yield the weight of a linear layer, and its scales if Hugging Face quantises both the
-        layer and the ``module`` that loads it."""
+        """Yield the weight of a linear layer, and the weight's scales unless Hugging Face skips the
+        quantisation of ``module``, the module that loads the layer (by default the layer
+        itself)."""
         if any(_matches(pattern, module or name) for pattern in self.skipped):
             yield _plain(name, rows, columns)
             return
@@ -236,5 +241,6 @@ def _plain(name: str, *shape: int) -> tuple[str, TensorInfo]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a module's name, the name of a parent, or the end of its name."""
+    """Whether a pattern matches the name of a module or of its parent, or is the end of the
+    name."""
     return bool(re.match(rf"(?:{pattern})(?:(?<=\.)|\.|$)", name)) or name.endswith(pattern)

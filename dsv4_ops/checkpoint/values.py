@@ -26,17 +26,18 @@ def check_values(
 ) -> None:
     """Raise if a stored tensor holds NaN or infinity, or a scale that no quantiser writes.
 
-    FP4 codes and integers are always numbers, so they are not read; nor are meta tensors. FP8 codes
-    cost two reductions over their bytes, on their device and without a copy: 1.1 ms per GB on an
-    H100. A float32 scale is an amax divided by the largest code: 0 for a block of zeros, and never
-    negative.
+    FP4 codes and integers are always numbers, so their values are not read. Meta tensors have no
+    values to read. FP8 codes take two reductions over their bytes, on the tensor's device and
+    without a copy: 1.1 ms per GB on an H100. A float32 scale is an amax divided by the largest
+    code: 0 for a block of zeros, and never negative.
 
     Args:
         op: Public function that an error names.
         name: Name of the tensor.
-        values: Its values, in the stored dtype.
+        values: Values of the tensor, in the stored dtype.
         advice: What the caller can do, a sentence without its period.
-        scale: Whether the values are scales. Bytes are then UE8M0, otherwise FP4 codes or integers.
+        scale: Whether the values are scales. If so, bytes are UE8M0; otherwise bytes are FP4 codes
+            or integers.
         power_of_two: Whether a loader converts float32 scales to UE8M0 bytes.
 
     Raises:
@@ -60,19 +61,19 @@ def check_values(
 
 
 def _has_nan(codes: Tensor) -> bool:
-    """Whether e4m3 codes contain NaN: 0x7F is the largest signed byte, 0xFF the largest
-    unsigned."""
+    """Whether e4m3 codes contain NaN. The two codes of NaN are the largest bytes: 0x7F if signed,
+    0xFF if unsigned."""
     signed, unsigned = codes.view(torch.int8), codes.view(torch.uint8)
     return int(signed.amax()) == NAN_CODE or int(unsigned.amax()) == NAN_CODE | 0x80
 
 
 def _is_finite(values: Tensor) -> bool:
-    low, high = values.aminmax()  # both are NaN if a value is
+    low, high = values.aminmax()  # both are NaN if any value is NaN
     return bool(low.isfinite()) and bool(high.isfinite())
 
 
 def _scale_rule(scales: Tensor, power_of_two: bool) -> tuple[str, Tensor]:
-    """Return the rule for scales, and a mask of those that break it."""
+    """Return the rule for scales, and the mask of the scales that break this rule."""
     if scales.dtype != torch.float32:
         must = f"hold bytes of 0 to {NAN_SCALE - 1}, as {NAN_SCALE} is NaN"
         return must, scales.view(torch.uint8) == NAN_SCALE

@@ -1,1 +1,1 @@
-"""The command line: list, show, explain, doctor, checkpoint, kernels."""
+"""The commands of the command line, one module per command."""

@@ -1,4 +1,4 @@
-"""Write a tiny checkpoint in the released format, and check one."""
+"""Write a tiny checkpoint in the released format, or check any checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dsv4_ops.testing.text import write_tokenizer
 
 
 def write(path: str, family: str, seed: int, shards: int) -> None:
-    """Write ``dsv4_ops.testing.checkpoint.TINY`` with random weights, and a tokenizer of bytes if
-    transformers is installed.
+    """Write a checkpoint of ``dsv4_ops.testing.checkpoint.TINY`` with random weights, and a
+    tokenizer of single bytes if transformers is installed.
 
     Raises:
         ValueError: the folder already has a checkpoint, or the number of shards is below 1.
@@ -33,7 +33,7 @@ def write(path: str, family: str, seed: int, shards: int) -> None:
 
 
 def describe(path: str) -> str:
-    """Check all of a checkpoint, and describe it.
+    """Check all tensors of a checkpoint, and describe the checkpoint.
 
     Raises:
         ValueError: a tensor or setting is not as released; the message names it.

@@ -1,7 +1,7 @@
 """Report the capabilities of this machine and installation: ``collect``, ``section_lines``,
 ``verdict``, ``healthy``.
 
-A probe that fails becomes a line with its error and a problem, never an exception.
+If a probe raises, the report gets a line with the error and a problem; the exception stops here.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ def collect(
     """Probe this machine.
 
     Args:
-        steps: Also compile a decode step of a tiny model of each family, in processes of their
-            own. Takes seconds.
-        selftest: Also compile an op in a fresh process and import the optional libraries.
+        steps: Whether to compile a decode step of a tiny model of each family, each in its own
+            process. Takes half a minute.
+        selftest: Whether to compile an op in a fresh process and import the optional libraries.
             Takes seconds.
-        progress: Receives a line before each probe that takes seconds.
-        on_begin: Receives the name of each section before its probe runs.
-        on_section: Receives each section, once it is complete.
+        progress: Called with a line before each probe that takes seconds.
+        on_begin: Called with the name of each section before the section's probe runs.
+        on_section: Called with each section when the section is complete.
 
     Returns:
-        One entry per section; ``warnings`` about untested releases; and ``problems``, with their
-        remedies.
+        One entry per section; ``warnings`` about untested releases; and ``problems`` with remedies.
     """
     problems: Problems = []
     warnings: list[str] = []
@@ -68,7 +67,7 @@ def collect(
         "lowerings": lambda problems: _lowerings(problems, selftest, progress),
         "cache": _cache,
         "aot_inductor": _aot_inductor,
-        "steps": lambda problems: _steps(problems, steps, progress),  # takes longest
+        "steps": lambda problems: _steps(problems, steps, progress),  # slowest, so last
     }
     report: dict[str, Any] = {}
     for name, probe in probes.items():
@@ -145,8 +144,8 @@ def _torch(problems: Problems) -> Section:
 
 
 def _versions(problems: Problems, warnings: list[str]) -> Section:
-    """Report whether the installed torch and transformers were tested together, and the tested
-    pairs."""
+    """Report whether the installed torch and transformers were tested together, and which pairs
+    were tested."""
     import torch
 
     from dsv4_ops.core import versions
@@ -176,8 +175,8 @@ def _versions(problems: Problems, warnings: list[str]) -> Section:
 
 
 def _steps(problems: Problems, run: bool, progress: Callable[[str], None]) -> Section:
-    """Compile a decode step of a tiny model of each family, without Inductor's code, all families
-    at once."""
+    """Compile a decode step of a tiny model of each family, all families at once; no Inductor code
+    is compiled."""
     import torch
 
     from dsv4_ops.dispatch.probes import distribution_version
@@ -303,9 +302,9 @@ def _lowerings(problems: Problems, run_selftest: bool, progress: Callable[[str],
 
 
 def selftest() -> None:
-    """Compile ``token_map`` on CPU and check result and code; raises if something is wrong.
+    """Compile ``token_map`` on CPU; raise if the result or the generated code is wrong.
 
-    Resets torch's compiler: run it in a process of its own, as ``collect(selftest=True)`` does.
+    Run this function in its own process, as ``collect(selftest=True)`` does.
     """
     import torch
 
@@ -331,15 +330,15 @@ def selftest() -> None:
 
 
 def _selftest_outcome() -> str:
-    """Run ``selftest`` in a fresh process without caches: its first compilation must use the
-    lowerings."""
+    """Run ``selftest`` in a fresh process without caches, because the first compilation of a
+    process must use the lowerings."""
     code = "import dsv4_ops.cli.doctor as d; d.selftest()"
     status, _, message = _child(["-c", code], TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     return f"exit status {status}: {message}" if status else "passed"
 
 
 def _child(arguments: list[str], **environment: str) -> tuple[int, str, str]:
-    """Run a fresh Python; return its exit status, its output and its final error."""
+    """Run Python in a new process; return its exit status, output and final error."""
     try:
         child = subprocess.run(
             [sys.executable, *arguments],
@@ -356,7 +355,7 @@ def _child(arguments: list[str], **environment: str) -> tuple[int, str, str]:
 
 
 def _error_line(stderr: str) -> str:
-    """Find the line of a traceback that names the error; notes may follow it."""
+    """Find the line of a traceback that names the error; notes may follow this line."""
     lines = stderr.strip().splitlines() or ["no message"]
     named = (
         line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported)\b", line)
@@ -442,13 +441,14 @@ def linked_libraries(compiler: str) -> list[str]:
     """List the libraries that a C++ shared library built with ``compiler`` loads.
 
     Args:
-        compiler: The compiler's command, options allowed.
+        compiler: Command of the compiler, which may have options.
 
     Returns:
-        The NEEDED entries; without ``readelf`` only whether libstdc++ is mentioned.
+        The NEEDED entries of the library. Without ``readelf``, only libstdc++, if the library
+        mentions it.
 
     Raises:
-        RuntimeError: the compiler does not build a shared library.
+        RuntimeError: the compiler cannot build a shared library.
     """
     with tempfile.TemporaryDirectory(prefix="dsv4_ops_doctor_") as folder:
         source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")

@@ -27,8 +27,8 @@ _WIDTH = 100
 def explain(op: str | None = None) -> str:
     """Describe the implementations of one op, or of every op whose callers choose one.
 
-    It names the implementation that runs the op, and each library with its sizes and whether it is
-    available here.
+    The text names the implementation that runs the op, and each library: the sizes at which "auto"
+    selects it, and whether it is available here.
 
     Raises:
         ValueError: no such op.
@@ -40,11 +40,12 @@ def explain(op: str | None = None) -> str:
 def records(op: str | None = None) -> list[dict[str, Any]]:
     """Return the content of ``explain`` as JSON-compatible values.
 
-    An op has its implementation on CUDA and elsewhere, and its libraries. A library has the sizes
-    at which "auto" selects it, and whether it is usable here.
+    The record of an op has the op's implementation on CUDA and elsewhere, and its libraries. The
+    record of a library has the sizes at which "auto" selects the library, and whether it is usable
+    here.
 
     Raises:
-        ValueError: as ``explain``.
+        ValueError: no such op.
     """
     return [_record(spec) for spec in _chosen(op)]
 
@@ -83,7 +84,8 @@ def _record(spec: OpSpec) -> dict[str, Any]:
 
 
 def _notes(spec: OpSpec) -> list[str]:
-    """Say when the reference runs instead of our kernel, and how a prefill reads its rows."""
+    """Say when the reference runs instead of our kernel, and how ``sparse_mla_prefill`` reads its
+    rows."""
     notes = [f"but the reference for {WORDS[spec.name]}"] if spec.name in WORDS else []
     return [*notes, NOTE] if spec.name == "sparse_mla_prefill" else notes
 

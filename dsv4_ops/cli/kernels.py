@@ -1,8 +1,8 @@
 """Report registers, spills and shared memory of every kernel from its cubin; needs no GPU.
 
 Each launcher runs with meta tensors of typical sizes and a ``launch`` that records the arguments.
-Triton then compiles the kernel for these arguments and the requested architecture, and its ptxas
-reports the resources.
+Triton then compiles the kernel for these arguments and the requested architecture, and Triton's
+ptxas reports the resources.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SPILLS = {
     "hopper_split_keys_kernel": 16,
     "prefill_keys_kernel": 64,
 }
-"""Allowed spill bytes; these kernels fill all registers with accumulators and tiles in flight, and
-spill a few addresses that they reload once per block of keys."""
+"""Allowed spill bytes on Hopper. These kernels fill all registers with accumulators and tiles in
+flight, and spill a few addresses that they reload once per block of keys."""
 
 SPILLS_OF = {
     (3, 6): {},
@@ -48,11 +48,12 @@ SPILLS_OF = {
     },
     (3, 9): {"select_logits_kernel": 16, "hopper_mla_decode_kernel": 584},
 }
-"""Allowed spill bytes of dense MLA over scaled FP8 rows, from each release of Triton up to the next
-one listed."""
+"""Allowed spill bytes on Hopper that depend on the release of Triton. An entry holds for its
+release and later ones, up to the next entry."""
 
 OTHER_SPILLS = 64
-"""Allowed spill bytes on GPUs on which no kernel was measured; 40 were seen, with Triton 3.9."""
+"""Allowed spill bytes on other GPUs, on which no kernel was measured. The maximum seen was 40, with
+Triton 3.9."""
 
 TENSOR_MEMORY = 512
 """Columns of Blackwell's tensor memory."""
@@ -66,7 +67,7 @@ class KernelReport:
     """The resources that a kernel needs.
 
     Args:
-        op: Op whose launcher launches it.
+        op: Op whose launcher launches the kernel.
         kernel: Name of the kernel.
         warps: Warps per program.
         registers: Registers per thread.
@@ -92,7 +93,7 @@ class _Launch:
 
 
 _C4_LAYOUTS = (MainLayout, MainLayout, IndexerLayout)
-"""Block sizes of the window, of compressed rows and of the indexer's keys."""
+"""Layouts of the window cache, the compressed cache and the indexer's keys."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of an op."""
@@ -114,7 +115,7 @@ def _insert(width: int, cache: Tensor, **settings: Any) -> Call:
 
 
 def _gather(*first: Tensor, whole: bool = False, **settings: Any) -> Call:
-    """Arguments of a gather, of all rows if ``whole``."""
+    """Return arguments of a gather, of all rows if ``whole``."""
     return (*first, _tensor(4), None if whole else _tensor(4), _tensor(4, 160)), settings
 
 
@@ -125,12 +126,12 @@ def _qnorm(cache: Tensor, layout: str) -> Call:
 
 
 def _output(**settings: Any) -> Call:
-    """Arguments of inverse RoPE of the attention output."""
+    """Return arguments of inverse RoPE of the attention output."""
     return (_halves(128, 64, 512), _longs(128), _floats(2**20, 64)), {"num_groups": 8, **settings}
 
 
 def _compress(cache: Tensor, overlap: bool, **settings: Any) -> Call:
-    """Arguments of ``compress_and_insert``: C4 if ``overlap``, else C128."""
+    """Return arguments of ``compress_and_insert``: C4 if ``overlap``, else C128."""
     head_dim = IndexerLayout.head_dim if settings["layout"] == IndexerLayout.tag else 512
     ratio, rows, width = (4, 4, 2 * head_dim) if overlap else (128, 8, head_dim)
     states, slots = StateLayout(rows, 2 * width).allocate(1024, "meta"), _longs(128)
@@ -141,13 +142,13 @@ def _compress(cache: Tensor, overlap: bool, **settings: Any) -> Call:
 
 
 def _step(cache: Tensor, overlap: bool, **settings: Any) -> Call:
-    """Arguments of ``save_and_compress``: C4 if ``overlap``, else C128."""
+    """Return arguments of ``save_and_compress``: C4 if ``overlap``, else C128."""
     tensors, settings = _compress(cache, overlap, **settings)
     return (*tensors[:4], tensors[-1], *tensors[4:]), settings
 
 
 def _c4_step(**order: bool) -> Call:
-    """Arguments of ``insert_c4_step``."""
+    """Return arguments of ``insert_c4_step``."""
     window, main, keys = (kind(64).allocate(1024, "meta") for kind in _C4_LAYOUTS)
     (q, kv, _, slots, positions, table), _ = _qnorm(window, MainLayout.tag)
     of_main, settings = _step(main, True, block_size=64, layout=MainLayout.tag)
@@ -164,7 +165,7 @@ def _c4_step(**order: bool) -> Call:
 
 
 def _save() -> Call:
-    """Arguments of ``save_compressor_states`` for C4."""
+    """Return arguments of ``save_compressor_states`` for C4."""
     states, slots = StateLayout(4, 2048).allocate(1024, "meta"), _longs(128)
     tensors = (_floats(128, 2048), _floats(4, 1024), states, slots, slots)
     return tensors, {"compress_ratio": 4, "block_size": 4}
@@ -179,7 +180,8 @@ def _attention(
     count: int = 8,
     **settings: Any,
 ) -> Call:
-    """Arguments of ``sparse_mla_decode`` (or ``_paged``): ``count`` tokens, window and 512 rows."""
+    """Return arguments of ``sparse_mla_decode`` (or ``_paged``): ``count`` tokens, window and 512
+    rows."""
     tokens, size = _tensor(count), settings["extra_block_size"]
     queries = (_halves(count, 64, 512), cache, _tensor(count, 128), tokens)
     extra = MainLayout(size).allocate(1024, "meta") if cache.dim() == 2 else cache
@@ -199,7 +201,8 @@ def _prefill(
     window: int | None = None,
     **settings: Any,
 ) -> Call:
-    """Arguments of ``sparse_mla_prefill`` for 4 requests; with ``window``, for a window layer."""
+    """Return arguments of ``sparse_mla_prefill`` for 4 requests; with ``window``, for a window
+    layer."""
     extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
     table = _tensor(4, 256)
     rows = (extra, table, topk) if window is None else (None, None, None)
@@ -218,7 +221,8 @@ def _dense(
     dtype: torch.dtype = torch.bfloat16,
     **settings: Any,
 ) -> Call:
-    """Arguments of ``mla_decode`` for 8 requests, over FP8 rows if ``row_bytes`` is not 0."""
+    """Return arguments of ``mla_decode`` for 8 requests, over FP8 rows if ``row_bytes`` is not
+    0."""
     q, tokens = _tensor(count, heads, 576, dtype=dtype), _tensor(count)
     cache = _tensor(1024, 64, row_bytes or 576, dtype=torch.uint8 if row_bytes else dtype)
     starts = _tensor(9) if hint else None
@@ -231,13 +235,13 @@ def _dense(
 
 
 def _selected(row_bytes: int = 0, *, heads: int = 128, count: int = 32, **settings: Any) -> Call:
-    """Arguments of ``mla_sparse``: 2048 rows of every token."""
+    """Return arguments of ``mla_sparse``: 2048 rows of every token."""
     tensors, chosen = _dense(row_bytes, heads=heads, count=count, **settings)
     return (*tensors[:2], _tensor(count, 2048), _tensor(count)), chosen
 
 
 def _insert_dense(layout: str, row_bytes: int = 0) -> Call:
-    """Arguments of ``mla_insert_kv`` for 128 tokens."""
+    """Return arguments of ``mla_insert_kv`` for 128 tokens."""
     cache = _bytes(1024, 64, row_bytes) if row_bytes else _halves(1024, 64, 576)
     scale = _floats(1) if row_bytes == 576 else None
     settings = {"block_size": 64, "layout": layout, "scale_format": "float32"}
@@ -245,27 +249,27 @@ def _insert_dense(layout: str, row_bytes: int = 0) -> Call:
 
 
 def _listed() -> Call:
-    """Arguments of ``sparse_mla_gathered``."""
+    """Return arguments of ``sparse_mla_gathered``."""
     lists = (_tensor(2048, 640), _tensor(2048), None)
     return (_halves(2048, 64, 512), _halves(8192, 512), *lists), {"softmax_scale": 512**-0.5}
 
 
 def _context(causal: bool) -> Call:
-    """Arguments of ``mla_prefill``: 2048 tokens of 4 requests and 16 heads, 8192 keys."""
+    """Return arguments of ``mla_prefill``: 2048 tokens of 4 requests and 16 heads, 8192 keys."""
     kv = _halves(8192, 16, 256)
     tensors = (_halves(2048, 16, 192), kv[..., :128], _halves(8192, 64), kv[..., 128:])
     return (*tensors, _tensor(5), _tensor(5)), {"softmax_scale": 192**-0.5, "causal": causal}
 
 
 def _indexer(*between: Tensor, **settings: Any) -> Call:
-    """Arguments of the indexer's ops: FP8 queries, then ``between``."""
+    """Return arguments of the indexer's ops: FP8 queries, then ``between``."""
     return (_codes(8, 64, 128), _floats(8, 64), *between), settings
 
 
 def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> Call:
-    """Arguments of ``fp8_linear``, or of ``fp8_grouped_linear``: 4096 x 4096."""
+    """Return arguments of ``fp8_linear``, or of ``fp8_grouped_linear``: 4096 x 4096."""
     lead = (count, num_groups) if num_groups else (count,)
-    lead = lead[::-1] if quantized else lead  # groups come first for quantised x
+    lead = lead[::-1] if quantized else lead  # groups are first if x is quantised
     x = _codes(*lead, 4096) if quantized else _halves(*lead, 4096)
     x_scale = _floats(*lead, 32) if quantized else None
     tensors = (x, _codes(4096, 4096), _floats(32, 32), x_scale)
@@ -273,13 +277,13 @@ def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> 
 
 
 def _route(count: int = 8, *, hashed: bool = False) -> Call:
-    """Arguments of ``route`` for Flash."""
+    """Return arguments of ``route`` for Flash."""
     chosen = (None, _longs(129280, 6), _longs(count)) if hashed else (_floats(256), None, None)
     return (_halves(count, 4096), _halves(256, 4096), *chosen), {"top_k": 6, "scale": 1.5}
 
 
 def _streams(mixed: bool, count: int = 8) -> Call:
-    """Arguments of ``hyper_connection`` for Flash."""
+    """Return arguments of ``hyper_connection`` for Flash."""
     weights = (_floats(24, 4 * 4096), _floats(24), _floats(3), _floats(4096))
     tensors = (_halves(count, 4, 4096), *weights)
     block = (_halves(count, 4096), _floats(count, 4), _floats(count, 4, 4))
@@ -288,7 +292,7 @@ def _streams(mixed: bool, count: int = 8) -> Call:
 
 
 def _candidates(ranks: int) -> Call:
-    """Arguments of ``cp_topk`` for Flash."""
+    """Return arguments of ``cp_topk`` for Flash."""
     shape = (ranks, 8, 512)
     tensors = _floats(*shape), _tensor(*shape)
     return tensors, {"topk": 512, "cp_interleave": 64}
@@ -297,7 +301,7 @@ def _candidates(ranks: int) -> Call:
 def _experts(
     count: int = 8, *, fp8: bool = False, bf16: bool = False, activations: str = "bf16"
 ) -> Call:
-    """Arguments of ``experts`` for 32 experts of Flash."""
+    """Return arguments of ``experts`` for 32 experts of Flash."""
     settings = {"swiglu_limit": 10.0, "activations": activations}
     routed = (_halves(count, 4096), _floats(count, 6), _tensor(count, 6))
     if bf16:
@@ -313,7 +317,8 @@ def _experts(
 
 
 def examples() -> dict[str, Call]:
-    """Arguments of a typical call of every op with a kernel; other variants are "op, variant"."""
+    """Return arguments of a typical call of every op with a kernel; other variants are "op,
+    variant"."""
     main = MainLayout(64).allocate(1024, "meta")
     indexer = IndexerLayout(64).allocate(1024, "meta")
     pages_of_2 = MainLayout(2).allocate(1024, "meta")
@@ -470,7 +475,8 @@ def examples() -> dict[str, Call]:
 def recorded(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int] | None = None
 ) -> list[_Launch]:
-    """Record the launches of ``op``, or of library ``impl``, for a GPU of capability ``where``."""
+    """Record the launches of ``op``, or of the library in ``settings["impl"]``, for a GPU of
+    capability ``where``."""
     launches: list[_Launch] = []
     impl = settings.get("impl", TRITON)
     if impl == TRITON and op in HOPPER_ONLY and where != HOPPER:
@@ -495,7 +501,7 @@ def compiled(launch: _Launch, capability: int) -> Any:
 
 
 def _specialised(value: Any) -> Argument | int:
-    """Describe an argument as Triton does, which makes 1 a constant."""
+    """Describe an argument as Triton does; Triton makes an argument of 1 a constant."""
     if isinstance(value, Tensor):
         return Argument.tensor(value.dtype)
     return 1 if value == 1 else Argument.number(value)
@@ -504,7 +510,7 @@ def _specialised(value: Any) -> Argument | int:
 def report(capability: int = 90, progress: Callable[[str], object] = str) -> list[KernelReport]:
     """Compile every kernel for a compute capability and read its resource usage.
 
-    90 is H100 and H200. ``progress`` is called with the next kernel's name.
+    Capability 90 is H100 and H200. ``progress`` is called with a line before each example.
     """
     reports, cases = [], examples()
     progress(f"kernels: compiling the kernels of {len(cases)} calls, which takes about 3 minutes")
@@ -531,8 +537,8 @@ def report(capability: int = 90, progress: Callable[[str], object] = str) -> lis
 def launches(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
 ) -> list[_Launch]:
-    """Return the launches on a GPU of capability ``where``. On Hopper, launches of Triton kernels,
-    which take what Gluon kernels do not, come first."""
+    """Return the launches on a GPU of capability ``where``. On Hopper, launches of Triton kernels
+    come first; these kernels run the calls that Gluon kernels do not support."""
     device_launches = recorded(op, args, settings, where)
     if where != HOPPER:
         return device_launches
@@ -564,7 +570,7 @@ def _usage(kernel: Any, capability: int) -> tuple[int, int]:
 
 
 def oversized(reports: list[KernelReport], capability: int) -> list[KernelReport]:
-    """Return the kernels that need more shared or tensor memory than a program has."""
+    """Return the kernels that need more shared memory or tensor memory than a program has."""
     most = target_of(divmod(capability, 10)).shared
     return [item for item in reports if item.shared > most or item.tensor_memory > TENSOR_MEMORY]
 

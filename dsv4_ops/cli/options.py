@@ -1,4 +1,4 @@
-"""Types of ``argparse`` for the options of examples and benchmarks."""
+"""Types for ``argparse`` options of the examples and benchmarks."""
 
 from __future__ import annotations
 

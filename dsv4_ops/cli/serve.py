@@ -1,4 +1,4 @@
-"""``serve``: Hugging Face's server with a patched model."""
+"""The command ``serve``: Hugging Face's server with a patched model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def server(path: str, **settings: Any) -> Any:
-    """Return a ``Server``; raise if a package that it needs is missing."""
+    """Return a ``Server``; raise if a package that the server needs is missing."""
     from dsv4_ops.integrations.transformers.batching.hooks import check_release
 
     check_release(OP)

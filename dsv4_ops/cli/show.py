@@ -21,7 +21,7 @@ _ROOT = Path(dsv4_ops.__file__).resolve().parent.parent
 
 
 def rows() -> list[tuple[str, ...]]:
-    """Return one row per op: name, kind of lowering on CPU and CUDA, the opaque call of a graph,
+    """Return one row per op: name, kinds of lowering on CPU and CUDA, the opaque call in graphs,
     providers, dynamic dimensions."""
     return [
         (
@@ -56,7 +56,7 @@ def table() -> str:
 
 
 def columns(lines: Sequence[Sequence[str]]) -> str:
-    """Format lines of cells, padded to the same widths."""
+    """Format lines of cells; the cells of a column are padded to the same width."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -74,7 +74,7 @@ def markdown_table() -> str:
 def facts(name: str) -> dict[str, str]:
     """Return the facts of op ``name``.
 
-    Signature, schema, lowering, source lines and docstring.
+    The facts include signature, schema, lowering, source lines and docstring.
 
     Raises:
         ValueError: no such op; the message names close matches.
@@ -116,18 +116,20 @@ def describe(name: str) -> str:
 
 
 def _opaque(spec: OpSpec) -> str:
-    """Return the opaque call of a graph; empty if graphs hold the op's launches on every GPU."""
+    """Return the opaque call of the op in graphs; empty if graphs hold the op's launches on every
+    GPU."""
     return f"{spec.hopper_call} on Hopper" if spec.hopper_call else ""
 
 
 def _signature(function: Any) -> str:
-    """Return the signature as in the source; postponed annotations would print with quotes."""
+    """Return the signature as in the source, without the quotes of postponed annotations."""
     name: str = function.__name__
     return name + re.sub(r"'([^']*)'", r"\1", str(inspect.signature(function)))
 
 
 def _place(spec: OpSpec, layer: str) -> str:
-    """Return file:line of the op's implementation in ``layer``, and of the functions inside it."""
+    """Return file:line of the op's implementation in ``layer``, and of the functions that it
+    contains."""
     try:
         entry = spec.implementation(layer)
     except (ImportError, AttributeError) as error:
@@ -144,7 +146,7 @@ def _place(spec: OpSpec, layer: str) -> str:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     for part in ("function", "cases", "make", "strategy"):
         function = getattr(value, part, None)
-        if inspect.isfunction(function):  # methods do not count: all ops share them
+        if inspect.isfunction(function):  # not methods, which all ops share
             yield part, function
 
 

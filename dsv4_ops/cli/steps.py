@@ -1,7 +1,7 @@
-"""Run a decode step of a tiny model of each family, eager and compiled.
+"""Run a decode step of a family's tiny model, eagerly and compiled.
 
-``doctor`` runs it in a separate process; ``python -m dsv4_ops.cli.steps FAMILY`` shows a
-traceback."""
+``doctor`` runs this module in a separate process. ``python -m dsv4_ops.cli.steps FAMILY`` shows the
+traceback of a failure."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _WITHIN = 1e-4
 
 @torch.no_grad()
 def check(family: str) -> float:
-    """Return the seconds to compile a step of ``family``, without Inductor's code.
+    """Return the seconds that a decode step of ``family`` takes to compile without Inductor.
 
     Raises:
-        RuntimeError: the compiled step has other logits than the eager one.
+        RuntimeError: the compiled step has other logits than the eager step.
         Exception: building, patching or compiling the model failed.
     """
     model = v4.patch(_MAKE[family](), kv="fp32", precision="reference")
