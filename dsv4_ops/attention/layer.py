@@ -80,7 +80,7 @@ def attention_layer(
     Returns:
         The input of the grouped output projection after inverse RoPE, [num_tokens, num_groups,
         num_heads / num_groups * head_dim], dense, in the dtype of q; with ``spec.scale_layout``,
-        ``QuantizedGroups``. 0 for padding tokens.
+        ``QuantizedGroups``. Padding tokens have output 0.
 
     Mutates: ``caches``, at the slots of the step, before attention reads them.
 

@@ -55,7 +55,7 @@ def mla_layer(
 
     Returns:
         The input of the output projection, [num_tokens, num_heads * v_head_dim], dense, in the
-        dtype of q. 0 for padding tokens.
+        dtype of q. Padding tokens have output 0.
 
     Mutates: ``cache``, at the slots of the step, before attention reads it.
 

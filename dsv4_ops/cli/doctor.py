@@ -1,7 +1,7 @@
 """Report the capabilities of this machine and installation: ``collect``, ``section_lines``,
 ``verdict``, ``healthy``.
 
-If a probe raises, the report gets a line with the error and a problem; the exception stops here.
+If a probe raises, the report gets a line with the error, and a problem.
 """
 
 from __future__ import annotations

@@ -277,13 +277,13 @@ def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> 
 
 
 def _route(count: int = 8, *, hashed: bool = False) -> Call:
-    """Return arguments of ``route`` for Flash."""
+    """Return arguments of ``route`` with the sizes of DeepSeek-V4-Flash."""
     chosen = (None, _longs(129280, 6), _longs(count)) if hashed else (_floats(256), None, None)
     return (_halves(count, 4096), _halves(256, 4096), *chosen), {"top_k": 6, "scale": 1.5}
 
 
 def _streams(mixed: bool, count: int = 8) -> Call:
-    """Return arguments of ``hyper_connection`` for Flash."""
+    """Return arguments of ``hyper_connection`` with the sizes of DeepSeek-V4-Flash."""
     weights = (_floats(24, 4 * 4096), _floats(24), _floats(3), _floats(4096))
     tensors = (_halves(count, 4, 4096), *weights)
     block = (_halves(count, 4096), _floats(count, 4), _floats(count, 4, 4))
@@ -292,7 +292,7 @@ def _streams(mixed: bool, count: int = 8) -> Call:
 
 
 def _candidates(ranks: int) -> Call:
-    """Return arguments of ``cp_topk`` for Flash."""
+    """Return arguments of ``cp_topk`` with the sizes of DeepSeek-V4-Flash."""
     shape = (ranks, 8, 512)
     tensors = _floats(*shape), _tensor(*shape)
     return tensors, {"topk": 512, "cp_interleave": 64}
@@ -301,7 +301,7 @@ def _candidates(ranks: int) -> Call:
 def _experts(
     count: int = 8, *, fp8: bool = False, bf16: bool = False, activations: str = "bf16"
 ) -> Call:
-    """Return arguments of ``experts`` for 32 experts of Flash."""
+    """Return arguments of ``experts`` for 32 experts of DeepSeek-V4-Flash."""
     settings = {"swiglu_limit": 10.0, "activations": activations}
     routed = (_halves(count, 4096), _floats(count, 6), _tensor(count, 6))
     if bf16:

@@ -1,7 +1,9 @@
-"""Undocumented names of Inductor and of the code it lowers. Only this file imports them.
+"""Undocumented names of Inductor and of the code that Inductor lowers. Only this file imports such
+names.
 
-Each name was seen in torch 2.11, 2.13 and 2.15; ``tests/kernels/test_compat.py`` looks for it in
-the installed release. Names of other private parts of torch are in ``core/torch_compat.py``.
+Each name was seen in torch 2.11, 2.13 and 2.15; ``tests/kernels/test_compat.py`` looks for each
+name in the installed release. Names of other private parts of torch are in
+``core/torch_compat.py``.
 """
 
 from torch._higher_order_ops.while_loop import while_loop_op

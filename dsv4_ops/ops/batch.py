@@ -88,7 +88,8 @@ def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> 
             int32, non-decreasing. If values decrease, a token may get any request in range.
         seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
             request.
-        num_tokens: Tokens of the padded batch. ``query_start_loc`` may end before or after it.
+        num_tokens: Tokens of the padded batch. ``query_start_loc`` may end before or after
+            ``num_tokens``.
 
     Returns:
         ``TokenMap(req_indices, positions)``: int32 [num_tokens] and int64 [num_tokens]. Both are -1

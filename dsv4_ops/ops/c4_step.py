@@ -129,10 +129,10 @@ def insert_c4_step(
         ``qnorm_rope_kv_insert``. ``indexer_q``, float8_e4m3fn, and ``indexer_weights``, float32,
         are the results of ``indexer_quantize_q``.
 
-    Mutates: ``swa_cache`` like ``qnorm_rope_kv_insert``; ``states`` and ``k_cache``, and
-        ``indexer_states`` and ``indexer_cache``, like ``save_and_compress``; no other value. The
-        five caches must not overlap, because one launch writes them all. If a ring of states is too
-        short for a step (see ``save_and_compress``), call ``compress_and_insert`` and afterwards
+    Mutates: ``swa_cache``, as ``qnorm_rope_kv_insert`` does; ``states``, ``k_cache``,
+        ``indexer_states`` and ``indexer_cache``, as ``save_and_compress`` does. The five caches
+        must not overlap, because one launch writes them all. If a ring of states is too short for a
+        step (see ``save_and_compress``), call ``compress_and_insert`` and afterwards
         ``save_compressor_states`` for each compressor instead.
 
     Raises:

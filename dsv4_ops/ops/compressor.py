@@ -142,7 +142,7 @@ def compress_and_insert(
     """Write the compressed key of every window that a token of this step finishes.
 
     The token at position p finishes window p // compress_ratio when (p + 1) % compress_ratio is 0.
-    Its key is the sum of the window's kv rows, weighted per channel by the softmax of the scores,
+    The window's key is the sum of its kv rows, weighted per channel by the softmax of the scores,
     followed by RMSNorm and by RoPE at the first position of the window. An overlapping compressor
     also sums over the previous window: it takes the left head_dim channels of kv and score from the
     previous window, and the right head_dim channels from its own window.
@@ -249,7 +249,7 @@ def check_compress(
     block_size: int,
     layout: str,
 ) -> Checks:
-    """Check a call of ``compress_and_insert``, or of an op that includes its work."""
+    """Check a call of ``compress_and_insert``, or of an op that does the same work and more."""
     checks = Checks(op)
     checks.at_least(
         1, compress_ratio=compress_ratio, state_block_size=state_block_size, block_size=block_size
@@ -395,10 +395,10 @@ def save_and_compress(
         Nothing.
 
     Mutates: ``states`` like ``save_compressor_states``, and ``k_cache`` like
-        ``compress_and_insert``. Without ``save_first`` the two are written in no fixed order: a
-        window may read a slot before or after this call writes it. If a ring of states is too short
-        for a step and the window before it, a window needs an earlier step's state from a slot that
-        this call overwrites. In this case call ``compress_and_insert`` first, then
+        ``compress_and_insert``. Without ``save_first``, states and cache are written in no fixed
+        order: a window may read a slot before or after this call writes it. If a ring of states is
+        too short for a step and the window before it, a window needs an earlier step's state from a
+        slot that this call overwrites. In this case call ``compress_and_insert`` first, then
         ``save_compressor_states``.
 
     Raises:

@@ -277,8 +277,8 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
         ValueError: shapes that disagree, numbers out of range, or several devices.
         TypeError: a dtype other than those above, or a number that is not an int.
 
-    Compile: on a GPU one kernel, for up to 8192 candidates per token; otherwise torch's topk and
-        sort over a pointwise kernel. Dynamic in num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU one kernel if a token has at most 8192 candidates; otherwise a pointwise
+        kernel, and torch's topk and sort. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer, with its rows split over ranks.
 
@@ -523,8 +523,8 @@ def cp_combine(
         lse: Log-sum-exp of ``out``, [num_tokens, num_heads], float32. Where ``lse`` is -inf, +inf
             or NaN, this rank has no keys, and ``out`` may have any value.
         group: Name of the process group, ``ProcessGroup.group_name``.
-        cp_rank: The rank, [1], int32. Only "reduce_scatter" reads it, to return ``lse``. With None,
-            a graph that returns ``lse`` serves only the rank that traced it.
+        cp_rank: The rank, [1], int32. Only "reduce_scatter" reads ``cp_rank``, to return ``lse``.
+            With None, a graph that returns ``lse`` serves only the rank that traced it.
         via: "reduce_scatter" gathers ``lse``, then sums weighted outputs in the dtype of ``out``.
             "all_to_all" exchanges outputs and log-sum-exps once, merges them in float32 and rounds
             once. "symmetric_memory" does the same as "all_to_all" in one kernel that writes to the

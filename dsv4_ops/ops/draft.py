@@ -48,8 +48,8 @@ def verify_draft(
             NaN, inf and negative values count as 0.
         uniforms: Random numbers in [0, 1), [num_reqs, num_drafts + 1], float32: one for each draft,
             and the last for the added token. 24 bits of each number are used; NaN counts as 0.
-        temperature: 0 decodes greedily, with draft_probs and uniforms None. Above 0, tokens are
-            sampled and uniforms are required.
+        temperature: 0 decodes greedily; draft_probs and uniforms must then be None. Above 0, tokens
+            are sampled, and uniforms are required.
 
     Returns:
         ``VerifiedDraft(tokens, num_accepted)``. ``tokens``, int64 [num_reqs, num_drafts + 1], holds

@@ -35,7 +35,7 @@ PROVIDERS = ("triton", "flash_mla", "reference")
 
 
 def check_scale(checks: Checks, name: str, scale: Tensor | None, is_used: bool, what: str) -> None:
-    """Check a per-tensor scale; it must be None unless the call uses it (``is_used``)."""
+    """Check a per-tensor scale, which must be None unless the call uses a scale (``is_used``)."""
     if scale is None:
         return
     checks.tensor(name, scale, torch.float32, 1)

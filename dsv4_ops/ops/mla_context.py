@@ -80,9 +80,9 @@ def context_chunks(
           and the total number of positions. Requests without positions are empty.
         - local_cu_seq_lens [max_chunks, num_reqs + 1]: the same for the rows that a rank gathers;
           equal to ``cu_seq_lens`` on one rank.
-        - num_chunks [1]: number of chunks of the plan. If it exceeds max_chunks, the plan does not
-          fit and only its first max_chunks chunks are stored. It is 2**31 - 1 if "equal" would give
-          a request less than a block.
+        - num_chunks [1]: number of chunks of the plan. If num_chunks exceeds max_chunks, the plan
+          does not fit and only its first max_chunks chunks are stored. num_chunks is 2**31 - 1 if
+          "equal" would give a request less than a block.
 
         Chunks from num_chunks on are empty.
 
@@ -203,7 +203,7 @@ def max_context_chunks(
         workspace_rows: Rows per chunk, on all ranks together. At least cp_world_size *
             cp_interleave.
         max_context_tokens: Maximum tokens of all contexts of a batch, at least 0; None if only the
-            other arguments bound them.
+            other arguments bound this number.
         chunk_plan: "packed" or "equal".
         block_size: Rows per block of the cache, which "equal" rounds to.
         cp_world_size: Ranks that share a sequence.

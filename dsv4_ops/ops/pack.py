@@ -36,7 +36,7 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
             int32, non-decreasing.
         next_n: Rows per request of the result. At least 1.
         pad: Value of the rows after the end of a shorter request. An integer dtype must be able to
-            represent it; for float8 it must be 0.
+            represent ``pad``; for float8, ``pad`` must be 0.
 
     Returns:
         [num_reqs, next_n, ...] of the dtype of ``x``, dense: row t of a request is its token t, or

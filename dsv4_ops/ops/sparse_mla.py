@@ -91,7 +91,7 @@ def check_plans(
 def _check_flash_mla_plan(
     checks: Checks, plan: Tensor | FlashMlaPlan | None, impl: str, widths: tuple[int, int]
 ) -> Tensor | None:
-    """Check that a plan was made for calls of these sizes; return its tensor.
+    """Check that a plan was made for calls of these sizes; return the plan's tensor.
 
     With a plan made for other sizes, FlashMLA would read past the lists."""
     name = "flash_mla_plan"
@@ -476,12 +476,12 @@ def sparse_mla_decode(
         Hopper with FP8 caches, the kernel for the splits is in Gluon: graphs call an op that
         launches both kernels, and packages contain the Gluon kernel's binary. Float32 queries, rows
         that do not have 512 values, a rope_dim other than 64 and other devices get the reference
-        (gathers and products); Inductor may then keep the output in float32 until it is rotated.
-        FlashMLA is a call of its own op, in packages too, which then need that library; absent
-        slots become -1 before the call, and inverse RoPE runs after the call. Without
-        ``flash_mla_plan``, FlashMLA plans in every call. Dynamic in num_tokens, the blocks of the
-        caches, both widths and num_positions; with dynamic sizes "auto" uses our kernels. CUDA
-        graphs and export: yes.
+        (gathers and products); Inductor may then keep the output in float32 until after the
+        rotation. FlashMLA runs as a call of FlashMLA's op, also in packages, which then need
+        FlashMLA; absent slots become -1 before the call, and inverse RoPE runs after the call.
+        Without ``flash_mla_plan``, FlashMLA plans in every call. Dynamic in num_tokens, the blocks
+        of the caches, both widths and num_positions; with dynamic sizes "auto" uses our kernels.
+        CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.
         The lse of a token without keys is -inf here, +inf in FlashMLA.
@@ -809,11 +809,11 @@ def sparse_mla_prefill(
         with FP8 caches, graphs call an op that launches our Gluon kernels, packages contain the
         binaries of these kernels, and both graphs and packages decide by the sizes of each call
         whether to copy rows. Float32 queries, rows of another width than 512 and other devices get
-        the reference: gathers and matrix products. FlashMLA is a call of its own op, in AOTInductor
-        packages too, which then need that library. For FlashMLA, our kernels gather the rows that
-        the batch's tokens may see into a workspace, whose size depends on the block tables' shapes,
-        and list the gathered rows. Dynamic in num_tokens, num_reqs, the blocks of both tables and
-        the blocks of the caches; CUDA graphs and export: yes.
+        the reference: gathers and matrix products. FlashMLA runs as a call of FlashMLA's op, also
+        in AOTInductor packages, which then need FlashMLA. For FlashMLA, our kernels gather the rows
+        that the batch's tokens may see into a workspace, whose size depends on the block tables'
+        shapes, and list the gathered rows. Dynamic in num_tokens, num_reqs, the blocks of both
+        tables and the blocks of the caches; CUDA graphs and export: yes.
 
     Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
         and window indices, and calls FlashMLA's ``flash_mla_sparse_fwd``.

@@ -59,12 +59,16 @@ def hyper_connection(
         norm_eps: Added to the mean square in both norms. Above 0.
 
     Returns:
-        ``HyperConnection(streams, post, mix, x)``, dense. streams, bfloat16: new_i = post_i *
-        block_out + sum_j mix_ji * streams_j, in float32 with one cast; without ``block_out`` the
-        streams are empty, [0, ..], and new = streams. post = 2 sigmoid(w_post) and mix =
-        sinkhorn(w_mix), float32, are for the next call, where w = scale * (RMSNorm(new, all
-        streams) fn^T) + base. x [num_tokens, hidden_size], bfloat16: RMSNorm(bf16(sum_i
-        (sigmoid(w_pre) + eps)_i * new_i)) * norm_weight.
+        ``HyperConnection(streams, post, mix, x)``, dense:
+
+        - streams, bfloat16: new_i = post_i * block_out + sum_j mix_ji * streams_j, in float32 with
+          one cast. Without ``block_out``, new is the argument ``streams``, and the result is empty,
+          [0, ..].
+        - post, float32: 2 sigmoid(w_post), for the next call, where w = scale * (RMSNorm(new, all
+          streams) fn^T) + base.
+        - mix, float32: sinkhorn(w_mix), for the next call.
+        - x, [num_tokens, hidden_size], bfloat16: RMSNorm(bf16(sum_i (sigmoid(w_pre) + eps)_i *
+          new_i)) * norm_weight.
 
     Mutates: nothing.
 

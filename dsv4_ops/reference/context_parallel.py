@@ -1,4 +1,5 @@
-"""Context parallelism: the rows of a sequence that each rank owns, and its part of attention."""
+"""Context parallelism: which rows of a sequence a rank owns, and the rank's part of the
+attention."""
 
 from __future__ import annotations
 

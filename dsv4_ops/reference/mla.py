@@ -303,7 +303,7 @@ def start_decode(
     layout: str,
     listed: bool = False,
 ) -> tuple[Decode, Running]:
-    """Return the call, and its state before the first key."""
+    """Return the call, and the softmax state before the first key."""
     scale = torch.full((1,), softmax_scale, dtype=torch.float32, device=q.device)
     for each in scales:
         scale = scale if each is None else scale * single(each)
@@ -346,8 +346,8 @@ def mla_decode(
     batch_invariant: bool,
     impl: str = "auto",
 ) -> MlaAttention:
-    """Sum in float32. For half-precision queries P is rounded to their dtype before the product
-    with the values, as on tensor cores."""
+    """Sum in float32. For half-precision queries, P is rounded to the queries' dtype before the
+    product with the values, as on tensor cores."""
     tensors = (q, kv_cache, seq_lens, req_indices, block_table)
     call, running = start_decode(
         *tensors,
@@ -364,7 +364,7 @@ def mla_decode(
 def start_sparse(
     q: Tensor, kv_cache: Tensor, indices: Tensor, lens: Tensor, **settings: Any
 ) -> tuple[Decode, Running]:
-    """Return a call of ``mla_sparse``, and its state before the first key."""
+    """Return a call of ``mla_sparse``, and the softmax state before the first key."""
     token = torch.arange(q.shape[0], device=q.device)
     rows = (kv_cache, lens, token, indices)
     return start_decode(q, *rows, (), listed=True, **settings)
