@@ -1,4 +1,4 @@
-"""DeepSeek attention layers between their linear projections.
+"""DeepSeek attention layers, without their linear projections.
 
 ``build_attention_step`` builds the metadata that all layers of a step share; ``attention_layer``
 runs one layer. Every stage is per token, so the same code serves decode, speculative decode,

@@ -133,7 +133,7 @@ def check_apart(**tensors: Tensor) -> None:
 class KVCacheBuffers(nn.Module):
     """One paged cache per layer, all of one layout, as non-persistent buffers.
 
-    Do not stack the layers into one tensor instead: torch miscompiles an op that writes to
+    Do not stack the layers into one tensor instead. torch miscompiles an op that writes to
     ``cache[layer]`` of a graph input with symbolic sizes: the op writes to layer 0. (Our ops refuse
     such a view on CUDA; on CPU they are correct but copy the layer.)
 

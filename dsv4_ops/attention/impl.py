@@ -1,4 +1,5 @@
-"""Choose the implementation of each of a layer's ops, and check that it supports the layer."""
+"""Choose an implementation for each op of a layer, and check that the implementation supports the
+layer."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
 
 
 def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor, parts: int) -> None:
-    """Check that the op will use the plan, and that it was made for this many tokens and heads.
+    """Check that the op will use the plan, and that the plan was made for this many tokens and
+    heads.
 
     The op itself accepts a plan for fewer tokens, which leaves the last tokens without work tiles.
     """

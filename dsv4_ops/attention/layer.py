@@ -1,4 +1,4 @@
-"""One attention layer between its linear projections."""
+"""One attention layer, without its linear projections."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def attention_layer(
         weights: Parameters of the layer.
         caches: Caches of the layer. Tensors that the kind does not use may be None, here and in
             ``inputs`` and ``weights``.
-        step: From ``build_attention_step``. Its plan only balances the work of a "c128" layer under
-            the schedule "decode": the plan of another step with the same number of tokens gives the
-            same attention, with a worse balance.
+        step: From ``build_attention_step``. The step's plan only balances the work of a "c128"
+            layer under the schedule "decode": the plan of another step with the same number of
+            tokens gives the same attention, with a worse balance.
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
             "prefill" is for many tokens and reads the block tables (``sparse_mla_prefill``). Both
             take any batch, and their results agree up to rounding. If ranks share the rows,

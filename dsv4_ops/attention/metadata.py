@@ -33,7 +33,7 @@ noise may choose the block size that is 2x slower on large batches. Programmatic
 """
 
 _ROW_MULTIPLE = 128
-"""FlashMLA requires index rows padded to a multiple of this."""
+"""FlashMLA requires index rows padded to a multiple of this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class AttentionSpec:
     """The part of a model's attention configuration that step metadata depends on.
 
     All layers attend to a sliding window. C4 layers (CSA) also attend to the compressed rows that
-    their indexer selects, C128 layers (HCA) to every compressed row.
+    their indexer selects. C128 layers (HCA) also attend to every compressed row.
 
     Args:
         window_size: Keys in the sliding window, including the token itself.
@@ -331,7 +331,7 @@ def _plan_chunks(
     max_chunks: int,
     num_decodes: int | Tensor,
 ) -> PrefillChunks:
-    """Plan chunks of the requests after the decodes, by request index in the batch."""
+    """Plan chunks of the requests after the decodes; request numbers are those of the batch."""
     rows, queries = seq_lens.clamp(min=0) // spec.c4_ratio, query_start_loc.diff()
     budgets = {"workspace_size": spec.indexer_workspace, "max_logits_bytes": spec.max_logits_bytes}
     num_reqs, checks = seq_lens.shape[0], Checks(op)

@@ -1,4 +1,4 @@
-"""One dense MLA layer between its linear projections."""
+"""One dense MLA layer, without its linear projections."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class MlaSpec:
             tokens in the batch.
         impl: Implementation of attention, for the ops that have this implementation; "auto" picks
             the fastest one.
-        parallel: Ranks that share the cache of every sequence; None if each rank has its own.
+        parallel: Ranks that share the cache of every sequence; None if each rank has its own cache.
     """
 
     num_heads: int

@@ -41,8 +41,8 @@ class MlaStep:
             several decode tokens.
         counts: Decodes, prefills, decode tokens, prefill tokens, [4], int32; the decode tokens are
             at most max_decode_tokens.
-        prefill_start_loc: First prefill token of every request and one past the last,
-            [num_reqs + 1], int32; decodes have none.
+        prefill_start_loc: First prefill token of every request and one past the last, [num_reqs +
+            1], int32; decodes have no prefill tokens.
         chunks: The chunk plan of the contexts, or None if the step has no contexts.
         chunk_slots: Slot of every row of each chunk, [max_chunks, workspace_rows], int64; -1 for
             unused rows. If ranks share the cache, each rank has its own part of the rows.
@@ -79,7 +79,7 @@ def build_mla_step(
     *,
     num_tokens: int,
 ) -> MlaStep:
-    """Build step metadata for all dense MLA layers, decodes and prefills mixed.
+    """Build step metadata for all dense MLA layers, for decodes and prefills.
 
     Args:
         spec: The model's attention configuration.
@@ -131,7 +131,7 @@ def mla_step_of_tokens(
 
     Args:
         spec: The model's attention configuration.
-        tokens: Row in the block table and position of every token, -1 for padding.
+        tokens: Request (row of the block table) and position of every token, -1 for padding.
         block_table: As for ``build_mla_step``.
         query_start_loc: As for ``build_mla_step``. May be None with the context "absorbed"; then
             tokens of a request do not share reads of its rows.

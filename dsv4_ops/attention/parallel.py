@@ -71,7 +71,7 @@ class ContextParallel:
 
     @classmethod
     def of(cls, group: Any = None, **settings: Any) -> ContextParallel:
-        """Make a ``ContextParallel`` of a ``ProcessGroup``, or of all processes.
+        """Make a ``ContextParallel`` for a ``ProcessGroup``, or for all processes.
 
         Raises:
             ValueError: ``torch.distributed`` has no such group.
@@ -111,7 +111,7 @@ class ContextParallel:
         """Raise an error that names ``op`` unless the group has ``world_size`` ranks and can merge
         their attention.
 
-        Attention has ``row_bytes`` bytes per head and is on ``device``."""
+        The attention output has ``row_bytes`` bytes per head and is on ``device``."""
         size = process_group_size(op, self.group)
         if size != self.world_size:
             raise argument_error(

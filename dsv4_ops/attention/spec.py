@@ -20,8 +20,9 @@ from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA
 from dsv4_ops.ops.rope import ROPE_DIM, SCALE_LAYOUTS, rope_cos_sin_cache
 
 KINDS = ("window", "c4", "c128")
-"""Layer kinds: "window" (sliding) attends to the sliding window only, "c4" (CSA, ratio 4) also to
-the compressed rows that its indexer selects, "c128" (HCA, ratio 128) also to every compressed row.
+"""Layer kinds: "window" (sliding) attends to the sliding window only, "c4" (CSA, ratio 4) also
+attends to the compressed rows that its indexer selects, "c128" (HCA, ratio 128) also attends to
+every compressed row.
 """
 
 _SIZES = ("num_groups", "head_dim", "rope_dim", "c4_state_block_size", "c128_state_block_size")

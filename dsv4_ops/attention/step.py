@@ -61,8 +61,8 @@ class CompressedStep:
         plan: Split-KV plan of "c128" layers for the schedule "decode", from ``sparse_mla_plan``
             with its default num_programs, or None.
         schedule: DeepGEMM's schedule for the indexer of "c4" layers, [num_sms + 1, 2], int32, from
-            ``paged_mqa_logits_metadata``, or None. It must match ``lens``: if the lengths differ,
-            DeepGEMM writes out of bounds.
+            ``paged_mqa_logits_metadata``, or None. The schedule must match ``lens``: if the lengths
+            differ, DeepGEMM writes out of bounds.
         flash_mla_plan: ``flash_mla_metadata`` for the schedule "decode" with impl "flash_mla", or
             None.
     """
@@ -108,7 +108,7 @@ class AttentionStep:
         swa_block_table: Block table of the window cache, [num_reqs, max_blocks], int32; only the
             schedule "prefill" reads it.
         is_valid_token: False for padding, bool; no layer reads it.
-        flash_mla_plan: ``flash_mla_metadata`` for window layers, or None. It must match
+        flash_mla_plan: ``flash_mla_metadata`` for window layers, or None. The metadata must match
             ``swa_lens``: if the lengths differ, FlashMLA skips keys or reads out of bounds.
         share: The rank's share of the windows, if several ranks share the compressed rows; ``c4``
             and ``c128`` then describe the rows of this rank.
@@ -220,18 +220,18 @@ def build_attention_step(
             several groups of blocks, pass the table of one group here, and make the steps of the
             other layers with ``AttentionStep.with_window``.
         state_tables: Block tables of the compressor states.
-        is_valid_token: False for tokens to treat as padding, [num_tokens], bool, for example those
-            of a captured step of fixed size; they write nothing, whatever their slot. If None,
-            tokens without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A token with
-            True but no slot attends and writes nothing.
+        is_valid_token: False for tokens to treat as padding, [num_tokens], bool, for example the
+            padding of a captured step of fixed size. Such tokens write nothing, whatever their
+            slot. If None, tokens without a slot are padding (vLLM's rule, ``slot_mapping >= 0``). A
+            token with True but no slot attends and writes nothing.
         plan_heads: Query heads of the C128 layers, to build one split-KV plan
             (``sparse_mla_plan``) that these layers share; 0 for no plan. The plan balances requests
             of very different lengths: on an H200, a C128 layer of 64 heads takes 79 us instead of
             106 for 512 requests of 100 to 128k tokens, and the plan takes 7 to 8 us per step for up
-            to 128 requests. A plan does not pay for few, short or nearly equal contexts. It gains
-            little for 32 to 256 requests on Hopper, where the kernel has its own tile scheduler.
-            ``attention_layer`` refuses a plan that ``batch_invariant`` or impl "flash_mla" would
-            ignore.
+            to 128 requests. A plan does not pay for few, short or nearly equal contexts. A plan
+            gains little for 32 to 256 requests on Hopper, where the kernel has its own tile
+            scheduler. ``attention_layer`` refuses a plan that ``batch_invariant`` or impl
+            "flash_mla" would ignore.
         cp_rank: The rank, [1], int32, a tensor so that one graph serves all ranks. Required if
             ``spec.parallel`` has several ranks, otherwise ignored. Block tables and slots of the
             compressed rows then refer to this rank's cache. A block has as many rows as without
@@ -318,8 +318,8 @@ def attention_step_of_tokens(
 
     Args:
         spec: The model's attention configuration.
-        tokens: Row in the block tables and position of every token, -1 for padding. The tokens of a
-            request must be adjacent and in the order of their positions.
+        tokens: Request (row of the block tables) and position of every token, -1 for padding. The
+            tokens of a request must be adjacent and in the order of their positions.
         slot_mapping: As for ``build_attention_step``; a token with a position and no slot attends
             but writes nothing.
         block_tables: As for ``build_attention_step``.

@@ -250,7 +250,7 @@ _R = TypeVar("_R")
 
 
 def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run ``function`` without autograd; backward through its result raises.
+    """Run ``function`` without autograd; backward through the result raises.
 
     Caches keep no autograd history. If a tensor of the layer requires a gradient, autograd sees the
     result as computed from that tensor, so that backward fails instead of silently skipping the

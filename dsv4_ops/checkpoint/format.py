@@ -62,7 +62,7 @@ class CheckpointInfo(NamedTuple):
         draft: "mtp", "dspark" or "none": kind of the draft layers, whose names are under ``mtp.``
             or follow those of the other layers.
         names_experts: Whether the config has ``expert_dtype``; if not, Hugging Face assumes "fp8".
-        model_type: "deepseek_v4", "deepseek_v32", "deepseek_v3" (R1 too), "deepseek_v2" or
+        model_type: "deepseek_v4", "deepseek_v32", "deepseek_v3" (also for R1), "deepseek_v2" or
             "glm_moe_dsa".
     """
 
@@ -312,7 +312,7 @@ def _check_blocks(op: str, name: str, size: int, block: int) -> None:
 def check_checkpoint(
     path: Path | str, *, scales: bool = True, codes: bool = False
 ) -> CheckpointInfo:
-    """Check names, dtypes, shapes and scales of a released checkpoint.
+    """Check the names, dtypes, shapes and scales of a released checkpoint.
 
     The check accepts DeepSeek-V4, V3.2, V3, R1, V2 and GLM-5 in FP8. Loaders check little: if a
     norm is missing, or a scale is missing, transposed or of another block size, they load wrong

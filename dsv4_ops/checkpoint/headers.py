@@ -1,4 +1,4 @@
-"""Read the headers of safetensors files and the index of a checkpoint's shards, but no tensor.
+"""Read the headers of safetensors files and the index of a checkpoint's shards, but no tensors.
 
 The checks are as strict as safetensors itself, so that a broken header fails here and not in a
 loader.
@@ -186,7 +186,8 @@ def read_header(file: Path, op: str) -> dict[str, StoredTensor]:
 
 
 def _stored(op: str, file: Path, first: int, name: str, entry: Any) -> tuple[str, StoredTensor]:
-    """Parse a header entry into a tensor's name and position; the data begin at byte ``first``."""
+    """Return the name and position of a tensor from its header entry; the file's data begin at byte
+    ``first``."""
     fields = entry if isinstance(entry, dict) and entry.keys() == _ENTRY else {}
     dtype, shape, offsets = (fields.get(part) for part in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets, 2):

@@ -237,7 +237,8 @@ def _providers(problems: Problems, load: bool) -> Section:
 
 
 def _tensorrt(problems: Problems) -> Section:
-    """Report the installed torch-tensorrt and TensorRT, and which features work with them."""
+    """Report the installed torch-tensorrt and TensorRT, and the features that work with these
+    releases."""
     from dsv4_ops.dispatch import tensorrt
     from dsv4_ops.dispatch.probes import distribution_version, probe
 

@@ -1,4 +1,4 @@
-"""Report registers, spills and shared memory of every kernel from its cubin; needs no GPU.
+"""Report the registers, spills and shared memory of every kernel, without a GPU.
 
 Each launcher runs with meta tensors of typical sizes and a ``launch`` that records the arguments.
 Triton then compiles the kernel for these arguments and the requested architecture, and Triton's
@@ -577,7 +577,7 @@ def oversized(reports: list[KernelReport], capability: int) -> list[KernelReport
 
 def spilling(reports: list[KernelReport], capability: int = 90) -> list[KernelReport]:
     """Return the kernels that spill more than ``SPILLS`` and ``SPILLS_OF`` allow on Hopper, or
-    ``OTHER_SPILLS`` elsewhere."""
+    ``OTHER_SPILLS`` on other GPUs."""
     granted, least = SPILLS | SPILLS_OF[max(since for since in SPILLS_OF if since <= version())], 0
     if divmod(capability, 10) != HOPPER:
         granted, least = {}, OTHER_SPILLS

@@ -21,7 +21,7 @@ from dsv4_ops.lowering.register import lower_with
 _ALIGNMENT = 16
 
 _written: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Kernels that a graph's C++ already contains."""
+"""Names of the kernels that the C++ of a graph already contains."""
 
 _binaries: dict[Any, Binary] = {}
 """Compiled kernels, by the static properties of their arguments."""
@@ -63,9 +63,9 @@ class Binary(NamedTuple):
     Args:
         code: Machine code for the GPU.
         function: Name of the function in the binary.
-        warps: Warps per program, all partitions counted.
+        warps: Warps per program, in all partitions together.
         shared: Bytes of shared memory per program.
-        types: Type of every argument; ``"constexpr"`` for those that the binary does not have.
+        types: Type of every argument; ``"constexpr"`` for arguments that the binary does not have.
     """
 
     code: bytes

@@ -75,7 +75,8 @@ def fix_while_loop() -> None:
 
 
 def _order_only(dependencies: Any) -> Any:
-    """Return the dependencies that an analysis of the loops does not find again."""
+    """Return the dependencies that only express an order, which a new analysis of the loops does
+    not find."""
     from dsv4_ops.lowering._compat import StarDep, WeakDep
 
     return type(dependencies)(

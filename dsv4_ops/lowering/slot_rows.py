@@ -109,8 +109,8 @@ def slot_rows(
     def flat_slot(index: Any) -> Value:
         return slot(FloorDiv(index[0], width), ModularIndexing(index[0], 1, width))
 
-    # One dimension: with two, Inductor would tile 32 x 32 in Triton and vectorize over tokens in
-    # C++, as for a transpose, which makes these rows 2 to 4 times slower.
+    # The buffer has one dimension. With two, Inductor would tile 32 x 32 in Triton and vectorize
+    # over tokens in C++, as for a transpose, which makes these rows 2 to 4 times slower.
     flat = realized(lens, torch.int32, [num_tokens * width], flat_slot)
     return lowerings[torch.ops.aten.view.default](flat, [num_tokens, width])
 

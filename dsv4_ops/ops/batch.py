@@ -34,7 +34,7 @@ def split_decodes_and_prefills(
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32, non-decreasing.
         decode_threshold: Maximum query tokens of a decode: 1 + speculative tokens. At least 1.
-        require_uniform: Also end the decodes at the first request of another length.
+        require_uniform: Whether the decodes also end at the first request of another length.
 
     Returns:
         int32 [4] on the device of the input: (num_decodes, num_prefills, num_decode_tokens,

@@ -100,7 +100,7 @@ def insert_c4_step(
             float32, from ``StateLayout(state_block_size, 512).allocate``.
         indexer_cache: The indexer's keys, [num_indexer_blocks, page_bytes], uint8, from
             ``IndexerLayout.allocate``.
-        state_block_table: Physical block of both compressors' states for every logical block of
+        state_block_table: Physical states block, for both compressors, of every logical block of
             state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
         state_slot_mapping: Slot of every token's own row in ``states`` and ``indexer_states``,
             block * state_block_size + row, [num_tokens], int64. States with a slot below 0 or past
@@ -199,7 +199,7 @@ def insert_c4_step(
     indexer.check_unquantized(checks, indexer_q, indexer_weights, "num_index_heads", "indexer_")
     softmax_scale = indexer.checked_scale(checks, indexer_q, softmax_scale)
     checks.flag("save_first", save_first)
-    if swa_cache is k_cache:  # only these two of the five can have the same shape
+    if swa_cache is k_cache:  # of the five caches, only these two can have the same shape
         raise checks.error(
             "k_cache",
             must="be another tensor than swa_cache",

@@ -89,7 +89,7 @@ def save_compressor_states(
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     checks.tensor("positions", positions, torch.int64, "num_tokens")
     checks.tensor("ape", ape, torch.float32, compress_ratio, "width")
-    width = int(checks.sizes["width"])  # configuration: a constant in compiled code
+    width = int(checks.sizes["width"])  # a configured size: a constant in compiled code
     checks.tensor("kv_score", kv_score, torch.float32, "num_tokens", 2 * width)
     checks.pages(
         "states", states, StateLayout(block_size, 2 * width), ("num_state_blocks", "state_values")
@@ -167,8 +167,8 @@ def compress_and_insert(
         k_cache: "v4_fp8" and "v4_indexer_fp8": [num_blocks, page_bytes], uint8. "plain":
             [num_blocks, block_size, head_dim], bfloat16 or float32, with dense rows.
         slot_mapping: Slot of the row that each token finishes, from ``compressed_slot_mapping``,
-            [num_tokens], int64. Tokens that finish no row, and slots below 0 or past the last
-            block, are skipped.
+            [num_tokens], int64. Tokens that finish no row, and tokens whose slot is below 0 or past
+            the last block, are skipped.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
         overlap: Whether windows overlap, so that a key also sums the previous window: True for C4,
             False for C128.
@@ -180,15 +180,14 @@ def compress_and_insert(
     Returns:
         Nothing.
 
-    Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. Arithmetic is
-        float32. The FP8 layouts round the row to bfloat16 and store it like
-        ``quantize_and_insert_k_cache`` or ``quantize_and_insert_indexer_k``. A window also needs
-        the projections of earlier positions. Those of position p - n come from ``kv_score`` if the
-        batch row n rows before the token is that position of the same request, and from ``states``
-        otherwise; so this op may run before or after ``save_compressor_states``. Positions before 0
-        or on absent blocks get no weight. States that no window needs are not read, so a NaN in
-        such a state never matters. If two tokens share a slot, the slot's bytes may be a mix of
-        both tokens'.
+    Mutates: ``k_cache``: only the bytes of the slots that the call writes. Arithmetic is float32.
+        The FP8 layouts round the row to bfloat16 and store it like ``quantize_and_insert_k_cache``
+        or ``quantize_and_insert_indexer_k``. A window also needs the projections of earlier
+        positions. Those of position p - n come from ``kv_score`` if the batch row n rows before the
+        token is that position of the same request, and from ``states`` otherwise; so this op may
+        run before or after ``save_compressor_states``. Positions before 0 or on absent blocks get
+        no weight. States that no window needs are not read, so a NaN in such a state never matters.
+        If two tokens share a slot, the slot's bytes may be a mix of both tokens'.
 
     Raises:
         ValueError: shapes that disagree, states or a cache that are not of their layout, sizes
@@ -312,7 +311,7 @@ def _check_cache(checks: Checks, k_cache: Tensor, block_size: int, layout: str) 
     if layout == PlainLayout.tag:
         checks.rows("k_cache", k_cache, block_size)
         checks.apart("k_cache", k_cache)
-        return int(k_cache.shape[2])  # configuration: a constant in compiled code
+        return int(k_cache.shape[2])  # a configured size: a constant in compiled code
     kind = MainLayout if layout == MainLayout.tag else IndexerLayout
     checks.pages("k_cache", k_cache, kind(block_size))
     return int(kind.head_dim)
@@ -355,8 +354,8 @@ def save_and_compress(
     """Run ``save_compressor_states`` and ``compress_and_insert`` at once.
 
     One call takes one kernel fewer than the two ops, and reads the inputs that both ops share from
-    memory once if these inputs fit into the GPU's cache. With ``save_first`` the result is that of
-    the two ops in this order.
+    memory once if these inputs fit into the GPU's cache. With ``save_first``, the result is the
+    same as that of the two ops in this order.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -394,12 +393,12 @@ def save_and_compress(
     Returns:
         Nothing.
 
-    Mutates: ``states`` like ``save_compressor_states``, and ``k_cache`` like
-        ``compress_and_insert``. Without ``save_first``, states and cache are written in no fixed
-        order: a window may read a slot before or after this call writes it. If a ring of states is
-        too short for a step and the window before it, a window needs an earlier step's state from a
-        slot that this call overwrites. In this case call ``compress_and_insert`` first, then
-        ``save_compressor_states``.
+    Mutates: ``states``, as ``save_compressor_states`` does, and ``k_cache``, as
+        ``compress_and_insert`` does. Without ``save_first``, states and cache are written in no
+        fixed order: a window may read a slot before or after this call writes it. If a ring of
+        states is too short for a step and the window before it, a window needs an earlier step's
+        state from a slot that this call overwrites. In this case call ``compress_and_insert``
+        first, then ``save_compressor_states``.
 
     Raises:
         ValueError: as ``compress_and_insert``, or a state_slot_mapping of another shape.

@@ -427,10 +427,10 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
     Raises:
         ValueError: a wrong shape, an unknown ``via``, or no process group of this name.
         TypeError: ``x`` is not a tensor, or ``group`` is not a name.
-        RuntimeError: the first call with ``via`` "symmetric_memory" is in a CUDA graph capture. A
-            kernel that waits for another rank longer than the group's timeout traps, and the next
+        RuntimeError: ``via`` is "symmetric_memory", and the first call is in a CUDA graph capture.
+            A kernel that waits for another rank longer than the group's timeout traps, and the next
             CUDA call of its process raises.
-        ImportError: ``via`` "symmetric_memory" without Triton.
+        ImportError: ``via`` is "symmetric_memory", and Triton is not installed.
 
     Compile: one all-gather, or one kernel that a graph calls; nothing on one rank. Dynamic in
         num_tokens. CUDA graphs: yes; "symmetric_memory" needs one call outside of a capture first,
@@ -545,10 +545,10 @@ def cp_combine(
         ValueError: shapes that disagree, several devices, heads that the ranks cannot share evenly,
             rows too wide for ``via``, an unknown ``via`` or base, or no process group of this name.
         TypeError: a dtype other than those above, or ``group`` is not a name.
-        RuntimeError: ``via`` "symmetric_memory" on a device other than a GPU, or its first call is
-            in a CUDA graph capture. A kernel that waits for another rank longer than the group's
+        RuntimeError: ``via`` is "symmetric_memory", and the device is not a GPU or the first call
+            is in a CUDA graph capture. A kernel that waits for another rank longer than the group's
             timeout traps, and the next CUDA call of its process raises.
-        ImportError: ``via`` "symmetric_memory" without Triton.
+        ImportError: ``via`` is "symmetric_memory", and Triton is not installed.
 
     Compile: collectives of ``torch.distributed`` between fused kernels, or one kernel that a graph
         calls; nothing on one rank. Dynamic in num_tokens. CUDA graphs: yes, after one call outside

@@ -138,8 +138,8 @@ def grouped_topk(
             [num_experts], float32, or None.
         top_k: Experts per token. At least 1, at most the number of experts in ``kept_groups``
             groups.
-        num_groups: Number of groups of equal size, in the order of the experts: 1, or at most
-            num_experts / 2.
+        num_groups: Number of groups: 1, or at most num_experts / 2. Groups are consecutive experts,
+            and have equal sizes.
         kept_groups: Number of groups that a token's experts may come from. At least 1, at most
             num_groups.
         scale: Factor of the weights. Above 0.
@@ -213,12 +213,15 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
         block_size: Rows per block. At least 1.
 
     Returns:
-        ``ExpertPlan(sorted_rows, expert_of_block, num_blocks)``, int32, dense. sorted_rows
-        [max_blocks * block_size]: the rows of the first expert in ascending order, padded with -1
-        to whole blocks, then those of the next expert that has rows. expert_of_block [max_blocks]:
-        the expert of each block, -1 after the last used block. num_blocks [1]: the number of used
-        blocks. max_blocks = (num_rows + min(num_experts, num_rows) * (block_size - 1)) //
-        block_size, an upper bound for any routing.
+        ``ExpertPlan(sorted_rows, expert_of_block, num_blocks)``, int32, dense:
+
+        - sorted_rows [max_blocks * block_size]: the rows of the first expert in ascending order,
+          padded with -1 to whole blocks, then the rows of the next expert that has rows.
+        - expert_of_block [max_blocks]: the expert of each block, -1 after the last used block.
+        - num_blocks [1]: the number of used blocks.
+
+        max_blocks = (num_rows + min(num_experts, num_rows) * (block_size - 1)) // block_size, an
+        upper bound for any routing.
 
     Mutates: nothing.
 

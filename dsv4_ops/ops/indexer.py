@@ -51,10 +51,10 @@ def quantize_and_insert_indexer_k(
     Returns:
         Nothing.
 
-    Mutates: ``k_cache``: the 128 codes and the 4 scale bytes of every slot that is written; no
-        other byte. The row has one float32 scale, the smallest power of two, at least 2^-22, for
-        which amax / scale is at most 448. NaN, infinities and tokens that share a slot have the
-        same effects as in ``quantize_and_insert_k_cache``.
+    Mutates: ``k_cache``: only the 128 codes and the 4 scale bytes of each slot that the call
+        writes. The row has one float32 scale, the smallest power of two, at least 2^-22, for which
+        amax / scale is at most 448. NaN, infinities and tokens that share a slot have the same
+        effects as in ``quantize_and_insert_k_cache``.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
@@ -121,8 +121,8 @@ def gather_indexer_k(
 
     Returns:
         ``IndexerKeys(k, scales)``: uint8 [num_rows, 128] e4m3 codes, whose values are
-        ``k.view(torch.float8_e4m3fn)``, and float32 [num_rows] scales. Rows of no request and rows
-        on absent blocks are zeros.
+        ``k.view(torch.float8_e4m3fn)``, and float32 [num_rows] scales. Rows that belong to no
+        request and rows on absent blocks are zeros.
 
     Mutates: nothing.
 
@@ -395,7 +395,8 @@ def indexer_logits(
         num_rows: Capacity of the result in columns. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
         impl: Implementation: "triton" (our kernel), "deep_gemm", or "reference" (the definition);
-            "auto" runs ours, unless DeepGEMM is installed and was faster at these sizes on an H200.
+            "auto" runs our kernel, unless DeepGEMM is installed and was faster at these sizes on an
+            H200.
 
     Returns:
         float32 [num_tokens, num_rows], dense: sum over heads of weights * relu(q . k), times the
@@ -466,7 +467,8 @@ def indexer_logits_ragged(
         row_stop: One past the last key of every token, [num_tokens], int32.
 
     Returns:
-        float32 [num_tokens, num_k], dense: as ``indexer_logits``; -inf outside of the spans.
+        float32 [num_tokens, num_k], dense: scores as of ``indexer_logits``; -inf outside of the
+        spans.
 
     Mutates: nothing.
 
@@ -574,8 +576,8 @@ def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
         ValueError: shapes that disagree, ``topk`` below 0, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: on CUDA our Triton kernels (for topk up to 4096), on CPU the topk and sort of torch
-        over loops of Inductor; dynamic in all tensor sizes; CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernels (for topk up to 4096), on CPU loops of Inductor and torch's
+        topk and sort; dynamic in all tensor sizes; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer. Other libraries specify neither order nor ties.
 
@@ -646,12 +648,12 @@ def indexer_select(
             schedule. Must be None with positions [num_reqs, next_n].
         block_size: Rows per block, 64 for DeepGEMM. At least 1.
         compress_ratio: Positions per compressed row, 4. At least 1.
-        topk: Rows to select, 512 (Flash) or 1024 (Pro). At least 0.
+        topk: Rows to select, 512 in DeepSeek-V4-Flash or 1024 in DeepSeek-V4-Pro. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
         slots: Whether to return cache slots, for ``sparse_mla_decode``, instead of rows of the
-            request. This saves the kernel that would translate them.
+            request. This saves the kernel that would translate rows to slots.
         impl: Implementation: "triton" (our kernels), "deep_gemm" (DeepGEMM's logits and our
-            selection), or "reference" (the definition); "auto" runs ours.
+            selection), or "reference" (the definition); "auto" runs our kernels.
 
     Returns:
         int32 [num_tokens, topk], dense: rows of the request, in ascending order, then -1, for
@@ -670,7 +672,7 @@ def indexer_select(
         NotImplementedError, ImportError, RuntimeError: as ``indexer_logits``.
 
     Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU, and everywhere for the layout
-        "plain", the reference: the matrix product, topk and sort of torch over loops of Inductor.
+        "plain", the reference: loops of Inductor, and torch's matrix product, topk and sort.
         DeepGEMM is a call, followed by our kernels, and not available in AOTInductor packages; its
         scores round differently, so other rows may be selected among near ties. Dynamic in all
         tensor sizes; with dynamic sizes "auto" runs our kernels; CUDA graphs and export: yes.

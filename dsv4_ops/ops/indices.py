@@ -43,7 +43,7 @@ def swa_indices_and_lens(
         block_table: Physical block of every logical block of the window cache, [num_reqs,
             max_blocks], int32, any strides.
         block_size: Rows per block. At least 1.
-        window_size: Keys of a full window, the token itself included. At least 1.
+        window_size: Keys of a full window, including the token's own key. At least 1.
 
     Returns:
         ``SwaIndices(indices, lens)``: int32 [num_tokens, window_size] slots, -1 past the window,
@@ -97,7 +97,7 @@ def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_siz
             int32, non-decreasing.
         seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
             request.
-        window_size: Keys of a full window, the token itself included. At least 1.
+        window_size: Keys of a full window, including the token's own key. At least 1.
 
     Returns:
         int32 [num_reqs]: query length + min(context length, window_size - 1), but at most the
@@ -295,9 +295,9 @@ def combine_topk_swa_indices(
 ) -> TopkIndices:
     """List the rows of a gathered workspace that every token attends to.
 
-    The token's selected compressed rows come first, then its window.
+    The token's selected compressed rows come first, then the rows of its window.
 
-    The workspace is [num_reqs, workspace_rows, 512] seen as one list of rows. Request b has its
+    The workspace is [num_reqs, workspace_rows, 512], viewed as one list of rows. Request b has its
     compressed rows at b * workspace_rows and its window rows, from
     ``dequantize_and_gather_k_cache``, at b * workspace_rows + swa_offset.
 
@@ -311,7 +311,7 @@ def combine_topk_swa_indices(
         seq_lens: Length of every request, [num_reqs], int32.
         gather_lens: Number of gathered window rows of every request, which are its last rows,
             [num_reqs], int32.
-        window_size: Keys in a full window, the token's own included. At least 1.
+        window_size: Keys in a full window, including the token's own key. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         topk: Maximum selected rows per token; 0 for layers with only a window.
         workspace_rows: Rows of the workspace per request. At least 1.
@@ -406,7 +406,7 @@ def mixed_sparse_indices(
         decode_compressed_lens: Valid columns per decode token, [num_decode_tokens], int32. With
             None, all columns count or, if the columns are rows inside the request, the columns up
             to the last valid one.
-        prefill_topk_indices: Selected rows inside the request of the prefill tokens,
+        prefill_topk_indices: Selected rows of the prefill tokens, inside the request,
             [num_prefill_tokens, columns], int32; only the first ``topk`` columns count.
         positions: Absolute position of every token, [num_tokens], int64, num_tokens =
             num_decode_tokens + num_prefill_tokens; values outside 0..2**31-2 mark padding.

@@ -45,8 +45,8 @@ def quantize_and_insert_k_cache(
     Returns:
         Nothing.
 
-    Mutates: ``k_cache``: the 584 bytes of every slot that is written; no other byte. Each block of
-        64 values gets the smallest power-of-two scale, at least 2^-22, for which amax / scale is at
+    Mutates: ``k_cache``: only the 584 bytes of each slot that the call writes. Each block of 64
+        values gets the smallest power-of-two scale, at least 2^-22, for which amax / scale is at
         most 448. The row stores the scales as UE8M0 bytes and the values divided by their scales as
         e4m3 codes (round to nearest even). Values within 3 % of the largest bfloat16 read back as
         infinities. RoPE values are copied bit for bit; the eighth scale byte is 0. NaN becomes code
@@ -303,8 +303,8 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     Returns:
         Nothing.
 
-    Mutates: ``k_cache``: the rows of the slots that are written; nothing else. If two tokens share
-        a slot, the slot's values may be a mix of both tokens'.
+    Mutates: ``k_cache``: only the rows of the slots that the call writes. If two tokens share a
+        slot, the slot's values may be a mix of both tokens'.
 
     Raises:
         ValueError: shapes that disagree, rows that are not dense, or several devices.

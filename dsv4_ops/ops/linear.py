@@ -79,16 +79,18 @@ def quantize_rows(
         x: Activations, [num_tokens, in_features], bfloat16, any strides.
         block: Values per scale; divides in_features. At least 1.
         scale: "pow2": the smallest power of two, at least 2^-126, for which amax / scale is at most
-            448 (DeepSeek's own). "float32": amax / 448 (Hugging Face's).
+            448 (DeepSeek's recipe). "float32": amax / 448 (Hugging Face's).
         min_amax: Minimum amax of a block. Above 0.
         scale_layout: Layout of the scales: "row", or "column_padded" for matrix products on SM90.
 
     Returns:
-        ``QuantizedRows(values, scales)``. values: float8_e4m3fn [num_tokens, in_features], dense: x
-        divided by its scale, rounded to nearest even. NaN becomes code 0x7F and does not count for
-        the scale; an infinity saturates and counts as the largest bfloat16. scales: float32, dense:
-        "row": [num_tokens, in_features / block]; "column_padded": [in_features / block,
-        padded_tokens], with padding of 0 up to a multiple of 4.
+        ``QuantizedRows(values, scales)``, dense:
+
+        - values, float8_e4m3fn [num_tokens, in_features]: x divided by its scale, rounded to
+          nearest even. NaN becomes code 0x7F and does not count for the scale; an infinity
+          saturates and counts as the largest bfloat16.
+        - scales, float32. "row": [num_tokens, in_features / block]. "column_padded": [in_features /
+          block, padded_tokens], where padded_tokens is a multiple of 4 and padding is 0.
 
     Mutates: nothing.
 
@@ -140,7 +142,8 @@ def fp8_linear(
             float8_e4m3fn.
         weight: [out_features, in_features], float8_e4m3fn; both sizes are multiples of 128.
         scale: [out_features / 128, in_features / 128], float32, or uint8 with UE8M0 bytes: byte b
-            is 2^(b - 127), 255 is NaN. Pass a float8_e8m0fnu tensor as ``scale.view(torch.uint8)``.
+            is 2^(b - 127), and 255 is NaN. Pass a float8_e8m0fnu tensor as
+            ``scale.view(torch.uint8)``.
         x_scale: Scales of ``x``, [num_tokens, in_features / 128], float32, from ``quantize_rows``;
             None for bfloat16.
         activations: Format in which bfloat16 activations are multiplied: "bf16" (W8A16), or "fp8"
@@ -206,7 +209,8 @@ def fp8_linear_norms(
 ) -> NormedPair:
     """Multiply rows by an FP8 weight, and normalise two parts of each result.
 
-    The two parts are those of attention's first projections: the query's latent and the key.
+    In attention, the two parts are the query's latent and the key, whose projections are one
+    weight.
 
     Args:
         x: Activations, [num_tokens, in_features], bfloat16, any strides.
@@ -387,7 +391,7 @@ def _check_activations(checks: Checks, x: Tensor, x_scale: Tensor | None, *dims:
 
 def _check_weight(checks: Checks, weight: Tensor, scale: Tensor, num_groups: int) -> None:
     checks.tensor("weight", weight, torch.float8_e4m3fn, "out_features", "in_features")
-    # configuration: constants in compiled code
+    # configured sizes: constants in compiled code
     rows, columns = (int(size) for size in weight.shape)
     checks.divides("the columns of a block", WEIGHT_BLOCK, "in_features", columns)
     what = "the rows of a block" if num_groups == 1 else "the rows of a block in every group"

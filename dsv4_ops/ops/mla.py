@@ -99,11 +99,11 @@ def mla_insert_kv(
     Returns:
         Nothing.
 
-    Mutates: ``kv_cache``: the rows of the slots that are written; no other byte. "plain" rows are
-        copied bit for bit. "mla_fp8" rows are e4m3 codes (round to nearest even, saturated) of the
-        values divided by ``scale``. "mla_ds_fp8" rows are 512 such codes, 4 float32 scales, one per
-        128 codes and at least 2^-126, and the RoPE part in bfloat16. NaN becomes code 0x7F and does
-        not count for a scale; an infinity saturates, and counts for a scale as the largest finite
+    Mutates: ``kv_cache``: only the rows of the slots that the call writes. "plain" rows are copied
+        bit for bit. "mla_fp8" rows are e4m3 codes (round to nearest even, saturated) of the values
+        divided by ``scale``. "mla_ds_fp8" rows are 512 such codes, 4 float32 scales, one per 128
+        codes and at least 2^-126, and the RoPE part in bfloat16. NaN becomes code 0x7F and does not
+        count for a scale; an infinity saturates, and counts for a scale as the largest finite
         number of its dtype. If two tokens share a slot, the slot's bytes may be a mix of both
         tokens'.
 
@@ -112,8 +112,9 @@ def mla_insert_kv(
             scales that the layout does not have, ``block_size`` below 1, or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: in place, never a copy of the cache; on CUDA a Triton kernel inside the graph, on the
-        CPU scatters of Inductor; dynamic in num_tokens and num_blocks; CUDA graphs and export: yes.
+    Compile: writes in place, without a copy of the cache; on CUDA a Triton kernel runs inside the
+        graph, and on the CPU scatters of Inductor; dynamic in num_tokens and num_blocks; CUDA
+        graphs and export: yes.
 
     Source: vLLM ``concat_and_cache_mla``; FlashMLA's rows of 656 bytes.
 
@@ -179,9 +180,9 @@ def mla_gather_kv(
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
 
     Returns:
-        [num_rows, width]: rows of a plain cache in its dtype, bit for bit; rows of FP8 caches as
-        bfloat16, code * scale in float32, rounded once. Rows whose slot is below 0 or past the last
-        block are zeros.
+        [num_rows, width]. Rows of a plain cache keep the cache's dtype and bits. Rows of FP8 caches
+        are bfloat16: code * scale in float32, rounded once. Rows whose slot is below 0 or past the
+        last block are zeros.
 
     Mutates: nothing.
 
@@ -616,7 +617,7 @@ def _multiplied_with(layer: torch.nn.Module, dtype: torch.dtype | None) -> Tenso
 
 
 _SCALE_BLOCK = 128
-"""Rows and columns of a weight per scale in DeepSeek's checkpoints."""
+"""Rows and columns of a weight that share a scale in DeepSeek's checkpoints."""
 
 
 def _dequantized(checks: Checks, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -642,7 +643,7 @@ def _check_attention(
     codes = (torch.float8_e4m3fn,) if layout == MlaFp8Layout.tag else ()
     checks.floats("q", q, *FLOATS, *codes, do="Pass the result of mla_absorb_q")
     checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
-    width = int(q.shape[2])  # configuration: a constant in compiled code
+    width = int(q.shape[2])  # a configured size: a constant in compiled code
     kv_lora_rank = arguments["kv_lora_rank"]
     checks.at_least(1, kv_lora_rank=kv_lora_rank)
     checks.at_most("kv_lora_rank", kv_lora_rank, "the width of q", width)
@@ -700,7 +701,8 @@ def mla_decode(
 
     Args:
         q: Queries from ``mla_absorb_q``, [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim],
-            bfloat16, float16 or float32, any strides; for the layout "mla_fp8" float8_e4m3fn too.
+            bfloat16, float16 or float32, any strides; for the layout "mla_fp8", float8_e4m3fn is
+            allowed too.
         kv_cache: Paged rows from ``mla_insert_kv``. "plain": [num_blocks, block_size, width] of the
             dtype of q. "mla_fp8": [num_blocks, block_size, width], uint8. "mla_ds_fp8":
             [num_blocks, block_size, 656], uint8. Blocks may have gaps between them; FP8 blocks must
@@ -726,8 +728,9 @@ def mla_decode(
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
         num_splits: Splits of the rows of a token; 0 lets the batch or the plan decide. At least 0,
             and 0 with a plan.
-        batch_invariant: With num_splits 0, split by the table's width alone: a token's result has
-            the same bits regardless of the other tokens in the batch. A plan is then refused.
+        batch_invariant: Whether to split by the table's width alone if num_splits is 0. A token's
+            result then has the same bits regardless of the other tokens in the batch. A plan is
+            then refused.
         impl: Implementation: "triton" (our kernels), "flash_mla" (plain bfloat16 or float16 rows of
             576 values in blocks of 64), or "reference" (the definition). "auto" runs our kernels on
             CUDA and the reference elsewhere.
@@ -735,8 +738,8 @@ def mla_decode(
     Returns:
         out: [num_tokens, num_heads, kv_lora_rank], the dtype of q, bfloat16 for e4m3; 0 for tokens
             without a row, such as padding.
-        lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf
-            without any row.
+        lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf if
+            the token has no row.
 
     Mutates: nothing.
 
@@ -846,16 +849,16 @@ def mla_sparse(
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
         layout: Tag of the cache's layout, "plain" or "mla_ds_fp8".
         num_splits: Splits of the rows of a token; 0 lets the batch decide. At least 0.
-        batch_invariant: With num_splits 0, split by topk alone: a token's result has the same bits
-            regardless of the other tokens in the batch.
+        batch_invariant: Whether to split by topk alone if num_splits is 0. A token's result then
+            has the same bits regardless of the other tokens in the batch.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition).
             "auto" runs our kernels on CUDA and the reference elsewhere.
 
     Returns:
         out: [num_tokens, num_heads, kv_lora_rank], the dtype of q; 0 for tokens without a row, such
             as padding.
-        lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf
-            without any row.
+        lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf if
+            the token has no row.
 
     Mutates: nothing.
 

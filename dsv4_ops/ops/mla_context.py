@@ -261,7 +261,8 @@ def mla_workspace_rows(
         cp_interleave: Consecutive positions on one rank. At least 1.
 
     Returns:
-        The number of rows; with several ranks, whole blocks and whole turns of each rank.
+        The number of rows; with several ranks, a multiple of the block size and of one turn of all
+        ranks.
 
     Raises:
         ValueError: an argument out of range.
@@ -434,9 +435,10 @@ def mla_prefill(
     Args:
         q: Queries, [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], bfloat16, float16
             or float32.
-        k_nope: Keys without RoPE, [num_k, num_heads, qk_nope_head_dim], the dtype of q. ``k_nope``
-            and ``v`` may be views of one tensor.
-        k_pe: Keys with RoPE, which all heads share, [num_k, qk_rope_head_dim], the dtype of q.
+        k_nope: Parts of the keys without RoPE, [num_k, num_heads, qk_nope_head_dim], the dtype of
+            q. ``k_nope`` and ``v`` may be views of one tensor.
+        k_pe: Rotated parts of the keys, which all heads share, [num_k, qk_rope_head_dim], the dtype
+            of q.
         v: Values, [num_k, num_heads, v_head_dim], the dtype of q.
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],
             int32, non-decreasing. Tokens outside all requests see no key. If the values decrease,
@@ -451,9 +453,9 @@ def mla_prefill(
             reference on a CPU and for calls that our kernel does not support.
 
     Returns:
-        out: [num_tokens, num_heads, v_head_dim], the dtype of q; 0 without any key.
-        lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf
-            without any key.
+        out: [num_tokens, num_heads, v_head_dim], the dtype of q; 0 if the token has no key.
+        lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf if
+            the token has no key.
 
         A NaN in a row of one request does not reach other requests.
 

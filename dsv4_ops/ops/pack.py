@@ -39,8 +39,9 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
             represent ``pad``; for float8, ``pad`` must be 0.
 
     Returns:
-        [num_reqs, next_n, ...] of the dtype of ``x``, dense: row t of a request is its token t, or
-        ``pad`` if the request or ``x`` ends before it. Tokens from next_n on are dropped.
+        [num_reqs, next_n, ...] of the dtype of ``x``, dense: row t of a request is the request's
+        token t, or ``pad`` if the request or ``x`` ends before token t. Tokens from next_n on are
+        dropped.
 
     Mutates: nothing.
 

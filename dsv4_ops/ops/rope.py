@@ -108,8 +108,8 @@ def apply_rope(
         inverse: Whether to rotate by the negative angles.
         rope_first: Whether the first rather than the last rope_dim values of a row are rotated, as
             in the indexers of DeepSeek-V3.2 and GLM-5.
-        interleaved: Whether rotated values 2 i and 2 i + 1 form pair i, rather than values i and i
-            + rope_dim / 2, as in DeepSeek-V3.2's indexer.
+        interleaved: Whether rotated values 2 i and 2 i + 1 form pair i. If False, values i and i +
+            rope_dim / 2 form pair i, as in DeepSeek-V3.2's indexer.
 
     Returns:
         A tensor like ``x``, dense. Pair i is rotated by angle i, in float32, with every product
@@ -235,17 +235,19 @@ def inverse_rope_group_quantize(
             "ue8m0_packed" (DeepGEMM on SM100).
 
     Returns:
-        ``QuantizedGroups(values, scales)``. values: float8_e4m3fn [num_groups, num_tokens, width],
-        dense, with width = num_heads / num_groups * 512: the bfloat16 result of
-        ``inverse_rope_group`` divided by its scale, rounded to nearest even. The scale of a block
-        is the smallest power of two, at least 2^-42, for which amax / scale is at most 448. NaN
-        becomes code 0x7F and does not count for the scale; an infinity saturates and counts as the
-        largest bfloat16. scales, dense, with padding of 0 up to padded_tokens, a multiple of 4:
-        "row": float32 [num_groups, num_tokens, width / 128]. "column_padded": float32 [num_groups,
-        width / 128, padded_tokens]. "ue8m0_packed": int32 [num_groups, width / 512, padded_tokens],
-        the four UE8M0 bytes of a head, the first in the lowest byte. For the last two layouts,
-        ``scales.permute(2, 0, 1)[:num_tokens]`` is the view with a token stride of 1 that DeepGEMM
-        takes.
+        ``QuantizedGroups(values, scales)``, dense:
+
+        - values, float8_e4m3fn [num_groups, num_tokens, width], where width is num_heads /
+          num_groups * 512: the bfloat16 result of ``inverse_rope_group`` divided by the scale of
+          its block, rounded to nearest even. The scale of a block is the smallest power of two, at
+          least 2^-42, for which amax / scale is at most 448. NaN becomes code 0x7F and does not
+          count for the scale; an infinity saturates and counts as the largest bfloat16.
+        - scales. "row": float32 [num_groups, num_tokens, width / 128]. "column_padded": float32
+          [num_groups, width / 128, padded_tokens]. "ue8m0_packed": int32 [num_groups, width / 512,
+          padded_tokens], the four UE8M0 bytes of a head, the first byte lowest. padded_tokens is a
+          multiple of 4, and padding is 0. For the last two layouts,
+          ``scales.permute(2, 0, 1)[:num_tokens]`` is the view with a token stride of 1 that
+          DeepGEMM takes.
 
     Mutates: nothing.
 
@@ -343,11 +345,11 @@ def qnorm_rope_kv_insert(
         values rotated as by ``apply_rope``, computed in float32 with one cast. A head whose sum of
         squares exceeds float32 becomes 0.
 
-    Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. The bytes are
-        those of ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``),
-        bit for bit; a NaN among the rotated values is stored as 0x7FC0. If two tokens share a slot,
-        the slot's bytes may be a mix of both tokens'. Only this op and ``insert_c4_step`` both
-        mutate an argument and return a result, because they fuse independent parts into one launch.
+    Mutates: ``k_cache``: only the bytes of the slots that the call writes. The bytes are those of
+        ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``), bit for
+        bit; a NaN among the rotated values is stored as 0x7FC0. If two tokens share a slot, the
+        slot's bytes may be a mix of both tokens'. Only this op and ``insert_c4_step`` both mutate
+        an argument and return a result, because they fuse independent parts into one launch.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, more slots than
@@ -355,8 +357,8 @@ def qnorm_rope_kv_insert(
             devices.
         TypeError: a dtype other than those above.
 
-    Compile: in place, never a copy of the cache; on CUDA one launch of our Triton kernel in the
-        graph and in AOTInductor packages, on CPU loops and scatters of Inductor; dynamic in
+    Compile: writes in place, without a copy of the cache; on CUDA our Triton kernel runs once, in
+        the graph and in AOTInductor packages, and on CPU loops and scatters of Inductor; dynamic in
         num_tokens, num_heads, num_slots, num_blocks and num_positions; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert``.

@@ -42,9 +42,9 @@ def sinkhorn(
         eps: Added to every weight once, and to every sum. Above 0.
 
     Returns:
-        float32 [num_tokens, num_streams, num_streams], dense. Columns sum to 1 up to ``eps``, rows
-        nearly so. A NaN or +inf in a token's logits makes the token's matrix NaN, but no other
-        matrix.
+        float32 [num_tokens, num_streams, num_streams], dense. Columns sum to 1 up to ``eps``, and
+        rows nearly to 1. A NaN or +inf in a token's logits makes the token's matrix NaN, but no
+        other matrix.
 
     Mutates: nothing.
 

@@ -427,7 +427,7 @@ def sparse_mla_decode(
             ``indexer_select`` with ``slots`` or from ``global_topk_indices_and_lens``.
         extra_lens: Number of valid leading entries of ``extra_indices``, [num_tokens], int32.
         attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None. inf makes
-            the output 0, -inf has no effect.
+            the output 0; -inf has no effect.
         plan: Work tiles, [num_work_tiles, 4], int32, from ``sparse_mla_plan`` for the same number
             of tokens and heads. With None, the call chooses the splits. The lengths that the plan
             was made from affect only the speed. A tensor that is not such a plan gives undefined
@@ -449,18 +449,19 @@ def sparse_mla_decode(
         num_splits: Splits of the keys of every token; 0 lets the batch or the plan decide. At least
             0, and 0 with a plan. Our kernels store the partial results of several splits as float16
             with one scale per 64 heads: values below 2^-14 of the amax of these heads lose bits.
-        batch_invariant: With num_splits 0, split by the widths alone: a token's result has the same
-            bits regardless of the other tokens in the batch. A plan is then refused.
+        batch_invariant: Whether to split by the widths alone if num_splits is 0. A token's result
+            then has the same bits regardless of the other tokens in the batch. A plan is then
+            refused.
         impl: Implementation: "triton" (our kernels), "flash_mla", or "reference" (the definition);
-            "auto" runs ours, because FlashMLA was faster at no size that we measured.
+            "auto" runs our kernels, because FlashMLA was faster at no size that we measured.
 
     Returns:
-        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``,
-            ``out`` is rounded, rotated back in float32, and rounded again. The bits are those of an
-            eager ``inverse_rope_group`` with one group, applied to the output without
-            ``positions``.
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 if the token has no key. With
+            ``positions``, ``out`` is rounded, rotated back in float32, and rounded again. The bits
+            are those of an eager ``inverse_rope_group`` with one group, applied to the output
+            without ``positions``.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
-            [num_tokens, num_heads], float32; -inf without any key.
+            [num_tokens, num_heads], float32; -inf if the token has no key.
 
     Mutates: nothing.
 
@@ -576,20 +577,20 @@ def sparse_mla_decode_paged(
         plan: As for ``sparse_mla_decode``.
         positions: Absolute position of every query, [num_tokens], int64, to apply inverse RoPE to
             the output. None leaves the output rotated.
-        cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; None without
-            ``positions``.
+        cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; None if
+            ``positions`` is None.
         flash_mla_plan: As for ``sparse_mla_decode``.
         softmax_scale: Scale of q . k.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
         extra_block_size: Rows per block of ``extra_cache``: 2 for C128. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
         num_splits: Splits of the keys of every token; 0 lets the batch decide.
-        batch_invariant: With num_splits 0, split by the widths alone.
+        batch_invariant: As for ``sparse_mla_decode``.
         impl: As for ``sparse_mla_decode``.
 
     Returns:
-        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``,
-            ``out`` is rotated back as for ``sparse_mla_decode``.
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 if the token has no key. With
+            ``positions``, ``out`` is rotated back as for ``sparse_mla_decode``.
         lse: As for ``sparse_mla_decode``, [num_tokens, num_heads], float32.
 
     Mutates: nothing.
@@ -666,10 +667,10 @@ def sparse_mla_gathered(
             call, else the reference.
 
     Returns:
-        out: [num_tokens, num_heads, width], the dtype of q; 0 without any key.
-        max_logits: Largest logit, [num_tokens, num_heads], float32; -inf without any key.
+        out: [num_tokens, num_heads, width], the dtype of q; 0 if the token has no key.
+        max_logits: Largest logit, [num_tokens, num_heads], float32; -inf if the token has no key.
         lse: Natural logarithm of the sum of exp(logit), without the sink, [num_tokens, num_heads],
-            float32; -inf without any key.
+            float32; -inf if the token has no key.
 
     Mutates: nothing.
 
@@ -773,7 +774,7 @@ def sparse_mla_prefill(
             skipped. None means all rows.
         attn_sink: Sink logit, added to the denominator, [num_heads], float32, or None.
         softmax_scale: Scale of q . k. Above 0.
-        window_size: Keys of the window, the token's own included. At least 1.
+        window_size: Keys of the window, including the token's own key. At least 1.
         compress_ratio: Positions per compressed row; a token sees (position + 1) // compress_ratio
             rows. At least 1.
         swa_block_size: Rows per block of ``swa_cache``. At least 1.
@@ -781,18 +782,18 @@ def sparse_mla_prefill(
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
         impl: Implementation: "triton" (our kernel, which reads the blocks), "flash_mla" (gathers
             the rows to bfloat16 and runs FlashMLA over the copy), or "reference" (the definition).
-            "auto" runs ours. On Hopper, "auto" chooses by the sizes: our kernel runs over such a
-            copy where that is faster, and splits the keys if there are few tokens. The choice may
-            change bits. "Faster" means GPU time: the five launches of a copy take the host 0.5 to
-            0.9 ms outside of a CUDA graph. A copy needs memory for all rows in the block tables, up
-            to 2**20, and 4 bytes for each key of every token; without ``topk_indices``, a token has
-            as many keys as a row of the block table holds.
+            "auto" runs our kernels. On Hopper, "auto" chooses by the sizes: our kernel runs over
+            such a copy where that is faster, and splits the keys if there are few tokens. The
+            choice may change bits. "Faster" means GPU time: the five launches of a copy take the
+            host 0.5 to 0.9 ms outside of a CUDA graph. A copy needs memory for all rows in the
+            block tables, up to 2**20, and 4 bytes for each key of every token; without
+            ``topk_indices``, a token has as many keys as a row of the block table holds.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 for tokens without a key, such as
             padding. The output is rotated like the values; call ``inverse_rope_group`` afterwards.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
-            [num_tokens, num_heads], float32; -inf without any key.
+            [num_tokens, num_heads], float32; -inf if the token has no key.
 
     Mutates: nothing.
 

@@ -78,8 +78,9 @@ def hyper_connection(
         TypeError: another dtype.
 
     Compile: on a GPU two kernels: split-K products, then two programs per token. With a fixed
-        number of at least 449 tokens (for Flash), the two programs are separate kernels. On a CPU,
-        and for derivatives, plain torch ops. Dynamic in num_tokens; CUDA graphs and export: yes.
+        number of at least 449 tokens (for DeepSeek-V4-Flash), the two programs are separate
+        kernels. On a CPU, and for derivatives, plain torch ops. Dynamic in num_tokens; CUDA graphs
+        and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 
@@ -95,7 +96,7 @@ def hyper_connection(
     checks.at_least(1, iterations=iterations)
     check_at_most(checks.op, "iterations", iterations, MAX_ITERATIONS)
     checks.tensor("streams", streams, torch.bfloat16, "num_tokens", "num_streams", "hidden_size")
-    count, width = int(streams.shape[1]), int(streams.shape[2])  # configuration: constants
+    count, width = int(streams.shape[1]), int(streams.shape[2])  # configured sizes: constants
     checks.at_least(1, num_streams=count, hidden_size=width)
     check_at_most(checks.op, "num_streams", count, MAX_STREAMS)
     checks.tensor("fn", fn, torch.float32, count * (count + 2), count * width)

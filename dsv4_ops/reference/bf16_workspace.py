@@ -69,7 +69,7 @@ class Prefill(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """The rows of every request that a token of the call may see, int32 [num_reqs] each.
+    """The rows of every request that a token of the call may see. Every field is int32 [num_reqs].
 
     Args:
         ends: Position after the last window row.

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 _MOST = torch.finfo(torch.float32).max  # independent of the default dtype
 _WEIGHT_BITS, _UNIFORM_BITS = 38, 24
-"""Fixed-point 1 of weights and of uniform numbers: their product is below 2^63."""
+"""Fractional bits of weights and of uniform numbers in fixed point; a product stays below 2^63."""
 
 
 def verify_draft(
@@ -62,7 +62,7 @@ def _first_false(accepted: Tensor, index: Tensor) -> Tensor:
 
 
 def _sample(p: Tensor, q: Tensor, uniform: Tensor) -> Tensor:
-    """Sample a token from (p - q)+, or from p if (p - q)+ is only rounding error, [num_reqs, 1].
+    """Sample a token [num_reqs, 1] from (p - q)+, or from p if (p - q)+ is 0 everywhere.
 
     The result is -1 if no token has a probability in p."""
     rest = (p - q).clamp(min=0.0)

@@ -182,7 +182,7 @@ class Decode(NamedTuple):
     Args:
         q: Queries, float32.
         seq_lens: Number of keys of every token.
-        req_indices: Row of ``block_table`` of every token.
+        req_indices: Row of ``block_table`` for every token.
         block_table: Blocks of every request; or, with ``listed``, the slots of every token.
         kv_cache: The cache.
         scale: Scale of q . row.

@@ -41,7 +41,7 @@ def sparse_mla_plan(
 def splits(
     swa_lens: Tensor, extra_lens: Tensor | None, programs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Order the tokens: those with several splits first, then by decreasing length.
+    """Order the tokens: tokens with several splits first, then the others by decreasing length.
 
     Returns:
         Three int32 tensors: the tokens in that order, the number of splits of each token, and the
