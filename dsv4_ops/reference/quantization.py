@@ -94,7 +94,7 @@ def as_e4m3(codes: Tensor) -> Tensor:
 
 _NAN_PATTERN = 0x7FC00000
 _ABOVE_SEVEN_QUARTERS = 0x1FFFFF
-"""The same as ``_UP_TO_SEVEN_QUARTERS``, for float32 patterns."""
+"""``_UP_TO_SEVEN_QUARTERS``, but for float32 patterns."""
 
 
 def quantize_blocks(
