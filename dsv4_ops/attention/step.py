@@ -391,7 +391,8 @@ def _own_rows(
     block_tables: BlockTables,
     cp_rank: Tensor,
 ) -> dict[str, Tensor]:
-    """Compute the lengths and slots of a rank's compressed rows; the keys are those of ``rows``."""
+    """Compute the lengths and slots of a rank's compressed rows, by the same names as in
+    ``rows``."""
     turns = {"cp_world_size": parallel.world_size, "cp_interleave": parallel.interleave}
     positions, own = rows["positions"], {}
     for kind, table in (("c4", block_tables.c4), ("c128", block_tables.c128)):
@@ -410,7 +411,8 @@ def _own_rows(
 
 
 def _share(parallel: ContextParallel, rows: dict[str, Tensor], cp_rank: Tensor) -> RankShare:
-    """Return the rank's columns of the windows; no two ranks share one, so each key counts once."""
+    """Return the rank's columns of the windows. No column belongs to two ranks, so each key counts
+    once."""
     indices, lens, ranks = rows["swa_indices"], rows["swa_lens"], parallel.world_size
     width = indices.shape[1]
     share = -(-width // ranks)

@@ -96,8 +96,8 @@ class LayerCaches:
         state_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> LayerCaches:
-        """Allocate empty caches for one layer; an indexer cache has as many blocks as the layer's
-        cache of the same kind."""
+        """Allocate empty caches for one layer. ``indexer`` has as many blocks as ``compressed``,
+        and ``indexer_states`` as many as ``states``."""
         blocks = {"swa": swa_blocks, "compressed": compressed_blocks, "states": state_blocks}
         blocks |= {"indexer": compressed_blocks, "indexer_states": state_blocks}
         layouts = spec.layouts(kind).items()

@@ -101,7 +101,7 @@ def read_headers(
 
 
 def read_index(path: Path, op: str) -> dict[str, str]:
-    """Return the shard of each tensor, as the index lists them.
+    """Return the shard of each tensor, from the index.
 
     Raises:
         ValueError: the index is missing or broken, or one of its shards is missing.

@@ -317,8 +317,8 @@ def _experts(
 
 
 def examples() -> dict[str, Call]:
-    """Return arguments of a typical call of every op with a kernel; other variants are "op,
-    variant"."""
+    """Return arguments of a typical call of every op with a kernel. Other calls have names of the
+    form "op, variant"."""
     main = MainLayout(64).allocate(1024, "meta")
     indexer = IndexerLayout(64).allocate(1024, "meta")
     pages_of_2 = MainLayout(2).allocate(1024, "meta")

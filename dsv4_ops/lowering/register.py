@@ -1,5 +1,5 @@
 """Register lowerings with Inductor, once, if Inductor is loaded. A trace without Inductor
-(backend="aot_eager", opcheck) needs no lowering, and should not pay the second that the import of
+(backend="aot_eager", opcheck) needs no lowering, and should not spend the second that the import of
 Inductor takes."""
 
 from __future__ import annotations

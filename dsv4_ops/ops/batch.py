@@ -80,8 +80,8 @@ _token_map = define_op(
 def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> TokenMap:
     """Find the request and the absolute position of every token.
 
-    No later stage of a step needs a search: each reads a token's request and position from the
-        result.
+    No later stage of a step needs a search, because the result has every token's request and
+        position.
 
     Args:
         query_start_loc: First token of every request and one past the last token, [num_reqs + 1],

@@ -100,8 +100,8 @@ def insert_c4_step(
             float32, from ``StateLayout(state_block_size, 512).allocate``.
         indexer_cache: The indexer's keys, [num_indexer_blocks, page_bytes], uint8, from
             ``IndexerLayout.allocate``.
-        state_block_table: Physical states block, for both compressors, of every logical block of
-            state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
+        state_block_table: Physical block of states, in both compressors' caches, for every logical
+            block of state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
         state_slot_mapping: Slot of every token's own row in ``states`` and ``indexer_states``,
             block * state_block_size + row, [num_tokens], int64. States with a slot below 0 or past
             the last block are not saved.

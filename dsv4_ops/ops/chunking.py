@@ -166,7 +166,7 @@ def plan_prefill_chunks(
 def max_prefill_chunks(
     *, num_reqs: int, num_tokens: int, max_seq_len: int, max_logits_bytes: int
 ) -> int:
-    """Return an upper bound on the chunks of a plan, for ``max_chunks``.
+    """Return an upper bound on the number of chunks, for ``max_chunks``.
 
     Args:
         num_reqs: Maximum prefill requests of a batch. At least 0.
@@ -177,7 +177,7 @@ def max_prefill_chunks(
     Returns:
         An upper bound from the sizes alone, at least 1. Every chunk has a query row. At most
         num_reqs chunks end a request or a group of requests; the other chunks have as many query
-        rows as the logits of the longest request allow.
+        rows as the logits budget allows for the longest request.
 
     Raises:
         ValueError: an argument out of range.

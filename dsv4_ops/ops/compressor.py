@@ -145,7 +145,7 @@ def compress_and_insert(
     The window's key is the sum of its kv rows, weighted per channel by the softmax of the scores,
     followed by RMSNorm and by RoPE at the first position of the window. An overlapping compressor
     also sums over the previous window: it takes the left head_dim channels of kv and score from the
-    previous window, and the right head_dim channels from its own window.
+    previous window, and the right head_dim channels from the finished window.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -153,7 +153,7 @@ def compress_and_insert(
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
             ``StateLayout(state_block_size, 2 * width).allocate``. Not written here.
-        state_block_table: Physical states block of every logical block of state_block_size
+        state_block_table: Physical block of states for every logical block of state_block_size
             positions, [num_reqs, max_state_blocks], int32, any strides.
         positions: Absolute position of every token, [num_tokens], int64; values outside 0..2**31-2
             mark padding.
@@ -183,11 +183,12 @@ def compress_and_insert(
     Mutates: ``k_cache``: only the bytes of the slots that the call writes. Arithmetic is float32.
         The FP8 layouts round the row to bfloat16 and store it like ``quantize_and_insert_k_cache``
         or ``quantize_and_insert_indexer_k``. A window also needs the projections of earlier
-        positions. Those of position p - n come from ``kv_score`` if the batch row n rows before the
-        token is that position of the same request, and from ``states`` otherwise; so this op may
-        run before or after ``save_compressor_states``. Positions before 0 or on absent blocks get
-        no weight. States that no window needs are not read, so a NaN in such a state never matters.
-        If two tokens share a slot, the slot's bytes may be a mix of both tokens'.
+        positions. For a token at position p, the projections of position p - n come from
+        ``kv_score`` if the batch row n rows earlier is position p - n of the same request, and from
+        ``states`` otherwise. So this op may run before or after ``save_compressor_states``.
+        Positions before 0 or on absent blocks get no weight. States that no window needs are not
+        read, so a NaN in such a state never matters. If two tokens share a slot, the slot's bytes
+        may be a mix of both tokens'.
 
     Raises:
         ValueError: shapes that disagree, states or a cache that are not of their layout, sizes
@@ -363,7 +364,7 @@ def save_and_compress(
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
             ``StateLayout(state_block_size, 2 * width).allocate``.
-        state_block_table: Physical states block of every logical block of state_block_size
+        state_block_table: Physical block of states for every logical block of state_block_size
             positions, [num_reqs, max_state_blocks], int32, any strides.
         state_slot_mapping: Slot of every token's own row in ``states``, block * state_block_size +
             row, [num_tokens], int64. States with a slot below 0 or past the last block are not

@@ -268,7 +268,7 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
 
     Returns:
         int32 [num_tokens, topk], dense: the rows with the highest scores in ascending order, then
-        -1. A row's number counts the rows of the request on all ranks. The lower of two rows with
+        -1. Row numbers count all rows of the request, on all ranks. The lower of two rows with
         equal scores is selected first. -0 equals 0, and NaN is below every number, -inf included.
 
     Mutates: nothing.
@@ -375,7 +375,7 @@ def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e
     Returns:
         out: The output times this rank's weight, [num_tokens, num_heads, width], the dtype of
             ``out``; 0 if the rank has no keys.
-        lse: Log-sum-exp of all ranks' keys, [num_tokens, num_heads], float32, to the base of the
+        lse: Log-sum-exp of all ranks' keys, [num_tokens, num_heads], float32, in the base of the
             inputs; -inf if no rank has keys.
 
     Mutates: nothing.
@@ -428,8 +428,8 @@ def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor
         ValueError: a wrong shape, an unknown ``via``, or no process group of this name.
         TypeError: ``x`` is not a tensor, or ``group`` is not a name.
         RuntimeError: ``via`` is "symmetric_memory", and the first call is in a CUDA graph capture.
-            A kernel that waits for another rank longer than the group's timeout traps, and the next
-            CUDA call of its process raises.
+            If a kernel waits for another rank longer than the group's timeout, the kernel traps,
+            and the next CUDA call of its process raises.
         ImportError: ``via`` is "symmetric_memory", and Triton is not installed.
 
     Compile: one all-gather, or one kernel that a graph calls; nothing on one rank. Dynamic in
@@ -514,7 +514,7 @@ def cp_combine(
     via: str = "reduce_scatter",
     lse_base: str = "e",
 ) -> MergedStates:
-    """Combine what ranks computed over their own keys; each rank keeps its heads.
+    """Combine the outputs of ranks over their own keys; each rank keeps its heads.
 
     Args:
         out: Output of all heads over this rank's keys, [num_tokens, num_heads, width], bfloat16,
@@ -535,7 +535,7 @@ def cp_combine(
     Returns:
         out: Output of this rank's heads over all keys, [num_tokens, num_heads / cp_world_size,
             width], the dtype of ``out``; 0 if no rank has keys.
-        lse: Log-sum-exp of this output, [num_tokens, num_heads / cp_world_size], float32, to the
+        lse: Log-sum-exp of this output, [num_tokens, num_heads / cp_world_size], float32, in the
             base of the inputs; -inf if no rank has keys. On one rank the results are the arguments
             ``out`` and ``lse`` themselves.
 
@@ -546,8 +546,8 @@ def cp_combine(
             rows too wide for ``via``, an unknown ``via`` or base, or no process group of this name.
         TypeError: a dtype other than those above, or ``group`` is not a name.
         RuntimeError: ``via`` is "symmetric_memory", and the device is not a GPU or the first call
-            is in a CUDA graph capture. A kernel that waits for another rank longer than the group's
-            timeout traps, and the next CUDA call of its process raises.
+            is in a CUDA graph capture. If a kernel waits for another rank longer than the group's
+            timeout, the kernel traps, and the next CUDA call of its process raises.
         ImportError: ``via`` is "symmetric_memory", and Triton is not installed.
 
     Compile: collectives of ``torch.distributed`` between fused kernels, or one kernel that a graph

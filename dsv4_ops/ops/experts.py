@@ -292,7 +292,7 @@ def experts(
             hidden_size, size].
         down_scale: As ``gate_up_scale``, for ``down``.
         shared: Values added to every token's sum, such as the output of shared experts,
-            [num_tokens, hidden_size], bfloat16, any strides; None for nothing.
+            [num_tokens, hidden_size], bfloat16, any strides; None adds nothing.
         swiglu_limit: Upper bound of the gate and of the absolute value of up. Above 0.
         activations: Activations of both products: "bf16" (W4A16, W8A16, W16A16), or "fp8" (W4A8,
             W8A8), quantised by ``quantize_rows`` with its defaults.
@@ -318,11 +318,11 @@ def experts(
         per block of rows (16 to 128, by the mean rows per expert), or once per two blocks of up to
         32 rows. With FP8 activations, FP4 weights are multiplied as codes on Hopper if the mean is
         at least 14 rows per expert, or if the number of rows is symbolic. Otherwise codes are
-        converted to bf16. There an FP4 scale above 2^9 becomes infinite, an FP4 scale below 2^-117
-        may round, and the FP8 code for NaN reads as 480; released checkpoints have no such values.
-        On a CPU, two reductions of Inductor gather and dequantise as they multiply; eager code
-        dequantises one expert for every block of 16 rows. Dynamic in num_tokens; CUDA graphs and
-        export: yes.
+        converted to bf16. In this conversion, an FP4 scale above 2^9 becomes infinite, an FP4 scale
+        below 2^-117 may round, and the FP8 code for NaN reads as 480; released checkpoints have no
+        such values. On a CPU, two reductions of Inductor gather and dequantise as they multiply;
+        eager code dequantises one expert for every block of 16 rows. Dynamic in num_tokens; CUDA
+        graphs and export: yes.
 
     Source: DeepSeek-V4's MoE; like Hugging Face's MoE, the op applies the routing weights after
         ``down``.

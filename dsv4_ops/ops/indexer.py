@@ -374,13 +374,13 @@ def indexer_logits(
             strides. For plain queries, pass the head weights times a softmax_scale;
             ``indexer_quantize_q`` uses 128^-0.5 * num_heads^-0.5.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain"
-            [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
+            Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain",
+            the shape is [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
             ``compress_and_insert`` writes them.
         lens: Number of rows that every token may see, [num_tokens], int32, from ``flatten_decode``.
             Or [num_reqs, next_n], from ``mtp_seq_lens``, where entry (b, j) is for token b * next_n
-            + j. With both shapes, every token is scored by itself, for the reason in
-            ``indexer_select``.
+            + j. With both shapes, every token is scored by itself, for the reason that
+            ``indexer_select`` gives.
         req_indices: Request of every token, [num_tokens], int32; requests outside 0..num_reqs-1
             have no rows.
         block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
@@ -467,7 +467,7 @@ def indexer_logits_ragged(
         row_stop: One past the last key of every token, [num_tokens], int32.
 
     Returns:
-        float32 [num_tokens, num_k], dense: scores as of ``indexer_logits``; -inf outside of the
+        float32 [num_tokens, num_k], dense: scores as from ``indexer_logits``; -inf outside of the
         spans.
 
     Mutates: nothing.
@@ -632,8 +632,8 @@ def indexer_select(
             strides. For plain queries, the head weights, with or without a softmax_scale: a common
             positive factor selects the same rows.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain"
-            [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
+            Blocks must start at multiples of 16 bytes and may have gaps between them. For "plain",
+            the shape is [num_blocks, block_size, 128], of the dtype of q, with dense rows, as
             ``compress_and_insert`` writes them.
         positions: Absolute position of every token, [num_tokens], int64; a token at a negative
             position selects no row. Or [num_reqs, next_n], where entry (b, j) is for token b *

@@ -530,9 +530,10 @@ def split_kv_b_proj(
     Call this function once, and again after new weights are loaded.
 
     Args:
-        weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], a row per output. Or a
-            linear layer with these ``in_features`` and ``out_features`` that stores its weight in
-            another form; the layer is applied to an identity matrix to get the weight.
+        weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], one row per output
+            feature. Or a linear layer with these ``in_features`` and ``out_features`` that stores
+            its weight in another form; the layer is applied to an identity matrix to get the
+            weight.
         scale: Block scales of a float8_e4m3fn weight, [row_blocks, column_blocks], float32; blocks
             are 128 x 128, smaller at the edges. None for a weight without scales.
         num_heads: Heads of this rank.

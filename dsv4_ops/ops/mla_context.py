@@ -77,7 +77,8 @@ def context_chunks(
           among the request's rows on the rank; cp_world_size times this number is the request's
           first position in the chunk.
         - cu_seq_lens [max_chunks, num_reqs + 1]: start of each request's positions in the chunk,
-          and the total number of positions. Requests without positions are empty.
+          and the total number of positions. A request without positions in the chunk has an empty
+          range.
         - local_cu_seq_lens [max_chunks, num_reqs + 1]: the same for the rows that a rank gathers;
           equal to ``cu_seq_lens`` on one rank.
         - num_chunks [1]: number of chunks of the plan. If num_chunks exceeds max_chunks, the plan
@@ -192,7 +193,7 @@ def max_context_chunks(
     cp_world_size: int = 1,
     cp_interleave: int = 1,
 ) -> int:
-    """Return an upper bound on the chunks of a plan, for ``max_chunks``.
+    """Return an upper bound on the number of chunks, for ``max_chunks``.
 
     The capacity of the cache does not bound the chunks: requests with a common prefix share blocks
     of the cache, but every request gathers the prefix.
@@ -319,7 +320,7 @@ def merge_attn_states(
     Returns:
         out: [num_tokens, num_heads, width], the dtype to which the two outputs promote; 0 where
             neither part has keys.
-        lse: Log-sum-exp of all keys, [num_tokens, num_heads], float32, to the base of the inputs;
+        lse: Log-sum-exp of all keys, [num_tokens, num_heads], float32, in the base of the inputs;
             -inf where neither part has keys.
 
     Mutates: nothing.
@@ -370,7 +371,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
 
     Returns:
         out: [num_tokens, num_heads, width], the dtype of ``outs``; 0 where no part has keys.
-        lse: Log-sum-exp of all keys, [num_tokens, num_heads], float32, to the base of the inputs;
+        lse: Log-sum-exp of all keys, [num_tokens, num_heads], float32, in the base of the inputs;
             -inf where no part has keys.
 
     Mutates: nothing.
@@ -530,8 +531,8 @@ def _check_plan(
 
 
 def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round_: int) -> int:
-    """Return the positions of every request in a chunk of an "equal" plan: whole blocks, and a
-    multiple of ``round_``, the positions in which every rank has one turn."""
+    """Return the number of positions that every request has in a chunk of an "equal" plan: a
+    multiple of the block size and of ``round_``, the positions in which every rank has one turn."""
     align = math.lcm(block_size, round_)
     least = align * max(num_reqs, 1)
     if rows < least:

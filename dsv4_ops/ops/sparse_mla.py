@@ -183,9 +183,9 @@ def sparse_mla_plan(
     Without a plan, ``sparse_mla_decode`` gives every token the same number of splits, so the whole
     batch waits for its longest context. ``sparse_mla_decode_paged`` can schedule by lengths without
     a plan, again in every layer. It does so for FP8 caches on Hopper if there are at most 256
-    tokens, at least 32 tokens times tiles of 64 heads, and at least 4 blocks of 64 keys in a list.
-    One plan serves all layers with the same lengths. Pass the plan as ``plan`` to
-    ``sparse_mla_decode`` or ``sparse_mla_decode_paged``, or let
+    tokens, the number of tokens times tiles of 64 heads is at least 32, and a list has at least 4
+    blocks of 64 keys. One plan serves all layers with the same lengths. Pass the plan as ``plan``
+    to ``sparse_mla_decode`` or ``sparse_mla_decode_paged``, or let
     ``dsv4_ops.attention.build_attention_step`` make it.
 
     Args:
@@ -206,11 +206,12 @@ def sparse_mla_plan(
         their order. Every token has at least one split, even without keys.
 
         The plan takes the split size with the least expected time; the smallest candidate is the
-        mean number of keys per program. The expected time is the larger of two times, plus the time
-        of the combines: the time of one full split, and the time of all splits and program starts
-        divided by the programs. No token is split if that saves less than a combine. Extra splits
-        (all but a token's first) are limited to the programs without a first split, or to a quarter
-        of the programs if that is more: beyond one wave, an extra split costs another round.
+        mean number of keys per program. The expected time is the time of the combines plus the
+        larger of two times: the time of one full split, and the time of all splits and program
+        starts divided by the number of programs. No token is split if that saves less time than a
+        combine takes. Extra splits (all but a token's first) are limited to the programs without a
+        first split, or to a quarter of the programs if that is more: beyond one wave, an extra
+        split costs another round.
 
         A split is a share of its token's keys, not a range, so a plan made from other lengths gives
         the same attention, only with a worse balance.
@@ -784,9 +785,9 @@ def sparse_mla_prefill(
             the rows to bfloat16 and runs FlashMLA over the copy), or "reference" (the definition).
             "auto" runs our kernels. On Hopper, "auto" chooses by the sizes: our kernel runs over
             such a copy where that is faster, and splits the keys if there are few tokens. The
-            choice may change bits. "Faster" means GPU time: the five launches of a copy take the
-            host 0.5 to 0.9 ms outside of a CUDA graph. A copy needs memory for all rows in the
-            block tables, up to 2**20, and 4 bytes for each key of every token; without
+            choice may change the bits of the result. "Faster" means GPU time: the five launches of
+            a copy take the host 0.5 to 0.9 ms outside of a CUDA graph. A copy needs memory for all
+            rows in the block tables, up to 2**20, and 4 bytes for each key of every token; without
             ``topk_indices``, a token has as many keys as a row of the block table holds.
 
     Returns:

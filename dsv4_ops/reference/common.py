@@ -75,7 +75,7 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 
 
 def dense(values: Tensor) -> Tensor:
-    """Return a contiguous copy. An empty copy, too, has the strides of its shape."""
+    """Return a contiguous copy. Even an empty copy has the default strides of its shape."""
     return values.clone(memory_format=torch.contiguous_format)
 
 

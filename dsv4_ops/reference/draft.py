@@ -64,7 +64,7 @@ def _first_false(accepted: Tensor, index: Tensor) -> Tensor:
 def _sample(p: Tensor, q: Tensor, uniform: Tensor) -> Tensor:
     """Sample a token [num_reqs, 1] from (p - q)+, or from p if (p - q)+ is 0 everywhere.
 
-    The result is -1 if no token has a probability in p."""
+    The result is -1 if p is 0 everywhere."""
     rest = (p - q).clamp(min=0.0)
     total = rest.sum(1, keepdim=True)
     rest = torch.where(total > 0, rest / total, p)

@@ -227,8 +227,8 @@ def sortable(scores: Tensor) -> Tensor:
 def best(keys: Tensor, topk: int, column: Tensor | None = None) -> Tensor:
     """Return the columns of the ``topk`` largest keys of every row: ascending columns, then -1.
 
-    Ties go to the lower column. ``column`` numbers the columns if they are not 0, 1, ..: int64
-    below 2**31 - 1, in any order."""
+    Ties go to the lower column. If ``column`` is not None, it holds the number of each column:
+    int64 below 2**31 - 1, in any order."""
     if column is None:
         column = torch.arange(keys.shape[1], device=keys.device)
     # key and column in one integer, so that there are no ties

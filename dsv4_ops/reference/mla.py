@@ -35,7 +35,7 @@ _LEAST_AMAX = 1e-10
 
 def quotient(x: Tensor, divisor: Tensor | float) -> Tensor:
     """Return ``x / divisor`` rounded to float32. Triton's float32 division is approximate; a
-    float64 division, rounded to float32, is exact."""
+    float64 division that is then rounded to float32 gives the correctly rounded result."""
     if isinstance(divisor, Tensor):
         divisor = divisor.to(torch.float64)
     return (x.to(torch.float64) / divisor).to(torch.float32)

@@ -89,8 +89,8 @@ def insert_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: Co
 def insert_parts(
     layout: QuantizedLayout, parts: dict[int, Tensor], cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Insert rows in parts. ``parts`` maps the byte of ``row_columns`` at which a part starts to
-    the bytes of the part."""
+    """Insert rows in parts. The keys of ``parts`` are the first byte of each part, counted as in
+    ``row_columns``; the values are the bytes of the part."""
     written = cache
     for byte, values in parts.items():
         columns = row_columns(layout, byte, values.shape[1])
