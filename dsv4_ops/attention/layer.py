@@ -254,8 +254,8 @@ def indexer_query(layer: LayerCall) -> IndexerQuery:
 
 
 def _index_scale(layer: LayerCall) -> float | None:
-    """Return the scale of the indexer's scores if ranks share its heads; None for the op's
-    default."""
+    """Return the scale of the indexer's scores if ranks share the indexer's heads; otherwise None,
+    for the op's default."""
     ranks = layer.spec.ranks
     parts = 1 if ranks is None else ranks.index_head_parts
     heads = cast(Tensor, layer.inputs.indexer_q).shape[1] * parts

@@ -78,7 +78,8 @@ dependent loads, but only 2/3 as many loads in total."""
 
 
 def _strides(boundaries: Any) -> list[int]:
-    """Return the strides of the rounds, largest first, for any number of boundaries."""
+    """Return the strides of the search's rounds, largest first. The number of boundaries may be
+    symbolic."""
     steps = search_steps(int(boundaries) if boundaries.is_number else boundaries)
     return [_FAN_OUT**level for level in reversed(range((steps + 1) // 2))]
 

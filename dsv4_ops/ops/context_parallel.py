@@ -555,7 +555,8 @@ def cp_combine(
         of a capture, if all calls are ordered (for example on one stream), as for any collective.
         Export: yes, except for "symmetric_memory", which C++ packages cannot call.
 
-    Source: vLLM 0.33 ``cp_lse_ag_out_rs`` and ``dcp_a2a_lse_reduce``; semantics re-derived.
+    Source: vLLM 0.33 ``cp_lse_ag_out_rs`` and ``dcp_a2a_lse_reduce``; only the semantics are the
+        same.
 
     Example:
         >>> import torch, torch.distributed as dist, dsv4_ops

@@ -230,9 +230,9 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
             more than 2^31 - 1 rows in total.
         TypeError: a dtype other than int32.
 
-    Compile: on a GPU one kernel with a program per expert, or two kernels for a fixed number of
-        rows above 512; on a CPU a sort and a few reductions. Dynamic in num_tokens; CUDA graphs and
-        export: yes. The number of blocks stays on the device.
+    Compile: on a GPU one kernel with a program per expert, or two kernels if the number of rows is
+        fixed and above 512; on a CPU a sort and a few reductions. Dynamic in num_tokens; CUDA
+        graphs and export: yes. The number of blocks stays on the device.
 
     Source: vLLM's moe_align_block_size, with bounds.
 

@@ -208,7 +208,7 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
     Compile: decomposes to a prefix sum and one reduction; dynamic in num_reqs; CUDA graphs and
         export: yes. No host synchronisation: a captured graph uses the lengths of each replay.
 
-    Source: DeepGEMM's ``get_paged_mqa_logits_metadata``; semantics only.
+    Source: DeepGEMM's ``get_paged_mqa_logits_metadata``; only the semantics are the same.
 
     Example:
         >>> import torch, dsv4_ops
@@ -370,7 +370,7 @@ def indexer_logits(
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
             ``indexer_quantize_q``, as are the weights. For the layout "plain", queries are bfloat16
             or float32, rotated by ``apply_rope``.
-        weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
+        weights: Head weights times the scales of the queries, [num_tokens, num_heads], float32, any
             strides. For plain queries, pass the head weights times a softmax_scale;
             ``indexer_quantize_q`` uses 128^-0.5 * num_heads^-0.5.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
@@ -457,7 +457,7 @@ def indexer_logits_ragged(
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
             ``indexer_quantize_q``, as are the weights.
-        weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
+        weights: Head weights times the scales of the queries, [num_tokens, num_heads], float32, any
             strides.
         k: e4m3 codes of the keys, [num_k, 128], uint8, any strides; ``gather_indexer_k`` returns
             codes and scales.
@@ -628,7 +628,7 @@ def indexer_select(
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
             ``indexer_quantize_q``, as are the weights. For the layout "plain", queries are bfloat16
             or float32, rotated by ``apply_rope``.
-        weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
+        weights: Head weights times the scales of the queries, [num_tokens, num_heads], float32, any
             strides. For plain queries, the head weights, with or without a softmax_scale: a common
             positive factor selects the same rows.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.

@@ -94,7 +94,7 @@ def mla_insert_kv(
         block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
         scale_format: Scales of the layout "mla_ds_fp8": "float32" for amax / 448, or "ue8m0" for
-            the smallest power of two above 1e-4 that is at least amax / 448.
+            the smallest power of two that is at least amax / 448 and at least 1e-4.
 
     Returns:
         Nothing.

@@ -96,7 +96,7 @@ def apply_rope(
     rope_first: bool = False,
     interleaved: bool = True,
 ) -> Tensor:
-    """Rotate a part of every row, forward or back, by the angles of the row's position.
+    """Rotate a part of every row, forward or back, by its position's angles.
 
     Args:
         x: Rows, [num_tokens, dim] or [num_tokens, num_heads, dim], bfloat16 or float32, any

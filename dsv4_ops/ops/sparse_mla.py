@@ -309,7 +309,8 @@ def flash_mla_metadata(
         the lengths of each replay.
 
     Source: the ``FlashMLASchedMeta`` that FlashMLA's ``flash_mla_with_kvcache`` makes on Hopper
-        from ``indices``, ``topk_length`` and ``extra_topk_length``; semantics only.
+        from ``indices``, ``topk_length`` and ``extra_topk_length``; only the semantics are the
+        same.
 
     Example:
         >>> import torch, dsv4_ops
