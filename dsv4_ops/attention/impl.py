@@ -38,7 +38,7 @@ def decode_impl(spec: LayerSpec) -> str:
 
 
 def compressed_table(step: AttentionStep, kind: str) -> Tensor | None:
-    """Return the block table of the compressed rows of a layer of this kind, or None."""
+    """Return the block table of compressed rows for layers of this kind, or None."""
     return {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
 
 

@@ -113,7 +113,7 @@ class AttentionSpec:
         return rows + -rows % _ROW_MULTIPLE
 
     def max_chunks(self, *, num_reqs: int, num_tokens: int) -> int:
-        """Upper bound of the indexer chunks of a batch of this size."""
+        """Return an upper bound on the indexer chunks of a batch with these sizes."""
         return max_prefill_chunks(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -183,7 +183,7 @@ class PrefillMetadata(_Tensors):
     a long prefill: kernels walk the block table instead. The fields below are added, all int32.
 
     Attributes:
-        split: Decodes, prefills, decode tokens, prefill tokens, [4].
+        split: Numbers of decodes, prefills, decode tokens and prefill tokens, [4].
         gather_lens: Trailing positions whose window keys are needed, [num_reqs].
         c4_cu_seq_lens: Offsets of the requests in the gathered indexer keys, [num_reqs + 1].
         c4_row_start, c4_row_stop: Visible rows of the gathered indexer keys, [num_tokens].

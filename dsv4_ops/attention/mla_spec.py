@@ -231,7 +231,8 @@ class MlaSpec:
 
     @property
     def break_even(self) -> int:
-        """Query tokens per request above which expanding a context takes less work: 171 for V3.
+        """Query tokens per request above which "chunked" takes less work than "absorbed": 171 for
+        V3.
 
         An absorbed query takes 2 * kv_lora_rank + qk_rope_head_dim multiplications per key and
         head. An expanded query takes qk_nope_head_dim + qk_rope_head_dim + v_head_dim, plus the

@@ -39,8 +39,8 @@ class MlaStep:
         decode_start_loc: First decode token of every request and one past the last, [num_reqs + 1],
             int32: decode tokens of one request can share reads of its rows. None if no request has
             several decode tokens.
-        counts: Decodes, prefills, decode tokens, prefill tokens, [4], int32; the decode tokens are
-            at most max_decode_tokens.
+        counts: Numbers of decodes, prefills, decode tokens and prefill tokens, [4], int32; at most
+            max_decode_tokens tokens are decode tokens.
         prefill_start_loc: First prefill token of every request and one past the last, [num_reqs +
             1], int32; decodes have no prefill tokens.
         chunks: The chunk plan of the contexts, or None if the step has no contexts.

@@ -53,7 +53,7 @@ def select_own(
 def attend_own(
     layer: LayerCall, ranks: ContextParallel, q: Tensor, own: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Compute attention of the rank's heads over the rows of all ranks.
+    """Compute the attention of the rank's heads over the rows of all ranks.
 
     Each rank attends to its share of the window and to its own rows, for all heads and without the
     sink; the sink is added once, to the combined result.

@@ -78,7 +78,7 @@ class CheckpointInfo(NamedTuple):
 def released_tensors(
     config: Mapping[str, Any], *, expert_dtype: str = "fp4", scale_dtype: str = E8M0
 ) -> dict[str, TensorInfo]:
-    """List name, dtype and shape of every tensor of a checkpoint.
+    """List the name, dtype and shape of every tensor of a checkpoint.
 
     Args:
         config: The content of ``config.json``.

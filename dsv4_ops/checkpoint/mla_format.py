@@ -107,7 +107,7 @@ def draft_prefix(config: Mapping[str, Any]) -> str:
 
 
 def is_other(config: Mapping[str, Any], name: str) -> bool:
-    """Whether loaders skip a tensor, for example one of a draft layer."""
+    """Whether loaders skip a tensor, for example a tensor of a draft layer."""
     return name.endswith(_SKIPPED) or is_draft(config, name)
 
 

@@ -550,7 +550,7 @@ def launches(
 
 
 def _usage(kernel: Any, capability: int) -> tuple[int, int]:
-    """Read spilled bytes and registers per thread."""
+    """Read the spilled bytes and the registers per thread."""
     architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"

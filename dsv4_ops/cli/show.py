@@ -128,7 +128,7 @@ def _signature(function: Any) -> str:
 
 
 def _place(spec: OpSpec, layer: str) -> str:
-    """Return file:line of the op's implementation in ``layer``, and of the functions that it
+    """Return the file:line of the op's implementation in ``layer``, and of the functions that it
     contains."""
     try:
         entry = spec.implementation(layer)
@@ -156,7 +156,7 @@ def _line(function: Any) -> str:
 
 
 def _assignment(module: str, name: str) -> str:
-    """Return file:line of ``name = ...`` in a loaded module."""
+    """Return the file:line of ``name = ...`` in a loaded module."""
     file = inspect.getsourcefile(sys.modules[module])
     assignment = re.compile(rf"{name}\s*(:.*)?=")
     for number, line in enumerate(Path(file or "").read_text().splitlines(), 1):

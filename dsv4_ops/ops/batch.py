@@ -92,8 +92,8 @@ def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> 
             ``num_tokens``.
 
     Returns:
-        ``TokenMap(req_indices, positions)``: int32 [num_tokens] and int64 [num_tokens]. Both are -1
-        for a token outside every request or before position 0 (``seq_lens`` shorter than the
+        ``TokenMap(req_indices, positions)``: int32 [num_tokens] and int64 [num_tokens]. Both values
+        are -1 for a token outside every request or before position 0 (``seq_lens`` shorter than the
         query).
 
     Mutates: nothing.

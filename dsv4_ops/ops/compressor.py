@@ -55,7 +55,7 @@ def save_compressor_states(
 
     Mutates: ``states``: writes the row [kv | score + ape[position % compress_ratio]] to the slot of
         every token, and no other value. kv is copied bit for bit. If two tokens share a slot, the
-        slot's values may be a mix of both tokens'.
+        slot may hold a mix of their values.
 
     Raises:
         ValueError: shapes that disagree, states that are not of this layout, sizes below 1, or
@@ -187,8 +187,8 @@ def compress_and_insert(
         ``kv_score`` if the batch row n rows earlier is position p - n of the same request, and from
         ``states`` otherwise. So this op may run before or after ``save_compressor_states``.
         Positions before 0 or on absent blocks get no weight. States that no window needs are not
-        read, so a NaN in such a state never matters. If two tokens share a slot, the slot's bytes
-        may be a mix of both tokens'.
+        read, so a NaN in such a state never matters. If two tokens share a slot, the slot may hold
+        a mix of their bytes.
 
     Raises:
         ValueError: shapes that disagree, states or a cache that are not of their layout, sizes

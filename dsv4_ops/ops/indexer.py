@@ -285,7 +285,7 @@ def indexer_quantize_q(
         cos_sin_cache: From ``rope_cos_sin_cache``, for the layers with a compressor,
             [num_positions, rope_dim], float32; rope_dim is even and at most 128.
         softmax_scale: Factor applied to all weights, above 0. None means 128^-0.5 * num_heads^-0.5.
-        rope_first: Whether the first rather than the last rope_dim values are rotated, as in
+        rope_first: Whether the first rope_dim values are rotated, rather than the last, as in
             DeepSeek-V3.2 and GLM-5.
         interleaved: Which values form pairs, as for ``apply_rope``; False for DeepSeek-V3.2.
 

@@ -297,9 +297,9 @@ def combine_topk_swa_indices(
 
     The token's selected compressed rows come first, then the rows of its window.
 
-    The workspace is [num_reqs, workspace_rows, 512], viewed as one list of rows. Request b has its
-    compressed rows at b * workspace_rows and its window rows, from
-    ``dequantize_and_gather_k_cache``, at b * workspace_rows + swa_offset.
+    The workspace is [num_reqs, workspace_rows, 512], viewed as one list of rows. The compressed
+    rows of request b start at b * workspace_rows. The window rows of request b, from
+    ``dequantize_and_gather_k_cache``, start at b * workspace_rows + swa_offset.
 
     Args:
         topk_indices: Selected rows inside the request, [num_tokens, columns], int32; only the first
@@ -402,7 +402,8 @@ def mixed_sparse_indices(
             int32; swa_width is a multiple of 4 and at least ``window_size``. Negative entries are
             no slots.
         decode_compressed_indices: Compressed rows of the decode tokens, [num_decode_tokens,
-            columns], int32: cache slots, or rows inside the request. None: no compressed rows.
+            columns], int32: cache slots, or rows inside the request. None means that there are no
+            compressed rows.
         decode_compressed_lens: Valid columns per decode token, [num_decode_tokens], int32. With
             None, all columns count or, if the columns are rows inside the request, the columns up
             to the last valid one.

@@ -51,8 +51,8 @@ def quantize_and_insert_k_cache(
         e4m3 codes (round to nearest even). Values within 3 % of the largest bfloat16 read back as
         infinities. RoPE values are copied bit for bit; the eighth scale byte is 0. NaN becomes code
         0x7F and does not count for the scale; an infinity counts as the largest finite bfloat16,
-        saturates, and reads back as an infinity. If two tokens share a slot, the slot's bytes may
-        be a mix of both tokens'.
+        saturates, and reads back as an infinity. If two tokens share a slot, the slot may hold a
+        mix of their bytes.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
@@ -304,7 +304,7 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
         Nothing.
 
     Mutates: ``k_cache``: only the rows of the slots that the call writes. If two tokens share a
-        slot, the slot's values may be a mix of both tokens'.
+        slot, the slot may hold a mix of their values.
 
     Raises:
         ValueError: shapes that disagree, rows that are not dense, or several devices.

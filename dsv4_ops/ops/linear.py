@@ -271,8 +271,8 @@ def fp8_linear_swiglu(
 
     Args:
         x: Activations, [num_tokens, in_features], bfloat16, any strides.
-        weight: [out_features, in_features], float8_e4m3fn, the rows of the gate first; both sizes
-            are multiples of 128.
+        weight: [out_features, in_features], float8_e4m3fn, with the rows of the gate first; both
+            sizes are multiples of 128.
         scale: As for ``fp8_linear``.
         swiglu_limit: Upper bound of the gate and of the absolute value of up. Above 0.
         activations: "bf16" or "fp8", as for ``fp8_linear``.
@@ -329,7 +329,7 @@ def fp8_grouped_linear(
     Args:
         x: [num_tokens, num_groups, in_features], bfloat16, any strides; or with ``x_scale``
             [num_groups, num_tokens, in_features], float8_e4m3fn.
-        weight: [out_features, in_features], float8_e4m3fn, the rows of the first group first;
+        weight: [out_features, in_features], float8_e4m3fn, with the rows of the first group first;
             in_features and out_features / num_groups are multiples of 128.
         scale: [out_features / 128, in_features / 128], float32, or uint8 with UE8M0 bytes, as for
             ``fp8_linear``.

@@ -104,8 +104,7 @@ def mla_insert_kv(
         divided by ``scale``. "mla_ds_fp8" rows are 512 such codes, 4 float32 scales, one per 128
         codes and at least 2^-126, and the RoPE part in bfloat16. NaN becomes code 0x7F and does not
         count for a scale; an infinity saturates, and counts for a scale as the largest finite
-        number of its dtype. If two tokens share a slot, the slot's bytes may be a mix of both
-        tokens'.
+        number of its dtype. If two tokens share a slot, the slot may hold a mix of their bytes.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of the layout, a scale or a format of
@@ -252,7 +251,8 @@ def mla_gather_codes(
             or several devices.
         TypeError: a dtype other than those above.
 
-    Compile: loads; dynamic in num_rows and num_blocks; CUDA graphs and export: yes.
+    Compile: one kernel of masked loads; dynamic in num_rows and num_blocks; CUDA graphs and export:
+        yes.
 
     Source: vLLM ``cp_gather_cache``.
 
@@ -292,7 +292,7 @@ def mla_dequantize_rows(codes: Tensor, scale: Tensor | None = None, *, layout: s
 
     Returns:
         bfloat16 [num_rows, width]: code * scale in float32, rounded once; the RoPE part of
-        "mla_ds_fp8" bit for bit.
+        "mla_ds_fp8" is copied bit for bit.
 
     Mutates: nothing.
 
@@ -639,7 +639,7 @@ def _check_attention(
     impl: str,
     arguments: dict[str, Any],
 ) -> None:
-    """Check the queries, the cache and the settings of attention to latent rows."""
+    """Check the queries, cache and settings of an attention to latent rows."""
     q, kv_cache, layout = tensors["q"], tensors["kv_cache"], arguments["layout"]
     codes = (torch.float8_e4m3fn,) if layout == MlaFp8Layout.tag else ()
     checks.floats("q", q, *FLOATS, *codes, do="Pass the result of mla_absorb_q")

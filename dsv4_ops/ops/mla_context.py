@@ -429,8 +429,8 @@ def mla_prefill(
 ) -> MlaAttention:
     """Attend to expanded keys and values of ragged requests.
 
-    For the new tokens of a step pass ``causal=True``, with ``query_start_loc`` as ``cu_seq_lens``.
-    For a chunk of the context pass ``causal=False``, with a row of ``context_chunks``. Merge the
+    For the new tokens of a step, pass ``causal=True``, with ``query_start_loc`` as ``cu_seq_lens``.
+    For a chunk of the context, pass ``causal=False``, with a row of ``context_chunks``. Merge the
     results with ``merge_attn_states``.
 
     Args:

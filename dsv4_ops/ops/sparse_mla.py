@@ -30,7 +30,7 @@ def check_decode(
     num_splits: int,
     batch_invariant: bool,
 ) -> Checks:
-    """Check layout, queries and ``impl`` of a decode; return the checks."""
+    """Check the layout, the queries and ``impl`` of a decode; return the checks."""
     checks = check_queries(op, q, layout)
     check_splits(checks, num_splits, batch_invariant)
     arguments = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
@@ -132,7 +132,7 @@ def _check_flash_mla_plan(
 def check_cache(
     checks: Checks, source: str, q: Tensor, cache: Tensor, block_size: int, layout: str
 ) -> None:
-    """Check one of the two caches."""
+    """Check the window cache or the compressed cache."""
     size_name, blocks = f"{source}_block_size", f"num_{source}_blocks"
     checks.at_least(1, **{size_name: block_size})
     if layout == MainLayout.tag:
@@ -144,7 +144,8 @@ def check_cache(
 
 
 def check_lists(checks: Checks, source: str, indices: Tensor, lens: Tensor) -> None:
-    """Check the slots in one of the two caches, and the number of slots per token."""
+    """Check the slots in the window cache or the compressed cache, and the number of slots per
+    token."""
     checks.tensor(f"{source}_indices", indices, torch.int32, "num_tokens", f"{source}_width")
     checks.tensor(f"{source}_lens", lens, torch.int32, "num_tokens")
     checks.at_least(1, **{f"{source}_width": indices.shape[1]})

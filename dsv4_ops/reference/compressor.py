@@ -81,8 +81,8 @@ def _window(
     overlap: bool,
     state_block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return kv and biased score [num_ends, rows, head_dim] of the window that each token finishes,
-    and the mask of its existing rows [num_ends, rows, 1]."""
+    """Return the kv and the biased score [num_ends, rows, head_dim] of the window that each token
+    finishes, and the mask of existing rows [num_ends, rows, 1]."""
     width = ape.shape[1]
     num_rows = compress_ratio * (2 if overlap else 1)
     row = torch.arange(num_rows, device=positions.device)

@@ -52,13 +52,14 @@ def gather_indexer_k(
 def keys_at(
     k_cache: Tensor, req_indices: Tensor, positions: Tensor, block_table: Tensor, *, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of one cache row per (request, position); zeros for absent rows."""
+    """Return the codes and scales of one cache row per (request, position); zeros for absent
+    rows."""
     pages, rows = locate(block_table, req_indices, positions, req_indices >= 0, block_size)
     return _stored(k_cache, pages, rows, block_size)
 
 
 def _stored(k_cache: Tensor, pages: Tensor, rows: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return codes [..., head_dim] and scales [...] of an FP8 cache at (block, row)."""
+    """Return the codes [..., head_dim] and scales [...] of an FP8 cache at (block, row)."""
     indexer = IndexerLayout(block_size)
 
     def stored(byte: int, width: int) -> Tensor:
@@ -128,7 +129,7 @@ def paged_scores(
     num_rows: int,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute scores [num_tokens, num_rows] of the first rows of every token's request, and the
+    """Compute the scores [num_tokens, num_rows] of the first rows of every token's request, and the
     mask of the rows that exist among the first ``lens``."""
     if runs_on_cpu(q):
         tensors = (q, weights, k_cache, lens, req_indices, block_table)

@@ -316,7 +316,7 @@ def start_decode(
 
 
 def finish_decode(call: Decode, running: Running, kv_scale: Tensor | None) -> MlaAttention:
-    """Compute output and log-sum-exp after the last key."""
+    """Compute the output and log-sum-exp after the last key."""
     row_max, row_sum, total = running
     none = row_sum == 0.0
     out = total / row_sum[..., None]

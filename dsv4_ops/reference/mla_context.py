@@ -96,7 +96,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str) -> tuple[Tensor, 
 
 
 def functions(lse_base: str) -> tuple[Any, Any]:
-    """Return exp and log in the base of the log-sum-exps."""
+    """Return the functions exp and log in the base of the log-sum-exps."""
     return (torch.exp, torch.log) if lse_base == NATURAL else (torch.exp2, torch.log2)
 
 

@@ -10,8 +10,8 @@ from dsv4_ops.reference.common import dense, masked_index
 
 
 def angles(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine [..., rope_dim // 2] of ``positions``; 1 and 0 for positions outside
-    the table."""
+    """Return the cosines and sines [..., rope_dim // 2] of ``positions``; 1 and 0 for positions
+    outside the table."""
     half = int(cos_sin_cache.shape[1]) // 2
     in_table = ((positions >= 0) & (positions < cos_sin_cache.shape[0])).unsqueeze(-1)
     column = torch.arange(half, device=positions.device)

@@ -248,8 +248,8 @@ def paged_keys(
 def attend(
     q: Tensor, keys: Tensor, exists: Tensor, attn_sink: Tensor | None, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute output, largest logit and log-sum-exp of queries [num_tokens, num_heads, head_dim]
-    over keys [num_tokens, num_keys, head_dim].
+    """Compute the output, largest logit and log-sum-exp of queries [num_tokens, num_heads,
+    head_dim] over keys [num_tokens, num_keys, head_dim].
 
     Sums are in float32. For bf16 queries P is rounded to bf16 before the product with the values,
     as on tensor cores.
