@@ -166,7 +166,7 @@ class LayerSpec:
                     )
 
     def _check_sizes(self, checks: Checks) -> None:
-        """Check the sizes for which FP8 keys or FP8 outputs allow only one value."""
+        """Check the sizes that must have a fixed value with FP8 keys or FP8 outputs."""
         checks.divides("a pair", 2, "rope_dim", self.rope_dim)
         for name in ("head_dim", "index_head_dim"):
             most = self.head_dim if name == "head_dim" else IndexerLayout.head_dim

@@ -180,8 +180,8 @@ def _attention(
     count: int = 8,
     **settings: Any,
 ) -> Call:
-    """Return arguments of ``sparse_mla_decode`` (or ``_paged``): ``count`` tokens, window and 512
-    rows."""
+    """Return arguments of ``sparse_mla_decode`` (or ``_paged``): ``count`` tokens that see a window
+    and 512 rows."""
     tokens, size = _tensor(count), settings["extra_block_size"]
     queries = (_halves(count, 64, 512), cache, _tensor(count, 128), tokens)
     extra = MainLayout(size).allocate(1024, "meta") if cache.dim() == 2 else cache

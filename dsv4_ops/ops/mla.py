@@ -436,8 +436,8 @@ def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
 
     Args:
         kv_c: Normed latents, [num_rows, kv_lora_rank], bfloat16, float16 or float32, any strides.
-        w_kv_b: Weight of ``kv_b_proj``, [num_heads, width, kv_lora_rank], the dtype of kv_c; width
-            is qk_nope_head_dim + v_head_dim, any strides.
+        w_kv_b: Weight of ``kv_b_proj``, [num_heads, width, kv_lora_rank], the dtype of kv_c, any
+            strides; width is qk_nope_head_dim + v_head_dim.
         num_valid: Number of leading rows to expand, [1], int32, clamped to 0..num_rows.
 
     Returns:

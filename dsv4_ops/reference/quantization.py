@@ -20,8 +20,8 @@ _NAN_CODE = 0x7F
 _EXPONENT = 23
 _UP_TO_SEVEN_QUARTERS = 0x1F
 """Added to a bf16 pattern, this number carries into the exponent if the significand is above 1.75.
-448 is 1.75 * 2^8, so the exponent minus 8 is then that of amax / 448, rounded up to a power of
-two."""
+Because 448 is 1.75 * 2^8, the exponent of this sum, minus 8, is the exponent of amax / 448 rounded
+up to a power of two."""
 
 
 def bf16_bits(values: Tensor) -> Tensor:
