@@ -1,7 +1,7 @@
 """Report the capabilities of this machine and installation: ``collect``, ``section_lines``,
 ``verdict``, ``healthy``.
 
-If a probe raises, the report gets a line with the error, and a problem.
+If a probe raises, the report shows the error and lists a problem, and the other probes still run.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Wait = Callable[[], Any]
 
 def compile_workers() -> Callable[..., Wait] | None:
     """Return a function that submits jobs to a compile worker; None if
-    TORCHINDUCTOR_COMPILE_THREADS or the machine allows one compile at a time."""
+    TORCHINDUCTOR_COMPILE_THREADS or the machine allows only one compile at a time."""
     from dsv4_ops.lowering import _compat
 
     if _compat.get_compile_threads() <= 1:

@@ -843,8 +843,8 @@ def mla_sparse(
             blocks as ``kv_cache``; topk is at least 1. Slots that do not exist, such as -1, are
             skipped; a slot that is listed twice counts twice.
         lens: Number of leading entries of ``indices`` that count, [num_tokens], int32: 0 or less
-            means none, more than ``topk`` means all. The length of a token's context is therefore
-            allowed.
+            means none, more than ``topk`` means all. So the length of the token's context may be
+            passed.
         softmax_scale: Scale of q . row. Above 0.
         block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".

@@ -251,7 +251,7 @@ def attend(
     """Compute the output, largest logit and log-sum-exp of queries [num_tokens, num_heads,
     head_dim] over keys [num_tokens, num_keys, head_dim].
 
-    Sums are in float32. For bf16 queries P is rounded to bf16 before the product with the values,
+    Sums are in float32. For bf16 queries, P is rounded to bf16 before the product with the values,
     as on tensor cores.
     """
     values = keys.to(torch.float32)
