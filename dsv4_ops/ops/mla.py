@@ -829,8 +829,8 @@ def mla_sparse(
     token has its own list. Lists hold slots, so the op reads no block table, and layers that share
     a selection share one list.
 
-    Sinks, which these models lack, are one more logit for each head: with ``lses``, which stacks
-    ``lse`` and the sinks, ``cp_correct_out(out, lse, lses).out`` is the output.
+    These models have no attention sinks. To add one sink logit per head, stack ``lse`` and the
+    sinks to ``lses``; ``cp_correct_out(out, lse, lses).out`` is then the output.
 
     Args:
         q: Queries from ``mla_absorb_q``, [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim],
