@@ -1,8 +1,8 @@
 """Argument checks of the public functions.
 
-A check looks at shapes, dtypes, devices and Python ints, never at tensor values. It therefore costs
-no device synchronisation, works on symbolic sizes, and stays on under ``torch.compile``, unless
-the caller has ``checks_are_done``.
+Checks read shapes, dtypes, devices and Python values, never values on a GPU. So they do not
+synchronise the device, and work on symbolic sizes. They also run under ``torch.compile``, except
+inside ``checks_are_done``.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ _ARE_DONE: ContextVar[bool] = ContextVar("checks_are_done", default=False)
 
 @contextmanager
 def checks_are_done() -> Iterator[None]:
-    """Leave checks out of Dynamo's traces: the caller ran the same code with fake tensors.
+    """Leave checks out of Dynamo's traces, because the caller ran the same code with fake tensors.
 
-    Dynamo takes longer for the checks of a layer than for the layer itself. Comparisons of sizes
-    stay, as they tell the compiler which symbols are equal.
+    Dynamo takes longer to trace the checks of a layer than the layer itself. Comparisons of sizes
+    stay, because they tell the compiler which symbols are equal.
     """
     token = _ARE_DONE.set(True)
     try:
@@ -108,8 +108,9 @@ class Checks:
         self.skips = torch.compiler.is_dynamo_compiling() and _are_done()
 
     def tensor(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
-        """Check that ``value`` is a tensor of ``dtype``, or of one of several dtypes, with the
-        named sizes, on the device of the tensors checked before."""
+        """Check the dtype, the sizes and the device of ``value``.
+
+        ``dtype`` may be a tuple of allowed dtypes. All tensors of a call must be on one device."""
         if not self.skips:
             self._is_dense(name, value, dtype)
         assert value is not None
@@ -131,7 +132,7 @@ class Checks:
             )
 
     def _is_dense(self, name: str, value: Tensor | None, dtype: _Dtypes) -> None:
-        """Check that ``value`` is a dense tensor of ``dtype``, or of one of several dtypes."""
+        """Check that ``value`` is a dense tensor of ``dtype``, or of a dtype in that tuple."""
         if isinstance(dtype, tuple):
             self.floats(name, value, *dtype)
         if not isinstance(value, Tensor):
@@ -176,7 +177,7 @@ class Checks:
             self.tensor(name, value, dtype, *dims)
 
     def tokens(self, positions: Tensor, req_indices: Tensor, *block_table: Tensor) -> None:
-        """Check the position and request of every token, and the block table if there is one."""
+        """Check the positions and requests of the tokens, and the block table if one is passed."""
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("req_indices", req_indices, torch.int32, "num_tokens")
         for table in block_table:
@@ -203,7 +204,7 @@ class Checks:
                 raise self._wrong_shape(name, value, dims, do=do)
             return
         word, _, extra = dim.partition(" + ")
-        if extra:  # Dynamo traces each comparison and sum of a symbol
+        if extra:  # no sum with 0: Dynamo would trace it
             offset = int(extra)
             if size < offset:
                 do = f"Pass at least {offset} entry, even for an empty batch"
@@ -217,8 +218,8 @@ class Checks:
             raise self._wrong_shape(name, value, dims, do=do, sizes=sizes)
 
     def floats(self, name: str, value: Tensor | None, *allowed: torch.dtype, do: str = "") -> None:
-        """Check that ``value`` is a tensor of an ``allowed`` dtype; ``do`` says where to get
-        one."""
+        """Check that ``value`` is a tensor of an ``allowed`` dtype. ``do`` is the advice in the
+        error."""
         if self.skips:
             return
         if not isinstance(value, Tensor):
@@ -293,7 +294,7 @@ class Checks:
             )
 
     def comes_with(self, name: str, partner_name: str, partner: Tensor | None) -> None:
-        """Check that ``partner`` is not None, because ``name`` is not."""
+        """Check that ``partner`` is not None, because the argument ``name`` needs it."""
         if partner is None:
             raise self.error(
                 name,
@@ -303,7 +304,7 @@ class Checks:
             )
 
     def all_or_none(self, **values: Tensor | None) -> None:
-        """Check that either all of ``values`` are None or none is."""
+        """Check that all ``values`` are tensors, or all are None."""
         if self.skips:
             return
         missing = [name for name, value in values.items() if value is None]
@@ -325,7 +326,7 @@ class Checks:
         *allowed: str,
         belongs_to: str = "the cache was written with",
     ) -> None:
-        """Check that ``value`` is an ``allowed`` string; ``belongs_to`` tells the caller which."""
+        """Check that ``value`` is an ``allowed`` string. ``belongs_to`` ends the error's advice."""
         if self.skips:
             return
         if not isinstance(value, str):
@@ -349,7 +350,7 @@ class Checks:
     ) -> None:
         """Check that ``cache`` is a tensor of an ``allowed`` dtype.
 
-        The error does not suggest a cast: ops would write to the copy."""
+        The error does not suggest a cast, because ops would write to the copy."""
         if self.skips:
             return
         if not isinstance(cache, Tensor):
@@ -375,7 +376,8 @@ class Checks:
             )
 
     def no_more_than_tokens(self, name: str, value: Tensor) -> None:
-        """Check that ``value`` has at most one entry per token, for the first tokens."""
+        """Check that ``value`` has at most ``num_tokens`` entries: one for each of the first
+        tokens."""
         if value.shape[0] > self.sizes["num_tokens"]:
             raise self.error(
                 name,
@@ -397,8 +399,8 @@ class Checks:
     ) -> None:
         """Check that ``cache`` is a paged cache of ``layout``.
 
-        The attention libraries would misread another layout without complaint. ``dims`` name its
-        sizes, ``size_name`` the argument with the rows per block."""
+        The attention libraries misread other layouts without an error. ``dims`` are the names of
+        the cache's sizes; ``size_name`` is the argument with the rows per block."""
         self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
         self.tensor(name, cache, layout.storage_dtype, *dims)
         _, *sizes = layout.shape(0)
@@ -422,11 +424,11 @@ class Checks:
                 got=f"strides {list(cache.stride())}",
                 do=_allocate(layout),
             )
-        if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace storage_offset:
-            self.page_start(name, cache, layout)  # there the launcher checks
+        if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace storage_offset
+            self.page_start(name, cache, layout)  # launchers call this for compiled code
 
     def page_start(self, name: str, cache: Tensor, layout: Layout) -> None:
-        """Check that ``cache`` starts at a multiple of 16 bytes of its storage."""
+        """Check that ``cache`` starts at a multiple of 16 bytes in its storage."""
         if cache.storage_offset() * cache.itemsize % CACHE_ALIGNMENT != 0:
             raise self.error(
                 name,
@@ -436,7 +438,8 @@ class Checks:
             )
 
     def bytes_of_row(self, name: str, cache: Tensor) -> int:
-        """Return the bytes per row of ``cache``, whose layout does not fix them."""
+        """Check a cache of ``MlaFp8Layout``; return its bytes per row, which the layout's tag does
+        not fix."""
         self.storage(name, cache, "MlaFp8Layout", MlaFp8Layout.tag, torch.uint8)
         self.tensor(name, cache, torch.uint8, "num_blocks", "block_size", "row_bytes")
         return int(cache.shape[2])
@@ -452,7 +455,8 @@ class Checks:
     ) -> None:
         """Check that ``cache`` is a plain paged cache of one of the ``dtypes``.
 
-        ``dims`` name its sizes, ``size_name`` the argument with the rows per block."""
+        ``dims`` are the names of the cache's sizes; ``size_name`` is the argument with the rows per
+        block."""
         self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:
@@ -513,7 +517,7 @@ class Checks:
             above(self.op, limit, **values)
 
     def host_lens(self, name: str, values: Sequence[int] | Tensor) -> list[int]:
-        """Return lengths that the host knows as a list; check that they are ints of at least 0."""
+        """Check that the lengths ``values`` are ints of at least 0; return them as a list."""
         lens = list(values.tolist() if isinstance(values, Tensor) else values)
         for index, length in enumerate(lens):
             if isinstance(length, bool) or not isinstance(length, int):
@@ -547,12 +551,12 @@ class Checks:
     def kind(
         self, name: str, value: object, kind: type | tuple[type, ...], *, must: str, do: str
     ) -> None:
-        """Check that ``value`` is None or a ``kind``, with the caller's words for the kind."""
+        """Check that ``value`` is None or a ``kind``. ``must`` names the kind in the error."""
         if value is not None and not isinstance(value, kind):
             raise self.error(name, must=must, got=kind_of(value), do=do, kind=TypeError)
 
     def device_name(self, name: str, value: torch.device | str | None) -> None:
-        """Check that ``value`` is None or names a device, and a GPU only if torch sees it."""
+        """Check that ``value`` is None or names a device; if it names a GPU, torch must see it."""
         try:
             if isinstance(value, (bool, float)):
                 raise TypeError(value)
@@ -574,7 +578,7 @@ class Checks:
     def even(self, name: str, value: Tensor, most_name: str, most: int) -> None:
         """Check that the last dimension of ``value`` is even and at most ``most``, the value of
         ``most_name``."""
-        size = int(value.shape[-1])  # a row's width is configuration: constant in compiled code
+        size = int(value.shape[-1])  # the model fixes the width, so compiled code may fix it too
         if size % 2 != 0 or size > int(most):
             raise self.error(
                 name,
@@ -616,7 +620,7 @@ class Checks:
             )
 
     def request_limit(self, name: str = "num_reqs") -> None:
-        """Check that compiled searches cover this number of requests (or of ``name``)."""
+        """Check that the size ``name`` is at most what compiled binary searches support."""
         if self.sizes[name] > MAX_REQUESTS:
             raise self.error(
                 name, must=f"be at most {MAX_REQUESTS}", got=self.sizes[name], do="Split the batch"
@@ -624,11 +628,12 @@ class Checks:
 
 
 def _nested(value: Tensor, order: tuple[int, ...]) -> bool:
-    """Whether each dimension in ``order``, outermost first, strides past all inner ones."""
+    """Whether the stride of each dimension skips all inner ones; ``order`` has the outermost
+    first."""
     extent = 1
     for axis in reversed(order):
         size, stride = value.shape[axis], value.stride(axis)
-        # adds no guard for a dense tensor: its first comparison holds for all sizes
+        # for a dense tensor ``stride < extent`` is false for all sizes, so no guard is added
         if stride < extent and size > 1:
             return False
         extent += (size - 1) * stride
@@ -636,7 +641,7 @@ def _nested(value: Tensor, order: tuple[int, ...]) -> bool:
 
 
 def _allocate(layout: Layout) -> str:
-    """Call ``_made_by`` with the sizes of ``layout``; Dynamo cannot trace the layout's repr."""
+    """Say how to allocate a cache of ``layout``. Dynamo cannot trace the layout's repr."""
     width = ""
     if isinstance(layout, (StateLayout, MlaFp8Layout)):
         width = f", width={plain_int(layout.width)}"
@@ -649,7 +654,7 @@ def _made_by(layout: str, sizes: str = "block_size") -> str:
 
 
 def _conversion(actual: torch.dtype, dtype: torch.dtype) -> str:
-    """Say how to convert to ``dtype``: uint8 codes and e4m3 values are the same bytes."""
+    """Say how to convert a tensor to ``dtype``. uint8 and e4m3 tensors hold the same bytes."""
     if (actual, dtype) in ((torch.uint8, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.uint8)):
         return f"Read its bytes with .view({dtype})"
     return f"Cast it with .to({dtype})"

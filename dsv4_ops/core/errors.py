@@ -13,7 +13,7 @@ def argument_error(
         name: The function's argument.
         must: The rule, after the word "must".
         got: The argument's value, or what is wrong with it.
-        do: What the caller can do, a sentence without its period.
+        do: What the caller can do: a sentence without its period.
         kind: ValueError for shapes, ranges and devices, TypeError for dtypes, NotImplementedError
             for combinations, ImportError for missing packages, RuntimeError for devices that
             cannot run the call.
@@ -22,7 +22,7 @@ def argument_error(
 
 
 def install_extra(name: str) -> str:
-    """Say how to install an extra of this package, which is in no index."""
+    """Say how to install an extra of this package. No package index has the package."""
     return f"Run `pip install '.[{name}]'` in a clone of dsv4_ops"
 
 
@@ -33,6 +33,6 @@ def kind_of(value: object) -> str:
 
 
 def plain_int(value: int) -> int:
-    """Return a size for a message. Dynamo cannot format a symbolic int; the guard that this
-    conversion adds costs nothing, because the error ends the trace."""
+    """Convert a size to an int for a message. Dynamo cannot format a symbolic int. The conversion
+    adds a guard, which costs nothing because the error ends the trace."""
     return int(value)

@@ -1,8 +1,8 @@
 """Make Inductor's cache keys depend on the sources of this package.
 
-No cache key of torch contains the registered lowerings: after an edit, a new process would get
-the code of the old lowering. ``torch.compiler.config.cache_key_tag`` is part of every key, so we
-append a hash of our sources to it.
+torch's cache keys do not contain the registered lowerings: after an edit of a lowering, a new
+process would get code that the old lowering generated. ``torch.compiler.config.cache_key_tag`` is
+part of every key, so we append a hash of our sources to it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Autograd rules of the ops: an op without a derivative computes, and raises in backward.
+"""Autograd rules of the ops. An op without a derivative runs as usual, and raises in backward.
 
-torch treats an op without a rule as a constant: compiled code and ``torch.func`` would return
-gradients of 0. Inference with weights that require gradients must still work, so only ``backward``
-raises.
+torch treats the result of an op without a rule as a constant: compiled code and ``torch.func``
+would return gradients of 0. Inference with weights that require gradients must work, so only
+``backward`` raises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INTEGERS = "integers"
 REFUSED = "refused"
 """The op has no derivative."""
 REFERENCE = "reference"
-"""The derivative is the reference's: autograd differentiates the reference instead of the op."""
+"""Autograd differentiates the reference instead of the op."""
 KINDS = (INTEGERS, REFUSED, REFERENCE)
 
 _LEAVE = "Call it under torch.no_grad()"
@@ -59,14 +59,14 @@ def _not_written(op: str, name: str) -> Exception:
 
 
 class _Refused(SingleLevelFunction):
-    """Return the results of ``call``; raise in their derivative.
+    """Return the results of ``call``; raise when they are differentiated.
 
-    The dispatcher runs this rule at one level of ``torch.func``'s transforms at a time.
+    ``torch.func`` nests transforms. The dispatcher runs this rule for one of them at a time.
     """
 
     @staticmethod
     def forward(ctx: Any, op: str, call: Callable[..., Any], *args: Any) -> Any:
-        # otherwise zeros for unused results would hide which gradients were requested
+        # torch would pass zeros for unused results, and so hide which gradients were requested
         ctx.set_materialize_grads(False)
         ctx.op = op
         ctx.inputs = [
@@ -94,11 +94,11 @@ class _Refused(SingleLevelFunction):
 
 def _refused(op: str, call: Callable[..., Any], *args: Any) -> Any:
     with enable_single_level_autograd_function():
-        return _Refused.apply(op, call, *args)  # type: ignore[attr-defined] # of its C base
+        return _Refused.apply(op, call, *args)  # type: ignore[attr-defined] # defined in C
 
 
 def define(library: torch.library.Library) -> None:
-    """Define the ops of traced forward and backward graphs in ``library``."""
+    """Define the ops that the rules of this file put into traced graphs."""
     library.define("_no_derivative(Tensor grad, str op) -> Tensor")
     library.impl("_no_derivative", _raise, "CompositeExplicitAutograd")
     library.impl("_no_derivative", _raise, "FuncTorchBatched")
@@ -134,7 +134,7 @@ def differentiated(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 def without_derivative(op: str, values: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """Return a copy of ``values`` whose backward raises.
 
-    For values that ``op`` computed from ``sources`` unseen by autograd."""
+    ``op`` computed them from ``sources`` in code that autograd does not record."""
     copy: Tensor = torch.ops.dsv4_ops._without_derivative.default(values, list(sources), op)
     return copy
 
@@ -142,8 +142,8 @@ def without_derivative(op: str, values: Tensor, sources: Sequence[Tensor]) -> Te
 def autograd_rule(
     name: str, op: OpOverload, kind: str, reference: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return the function that autograd calls for ``op``: it takes the remaining dispatch keys,
-    then the arguments. ``kind`` is ``REFUSED`` or ``REFERENCE``."""
+    """Return the function that autograd calls for ``op``. The function takes the remaining dispatch
+    keys, then the arguments. ``kind`` is ``REFUSED`` or ``REFERENCE``."""
     names = [argument.name for argument in op._schema.arguments]
     writes = [
         place

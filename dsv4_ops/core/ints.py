@@ -1,4 +1,4 @@
-"""Ints and floats: their checks, shared by ops and layouts, and arithmetic without guards."""
+"""Checks of ints and floats for ops and layouts, and helpers for symbolic sizes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ INT64_MAX = 2**63 - 1
 
 
 def single(value: torch.Tensor) -> torch.Tensor:
-    """Return the element of a tensor [1], without a dimension.
+    """Return the only element of a tensor [1], as a tensor without dimensions.
 
-    In a graph with symbolic sizes, Inductor may not know that a symbol is 1, and reads past the
-    element where torch repeats it.
+    Where torch broadcasts a tensor [1], Inductor may not know that a symbolic size is 1, and reads
+    past the element.
     """
     return value[0]
 
@@ -60,8 +60,8 @@ def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> 
 
 
 def _known_above(value: int, most: int) -> bool:
-    """Whether ``value`` exceeds ``most``. For a symbol the answer is False without a guard: no
-    trace runs with tensors of such sizes."""
+    """Whether ``value`` is certainly above ``most``. A symbol gets no guard: no tensor of a trace
+    has such a size."""
     if not torch.compiler.is_compiling():
         return value > most
     return statically_known_true(value > most)

@@ -5,7 +5,7 @@ take the tag and refuse a cache whose shape does not match it, because the atten
 a cache of the wrong layout without complaint.
 
 A page of an FP8 layout holds the data of all its rows, then the scales of all its rows, then
-padding up to a multiple of 576 bytes: FlashMLA requires this of the page stride.
+padding up to a multiple of 576 bytes. FlashMLA requires such a page stride.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PAGE_ALIGNMENT = 576
 """The size of a page in the FP8 and state layouts is a multiple of this many bytes."""
 
 CACHE_ALIGNMENT = 16
-"""Every page starts at a multiple of this many bytes: kernels copy 16 bytes at a time."""
+"""Every page starts at a multiple of this many bytes, because kernels copy 16 bytes at a time."""
 
 KEY_BLOCK = 128
 """FlashMLA's sparse prefill needs key counts that are a multiple of this."""
 
 INDEX_ALIGNMENT = 4
-"""FlashInfer reads this many indices at a time: its index matrix's width is a multiple of this."""
+"""FlashInfer reads this many indices at a time, so an index matrix has a multiple of it columns."""
 
 FP8_MAX = 448.0
 """Largest finite e4m3fn value."""
@@ -118,7 +118,7 @@ class Layout(ABC):
     def allocate(self, num_blocks: int, device: torch.device | str | None = None) -> Tensor:
         """Allocate a cache of ``num_blocks`` pages, filled with zeros."""
         at_least(f"{type(self).__name__}.allocate", 0, num_blocks=num_blocks)
-        with torch.inference_mode(False):  # or no op outside of it could write to the cache
+        with torch.inference_mode(False):  # ops outside that mode cannot write to its tensors
             return torch.zeros(self.shape(num_blocks), dtype=self.storage_dtype, device=device)
 
 
@@ -151,13 +151,13 @@ class QuantizedLayout(Layout):
 
     @property
     def format(self) -> tuple[int, ...]:
-        """The row format for kernels: ``FORMAT`` in ``dsv4_ops/kernels/common``."""
+        """The row format that kernels take as ``FORMAT``; see ``dsv4_ops/kernels/common``."""
         values = (self.block_size, self.head_dim, self.code_dim, self.quant_block)
         return (*values, self.data_bytes, self.scale_bytes, self.float_scales)
 
     def kernel_view(self, k_cache: Tensor) -> Tensor:
         """Return the view [num_blocks, block_size, 1, row_bytes] for FlashMLA (584 bytes per row)
-        or DeepGEMM (132), which read only its sizes and its first stride."""
+        or DeepGEMM (132). These libraries read only the sizes and the first stride of the view."""
         rows = (k_cache.shape[0], self.block_size, 1, self.row_bytes)
         strides = (k_cache.stride(0), self.row_bytes, self.row_bytes, 1)
         return k_cache.as_strided(rows, strides)
@@ -165,10 +165,10 @@ class QuantizedLayout(Layout):
 
 @dataclass(frozen=True)
 class MainLayout(QuantizedLayout):
-    """Keys of the window, C4 and C128 caches: 584 bytes per row, what FlashMLA reads.
+    """Lay out keys of the window, C4 and C128 caches, as FlashMLA reads them.
 
-    448 e4m3 codes (NoPE), 64 bf16 values (RoPE); 7 UE8M0 scales and a zero byte. Window and C4
-    pages have 64 rows (or 256), C128 pages 2.
+    A row of 584 bytes has 448 e4m3 codes (NoPE), 64 bf16 values (RoPE), 7 UE8M0 scales and a zero
+    byte. Pages of the window and C4 caches have 64 or 256 rows; pages of the C128 cache have 2.
     """
 
     tag = "v4_fp8"
@@ -264,7 +264,7 @@ class MlaLayout(Layout):
 
 @dataclass(frozen=True)
 class MlaFp8Layout(MlaLayout):
-    """e4m3 codes of the whole row; the scale of the cache is an argument of the ops.
+    """Lay out rows of e4m3 codes. Ops take the scale of the cache as an argument.
 
     Args:
         block_size: Rows per page.
@@ -295,7 +295,7 @@ class MlaFp8Layout(MlaLayout):
 class MlaDsFp8Layout(MlaLayout):
     """DeepSeek-V3.2's rows of 656 bytes.
 
-    512 e4m3 codes, 4 fp32 scales, 64 bf16 RoPE values.
+    A row has 512 e4m3 codes, 4 fp32 scales and 64 bf16 RoPE values.
     """
 
     tag = "mla_ds_fp8"
@@ -329,13 +329,14 @@ def mla_layout(tag: str, block_size: int, width: int) -> MlaLayout:
 class StateLayout(Layout):
     """Lay out the unfinished windows of a compressor.
 
-    fp32 rows of [kv | score], ``width`` values in all.
+    A row has ``width`` fp32 values, [kv | score].
 
-    C4 main: 4 rows of 2048; C128 main: 8 rows of 1024; C4 indexer: 4 rows of 512.
+    A page has 4 rows of 2048 values for the main compressor of C4, 8 rows of 1024 for C128's, and
+    4 rows of 512 for the indexer's.
 
     Args:
         block_size: Rows (tokens) per page.
-        width: Values per row: kv and score, each twice as wide for an overlapping compressor.
+        width: Values per row. An overlapping compressor doubles the width of kv and score.
     """
 
     width: int = 2048

@@ -23,7 +23,7 @@ KERNEL_ON_CUDA = {"cpu": "decompose", "cuda": "triton"}
 
 
 class Lowering(Protocol):
-    """How the graph of a trace replaces an op; see ``lowering/kinds.py``."""
+    """What replaces an op in a traced graph; see ``lowering/kinds.py``."""
 
     kind: str
     function: Callable[..., Any]
@@ -53,8 +53,8 @@ class OpSpec:
         source: Where the semantics come from.
         providers: Implementations that ``impl=`` can name. An op without ``impl`` has the
             implementations of its lowering.
-        hopper_call: The op that a graph calls whole on Hopper, because Inductor compiles no Gluon;
-            empty if the graph holds the op's launches there too.
+        hopper_call: Name of the opaque op that a graph for Hopper calls, because Inductor compiles
+            no Gluon; empty if such a graph contains the op's launches.
         gradient: How autograd treats the op, one of ``gradient.KINDS``.
     """
 
@@ -117,7 +117,7 @@ class OpSpec:
         return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
     def places(self, name: str) -> list[int]:
-        """Return the index of a parameter as a list; empty if there is none."""
+        """Return a list with the index of a parameter; empty if the op has no such parameter."""
         return [place for place, parameter in enumerate(self.parameters) if parameter == name]
 
     @property

@@ -13,17 +13,18 @@ _KIB = 1024
 
 @dataclass(frozen=True)
 class Target:
-    """What a GPU offers to kernels.
+    """Properties of a GPU that kernels depend on.
 
     Args:
-        shared: Bytes of shared memory of a program.
-        converts_codes: Whether Triton converts e4m3 codes; kernels use integers otherwise.
+        shared: Maximum shared memory of a program, in bytes.
+        converts_codes: Whether Triton converts e4m3 codes. If not, kernels convert them with
+            integer arithmetic.
         is_hopper: Whether the GPU runs our code for Hopper: Gluon kernels, and products of codes.
-        large_tiles: Whether attention in Triton has the tiles of Hopper, whose matrix units read
-            operands from shared memory. Elsewhere registers hold operands and sums of ``mma.sync``,
-            so that such tiles would spill; on Blackwell they exceed the tensor memory.
+        large_tiles: Whether attention in Triton uses the tile sizes of Hopper, whose tensor cores
+            read operands from shared memory. ``mma.sync`` keeps operands and sums in registers,
+            which such tiles would spill. On Blackwell, such tiles exceed the tensor memory.
         mma_sync: Whether warps multiply with ``mma.sync`` alone, from registers.
-        dependent_launch: Whether a kernel begins while the one before it ends.
+        dependent_launch: Whether a kernel may start before the previous kernel ends.
     """
 
     shared: int
@@ -35,8 +36,8 @@ class Target:
 
     @property
     def head_tile(self) -> int:
-        """Heads per program of sparse MLA in Triton. Queries, keys and P of 64 heads take 137 KiB
-        of shared memory, and 104 KiB of 32 heads."""
+        """Heads per program of sparse MLA in Triton. For 64 heads, queries, keys and P take 137 KiB
+        of shared memory; for 32 heads, 104 KiB."""
         if self.large_tiles or (self.mma_sync and self.shared >= 137 * _KIB):
             return HEAD_TILE
         return HEAD_TILE // 2 if self.shared >= 104 * _KIB else HEAD_TILE // 4
@@ -55,20 +56,20 @@ TARGETS = {
     (12, 0): Target(99 * _KIB, mma_sync=True),
     (12, 1): Target(99 * _KIB, mma_sync=True),
 }
-"""Targets by compute capability; the limits are those of the CUDA programming guide."""
+"""Targets by compute capability; sizes of shared memory as in the CUDA programming guide."""
 
 _OTHER, _EARLIER = Target(99 * _KIB), Target(64 * _KIB, converts_codes=False)
 
 
 def target_of(capability: tuple[int, int] | None) -> Target:
-    """Return the target of a compute capability; None means that there is no NVIDIA GPU."""
+    """Return the target of a compute capability, which is None for devices not of NVIDIA."""
     if capability is None:
         return Target(227 * _KIB, converts_codes=torch.version.hip is None, large_tiles=True)
     return TARGETS.get(capability, _OTHER if capability > (8, 9) else _EARLIER)
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability; None off NVIDIA, because AMD's numbers look alike."""
+    """Return the compute capability of an NVIDIA GPU, else None: AMD's numbers would mislead."""
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)

@@ -9,20 +9,21 @@ HEAD_TILE = 64
 """Heads per program: the rows of one Hopper MMA."""
 
 PROGRAMS = 132
-"""Work tiles that a small batch is split into: the SMs of an H200."""
+"""Number of work tiles that a small batch is split into: one for each SM of an H200."""
 
 SCHEDULE_KEYS = 256
 """Keys per split in DeepGEMM's schedule."""
 
 METADATA_COLUMNS = 8
-"""Columns of FlashMLA's tile scheduler metadata, per part: first token, last token, first block,
-end block (exclusive), first split, whether the first and the last token are split, unused."""
+"""Columns of FlashMLA's tile scheduler metadata, which has a row per SM part: first token, last
+token, first block, end block (exclusive), first split, whether the first and the last token are
+split, unused."""
 
 PART_OVERHEAD = 5
 """Fixed cost of a token in FlashMLA's scheduler, in key blocks."""
 
 LARGEST_TOPK = 4096
-"""Largest top-k of our selection kernel. Beyond it the reference sorts, with the same result."""
+"""Largest top-k of our selection kernel. Above it the reference runs, with the same result."""
 
 START_TILES = 4
 """Fixed cost of a program, in key tiles (H200: about 10 us, at 2 to 3 us per tile)."""
@@ -31,27 +32,28 @@ PLAN_COLUMNS = 4
 """Columns of a plan: token, split index, number of splits of the token, first partial result."""
 
 CLASSES = 16
-"""Length classes of tokens: several splits, or fourteenths of one split."""
+"""Number of length classes. Tokens with several splits are one class; other tokens are classed by
+their length in fourteenths of a split."""
 
 
 MIN_SCHEDULED_TILES, MAX_SCHEDULED_TOKENS = 32, 256
-"""Without a plan, Hopper's kernel schedules a batch by its lengths from this many tokens times head
-tiles, up to this many tokens."""
+"""Without a plan, Hopper's kernel schedules a batch by its lengths if tokens times head tiles are
+at least the first number, and the tokens at most the second."""
 
 ONE_WAVE_TILES = 120
-"""Up to this many tokens times head tiles, all work tiles run in one wave. Above it, too few SMs
-are free for extra splits, and the longest tokens are scheduled first."""
+"""Up to this many tokens times head tiles, all work tiles run in one wave. Above this number, too
+few SMs are free for extra splits, and the longest tokens are scheduled first."""
 
 EXTRA_SPLIT_SHARE = 4
-"""Beyond one wave, cap extra splits at the number of programs divided by this: two splits as long
-as other tokens' single split would add a wave."""
+"""Beyond one wave, extra splits are at most the programs of a wave divided by this. Two splits that
+are as long as the single split of other tokens would add a wave."""
 
 SPLIT_SIZES, SPLIT_STEPS = 16, 4
-"""Split sizes that a plan or the tile scheduler considers, and how many per doubling of the
-size."""
+"""Number of split sizes that a plan or the tile scheduler tries, and number of sizes per factor of
+two."""
 
 COMBINE_TILES, EXTRA_SPLIT_TILES = 2, 1
-"""Cost of a combine per program, and of one extra split, in key tiles."""
+"""Costs in key tiles: a combine, for every program; and an extra split."""
 
 COMBINE_COLUMNS = 4
 """Columns of the list of tokens to combine: token, splits, first partial result, unused. The first

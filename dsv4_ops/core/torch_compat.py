@@ -1,7 +1,7 @@
 """Undocumented names of torch. Only this file and ``lowering/_compat.py`` import such names.
 
-Each name is followed by the releases in which it was seen; ``tests/kernels/test_compat.py`` looks
-for it in the installed release.
+A comment after a name lists releases of torch that have it. ``tests/kernels/test_compat.py`` looks
+for all names in the installed release.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
 """Dispatch keys under which ``torch.autocast`` reaches an op."""
 
-# torch 2.15 annotates them with int | SymInt; a SymInt is an int to our annotations
+# torch 2.15 annotates these functions with int | SymInt; our annotations call a SymInt an int
 sym_max: Callable[[int, int], int] = cast(Any, torch.sym_max)
 sym_min: Callable[[int, int], int] = cast(Any, torch.sym_min)
 
@@ -91,8 +91,9 @@ def allows_aot_compile() -> AbstractContextManager[Any]:
 
 @contextmanager
 def one_graph_for_all_sizes() -> Iterator[None]:
-    """Let ``torch.compile(dynamic=True)`` trace graphs that hold for a size of 1 too, and do not
-    assume that equal sizes stay equal. Floats are constants: they are a model's, not a batch's."""
+    """Let ``torch.compile(dynamic=True)`` trace graphs that also hold for a size of 1, and for
+    different sizes where the trace had equal ones. Python ints and floats become constants, because
+    they belong to the model, not to the batch."""
     import torch._dynamo.config as dynamo
     import torch.fx.experimental._config as config
 
@@ -100,7 +101,7 @@ def one_graph_for_all_sizes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(shapes.patch(backed_size_oblivious=True, use_duck_shape=False))
         stack.enter_context(dynamo.patch(specialize_float=True, specialize_int=True))
-        # inferring a result again is faster than looking it up by symbolic sizes
+        # running a fake again is faster than looking up its result by symbolic sizes
         stack.enter_context(dynamo.patch(fake_tensor_cache_enabled=False))
         yield
 
@@ -111,20 +112,20 @@ class SizeGuards:
 
     Attributes:
         condition: Python expression of the symbols.
-        symbols: Python expression of the arguments of each symbol, in terms of ``L``.
+        symbols: For each symbol, a Python expression of its value; ``L`` are the arguments.
     """
 
     condition: str
     symbols: dict[str, str]
 
     def hold(self, arguments: dict[str, Any]) -> bool:
-        """Whether the condition is true of these arguments, by name."""
+        """Whether the condition holds for ``arguments``, a dictionary by name."""
         if not self.symbols:
             return True
         try:
             values = {name: eval(at, {"L": arguments}) for name, at in self.symbols.items()}
             return bool(eval(self.condition, {"math": math}, values))
-        except Exception as error:  # of any class: an attribute may be missing, or None
+        except Exception as error:  # any class: an argument may lack an attribute, or be None
             _log.info("a size is not known: %s", error)
             return False
 
@@ -134,7 +135,7 @@ _TRACES: ContextVar[list[Any] | None] = ContextVar("noted_trace", default=None)
 
 @contextmanager
 def noted_trace() -> Iterator[Callable[[], SizeGuards]]:
-    """Yield a function that returns the guards of the trace that called ``note_trace``."""
+    """Yield a function that returns the guards of the trace in which ``note_trace`` ran."""
     traces: list[Any] = []
     token = _TRACES.set(traces)
     try:
@@ -157,7 +158,7 @@ def _size_guards(shapes: Any) -> SizeGuards:
 
 
 def aot_settings() -> dict[str, Any]:
-    """Return the AOTAutograd settings that change its output, on any machine."""
+    """Return the settings of AOTAutograd, without those that depend on the machine."""
     return dict(functorch_config.save_config_portable())
 
 
@@ -170,10 +171,10 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 @contextmanager
 def without_kernel_table() -> Iterator[None]:
-    """Save compiled functions without the table of Triton kernels that this process traced.
+    """Empty the table of the Triton kernels that this process traced, while functions are saved.
 
     Inductor's code already contains its kernels. The table refers to kernels by number: a process
-    that loaded the table of another would use its kernels in the next graph it traces itself.
+    that loaded another process's table would launch wrong kernels in the next graph that it traces.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
 
@@ -191,7 +192,7 @@ def has_function_modes() -> bool:
 
 
 def decomposes_triton_ops() -> bool:
-    """Whether ``torch.library.triton_op`` decomposes in this trace, which it does only for a
+    """Whether ``torch.library.triton_op`` decomposes in this trace, as it does only for a
     compiler."""
     return bool(functorch_config.decompose_custom_triton_ops)
 
@@ -211,8 +212,8 @@ def forward_mode() -> bool:
 
 
 def constant_in_traces(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo call ``function`` and take its result as a constant, as
-    ``torch.compiler.assume_constant_result`` does, which imports Dynamo."""
+    """Let Dynamo call ``function`` and take its result as a constant. Unlike
+    ``torch.compiler.assume_constant_result``, this does not import Dynamo."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
@@ -294,7 +295,7 @@ def statically_known_true(condition: Any) -> bool:
 
 
 def symmetric_workspace(group: str, nbytes: int, device: torch.device) -> Any:
-    """Allocate zeroed symmetric memory that all ranks of a group map; return memory and handle.
+    """Allocate zeroed symmetric memory that all ranks of a group map; return it and its handle.
 
     The handle has ``rank``, ``world_size`` and ``buffer_ptrs``. The call is collective: when it
     returns on one rank, all ranks have zeroed their memory.
@@ -309,6 +310,6 @@ def symmetric_workspace(group: str, nbytes: int, device: torch.device) -> Any:
 
 
 def timeout_of(group: str, device: torch.device) -> timedelta:
-    """Return how long a process group waits for a rank."""
+    """Return the timeout of a process group."""
     timeout: timedelta = process_group(group)._get_backend(device).options._timeout
     return timeout

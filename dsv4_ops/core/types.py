@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4_ops.core.torch_compat import sym_min
 
 MAX_REQUESTS = 16383
-"""Maximum requests per batch: bounds the unrolled binary searches of compiled code."""
+"""Maximum requests per batch. This bounds the unrolled binary searches of compiled code."""
 
 INT32_MAX = 2**31 - 1
 
@@ -36,7 +36,9 @@ class TokenMap(NamedTuple):
 
 
 class FlattenedDecode(NamedTuple):
-    """Visible keys and request of every decode token; see ``dsv4_ops.flatten_decode``."""
+    """Result of ``dsv4_ops.flatten_decode``.
+
+    The number of visible keys, and the request, of every decode token."""
 
     seq_lens: Tensor
     req_indices: Tensor
@@ -176,7 +178,7 @@ class MergedStates(NamedTuple):
 
 
 class MlaAttention(NamedTuple):
-    """Attention output and log-sum-exp of MLA: of decodes, selected rows or prefills."""
+    """Attention output and log-sum-exp of dense MLA; see ``dsv4_ops.mla_decode``."""
 
     out: Tensor
     lse: Tensor
@@ -223,6 +225,6 @@ class SparseMlaGathered(NamedTuple):
 
 
 def search_steps(size: object) -> int:
-    """Return the steps of a branch-free binary search over 0..size. A symbolic size takes the
-    package's upper bound."""
+    """Return the steps of a branch-free binary search over 0..size. For a symbolic size, return the
+    steps for ``MAX_REQUESTS``."""
     return size.bit_length() if isinstance(size, int) else (MAX_REQUESTS + 1).bit_length()

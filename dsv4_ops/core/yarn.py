@@ -49,7 +49,7 @@ class YarnScaling:
         """Return the factor by which each of the ``rope_dim // 2`` frequencies is multiplied.
 
         Args:
-            rope_dim: Rotated values of a row.
+            rope_dim: Number of rotated values per row.
             theta: Base of the frequencies, above 1.
         """
 
@@ -58,8 +58,8 @@ class YarnScaling:
             period = self.original_positions / (2 * math.pi * turns)
             return rope_dim * math.log(period) / (2 * math.log(theta))
 
-        # as in the official code, each end is clamped on one side only, so a ramp outside of the
-        # pairs is reversed
+        # as in the official code, each end is clamped on one side only: the ends of a ramp that
+        # lies outside of the pairs are swapped
         low = max(math.floor(pair_of(self.beta_fast)), 0)
         high = min(math.ceil(pair_of(self.beta_slow)), rope_dim - 1)
         width = high - low if high != low else COLLAPSED_RAMP
