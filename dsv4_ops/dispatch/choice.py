@@ -1,10 +1,10 @@
 """Select the implementation of a call: the one that ``impl=`` names, or the fastest here.
 
-Only this module decides; launchers run what they get. An explicit ``impl`` runs or raises, and
-never becomes another. ``impl="auto"`` selects our kernels, except for sizes at which an installed
-library was faster on an H200 (``is_faster``), and the reference for calls that our kernels do not
-support (``dispatch/limits.py``). With dynamic shapes it selects no library, because reading a
-symbolic size would add a guard.
+Only this module selects; launchers run what was selected. An explicit ``impl`` runs or raises;
+nothing replaces it. ``impl="auto"`` selects an installed library at sizes at which the library was
+faster on an H200 (``is_faster``), else our kernels, or the reference for calls that our kernels do
+not support (``dispatch/limits.py``). With dynamic shapes, "auto" selects no library, because
+reading a symbolic size would add a guard.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM"}
 SCALED_MM_TOKENS = {"fp8_linear": 128}
 """Minimum number of tokens at which ``impl="auto"`` selects torch's block-scaled FP8 matmul.
 
-It is not for groups, because each group is a call: 1024 tokens of ``o_a`` (quantised input, eager)
-take 196 us, and 81 us with our kernel."""
+The grouped linear is not listed, because torch's matmul needs a call for each group: ``o_a`` with
+1024 tokens (quantised input, eager) takes 196 us, and 81 us with our kernel."""
 
 SCALED_MM_FROM = {
     op: f"at least {least} tokens of FP8 activations, if their number is not symbolic"
@@ -54,8 +54,9 @@ MEASURED = (
     "64 heads, at least 32 tokens and 2048 columns, and 2^20 to 2^23 logits "
     "(32 x 32768: 32.2 us, our kernel 36.7)"
 )
-"""The sizes of ``is_faster`` in words. Measured on an H200 with ``python -m benchmarks.choice`` on
-2026-11-22, torch 2.11.0+cu130 and DeepGEMM of vLLM 0.22.1, in CUDA graphs over rotating inputs."""
+"""The sizes of ``is_faster`` in words. ``python -m benchmarks.choice`` measured them on an H200 on
+2026-11-22, with torch 2.11.0+cu130 and the DeepGEMM of vLLM 0.22.1, in CUDA graphs over rotating
+inputs."""
 
 
 def is_faster(op: str, library: str, values: Values) -> bool:
@@ -68,7 +69,7 @@ def is_faster(op: str, library: str, values: Values) -> bool:
 
 
 def subject(values: Values) -> Tensor:
-    """Return the tensor that decides device and sizes: ``q``, ``x``, or the first tensor."""
+    """Return the tensor whose device and sizes decide: ``q``, ``x``, or the first tensor."""
     tensors = (each for each in values.values() if isinstance(each, Tensor))
     named: Tensor | None = values.get("q", values.get("x"))
     return next(tensors) if named is None else named
@@ -84,7 +85,7 @@ class Choice(NamedTuple):
 def check_impl(
     op: str, providers: Sequence[str], impl: str, device: torch.device, values: Values
 ) -> None:
-    """Raise if ``impl`` is not one of the op's, or does not support this call or device.
+    """Raise if the op has no such ``impl``, or if ``impl`` does not support this call or device.
 
     Whether the library is installed is checked when the op runs or is compiled.
     """
@@ -111,9 +112,9 @@ def check_limit(
 ) -> None:
     """Raise if ``impl`` does not support this call.
 
-    The op checks it when it runs, because an exported program has no sizes before it runs. Layers
-    check it before they write anything, and pass their name as ``asked_by``. ``Sizes`` can stand in
-    for tensors.
+    An op calls this when it runs, because the sizes of an exported program are unknown before.
+    Layers call it before they write anything, and pass their name as ``asked_by``. ``values`` may
+    hold ``Sizes`` instead of tensors.
     """
     found = limit(op, impl, values, asking=True)
     if found is not None:
@@ -129,7 +130,7 @@ def check_limit(
 
 
 def impl_for(providers: Sequence[str], impl: str) -> str:
-    """Return ``impl`` if this op has it, else "auto": ``impl`` may be meant for several ops."""
+    """Return ``impl`` if this op has it, else "auto". A layer has one ``impl`` for several ops."""
     return impl if impl in providers else AUTO
 
 
@@ -148,7 +149,7 @@ def check_device(op: str, impl: str, device: torch.device) -> None:
 
 @functools.cache
 def scaled_mm_obstacle() -> str:
-    """Say why torch's block-scaled matmul does not run here; empty if it does."""
+    """Say why torch's block-scaled matmul does not run here; empty if it runs."""
     if not hasattr(torch.ops.aten, "_scaled_mm_v2"):
         return "This torch has no _scaled_mm_v2"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
@@ -210,7 +211,7 @@ _RUNS_HERE = "be one that runs here"
 def own(spec: OpSpec, values: Values, why: str) -> Choice:
     """Select our kernel, or the reference if our kernel does not support the call.
 
-    ``why`` says why no library runs it.
+    ``why`` says why no library runs the call.
     """
     impl = ours(spec)
     if impl == TRITON and limits.no_triton():
@@ -227,7 +228,7 @@ def ours(spec: OpSpec) -> str:
 
 
 def obstacle(op: str, library: str, values: Values) -> str:
-    """Say why ``impl="auto"`` does not select ``library``; empty if it does."""
+    """Say why ``impl="auto"`` does not select ``library``; empty if "auto" selects it."""
     if values.get("plan") is not None:
         return "the plan is ours"
     if not _is_sized(values):
@@ -241,7 +242,7 @@ def obstacle(op: str, library: str, values: Values) -> str:
 
 
 def _scaled_mm_faster_obstacle(op: str, values: Values) -> str:
-    """Say why ``impl="auto"`` does not select torch's block-scaled matmul; empty if it does."""
+    """Say why "auto" does not select torch's block-scaled matmul; empty if "auto" selects it."""
     if op not in SCALED_MM_TOKENS:
         return "our kernel multiplies all groups at once"
     num_tokens = values["x"].shape[0]
@@ -264,7 +265,7 @@ def _other_device(device: torch.device) -> str:
 
 @functools.cache
 def unusable(library: str) -> str:
-    """Load ``library``; say why it does not run here; empty if it does."""
+    """Load ``library``, and say why it does not run here; empty if it runs."""
     found = probe(library, load=True)
     return "" if found.usable else found.reason
 
@@ -288,8 +289,8 @@ def require(op: str, library: str) -> None:
 def prepare(spec: OpSpec, values: Values) -> list[str]:
     """Return the libraries that the compiled code of a call may need.
 
-    Compiled code that calls a library may come from a cache, and then no trace loaded the library
-    in this process. The fake of an op is the first function that sees a compiled call.
+    If the compiled code comes from a cache, this process has traced nothing and loaded no library.
+    So the fake of the op, which sees every compiled call first, asks for the libraries.
     """
     if torch.compiler.is_exporting() or subject(values).device.type not in DEVICES:
         return []

@@ -1,16 +1,16 @@
-"""Register ops: one ``define_op`` per op, and nothing else registers anything.
+"""Register the public ops, each by one call of ``define_op``.
 
 How a lowering takes effect without importing Inductor, and without a call by the user
 ----------------------------------------------------------------------------------------
 ``torch.library.register_torch_dispatch`` attaches a rule to the pair (op,
 ``FunctionalTensorMode``). Every graph that AOTAutograd traces - for ``torch.compile`` and for
 AOTInductor - passes through that mode before Inductor lowers anything, so the rule is the first
-code that sees the op inside a compiler. It loads the op's lowering, and then either traces the
-decomposition instead of the op or registers the lowering with Inductor. Importing ``dsv4_ops``
+code that sees the op inside a compiler. The rule loads the op's lowering, and then either traces
+the decomposition instead of the op or registers the lowering with Inductor. Importing ``dsv4_ops``
 therefore loads torch only, and the first compilation of a process still uses the lowerings.
 
 ``torch.export`` keeps the op whole: an exported program names the op, and is lowered when it is
-compiled. The rule tells the two apart by the switch of ``torch.library.triton_op``;
+compiled. The rule asks ``decomposes_triton_ops`` whether a compiler traces, because
 ``torch.compiler.is_exporting()`` is also true while AOTInductor compiles.
 """
 
@@ -110,7 +110,7 @@ def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
             guard.check_fake(spec)
         if spec.has_choice:
             for library in choice.prepare(spec, values):
-                spec.launcher(library)  # defines the op that such code calls
+                spec.launcher(library)  # defines the op that the compiled code calls
         if spec.has_kernel and _on_cuda(args, kwargs):
             _load_kernels(spec.stem)
             if kernel_requests.are_on():
@@ -129,7 +129,7 @@ def _on_cuda(args: Any, kwargs: Any) -> bool:
 def _load_kernels(stem: str) -> None:
     """Define the ops that the launchers of ``stem`` trace.
 
-    Compiled code from a cache calls them, although this process has not traced anything.
+    Compiled code from a cache calls these ops although this process has traced nothing.
     """
     with contextlib.suppress(ModuleNotFoundError):  # no triton: launching a kernel will raise
         layers.load_kernels(stem)
@@ -138,10 +138,10 @@ def _load_kernels(stem: str) -> None:
 def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
     """Run the implementation that ``choice.choose`` selects, outside a compiler.
 
-    On a GPU, a call like an earlier one repeats its launches: choosing launches takes longer than
-    running them.
+    On a GPU, a call with the form of an earlier call repeats the launches of that call, because
+    choosing launches takes longer than running them.
     """
-    repeats = "group" not in spec.parameters  # addresses of other ranks may change
+    repeats = "group" not in spec.parameters  # the memory of other ranks may move
 
     def choose(args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any, bool]:
         impl, args, kwargs = _chosen(spec, args, kwargs)
@@ -198,13 +198,13 @@ def _looked_ahead(spec: OpSpec, mode: Any, args: Any, kwargs: Any) -> Any:
     """Return what AOTAutograd reads before it traces: the results' metadata, and which arguments
     are mutated.
 
-    The fake and the schema tell both, at a fraction of the cost of tracing the lowering.
+    The fake tells the first and the schema the second, much faster than a trace of the lowering.
     """
     values = spec.arguments(args, kwargs)
     with mode:
         for place in spec.mutated:
             written = values[spec.parameters[place]]
-            written.copy_(written)  # autograd sees this write as it would the lowering's
+            written.copy_(written)  # shows autograd the write that the lowering will trace
         return spec.meta(**{name: values[name] for name in _parameters(spec.meta)})
 
 

@@ -11,10 +11,10 @@ class Guard(Protocol):
     """Rules of another compiler; both methods raise if that compiler would lose a write."""
 
     def keeps_whole(self, spec: OpSpec) -> bool:
-        """Whether the graph in this trace keeps the op; such an op is not lowered."""
+        """Whether this trace keeps the op in its graph instead of lowering the op."""
 
     def check_fake(self, spec: OpSpec) -> None:
-        """Check a call of the fake. A program that was decomposed before calls only the fake."""
+        """Check a call of the fake. Programs that are already decomposed reach only the fake."""
 
 
 GUARDS: list[Guard] = []

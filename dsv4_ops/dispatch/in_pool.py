@@ -1,9 +1,9 @@
 """Caches that are views of one pool of bytes, and the writes of compiled code to them.
 
-A graph has one input for all caches, the pool, and ``pool_view`` makes the caches in the graph. A
-compiler rebuilds a tensor from views of it that were written to, which copies caches, or the pool.
-So an op that writes to such a view stays in the graph as a call of ``in_pool``, whose argument is
-the pool: it makes the views where it runs, and writes only what the op writes.
+A graph has one input for all caches, the pool. ``pool_view`` makes each cache inside the graph. If
+an op writes to a view, a compiler rebuilds the pool from the view, which copies a cache or the
+whole pool. So the graph calls ``in_pool`` on the pool instead of an op that writes to such a view.
+When the graph runs, ``in_pool`` makes the views and calls the op.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 class _Place(NamedTuple):
-    """What ``pool_view`` takes besides the pool; ``offset`` may be symbolic."""
+    """The arguments of ``pool_view`` after the pool; ``offset`` may be symbolic."""
 
     block_stride: int
     offset: int
@@ -38,22 +38,22 @@ _MADE: Any = WeakIdKeyDictionary()
 
 
 def pages(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dtype: str) -> Tensor:
-    """Return the blocks of a cache, [num_blocks, *page]; by views that compilers can invert."""
+    """Return the blocks of a cache, [num_blocks, *page], by views that compilers can invert."""
     of_dtype = getattr(torch, dtype)
     typed, size = pool.view(of_dtype), of_dtype.itemsize
     num_blocks = pool.shape[0] if pool.dim() == 2 else pool.shape[0] // block_stride
     strides = [1]
     for each in page[:0:-1]:
         strides.insert(0, strides[0] * each)
-    # no slice: a trace of torch 2.11 does not know where a slice with a symbolic begin starts
+    # not a slice: torch 2.11 does not trace the storage offset of a slice with a symbolic start
     start = typed.storage_offset() + offset // size
     return typed.as_strided((num_blocks, *page), (block_stride // size, *strides), start)
 
 
 def _traced_pages(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     pool, *place = args
-    # writes to a view would copy the viewed tensor; a storage that begins earlier than the
-    # pool would shift the views that Inductor of torch 2.11 reads
+    # if the pool is a view, a write would copy its base; if the pool starts inside its storage,
+    # code of torch 2.11's Inductor reads the views at wrong addresses
     if not pool.is_base_tensor() or pool.storage_offset() != 0:
         raise argument_error(
             "pool_view",
@@ -81,7 +81,7 @@ torch.library.register_torch_dispatch(
 
 
 def view(pool: Tensor, block_stride: int, offset: int, page: Sequence[int], dtype: str) -> Tensor:
-    """``pages`` as one op, so that a trace sees which cache is a view of which pool."""
+    """Call ``pages`` as one op, so that a trace sees which cache is a view of which pool."""
     blocks: Tensor = torch.ops.dsv4_ops.pool_view(pool, block_stride, offset, page, dtype)
     return blocks
 
@@ -92,7 +92,7 @@ def writes_to_pool(spec: OpSpec, values: Mapping[str, Any]) -> bool:
 
 
 def trace(mode: Any, spec: OpSpec, values: Mapping[str, Any]) -> Any:
-    """Put a call into the graph that gets the pools; return the results of the op."""
+    """Put a call of ``in_pool`` into the graph instead of the op; return the op's results."""
     mutated = {spec.parameters[place] for place in spec.mutated}
     written: list[Tensor] = []
     read: list[Tensor] = []
@@ -118,7 +118,7 @@ def trace(mode: Any, spec: OpSpec, values: Mapping[str, Any]) -> Any:
 
 
 def _number(tensor: Tensor, tensors: list[Tensor]) -> int:
-    """Return the index of a tensor in the list, and add it if it is not there."""
+    """Return the index of ``tensor`` in ``tensors``; append the tensor if it is new."""
     for number, other in enumerate(tensors):
         if other is tensor:
             return number
@@ -139,8 +139,8 @@ def _run(
     op: str,
     arguments: str,
 ) -> None:
-    """Run ``op`` with the arguments that ``trace`` has described; the last tensors receive the
-    results."""
+    """Run ``op`` with the arguments that ``trace`` described. The last tensors of ``written``
+    receive the results."""
     values = {}
     for name, value in ast.literal_eval(arguments).items():
         if not isinstance(value, tuple):

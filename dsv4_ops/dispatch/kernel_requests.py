@@ -32,8 +32,8 @@ def kernel_requests(launcher: Any) -> Iterator[None]:
 def request(spec: OpSpec, impl: str, args: Any, kwargs: Any) -> None:
     """Ask for the kernels of a fake call that ``impl`` would run.
 
-    A launcher that cannot run with fake tensors asks for no kernels: they are compiled when they
-    are launched.
+    If the launcher cannot run with fake tensors, no kernels are requested. They are compiled at
+    their first launch.
     """
     if impl != TRITON:
         return

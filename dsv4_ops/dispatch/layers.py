@@ -1,6 +1,6 @@
 """Load the parts of an op by name from other layers: kernels, lowerings and cases only when needed.
 
-A module's name in a string is an import in disguise, so no other module may name a higher layer so.
+An import by a string is easily overlooked, so only this module may import a higher layer that way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from dsv4_ops.core.registry import TRITON, OpSpec
 
 _FOLDERS = {"testing": "testing.cases"}
-"""Folders of layers whose name differs from the layer's."""
+"""Folder of a layer, if the two names differ."""
 
 
 def module_of(layer: str, stem: str) -> str:
@@ -54,5 +54,5 @@ def eager() -> Any:
 
 
 def launch_plans() -> Any:
-    """Return the launches that later calls repeat."""
+    """Return the recorded launches that later calls repeat."""
     return importlib.import_module("dsv4_ops.kernels.launch_plans").PLANS

@@ -21,10 +21,10 @@ from dsv4_ops.core.torch_compat import find_schema
 FLASH_MLA, DEEP_GEMM = "flash_mla", "deep_gemm"
 LIBRARIES = (FLASH_MLA, DEEP_GEMM)
 SCALED_MM = "scaled_mm"
-"""torch's own block-scaled matmul, which need not be found or loaded."""
+"""torch's own block-scaled matmul. It is part of torch, so nothing finds or loads it."""
 
 VARIABLES = {FLASH_MLA: "DSV4_OPS_FLASH_MLA", DEEP_GEMM: "DSV4_OPS_DEEP_GEMM"}
-"""Environment variables with a library's path; if its variable is set, no other path is tried."""
+"""Environment variable with the path of each library. If it is set, no other path is tried."""
 
 FLASH_MLA_OPS = "_flashmla_C"
 """Namespace of the ops that vLLM's build of FlashMLA registers."""
@@ -38,8 +38,9 @@ class Found:
     """A library on this machine.
 
     Args:
-        where: Where the library is, as in "found ...".
-        load: Loads the library, and returns what the adapters call; raises if it cannot be loaded.
+        where: Where the library is; completes "found ...".
+        load: Loads the library, and returns the module or ops that the adapters call. Raises if
+            the library cannot be loaded.
     """
 
     where: str
@@ -74,14 +75,15 @@ _TAG = "dsv4_ops_libraries="
 def tag_libraries() -> None:
     """Add the installed libraries to the keys of torch's caches.
 
-    A trace may select a library, but the graph that the caches look up does not name it. Called
-    when the package is imported, and again before loading a library that was not there at import.
+    A trace may select a library, but the graph that the caches look up does not name the library.
+    The package calls this when it is imported, and before it loads a library that it did not find
+    then.
     """
     found = {name: find_name(name) for name in LIBRARIES}
     state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")
     present = compiler_config.cache_key_tag.split(";")
     kept = [each for each in present if each and not each.startswith(_TAG)]
-    # without a library there is no tag, so that the cache is shared with torch's own entries
+    # without a library, the keys stay as they are
     wanted = [*kept, _TAG + state] if state else kept
     if present != wanted:
         compiler_config.cache_key_tag = ";".join(wanted)
@@ -92,7 +94,7 @@ def load(name: str) -> Any:
     """Load the library ``name``.
 
     Raises:
-        ImportError: there is no such library; or the error of its import.
+        ImportError: the library is not installed. Errors of its import are raised unchanged.
     """
     found = find(name)
     if isinstance(found, str):
@@ -149,8 +151,8 @@ def _find_deep_gemm(given: str | None) -> Found | None:
 
 
 def _import_deep_gemm(folder: Path | None = None) -> Any:
-    """Import a module, from ``folder`` if Python does not find it; its parents are not imported."""
-    _preload("libnvrtc.so.13", "libnvrtc.so.12")  # import torch does not load it
+    """Import ``deep_gemm``, or the module in ``folder`` without that module's parents."""
+    _preload("libnvrtc.so.13", "libnvrtc.so.12")  # importing torch does not load libnvrtc
     if folder is None:
         return importlib.import_module(DEEP_GEMM)
     spec = importlib.util.spec_from_file_location(
@@ -190,7 +192,7 @@ def _vllm_folders() -> list[Path]:
 
 
 def _spec(name: str) -> Any:
-    """Return where a module is; None for a module in ``sys.modules`` without a spec."""
+    """Return the spec of a module; None if Python finds none."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):

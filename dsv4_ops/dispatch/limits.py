@@ -1,7 +1,7 @@
-"""Calls that an implementation does not support, for our kernels and every library.
+"""Calls that our kernels, or a library, do not support.
 
 The functions read shapes, dtypes, settings and the device, and need torch only, so an export or a
-fake can call them. ``dispatch/choice.py`` does; launchers do not decide again.
+fake can call them. ``dispatch/choice.py`` calls them; launchers do not check again.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
 """Trailing values of a row that our sparse MLA kernels rotate back."""
 
 HOPPER_ONLY = ("sparse_mla_gathered",)
-"""Ops whose only kernel of ours is in Gluon."""
+"""Ops for which we have a Gluon kernel only."""
 
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
 """Maximum tokens of a decode: FlashMLA's planner keeps each token's numbers in shared memory."""
 FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
-"""Width, latent width and rows per block of FlashMLA's dense decode."""
+"""Row width, latent width, and rows per block of FlashMLA's dense decode."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 SCALED_MM_COLUMNS = 512
-"""Minimum columns, which have four scales: torch releases pad shorter rows differently."""
+"""Columns must be a multiple of this, which has four scales. Releases of torch pad other numbers of
+scales differently."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 LEAST_LATENT = 16
 """Minimum latent width of our dense decode; tensor cores multiply no smaller tile."""
 MOST_COLUMNS = 128
-"""Maximum columns of our dense prefill's tiles: of the keys' NoPE part, RoPE part, and values."""
+"""Maximum columns of a tile in our dense prefill: the NoPE part or RoPE part of keys, or values."""
 MOST_CANDIDATES = 8192
 """Maximum candidates of a token, and maximum topk, for one program of ``cp_topk``."""
 WIDEST_HEAD = 1024
@@ -59,7 +60,7 @@ class Sizes(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A part of a call that is not supported: ``what`` the call has, and ``advice`` to fix it."""
+    """An unsupported part of a call: ``what`` names it, ``advice`` says what is supported."""
 
     what: str
     advice: str
@@ -68,7 +69,7 @@ class Limit(NamedTuple):
 def limit(op: str, provider: str, values: Values, *, asking: bool = False) -> Limit | None:
     """Return what ``provider``, a library or "triton", does not support in a call of ``op``.
 
-    Unless ``asking``, symbolic sizes count as supported by a library, so that no guard is added.
+    Unless ``asking``, a library counts as supporting symbolic sizes, which a check would guard.
     """
     if provider == TRITON:
         return _kernel_limit(op, values)
@@ -80,7 +81,7 @@ def limit(op: str, provider: str, values: Values, *, asking: bool = False) -> Li
 
 
 def _kernel_limit(op: str, values: Values) -> Limit | None:
-    """Return what our kernels do not support; kernels of other ops support every call."""
+    """Return what our kernel of ``op`` does not support; None for ops outside the table."""
     kernels = {
         "sparse_mla_decode": _decode_limit,
         "sparse_mla_decode_paged": _decode_limit,
@@ -99,7 +100,8 @@ def _kernel_limit(op: str, values: Values) -> Limit | None:
 
 
 def _above(size: Any, most: int, asking: bool) -> bool:
-    """Whether a size is above ``most``. Reading a symbol adds a guard, except in an export."""
+    """Whether a size is above ``most``. A symbol counts as small in an export and unless
+    ``asking``, because reading it adds a guard."""
     if isinstance(size, int):
         return size > most
     if not asking or torch.compiler.is_exporting():
@@ -216,7 +218,7 @@ def no_triton() -> bool:
 
 
 def _rows_limit(values: Values) -> Limit | None:
-    """Sparse MLA takes rows of 512 bfloat16 values: FP8 codes, or contiguous in a cache."""
+    """Sparse MLA takes bfloat16 queries of 512 values. Rows of a plain cache must be adjacent."""
     q, width = values["q"], int(values["q"].shape[2])
     if q.dtype != torch.bfloat16 or width != MainLayout.head_dim:
         what = f"with {q.dtype} rows of {width} values"
@@ -236,7 +238,7 @@ def _decode_limit(values: Values) -> Limit | None:
 
 
 def _gathered_limit(values: Values) -> Limit | None:
-    # Dynamo need not know the device: the op checks again where it is lowered
+    # in Dynamo's trace, ignore the device: the check runs again when the op is lowered
     if not torch.compiler.is_dynamo_compiling() and not _runs_gluon(values["q"].device):
         return Limit("off Hopper", "Our kernel is for compute capability 9.0")
     return _rows_limit(values)

@@ -1,4 +1,4 @@
-"""Whether a prefill on Hopper dequantises its rows into a bfloat16 copy first; reads sizes only."""
+"""Decide from sizes whether a prefill on Hopper first dequantises its rows into a bfloat16 copy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dsv4_ops.core.ints import positive
 from dsv4_ops.core.tiles import PROGRAMS, head_tiles
 
 MOST_LISTED, MOST_GATHERED = 2**27, 2**20
-"""Maximum entries of index lists (512 MiB) and maximum bfloat16 rows (1 GiB) of a prefill."""
+"""Maximum entries of a prefill's index lists (512 MiB), and maximum rows of its copy (1 GiB)."""
 
 _CALLS, _ROW, _ENTRY = 1_200_000, 50, 6
-"""Times on an H200 in 0.01 ns: launches of a copy, copy of a row, and the time that a copy saves
-for each key of a token and head tile, which is then dequantised once for all tokens."""
+"""Times on an H200, in 0.01 ns: the launches of a copy, the copy of one row, and the time that a
+copy saves for each key of a token and head tile, because a row is dequantised once for all tokens.
+"""
 
 NOTE = (
     "on Hopper it runs over a bf16 copy of the rows, if that saves time: a copy costs "
@@ -29,17 +30,17 @@ NOTE = (
 def gathers(values: Mapping[str, Any]) -> Any:
     """Whether a prefill copies its rows before attention.
 
-    It copies them if the copy takes less time than it saves, if there are enough tokens to fill all
-    SMs without splits, and if it stays within ``MOST_LISTED`` and ``MOST_GATHERED``. Sizes do not
-    say how many rows of a block table are in use, so all rows count: for a short request in a wide
-    table, a copy may be slower than reading the blocks.
+    A prefill copies its rows if the copy takes less time than it saves, if the tokens fill more
+    than half of the SMs without splits, and if the sizes are within ``MOST_LISTED`` and
+    ``MOST_GATHERED``. Sizes do not say how many rows of a block table are in use, so all rows
+    count: for a short request in a wide table, a copy may be slower than reading the blocks.
 
     Returns:
         1 or 0; for symbolic sizes, a symbol with one of these values.
     """
     tokens, columns, rows = values["q"].shape[0], prefilled(values), workspace_rows(values)
     tiles = tokens * head_tiles(int(values["q"].shape[1]))
-    waves = (tiles + PROGRAMS - 1) // PROGRAMS  # the last SMs' tiles take as long as a full wave
+    waves = (tiles + PROGRAMS - 1) // PROGRAMS  # a wave takes as long if few SMs have a tile
     return (
         positive(_ENTRY * waves * PROGRAMS * columns - _CALLS - _ROW * gathered_rows(values))
         * positive(2 * tiles - PROGRAMS)
@@ -49,7 +50,7 @@ def gathers(values: Mapping[str, Any]) -> Any:
 
 
 def workspace_rows(values: Mapping[str, Any]) -> Any:
-    """Return the number of rows in a prefill's block tables: the capacity of a library's
+    """Return the number of rows in a prefill's block tables, the capacity of a library's
     workspace."""
     window, compressed = _rows_named(values)
     return window + compressed

@@ -1,4 +1,4 @@
-"""Which optional libraries are usable, and why not. It imports libraries only if asked to."""
+"""Say which optional libraries are usable, and why others are not."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def probe(name: str, *, load: bool = False) -> Provider:
 
     Args:
         name: One of ``NAMES``.
-        load: Whether to import it, which takes time and detects broken installations.
+        load: Whether to import the library, which takes time and detects broken installations.
 
     Returns:
         Whether the library is usable, and why.
@@ -114,7 +114,7 @@ def distribution_version(name: str) -> str | None:
 
 
 def _missing(name: str, library: _Library) -> tuple[str, str]:
-    """Say why a library is not installed, or from which of its places it was found."""
+    """Return why a library is missing, and where it was found; either may be empty."""
     try:
         if name in libraries.LIBRARIES:
             found = libraries.find(name)

@@ -1,9 +1,9 @@
-"""Libraries behind ``impl=``: which one runs a call, and plans for FlashMLA.
+"""Say which implementation runs a call, and make plans for FlashMLA and DeepGEMM.
 
 FlashMLA is the module ``flash_mla``, vLLM's build, or the library in the environment variable
 DSV4_OPS_FLASH_MLA (``/path/to/_flashmla_C.abi3.so``). DeepGEMM is the module ``deep_gemm``, vLLM's,
-or the folder in DSV4_OPS_DEEP_GEMM. ``python -m dsv4_ops doctor`` says which one was found, or why
-none runs. Libraries are loaded at their first use.
+or the folder in DSV4_OPS_DEEP_GEMM. ``python -m dsv4_ops doctor`` says where it found a library, or
+why the library does not run. Libraries are loaded at their first use.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def flash_mla_plan(
     which takes 15 to 70 us on an H200.
 
     FlashMLA's own plans (``dsv4_ops.flash_mla_metadata``) hold for one set of lengths, and silently
-    give wrong results for others. This plan assumes full index lists instead: it reads no lengths,
-    so it stays valid, and a call of other sizes raises. Where lists are much shorter than their
-    width it costs time, because FlashMLA reads every entry.
+    give wrong results for others. This plan assumes full index lists instead, so it holds for all
+    lengths. A call of other sizes raises. If lists are much shorter than their width, this plan
+    costs time, because FlashMLA reads every entry.
 
     Make the plan once per batch size, outside of compiled code, and pass it to
     ``sparse_mla_decode`` in all layers and steps. For ``sparse_mla_decode_paged``, ``extra_width``
@@ -98,7 +98,7 @@ def flash_mla_plan(
 def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") -> int:
     """Return the number of SM parts that FlashMLA divides a decode into on Hopper.
 
-    ``flash_mla_metadata`` needs this number, which is for one query per token.
+    ``flash_mla_metadata`` needs this number. It holds for calls with one query per token.
 
     The function loads the library: call it once, outside of compiled code.
 
@@ -147,7 +147,7 @@ def choice_of(op: str, *args: Any, **kwargs: Any) -> Choice:
     Args:
         op: Name of an op.
         *args: Arguments of the op's public function.
-        **kwargs: Its keyword arguments.
+        **kwargs: Keyword arguments of that function.
 
     Returns:
         ``Choice(impl, reason)``.

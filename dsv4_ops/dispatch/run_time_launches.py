@@ -18,11 +18,11 @@ def are_on() -> bool:
 def run_time_launches() -> Iterator[None]:
     """Let traces keep an op with symbolic sizes as a call, if it has a CUDA kernel.
 
-    A launcher chooses tiles, splits and the number of programs by the sizes. For a symbol it can
-    only choose what works for all sizes; a call chooses by the real sizes, as in eager mode. Each
-    kernel is then compiled once per process instead of once per graph, and CUDA graphs hide the
-    host time of the calls. AOTInductor packages contain the launches anyway, because they have no
-    Python to call.
+    A launcher chooses tiles, splits and the number of programs by the sizes. In a trace with
+    symbolic sizes, a launcher can only choose what works for all sizes; in a call, it chooses by
+    the real sizes, as in eager mode. Calls also compile each kernel once per process instead of
+    once per graph, and CUDA graphs hide their host time. AOTInductor packages always contain the
+    launches, because they cannot call Python.
     """
     token = _CALLS.set(True)
     try:

@@ -1,8 +1,9 @@
 """Keep ops whole in traces of torch-tensorrt, and raise for ops whose writes it would lose.
 
-torch-tensorrt removes nodes without readers, and only a later step reads a cache write. Frames of
-torch-tensorrt on the stack show that it is tracing, and in which mode. It is not imported here, and
-traces look for its frames only after it was imported.
+torch-tensorrt removes nodes whose results are not read in the graph. Only a later step reads what
+an op writes to a cache, so such writes would be lost. Frames of torch-tensorrt on the stack show
+that it is tracing, and in which mode. This module does not import torch-tensorrt, and traces look
+for the frames only if something else has imported it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ SUPPORTED = ((2, 11), (2, 15))
 PLUGINS_SINCE = (2, 13)
 """First version with the plugin API that we use."""
 AOT_BACKEND = "torch_tensorrt.dynamo.backend.backends:aot_torch_tensorrt_aten_backend"
-"""The function that calls AOTAutograd; its graphs return what they write, so no write is lost."""
+"""torch-tensorrt's function that calls AOTAutograd, whose graphs return what they write: no write
+is lost."""
 COMPILER = "torch_tensorrt.dynamo._compiler"
-"""The function that compiles exported programs; ``integrations.tensorrt.enable`` keeps their
-writes."""
+"""The module that compiles exported programs. After ``integrations.tensorrt.enable`` these keep
+their writes."""
 
 _ENABLED = [False]
 
@@ -90,8 +92,8 @@ def _refuse_lost_write(spec: OpSpec, function: str, *, traced: bool) -> None:
     Args:
         spec: An op.
         function: Result of ``_tracing_function()``.
-        traced: Whether the op itself is traced. Otherwise only its fake runs, as in every pass over
-            a graph, including AOTAutograd's.
+        traced: Whether the op itself is traced. Otherwise only the op's fake runs, as in every pass
+            over a graph, including the passes of AOTAutograd.
     """
     exported = function.partition(":")[0] == COMPILER
     lost = not _ENABLED[0] if exported else traced and function not in ("", AOT_BACKEND)
