@@ -1,7 +1,7 @@
 """Device functions that several stems use, and Triton's names that differ between releases.
 
-The parameters of a kernel entry are flat, as launches and Inductor's analysis need them. Device
-functions take groups of arguments, which are tuples with one meaning everywhere:
+The parameters of a kernel are flat, because launches and Inductor's analysis need single arguments.
+Device functions take groups of arguments as tuples, which have the same entries everywhere:
 
 - ``cache``: a paged cache, its block stride, its number of blocks and, if its rows are plain, its
   row stride;
@@ -10,14 +10,13 @@ functions take groups of arguments, which are tuples with one meaning everywhere
 - ``requests``: positions, their stride, request indices, their stride and the number of requests;
 - ``angles``: the table of cosines and sines, its row stride, its column stride and its number of
   rows;
-- ``FORMAT``: a quantised row: rows per block, head dimension, number of coded values, values per
+- ``FORMAT``: the format of rows: rows per block, head dimension, number of coded values, values per
   scale, bytes of values, bytes of scales (0: a plain row), whether scales are fp32, and CONVERTS
   of ``fp8.py``;
 - ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE`` of the compressors: see their ``pooling.py``.
 
-A launch already passes constants as tuples, because neither the launch nor Inductor's analysis
-reads them.
+Constants are tuples in launches too, because neither a launch nor Inductor's analysis reads them.
 
-A function names the entries of its groups in its first lines, and later lines have no index. If a
-function takes a group with fewer entries, its docstring says which.
+A function unpacks its groups into names in its first lines. If a function takes a group with fewer
+entries, its docstring says which entries.
 """

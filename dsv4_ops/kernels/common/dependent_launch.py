@@ -1,14 +1,13 @@
-"""Programmatic dependent launch: a kernel begins while the one before it ends.
+"""Programmatic dependent launch: a kernel may start before the previous kernel has ended.
 
-With the option ``launch_pdl`` a GPU starts a kernel's programs once all programs of the kernel
-before it have called ``gdc_launch_dependents``, or ended. So each program must first wait for that
-kernel. Where the option is set, Triton's compiler writes the wait into the binary, and Triton and
-Inductor launch that binary early: no launch has the option without the wait. Elsewhere, such as
-from the C++ of a package, the binary is launched late, and the wait does nothing.
+With the option ``launch_pdl``, a GPU starts the programs of a kernel once all programs of the
+previous kernel have called ``gdc_launch_dependents`` or ended. So each program must first wait for
+the previous kernel. If the option is set, Triton compiles the wait into the binary, and Triton and
+Inductor launch the binary early: no launch has the option without the wait. Other launches of the
+binary, such as from the C++ code of a package, start late, and the wait does nothing.
 
-A kernel waits for the one before it, and so for all earlier ones if that kernel waited too. All of
-our kernels wait. FlashMLA's combine starts early, and its programs for a text that was not split
-end without a wait while the decode still stores. So the kernel after FlashMLA's starts late.
+A kernel that waits for the previous kernel waits for all earlier kernels if those waited too. A
+kernel without the wait starts late.
 """
 
 import triton
@@ -17,7 +16,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def _wait_if_launched_early():
-    def wait(_semantic=None):  # none in Triton's interpreter
+    def wait(_semantic=None):  # Triton's interpreter passes no _semantic
         if _semantic is not None and getattr(_semantic.builder.options, "launch_pdl", False):
             tl.extra.cuda.gdc_wait(_semantic=_semantic)
             tl.extra.cuda.gdc_launch_dependents(_semantic=_semantic)

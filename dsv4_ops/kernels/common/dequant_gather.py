@@ -30,8 +30,8 @@ def _copy_rows(
     target, dim_stride, mask, cache, page, row, row_valid,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Dequantise cache rows and store them at the int16 pointers ``target`` where ``mask`` is set;
-    rows that are not valid are zeros."""
+    """Dequantise cache rows and store them at the int16 pointers ``target`` where ``mask`` is set.
+    Store zeros for rows that are not valid."""
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
@@ -69,12 +69,13 @@ def gather_ragged_kernel(
     block_table, table_stride, column_stride, max_blocks, num_reqs,
     FORMAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Gather the last ``gather_lens`` rows of each request into its rows of a workspace, at most
-    ``capacity``.
+    """Gather the last ``gather_lens`` rows of each request, at most ``capacity``, into the rows of
+    the request in a workspace.
 
-    The tiles of ROWS rows are numbered through all requests, and programs take them in turn. The
-    work is therefore even however ragged the batch is, and grows with the rows gathered, not with
-    the capacity. WHOLE: all rows of each request are gathered, so that a row is a position.
+    Tiles of ROWS rows are numbered through all requests, and programs take them round-robin. So
+    programs share the work evenly in any batch, and the work depends on the gathered rows, not on
+    the capacity. WHOLE: all rows of each request are gathered, so the index of a row is its
+    position.
     """
     wait_for_previous_kernel()
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
@@ -127,8 +128,8 @@ def gather_dense_kernel(
 ):  # fmt: skip
     """Write a tile of ROWS rows of a dense result, zeros included.
 
-    WHOLE: all rows of each request are gathered, so that the block table is read without waiting
-    for the length of the request."""
+    WHOLE: all rows of each request are gathered, so the kernel reads the block table without
+    waiting for the length of the request."""
     wait_for_previous_kernel()
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     HEAD_DIM: tl.constexpr = FORMAT[1]

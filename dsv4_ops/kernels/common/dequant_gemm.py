@@ -1,10 +1,9 @@
-"""Products with FP4 and FP8 weights: codes become bf16 operands in the registers that they were
-loaded to.
+"""Matrix products with FP4 and FP8 weights. Codes are converted to bf16 operands in the registers
+into which they were loaded.
 
-A thread loads 16 bytes of a row, and four neighbours load 64. The matrix unit needs the same order
-of K in both operands, but any order will do. The codes therefore stay in their registers: the
-activations take their order of K (``reordered``), and the result their order of rows
-(``tile_rows``).
+A thread loads 16 bytes of a row, and four adjacent threads load 64. The matrix unit accepts any
+order of K that both operands share. So the codes stay in their registers: ``reordered`` puts the
+activations into the codes' order of K, and the result has the codes' order of rows, ``tile_rows``.
 """
 
 import torch
@@ -24,16 +23,16 @@ STEP_BYTES = 128
 """Bytes of a row per step, as two loads of 64."""
 
 FP4_UNIT = tl.constexpr(2.0**8)
-"""Factor of the sums of FP4 products. It keeps the factors of scales up to 2^9 finite, and it loses
-only sums below 2^-141, which bf16 cannot represent."""
+"""FP4 products are computed smaller by this factor, so that the factors of scales up to 2^9 are
+finite. Only sums below 2^-141 are lost, which bf16 cannot represent."""
 
 _FP4_FIELD = tl.constexpr(118)
 """Exponent field of a factor minus the scale byte. A bf16 with an e2m1 code in its lowest exponent
 bits is the value of the code times 2^-126."""
 
 _FP8_FACTOR = tl.constexpr((247 << 7) * 0x10001)
-"""2^120, twice: a bf16 with an e4m3 code in its lowest exponent bits is the value of the code times
-2^-120."""
+"""2^120 as two bf16 in an int32. A bf16 with an e4m3 code in its lowest exponent bits is the value
+of the code times 2^-120."""
 
 _FP4_BITS = tl.constexpr(0x81C081C0 - 2**32)
 """Mask of two bf16: sign, and an e2m1 code in the lowest bits of the exponent."""
@@ -47,8 +46,8 @@ def step_size(fp4: bool) -> int:
 
 
 def byte_rows(weight: Tensor) -> Tensor:
-    """Return a weight as bytes. Kernels load its rows as int32, so a misaligned weight is
-    copied."""
+    """Return a weight as bytes. A misaligned weight is copied, because kernels load rows as
+    int32."""
     offsets = (weight.storage_offset(), *weight.stride()[:-1])
     if weight.stride(-1) != 1 or any(offset % 16 != 0 for offset in offsets):
         weight = weight.clone(memory_format=torch.contiguous_format)
@@ -70,8 +69,8 @@ def scale_rows(scale: Tensor, fp4: bool) -> Tensor:
 
 
 def bf16_activations(x: Tensor, activations: str) -> Tensor:
-    """Return the activations, or the values of their FP8 codes, which are exact in bf16: their
-    scales are powers of two."""
+    """Return the activations; unless ``activations`` is "bf16", first round them to FP8. FP8 values
+    are exact in bf16, because their scales are powers of two."""
     if activations == "bf16":
         return x
     return activation_values(x, None, activations).to(torch.bfloat16)
@@ -85,7 +84,7 @@ def reordered(x: Tensor, fp4: bool) -> Tensor:
     """
     width, lead = int(x.shape[-1]), x.dim() - 1
     padding = round_up(width, step_size(fp4)) - width
-    # not a pad, which would make a symbolic leading size a constant
+    # ``pad`` would make a symbolic leading size a constant
     padded = torch.cat([x, x.new_zeros((*x.shape[:-1], padding))], -1) if padding else x
     parts = padded.unflatten(-1, (-1, 4, 4, 2, 2 if fp4 else 1, 2))
     order = (lead, *(lead + dim for dim in (4, 2, 5, 1, 3)))
@@ -112,7 +111,8 @@ def reorder_tile(x, ROWS: tl.constexpr):
 
 @triton.jit
 def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Return the tile row of each loaded row: the matrix unit gives a warp 16 rows, a load 8."""
+    """Return the tile row of each loaded row. A warp has 16 adjacent rows of a tile, but loads 8
+    adjacent rows at a time."""
     loaded = tl.arange(0, ROWS)
     half, warp = loaded // (8 * WARPS) % 2, loaded // 8 % WARPS
     return loaded // (16 * WARPS) * (16 * WARPS) + warp * 16 + half * 8 + loaded % 8
@@ -121,7 +121,7 @@ def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 @triton.jit
 def _fp4_pair(words, MASK: tl.constexpr, CODE: tl.constexpr, SIGN: tl.constexpr):
     """Shift two codes that are 16 bits apart to their bits of a bf16. One multiplication does both
-    shifts, and saves two of four integer operations, which bound the loop."""
+    shifts, and saves two of four integer operations. Integer operations bound the loop."""
     return (words & MASK) * (2**CODE + 2**SIGN) & _FP4_BITS
 
 
@@ -154,7 +154,7 @@ def _scaled(pair, factor):
 
 @triton.jit
 def _tile(words, factor, FP4: tl.constexpr, FIRST: tl.constexpr, WARPS: tl.constexpr):
-    """Return bf16 [rows, 64] in tile order: two pairs of codes of each word."""
+    """Return bf16 [rows, 64] in tile order, from two pairs of codes of each word."""
     ROWS: tl.constexpr = words.shape[0]
     if FP4:
         words = words >> (8 * FIRST)
@@ -171,7 +171,7 @@ def _tile(words, factor, FP4: tl.constexpr, FIRST: tl.constexpr, WARPS: tl.const
 
 @triton.jit
 def _fp4_factor(scale):
-    """Return bf16 2^(byte - 1) over ``FP4_UNIT``, twice."""
+    """Return 2^(scale - 1) / ``FP4_UNIT`` of a scale byte, as two bf16 in an int32."""
     pattern = tl.minimum(scale + _FP4_FIELD, 255) << 7
     return tl.where(scale == 255, 0x7FC0, pattern) * 0x10001
 
@@ -205,8 +205,8 @@ def load_words(weight, step, half, MASKED: tl.constexpr):
 @triton.jit
 def _add_fp4(acc, words, scale_word, x, mask, WARPS: tl.constexpr):
     """Add the products of 16 words of each row with 128 columns of ``x``. The four scales of the
-    words are the bytes of ``scale_word``. More than 16 tokens are multiplied in two parts, which
-    needs fewer registers but waits twice."""
+    words are the bytes of ``scale_word``. For more than 16 tokens, the product has two parts, which
+    need fewer registers but wait twice."""
     block = tl.arange(0, 16)[None, :] // 4
     factor = _fp4_factor((scale_word >> (8 * block)) & 255)
     left, right = _tile(words, factor, True, 0, WARPS), _tile(words, factor, True, 1, WARPS)
@@ -225,15 +225,15 @@ def multiply_fp4(
     weight, scale, x, steps,
     ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 [ROWS, TOKENS] in the order of ``tile_rows``: products over ``steps``, a
-    first and a stop.
+    """Return the product over ``steps``, a first and a stop step, as float32 [ROWS, TOKENS] with
+    rows in the order of ``tile_rows``.
 
-    All loads run STAGES - 1 steps ahead, to shared memory: ptxas would delay a load into registers
-    until the products that free those registers, whatever the order of the program.
+    All loads run STAGES - 1 steps ahead, into shared memory. ptxas would delay a load into
+    registers until a product frees them, whatever the order of the program.
 
     Args:
         weight: Addresses [ROWS, 1] of int32 words, the mask of the rows, and words per row.
-        scale: Addresses [ROWS] of ``scale_rows``, all of which may be read.
+        scale: Addresses [ROWS] of ``scale_rows``; the kernel reads them without a mask.
         x: Addresses [TOKENS, 1] of ``reordered`` rows, and the mask of the tokens.
         MASKED: Whether a tile or a step may reach past the weight.
     """
@@ -257,11 +257,11 @@ def multiply_fp8(
     ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of FP8 weights as ``multiply_fp4`` does.
+    """Return the product with an FP8 weight as ``multiply_fp4`` does.
 
     Args:
-        weight, x: As in ``multiply_fp4``; x may hold e4m3 codes, as bytes where the
-            GPU does not convert them.
+        weight, x: As in ``multiply_fp4``. x may also hold e4m3 codes, as bytes if Triton does not
+            convert them on this GPU.
         scale: Addresses [ROWS] of scales, their stride, and the mask of the rows.
         x_scale: Addresses [TOKENS] of scales, or None, and their stride.
         ORDERED: Whether x is ``reordered``.
@@ -299,7 +299,7 @@ def multiply_fp8(
 
 @triton.jit
 def _widen(x):
-    """Return activations as bf16: values, codes as bytes, or codes that the GPU converts."""
+    """Convert activations to bf16. They are values, codes as bytes, or e4m3 codes."""
     if x.dtype == tl.uint8:
         return decode_to_bf16(x)
     else:

@@ -3,7 +3,7 @@ become one e4m3 code.
 
 Codes are relative to a base scale of the row. The product of an e2m1 value and its relative scale
 is exact in e4m3 if the scale is 2^-7 to 2^4 times the maximum scale of the row's first 256 columns.
-Rows with other scales are multiplied one block of scales at a time.
+If a row has other scales, a slower function multiplies one block of scales at a time.
 """
 
 import torch
@@ -17,23 +17,23 @@ from dsv4_ops.kernels.common.fp8 import multiply_codes  # Inductor copies functi
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 _REACH = tl.constexpr(11)
-"""Maximum exponent of a scale above the row's base: 6 becomes 384 there, and the maximum of e4m3 is
-448."""
+"""Maximum exponent of a scale relative to the row's base. At this exponent the code of 6 is e4m3's
+384, and the maximum of e4m3 is 448."""
 
 _BASE_MARGIN = tl.constexpr(7)
-"""Exponent of the maximum scale of a row's first step above the row's base."""
+"""Exponent, relative to the row's base, of the maximum scale in the row's first step."""
 
 _MAX_BASE = tl.constexpr(243)
-"""Maximum base: a scale byte of 255, which is NaN, stays out of reach."""
+"""Maximum base. A scale byte of 255, which is NaN, is out of reach of it."""
 
 _BASE_VALUE = tl.constexpr(5)
-"""Scale byte of the codes at the base, minus the base: the code of 0.5 is that of 2^-6."""
+"""Sums have the scale byte base plus this, because at the base the code of 0.5 is e4m3's 2^-6."""
 
 _LOW_CODES, _HIGH_CODES = tl.constexpr(0x14100800), tl.constexpr(0x24201C18)
-"""e4m3 codes of 0 .5 1 1.5 and of 2 3 4 6 at the base, one byte each."""
+"""e4m3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 at the base, one byte each."""
 
 _LOW_STEP, _HIGH_STEP = tl.constexpr(0x08080800), tl.constexpr(0x08080808)
-"""Increment of the codes per power of two; 0 stays 0."""
+"""Increments of the codes per exponent above the base; the code of 0 stays 0."""
 
 _NAN, _NAN_EXCEPT_0 = tl.constexpr(0x7F7F7F7F), tl.constexpr(0x7F7F7F00)
 """Codes for a scale out of reach: NaN, but zeros stay 0 if the scale is too small."""
@@ -61,7 +61,7 @@ def code_offset(k):
 @triton.jit
 def scale_offset(row, ROWS: tl.constexpr):
     """Return the offset of a row's scale in its block of ``ROWS``. The scales of rows 8 i + 2 t and
-    8 i + 2 t + 1 are adjacent, because one thread has the products of both."""
+    8 i + 2 t + 1 are adjacent, because one thread has the products of both rows."""
     return row // 2 % 4 * (ROWS // 4) + row // 8 * 2 + row % 2
 
 
@@ -97,7 +97,7 @@ def _code_tile(words, low, high, WARPS: tl.constexpr):
     if EMULATE:
         return _look_up(words, low, high, WARPS)
     ROWS: tl.constexpr = words.shape[0]
-    # per word, twice: look up four bytes by the codes without signs, then insert the signs
+    # for each half of a word: look up four bytes by the codes without signs, insert the signs
     a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
         """{
         .reg .b32 size, moved, found, signs;
@@ -144,8 +144,8 @@ def _multiply(tile, x, mask):
 
 @triton.jit
 def _tables(scales, base):
-    """Return the low and the high half of the code table of each word, whose scale is a byte of
-    ``scales``."""
+    """Return the low and the high half of the code table of each word. The scale of a word is a
+    byte of ``scales``."""
     block = tl.arange(0, 16)[None, :] // 4
     exponent = ((scales >> (8 * block)) & 255) - base
     in_reach = (exponent >= 0) & (exponent <= _REACH)
@@ -201,12 +201,12 @@ def multiply_fp4_codes(
     ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 [ROWS, COLUMNS] in the order of ``tile_rows``: products over ``steps``, a
-    first and a stop.
+    """Return the product over ``steps``, a first and a stop step, as float32 [ROWS, COLUMNS] with
+    rows in the order of ``tile_rows``.
 
-    The scales of a row must be near those of its first step: a scale out of reach makes the row's
-    sums NaN, as NaN in the activations does, and ``multiply_fp4_codes_by_blocks`` must then compute
-    them again.
+    The scales of a row must be near the scales of its first step. A scale out of reach makes the
+    row's sums NaN, as does NaN in the activations. ``multiply_fp4_codes_by_blocks`` must then
+    compute the product again.
 
     Args:
         weight, scale: As in ``multiply_fp4``.

@@ -1,9 +1,8 @@
-"""e4m3 codes with power-of-two block scales, in a kernel: ``reference/quantization.py`` on
-registers.
+"""Device functions for e4m3 codes with power-of-two block scales, as in
+``reference/quantization.py``.
 
-CONVERTS says whether the GPU converts e4m3 codes (``Launcher.converts_codes``). Where it does not,
-and in Triton's interpreter, which rounds wrongly, kernels compute with integers: the bytes are the
-same.
+CONVERTS says whether Triton converts e4m3 codes (``Launcher.converts_codes``). If not, kernels
+compute the same bytes with integers. Triton's interpreter does so too, because it rounds wrongly.
 """
 
 import torch
@@ -22,18 +21,18 @@ _LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 @triton.jit
 def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
-    """Return uint8 codes and int32 scale bytes of bf16 values in float32, with one scale per last
-    dimension.
+    """Return uint8 codes and int32 scale bytes of bf16 values in float32. The values along the last
+    dimension share a scale.
 
     A scale is at least MIN_SCALE, by default the cache's minimum. Kernels that call this are bound
     by instructions as much as by memory, so NaN and infinity are left to ``encode``, which
     saturates and returns 0x7F for NaN.
     """
     magnitudes = tl.abs(values)
-    if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
+    if EMULATE:  # of a number and NaN, the hardware's maximum is the number, numpy's is NaN
         magnitudes = tl.where(magnitudes != magnitudes, 0.0, magnitudes)
     amax = tl.max(magnitudes, axis=-1)
-    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN: all values are NaN
+    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN if all values are
     # ceil(log2(amax / 448)): the exponent minus 8, plus 1 if the significand is above 1.75
     patterns = amax.to(tl.int32, bitcast=True)
     min_scale: tl.constexpr = _SCALE_FLOOR if MIN_SCALE is None else MIN_SCALE
@@ -48,7 +47,7 @@ def encode(values, CONVERTS: tl.constexpr):
     """Return uint8 e4m3 codes of float32 values: nearest even, saturated, 0x7F for NaN."""
     if CONVERTS:
         return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:  # not a second return: Triton compiles the code after a branch that returns
+    else:  # needed, because Triton also compiles the code after a branch that returns
         return _encode(values)
 
 
@@ -76,7 +75,7 @@ def round_to(values, DTYPE: tl.constexpr):
     """Round float32 values to DTYPE, to nearest even."""
     if DTYPE == tl.bfloat16:
         return round_to_bf16(values)
-    else:  # not a second return: Triton compiles the code after a branch that returns
+    else:  # needed, because Triton also compiles the code after a branch that returns
         return values.to(DTYPE)
 
 
@@ -101,7 +100,7 @@ def multiply_add(left, right, acc):
 
 @triton.jit
 def multiply_codes(left, right):
-    """Return the float32 product of e4m3 tiles, where the matrix unit takes them."""
+    """Return the float32 product of e4m3 tiles, on GPUs whose matrix unit takes e4m3."""
     if EMULATE:
         left, right = left.to(tl.uint8, bitcast=True), right.to(tl.uint8, bitcast=True)
         return tl.dot(_decode(left), _decode(right), input_precision="ieee")
@@ -127,8 +126,8 @@ def _encode(values):
 
 @triton.jit
 def _decode(codes):
-    """Decode with integers: a float32 with a code in the lowest bits of its exponent and the
-    highest of its significand is the value of the code times 2^-120, subnormal codes too."""
+    """Decode with integers. A float32 that has a code in its lowest exponent bits and highest
+    significand bits is the value of the code times 2^-120, also for subnormal codes."""
     bits = codes.to(tl.int32)
     size = bits & 0x7F
     scaled = ((size << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -137,8 +136,8 @@ def _decode(codes):
 
 @triton.jit
 def decode_scaled(codes, factor):
-    """Return the bf16 products of uint8 codes and bf16 powers of two, by integers, two at a time:
-    a third of the instructions of ``decode``, which bound attention."""
+    """Return the bf16 products of uint8 codes and bf16 powers of two. The function computes two
+    products at a time, with a third of the instructions of ``decode``; these bound attention."""
     if EMULATE:
         return (_decode(codes) * widen(factor)).to(tl.bfloat16)
     # per pair: move the codes to the upper bytes; fill the halves of NaN codes with ones; insert
@@ -166,7 +165,7 @@ def decode_scaled(codes, factor):
 
 @triton.jit
 def decode_to_bf16(codes):
-    """Return the bf16 values of uint8 codes, by integers."""
+    """Return the bf16 values of uint8 codes, as ``decode_scaled`` computes them."""
     return decode_scaled(codes, tl.full((), 1.0, tl.bfloat16))
 
 
@@ -177,10 +176,12 @@ def _first(left, right):
 
 @triton.jit
 def convert_once(tile, ENABLED: tl.constexpr):
-    """Return ``tile`` after a reduction over a dimension of 1, which costs nothing. Triton moves no
-    conversion past it, so that a tile is converted as it was loaded, and products with ``mma.sync``
-    read it from shared memory. Otherwise bytes would be moved into the operand layout of each
-    product, and converted there, twice."""
+    """Return ``tile`` after a reduction over a dimension of size 1, which costs nothing.
+
+    Triton moves no conversion past a reduction. So a tile is converted once, in the layout of its
+    load, and both products with ``mma.sync`` read the result from shared memory. Without the
+    reduction, Triton would move the bytes into the operand layout of each product, and convert them
+    twice."""
     if ENABLED and not EMULATE:
         return tl.reduce(tl.reshape(tile, (tile.shape[0], tile.shape[1], 1)), 2, _first)
     else:
@@ -189,8 +190,8 @@ def convert_once(tile, ENABLED: tl.constexpr):
 
 @triton.jit
 def dequantize(codes, scale, CONVERTS: tl.constexpr):
-    """Return int16 patterns of the bf16 values of uint8 codes; ``scale`` has one byte per
-    last dimension."""
+    """Return int16 patterns of the bf16 values of uint8 codes. The codes along the last dimension
+    share a byte of ``scale``."""
     factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     scaled = decode(codes, CONVERTS) * tl.expand_dims(factor, -1)
     return scaled.to(tl.bfloat16).to(tl.int16, bitcast=True)

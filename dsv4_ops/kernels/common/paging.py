@@ -22,7 +22,7 @@ def valid_tokens(position, request, num_reqs):
 @triton.jit
 def locate_slots(slot, num_blocks, block_size):
     """Return the int64 page and row of each slot, and which slots exist."""
-    slot = slot.to(tl.uint64)  # a negative slot then lies past every page: half the instructions
+    slot = slot.to(tl.uint64)  # one comparison: a negative slot becomes larger than all others
     size = tl.full((), block_size, tl.uint64)
     page, row = slot // size, slot % size
     valid = page < num_blocks
@@ -31,8 +31,8 @@ def locate_slots(slot, num_blocks, block_size):
 
 @triton.jit
 def locate_positions(table, request, position, mask, num_blocks, block_size):
-    """Return the int64 page and row of int64 positions of their requests, and which exist; masked
-    positions never do."""
+    """Return the int64 page and row of each int64 position of its request, and which positions
+    exist. Positions without ``mask`` do not exist."""
     block_table, table_stride, column_stride, max_blocks = table
     position = position.to(tl.uint64)
     size = tl.full((), block_size, tl.uint64)
@@ -70,8 +70,9 @@ def prefetch_column(table, num_reqs, row, BLOCK_SIZE: tl.constexpr):
     """Load the block-table entry of ``row`` of each of the first 32 requests into the L2.
 
     Each program calls this for its own rows while it waits for the lengths of the requests;
-    together the programs load most of the entries that they will look up. The load is volatile,
-    as its value is unused. One entry in eight is enough: eight share 32 bytes.
+    together the programs load most of the entries that they will look up. The load is volatile, so
+    that Triton keeps it although its value is unused. One entry in eight is enough, because 32
+    bytes hold eight entries.
     """
     block_table, table_stride, column_stride, max_blocks = table
     column = row // BLOCK_SIZE

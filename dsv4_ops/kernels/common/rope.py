@@ -1,4 +1,4 @@
-"""Rotary embedding in a kernel: ``reference/rotation.py`` on registers."""
+"""Device functions for rotary embeddings, as in ``reference/rotation.py``."""
 
 import triton
 import triton.language as tl
@@ -20,8 +20,8 @@ def rotate_pairs(even, odd, cos, sin):
 
 @triton.jit
 def rotate_pairs_back(even, odd, cos, sin):
-    """Rotate by the opposite angle. ``rotate_pairs`` with ``-sin`` would differ: Triton's minus
-    turns 0 into 0, not into -0."""
+    """Rotate by the opposite angle. ``rotate_pairs`` with ``-sin`` would differ, because Triton
+    negates 0 to 0, not to -0."""
     first = _multiply(even, cos) + _multiply(odd, sin)
     second = _multiply(odd, cos) - _multiply(even, sin)
     return first, second
@@ -68,7 +68,7 @@ def rotate_tail(values, rotation, DIM: tl.constexpr, INVERSE: tl.constexpr = Fal
 
 @triton.jit
 def load_angles(cos_sin_cache, position, num_positions, ROPE: tl.constexpr):
-    """Return whether ``position`` is in the table, and the cosine and sine of each of its pairs."""
+    """Return whether ``position`` is in the table, and the cosine and sine of each pair."""
     in_table = (position >= 0) & (position < num_positions)
     pair = tl.arange(0, ROPE // 2)
     angle = cos_sin_cache + tl.where(in_table, position, 0) * ROPE + pair

@@ -1,8 +1,8 @@
 """Arguments that differ from call to call, for which Triton must not compile a kernel again.
 
-Triton compiles a kernel once more where an integer is 1, and where it is a multiple of 16. This
-speeds up loads whose stride, or whose mask along contiguous values, is then known. For a count of
-rows it gains nothing, and costs a user seconds at each new batch size and length of a cache.
+Triton compiles a kernel again if an integer argument is 1, or a multiple of 16. Loads are faster if
+the argument is a stride or the bound of a mask along contiguous values. They are not for a number
+of rows, but a user would wait for seconds at each new batch size and cache length.
 """
 
 SIZES_BUT_TOKENS = (
@@ -42,8 +42,8 @@ SIZES_BUT_TOKENS = (
     "table_stride",
     "wave",
 )
-"""Arguments of all kernels for ``do_not_specialize``, by name."""
+"""Names of arguments that no kernel specialises, for ``do_not_specialize``."""
 
 SIZES = (*SIZES_BUT_TOKENS, "num_tokens")
-"""Names for kernels that gain nothing from a multiple of 16 tokens. Other kernels load and store
-more values at once with such a multiple: a mask of 16 tokens is all true or all false."""
+"""Names for kernels that gain nothing if the number of tokens is a multiple of 16. Other kernels
+then load and store more values at once, because a mask of 16 tokens is all true or all false."""

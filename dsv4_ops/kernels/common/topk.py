@@ -1,10 +1,10 @@
-"""Scores as integers of the same order, and the threshold of the largest."""
+"""Map scores to integers of the same order, and find the threshold of the largest ones."""
 
 import triton
 import triton.language as tl
 
 ABSENT_KEY = tl.constexpr(-(2**31))
-"""Key of a row that does not exist: below that of any score."""
+"""Key of a row that does not exist: below the key of any score."""
 
 _NAN_KEY = tl.constexpr(-(2**31) + 1)
 _SIGN = tl.constexpr(-(2**31))
@@ -28,10 +28,11 @@ def sortable(score):
 def find_threshold(key, low, count_low, topk, max_selected):
     """Return a threshold and the number of keys above it.
 
-    Above the threshold are ``topk`` to ``max_selected`` keys; or fewer than ``topk``, but enough
-    with keys that equal it. ``count_low`` keys, more than ``max_selected``, are at least ``low``.
-    Each step counts the keys at two candidates in one reduction. The first candidates are a few
-    octaves below the maximum, where scores are, because a bisection of all floats takes longer.
+    If possible, ``topk`` to ``max_selected`` keys are above the threshold. Otherwise fewer than
+    ``topk`` keys are, and those that equal the threshold make up the rest. The caller knows a key
+    ``low`` such that ``count_low`` keys, more than ``max_selected``, are at least ``low``. Each
+    step counts the keys from two candidates on in one reduction. The first candidates are a few
+    octaves below the maximum, where most scores are, because bisecting all floats takes longer.
     """
     high = tl.max(key, axis=0) + 1
     count_high = 0

@@ -1,7 +1,7 @@
 """Names of Triton and Gluon that differ between releases, 3.6 to 3.9.
 
-Each entry names the versions in which it was seen. ``tests/kernels/test_compat.py`` checks that the
-installed version has them all.
+Each entry says which releases have it. ``tests/kernels/test_compat.py`` checks that the installed
+release has all entries.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = [
 ]
 
 FUSION = {"enable_fp_fusion": True}
-"""Option of every kernel: ``a * b + c`` may become one FMA. It is Triton's default up to 3.9, which
-warns that 3.10 turns it off; our bits and figures were measured with it."""
+"""Option of every kernel: ``a * b + c`` may become one FMA. This is the default up to Triton 3.9,
+which warns that 3.10 changes it. Our bits and figures were measured with this option."""
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, under TRITON_INTERPRET=1 (3.6 to 3.9)."""
 
 EMULATE = tl.constexpr(INTERPRETED)
-"""``INTERPRETED`` as a constant of kernels: they then compute with integers what the interpreter
-gets wrong, such as the e4m3 cast."""
+"""``INTERPRETED`` as a constant for kernels. If set, kernels compute with integers what the
+interpreter gets wrong, such as the e4m3 cast."""
 
-# async_copy_global_to_shared: 3.6, 3.7; both names: 3.8; the old one only raises: 3.9.
+# 3.6 and 3.7 have only async_copy_global_to_shared; 3.8 has both names; in 3.9 the old one raises
 async_load = (
     async_copy.async_load
     if hasattr(async_copy, "async_load")
@@ -80,9 +80,9 @@ def aggregate(cls: Any) -> Any:
     """Make a class of named values, which kernels create and pass as one argument. Each field is
     annotated with its type.
 
-    ``gluon.aggregate`` since 3.8. ``_aggregate`` in 3.6 and 3.7 neither makes a constructor, which
-    takes the fields in their order or by name, nor lists the fields. There the order of fields does
-    not change the names of compiled kernels.
+    Triton has ``gluon.aggregate`` since 3.8. In 3.6 and 3.7 ``_aggregate`` neither lists the fields
+    nor makes a constructor, which takes the fields in order or by name; this function adds both. In
+    these releases, the order of fields does not change the names of compiled kernels.
     """
     if hasattr(gluon, "aggregate"):
         return gluon.aggregate(cls)
@@ -97,7 +97,7 @@ def aggregate(cls: Any) -> Any:
             is_value = isinstance(value, tl.core.base_value)
             setattr(self, name, value if is_value else tl.constexpr(value))
 
-    init.__triton_builtin__ = True  # type: ignore[attr-defined]  # not part of a kernel's source
+    init.__triton_builtin__ = True  # type: ignore[attr-defined]  # so that no kernel hashes it
     cls.__init__ = init
     made = tl.core._aggregate(cls)
     made.__aggregate_fields__ = names
@@ -113,7 +113,7 @@ def version() -> tuple[int, int]:
 def ptxas(capability: int) -> str:
     """Return the path of the ptxas that Triton uses for a compute capability, such as 90.
 
-    ``get_ptxas(arch)``, 3.6 to 3.9. Since 3.9 one wheel has several, for older and newer GPUs.
+    ``get_ptxas(arch)``: 3.6 to 3.9. Since 3.9, a wheel has several ptxas, for older and newer GPUs.
     """
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -123,7 +123,7 @@ def ptxas(capability: int) -> str:
 def forget_ptxas() -> None:
     """Make Triton read the version of ptxas again; names of Triton's files depend on it.
 
-    ``get_ptxas_version``, which caches it, 3.6 to 3.9.
+    ``get_ptxas_version``, which caches the version: 3.6 to 3.9.
     """
     from triton.backends.nvidia.compiler import get_ptxas_version
 
@@ -131,12 +131,12 @@ def forget_ptxas() -> None:
 
 
 def cache_folder() -> str:
-    """Return the folder of compiled kernels; ``knobs.cache.dir``, 3.6 to 3.9."""
+    """Return the folder of compiled kernels. ``knobs.cache.dir``: 3.6 to 3.9."""
     return str(knobs.cache.dir)
 
 
 def is_compiled(source: Any, target: GPUTarget, options: Any) -> bool:
-    """Return whether Triton's folder has the binary of a kernel, and no compiler need run.
+    """Return whether Triton's cache folder has the binary of a kernel.
 
     ``triton.compiler.compile`` begins with these steps: 3.6 to 3.9.
     """
@@ -156,7 +156,7 @@ def compiled_folders(functions: Iterable[Any]) -> list[Path]:
     """Return the folders of Triton's cache with this process's binaries of ``functions``, and all
     folders with launchers.
 
-    ``JITFunction.device_caches`` and the names of folders, 3.6 to 3.9.
+    ``JITFunction.device_caches`` and the names of folders: 3.6 to 3.9.
     """
     roots = {Path(knobs.cache.dir), Path(knobs.cache.get_triton_dir("cache"))}
     names = set()

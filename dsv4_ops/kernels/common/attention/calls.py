@@ -1,4 +1,4 @@
-"""Arguments and results of sparse MLA's ops, for our kernels and FlashMLA's; needs no triton."""
+"""Arguments and results of sparse MLA's ops, for our kernels and FlashMLA's; without triton."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _is_fp8(call: DecodeCall | PrefillCall) -> bool:
 
 
 def _caches(call: DecodeCall | PrefillCall) -> tuple[Tensor, Tensor]:
-    """Return the caches of the window and of compressed rows; the window's twice if there are no
-    compressed rows."""
+    """Return the window cache and the cache of compressed rows. Without compressed rows, return the
+    window cache twice."""
     return call.swa_cache, call.swa_cache if call.extra_cache is None else call.extra_cache
 
 
 class DecodeCall(NamedTuple):
-    """Arguments of ``sparse_mla_decode``; ``extra_indices`` is a block table with
-    ``req_indices``."""
+    """Arguments of ``sparse_mla_decode``. If ``req_indices`` is not None, ``extra_indices`` is a
+    block table."""
 
     q: Tensor
     swa_cache: Tensor

@@ -26,7 +26,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 Splits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""``out``, ``lse``, and per partial result: values, log-sum-exp in base 2, scale."""
+"""``out`` and ``lse``; then values, log-sum-exps in base 2, and scales of the partial results."""
 
 
 @triton.jit
@@ -37,11 +37,13 @@ def _combine(
     """Combine the splits of a token and a head, STEP at a time.
 
     Args:
-        tensors: ``out`` and ``lse``; normalised values, their log-sum-exps and their scales; a sink
-            per head; positions, their stride, the table of angles and its rows.
-        token, first_split, splits, head, num_heads: The splits, and where the result goes.
-        FLAGS: HAS_SINK, INVERSE_ROPE (round the result, and rotate its last ROPE values back),
-            ROPE, HEAD_DIM, and WIDTH: the values that a program combines.
+        tensors: ``out`` and ``lse``; normalised values, log-sum-exps and scales of the splits; a
+            sink per head; positions, their stride, the table of angles and its number of rows.
+        token, head: The token and head to combine.
+        first_split, splits: The token's first partial result, and its number of splits.
+        num_heads: Number of heads.
+        FLAGS: HAS_SINK; INVERSE_ROPE, to round the result and rotate its last ROPE values back;
+            ROPE; HEAD_DIM; and WIDTH, the number of values that a program combines.
         STEP: Splits that are loaded together.
     """
     HAS_SINK: tl.constexpr = FLAGS[0]
@@ -54,7 +56,7 @@ def _combine(
     attn_sink = tensors[2]
     positions, positions_stride, cos_sin_cache, num_positions = tensors[3]
     sink = float("-inf")
-    if HAS_SINK:  # loaded first: its load takes as long as the splits'
+    if HAS_SINK:  # load the sink first, so that this load overlaps those of the splits
         sink = tl.load(attn_sink + head) * _LOG2_E
     if INVERSE_ROPE:
         position = tl.load(positions + token * positions_stride)
@@ -98,7 +100,8 @@ def _combine_in_steps(
     tensors, token, first_split, splits, head, num_heads,
     FLAGS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Combine in the smaller of STEPS if it holds all splits: masked loads cost time."""
+    """Combine the splits in one step of the smaller size in STEPS if they fit, because masked loads
+    cost time; else in steps of the larger size."""
     SMALL: tl.constexpr = STEPS[0]
     STEP: tl.constexpr = STEPS[1]
     if SMALL == STEP:
@@ -118,9 +121,9 @@ def combine_splits_kernel(
     capacity, num_tokens, num_rows, num_heads, splits,
     FLAGS: tl.constexpr, STEPS: tl.constexpr, HAS_PLAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of a token and a head; tokens with one split are left alone. With HAS_PLAN
-    a program takes the tokens whose first splits stand in up to GROUP of the first ``num_rows``
-    rows: most tokens have one split, and programs without work take time."""
+    """Combine the splits of a token and a head; skip tokens with one split. With HAS_PLAN, a
+    program reads up to GROUP of the plan's first ``num_rows`` rows, and combines the tokens whose
+    first split is there. Most tokens have one split, so a program per row would mostly idle."""
     wait_for_previous_kernel()
     head = tl.program_id(1)
     partials = (partial, partial_lse, partial_scale)
@@ -158,7 +161,8 @@ def combine_listed_kernel(
     num_heads,
     FLAGS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of the tokens in ``combine_list``, which the programs of a head share."""
+    """Combine the splits of the tokens in ``combine_list``. The programs of a head share the list
+    round-robin."""
     wait_for_previous_kernel()
     partials = (partial, partial_lse, partial_scale)
     rotation = (positions, positions_stride, cos_sin_cache, num_positions)
@@ -176,22 +180,22 @@ def combine_listed_kernel(
 
 
 ROPE = MainLayout.head_dim - MainLayout.code_dim
-"""Values per row that inverse RoPE rotates: the last tile."""
+"""Number of values that inverse RoPE rotates, at the end of each row."""
 
 SMALL_STEP, STEP, MAX_STEP = 4, 8, 16
-"""Splits that are loaded together: with a list or a plan SMALL_STEP if it holds all, else STEP; up
-to MAX_STEP if the number of splits is known."""
+"""Splits that are loaded together. With a list or a plan: SMALL_STEP if the token has no more
+splits, else STEP. With a known number of splits: up to MAX_STEP."""
 
 PROGRAMS, ROWS = 2048, 32
-"""Target number of programs with a plan, and maximum rows per program; no more programs than
-tokens, unless the rows need more."""
+"""Target number of programs with a plan, over all heads, and maximum rows per program. A head has
+no more programs than tokens, unless the rows need more."""
 
 LIST_PROGRAMS = 1024
 """Maximum programs with a list, over all heads: programs without work cost time."""
 
 WARPS = 2
-"""Warps of a program: each thread reads 8 values of a split. Independent of the batch, as the bits
-must be."""
+"""Warps of a program: each thread reads 8 values of a split. The number does not depend on the
+batch, because the bits of a result must not."""
 
 
 def combine(
@@ -207,10 +211,10 @@ def combine(
     """Combine the tokens with several splits; ``parts`` programs share a head."""
     out, lse = results[:2]
     num_tokens, num_heads = out.shape[0], int(out.shape[1])
-    if plan is None:  # with symbolic splits that turn out to be 1, one row of empty programs
+    if plan is None:  # if symbolic splits are 1, one program per head starts, and does nothing
         rows = programs = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
         steps = (_step(splits, MAX_STEP * parts),) * 2
-    else:  # at least as many rows as tokens with several splits; a plan may be for more tokens
+    else:  # a plan has at least one row more for each token with several splits, which come first
         rows = plan.shape[0] - num_tokens
         max_programs = torch.sym_min(num_tokens, max(PROGRAMS // num_heads, 1))
         programs = torch.sym_max(max_programs, (rows + ROWS - 1) // ROWS)

@@ -1,8 +1,8 @@
-"""Mainloop of sparse MLA: one token attends to blocks of keys, for a tile of heads; keys are
-values.
+"""Mainloop of sparse MLA: a tile of heads of one token attends to blocks of keys. A row is both key
+and value.
 
 Triton's tensors have power-of-two sizes, so a row of 512 values is four tiles: codes 0..255,
-256..383 and 384..447, and the RoPE values. Each is dequantised to bf16 once, for both matrix
+256..383 and 384..447, and the RoPE values. Each tile is dequantised to bf16 once, for both matrix
 products.
 """
 
@@ -21,7 +21,8 @@ LINES = tl.constexpr(8)
 """Maximum cache lines of a row to prefetch."""
 
 _MIN_SCALE, _MAX_SCALE = tl.constexpr(1e-30), tl.constexpr(1e37)
-"""Bounds of the scales of partial results: their inverses are normal float32 values."""
+"""Bounds of the scales of partial results. Inverses of scales within the bounds are normal float32
+values."""
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def _dequantize(codes, scale, QUANT_BLOCK: tl.constexpr, CONVERTS: tl.constexpr)
     # a scale is a power of two: its product with an e4m3 value is exact in bf16
     if CONVERTS:
         values = parts.to(tl.float8e4nv, bitcast=True)
-        # float16 to bf16 directly would use a slow unit, one value at a time
+        # a direct conversion from float16 to bf16 would use a slow unit, one value at a time
         scaled = values.to(tl.float16).to(tl.float32).to(tl.bfloat16) * factor
     else:
         scaled = decode_scaled(parts, factor)
@@ -63,9 +64,9 @@ def load_keys(rows, FORMAT: tl.constexpr, MMA_SYNC: tl.constexpr):
     """Load the four tiles of a block of keys.
 
     Args:
-        rows: The cache, the stride of its blocks, int64 blocks and rows, which of them exist, and
-            the rows of a block.
-        FORMAT: Step from row to row, bytes of a row, coded values, values per scale, bytes of a
+        rows: The cache, the stride of its blocks, the int64 block and row of each key, whether each
+            key exists, and the number of rows per block.
+        FORMAT: Row stride, bytes of a row, number of coded values, values per scale, bytes of a
             row's scales (0: the cache is plain), and CONVERTS of ``fp8.py``.
         MMA_SYNC: As in ``attend``.
     """
@@ -97,8 +98,8 @@ def load_keys(rows, FORMAT: tl.constexpr, MMA_SYNC: tl.constexpr):
 
 @triton.jit
 def softmax_step(logits, row_max, row_sum):
-    """Return P of the logits [heads, keys] in powers of two, alpha, which rescales the accumulator,
-    the new row_max and the new row_sum."""
+    """Return P, alpha, the new row_max and the new row_sum. ``logits`` [heads, keys] are in base 2;
+    alpha rescales the accumulator."""
     new_max = tl.maximum(row_max, tl.max(logits, axis=1))
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(logits - finite_max[:, None])
@@ -108,8 +109,8 @@ def softmax_step(logits, row_max, row_sum):
 
 @triton.jit
 def unfused(values):
-    """Return ``values`` opaque to Triton, which would fuse a product with the sum that follows
-    it."""
+    """Return ``values``, but hide from Triton that they are a matrix product. Triton would fuse the
+    product with a sum that follows."""
     if EMULATE:
         return values
     return tl.inline_asm_elementwise(
@@ -119,8 +120,8 @@ def unfused(values):
 
 @triton.jit
 def recompute(values):
-    """Return int32 ``values`` as if unknown, so that what depends on them is recomputed here, not
-    held in registers."""
+    """Return int32 ``values``, but hide from the compiler that it knows them. The compiler then
+    computes expressions of them again instead of holding the results in registers."""
     if EMULATE:
         return values
     return tl.inline_asm_elementwise(
@@ -130,9 +131,9 @@ def recompute(values):
 
 @triton.jit
 def prefetch(pointers, mask):
-    """Prefetch the cache lines of these pointers to L2. The result is zeros, which must reach a
-    store: torch analyses no kernel with inline assembly that has side effects, and Triton drops a
-    pure function whose value is unused."""
+    """Prefetch the cache lines at these pointers into L2. The result is zeros, and must reach a
+    store. The assembly is declared pure, because torch does not analyse kernels with impure
+    assembly, and Triton drops pure assembly whose result is unused."""
     flags = mask.to(tl.int32)
     if EMULATE:
         return flags * 0
@@ -148,9 +149,9 @@ def prefetch(pointers, mask):
 
 @triton.jit
 def prefetch_keys(rows, enabled, FORMAT: tl.constexpr):
-    """Prefetch what ``load_keys`` of these rows will read, if ``enabled``; returns the zeros of
-    ``prefetch``. A row may begin anywhere in a line, so the line of its last bytes may be
-    missed."""
+    """If ``enabled``, prefetch what ``load_keys`` will read of these rows; return the zeros of
+    ``prefetch``. A row may begin anywhere in a line, so the line with the last bytes of the row may
+    not be prefetched."""
     ROW: tl.constexpr = FORMAT[0]
     ROW_BYTES: tl.constexpr = FORMAT[1]
     SCALE_BYTES: tl.constexpr = FORMAT[4]
@@ -196,13 +197,14 @@ def initial_state(HEADS: tl.constexpr):
 def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr):
     """Return the state after one block of keys; ``scale`` includes log2(e).
 
-    Triton assigns all warps to the rows of a product that leads to another product, so that with 64
-    rows half of the warps would compute the same as the others. It does not look past the end of a
-    branch, nor past ``unfused`` for the sum of the four products. Triton must not see that
-    ``block`` is not negative, so that branches stay.
+    If a product feeds another product, Triton assigns all warps to rows. With 64 rows, half of the
+    warps would then repeat the work of the other half. Triton does not look past the end of a
+    branch, so the four products with keys are in one. ``unfused`` keeps Triton from turning the sum
+    of the four products into a chain of products. Triton must not know that ``block`` is never
+    negative, or it removes the branches.
 
-    MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product, also with P,
-    is then in a branch of its own, with warps along heads and keys.
+    MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product, including
+    those with P, is then in a branch of its own, so that Triton assigns warps to both dimensions.
     """
     q0, q1, q2, q3 = queries
     acc0, acc1, acc2, acc3, row_max, row_sum = state
@@ -213,7 +215,7 @@ def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr)
         qk0, qk1, qk2 = zeros, zeros, zeros
         if (block | 1) != 0:
             qk0 = multiply_add(q0, tl.trans(k0), zeros)
-        if (block | 2) != 0:  # branches with the same condition would be merged
+        if (block | 2) != 0:  # Triton would merge branches with the same condition
             qk1 = multiply_add(q1, tl.trans(k1), qk0)
         if (block | 4) != 0:
             qk2 = multiply_add(q2, tl.trans(k2), qk1)
@@ -242,7 +244,7 @@ def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr)
 
 @triton.jit
 def log2_sum(row_max, row_sum):
-    """Return the binary logarithm of the sum of P; -inf without a key."""
+    """Return the log-sum-exp in base 2; -inf without a key."""
     return tl.where(row_max == float("-inf"), 0.0, row_max) + tl.log2(row_sum)
 
 
@@ -271,10 +273,10 @@ def store_heads(target, head_valid, values, FIRST: tl.constexpr):
 
 @triton.jit
 def amax_of(values):
-    """Return the amax of all heads; NaN is ignored. For an amax per head, Triton would choose
-    layouts for the loop that spill."""
+    """Return the amax of all heads; ignore NaN. For an amax per head, Triton would choose layouts
+    that make the loop spill."""
     magnitude = tl.abs(values)
-    if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
+    if EMULATE:  # of a number and NaN, the hardware's maximum is the number, numpy's is NaN
         magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)
     return tl.max(magnitude)
 
@@ -283,7 +285,7 @@ def amax_of(values):
 def scale_of(amax):
     """Return the scale of a partial result with this amax."""
     scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
-    return tl.where(amax == float("inf"), 1.0, scale)  # keeps finite values beside infinite ones
+    return tl.where(amax == float("inf"), 1.0, scale)  # keeps the finite values of such a row
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Splits of the keys of each token over programs, and the launch that combines them."""
+"""Decide how programs share the keys of a token, and launch the combine of the splits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class TileSchedule(NamedTuple):
     """Arguments of Hopper's in-kernel tile scheduler.
 
     Args:
-        by_lengths: 1; 0 for the same number of splits for every token; or a symbol.
+        by_lengths: 1 to split tokens by their lengths, 0 to give every token the same number of
+            splits; may be a symbol.
         programs: Programs per tile of heads.
         wave: Programs that run at once.
         combine_list: int32 [1 + tokens, COMBINE_COLUMNS], where the kernel lists tokens with
@@ -53,12 +54,12 @@ class Work(NamedTuple):
     """How a call is split.
 
     Args:
-        on_hopper: Whether the Gluon kernel runs it.
+        on_hopper: Whether the Gluon kernel runs the call.
         unit: Keys per unit; a split is a whole number of units.
-        splits: Splits of every token, without a plan and a schedule.
+        splits: Number of splits of every token, if there is neither a plan nor a schedule.
         programs: Programs per tile of heads.
         capacity: Maximum number of partial results; 0 if every token has one split.
-        schedule: How the kernel splits by the lengths, or None.
+        schedule: Arguments of the in-kernel scheduler, or None.
     """
 
     on_hopper: bool
@@ -79,24 +80,24 @@ def empty_partials(q: Tensor, capacity: int, width: int) -> tuple[Tensor, Tensor
 def num_splits_of(
     programs: int, units: int, unit: int, num_splits: int, batch_invariant: bool
 ) -> int:
-    """Return the number of splits per token: enough to fill the GPU, or a number that does not
-    depend on other tokens."""
+    """Return the number of splits per token: enough to fill the GPU, or, if ``batch_invariant``, a
+    number that does not depend on other tokens."""
     if num_splits > 0:
         return num_splits
     if batch_invariant:
         return (units + FIXED_SPLIT - 1) // FIXED_SPLIT
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // torch.sym_max(programs, 1)))
     longest = (units + most - 1) // most
-    splits = (units + longest - 1) // longest  # more would not shorten the longest split
-    saved = units - longest  # a combine costs as much as a block
+    splits = (units + longest - 1) // longest  # more splits would not shorten the longest
+    saved = units - longest  # must exceed the cost of a combine, which is that of a block
     return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEY_TILE // unit))
 
 
 def schedule_of(q: Tensor, units: int, tiles: int) -> TileSchedule | None:
-    """Return how a batch with block tables is scheduled by its lengths, or None.
+    """Return the in-kernel schedule of a batch with block tables; None for small batches.
 
-    Few tokens are split by the widths of their tables, which costs nothing. With symbolic sizes the
-    decision is a symbol.
+    A small batch is split evenly by the width of its tables, which needs no schedule. With symbolic
+    sizes, ``by_lengths`` is a symbol.
     """
     if isinstance(units, int) and units < MIN_UNITS:
         return None
@@ -118,7 +119,7 @@ def schedule_of(q: Tensor, units: int, tiles: int) -> TileSchedule | None:
 def schedule_arguments_of(
     work: Work, stand_in: Tensor, num_tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the schedule's arguments and constants of Hopper's decode kernels."""
+    """Return the arguments and constants that tell Hopper's decode kernels the schedule."""
     schedule = work.schedule
     if schedule is None:
         return (stand_in, 0, 0), {"SCHEDULED": False, "LANES": MIN_LANES}
@@ -127,7 +128,7 @@ def schedule_arguments_of(
 
 
 def num_lanes(num_tokens: int) -> int:
-    """Return a power of two, no less than the tokens; the maximum for a symbol."""
+    """Return a power of two that is at least the number of tokens; the maximum for a symbol."""
     if not isinstance(num_tokens, int):
         return MAX_SCHEDULED_TOKENS
     return min(max(triton.next_power_of_2(num_tokens), MIN_LANES), MAX_SCHEDULED_TOKENS)
@@ -143,7 +144,7 @@ def combine_splits(
     cos_sin_cache: Tensor | None,
     parts: int = 1,
 ) -> None:
-    """Combine the tokens with several splits, if there can be any."""
+    """Combine the splits of each token, if a token can have several."""
     angles = (positions, cos_sin_cache)
     if work.schedule is not None:
         combine.combine_listed(launch, results, attn_sink, work.schedule.combine_list, *angles)

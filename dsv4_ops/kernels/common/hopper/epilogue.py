@@ -1,4 +1,4 @@
-"""Epilogue of the two partitions: they write results, or the partial results of a split."""
+"""Epilogue of the two partitions, which write the result of a token or of one of its splits."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,8 @@ from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load,
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _MIN_SCALE, _MAX_SCALE = gl.constexpr(1e-30), gl.constexpr(1e37)
-"""Bounds of the scales of partial results: their inverses are normal float32 values."""
+"""Bounds of the scales of partial results. Inverses of scales within the bounds are normal float32
+values."""
 
 _CHUNK, _ROPE = gl.constexpr(16), gl.constexpr(64)
 """Heads per store, and columns that inverse RoPE rotates."""
@@ -22,8 +23,8 @@ _HEAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @aggregate
 class Output:
-    """Results of a token with one split: ``row`` is the token's first row, and the program has the
-    heads from ``first_head`` on."""
+    """Addresses for the results of a token with one split. ``row`` is the token's first row; the
+    program's heads begin at ``first_head``."""
 
     out: Scalar
     lse: Scalar
@@ -33,7 +34,8 @@ class Output:
 
 @aggregate
 class Partial:
-    """Partial results of a split: the fields of ``Output``, and the scale of each row."""
+    """Addresses for the partial results of a split. ``scale`` has a value per row; the other fields
+    are those of ``Output``."""
 
     out: Scalar
     lse: Scalar
@@ -44,8 +46,8 @@ class Partial:
 
 @aggregate
 class Rotation:
-    """Inverse RoPE: its table, the address of the token's position, and the positions that the
-    table has."""
+    """Arguments of inverse RoPE: the table, the address of the token's position, and the number of
+    positions in the table."""
 
     cos_sin_cache: Scalar
     position: Scalar
@@ -55,8 +57,8 @@ class Rotation:
 @gluon.jit
 def _store(target, staging, acc, scale, row, first_head, heads, FIRST: gl.constexpr):
     """Write ``acc`` times ``scale`` to columns FIRST and up of each head, rounded to the target's
-    dtype. The values pass through shared memory: a thread computes pairs of values and writes
-    eight."""
+    dtype. The values pass through shared memory, because a thread computes pairs of values but
+    writes eight at once."""
     staging.store((acc * scale[:, None]).to(target.dtype.element_ty))
     for chunk in gl.static_range(HEADS // _CHUNK):
         values = staging.slice(chunk * _CHUNK, _CHUNK, dim=0).load(_OUT_LAYOUT)
@@ -81,7 +83,7 @@ def _multiply(left, right):
 
 @gluon.jit
 def _store_rotated(output, staging, acc, scale, heads, rotation, position):
-    """Write the right half with inverse RoPE of its last 64 columns after the rounding, as
+    """Write the right half. Round it, then apply inverse RoPE to its last 64 columns, as
     ``kernels/common/rope.py`` does."""
     target = output.out
     staging.store((acc * scale[:, None]).to(target.dtype.element_ty))
@@ -104,13 +106,13 @@ def _store_rotated(output, staging, acc, scale, heads, rotation, position):
 
 @gluon.jit
 def log2_sum(row_max, row_sum):
-    """Return the binary logarithm of the sum of P; -inf without a key."""
+    """Return the log-sum-exp in base 2; -inf without a key."""
     return gl.where(row_max == float("-inf"), 0.0, row_max) + gl.log2(row_sum)
 
 
 @gluon.jit
 def amax_of(values):
-    """Return the amax of each head; NaN is ignored."""
+    """Return the amax of each head; ignore NaN."""
     return gl.max(gl.abs(values), axis=1)
 
 
@@ -118,13 +120,13 @@ def amax_of(values):
 def scale_of(amax):
     """Return the scale of a partial result with this amax."""
     scale = gl.minimum(gl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
-    return gl.where(amax == float("inf"), 1.0, scale)  # keeps finite values beside infinite ones
+    return gl.where(amax == float("inf"), 1.0, scale)  # keeps the finite values of such a row
 
 
 @gluon.jit
 def copy_sinks(sink_smem, attn_sink, first_head, heads):
-    """Start to copy the sinks to shared memory before the keys. A load at the end would delay the
-    results, and a load here into registers would occupy them until then."""
+    """Start to copy the sinks to shared memory, before the keys are copied. A load at the end would
+    delay the results; a load into registers here would occupy registers until the end."""
     head = gl.arange(0, HEADS, _HEAD_LAYOUT)
     async_load(sink_smem, attn_sink + first_head + head, mask=head < heads)
 
@@ -148,8 +150,8 @@ def store_lse(lse, row, row_max, row_sum, heads):
 
 @gluon.jit
 def finish_left(acc, row_max, row_sum, blocks, output, heads, smem, HAS_SINK: gl.constexpr):
-    """Write the left half of the result, and ``lse``, of a token with one split. The queries are no
-    longer needed: their memory stages the stores."""
+    """Write the left half of the result, and ``lse``, of a token with one split. The stores are
+    staged in the memory of the queries, which are no longer needed."""
     if HAS_SINK:
         async_copy.wait_group(0)
     inverse_sum = inverse_denominator(row_max, row_sum, smem.per_head.index(0), HAS_SINK)
@@ -179,7 +181,7 @@ def finish_right(
 
 @gluon.jit
 def finish_partial_left(acc, row_max, row_sum, blocks, partial, heads, smem):
-    """Write the left half of a split's partial result: normalised, in multiples of its scale."""
+    """Write the left half of a split's partial result, normalised and divided by its scale."""
     p_free, q_smem = smem.barriers.p_free, smem.q.index(0)
     inverse_sum = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
     factor = gl.convert_layout(inverse_sum, ACC_ROW)

@@ -1,4 +1,5 @@
-"""Epilogue of the partitions that attend to pairs of key blocks: each writes half of a result."""
+"""Epilogue of the two partitions that attend to pairs of key blocks. Each partition writes half of
+a result."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +15,8 @@ _STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @aggregate
 class GroupedRows:
-    """Rows of a group of tokens: the first row, the rows before each gap, and the size of a gap."""
+    """Output rows of a group of tokens: the first row, the number of rows before each gap, and the
+    size of a gap."""
 
     first: Scalar
     rows: Scalar
@@ -23,7 +25,7 @@ class GroupedRows:
 
 @gluon.jit
 def _halves(values):
-    """Split the columns of a thread's rows into left and right."""
+    """Return the left and the right half of the columns."""
     COLUMNS: gl.constexpr = values.shape[1]
     parts = gl.reshape(values, [HEADS, 2, COLUMNS // 2])
     return gl.split(gl.permute(parts, (0, 2, 1)))
@@ -45,8 +47,8 @@ def _store_columns(out, staging, values, row, heads, FIRST: gl.constexpr, GROUPE
 @gluon.jit
 def write_half(out, staging, acc, inverse, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
     """Write half of the result, from column FIRST on. The values pass through the shared memory of
-    P: a thread computes pairs of values and writes eight. ``row`` is the first row; with GROUPED it
-    is ``GroupedRows``."""
+    P, because a thread computes pairs of values but writes eight at once. ``row``: the first row;
+    with GROUPED, a ``GroupedRows``."""
     scale = gl.convert_layout(inverse, ACC_ROW)
     left, right = _halves((acc * scale[:, None]).to(out.dtype.element_ty))
     first, second = _halves(left)

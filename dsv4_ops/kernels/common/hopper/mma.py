@@ -1,6 +1,6 @@
-"""Attention of one token over blocks of keys on Hopper's matrix unit, in two partitions: the left
-computes the logits, the softmax and the left half of the output, the right computes the right
-half."""
+"""Attention of one token over blocks of keys on Hopper's matrix unit, in two warp partitions. The
+left partition computes the logits, the softmax and the left half of the output. The right partition
+computes the right half of the output."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +25,7 @@ WIDTH = gl.constexpr(256)
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 LOGIT_ROW = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
-"""Layout of one value per head, as the logits have it."""
+"""Layout of one value per head, as a reduction of the logits over keys has it."""
 ACC_ROW = gl.constexpr(gl.SliceLayout(1, ACC.value))
 P_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 
@@ -35,7 +35,7 @@ _Q_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 @aggregate
 class Barriers:
-    """Barriers between the partitions; KV has one per buffer."""
+    """Barriers between the partitions. ``kv_ready`` and ``kv_free`` have one per buffer."""
 
     kv_ready: gl.shared_memory_descriptor
     kv_free: gl.shared_memory_descriptor
@@ -64,7 +64,7 @@ class Smem:
 
 @aggregate
 class HeadRows:
-    """Queries of a program's heads: the address of the first and the stride between heads."""
+    """Queries of a program's heads: the address of the first head, and the stride of heads."""
 
     start: Scalar
     stride: Scalar
@@ -98,8 +98,8 @@ def allocate():
 
 @gluon.jit
 def load_half_queries(smem, q, heads, FIRST: gl.constexpr):
-    """Copy half of the queries, from column FIRST on, to shared memory; heads from ``heads`` on
-    become zeros. Each of the two partitions copies one half and arrives at ``q_ready``."""
+    """Copy half of the columns of the queries, from FIRST on, to shared memory; write zeros for
+    heads from ``heads`` on. Each partition copies one half and arrives at ``q_ready``."""
     q_smem = smem.q.index(0)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _Q_LAYOUT))
     dim = gl.arange(0, _Q_COLUMNS, gl.SliceLayout(0, _Q_LAYOUT))
@@ -116,16 +116,16 @@ def load_half_queries(smem, q, heads, FIRST: gl.constexpr):
 
 @gluon.jit
 def thread_sums(values):
-    """Sum the columns of each thread, [heads, 4]; the four partial sums are added once, at the
-    end."""
+    """Return the sum of each thread's columns, [heads, 4]. The caller adds the four sums of a head
+    after the last block."""
     parts = gl.reshape(values, [HEADS, KEYS // 8, 4, 2])
     return gl.sum(gl.sum(parts, axis=3), axis=1)
 
 
 @gluon.jit
 def _softmax(logits, row_max, row_sum):
-    """Return P of the logits [heads, keys] in powers of two, alpha, which rescales the accumulator,
-    the new row_max and the new row_sum."""
+    """Return P, alpha, the new row_max and the new row_sum. ``logits`` [heads, keys] are in base 2;
+    alpha rescales the accumulator."""
     new_max = gl.maximum(row_max, gl.max(logits, axis=1))
     finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(logits - finite_max[:, None])

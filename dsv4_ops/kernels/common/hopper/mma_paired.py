@@ -1,9 +1,10 @@
-"""Attention of one token over pairs of key blocks on Hopper's matrix unit, in two partitions: each
-computes the logits and the softmax of one block of a pair, and accumulates half of the output over
-both blocks.
+"""Attention of one token over pairs of key blocks on Hopper's matrix unit, in two warp partitions.
+Each partition computes the logits and the softmax of one block of a pair, and accumulates half of
+the output over both blocks.
 
-P tiles need no barrier: the KV half that is multiplied with P frees them. Pairs and items
-(``iteration``) are counted from the start of the program, as the phases of barriers are.
+P tiles need no barrier of their own: a P tile is free when the KV half that P multiplies is free. A
+program processes several items (tokens). Pairs and items (``iteration``) are counted from the start
+of the program, because the phases of barriers are too.
 """
 
 from triton.experimental import gluon
@@ -29,10 +30,11 @@ from dsv4_ops.kernels.common.hopper.mma import (
 from dsv4_ops.kernels.common.triton_compat import aggregate
 
 LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
-"""Halves of a row, and of the output; each partition accumulates one."""
+"""Halves of a row, and of the output; each partition accumulates one half."""
 
 EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
-"""Blocks of a pair; the left partition has the logits of the even one."""
+"""Blocks of a pair. The left partition computes the logits of the even block, the right partition
+those of the odd block."""
 
 COPY_THREADS = gl.constexpr(128)
 """Threads that copy: each arrives at the barrier of half a block when its copies are done."""
@@ -43,8 +45,8 @@ MMA_REGISTERS = gl.constexpr(208)
 
 @aggregate
 class PairedBarriers:
-    """Barriers between the partitions: KV's for each half and block, ``max_ready`` and
-    ``p_ready`` for each block."""
+    """Barriers between the partitions. ``kv_ready`` and ``kv_free`` have one per half and block;
+    ``max_ready`` and ``p_ready`` have one per block."""
 
     kv_ready: gl.tuple
     kv_free: gl.tuple
@@ -75,7 +77,7 @@ class PairedSmem:
 
 @aggregate
 class Rope:
-    """RoPE columns of the queries, which are no part of the values, and the length of each row."""
+    """RoPE columns of the queries, and the number of keys that each row of the queries sees."""
 
     q: gl.shared_memory_descriptor
     length: gl.tensor
@@ -264,8 +266,8 @@ def attend_odd(first, pairs, iteration, scale, smem, rope, HAS_ROPE: gl.constexp
 
 @gluon.jit
 def reduce_row_sum(block: gl.constexpr, pairs, iteration, row_sum, smem):
-    """Add the row sums of both partitions, whose row_max agree after the last pair. ``pairs``
-    counts from the start of the program."""
+    """Return the sum of the row sums of both partitions, which have the same row_max after the last
+    pair. ``pairs`` is the number of pairs since the start of the program."""
     row_sum_smem, max_ready = smem.row_sum, smem.barriers.max_ready
     first = 2 * (iteration & 1)
     row_sum_smem.index(first + block).store(row_sum)

@@ -1,8 +1,8 @@
-"""Which calls the Gluon kernels for Hopper support.
+"""Decide which calls the Gluon kernels for Hopper run.
 
-Their loads, their dequantisation and their matrix products run in separate warps, which plain
-Triton cannot express. Inductor cannot compile Gluon: a graph calls an op that launches the kernel,
-and an AOTInductor package contains its binary (``kernels/aot``).
+These kernels load, dequantise and multiply in separate warps, which plain Triton cannot express.
+Inductor cannot compile Gluon, so a graph calls an op that launches the kernel, and an AOTInductor
+package contains the kernel's binary (``kernels/aot``).
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ WARPS = 4
 
 
 def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
-    """Whether a Gluon kernel takes the call: FP8 caches or listed rows, on Hopper."""
+    """Whether a Gluon kernel runs the call. ``coded``: whether the kernel supports the caches."""
     return coded and not INTERPRETED and launch.target(q.device).is_hopper

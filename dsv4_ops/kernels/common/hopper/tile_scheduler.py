@@ -1,8 +1,8 @@
 """In-kernel split-KV tile scheduler: each program derives its work tile from all lengths.
 
-It needs no launch of its own, and a ragged batch takes as long as the sum of its contexts. Every
-warp computes the whole schedule, which is faster than waiting for another warp; only the candidate
-sizes of a split are divided among the warps.
+The scheduler needs no launch of its own. With it, the time of a ragged batch follows the sum of the
+contexts, not the longest context. Every warp computes the whole schedule, which is faster than
+waiting for another warp. Only the candidate sizes of a split are divided among the warps.
 """
 
 from triton.experimental import gluon
@@ -16,15 +16,15 @@ _COMBINE, _EXTRA = gl.constexpr(tiles.COMBINE_TILES), gl.constexpr(tiles.EXTRA_S
 _START, _CLASSES = gl.constexpr(tiles.START_TILES), gl.constexpr(tiles.CLASSES)
 _COLUMNS = gl.constexpr(tiles.COMBINE_COLUMNS)
 _MOST_TILES = gl.constexpr(2**15)
-"""Maximum blocks per list: costs stay below _NEVER, and splits are exact in float32."""
+"""Maximum blocks per list, so that costs stay below _NEVER and splits are exact in float32."""
 
 _NEVER = gl.constexpr(2**24)
 
 
 @aggregate
 class Grid:
-    """This program, the number of programs, and whether it has the first tile of heads: such
-    programs write the combine list."""
+    """This program, the number of programs, and whether this program has the first tile of heads.
+    Programs with that tile write the combine list."""
 
     program: Scalar
     programs: Scalar
@@ -33,7 +33,7 @@ class Grid:
 
 @aggregate
 class PerToken:
-    """A value per token: the address of the first one, and the stride."""
+    """One value per token: the address of the first value, and the stride."""
 
     start: Scalar
     stride: Scalar
@@ -73,14 +73,14 @@ def _tiles(length, width, TILE: gl.constexpr):
 
 @gluon.jit
 def _extra_splits(tiles, size):
-    """Return the splits beyond the first, for splits of up to ``size`` blocks."""
+    """Return the number of splits beyond the first, if a split has up to ``size`` blocks."""
     return ((tiles.to(gl.float32) - 0.5) * (1.0 / size.to(gl.float32))).to(gl.int32)
 
 
 @gluon.jit
 def _candidate_size(index, mean, longest):
-    """Return a candidate size: four per power of two, from the mean to 12 times the mean; the last
-    candidate leaves every token whole."""
+    """Return a candidate size of a split. There are four candidates per power of two, from the mean
+    to 12 times the mean. The last candidate splits no token."""
     size = ((mean * (_STEPS + index % _STEPS) << (index // _STEPS)) + _STEPS - 1) // _STEPS
     return gl.where(index == _SIZES - 1, longest, gl.minimum(size, longest))
 
@@ -89,8 +89,8 @@ def _candidate_size(index, mean, longest):
 def _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT: gl.constexpr):
     """Return the cheapest size whose extra splits fit; the smallest on a tie.
 
-    A combine has a cost and, beyond one wave, so has the start of a work tile. All programs wait
-    for this function: it stays short.
+    An extra split and a combine cost time; beyond one wave, the start of a work tile does too. All
+    programs wait for this function, so it is short.
     """
     index = gl.arange(0, _SIZES, gl.SliceLayout(1, LAYOUT))
     mean = gl.maximum((total + wave - 1) // wave, 1)
@@ -109,16 +109,17 @@ def schedule_by_lengths(
 ):  # fmt: skip
     """Return this program's work tile: token (``num_tokens`` if none), split, number of splits, and
     the token's first partial result. The programs with the first tile of heads write
-    ``combine_list``: the number of tokens with several splits, then token, splits and first partial
-    result of each. Loading all lengths also brings this program's own into the cache.
+    ``combine_list``: the number of tokens with several splits; then the token, number of splits and
+    first partial result of each. The loads of all lengths also bring the lengths of this program's
+    token into the cache.
 
     Args:
         grid: A ``Grid``.
         batch: A ``Batch``.
         wave: Programs that run at once.
         combine_list: int32 [1 + tokens, COMBINE_COLUMNS].
-        TOKENS: A power of two, no less than the tokens.
-        TILE: Keys of a block.
+        TOKENS: A power of two, at least the number of tokens.
+        TILE: Keys per block.
     """
     # [sizes, tokens]: a warp holds a quarter of the sizes and all tokens
     LAYOUT: gl.constexpr = gl.BlockedLayout([_SIZES // 4, TOKENS // 32], [1, 32], [4, 1], [1, 0])
@@ -134,7 +135,7 @@ def schedule_by_lengths(
     program, programs, is_writer = grid.program, grid.programs, grid.is_writer
     num_split_tokens, token = program * 0, gl.minimum(program, num_tokens)
     split, splits, first_partial = num_split_tokens, num_split_tokens + 1, num_split_tokens
-    # otherwise splitting gains nothing: splits and their combine cost as much as the longest token
+    # otherwise splits gain nothing: splits and a combine take as long as the longest token
     if (longest - _COMBINE - 1) * gl.maximum(wave, num_tokens) >= total:
         size = _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT)
         num_split_tokens, list_row, token, split, splits, first_partial = _work_tile(
@@ -148,7 +149,7 @@ def schedule_by_lengths(
 
 @gluon.jit
 def _class(tiles, size):
-    """Return the class of each token: 0 with several splits, then from long to short."""
+    """Return the class of each token: 0 for several splits, then from long to short tokens."""
     shares = tiles * (_CLASSES - 2) // size
     return gl.where(tiles > size, 0, _CLASSES - 1 - gl.minimum(shares, _CLASSES - 2))
 
@@ -204,7 +205,7 @@ def _list_split_token(combine_list, list_row, token, splits, first_partial, mask
 
 @gluon.jit
 def schedule_evenly(grid, splits, combine_list):
-    """Return what ``schedule_by_lengths`` does if every token has the same number of splits."""
+    """Return the results of ``schedule_by_lengths``, but split every token into ``splits``."""
     program, programs, is_writer = grid.program, grid.programs, grid.is_writer
     token, split = program // splits, program % splits
     is_first_split = is_writer & (split == 0)
