@@ -1,4 +1,4 @@
-"""Kernels and their launchers; importing most of the modules imports triton.
+"""Kernels and their launchers. Most modules import triton.
 
 A launcher takes ``launch``, a ``launcher.Launcher``, and then the parameters of its op.
 """

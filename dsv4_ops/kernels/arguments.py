@@ -41,8 +41,8 @@ def angles(cos_sin_cache: Tensor) -> tuple[Any, ...]:
 def rotation(
     stand_in: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
 ) -> tuple[Any, ...]:
-    """Return positions, their stride, a dense table of cosines and sines, and its number of rows;
-    ``stand_in`` for tensors that are None."""
+    """Return positions, their stride, a dense table of cosines and sines, and its number of rows.
+    Without positions or a table, return ``stand_in`` for both tensors."""
     if positions is None or cos_sin_cache is None:
         return (stand_in, 0, stand_in, 0)
     table = cos_sin_cache.contiguous()

@@ -1,9 +1,10 @@
 """Repeat the launches of an earlier call, without the Python that chose them.
 
-Tiles, grids and temporary tensors of a launcher follow from the form of its arguments: dtypes,
-shapes, strides, alignment of addresses, and all values that are no tensors. So the first call of a
-form is recorded as straight-line code: calls of torch's ops, and launches of compiled kernels.
-Later calls of that form, in other layers and steps, run that code on their own tensors.
+The form of a call is the dtypes, shapes, strides and alignment of its tensors, and the values of
+its other arguments. A launcher chooses tiles, grids and temporary tensors by the form only. So the
+first call of a form is recorded as straight-line code: calls of torch's ops, and launches of
+compiled kernels. Later calls of that form, in other layers and steps, run this code on their own
+tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dsv4_ops.core.layout import CACHE_ALIGNMENT
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 
 MOST_PLANS = 8192
-"""Maximum forms of calls that are remembered; at the next form, all are forgotten."""
+"""Maximum number of recorded forms. One more form clears all plans."""
 
 Plan = Callable[..., Any]
-"""Repeats a recorded call with other tensors."""
+"""A function that repeats a recorded call with other tensors."""
 
 Choose = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Callable[..., Any], Any, Any, bool]]
 
@@ -69,8 +70,8 @@ class LaunchPlans:
 def form(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
 ) -> Any:
-    """Return the properties of a call that a launcher may read; None for arguments of other
-    kinds."""
+    """Return the properties of a call that a launcher may read; None if an argument has a type that
+    is not recorded."""
     parts: list[Any] = [name, *kwargs]
     for value in (*args, *kwargs.values()):
         kind = type(value)
@@ -99,7 +100,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.count = len(tensors)
-        # hold the tensors, so that no new one gets the id of a freed one
+        # keep the tensors alive, so that no new tensor gets the id of a freed tensor
         self.names = {id(each): (f"v{place}", each) for place, each in enumerate(tensors)}
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
@@ -135,7 +136,7 @@ class Recording(TorchDispatchMode):
             self._call("_", EAGER(kernel)[grid], args, options)
 
     def plan(self, result: Any) -> Plan | None:
-        """Return a function that repeats the call with its tensors; None if the call cannot be
+        """Return a function that repeats the call with other tensors; None if the call cannot be
         repeated."""
         end = f"    return {self._text(result)}"
         if self.obstacle:

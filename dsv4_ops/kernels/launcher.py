@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 
 class Launcher:
-    """Properties of the device and context of a launch; ``launcher(kernel)[grid](...)`` launches.
+    """Launch kernels: ``launcher(kernel)[grid](...)``. Report properties of the device.
 
     Args:
         wrap: Wraps a kernel in an object that takes a grid.
@@ -51,18 +51,18 @@ class Launcher:
         return self.wrap(kernel)
 
     def capability(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the compute capability; None on AMD, whose numbers look alike."""
+        """Return the compute capability; None on AMD, whose numbers would mislead."""
         if device.type != "cuda":
             return self._capability
         return capability_of(device)
 
     def target(self, device: torch.device) -> Target:
-        """Return what the GPU offers to kernels."""
+        """Return the properties of the GPU that kernels depend on."""
         return target_of(self.capability(device))
 
     def converts_codes(self, device: torch.device) -> bool:
-        """Return whether kernels convert e4m3 codes instead of computing with integers. Triton's
-        interpreter is wrong about conversions."""
+        """Return whether kernels let Triton convert e4m3 codes. Otherwise they compute with
+        integers, as in Triton's interpreter, which converts wrongly."""
         return not INTERPRETED and self.target(device).converts_codes
 
     def num_sms(self, device: torch.device) -> int:
@@ -76,7 +76,7 @@ class Launcher:
         return self.aligns_inputs or values.data_ptr() % CACHE_ALIGNMENT == 0
 
     def predicated(self, flag: Any) -> Launcher:
-        """Return a launcher with empty grids if ``flag`` is 0; it is 0 or 1, and may be
+        """Return a launcher whose grids are empty if ``flag`` is 0. ``flag`` is 0 or 1, and may be
         symbolic."""
         predicated = copy.copy(self)
         predicated.wrap = lambda kernel: _Predicated(self.wrap(kernel), flag)
@@ -94,7 +94,7 @@ class _Predicated:
 
 
 class _WithOptions:
-    """A kernel that is compiled and launched with ``options_of`` it."""
+    """A kernel that is launched with the result of ``options_of``."""
 
     __slots__ = ("kernel", "launched")
 
@@ -107,13 +107,13 @@ class _WithOptions:
 
 
 def options_of(kernel: Any, args: Sequence[Any]) -> dict[str, Any]:
-    """Return the options of Triton for a kernel on the device of its first tensor."""
+    """Return Triton's options for a kernel on the device of its first tensor."""
     device = next((each.device for each in args if isinstance(each, Tensor)), _CPU)
     return FUSION | dependent(kernel, target_of(capability_of(device)))
 
 
 def dependent(kernel: Any, target: Target) -> dict[str, bool]:
-    """Return the option that launches a kernel, if it waits, before the previous kernel ends."""
+    """Return the option that starts a kernel before the previous one ends, if the kernel waits."""
     return {"launch_pdl": True} if target.dependent_launch and waits(kernel) else {}
 
 

@@ -24,7 +24,7 @@ _AUTOGRAD = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA)
 def define(
     name: str, schema: str, call: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
 ) -> Any:
-    """Define an op of ours that makes one call, and that a graph keeps whole."""
+    """Define an op of ours that a graph keeps whole; the op runs ``call``."""
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_ops::{name}", fake, lib=_library)
@@ -39,16 +39,16 @@ def fields(call: Any) -> str:
 
 
 def trailing(op: Any, count: int) -> tuple[None, ...]:
-    """Return None for each optional argument that a build has after the first ``count``."""
+    """Return None for each argument after the first ``count``; builds differ in these arguments."""
     return (None,) * (len(op._schema.arguments) - count)
 
 
 def describe(op: Any, fake: Callable[..., Any]) -> None:
     """Register a fake for a library's op, so that Inductor can call it.
 
-    vLLM's build registers functions without a device. Torch takes them for compositions that it may
-    trace into, which fails because the functions read addresses. Without autograd and a
-    decomposition, a graph keeps them whole.
+    vLLM's build registers functions for no particular device. torch takes such a function for a
+    composition of ops and traces into it, which fails because the function reads addresses. This
+    function turns off the op's autograd and decomposition, so that a graph keeps the op whole.
     """
     if op in _described:
         return
@@ -62,7 +62,7 @@ def describe(op: Any, fake: Callable[..., Any]) -> None:
         fragment, short = _fragments[namespace], op._schema.name.partition("::")[2]
         fragment.impl(short, torch.library.fallthrough_kernel, "Autograd")
         registrar: Any = fragment.m
-        registrar.impl(short, "Meta", fake, False)  # Library.impl refuses it for compositions
+        registrar.impl(short, "Meta", fake, False)  # Library.impl refuses fakes of compositions
         op.py_impl(DispatchKey.CompositeImplicitAutograd)(lambda *args, **kwargs: NotImplemented)
         for key in _AUTOGRAD:
             op.py_impl(key)(_below_autograd(op))
@@ -83,8 +83,8 @@ def _has_fake(name: str) -> bool:
 
 
 def kernel_module(device: torch.device, module: str = "external.sanitize") -> Any:
-    """Return the ``module`` of kernels before and after a library's call; None if none runs on
-    ``device``."""
+    """Return ``module``, whose kernels run before and after a library's call; None if no kernel
+    runs on ``device``."""
     if device.type not in ("cuda", "meta") and not _interpreted():
         return None
     try:

@@ -1,10 +1,10 @@
 """Compile kernels in other processes before they are launched.
 
-Triton compiles kernels one after the other, each when it is first launched, in the caller's Python.
-``REQUESTED`` stands for the launcher of a call and launches nothing: every kernel that the call
-would launch becomes a job. A worker compiles it, and its launcher's C code, into Triton's folder of
-compiled code. The first launch waits for its job, then loads what the job left in that folder. A
-job that fails costs time only: the launch compiles the kernel.
+Triton compiles a kernel at its first launch, in the caller's process, so kernels compile one after
+the other. ``REQUESTED`` replaces the launcher of a call and launches nothing: each kernel that the
+call would launch becomes a job. A worker compiles the kernel, and the C code that launches it, into
+Triton's cache folder. The first launch waits for the kernel's job, then loads the binary from that
+folder. If a job fails, the launch compiles the kernel, so a failure costs only time.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class _Request:
 
 
 REQUESTED = Launcher(_Request, aligns_inputs=True)
-"""Compile the kernel for a launch's arguments. Tensors count as aligned, as torch allocates
-them."""
+"""Request kernels instead of launching them. Tensors count as aligned, because torch allocates
+aligned memory."""
 
 
 def _typed(value: Any) -> Any:
@@ -87,7 +87,7 @@ def _typed(value: Any) -> Any:
 
 
 class _Jobs:
-    """Stands for a kernel's ``_do_compile``, which Triton calls for a launch that has no binary."""
+    """Replaces a kernel's ``_do_compile``, which Triton calls if a launch finds no binary."""
 
     def __init__(self, kernel: Any) -> None:
         self.compile = kernel._do_compile
@@ -95,7 +95,7 @@ class _Jobs:
 
     @classmethod
     def of(cls, kernel: Any) -> _Jobs | None:
-        """Return the jobs of a kernel; None if a worker could not import it."""
+        """Return the jobs of a kernel; None if a worker could not import the kernel."""
         jobs = vars(kernel).get("_do_compile")
         if isinstance(jobs, cls):
             return jobs
@@ -138,7 +138,7 @@ class _Jobs:
 
 
 def compile_kernel(content: bytes) -> None:
-    """Compile a kernel in a worker, into Triton's folder."""
+    """Compile a kernel in a worker, into Triton's cache folder."""
     make, kernel, signature, constexprs, attrs, target, options, environment = _Unpickler(
         io.BytesIO(content)
     ).load()
@@ -149,12 +149,12 @@ def compile_kernel(content: bytes) -> None:
         forget_ptxas()
     source = make(kernel, signature, constexprs, attrs)
     compiled = triton.compile(source, target=target, options=options)
-    with suppress(Exception):  # up to Triton 3.7 a C compiler builds what launches the kernel
+    with suppress(Exception):  # up to Triton 3.7, a C compiler builds the launch code
         driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 def _environment() -> dict[str, str]:
-    """Triton's settings, which the names of its files depend on."""
+    """Return Triton's settings, on which the names of its cache files depend."""
     named = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
     return named | {"TRITON_CACHE_DIR": cache_folder()}
 
@@ -176,10 +176,10 @@ def _pickled(value: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Names kernels and functions of Triton, which cannot be pickled.
+    """Pickles a kernel or device function as its name and its key in Triton's cache.
 
-    Up to Triton 3.8 their keys, which the names of files depend on, differ between processes: they
-    list constants of modules by the modules' addresses.
+    The worker must use this process's key. Up to Triton 3.8, keys differ between processes, because
+    they identify modules by their addresses.
     """
 
     def persistent_id(self, value: Any) -> Any:

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from dsv4_ops.kernels.common.triton_compat import FUSION, GluonASTSource, GPUTarget
 
 _MULTIPLE = 16
-"""Divisor of aligned addresses and of numbers that Triton specialises for."""
+"""Triton specialises a kernel for addresses and numbers that are multiples of this."""
 
 _TYPES = {
     torch.uint8: "*u8",
@@ -28,7 +28,7 @@ class Argument(NamedTuple):
     """Properties of an argument for which a kernel is compiled.
 
     Args:
-        type: Its type in a signature.
+        type: The argument's type in Triton's signature.
         multiple: Whether the number, or the address in bytes, is a multiple of 16.
     """
 
@@ -56,7 +56,7 @@ def compiled(
 
     Args:
         kernel: A Triton or Gluon kernel.
-        arguments: Its positional arguments; a constant is given by value.
+        arguments: Its positional arguments; a constant is passed as its value.
         options: Constants by name, and options such as ``num_warps``.
         capability: Compute capability, such as 90.
 

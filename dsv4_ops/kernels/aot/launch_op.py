@@ -50,8 +50,8 @@ class Rest(NamedTuple):
     """Arguments of a launch that are neither tensors nor numbers that may be symbolic.
 
     Args:
-        order: The list that holds each argument, and its index there.
-        options: Keyword arguments: constants of the kernel, and warps.
+        order: For each argument, the list that holds it, and its index in that list.
+        options: Keyword arguments: constants of the kernel, and ``num_warps``.
     """
 
     order: list[tuple[str, int]]
@@ -101,10 +101,10 @@ class _Launch:
 
 
 def _list_and_index(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]:
-    """Add an argument to its list, unless the list has it; return the list and the index.
+    """Add an argument to a list, unless a list holds it already; return the list and the index.
 
-    A launcher may pass a written tensor to a parameter in place of None; the kernel does not read
-    it there, so only one list has it.
+    In place of None, a launcher may pass a tensor that the kernel writes. The kernel does not read
+    that parameter, so one entry is enough.
     """
     if not isinstance(value, Tensor):
         lists["numbers"].append(value)
@@ -134,4 +134,5 @@ def _launch(
 launch_hopper = opaque_op.define(
     "_launch_hopper", _SCHEMA, _launch, lambda *_: None, torch.Tag.needs_exact_strides
 )
-"""The launch op. Its numbers include strides, so Inductor must not change the layouts."""
+"""The op that launches a Gluon kernel. Its numbers include the strides of its tensors, so Inductor
+must not change their layouts."""

@@ -1,6 +1,7 @@
 """Write everything that a C4 layer writes before it selects rows, in one launch instead of four.
 
-The parts are independent, and each alone takes about as long as its longest chain of loads.
+The four parts are independent. Each takes about as long as its longest chain of dependent loads, so
+they overlap well.
 """
 
 import triton
@@ -47,8 +48,8 @@ def insert_c4_step_kernel(
     TOKENS: tl.constexpr, SPACING: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     INDEXER_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Assign each program to one of four kernels. Programs that compress windows come first,
-    because their chains of loads are the longest."""
+    """Assign each program to one of the four parts. Programs that compress windows come first,
+    because they have the longest chains of loads."""
     wait_for_previous_kernel()
     INDEXER_DIM: tl.constexpr = INDEXER_FORMAT[1]
     CONVERTS: tl.constexpr = INDEXER_FORMAT[7]

@@ -25,8 +25,8 @@ WARPS = 4
 """Warps per program: enough for the main compressor's channels."""
 
 HEADS = 16
-"""Heads of a token per program that normalises queries. The compressors' registers leave an SM few
-programs, so that each program has to load many values at once."""
+"""Number of heads of a token per program that normalises queries. The compressors need so many
+registers that few programs fit on an SM, so each program must load many values at once."""
 
 
 class _Compressor(NamedTuple):
@@ -74,7 +74,7 @@ def _compressor(
 
 
 def _states(block_size: int, layout: QuantizedLayout) -> StateLayout:
-    """Return the layout of states: kv and score of both halves of a window."""
+    """Return the layout of states. A row has kv and score for both halves of a window."""
     return StateLayout(block_size, 4 * layout.head_dim)
 
 
@@ -150,8 +150,8 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
 
 
 def _one_by_one(launch: Launcher, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the four kernels one by one: for calls with empty tensors, or with windows longer than
-    a thread reads at a time."""
+    """Launch the four kernels one by one. Calls with empty tensors need this, and calls whose
+    windows are longer than a thread reads at a time."""
     rotation = (call.positions, call.cos_sin_cache)
     q_out = qnorm_rope_insert.qnorm_rope_kv_insert(
         launch,

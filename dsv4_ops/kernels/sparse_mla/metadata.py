@@ -1,4 +1,5 @@
-"""FlashMLA's tile scheduler metadata, by one warp: a part begins where the previous part ends."""
+"""The kernel that computes FlashMLA's tile scheduler metadata. It is one warp, because a part
+begins where the previous part ends."""
 
 from __future__ import annotations
 
@@ -47,10 +48,11 @@ def flash_mla_metadata_kernel(
 ):  # fmt: skip
     """Write the metadata of every part, then the number of splits before each token.
 
-    Tokens form a line; a token is as long as its blocks plus an overhead. A part is as long as its
-    share of the line plus one overhead. If that end lies in the overhead at a token's start, the
-    part ends at this start; otherwise it ends one overhead earlier, inside the token. The end of
-    the line counts as a token. Starts are relative to the tile of tokens, so that int32 holds them.
+    Imagine the tokens in a line, each as long as an overhead plus its blocks. A part takes its
+    share of the line plus one overhead. If the part's end then lies in the overhead at the start of
+    a token, the part ends at that start; otherwise the part ends one overhead earlier, inside the
+    token. The end of the line counts as a token. Starts of tokens are relative to the current tile
+    of tokens, so that int32 holds them.
     """
     wait_for_previous_kernel()
     lane, column = tl.arange(0, TOKENS), tl.arange(0, _COLUMNS)

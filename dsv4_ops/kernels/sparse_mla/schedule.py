@@ -1,4 +1,5 @@
-"""Split plan of sparse MLA, by one program: every split depends on all lengths."""
+"""The kernel that plans the splits of sparse MLA. It is one program, because every split depends on
+all lengths."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def _splits_of(tiles, size):
 
 @triton.jit
 def _candidates(total, longest, programs):
-    """Return candidate sizes of a split, as the tile scheduler of Hopper's decode kernel does."""
+    """Return the candidate sizes of a split, which Hopper's in-kernel tile scheduler has too."""
     mean = tl.maximum((total + programs - 1) // programs, 1)
     index = tl.arange(0, _SIZES)
     sizes = ((mean * (_STEPS + index % _STEPS) << (index // _STEPS)) + _STEPS - 1) // _STEPS
@@ -60,8 +61,8 @@ def _candidates(total, longest, programs):
 
 @triton.jit
 def _best_size(counts, sizes, total, longest, num_tokens, programs):
-    """Return the cheapest size; the smallest on a tie. No token is split if the longest is not
-    longer than a split and a combine."""
+    """Return the cheapest size; the smallest on a tie. If the longest token takes no more time than
+    a split and a combine, return a size that splits no token."""
     index = tl.arange(0, _SIZES)
     counts = counts.to(tl.int64)  # _START times the programs could overflow int32
     shared, extra = total + _START * (counts - programs), counts - num_tokens
@@ -76,7 +77,7 @@ def _best_size(counts, sizes, total, longest, num_tokens, programs):
 
 @triton.jit
 def _class_members(tiles, mask, size):
-    """Return 1 where a token belongs to a class, [tokens, _CLASSES], the longest class first."""
+    """Return [tokens, _CLASSES] with 1 where a token belongs to a class; longest class first."""
     shares = tl.minimum(tiles * (_CLASSES - 2) // size, _CLASSES - 2)
     token_class = tl.where(tiles > size, 0, _CLASSES - 1 - shares)
     is_member = token_class[:, None] == tl.arange(0, _CLASSES)[None, :]
@@ -101,8 +102,8 @@ def sparse_mla_plan_kernel(
 ):  # fmt: skip
     """Write the rows of a plan in the order of the reference. Only tokens of the first class have
     several splits, and their extra splits follow the order of tokens. Each pass loads the lengths
-    here and not in a function: they decide where rows are stored, and torch would count them as
-    written."""
+    here and not in a function. The lengths decide where rows are stored, so torch would count
+    lengths that a function loads as written."""
     wait_for_previous_kernel()
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)
