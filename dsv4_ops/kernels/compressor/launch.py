@@ -23,19 +23,20 @@ VALUES = 4
 """Maximum consecutive channels per thread: 16 bytes."""
 
 DEPTH, LONG_DEPTH = 8, 16
-"""Maximum rows of a short and of a long window that a thread reads at a time; C4 windows have 8."""
+"""Maximum rows that a thread reads at a time, of a short and of a long window. C4 windows have 8
+rows."""
 
 CHANNELS = 64
 """Channels of a long window per program."""
 
 SHORT_WARPS, LONG_WARPS, INSERT_WARPS = 1, 2, 4
-"""Warps per program: few, because each warp repeats the work per row. Short windows with many
-channels take as many warps as the channels fill."""
+"""Warps per program: few, because each warp repeats the work per row. A short window with many
+channels has more warps, as many as its channels fill."""
 
 MAX_WARPS = 16
 
 SHORT_WINDOW = 32
-"""Maximum rows of a short window: pooling it takes less time than checking a token."""
+"""Maximum rows of a short window. Pooling a short window takes less time than checking a token."""
 
 SHORT_TOKENS, LONG_TOKENS, INSERT_TOKENS = 4, 128, 32
 """Tokens that a program scans together."""
@@ -44,29 +45,29 @@ SAVE_COLUMNS = 1024
 """Maximum columns of a tile of states."""
 
 SHORT_SAVE_VALUES, LONG_SAVE_VALUES, INSERT_SAVE_VALUES = 32, 64, 16
-"""Values per thread of a tile of states: more in kernels with many registers, because an SM runs
-few of their programs."""
+"""Values per thread of a tile of states. Kernels that need many registers have more, because an SM
+runs few of their programs."""
 
 SHORT_TOKENS_SAVING, CHANNELS_SAVING, LONG_WARPS_SAVING = 8, 32, 1
 """``SHORT_TOKENS``, ``CHANNELS`` and ``LONG_WARPS`` in launches that also save states."""
 
 MIXED_WARPS = 4
-"""Minimum warps per program with which not all scanning programs run at once. Programs that save
-states are then interleaved with them; with fewer warps, programs that save come last."""
+"""If programs have at least this many warps, scanning programs do not all run at once, and programs
+that save states are interleaved with them. With fewer warps, programs that save come last."""
 
 SAVED_EARLY = 7
-"""Eighths of the tokens whose states are saved while long windows are pooled. The other states are
-saved while rows are finished."""
+"""The kernel that pools long windows saves the states of this many eighths of the tokens. The
+kernel that finishes rows saves the other states."""
 
 SHORT_SPACING, LONG_SPACING = 0, 2
-"""Spacing of scanning programs where others save states: see ``assign_role``."""
+"""Spacing of scanning programs if other programs save states: see ``assign_role``."""
 
 SHORT_PROGRAMS, LONG_PROGRAMS, INSERT_PROGRAMS = 8 * 132 + 1, 33, 133
 """Minimum number of scanning programs, unless there are fewer tokens; odd."""
 
 FEW_TOKENS = 2176
-"""For every 128 tokens below this number, 2 more programs scan for long windows: in a decode every
-token may complete a window, in a prefill only one in ``compress_ratio``."""
+"""For every 128 tokens below this number, 2 more programs scan for long windows. In a decode, every
+token may complete a window; in a prefill, only one token in ``compress_ratio`` does."""
 
 
 _NAMES = tuple(signature(reference.save_and_compress).parameters)
@@ -92,7 +93,7 @@ def save_and_compress(launch: Launcher, *tensors: Tensor, **settings: Any) -> No
 
 
 def _launch(launch: Launcher, op: str, call: Call) -> None:
-    """Launch ``compress_and_insert``. If the call has a ``state_slot_mapping``, extra programs save
+    """Launch the kernels of ``op``. If the call has a ``state_slot_mapping``, extra programs save
     states."""
     width, head_dim = int(call.ape.shape[1]), int(call.norm_weight.shape[0])
     k_cache, block_size, state_block_size = call.k_cache, call.block_size, call.state_block_size
@@ -166,8 +167,8 @@ def _launch(launch: Launcher, op: str, call: Call) -> None:
 
 
 def state_arguments(kv_score: Tensor, ape: Tensor, states: Tensor) -> tuple[Any, ...]:
-    """Return the tensors that states are computed from, and the cache of states, as kernels take
-    them."""
+    """Return the kernels' arguments for states: the tensors from which states are computed, and the
+    cache of states."""
     scores = kv_score if kv_score.stride(1) == 1 else kv_score.contiguous()
     return (scores, int(scores.stride(0)), ape.contiguous(), *static_pages(states))
 
@@ -178,8 +179,8 @@ def static_pages(cache: Tensor) -> tuple[Any, ...]:
 
 
 def state_tile(saves: bool, width: int, warps: int, values: int) -> tuple[int, int, int]:
-    """Return ``SAVE`` of a kernel whose programs have ``warps`` warps with ``values`` values per
-    thread: tokens and columns of a tile of states, and tiles per row."""
+    """Return ``SAVE`` of a kernel: tokens and columns of a tile of states, and tiles per row. A
+    program has ``warps`` warps, with ``values`` values per thread."""
     if not saves:
         return 0, 0, 0
     columns = min(SAVE_COLUMNS, triton.next_power_of_2(2 * width))
@@ -187,7 +188,7 @@ def state_tile(saves: bool, width: int, warps: int, values: int) -> tuple[int, i
 
 
 def num_tiles(num_tokens: int, save: tuple[int, int, int]) -> int:
-    """Return the number of tiles of the states of some tokens."""
+    """Return the number of tiles for the states of ``num_tokens`` tokens."""
     tokens, _, parts = save
     return (num_tokens + tokens - 1) // tokens * parts if tokens else 0
 
@@ -201,8 +202,8 @@ def _quantized(layout: str, block_size: int) -> QuantizedLayout | None:
 def thread_layout(
     window: tuple[int, ...], channels: int, warps: int, max_depth: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return ``THREADS`` of a program that pools some channels of a window, and its number of
-    warps."""
+    """Return ``THREADS`` of a program that pools ``channels`` channels of a window, and the number
+    of warps of the program."""
     state_block, ratio, _, num_rows, _ = window
     rows = triton.next_power_of_2(num_rows)
     warps = min(max(warps, channels // (32 * VALUES)), MAX_WARPS)
@@ -225,7 +226,7 @@ def _long_programs(num_tokens: int) -> int:
 def scanning_programs(num_tokens: int, tokens: int, min_programs: int) -> int:
     """Return the number of programs that scan for windows, ``tokens`` tokens at a time.
 
-    It is odd unless every token has a program. Tokens that complete windows are an even number of
-    tokens apart, so that an odd number of programs shares them evenly."""
+    The number is odd unless every token has a program. Tokens that complete windows are an even
+    number of tokens apart, so an odd number of programs shares these tokens evenly."""
     odd = (num_tokens + tokens - 1) // tokens // 2 * 2 + 1
     return torch.sym_min(num_tokens, torch.sym_max(odd, min_programs))

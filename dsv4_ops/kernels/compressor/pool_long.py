@@ -1,6 +1,7 @@
-"""Compress long windows in two kernels: a program of the first pools a few channels of a window,
-and the second normalises, rotates and stores rows, because only the norm needs all channels. Both
-may save states too: scanning for windows, and finishing them, leave the memory almost idle."""
+"""Compress long windows in two kernels. A program of the first kernel pools a few channels of a
+window. The second kernel normalises, rotates and stores rows; it is separate because the norm needs
+all channels. Extra programs of both kernels may save states, because the other programs leave the
+memory almost idle."""
 
 import triton
 import triton.language as tl
@@ -70,11 +71,11 @@ def pool_windows_kernel(
             windows -= 1
             token = first_token + window_lane * programs
             index = token.to(tl.int64)
-            if SAVE_TOKENS > 0:  # one warp: a load would add a wait before the rows
+            if SAVE_TOKENS > 0:  # with one warp, sums are faster than waiting for a load
                 selected = lane == window_lane
                 position = tl.sum(tl.where(selected, token_positions, 0), axis=0).to(tl.int32)
                 request = tl.sum(tl.where(selected, token_requests, 0), axis=0).to(tl.int64)
-            else:  # two warps: sums over both would need barriers
+            else:  # with two warps, a sum would need a barrier
                 position = tl.load(positions + index * position_stride).to(tl.int32)
                 request = tl.load(req_indices + index * request_stride).to(tl.int64)
             values = pool_window(

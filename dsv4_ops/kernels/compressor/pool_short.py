@@ -59,7 +59,7 @@ def compress_and_insert(
             slot = tl.load(slot_mapping + index * slot_stride)
             position = tl.load(positions + index * position_stride).to(tl.int32)
             request = tl.load(req_indices + index * request_stride).to(tl.int64)
-            rotation = 0, 0, 0  # loaded before the rows, to wait only once
+            rotation = 0, 0, 0  # load the angles before the rows, so as to wait only once
             if ROPE > 0:
                 window_position = (position.to(tl.uint32) // RATIO * RATIO).to(tl.int32)
                 rotation = load_tail_angles(angles, window_position, HEAD_DIM, DIM, ROPE)

@@ -10,9 +10,10 @@ Groups of arguments besides those of ``kernels.common``:
 - ``THREADS``: how a window's rows are split over threads: chunks of rows, consecutive rows per
   thread, groups of threads, consecutive channels per thread, and whether the states of a thread's
   rows are in one block;
-- ``FINISH``: the head dimension rounded up to a power of two, its last values that are rotated, and
-  the epsilon of the norm;
-- ``SAVE``: tokens and columns of a tile of states, and tiles per row; no tokens: nothing is saved.
+- ``FINISH``: the head dimension rounded up to a power of two, the number of last values that are
+  rotated, and the epsilon of the norm;
+- ``SAVE``: tokens and columns of a tile of states, and tiles per row; with 0 tokens, nothing is
+  saved.
 """
 
 import triton
@@ -34,8 +35,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 def completes_window(
     slot, position, request, num_reqs, num_blocks, RATIO: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Return which tokens are the last of a window whose compressed row has a slot. The kernel
-    loads the slots, positions and requests, all three at once."""
+    """Return which tokens complete a window and have a slot for its compressed row."""
     _page, _row, slot_valid = locate_slots(slot, num_blocks, BLOCK_SIZE)
     valid = valid_tokens(position, request, num_reqs)
     position = tl.where(valid, position, 0).to(tl.int32)
@@ -44,8 +44,8 @@ def completes_window(
 
 @triton.jit
 def _is_in_batch(token, request, position, requests, NUM_ROWS: tl.constexpr):
-    """Return whether the rows of the window that ``token`` completes all belong to this batch: to
-    ``token`` and the tokens directly before it."""
+    """Return whether this batch has all rows of the window that ``token`` completes: the rows are
+    those of ``token`` and of the tokens directly before it."""
     positions, position_stride, req_indices, request_stride, _ = requests
     distance = tl.arange(0, NUM_ROWS)
     mask = (position >= distance) & (token >= distance)
@@ -61,8 +61,8 @@ def _read_batch_rows(
     row, token, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Read rows as ``_read_rows`` does, of a window that lies wholly in this batch. This takes
-    half the instructions, which bound a prefill as much as memory does."""
+    """Read rows as ``_read_rows`` does, if the whole window is in this batch. This takes half of
+    the instructions. Instructions bound a prefill as much as memory does."""
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]
     NUM_ROWS: tl.constexpr = WINDOW[3]
@@ -85,9 +85,9 @@ def _read_rows(
     row, token, request, position, inputs, first_channel,
     WINDOW: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return kv and biased score [DEPTH, GROUPS, DIM], from ``first_channel`` on, of the rows
-    ``row`` [DEPTH, GROUPS] of the window that ``token`` completes; 0 and -inf if a row does not
-    exist."""
+    """Return kv and biased score [DEPTH, GROUPS, DIM], from ``first_channel`` on, of rows of the
+    window that ``token`` completes. ``row`` [DEPTH, GROUPS] are indices in the window. A row that
+    does not exist has kv 0 and score -inf."""
     STATE_BLOCK: tl.constexpr = WINDOW[0]
     RATIO: tl.constexpr = WINDOW[1]
     WIDTH: tl.constexpr = WINDOW[2]
@@ -103,10 +103,10 @@ def _read_rows(
     in_window = (distance >= 0) & (row_position >= 0)
     has_token = in_window & (token >= distance)
     row_token = tl.where(has_token, token - distance, 0).to(tl.int64)
-    # all three loads at once: one latency, though a row of the batch does not need the table
+    # issue all three loads at once, for one latency, though rows in the batch need no table entry
     token_position = tl.load(positions + row_token * position_stride, mask=has_token, other=-1)
     token_request = tl.load(req_indices + row_token * request_stride, mask=has_token, other=-1)
-    index = tl.where(in_window, row_position, 0).to(tl.uint32)  # unsigned: divided by shifts
+    index = tl.where(in_window, row_position, 0).to(tl.uint32)  # so that divisions become shifts
     if ONE_BLOCK:
         block = tl.max(index, axis=0)[None, :] // STATE_BLOCK
     else:
@@ -118,7 +118,7 @@ def _read_rows(
     row_valid = in_batch | (in_window & (page >= 0) & (page < num_state_blocks))
     state_offset = page.to(tl.int64) * state_page_stride
     state_offset += (index % STATE_BLOCK).to(tl.int64) * (2 * WIDTH)
-    # two dimensions up to here: with three, every thread would look up its rows four times
+    # only from here on three dimensions: with them, a thread would look up each row four times
     NEXT: tl.constexpr = 2 if row.shape[1] > 1 else 1
     offset = tl.where(in_batch, row_token * kv_stride, state_offset)[:, :, None]
     row, dim = row[:, :, None], first_channel + tl.arange(0, DIM)[None, None, :]
@@ -129,13 +129,13 @@ def _read_rows(
     bias = tl.max_contiguous(ape + row % RATIO * WIDTH + column, [1, NEXT, VALUES])
     kv = tl.load(start, mask=mask, other=0.0)
     score = tl.load(start + WIDTH, mask=mask, other=float("-inf"))
-    # states are saved with their bias
+    # states already include the bias
     return kv, score + tl.load(bias, mask=mask & in_batch, other=0.0)
 
 
 @triton.jit
 def _exp2(values):
-    """Return powers of two, computed in one instruction; those below 2^-126 are 0."""
+    """Return powers of two, in one instruction. Results below 2^-126 become 0."""
     if EMULATE:
         return tl.exp2(values)
     return tl.inline_asm_elementwise(
@@ -167,8 +167,8 @@ def _combine_groups(row_max, row_sum, acc):
 
 @triton.jit
 def _sum_groups(values):
-    """Sum up to 64 groups pairwise, neighbours first; return [DIM]. The order in which ``tl.sum``
-    would add them, and so the last bits, depends on whether they lie in lanes or in warps."""
+    """Add up to 64 groups pairwise, adjacent groups first; return [DIM]. The order of ``tl.sum``,
+    and so the last bits of the result, would depend on whether groups are lanes or warps."""
     for _ in tl.static_range(6):
         if values.shape[0] > 1:
             pairs = tl.reshape(values, (values.shape[0] // 2, 2, values.shape[1]))
@@ -182,8 +182,8 @@ def pool_window(
     WINDOW: tl.constexpr, DIM: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Return DIM pooled values, from ``first_channel`` on, of the window that ``token`` completes.
-    A thread has DEPTH consecutive rows and VALUES channels at a time; the GROUPS groups of threads
-    are combined at the end."""
+    A thread pools DEPTH consecutive rows and VALUES channels at a time. The results of the GROUPS
+    groups of threads are combined at the end."""
     NUM_ROWS: tl.constexpr = WINDOW[3]
     HEAD_DIM: tl.constexpr = WINDOW[4]
     CHUNKS: tl.constexpr = THREADS[0]
@@ -246,8 +246,8 @@ def finish_row(
     values, weights, rotation, slot, cache,
     FINISH: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Normalise pooled ``values`` [DIM], rotate them by ``rotation``, the result of
-    ``load_tail_angles``, and store them in the slot."""
+    """Normalise pooled ``values`` [DIM], rotate them, and store them in ``slot``. ``rotation`` is
+    the result of ``load_tail_angles``."""
     DIM: tl.constexpr = FINISH[0]
     ROPE: tl.constexpr = FINISH[1]
     EPS: tl.constexpr = FINISH[2]

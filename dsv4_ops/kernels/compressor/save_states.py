@@ -1,5 +1,5 @@
-"""Save the compressor's states: copies of ``kv_score`` with a bias on the second half. A launch may
-do nothing else, or also scan for completed windows in other programs."""
+"""Save the compressor's states: copies of ``kv_score``, with a bias added to the second half. Other
+programs of the same launch may scan for completed windows."""
 
 import torch
 import triton
@@ -30,12 +30,13 @@ def assign_role(
     """Decide what program number ``program`` of ``programs`` does: save a tile of states, or scan
     tokens for completed windows.
 
-    Return the tile, or -1; the first token to scan, ``num_tokens`` if none; which part of the
-    windows to pool; and the number of programs that scan for each part.
+    Return four values: the tile, or -1; the first token to scan, or ``num_tokens``; the part of the
+    channels to pool; and the number of programs that scan for each part.
 
-    If no states are saved, all programs scan, and ``part`` is the index on the second axis of the
-    grid. Otherwise the grid has one axis. On it, the programs that scan are SPACING apart (1: they
-    all come first; 0: as far apart as possible), and the programs between them save tiles.
+    If no states are saved, all programs scan, and ``part`` is the program's index on the second
+    axis of the grid. Otherwise the grid has one axis. On this axis, programs that scan are SPACING
+    apart, and the programs between them save tiles. With SPACING 1 the programs that scan come
+    first; with 0 they are as far apart as possible.
     """
     SAVE_TOKENS: tl.constexpr = SAVE[0]
     SAVE_PARTS: tl.constexpr = SAVE[2]
@@ -66,7 +67,7 @@ def save_tile(
 
     Args:
         first_token: First token of the tile; the tile ends before ``num_tokens``.
-        part: Index of the tile in its rows.
+        part: Index of the tile among the tiles of its rows.
         scores: ``kv_score``, its row stride and its column stride.
         ape: Bias of the second half of a state.
         states: The cache, its block stride and its number of blocks.
@@ -105,10 +106,10 @@ def save_tile(
         mask=slot_valid[:, None] & has_bias,
         other=0.0,
     )
-    # not a sum with 0 for the first half, which changes the sign of -0 and the payload of a NaN
+    # a sum with 0 would change the sign of -0 and the payload of a NaN in the first half
     values = tl.where(has_bias, values + bias, values)
     target = state_cache + (page * page_stride + row * (2 * WIDTH))[:, None] + column
-    # streamed: only a later step reads states; the L2 is for kv_score, which this step reads
+    # a streaming store leaves the L2 to kv_score, which this step reads; later steps read states
     mask = slot_valid[:, None] & (column < 2 * WIDTH)
     tl.store(target, values, mask=mask, cache_modifier=".cs")
 
@@ -118,8 +119,8 @@ def save_assigned_tile(
     tile, first_token, num_tokens, scores, ape, states, slots, positions,
     STATE: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """Save the tile that ``assign_role`` has returned, if any, of the tokens from ``first_token``
-    on."""
+    """Save ``tile``, a result of ``assign_role``, unless it is -1. Tile 0 begins at
+    ``first_token``."""
     TOKENS: tl.constexpr = SAVE[0]
     PARTS: tl.constexpr = SAVE[2]
     if TOKENS > 0:
