@@ -1,4 +1,4 @@
-"""Launcher of the merge of ranks that map each other's memory."""
+"""Launch the merge of attention results between ranks that map each other's memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dsv4_ops.kernels.context_parallel.exchange import PROGRAMS, TILE
 from dsv4_ops.kernels.launcher import Launcher
 
 TILE_ROWS = (1, 4, 8)
-"""Rows per tile: small tiles for few rows, so that many programs send them."""
+"""Rows per tile. A call with few rows has small tiles, so that many programs send them."""
 
 TWO_RANK_TILE_ROWS = (*TILE_ROWS, 16)
-"""Rows per tile of two ranks. Tiles of 16 rows are a tenth faster from 4096 rows on; with four
-ranks they are a third slower."""
+"""Rows per tile with two ranks. For two ranks and at least 4096 rows, tiles of 16 rows are a tenth
+faster; for four ranks, such tiles are a third slower."""
 
 FEW_PROGRAMS = 128
-"""Prefer smaller tiles up to this many programs (two H200s, 2048 rows: 11.7 us; with twice as many
-programs 12.4 us)."""
+"""A call has the smallest tiles that need no more programs than this. On two H200s, 2048 rows take
+11.7 us, and 12.4 us with twice as many programs."""
 
 
 def row_bytes(out: Tensor) -> int:
@@ -40,7 +40,7 @@ def combine_ranks(
     same order.
 
     All ranks map ``workspace``, which holds ``workspace_header`` and zeros before the first call. A
-    rank that waits longer than ``timeout_ns`` for another one traps.
+    rank that waits longer than ``timeout_ns`` for another rank traps.
     """
     num_tokens, num_heads, width = out.shape
     own_heads = num_heads // world

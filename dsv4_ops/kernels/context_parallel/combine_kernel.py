@@ -1,8 +1,8 @@
-"""Merge attention over the keys of ranks that map each other's memory, in one kernel.
+"""Merge attention results between ranks, each of which has some of the keys, in one kernel.
 
-A tile is some rows (token, head) of each rank's heads. A program writes its results for the heads
-of every other rank to that rank's memory, and merges the results that it receives. ``exchange``
-says why no rank reads too early or overwrites unread data.
+The ranks map each other's memory. A tile is some rows (token, head) of each rank's heads. A program
+writes its results for the heads of another rank to the memory of that rank, and merges the results
+that it receives. ``exchange`` says why no rank reads too early or overwrites unread data.
 """
 
 import triton
@@ -29,7 +29,7 @@ def merge_ranks(
     RANK: tl.constexpr, WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """Exchange and merge tiles. NATURAL: log-sum-exps are natural, and not of base 2."""
+    """Exchange and merge tiles. NATURAL: log-sum-exps are natural, else in base 2."""
     program = tl.program_id(0)
     element = out.dtype.element_ty
     lane = tl.arange(0, TILE_ROWS)
@@ -37,7 +37,7 @@ def merge_ranks(
     offset = lane[:, None] * BLOCK + column
     count_ptr = count_address(workspace, program)
     count = tl.load(count_ptr)
-    bases = ()  # loaded before any store, or the loads would wait for it
+    bases = ()  # load these before the first store, or the loads would wait for the store
     for distance in tl.static_range(1, WORLD):
         bases += (load_workspace(workspace, (RANK + distance) % WORLD),)
     for tile in range(program, tl.cdiv(num_rows, TILE_ROWS), tl.num_programs(0)):
@@ -88,12 +88,12 @@ def merge_ranks(
         tl.store(dst, result.to(element), mask=mask)
         log_sum = tl.log(row_sum) if NATURAL else tl.log2(row_sum)
         tl.store(merged_lse + row, shift + log_sum, mask=row_valid)
-        tl.store(count_ptr, count)  # not after the loop: its address would spill on Triton 3.9
+        tl.store(count_ptr, count)  # after the loop, count_ptr would spill on Triton 3.9
 
 
 @triton.jit
 def _finite_lse(lse):
-    """Return -inf in place of inf and NaN, the lse of rows without keys."""
+    """Replace inf and NaN by -inf, the lse of rows without keys."""
     return tl.where(lse < float("inf"), lse, float("-inf"))
 
 

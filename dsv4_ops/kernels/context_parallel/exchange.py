@@ -1,29 +1,30 @@
-"""Exchange of tiles between programs of ranks that map each other's memory.
+"""Exchange tiles between programs of ranks that map each other's memory.
 
-A kernel divides its work into tiles, the same on all ranks. Program p takes each tile
-p + i * programs. For each tile it writes its part to the memory of all other ranks, raises its
-flags there, waits for their flags here, and reads what they wrote. Every rank must make the same
-calls in the same order on one stream, as for any collective.
+A kernel divides its work into the same tiles on all ranks. Program p processes tiles
+p + i * programs. For each tile, the program writes its part to the memory of all other ranks,
+raises its flags there, waits until the other ranks have raised their flags here, and reads what
+they wrote. Every rank must make the same calls in the same order on one stream, as for any
+collective.
 
-Why no rank reads too early: a flag holds the number of its tile, which each program counts over all
-tiles and calls in its own memory, so that a replayed graph continues the count. A release at system
-scope raises the flag, after a barrier that follows all writes of the program; an acquire awaits it.
-A flag only grows, and a program that waits for t accepts t + 1.
+Why no rank reads too early: a flag holds the number of a tile. Each program counts its tiles over
+all calls, in its own memory, so that a replayed graph continues the count. After all writes of the
+program there is a barrier, then a release at system scope raises the flag; an acquire waits for the
+flag. A flag only grows, and a program that waits for t accepts t + 1.
 
-Why no rank overwrites unread data: each program has two buffers per sender, which tiles alternate,
-and shares them with no other program, whatever the shapes of calls. A sender writes tile t + 2
-after its tile t + 1 received this rank's flag of t + 1, and this rank's program raises that flag
-after its last read of tile t. So kernels and layers of all shapes may share a workspace.
+Why no rank overwrites unread data: each program has two buffers per sender, which alternate from
+tile to tile, and shares them with no other program, whatever the shapes of calls. A sender writes
+tile t + 2 only after it has received this rank's flag of tile t + 1, and this rank's program raises
+that flag after its last read of tile t. So kernels and layers of all shapes may share a workspace.
 
 Why waiting ranks do not block each other: programs send before they wait, and GPUs start programs
 in the order of their numbers. Consider the lowest unfinished program of any rank and its lowest
-unfinished tile. On every other rank that program runs too, or will run because all lower ones have
-ended, and it sends without waiting. Besides, GPUs with NVLink hold all programs at once, two per
-SM.
+unfinished tile. On every other rank, the program of that number runs, or will run because all lower
+programs have ended, and it sends without waiting. Besides, GPUs with NVLink run all programs at
+once, two per SM.
 
-Why the failure of a rank stops the others: they trap after the group's timeout. A result of NaN
-would be sampled from; after a trap the next call of the process fails, as with NCCL's watchdog, and
-no result is passed on.
+Why the failure of a rank stops the other ranks: they trap after the group's timeout. If they
+returned NaN instead, tokens would be sampled from it. After a trap, the next call of the process
+fails, as with NCCL's watchdog, and no result is passed on.
 """
 
 import struct
@@ -43,9 +44,9 @@ DATA = tl.constexpr(2048)
 TILE = tl.constexpr(16384)
 """Maximum bytes of a tile."""
 PART = tl.constexpr(16384 + 128)
-"""Bytes of a buffer: a tile, and the values per row that go with it."""
+"""Bytes of a buffer: a tile, and one value per row of the tile."""
 FLAG = tl.constexpr(32)
-"""Bytes between flags: a sector, because each flag is polled."""
+"""Bytes between flags. Each flag has its own sector, because programs poll flags."""
 
 
 def workspace_bytes(world: int) -> int:
@@ -54,8 +55,8 @@ def workspace_bytes(world: int) -> int:
 
 
 def workspace_header(addresses: list[int]) -> bytes:
-    """Return the start of a rank's workspace: the addresses of all workspaces. The rest is
-    zeros."""
+    """Return the start of a rank's workspace: the addresses of all workspaces. The rest of a
+    workspace is zeros."""
     return struct.pack(f"<{len(addresses)}q", *addresses)
 
 
@@ -74,8 +75,8 @@ def load_workspace(workspace, rank):
 
 @triton.jit
 def buffer_address(base, program, count, distance, WORLD: tl.constexpr):
-    """Return the address of a program's buffer in a rank's workspace for the tiles of the sender
-    whose rank is ``distance`` + 1 lower, modulo the ranks."""
+    """Return the address of a program's buffer in the workspace ``base`` of a rank. The buffer
+    receives from the sender whose rank is ``distance`` + 1 lower, modulo the number of ranks."""
     index = (program * (WORLD - 1) + distance) * 2 + (count & 1)
     return base + DATA + index.to(tl.int64) * PART
 
@@ -83,8 +84,8 @@ def buffer_address(base, program, count, distance, WORLD: tl.constexpr):
 @triton.jit
 def raise_flags(workspace, program, count, RANK: tl.constexpr, WORLD: tl.constexpr):
     """Tell all other ranks that this program has written its tile to them. One instruction raises
-    all flags, because each release waits until earlier writes have arrived."""
-    tl.debug_barrier()  # every write before any flag
+    all flags, because each release would wait until earlier writes have arrived."""
+    tl.debug_barrier()  # all writes of the program precede its flags
     distance = tl.arange(1, 1 + triton.next_power_of_2(WORLD - 1))
     receiver = (RANK + distance) % WORLD
     addresses = workspace.to(tl.pointer_type(tl.int64))
@@ -115,7 +116,8 @@ def _flag_addresses(base, program, distance, WORLD: tl.constexpr):
 
 @triton.jit
 def _is_pending(flags, count, mask):
-    """Return whether a flag is below ``count``. Differences are compared, because counts wrap."""
+    """Return whether a flag is below ``count``. The sign of a difference decides, because counts
+    wrap around."""
     value = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
     return tl.min(tl.where(mask, value - count, 0), 0) < 0
 

@@ -1,4 +1,4 @@
-"""Launcher of the gather of ranks that map each other's memory."""
+"""Launch the gather between ranks that map each other's memory."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.meta.context_parallel import gathered
 
 TILE_BYTES = (2048, 4096, 8192, int(TILE))
-"""Bytes per tile: small tiles for few bytes, so that many programs send them."""
+"""Bytes per tile. A call with few bytes has small tiles, so that many programs send them."""
 
 FEW_PROGRAMS = 128
-"""Prefer smaller tiles up to this many programs."""
+"""A call has the smallest tiles that need no more programs than this."""
 
 
 class _Source(NamedTuple):
     """A tensor as [rows, inner] integers.
 
     Args:
-        tensor: Its bytes.
+        tensor: The bytes of the tensor.
         itemsize: Bytes of an integer.
-        rows, inner: Its size in integers.
-        stride: Integers between rows.
+        rows, inner: Number of rows, and of integers per row.
+        stride: Integers from one row to the next.
     """
 
     tensor: Tensor
@@ -55,7 +55,7 @@ def gather(
     """Gather one or two tensors of all ranks along ``dim``. All ranks make the same calls in the
     same order.
 
-    ``workspace`` is as for ``combine_ranks``; both may share a workspace.
+    ``workspace`` is as for ``combine_ranks``; the two functions may share a workspace.
     """
     results = [gathered(part, world, dim) for part in parts]
     sources = [_as_integers(part, dim) for part in parts]
@@ -81,7 +81,8 @@ def gather(
 
 
 def _as_integers(part: Tensor, dim: int) -> _Source:
-    """Return ``part`` as the widest integers that divide its rows, stride and address."""
+    """Return ``part`` as integers of the largest size that divides its row size, stride and
+    address."""
     rows, inner = prod(part.shape[:dim]), prod(part.shape[dim:])
     flat = part.reshape(rows, inner)
     if flat.stride(1) != 1:

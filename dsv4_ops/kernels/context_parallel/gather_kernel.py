@@ -1,10 +1,10 @@
-"""Gather tensors of ranks that map each other's memory, in one kernel.
+"""Gather one or two tensors between ranks that map each other's memory, in one kernel.
 
-A tile is some bytes of a rank's part of one of two tensors. A program writes it to all other ranks
-and to its own result, then copies the tiles that it receives to the result. ``exchange`` says why
-no rank reads too early or overwrites unread data.
+Each rank has a part of each tensor. A tile is some bytes of a part. A program writes a tile to all
+other ranks and to its own result, then copies the tiles that it receives to the result.
+``exchange`` says why no rank reads too early or overwrites unread data.
 
-A part is [rows, inner] integers, and a result [rows, WORLD, inner].
+A part is [rows, inner] integers; a result is [rows, WORLD, inner].
 """
 
 import triton
@@ -27,7 +27,7 @@ def gather_ranks(
     FIRST_BYTES: tl.constexpr, SECOND_BYTES: tl.constexpr, TILE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Exchange tiles of ``first``, then of ``second`` if PAIR. FIRST_BYTES and SECOND_BYTES are the
-    bytes of their integers; ONE_ROW: both have one row."""
+    bytes of an integer in each tensor. ONE_ROW: each part has one row."""
     FIRST_LENGTH: tl.constexpr = TILE_BYTES // FIRST_BYTES
     SECOND_LENGTH: tl.constexpr = TILE_BYTES // SECOND_BYTES
     FIRST: tl.constexpr = (ONE_ROW, FIRST_BYTES, FIRST_LENGTH)
@@ -63,7 +63,8 @@ def _send(
     """Write a tile to all other ranks, and to the result.
 
     Args:
-        part: A rank's part, the stride of its rows, the result, and integers in all and per row.
+        part: A rank's part, the stride of its rows, the result, the number of integers of the part,
+            and the number per row.
         TILE: ONE_ROW, the bytes of an integer, and integers per tile.
     """
     BYTES: tl.constexpr = TILE[1]
@@ -98,8 +99,8 @@ def _receive(
 
 @triton.jit
 def _elements(tile, part, TILE: tl.constexpr):
-    """Return the rows and columns of a tile's integers, their offsets in a buffer, and which
-    exist."""
+    """Return the row and column of each integer of a tile, its offset in a buffer, and whether it
+    exists."""
     ONE_ROW: tl.constexpr = TILE[0]
     LENGTH: tl.constexpr = TILE[2]
     _source, _stride, _gathered, size, inner = part
@@ -110,7 +111,7 @@ def _elements(tile, part, TILE: tl.constexpr):
         row, column = tl.zeros((), tl.int64), start + lane
     else:
         first_row = start // inner
-        # a difference instead of a remainder keeps the loads vectorised
+        # Triton vectorises the loads with a difference, but not with a remainder
         offset = (start - first_row * inner).to(tl.int32) + lane
         row, column = first_row + offset // inner, offset % inner
     return row, column, lane, mask

@@ -33,8 +33,9 @@ def cp_topk_kernel(
     out, topk, interleave,
     RANKS: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Select the rows of one token, in increasing order. WIDTH is the candidates per rank;
-    CANDIDATES and BLOCK are the candidates of all ranks and topk, rounded up to powers of two."""
+    """Select the rows of one token, in increasing order. WIDTH is the number of candidates per
+    rank. CANDIDATES is the number of candidates of all ranks, and BLOCK is ``topk``, each rounded
+    up to a power of two."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, CANDIDATES)
