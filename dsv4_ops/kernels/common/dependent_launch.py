@@ -32,34 +32,6 @@ def wait_for_previous_kernel():
     _wait_if_launched_early()()
 
 
-@triton.constexpr_function
-def _fetch_if_launched_early():
-    def fetch(starts, BYTES, _semantic=None):
-        if _semantic is not None and getattr(_semantic.builder.options, "launch_pdl", False):
-            size = tl.core._unwrap_if_constexpr(BYTES)
-            aligned = "{ .reg .b64 a; and.b64 a, $1, -16;"
-            tl.inline_asm_elementwise(
-                f"{aligned} cp.async.bulk.prefetch.L2.global [a], {size}; mov.b32 $0, 0; }}",
-                "=r,l",
-                [starts],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-                _semantic=_semantic,
-            )
-
-    fetch.__triton_builtin__ = True
-    return fetch
-
-
-@triton.jit
-def fetch_to_l2(starts, BYTES: tl.constexpr):
-    """Fetch BYTES, a multiple of 16, at each address to the L2 cache, if the kernel is launched
-    early. This may precede the wait: what an earlier kernel still writes goes to that cache, too.
-    """
-    _fetch_if_launched_early()(starts, BYTES)
-
-
 def waits(kernel) -> bool:
     """Return whether a kernel begins with the wait, so that it may be launched early."""
     return wait_for_previous_kernel.fn.__name__ in kernel.fn.__code__.co_names

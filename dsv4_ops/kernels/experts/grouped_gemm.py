@@ -486,7 +486,7 @@ def experts(
         max_rows=next(rows for least, rows in ROWS_BY_SHARED.items() if target.shared >= least),
     )
     tokens, (weight_rows, _, _) = blocks.rows, blocks.tile
-    plan, inputs = _planned(launch, x, topk_ids, activations, bits, gate_up, blocks)
+    plan, inputs = _planned(launch, x, topk_ids, activations, bits, num_experts, blocks)
     capacity = plan.expert_of_block.shape[0]
     step = STEPS[tokens] if bits == 16 else step_size(bits == 4)
     padded = round_up(size, max(step, WEIGHT_BLOCK))
@@ -575,18 +575,14 @@ def _planned(
     topk_ids: torch.Tensor,
     activations: str,
     bits: int,
-    weight: torch.Tensor,
+    num_experts: int,
     blocks: Blocks,
 ) -> tuple[ExpertPlan, Activations]:
     """Return the plan, and the activations of the gate and up product, by token."""
-    sizes = {
-        "num_experts": int(weight.shape[0]),
-        "block_size": blocks.rows,
-        "pairs": blocks.stages > 0,
-    }
+    sizes = {"num_experts": num_experts, "block_size": blocks.rows, "pairs": blocks.stages > 0}
     if bits < 16 and not blocks.codes:
         rows = bf16_activations(x, activations)
-        plan, rows = plan_and_reorder(launch, topk_ids, rows, weight, fp4=bits == 4, **sizes)
+        plan, rows = plan_and_reorder(launch, topk_ids, rows, fp4=bits == 4, **sizes)
         return plan, Activations(rows, rows.stride(0), plan.sorted_rows, 0)
     plan = expert_plan(launch, topk_ids, **sizes)
     if not blocks.codes:

@@ -8,7 +8,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import round_up
 from dsv4_ops.core.types import ExpertPlan, max_expert_blocks
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.dependent_launch import fetch_to_l2, wait_for_previous_kernel
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import (  # Inductor copies functions only
     reordered,
     reordered_offset,
@@ -29,10 +29,6 @@ separate launch counts them."""
 
 REORDERED = 512
 """Values that a program of the plan reorders at a time."""
-
-FETCHED_ROWS, FETCHED_BYTES = 8, 512
-"""Up to this many rows, such as those of one token, the plan fetches so many bytes of each weight
-row of their experts, which the next kernel reads first; 0 for none. Six experts of Flash: 12 MB."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -68,25 +64,6 @@ def _reorder(x, out, num_tokens, program, num_programs, REORDER: tl.constexpr):
         tl.store(out + token * PADDED + reordered_offset(k, FP4), found, mask=mask)
 
 
-@triton.jit
-def _fetch(
-    topk_ids, token_stride, choice_stride, topk, num_rows, num_experts,
-    codes, expert_stride, row_stride, FETCH: tl.constexpr,
-):  # fmt: skip
-    """Fetch the first bytes of a program's share of the weight rows of all experts."""
-    SIZE: tl.constexpr = FETCH[0]
-    BYTES: tl.constexpr = FETCH[1]
-    LANES: tl.constexpr = FETCH[2]
-    size = num_rows * SIZE
-    for start in range(tl.program_id(0) * LANES, size, tl.num_programs(0) * LANES):
-        index = tl.minimum(start + tl.arange(0, LANES), size - 1)
-        row = (index // SIZE).to(tl.int64)
-        ids = tl.load(topk_ids + row // topk * token_stride + row % topk * choice_stride)
-        expert = tl.minimum(tl.maximum(ids, 0), num_experts - 1).to(tl.int64)
-        weight_row = (index % SIZE).to(tl.int64)
-        fetch_to_l2(codes + expert * expert_stride + weight_row * row_stride, BYTES)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def expert_plan_kernel(
     topk_ids, token_stride, choice_stride,
@@ -94,23 +71,15 @@ def expert_plan_kernel(
     counts,
     sorted_rows, expert_of_block, num_blocks,
     x, x_token_stride, x_stride, num_tokens, x_reordered,
-    codes, code_expert_stride, code_row_stride,
     capacity, num_experts,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, PAIRS: tl.constexpr, REORDER: tl.constexpr, FETCH: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, PAIRS: tl.constexpr, REORDER: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks of one expert, and its share of the unused blocks. BLOCK is BLOCK_SIZE,
     rounded up to a power of two. REORDER is the width of ``x``, its width in ``reordered``, whether
-    weights are FP4, and values at a time; or None. FETCH is the rows of an expert's weight, bytes
-    of each to fetch, rows at a time, and maximum rows of the batch; or None."""
+    weights are FP4, and values at a time; or None."""
     wait_for_previous_kernel()
     expert = tl.program_id(0)
-    if FETCH is not None:
-        if num_rows <= FETCH[3]:
-            _fetch(
-                topk_ids, token_stride, choice_stride, topk, num_rows, num_experts,
-                codes, code_expert_stride, code_row_stride, FETCH,
-            )  # fmt: skip
     if REORDER is not None:
         _reorder(
             (x, x_token_stride, x_stride), x_reordered, num_tokens, expert, num_experts, REORDER
@@ -169,26 +138,24 @@ def expert_plan(
 ) -> ExpertPlan:
     """Compute the plan. With ``pairs``, an expert's blocks form pairs: the entry of the first block
     is the expert plus PAIR, and that of the second is -1."""
-    return _plan(launch, topk_ids, num_experts, block_size, pairs, None)[0]
+    return _plan(launch, topk_ids, num_experts, block_size, pairs, None, False)[0]
 
 
 def plan_and_reorder(
     launch: Launcher,
     topk_ids: torch.Tensor,
     x: torch.Tensor,
-    weight: torch.Tensor,
     *,
     num_experts: int,
     block_size: int,
     pairs: bool,
     fp4: bool,
 ) -> tuple[ExpertPlan, torch.Tensor]:
-    """Compute the plan, and the ``reordered`` activations ``x`` of FP4 or FP8 weights. A small
-    batch also fetches the first bytes of its rows of ``weight`` [num_experts, rows, bytes]."""
+    """Compute the plan, and the ``reordered`` activations ``x`` of FP4 or FP8 weights."""
     num_rows = topk_ids.shape[0] * topk_ids.shape[1]
     is_small = isinstance(num_rows, int) and num_rows <= FUSED_COUNT_ROWS
-    source = (x, weight, fp4) if is_small else None
-    plan, found = _plan(launch, topk_ids, num_experts, block_size, pairs, source)
+    source = x if is_small else None
+    plan, found = _plan(launch, topk_ids, num_experts, block_size, pairs, source, fp4)
     return plan, found if is_small else reordered(x, fp4)
 
 
@@ -198,7 +165,8 @@ def _plan(
     num_experts: int,
     block_size: int,
     pairs: bool,
-    source: tuple[torch.Tensor, torch.Tensor, bool] | None,
+    x: torch.Tensor | None,
+    fp4: bool,
 ) -> tuple[ExpertPlan, torch.Tensor]:
     num_tokens, topk = topk_ids.shape
     num_rows = num_tokens * topk
@@ -210,18 +178,12 @@ def _plan(
     rows = min(max(triton.next_power_of_2(num_rows), 32), MAX_STEP_ROWS) if is_static else ROWS
     warps, has_counts = max(4, rows // 256), is_static and num_rows > FUSED_COUNT_ROWS
     counts = topk_ids.new_empty((num_experts if has_counts else 0,))
-    rows_of, x_reordered, reorder = (topk_ids, 0, 0), topk_ids, None
-    codes, fetch = (topk_ids, 0, 0), None
-    if source is not None:
-        x, weight, fp4 = source
+    source, x_reordered, reorder = (topk_ids, 0, 0), topk_ids, None
+    if x is not None:
         width = int(x.shape[1])
         padded = round_up(width, step_size(fp4))
         x_reordered = x.new_empty((num_tokens, padded))
-        rows_of, reorder = strided(x), (width, padded, fp4, REORDERED)
-        fetched = min(FETCHED_BYTES, int(weight.shape[2]) // 16 * 16)
-        if fetched and weight.stride(2) == 1 and launch.target(x.device).dependent_launch:
-            codes = (weight, *weight.stride()[:2])
-            fetch = (int(weight.shape[1]), fetched, 32 * warps, FETCHED_ROWS)
+        source, reorder = strided(x), (width, padded, fp4, REORDERED)
     if has_counts:
         launch(expert_counts_kernel)[num_experts,](
             topk_ids, *topk_ids.stride(), topk, num_rows, counts, ROWS=rows, num_warps=warps
@@ -231,12 +193,10 @@ def _plan(
         topk, num_rows,
         counts,
         sorted_rows, expert_of_block, num_blocks,
-        *rows_of, num_tokens, x_reordered,
-        *codes,
+        *source, num_tokens, x_reordered,
         capacity, num_experts,
         BLOCK_SIZE=block_size, BLOCK=triton.next_power_of_2(block_size),
         BINS=triton.next_power_of_2(num_experts + 1),
-        ROWS=rows, HAS_COUNTS=has_counts, PAIRS=pairs, REORDER=reorder, FETCH=fetch,
-        num_warps=warps,
+        ROWS=rows, HAS_COUNTS=has_counts, PAIRS=pairs, REORDER=reorder, num_warps=warps,
     )  # fmt: skip
     return ExpertPlan(sorted_rows, expert_of_block, num_blocks), x_reordered

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.core.types import Routing
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.dependent_launch import fetch_to_l2, wait_for_previous_kernel
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import multiply_add  # Inductor copies functions only
 from dsv4_ops.kernels.common.sizes import SIZES, SIZES_BUT_TOKENS
 from dsv4_ops.kernels.launcher import Launcher
@@ -24,9 +24,6 @@ FEW, MANY = (32, 16, 16), (64, 64, 4)
 """Experts and tokens per program, and splits of K: for a small batch, and for a large or symbolic
 one."""
 
-FETCHES = True
-"""Whether programs of a small batch fetch their weights before the kernel before ends."""
-
 
 @triton.jit(do_not_specialize=SIZES_BUT_TOKENS)
 def router_products_kernel(
@@ -35,19 +32,12 @@ def router_products_kernel(
     partial,
     num_tokens, num_experts,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    DEPTH: tl.constexpr, FETCHED: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits of a tile over one split of K. FETCHED is the bytes of each weight row to
-    fetch before the kernel before ends: the program's own, or 0."""
+    """Compute the logits of a tile over one split of K."""
+    wait_for_previous_kernel()
     split = tl.program_id(1)
     expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if FETCHED > 0:
-        first_row = tl.minimum(expert, num_experts - 1).to(tl.int64)[:, None] * row_stride
-        PART: tl.constexpr = FETCHED // 4  # a thread each
-        values = PART * 8 // weight.dtype.element_ty.primitive_bitwidth
-        parts = tl.arange(0, 4)[None, :] * values
-        fetch_to_l2(weight + first_row + split * (WIDTH // SPLITS) + parts, PART)
-    wait_for_previous_kernel()
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     expert_valid, token_valid = expert < num_experts, token < num_tokens
     rows = weight + tl.where(expert_valid, expert, 0).to(tl.int64)[:, None] * row_stride
@@ -145,13 +135,9 @@ def route(
     rows, tokens, splits = FEW if is_small else MANY
     partial = hidden.new_empty((splits, num_tokens, num_experts), dtype=torch.float32)
     grid = (triton.cdiv(num_experts, rows), splits, (num_tokens + tokens - 1) // tokens)
-    bytes_per_split = width * weight.element_size() // splits
-    is_whole = width % (splits * DEPTH) == 0 and weight.stride(1) == 1
-    fetched = bytes_per_split if FETCHES and is_small and is_whole else 0
     launch(router_products_kernel)[grid](
         *strided(hidden, weight), partial, num_tokens, num_experts,
-        WIDTH=width, SPLITS=splits, ROWS=rows, TOKENS=tokens, DEPTH=DEPTH, FETCHED=fetched,
-        num_warps=WARPS,
+        WIDTH=width, SPLITS=splits, ROWS=rows, TOKENS=tokens, DEPTH=DEPTH, num_warps=WARPS,
     )  # fmt: skip
     has_table = table is not None and token_ids is not None
     table_arguments = strided(table, token_ids) if has_table else (partial, 0, 0, partial, 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.dependent_launch import fetch_to_l2, wait_for_previous_kernel
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.dequant_gemm import (
     bf16_activations,
     byte_rows,
@@ -44,10 +44,6 @@ us for 2 MB, and 11 us if a SwiGLU follows."""
 MIN_STEPS, MAX_SPLITS = 2, 16
 """Minimum blocks of K per split, and maximum splits."""
 
-FETCHED_STEPS = 3
-"""Blocks of K whose weights each program fetches to the L2 cache while the kernel before it ends:
-12 MB in all with four programs per SM, which take about 4 us."""
-
 SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
 """Tokens per program and maximum splits for a symbolic batch: each split stores partial sums of the
 whole batch, which may be large."""
@@ -62,23 +58,16 @@ def fp8_linear_kernel(
     out, num_tokens,
     SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr,
     SPLITS: tl.constexpr, ORDERED: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
-    CONVERTS: tl.constexpr, FETCHED: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of tokens and weight rows over one split of K. FETCHED is the bytes of each
-    weight row to fetch before the kernel before ends."""
+    """Compute a tile of tokens and weight rows over one split of K."""
+    wait_for_previous_kernel()
     ROWS: tl.constexpr = TILE[0]
     WARPS: tl.constexpr = TILE[1]
     STAGES: tl.constexpr = TILE[2]
     token_tiles = (num_tokens + TOKENS - 1) // TOKENS
     tile, token_tile = tl.program_id(0) // token_tiles, tl.program_id(0) % token_tiles
     split, n_start = tile // (SIZE // ROWS), tile % (SIZE // ROWS) * ROWS
-    STEPS: tl.constexpr = WIDTH // 128
-    if FETCHED > 0:
-        PART: tl.constexpr = FETCHED // 2  # a thread each
-        starts = (n_start + tl.arange(0, ROWS)).to(tl.int64)[:, None] * code_row_stride
-        starts += split * STEPS // SPLITS * 128 + tl.arange(0, 2)[None, :] * PART
-        fetch_to_l2(codes + starts, PART)
-    wait_for_previous_kernel()
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     token_valid = token < num_tokens
     x_row = tl.where(token_valid, token, 0).to(tl.int64)
@@ -92,6 +81,7 @@ def fp8_linear_kernel(
             x_rows = x_rows.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         addresses = x_scale + x_row * scale_token_stride + group * scale_group_stride
         token_scales = (addresses, scale_block_stride)
+    STEPS: tl.constexpr = WIDTH // 128
     acc = multiply_fp8(
         (words, None, WIDTH // 4), (scales + row // 128 * scale_row_stride, scale_stride, row >= 0),
         (x_rows, token_valid[:, None]), token_scales,
@@ -150,8 +140,6 @@ def _multiply_as_bf16(
     x = reordered(x, False) if tokens > FEW_TOKENS else x
     dtype = out_dtype if splits == 1 else torch.float32
     out = x.new_empty((splits, num_tokens, rows), dtype=dtype)
-    is_small = isinstance(num_tokens, int) and num_tokens <= MAX_BF16_TOKENS
-    fetched = WEIGHT_BLOCK * min(FETCHED_STEPS, width // WEIGHT_BLOCK // splits) if is_small else 0
     programs = splits * (rows // weight_rows) * ((num_tokens + tokens - 1) // tokens)
     launch(fp8_linear_kernel)[programs,](
         x, *x.stride()[:2],
@@ -160,7 +148,7 @@ def _multiply_as_bf16(
         out, num_tokens,
         SIZE=rows, GROUP_SIZE=rows // num_groups, WIDTH=width, SCALED=scaled, SPLITS=splits,
         ORDERED=tokens > FEW_TOKENS, TOKENS=tokens, TILE=TILES[tokens],
-        CONVERTS=launch.converts_codes(x.device), FETCHED=fetched, num_warps=warps,
+        CONVERTS=launch.converts_codes(x.device), num_warps=warps,
     )  # fmt: skip
     return out
 

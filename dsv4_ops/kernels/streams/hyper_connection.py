@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.core.types import HyperConnection
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.dependent_launch import fetch_to_l2, wait_for_previous_kernel
+from dsv4_ops.kernels.common.dependent_launch import wait_for_previous_kernel
 from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
     multiply_add,
     round_to_bf16,
@@ -22,9 +22,6 @@ FEW, MANY = (16, 16, 4), (32, 64, 4)
 """Columns of each stream, tokens and warps per program of the products: for a small batch (256
 programs with V4 Flash), and for a large or symbolic one. For a large batch, twice as many warps
 hold the tiles where ``mma.sync`` multiplies."""
-
-FETCHES = True
-"""Whether programs of a small batch fetch their weights before the kernel before ends."""
 
 PROGRAMS, STEPS = 256, (4, 8)
 """Minimum programs for large batches, and minimum and maximum column steps per program, which adds
@@ -48,18 +45,12 @@ def stream_products_kernel(
     num_tokens,
     WIDTH: tl.constexpr, COUNT: tl.constexpr, MIXED: tl.constexpr, WEIGHTS: tl.constexpr,
     SUMS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
-    FETCHED: tl.constexpr,
 ):  # fmt: skip
     """Mix the streams, and multiply some columns of each by ``fn``, COLUMNS at a time. The column
     after the products holds the sum of squares.
 
     COUNT is the number of streams, WEIGHTS the rows of ``fn``, and SUMS is WEIGHTS + 1, rounded up
-    to a power of two. FETCHED is COUNT if programs fetch their part of ``fn`` before the kernel
-    before ends, else 0."""
-    if FETCHED > 0:
-        own_rows = tl.minimum(tl.arange(0, SUMS), WEIGHTS - 1).to(tl.int64) * fn_row_stride
-        own_columns = tl.arange(0, FETCHED) * WIDTH + tl.program_id(0) * COLUMNS
-        fetch_to_l2(fn + own_rows[:, None] + own_columns[None, :], COLUMNS * 4)
+    to a power of two."""
     wait_for_previous_kernel()
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     weight = tl.arange(0, SUMS)
@@ -272,11 +263,10 @@ def hyper_connection(
     if block_out is not None and post is not None and mix is not None:
         block = strided(block_out, post, mix)
     sizes = {"WIDTH": width, "COUNT": count, "WEIGHTS": weights, "SUMS": sums}
-    is_whole = width % columns == 0 and count & (count - 1) == 0 and fn.stride(1) == 1
     launch(stream_products_kernel)[parts, groups](
         *strided(streams, fn), *block, written, partial, num_tokens,
         **sizes, MIXED=mixed, COLUMNS=columns, TOKENS=tokens, STEPS=steps,
-        FETCHED=count if FETCHES and is_small and is_whole else 0, num_warps=warps,
+        num_warps=warps,
     )  # fmt: skip
     width_block = triton.next_power_of_2(width)
     end_warps = 16 if width_block > 4096 else END_WARPS
