@@ -1,4 +1,4 @@
-"""Launchers of routing, of the plan of blocks, and of routed experts."""
+"""Launchers of routers, of the plan that sorts rows into blocks, and of routed experts."""
 
 from dsv4_ops.kernels.experts.grouped_gemm import experts as experts
 from dsv4_ops.kernels.experts.grouped_topk import grouped_topk as grouped_topk

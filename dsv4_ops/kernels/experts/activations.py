@@ -1,8 +1,8 @@
-"""Quantise the activations of experts to FP8, in the order of a plan: codes and scales, or bf16
-values rounded to the codes' values.
+"""Quantise the activations of experts to FP8, in the order of a plan. The result is codes and
+scales, or bf16 values that FP8 codes represent exactly.
 
-A plan has about twice as many slots as there are rows. The values of padding slots stay as they
-are; their scales are 0.
+A plan has about twice as many slots as rows. In padding slots, values are not written, and scales
+are 0.
 """
 
 import torch
@@ -28,7 +28,7 @@ def round_rows_kernel(
     rows, row_stride, sorted_rows,
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Round one row in place. The order of values within a block does not matter."""
+    """Round one row in place. The order of values within a block of 128 does not matter."""
     wait_for_previous_kernel()
     slot = tl.program_id(0).to(tl.int64)
     if tl.load(sorted_rows + slot) >= 0:
@@ -68,7 +68,7 @@ def quantize_ordered_kernel(
     codes, ordered, ordered_stride,
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one row to codes, in the order of its values, and to bf16 scales."""
+    """Quantise one row to codes, in the order of the row's values, and to bf16 scales."""
     wait_for_previous_kernel()
     slot = tl.program_id(0).to(tl.int64)
     has_row = tl.load(sorted_rows + slot) >= 0
@@ -97,10 +97,10 @@ def round_rows(launch: Launcher, rows: torch.Tensor, sorted_rows: torch.Tensor) 
 def order_scales(
     launch: Launcher, scales: torch.Tensor, topk: int, sorted_rows: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """Return int32 [K // 128, num_slots // 2], pairs of bf16 scales: the scales of the tokens in a
-    plan's slots, and 0 for padding. The plan has blocks of ``rows`` slots."""
+    """Return int32 [K // 128, num_slots // 2], each a pair of bf16 scales: the scales of the tokens
+    in a plan's slots, and 0 for padding. The plan has blocks of ``rows`` slots."""
     count = int(scales.shape[1])
-    blocks = max(2, triton.next_power_of_2(count))  # a step of the product reads two
+    blocks = max(2, triton.next_power_of_2(count))  # a step of the GEMM reads the scales of two
     ordered = sorted_rows.new_empty((blocks, sorted_rows.shape[0] // 2))
     launch(order_scales_kernel)[sorted_rows.shape[0] // rows,](
         scales, *scales.stride(), topk, sorted_rows, ordered, ordered.stride(0),

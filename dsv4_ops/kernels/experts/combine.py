@@ -1,5 +1,5 @@
-"""Add the weighted results of a token's experts, and its shared result, in one kernel: torch's
-own ops are eight launches in a step whose sizes are symbolic."""
+"""Add the weighted results of a token's routed experts and the result of the shared expert, in one
+kernel. With torch's own ops this takes eight launches if sizes are symbolic."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 COLUMNS, WARPS = 512, 4
-"""Columns per program: eight programs for a token of Flash."""
+"""Columns per program, and warps. A token of Flash has eight programs."""
 
 
 @triton.jit(do_not_specialize=SIZES)

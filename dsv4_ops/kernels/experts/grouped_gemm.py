@@ -1,5 +1,5 @@
-"""The two grouped GEMMs of routed experts. A program reads a tile of a weight once for one block of
-rows, or for two."""
+"""The two grouped GEMMs of routed experts. A program reads a tile of a weight once, for one or two
+blocks of rows."""
 
 from typing import Any, NamedTuple
 
@@ -52,20 +52,20 @@ TILES = {
     16: {16: (64, 4, 4), 32: (64, 4, 4), 64: (128, 8, 3), 128: (256, 8, 3)},
 }
 """Weight rows per program, warps and pipeline stages, by the bits of a weight and the rows of a
-block. Blocks of 128, 64 and 32 rows need 226, 113 and 82 KB of shared memory with FP4 weights;
-blocks of 64 need 145 KB with bf16."""
+block. With FP4 weights, blocks of 128, 64 and 32 rows need 226, 113 and 82 KB of shared memory;
+with bf16 weights, blocks of 64 rows need 145 KB."""
 
 PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
 """Pipeline stages of programs that compute two blocks of an expert for one read of the weight, by
-weight bits and rows per block. With so few stages, two blocks need no more shared memory than one,
-except for FP8, which needs only 17 KB. With even routing, few experts have two blocks."""
+weight bits and rows per block. With so few stages, two blocks need no more shared memory than one
+block. FP8 is an exception, but needs only 17 KB. With even routing, few experts have two blocks."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """K per step of bf16 weights, by the rows of a block."""
 
 FLAGS, PART_ROWS = 128, 16
-"""Flags that a by-blocks program checks, and rows that it multiplies at a time. The by-blocks
-kernels are separate, to save the other kernels registers."""
+"""Number of flags that a program of a ``_by_blocks_kernel`` checks, and number of rows that it
+multiplies at a time. These kernels are separate, so that the main kernels need fewer registers."""
 
 _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 """Bits of a weight; other dtypes hold FP4."""
@@ -78,8 +78,9 @@ MEAN_ROWS = {4: _NARROW_MEAN_ROWS, 8: _NARROW_MEAN_ROWS, 16: {16: 5, 32: 16, 64:
 MAX_ROWS = 128
 
 CODE_ROWS, CODE_TILE, CODE_PAIR_STAGES = 32, (64, 4, 4), 3
-"""Block size, tile and pair stages where kernels multiply codes. Programs need 59 KB of shared
-memory, or 67 KB for two blocks, and at most 168 registers, so that three fit an SM."""
+"""Block size, tile, and stages for two blocks, if kernels multiply codes. A program needs 59 KB of
+shared memory, or 67 KB for two blocks, and at most 168 registers per thread, so an SM can run three
+programs."""
 
 SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
 """Block size for a symbolic number of rows, by weight bits."""
@@ -90,8 +91,9 @@ ROWS_BY_SHARED = {226 * 1024: MAX_ROWS, 145 * 1024: 64, 0: 32}
 
 @triton.jit
 def _weight_rows(offset, n_start, SIZE: tl.constexpr, GATED: tl.constexpr):
-    """Return the weight rows at the offsets of a tile, and which exist. GATED alternates 8 gate
-    rows with the 8 matching up rows: a warp, which computes 16 rows, holds both."""
+    """Return the weight rows at the offsets of a tile, and which of them exist. With GATED, 8 gate
+    rows alternate with the 8 up rows that match them, so that a warp, which computes 16 rows, has
+    both."""
     if GATED:
         unit = n_start + offset // 16 * 8 + offset % 8
         mask = unit < SIZE // 2
@@ -108,8 +110,8 @@ def _multiply_bf16(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 [ROWS, COLUMNS]: products of weight rows with activations. ``weight`` and
-    ``x`` hold addresses, [ROWS, 1] and [COLUMNS, 1], and which rows exist."""
+    """Return the product of weight rows and activations, float32 [ROWS, COLUMNS]. ``weight`` and
+    ``x`` hold addresses, [ROWS, 1] and [COLUMNS, 1], and masks of the rows that exist."""
     rows, row_mask = weight
     x_rows, x_mask = x
     k = tl.arange(0, STEP)[None, :]
@@ -132,7 +134,7 @@ def _expert_gemm(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr,
     TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return products of a tile of an expert's weight, [SIZE, WIDTH], with rows of ``x``."""
+    """Return the product of a tile of an expert's weight [SIZE, WIDTH] and rows of ``x``."""
     codes, code_expert_stride, code_row_stride = weight
     scales, scale_expert_stride, scale_row_stride, scale_stride = scale
     ROWS: tl.constexpr = TILE[0]
@@ -146,7 +148,7 @@ def _expert_gemm(
         return _multiply_bf16((rows, mask[:, None]), x, ROWS, WIDTH, STEP, STAGES, MASKED)
     row, mask = _weight_rows(tile_rows(ROWS, WARPS), n_start, SIZE, GATED)
     codes = codes + expert * code_expert_stride + row[:, None] * code_row_stride
-    if CODES:  # without it Triton might load fewer bytes at a time, and pack other words
+    if CODES:  # _code_tile packs adjacent words, so Triton must load 16 bytes at a time
         codes = tl.multiple_of(codes, [16, 16])
     words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = scales + expert * scale_expert_stride
@@ -162,7 +164,7 @@ def _expert_gemm(
             return multiply_fp4_codes(
                 weight, scale, x, x_scale, steps, ROWS, WARPS, STAGES, MASKED, TOKENS
             )
-        else:  # Triton would compile code after a branch that returns
+        else:  # needed, because Triton also compiles the code after a branch that returns
             return multiply_fp4(weight, scale, x, steps, ROWS, WARPS, STAGES, MASKED)
     row, row_mask = _weight_rows(tl.arange(0, ROWS), n_start, SIZE, GATED)  # rows of the product
     return multiply_fp8(
@@ -178,8 +180,8 @@ def _activation_rows(
     x, row, mask, block, start,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return ``x`` and ``x_scale`` as the products take them: addresses of activations and of the
-    scales of ``block``, with BY_BLOCKS from its row ``start`` on."""
+    """Return ``x`` and ``x_scale`` for ``_expert_gemm``: the addresses of the activations, and of
+    the scales of ``block``. With BY_BLOCKS, scales begin at row ``start`` of the block."""
     x, x_stride, x_scale, scale_stride = x
     block = tl.cast(block, tl.int64)
     rows = x + row.to(tl.int64)[:, None] * x_stride
@@ -201,15 +203,16 @@ def _gate_up(
     TOKENS: tl.constexpr, CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of activations, and return the products, gates and ups.
+    """Compute a tile of activations; return the product, whose rows are gates and ups.
 
     Args:
         x: Rows and their scales, each with a stride, and the experts per token.
-        weight, scale: With their strides.
+        weight, scale: Weights and scales, with their strides.
         out: Activations and the stride of their rows.
-        work: ``sorted_rows``, a block, the tile's first row in it, its expert, and the tile's
-            first unit.
-        TOKENS, COLUMNS: Rows of a block and of the tile: one block, two, or part of one.
+        work: ``sorted_rows``, a block, the tile's first row in the block, the block's expert, and
+            the tile's first unit.
+        TOKENS: Rows of a block.
+        COLUMNS: Rows of the tile: one block, two blocks, or part of a block.
         TILE: Weight rows, warps, stages, whether a tile reaches past the weight, and K per step.
     """
     x, topk = x
@@ -251,8 +254,9 @@ def gate_up_kernel(
     TOKENS: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of activations from gates and ups. With CODES, set the program's flag
-    ``out_of_reach`` if a product is NaN: ``gate_up_by_blocks_kernel`` then recomputes the tile."""
+    """Compute a tile of activations from gates and ups. With CODES, set the program's flag in
+    ``out_of_reach`` if the product has a NaN. ``gate_up_by_blocks_kernel`` then recomputes the
+    tile."""
     wait_for_previous_kernel()
     ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
@@ -282,8 +286,8 @@ def gate_up_kernel(
 
 @triton.jit
 def _any_flag(out_of_reach, num_programs, step, FLAGS: tl.constexpr):
-    """Return whether any of this program's flags is set. Its flags are ``step`` apart: neighbouring
-    flags, whose tiles share activations, go to different programs."""
+    """Return whether any of this program's flags is set. The flags of a program are ``step`` apart,
+    so that adjacent flags, whose tiles share activations, go to different programs."""
     flag = tl.program_id(0) + tl.arange(0, FLAGS) * step
     return tl.max(tl.load(out_of_reach + flag, mask=flag < num_programs, other=0)) > 0
 
@@ -326,8 +330,9 @@ def _down(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
     CODES: tl.constexpr, BY_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of products with the down weight, store each row at its place in the batch,
-    and return the tile. The arguments are those of ``_gate_up``, without experts per token."""
+    """Compute a tile of the product with the down weight, store each row of the result at its index
+    in the batch, and return the tile. The arguments are those of ``_gate_up``, but ``x`` has no
+    experts per token, and ``out`` has no stride."""
     sorted_rows, block, start, expert, n_start = work
     ROWS: tl.constexpr = TILE[0]
     slot = tl.cast(block, tl.int64) * TOKENS + start + tl.arange(0, COLUMNS)
@@ -358,7 +363,7 @@ def down_kernel(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
     CODES: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply activations by the down weight, with flags as in ``gate_up_kernel``."""
+    """Multiply activations by the down weight. Set flags as ``gate_up_kernel`` does."""
     wait_for_previous_kernel()
     ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
@@ -423,7 +428,7 @@ class Blocks(NamedTuple):
     Args:
         rows: Rows of a block.
         tile: Weight rows per program, warps and pipeline stages.
-        stages: Pipeline stages of a program that computes two blocks; 0 if none does.
+        stages: Pipeline stages of a program that computes two blocks; 0 if no program does.
         codes: Whether kernels multiply FP8 codes instead of values.
     """
 
@@ -434,7 +439,8 @@ class Blocks(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Arguments of kernels for the rows of a GEMM and their scales, which only codes have."""
+    """Arguments of kernels for the rows of a GEMM and their scales. Only codes have scales; for
+    values, ``scales`` is any int32 tensor."""
 
     rows: torch.Tensor
     stride: int
@@ -445,7 +451,7 @@ class Activations(NamedTuple):
 def choose_blocks(
     num_rows: int, num_experts: int, bits: int, *, codes: bool = False, max_rows: int = MAX_ROWS
 ) -> Blocks:
-    """Choose blocks for ``num_rows`` rows in all; ``codes`` if kernels can multiply codes."""
+    """Choose blocks for ``num_rows`` rows in all. ``codes``: whether kernels can multiply codes."""
     rows = SYMBOLIC_ROWS[bits]
     if isinstance(num_rows, int):
         mean = num_rows / num_experts
@@ -527,8 +533,8 @@ def _multiplies_codes(
     down: torch.Tensor,
     bits: int,
 ) -> bool:
-    """Return whether kernels multiply FP4 weights as codes here: code tiles need loads of 16 bytes.
-    Addresses are unknown while a graph is traced; Inductor aligns its inputs."""
+    """Return whether kernels multiply FP4 weights as codes on this GPU, which needs weights that
+    are aligned to 16 bytes. A traced graph has no addresses, but Inductor aligns its inputs."""
     device = gate_up.device
     interpreted = INTERPRETED and launch.capability(device) is None
     if bits != 4 or not (launch.target(device).is_hopper or interpreted):
@@ -548,10 +554,10 @@ def _launch_gemm(
     steps: tuple[bool, int],
     tiles: int,
 ) -> None:
-    """Launch a product and, with codes, the kernel that recomputes tiles with NaN. ``steps`` is
-    whether a tile reaches past the weight, and K per step."""
+    """Launch a GEMM and, with codes, the kernel that recomputes tiles with NaN. ``steps`` says
+    whether a tile reaches past the weight, and has K per step."""
     kernel, by_blocks_kernel = kernels
-    # without codes, any int32 tensor will do
+    # without codes, kernels do not use the tensor
     out_of_reach = inputs.scales.new_empty((programs,)) if blocks.codes else inputs.scales
     rows, warps, _ = blocks.tile
     tile = (*blocks.tile, *steps)
@@ -578,7 +584,7 @@ def _planned(
     num_experts: int,
     blocks: Blocks,
 ) -> tuple[ExpertPlan, Activations]:
-    """Return the plan, and the activations of the gate and up product, by token."""
+    """Return the plan, and the activations of the gate and up GEMM, a row per token."""
     sizes = {"num_experts": num_experts, "block_size": blocks.rows, "pairs": blocks.stages > 0}
     if bits < 16 and not blocks.codes:
         rows = bf16_activations(x, activations)
@@ -601,7 +607,7 @@ def _down_inputs(
     sorted_rows: torch.Tensor,
     blocks: Blocks,
 ) -> Activations:
-    """Return the activations of the down product, by slot of the plan."""
+    """Return the activations of the down GEMM, a row per slot of the plan."""
     if blocks.codes:
         codes, row_scales = quantize_ordered(launch, act, sorted_rows, blocks.rows)
         return Activations(codes, codes.stride(0), row_scales, row_scales.stride(0))
@@ -613,7 +619,7 @@ def _down_inputs(
 def _weight_arguments(
     weight: torch.Tensor, scale: torch.Tensor | None, bits: int
 ) -> tuple[Any, ...]:
-    """Return the arguments of kernels for a weight and its scales, each with its strides."""
+    """Return the kernels' arguments for a weight and its scales, each with its strides."""
     if scale is None:
         weight = weight if weight.stride(2) == 1 else weight.contiguous()
         return (weight, *weight.stride()[:2], weight, 0, 0, 0)

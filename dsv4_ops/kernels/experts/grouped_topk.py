@@ -1,4 +1,4 @@
-"""Route each token to experts of its best groups, one program per token."""
+"""Route each token to experts of the token's best groups, with one program per token."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
 WARPS = 4
-"""Warps per program, as in ``route``: with one warp, a thread needs three times the registers."""
+"""Warps per program, as in ``route``. With one warp, a thread would need three times as many
+registers."""
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def grouped_topk_kernel(
     GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
     """Select the experts of one token. GROUPS, MEMBERS and CHOICES are NUM_GROUPS, GROUP_SIZE and
-    TOP_K, rounded up to powers of two."""
+    TOP_K, each rounded up to a power of two."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     group, member, choice = tl.arange(0, GROUPS), tl.arange(0, MEMBERS), tl.arange(0, CHOICES)

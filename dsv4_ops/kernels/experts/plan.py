@@ -1,5 +1,5 @@
-"""Sort rows into blocks by expert, one program per expert, in one or two launches. The launch for
-a small batch also reorders the activations, to save a launch."""
+"""Sort rows into blocks by expert, with one program per expert, in one or two launches. For a small
+batch, the launch also reorders the activations, which saves a launch."""
 
 import torch
 import triton
@@ -18,17 +18,17 @@ from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 PAIR = tl.constexpr(2**24)
-"""Added to the expert of a block if its program also computes the next block."""
+"""This is added to the expert of a block if the block's program also computes the next block."""
 
 ROWS, MAX_STEP_ROWS = 512, 2048
-"""Rows per loop step: for a symbolic number of rows, and at most."""
+"""Rows per loop step for a symbolic number of rows, and maximum rows per loop step."""
 
 FUSED_COUNT_ROWS = 512
 """Up to this many rows, every program of the plan counts the rows of all experts; above it, a
 separate launch counts them."""
 
 REORDERED = 512
-"""Values that a program of the plan reorders at a time."""
+"""Number of activation values that a program of the plan reorders at a time."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -48,7 +48,7 @@ def expert_counts_kernel(
 
 @triton.jit
 def _reorder(x, out, num_tokens, program, num_programs, REORDER: tl.constexpr):
-    """Write a program's share of ``reordered`` activations."""
+    """Write this program's share of the activations in the order of ``reordered``."""
     x, token_stride, stride = x
     WIDTH: tl.constexpr = REORDER[0]
     PADDED: tl.constexpr = REORDER[1]
@@ -75,9 +75,9 @@ def expert_plan_kernel(
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
     HAS_COUNTS: tl.constexpr, PAIRS: tl.constexpr, REORDER: tl.constexpr,
 ):  # fmt: skip
-    """Write the blocks of one expert, and its share of the unused blocks. BLOCK is BLOCK_SIZE,
-    rounded up to a power of two. REORDER is the width of ``x``, its width in ``reordered``, whether
-    weights are FP4, and values at a time; or None."""
+    """Write the blocks of one expert, and this program's share of the unused blocks. BLOCK is
+    BLOCK_SIZE, rounded up to a power of two. REORDER is None, or the width of ``x``, the padded
+    width of ``x_reordered``, whether weights are FP4, and the number of values at a time."""
     wait_for_previous_kernel()
     expert = tl.program_id(0)
     if REORDER is not None:
@@ -136,8 +136,8 @@ def expert_plan(
     block_size: int,
     pairs: bool = False,
 ) -> ExpertPlan:
-    """Compute the plan. With ``pairs``, an expert's blocks form pairs: the entry of the first block
-    is the expert plus PAIR, and that of the second is -1."""
+    """Compute the plan. With ``pairs``, an expert's blocks form pairs. The entry of the first block
+    of a pair is the expert plus PAIR; the entry of the second block is -1."""
     return _plan(launch, topk_ids, num_experts, block_size, pairs, None, False)[0]
 
 
@@ -151,7 +151,7 @@ def plan_and_reorder(
     pairs: bool,
     fp4: bool,
 ) -> tuple[ExpertPlan, torch.Tensor]:
-    """Compute the plan, and the ``reordered`` activations ``x`` of FP4 or FP8 weights."""
+    """Return the plan, and the activations ``x``, ``reordered`` for FP4 or FP8 weights."""
     num_rows = topk_ids.shape[0] * topk_ids.shape[1]
     is_small = isinstance(num_rows, int) and num_rows <= FUSED_COUNT_ROWS
     source = x if is_small else None

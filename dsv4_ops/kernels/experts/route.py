@@ -1,5 +1,5 @@
-"""Route tokens to experts: a split-K product with the router's weight, then one program per token
-that adds the splits and selects the top k."""
+"""Route tokens to experts. The first kernel multiplies by the router's weight, in splits of K. In
+the second kernel, a program per token adds the splits and selects the top k."""
 
 import torch
 import triton
@@ -15,14 +15,14 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
 DEPTH, WARPS = 128, 4
-"""K per step, and warps."""
+"""K per step, and warps per program."""
 
 FEW_TOKENS = 64
-"""Largest batch that takes the tile ``FEW``."""
+"""Maximum number of tokens of a batch that uses ``FEW``."""
 
 FEW, MANY = (32, 16, 16), (64, 64, 4)
-"""Experts and tokens per program, and splits of K: for a small batch, and for a large or symbolic
-one."""
+"""Experts per program, tokens per program, and splits of K, for a small batch and for a large or
+symbolic batch."""
 
 
 @triton.jit(do_not_specialize=SIZES_BUT_TOKENS)
@@ -34,7 +34,7 @@ def router_products_kernel(
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits of a tile over one split of K."""
+    """Compute a tile of the logits over one split of K."""
     wait_for_previous_kernel()
     split = tl.program_id(1)
     expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -58,7 +58,7 @@ def router_products_kernel(
 
 @triton.jit
 def _sqrt_softplus(logits):
-    """Compute sqrt(softplus), accurate for small results, too: log(1 + y) is multiplied by
+    """Compute sqrt(softplus), also accurately for small results: multiply log(1 + y) by
     y / ((1 + y) - 1), which corrects the rounding of 1 + y."""
     y = tl.exp(tl.minimum(logits, 20.0))
     one_plus = 1.0 + y
@@ -79,8 +79,9 @@ def choose_experts_kernel(
     SCALE: tl.constexpr, LEAST: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
     HAS_TABLE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """Select the experts of one token: the top k of its scores, or the table's row of its id. BLOCK
-    and CHOICES are the number of experts and TOP_K, rounded up to powers of two."""
+    """Select the experts of one token: the top k of the token's scores, or the row of its token id
+    in the table. BLOCK is the number of experts, and CHOICES is TOP_K, each rounded up to a power
+    of two."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
