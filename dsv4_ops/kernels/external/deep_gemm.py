@@ -1,9 +1,9 @@
-"""DeepGEMM for the lightning indexer: its logits of paged keys, and our selection among them.
+"""DeepGEMM for the lightning indexer: DeepGEMM computes the logits of paged keys, and our kernel
+selects rows by them.
 
-DeepGEMM checks no values: absent pages are replaced by page 0 before the call, and their logits by
--inf after it. Every call makes a schedule, unless it gets the schedule of the step. DeepGEMM
-compiles its kernels when they first run, and its functions are no torch ops, so that no package can
-call them.
+DeepGEMM checks no values, so we replace absent pages by page 0 before the call, and the logits of
+such pages by -inf after the call. Without a ``schedule``, each call makes one. DeepGEMM compiles
+its kernels when they first run, and its functions are no torch ops, so no package can call them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def packaged() -> bool:
 
 
 def lowered() -> dict[Any, Any]:
-    """Return the library's op for each of ours; it has none."""
+    """Return the library's op for each op of ours: none, as the library has no ops."""
     return {}
 
 
@@ -64,7 +64,7 @@ def _logits(
     block_size: int,
     num_rows: int,
 ) -> Tensor:
-    """Compute logits; those past the lengths are undefined."""
+    """Compute logits. Logits of rows past a token's length are undefined."""
     num_tokens, columns = q.shape[0], min(pages.shape[1] * block_size, num_rows)
     if num_tokens == 0 or columns == 0 or k_cache.shape[0] == 0:
         return weights.new_empty((num_tokens, num_rows))
@@ -115,7 +115,7 @@ def indexer_logits(
     if num_tokens == 0 or num_rows == 0:
         return weights.new_empty((num_tokens, num_rows))
     table, table_rows = (block_table, req_indices), block_table.shape[1] * block_size
-    lens = lens.reshape(-1)  # a row of tokens may span requests: each token is scored alone
+    lens = lens.reshape(-1)  # score each token alone, because a row of tokens may span requests
     arguments = (*table, lens, num_blocks, torch.sym_min(table_rows, num_rows))
     pages, page_lens = opaque_op.kernel_or_reference(list_pages, launch, q.device)(*arguments)
     rows = (weights.contiguous(), page_lens, pages, schedule)

@@ -1,4 +1,4 @@
-"""Torch's ``_scaled_mm_v2`` with block scales, as ``impl="scaled_mm"`` of FP8 linear layers."""
+"""``impl="scaled_mm"`` of FP8 linear layers: torch's ``_scaled_mm_v2`` with block scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_ops.reference.linear import quantized, scale_values
 BLOCKS_1X128, BLOCKS_128X128, NO_SWIZZLE = 4, 5, 0
 
 ROWS = 8
-"""cublasLt refuses a single row; rows are padded to a multiple of this."""
+"""Rows are padded to a multiple of this, because cublasLt refuses a single row."""
 
 
 def fp8_linear(
@@ -28,7 +28,7 @@ def fp8_linear(
     out_dtype: torch.dtype,
     **_: Any,
 ) -> Tensor:
-    """Make one call of torch; the compiler fuses the quantisation before it."""
+    """Make one call of torch. A compiler fuses the quantisation that precedes the call."""
     if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
     codes, scales = quantized(x) if x_scale is None else (x, x_scale)
@@ -74,7 +74,7 @@ def _product(
 def block_product(
     x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return ``x @ weight``, with a scale per 1 x 128 and per 128 x 128 values."""
+    """Return ``x @ weight``. ``x`` has a scale per 1 x 128 values, ``weight`` per 128 x 128."""
     first = [x_scale], [BLOCKS_1X128], [NO_SWIZZLE]
     second = [scale], [BLOCKS_128X128], [NO_SWIZZLE]
     return torch.ops.aten._scaled_mm_v2(x, weight, *first, *second, None, out_dtype)
