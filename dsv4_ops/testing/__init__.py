@@ -2,7 +2,7 @@
 
     from dsv4_ops.testing import assert_contract, batches
 
-    assert_contract("swa_indices_and_lens")  # everything that an op promises, on this machine
+    assert_contract("swa_indices_and_lens")  # check all promises of the op, on this machine
 
     @given(batches())  # ragged batches with padding, boundary lengths and adversarial tables
     def test_my_integration(batch): ...
@@ -43,7 +43,7 @@ def cases_of(op: str) -> list[Case]:
 
 
 def strategy(op: str) -> SearchStrategy[Case]:
-    """Return a Hypothesis strategy of calls over batch structure and settings."""
+    """Return a Hypothesis strategy that samples calls of an op."""
     return op_testing(op).strategy()
 
 

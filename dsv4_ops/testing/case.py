@@ -1,4 +1,4 @@
-"""Test cases of an op, and the comparison of its results."""
+"""Test cases of an op, and the data that its tests need."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Case:
     """One call of an op, with its hand-computed result if there is one.
 
-    ``tensors`` are all positional arguments; optional ones may be None. Arguments that the op
-    writes to count as results.
+    ``tensors`` has all positional arguments; an optional argument may be None. An argument that the
+    op mutates counts as a result.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Case:
 
 
 Make = Callable[[Draw, dict[str, Any], int], Case]
-"""The function that samples a call: ``OpTesting.make``."""
+"""Type of ``OpTesting.make``, a function that samples a call."""
 
 
 def tensor_names(reference: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of an op's tensor arguments, in order: those before its settings."""
+    """Return the names of an op's tensor arguments, which are the positional ones, in order."""
     parameters = inspect.signature(reference).parameters.values()
     return tuple(each.name for each in parameters if each.kind is not each.KEYWORD_ONLY)
 
@@ -64,7 +64,7 @@ class Exact(NamedTuple):
         value: The result, float64.
         magnitude: Scale of the rounded intermediates, float64, broadcastable to ``value``: the sum
             of absolute terms of a sum, the norm of a rotated pair, the amax of a normalised row.
-        unit: Relative error of one rounding; None for that of the result's dtype.
+        unit: Relative error of one rounding; None for the rounding error of the result's dtype.
     """
 
     value: Tensor
@@ -78,17 +78,17 @@ class OpTesting:
 
     Args:
         cases: Named cases; at least one with a hand-computed result.
-        settings: Configurations (keyword arguments) worth testing; the first one is compiled.
-        make: (draw, settings, min_size) -> Case: one sampled call for a configuration. ``draw`` is
-            a ``Draw``, hypothesis' ``draw`` with short forms of common draws. ``min_size`` 2 avoids
-            sizes that torch.compile specialises on.
-        precise: (*tensors, **settings) -> for each result, then each mutated argument, its float64
-            value, or None if every implementation must match the reference bit for bit. Errors
-            may be 1.5 times those of the reference or of one rounding. None: all results are exact.
-        decode: (case, outcome) -> the outcome as tensors that ``precise`` describes, for bytes
-            that encode floats, such as the codes of a quantised row.
-        determined: Whether a call has a unique outcome, for ops whose reads and writes may overlap;
-            by default every call has one. Sampled calls must have a unique outcome.
+        settings: Configurations (keyword arguments) to test; tests compile the first one.
+        make: Function (draw, settings, min_size) -> Case, which samples a call for a configuration.
+            ``draw`` is a ``Draw``. With ``min_size=2``, torch.compile specialises no size.
+        precise: Function (*tensors, **settings) -> tuple, which has an ``Exact`` for each result
+            and then for each mutated argument. The entry is None if every implementation must match
+            the reference bit for bit. The error of a result may be 1.5 times the error of the
+            reference, or 1.5 roundings. If ``precise`` is None, every result must match.
+        decode: Function (case, outcome) -> tensors, which decodes results whose bytes encode
+            floats, such as quantised rows, so that ``precise`` can describe them.
+        determined: Function that says whether a call has a unique outcome, for ops whose reads and
+            writes may overlap; by default, every call has one. Sampled calls must have one.
     """
 
     cases: Callable[[], list[Case]]
@@ -101,7 +101,7 @@ class OpTesting:
     def strategy(
         self, *, settings: dict[str, Any] | None = None, min_size: int = 0
     ) -> SearchStrategy[Case]:
-        """Return a strategy of calls over batch structure, for one configuration or all of them."""
+        """Return a strategy that samples calls, of one configuration or of all configurations."""
 
         def call(draw: Draw) -> Case:
             chosen = settings if settings is not None else draw.one_of(*self.settings)

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints in the format of the released ones: same names, dtypes and scale layouts.
+"""Synthetic checkpoints in the released format, with its names, dtypes and scale layouts.
 
     from dsv4_ops.testing.checkpoint import write_checkpoint
 
@@ -88,8 +88,8 @@ TINY: dict[str, Any] = {
         "weight_block_size": [128, 128],
     },
 }
-"""A config with every kind of layer and a draft layer: sliding, CSA, HCA, CSA; two route by
-hash."""
+"""A config with every kind of layer: sliding window, CSA, HCA, CSA, and a draft layer. The first
+two layers route by hash."""
 
 FLASH: dict[str, Any] = {
     **TINY,
@@ -122,7 +122,7 @@ PRO: dict[str, Any] = {
 }
 """Sizes of DeepSeek-V4-Pro."""
 
-# Centre and half width of the distribution of non-matrix weights, by a part of their name.
+# Centre and half width of the distribution of non-matrix weights, by a part of the weight's name.
 _RANGES = {
     "attn_sink": (5.0, 3.0),
     "ape": (0.0, 1.7),
@@ -148,22 +148,22 @@ def write_checkpoint(
 
     Args:
         path: Folder to create; existing files of the same names are replaced.
-        config: Content of ``config.json``; ``TINY`` if None. Without "expert_dtype" the file does
-            not mention the experts, like that of Pro, and they are FP4.
-        seed: Seed of the weights. Each weight depends on the seed and its name only.
-        shards: Files that the tensors, sorted by name, are split over. At least 1.
-        family: "instruct": FP4 experts, E8M0 scales. "base": FP8 experts, float32 scales, all
-            powers of two.
-        weights: Weights by their names in the files, of any floating dtype, for example of a
-            trained model; they are quantised, or rounded to the dtype in the files. Other weights
+        config: Content of ``config.json``; ``TINY`` if None. Without "expert_dtype", as in the file
+            of Pro, experts are in FP4.
+        seed: Seed of the weights. Each weight depends only on the seed and on its name.
+        shards: Number of files over which the tensors, sorted by name, are split. At least 1.
+        family: "instruct": FP4 experts, E8M0 scales. "base": FP8 experts, and float32 scales that
+            are powers of two.
+        weights: Weights in any floating dtype, for example of a trained model, by their names in
+            the files. They are quantised, or rounded to the dtype in the files. All other weights
             are random.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: a size that is not a multiple of a block, an unknown family, or weights whose
-            name or shape the files do not have.
+        ValueError: a size is not a multiple of a block, the family is unknown, or the files have no
+            tensor with the name and shape of one of ``weights``.
         ImportError: safetensors is missing.
     """
     from safetensors.torch import save_file
@@ -269,9 +269,9 @@ def random_weight(
     ranges: Mapping[str, tuple[float, float]],
     num_experts: int,
 ) -> Tensor:
-    """Sample a weight, from uniform distributions only: these are bit-identical everywhere.
+    """Sample a weight from a uniform distribution, which is bit-identical on all machines.
 
-    ``ranges`` has centre and half width for non-matrix weights, by a part of their name."""
+    ``ranges`` has centre and half width for non-matrix weights, by a part of the weight's name."""
     seeded = _generator(name, seed)
     if name.endswith("tid2eid"):
         keys = torch.rand(shape[0], num_experts, generator=seeded)
@@ -291,7 +291,7 @@ def quantized_weight(name: str, info: TensorInfo, seed: int) -> tuple[Tensor, Te
     columns *= 2 if fp4 else 1
     height, width = (1, FP4_BLOCK) if fp4 else (WEIGHT_BLOCK, WEIGHT_BLOCK)
     blocks = rows // height, columns // width
-    # large blocks are rare, so that rows of all sizes sum to a deviation near one
+    # blocks of large values are rare, so that sums over rows have a deviation near one
     exponents = torch.randint(0, 8, blocks, generator=generator)
     size = torch.exp2(-exponents.to(torch.float32)) * math.sqrt(3.0 * 6.0 / columns)
     size = size * (0.75 + 0.5 * torch.rand((), generator=generator))  # differs between experts
@@ -349,7 +349,7 @@ def _blocks(matrix: Tensor, height: int, width: int) -> Tensor:
 
 
 def _exponents(amax: Tensor, limit: float) -> Tensor:
-    """Return the exponents of the smallest scales without saturation; -127 for a block of zeros."""
+    """Return the exponents of the smallest scales that avoid saturation; -127 for zeros."""
     significand, exponent = torch.frexp(amax)
     most, of_limit = math.frexp(limit)
     exponents = exponent - of_limit + (significand > most).to(torch.int32)

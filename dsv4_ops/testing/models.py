@@ -54,7 +54,7 @@ _SHARED: dict[str, Any] = {
     # the default compiles to a Python op in float32, which packages cannot call
     "experts_implementation": "batched_mm",
 }
-"""Fields of every small model."""
+"""Fields of the configuration of every small model."""
 
 _MLA: dict[str, Any] = {
     **_SHARED,
@@ -72,16 +72,16 @@ _MLA: dict[str, Any] = {
     "topk_group": 2,
     "max_position_embeddings": 163840,
 }
-"""Fields of every small model with latent attention."""
+"""Fields of the configuration of every small model with latent attention."""
 
 _DSA = {"V3.2": "DeepseekV32", "GLM-5": "GlmMoeDsa"}
-"""Prefix of Hugging Face's classes."""
+"""Prefix of Hugging Face's classes, by family."""
 
 _GLM_TYPES = ("full", "shared", "full")
 
-# Center and half width of the uniform distribution of non-matrix weights, by a part of their name.
-# Large key norms make attention sharp, so that a single key shows in the logits; sinks then weigh
-# as much as all other logits of a head.
+# Centre and half width of the uniform distribution of non-matrix weights, by a part of the name.
+# Large key norms make attention sharp, so that a single key changes the logits. With these sinks, a
+# sink weighs as much as all other logits of a head.
 _RANGES = {
     "sinks": (5.0, 3.0),
     "position_bias": (0.0, 1.7),
@@ -119,7 +119,7 @@ def head_plan(family: str, without: str = "") -> dict[str, str]:
 def small_config(**changed: Any) -> DeepseekV4Config:
     """Configure three layers, one per type.
 
-    Compression rates, window, head_dim and RoPE size are the released ones.
+    Compression rates, window, head_dim and RoPE size are those of the released models.
 
     Args:
         changed: Fields of ``DeepseekV4Config`` to override. More layers repeat the three types
@@ -158,15 +158,15 @@ def small_model(
 
     The model is in evaluation mode and not patched.
 
-    Every weight depends on ``seed`` and its name only, so models of different sizes share the
-    weights that they have in common, on any machine. All weights, norms and sinks included, are
-    random and affect the logits, whose standard deviation is near one.
+    Every weight depends only on ``seed`` and on its name and shape, so it is the same in models
+    with more or fewer layers, on any machine. All weights, including norms and sinks, are random
+    and affect the logits, whose standard deviation is near one.
 
     Args:
         seed: Seed of the weights.
         dtype: Dtype of the weights except those that Hugging Face keeps in float32.
         device: Device of the weights.
-        changed: As for ``small_config``.
+        changed: See ``small_config``.
 
     Raises:
         ImportError: transformers is missing or has no DeepSeek-V4.
@@ -182,7 +182,7 @@ def small_mla_config(version: int = 3, **changed: Any) -> Any:
     """Configure three layers, one dense and two with experts, with the released YaRN scaling.
 
     Args:
-        version: 3 for ``DeepseekV3Config``, which Kimi-K2 has too, or 2 for ``DeepseekV2Config``.
+        version: 3 for ``DeepseekV3Config``, which Kimi-K2 uses too, or 2 for ``DeepseekV2Config``.
         changed: Fields of the configuration to override.
 
     Raises:

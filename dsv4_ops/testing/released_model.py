@@ -1,7 +1,8 @@
-"""DeepSeek-V4 of any size in the released precision, built where it runs, with random weights.
+"""Build DeepSeek-V4 of any size in the released precision, with random weights, on its device.
 
-No checkpoint is read or written, and the largest temporary allocation is one weight: 43 layers of
-Flash take the 145 GiB of their codes and scales, and a device builds them in seconds.
+This reads and writes no checkpoint, and no temporary allocation is larger than one weight. The 43
+layers of Flash take 145 GiB, which is the size of their codes and scales. A GPU builds them in
+seconds.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ NOT_QUANTIZED = (r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_he
 """Linear layers that are bfloat16 in the released files."""
 
 _CODES, _SCALES, _EXPERT_SCALES = (0, 256), (119, 122), (117, 120)
-"""Ranges of the sampled bytes. Scales are 2^-8 to 2^-6, with which sums of thousands of products
-are near one. e2m1 codes are larger than e4m3 codes, so their scales are a quarter of these."""
+"""Ranges of the sampled bytes. With scales of 2^-8 to 2^-6, sums of thousands of products are near
+one. e2m1 codes are larger than e4m3 codes, so the scales of experts are a quarter of the others."""
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _HEADS = {"q_b_proj": _COLUMNS, "sinks": _COLUMNS, "o_a_proj": _COLUMNS, "o_b_proj": _ROWS}
 _SHARED_EXPERTS = {"gate_proj": _COLUMNS, "up_proj": _COLUMNS, "down_proj": _ROWS}
 _BELOW_TWO = 0xBF
-"""Mask of an e4m3 code's bits that makes it less than 2, and never NaN."""
+"""Mask that makes an e4m3 code less than 2, and never NaN."""
 
 
 def released_model(
@@ -35,8 +36,9 @@ def released_model(
 ) -> Any:
     """Build Hugging Face's DeepSeek-V4 with FP8 linears and FP4 experts.
 
-    Modules, names, shapes and dtypes are those of ``load_quantized``. Every tensor depends on
-    ``seed`` and its name only, so that ranks and machines with the same kind of device agree.
+    Modules, names, shapes and dtypes are those of ``load_quantized``. Every tensor depends only on
+    ``seed`` and on its name, so it is the same on all ranks and machines with the same kind of
+    device.
 
     Args:
         config: A ``config.json``, such as ``testing.checkpoint.FLASH`` with fewer layers.
@@ -58,7 +60,7 @@ def released_model(
     num_experts = model.config.n_routed_experts
     for prefix, module in list(model.named_modules()):
         if "rotary_emb" in prefix.rpartition(".")[2]:
-            continue  # its buffers are computed later
+            continue  # the loop below makes it
         for name, weight in list(module.named_parameters(recurse=False)):
             sampled = _sampled(f"{prefix}.{name}", weight, num_experts, device, seed)
             own = _own_part(sampled, weight) if is_split(weight) else sampled
@@ -80,9 +82,9 @@ def split_over(ranks: int, *, heads: bool = True, experts: str = "whole") -> Any
 
     Args:
         ranks: Number of processes.
-        heads: Whether attention heads are split. Such a model is patched with ``parallel``.
-        experts: "whole": every rank has some of the experts; "parts": every rank has a part of each
-            expert.
+        heads: Whether to split attention heads. Patch such a model with ``parallel``.
+        experts: "whole" gives every rank some of the experts; "parts" gives every rank a part of
+            each expert.
     """
     from transformers.distributed import DistributedConfig
 
@@ -102,7 +104,7 @@ def _own_part(sampled: Tensor, placed: Any) -> Any:
     from transformers.distributed import sharding_utils
 
     part = sharding_utils.DtensorShardOperation(placed).shard_tensor
-    # devices copy few one-byte dtypes
+    # not every device can copy all one-byte dtypes
     own = part(sampled.view(torch.uint8) if sampled.element_size() == 1 else sampled)
     own = own.clone(memory_format=torch.contiguous_format).view(sampled.dtype)
     return sharding_utils._dtensor_from_local_like(own, placed)
@@ -138,8 +140,7 @@ def with_released_dtypes(model: Any, not_quantized: Sequence[str] = NOT_QUANTIZE
 
 
 def keep_float32(model: Any) -> Any:
-    """Cast parameters that ``from_pretrained`` keeps in float32; transformers 5.17 cannot run
-    these."""
+    """Cast the parameters to float32 that ``from_pretrained`` keeps in float32."""
     names = set(model._keep_in_fp32_modules_strict)
     for name, weight in model.named_parameters():
         if not names.isdisjoint(name.split(".")):

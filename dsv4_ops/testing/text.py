@@ -55,8 +55,8 @@ class ByteTokenizer:
 def write_tokenizer(path: Path | str, *, bos: int = 0, eos: int = 1) -> None:
     """Write a tokenizer of bytes beside a checkpoint, in Hugging Face's format.
 
-    Every byte is a token; byte ids are the first that neither special token has, by default 2 to
-    257. The chat template names the role of each message. Needs transformers.
+    Every byte is a token. Bytes get the lowest ids except for those of the special tokens, by
+    default 2 to 257. The chat template names the role of each message. This needs transformers.
 
     >>> from transformers import AutoTokenizer
     >>> write_tokenizer("tiny")
@@ -86,9 +86,9 @@ def write_tokenizer(path: Path | str, *, bos: int = 0, eos: int = 1) -> None:
 
 
 def real_text(num_bytes: int) -> str:
-    """ASCII English text of ``num_bytes`` bytes: the Zen of Python, then docstrings.
+    """Return ``num_bytes`` bytes of ASCII English text: the Zen of Python, then docstrings.
 
-    The text repeats if the Python installation has too little of it (no docstrings).
+    If the Python installation has too few docstrings, the text repeats.
     """
     parts = ["Beautiful is better than ugly.\n"]
     size = 0
@@ -102,7 +102,7 @@ def real_text(num_bytes: int) -> str:
 
 
 def prompts(num_prompts: int, num_tokens: int) -> list[list[int]]:
-    """Consecutive prompts of ``num_tokens`` tokens each from ``real_text``, BOS first."""
+    """Return consecutive parts of ``real_text`` as prompts of ``num_tokens`` tokens, with BOS."""
     each = num_tokens - 1
     text = real_text(num_prompts * each)
     return [

@@ -30,9 +30,10 @@ MAIN, INDEXER = MainLayout.tag, IndexerLayout.tag
 
 
 def parts(case: Case) -> dict[str, Case]:
-    """The four op calls that make up ``case``.
+    """Return the four op calls that make up ``case``, by name.
 
-    "queries", "compressor", "indexer_compressor" and "indexer_queries"; they share its tensors.
+    The names are "queries", "compressor", "indexer_compressor" and "indexer_queries". The calls
+    share the tensors of ``case``.
     """
     tensors, settings = dict(zip(NAMES, case.tensors, strict=True)), case.settings
     shared = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
@@ -83,7 +84,7 @@ def _determined(case: Case) -> bool:
 
 
 _CODE, _SCALE = 0x78, 119
-"""1 is 256 times 2^-8, the smallest scale at which it has a code."""
+"""Code and scale byte of 1 = 256 * 2^-8. With a smaller scale, 1 has no code."""
 
 
 def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
@@ -105,8 +106,8 @@ def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
 
 
 def _state_page(head_dim: int, *kv: float | None) -> list[float]:
-    """Return a block of two state rows with one value of kv and biased scores of 0.5; None is
-    empty."""
+    """Return a block of two state rows, each with one value of kv and biased scores of 0.5, or
+    empty for None."""
     layout = StateLayout(2, 4 * head_dim)
     page = torch.zeros(1, layout.page_bytes // 4)
     for row, value in enumerate(kv):
@@ -141,10 +142,10 @@ _SMALL = {**_settings(1e-6, 2, 2, 2, 2), "softmax_scale": 0.5}
 
 
 def _tensors() -> dict[str, Tensor]:
-    """Four tokens of one request with equal channels and no rotation.
+    """Make the tensors of four tokens of one request, with equal channels and no rotation.
 
-    Windows of kv 1 and 3, and of 1, 3, -6 and -8; keys 1, -1, 1 and -1; queries 4 and -4; indexer
-    queries 3.
+    The first window has kv 1 and 3, the second 1, 3, -6 and -8. The keys are 1, -1, 1 and -1, the
+    queries 4 and -4, and the indexer's queries 3.
     """
     signs = torch.tensor([1.0, -1.0])
     tensors = {
@@ -188,9 +189,9 @@ def _worked(name: str, expected: Any = None, **changed: Any) -> Case:
 
 
 def _cases() -> list[Case]:
-    # RMSNorm of a single value is its sign
+    # the RMSNorm of equal values is their sign
     normed, tensors = [[[1.0] * 512, [-1.0] * 512]] * 4, _tensors()
-    # 3 is 384 times its scale of 2^-7, which the weight absorbs
+    # 3 is the code 384 times the scale 2^-7, and the weight absorbs the scale
     codes, scaled = [[[384.0] * 128]] * 4, [[0.00390625], [-0.0078125]] * 2
     queries = (normed, codes, scaled)
     window = [_page(MainLayout(2), -1), _page(MainLayout(2), 0, 1)]
@@ -215,7 +216,7 @@ def _cases() -> list[Case]:
     shared["state_slot_mapping"] = i64([0, 1, 2, 3])
     for name, width in (("kv_score", 1024), ("indexer_kv_score", 256)):
         shared[name] = tensors[name].clone()
-        shared[name][3, :width] = 1.0  # with 1, 3 and -6 of the other request below 0
+        shared[name][3, :width] = 1.0  # the sum with 1, 3 and -6 of the other request is negative
     return [
         _worked("two windows", whole),
         _worked("no slot for a row", unchanged, slot_mapping=i64([-1, 2, 0, -2])),
@@ -249,7 +250,7 @@ def _cases() -> list[Case]:
 
 
 def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    """A sampled step of the compressor, and around it queries, window and indexer."""
+    """Sample a step of the compressor, and queries, window and indexer for its tokens."""
     of_step = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
     of_step |= {"overlap": True, "block_size": settings["block_size"], "layout": MAIN}
     of_step["save_first"] = settings.get("save_first", False)
@@ -264,7 +265,7 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _sampled_window(
     draw: Draw, settings: dict[str, Any], num_tokens: int, min_size: int
 ) -> dict[str, Tensor]:
-    """Queries and keys, and the window cache with the slots of the first tokens."""
+    """Sample queries and keys, the window cache, and slots of the first tokens."""
     num_heads = max(draw.one_of(3, 0, 1, 2, 5), min_size)
     num_blocks = max(draw.one_of(6, 0, 1, 2), min_size)
     num_slots = max(num_tokens - draw.one_of(0, 0, 1, 4), min(num_tokens, min_size))
@@ -284,9 +285,10 @@ def _sampled_indexer(
     seed: torch.Generator,
     min_size: int,
 ) -> dict[str, Tensor]:
-    """The indexer's queries and compressor.
+    """Sample the indexer's queries and compressor.
 
-    Its cache and states may have fewer blocks, so that only its slots and tables are out of range.
+    The indexer's cache and states may have fewer blocks than the main caches, so that slots and
+    tables are out of range for the indexer only.
     """
     num_tokens, (num_blocks, _) = tensors["positions"].shape[0], tensors["k_cache"].shape
     num_pages, ratio = tensors["states"].shape[0], settings["compress_ratio"]

@@ -193,7 +193,7 @@ _TOKENS = (
 
 
 def _at(first: int, *rows: int) -> list[int]:
-    """Bounds of the tokens from ``first`` on; 0 for other tokens."""
+    """Return the bounds of all tokens: ``rows`` from token ``first`` on, and 0 for the others."""
     return [*[0] * first, *rows, *[0] * (len(_POSITIONS) - first - len(rows))]
 
 
@@ -205,7 +205,7 @@ def _chunk_cases() -> list[Case]:
     case, none = partial(_chunk_case, _TOKENS), _at(0)
     starts, stops = _at(8, 0, 0, 0, 2, 2, 2, 2, 2), _at(8, 1, 2, 2, 4, 4, 4, 5, 5)
     both, most = ([0, 0, 0, 2, 5], starts, stops), INT32_MAX
-    # all four have 5, 7, 2 and 3 rows
+    # the four requests have 5, 7, 2 and 3 rows
     all_starts = _at(0, *[0] * 4, *[5] * 4, 12, 12, 12, *[14] * 5)
     all_stops = _at(0, 4, 4, 4, 5, 11, 12, 12, 12, 13, 14, 14, 16, 16, 16, 17, 17)
     every = ([0, 5, 12, 14, 17], all_starts, all_stops)

@@ -50,7 +50,7 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     seed, layout = draw.generator(), StateLayout(settings["block_size"], 2 * width)
     kv_score = torch.randn(num_tokens, 2 * width, generator=seed)
     kv_score *= torch.exp2(torch.randint(-40, 40, (num_tokens, 1), generator=seed).float())
-    bits = kv_score.view(torch.int32)  # kv is copied bit for bit
+    bits = kv_score.view(torch.int32)  # the op must copy kv bit for bit
     for token in draw.places(num_tokens, 4):
         pattern = draw.one_of(0x7FC00001, 0x7F800001, -(2**31), 0x7F800000, 1)
         bits[token, draw.integer(0, width - 1)] = pattern
@@ -73,8 +73,8 @@ save_compressor_states = OpTesting(
 
 FP32_UNIT, FP8_UNIT = 2.0**-24, 2.0**-4
 ROUNDINGS = 8
-"""Float32 roundings between the states and a row, each relative to the row: exponential (two, with
-the rounded difference), product, sums, quotient, root, two products of the norm, rotation.
+"""Number of float32 roundings from the states to a row, each relative to the row: exponential (two,
+with the rounded difference), product, sums, quotient, root, two products of the norm, rotation.
 """
 
 
@@ -170,8 +170,8 @@ def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
 
 
 def _exact(value: Tensor, size: Tensor, unit: float) -> Exact:
-    """Return the error of one rounding of the result plus the float32 roundings before it, in units
-    of one rounding of the result."""
+    """Return the value with its error scale: one rounding of the result, and the float32 roundings
+    before it, in units of one rounding of the result."""
     return Exact(value, value.abs() + ROUNDINGS * (FP32_UNIT / unit) * size)
 
 
@@ -197,7 +197,7 @@ def precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...
 def decode(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the values of written rows, then the cache without the bytes that encode floats.
 
-    Rows of a quantised cache are unscaled codes and RoPE values, separately.
+    For a quantised cache, return dequantised codes and RoPE values separately.
     """
     (cache,) = outcome
     rest = cache.clone(memory_format=torch.contiguous_format)
@@ -237,9 +237,9 @@ def _quantized(settings: dict[str, Any]) -> QuantizedLayout | None:
 
 
 def worked(name: str, expected: Any = None, **changed: Any) -> Case:
-    """Four tokens of one request with equal scores and no rotation.
+    """Make a call for four tokens of one request, with equal scores and no rotation.
 
-    Windows of two: kv (1, 3) and (3, 5), then (0, 0) and (6, -8).
+    Windows have two tokens: the first has kv (1, 3) and (3, 5), the second (0, 0) and (6, -8).
     """
     tensors = {
         "kv_score": torch.tensor([[1.0, 3, 0, 0], [3, 5, 0, 0], [0, 0, 0, 0], [6, -8, 0, 0]]),
@@ -265,7 +265,7 @@ def _last_token(*kv_score: float) -> dict[str, Tensor]:
 
 
 def _compressor_cases() -> list[Case]:
-    # RMSNorm of a single value is its sign, times the weight
+    # the RMSNorm of one channel is its sign times the weight
     states = StateLayout(2, 4).allocate(2)
     StateLayout(2, 4).rows(states)[1, 0] = torch.tensor([-4.0, 5.0, 0.0, 100.0])
     one = {"norm_weight": torch.tensor([0.5]), "ape": torch.zeros(2, 1)}
@@ -419,7 +419,7 @@ def precise_step(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None
 
 
 def _with_states_saved(windows: Case, slots: Any) -> Case:
-    """Return the call with the states of its own tokens."""
+    """Return the call as it is after the states of its own tokens are saved."""
     call, size = Windows._make(windows.tensors), windows.settings["state_block_size"]
     states, (ratio, width) = call.states.clone(), call.ape.shape
     rows = StateLayout(size, 2 * width).rows(states)
@@ -457,8 +457,8 @@ def read_slots(case: Case) -> set[int]:
 
 
 def determined(case: Case) -> bool:
-    """Whether no token overwrites a state that a window of the same call reads, or all states are
-    saved first."""
+    """Whether the call saves all states first, or no token overwrites a state that a window of the
+    same call reads."""
     if case.settings.get("save_first"):
         return True
     slots: Any = case.tensors[_SLOTS]
@@ -466,15 +466,16 @@ def determined(case: Case) -> bool:
 
 
 def _compressor_step_page(*rows: Sequence[float]) -> list[float]:
-    """Return a block of rows of two values, and its padding."""
+    """Return a block that has rows of two values, and padding."""
     values = [value for row in rows for value in row]
     return values + [0.0] * (StateLayout(2, 2).page_bytes // 4 - len(values))
 
 
 def _worked(name: str, slots: Sequence[int], expected: Any = None, **changed: Any) -> Case:
-    """Four tokens of one request with one channel each.
+    """Make a call for four tokens of one request, with one channel.
 
-    Windows of two: kv 1 and 3, then 0 and -6. All scores are 0, with a bias of 0.5.
+    Windows have two tokens: the first has kv 1 and 3, the second 0 and -6. All scores are 0, with a
+    bias of 0.5.
     """
     one = {
         "kv_score": torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 0.0], [-6.0, 0.0]]),
@@ -490,7 +491,7 @@ def _worked(name: str, slots: Sequence[int], expected: Any = None, **changed: An
 
 
 def _compressor_step_cases() -> list[Case]:
-    # RMSNorm of a single value is its sign, times the weight
+    # the RMSNorm of one channel is its sign times the weight
     rows, unchanged, zero = [[[0.5], [-0.5]]], [[[7.0], [7.0]]], _compressor_step_page()
     old = StateLayout(2, 2).allocate(2)
     StateLayout(2, 2).rows(old)[1, 0] = torch.tensor([-9.0, 0.5])
@@ -537,7 +538,7 @@ def _compressor_step_cases() -> list[Case]:
 
 
 def _compressor_step_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    """A sampled step that does not save states where its windows read, unless it saves first."""
+    """Sample a step. Unless it saves states first, it saves none where its windows read."""
     windows = compress_and_insert.make(draw, settings, min_size)
     call = Windows._make(windows.tensors)
     num_tokens = call.positions.shape[0]

@@ -130,8 +130,8 @@ cp_row_indices = OpTesting(
 
 
 def _topk_cases() -> list[Case]:
-    # candidates of token 0 are rows 0, 5 (rank 0) and 3, 6 (rank 1) of the request; token 1 lacks
-    # rank 0's row 3, and so has rows 0 and 3, 6
+    # in rows of the request, the candidates of token 0 are 0 and 5 (rank 0), 3 and 6 (rank 1); the
+    # candidates of token 1 are 0 (rank 0), 3 and 6 (rank 1)
     rows = i32([[[0, 3], [0, -1], [3, 0]], [[1, 2], [1, 2], [-1, -4]]])
     scores = torch.tensor(
         [[[1.0, 2.0], [-0.0, 9.0], [NAN, -INF]], [[2.0, 2.0], [0.0, -1.0], [9.0, 9.0]]]

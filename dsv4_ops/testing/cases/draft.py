@@ -34,11 +34,12 @@ def _cases() -> list[Case]:
             SAMPLED,
             ([[-1]], [0]),
         ),
-        # q is 1 at token 0: accepted below 0.5; then 0.7 of _P[1], or 0.4 of [0, 1/4, 1/4]
+        # q is 1 at token 0: 0.4 accepts it and 0.6 does not; the next token is at 0.7 of _P[1], or
+        # at 0.4 of the residual [0, 1/4, 1/4]
         _sampled(
             "certain drafts", [0, 0], None, [[0.4, 0.7], [0.6, 0.4]], ([[0, 2], [1, -1]], [1, 0])
         ),
-        # p / q is 0.5 at token 1 and only token 0 is above its q; at token 2 it is 2
+        # p / q is 0.5 at token 1, and only token 0 has p > q; in the second request, p / q is 2
         _sampled(
             "from a distribution",
             [1, 2],
@@ -46,11 +47,11 @@ def _cases() -> list[Case]:
             [[0.55, 0.9], [0.99, 0.3]],
             ([[0, -1], [2, 1]], [0, 1]),
         ),
-        # 0.6 of [1/2, 0, 1/4] would be token 0
+        # the token is at 0.6 of _P[0]; at 0.6 of the residual [1/2, 0, 1/4] would be token 0
         _sampled(
             "missing drafts", [-1, 3], [[0.0, 1, 0]] * 2, [[0, 0.6]] * 2, ([[1, -1]] * 2, [0, 0])
         ),
-        # _P[0] squared is [4, 1, 1] / 6, _P[1] squared [1, 1, 4] / 6
+        # the squares of _P[0] and _P[1] are in proportion to [4, 1, 1] and [1, 1, 4]
         _sampled(
             "sharper", [0, 0], None, [[0.6, 0.4], [0.7, 0.6]], ([[0, 2], [2, -1]], [1, 0]), SHARP
         ),
@@ -64,7 +65,7 @@ def _greedy(name: str, logits: Tensor, ids: list[int], expected: tuple[Any, ...]
 def _sampled(
     name: str, ids: list[int], q: Any, uniforms: Any, expected: Any, settings: Any = SAMPLED
 ) -> Case:
-    """Two requests of one draft each, whose rows are ``_P``."""
+    """Make a call for two requests with one draft each, for which the model's rows are ``_P``."""
     logits = torch.tensor([_P, _P]).log()
     probs = None if q is None else torch.tensor(q)[:, None]
     chances = torch.tensor(uniforms, dtype=torch.float32)
@@ -87,7 +88,7 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     if not settings["temperature"]:
         return Case("sampled", (logits, ids, None, None), settings)
     probs = None
-    if min_size or draw.flag():  # shares far from any softmax of quarters
+    if min_size or draw.flag():  # values that no softmax of multiples of 1/4 comes close to
         shares = torch.tensor([0.0, 0.113, 0.237, 0.371, 0.613, 1.0])
         shape = (num_reqs, num_drafts, vocab_size)
         probs = shares[torch.randint(0, len(shares), shape, generator=generator)]

@@ -22,7 +22,7 @@ def _plan_cases() -> list[Case]:
     pairs = {"num_experts": 4, "block_size": 2}
     none = i32([]).view(0, 2)
     return [
-        # six rows and four experts: (6 + 4) // 2 blocks
+        # six rows and four experts: (6 + 4) // 2 = 5 blocks
         Case(
             "pairs", (ids,), pairs, ([1, -1, 0, 2, 4, -1, -1, -1, -1, -1], [0, 2, 2, -1, -1], [3])
         ),
@@ -66,9 +66,9 @@ W4A8 = {**W4A16, "activations": "fp8"}
 
 
 def _fp4_case() -> tuple[Tensor, ...]:
-    """Make two experts of 32 values for 64 inputs; x has ones at the low halves of the codes.
+    """Make two experts with 32 gates and ups for 64 inputs. ``x`` is 1 for codes in low halves.
 
-    The first has gate 16 / 16 + 16 / 8 = 3 and up -2, the second 32 and -32.
+    The gates and ups of the first expert are 16 / 16 + 16 / 8 = 3 and -2, of the second 32 and -32.
     """
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     x[:, ::2] = 1
@@ -77,7 +77,7 @@ def _fp4_case() -> tuple[Tensor, ...]:
     gate_up_scale = torch.full((2, 64, 2), 127, dtype=torch.uint8)
     gate_up_scale[0] = 123
     gate_up_scale[0, :32, 1] = 124
-    down = torch.full((2, 64, 16), 0x21, dtype=torch.uint8)  # 0.5 and 1: 24 for ones
+    down = torch.full((2, 64, 16), 0x21, dtype=torch.uint8)  # 0.5 and 1, which sum to 24
     down_scale = torch.full((2, 64, 1), 127, dtype=torch.uint8)
     down_scale[0, 32:], down_scale[1] = 128, 120
     weights = torch.tensor([[0.5, 0.25], [1.0, torch.nan], [1.0, torch.inf]])
@@ -86,7 +86,8 @@ def _fp4_case() -> tuple[Tensor, ...]:
 
 
 def _tiny_case() -> tuple[Tensor, ...]:
-    """Make up and results near the smallest float32, where sums in another unit underflow."""
+    """Make ups and results near the smallest float32, where sums in another unit would
+    underflow."""
     x, weights, ids, gate_up, *rest = _fp4_case()
     x[:, 32:] *= 2.0**-122
     gate_up[:, 32:, :16] = 0
@@ -107,8 +108,8 @@ def _fp8_case() -> tuple[Tensor, ...]:
 
 
 def _bf16_case() -> tuple[Tensor | None, ...]:
-    """One expert of 10 values for 48: gate 48 / 16 = 3 and up -48 / 32; silu(3) * -1.5 is -4.28125
-    in bf16."""
+    """Make an expert with 10 gates and ups for 48 inputs: gate 48 / 16 = 3 and up -48 / 32 = -1.5;
+    silu(3) * -1.5 is -4.28125 in bf16."""
     x = torch.ones(2, 48, dtype=torch.bfloat16)
     gate_up = torch.full((2, 20, 48), torch.inf, dtype=torch.bfloat16)
     gate_up[0, :10], gate_up[0, 10:] = 2.0**-4, -(2.0**-5)
@@ -119,7 +120,7 @@ def _bf16_case() -> tuple[Tensor | None, ...]:
 
 def _experts_cases() -> list[Case]:
     fp4, fp8 = _fp4_case(), _fp8_case()
-    # -5.71875 * 24 / 2 - 100 * 24 / 128 / 4 = -73.3125, or twice the first: -141.9375
+    # -5.71875 * 24 / 2 - 100 * 24 / 128 / 4 = -73.3125; with twice the first term, -141.9375
     out = [[-73.5] * 32 + [-142.0] * 32, [-18.75] * 64, [0.0] * 64]
     shared = [[-73.0] * 32 + [-142.0] * 32, [-18.625] * 64, [0.125] * 64]
     signed = (*fp4[:3], fp4[3].view(torch.int8), fp4[4], fp4[5].view(torch.int8), fp4[6])
@@ -128,12 +129,12 @@ def _experts_cases() -> list[Case]:
     nan[0, 0, 0] = 255
     return [
         Case("fp4", fp4, W4A16, (out,)),
-        # -73.1875, not bf16(-73.5 + 0.125), which is -73.5
+        # -73.1875 rounds to -73, but bf16(-73.5 + 0.125) would be -73.5
         Case("shared", (*fp4, torch.full((3, 64), 0.125).bfloat16()), W4A16, (shared,)),
         Case("int8", signed, W4A16, (out,)),
         Case("fp8", fp8, W4A16, ([[3.515625] * 128],)),
         Case("quantised", fp8, W4A8, ([[3.5] * 128],)),  # 225 / 64 becomes 224 / 64
-        # -4.28125 * 10 / 4 = -10.703125, of which bf16 has 8 bits
+        # -4.28125 * 10 / 4 = -10.703125, which rounds to -10.6875 in bf16
         Case("bf16", _bf16_case(), W4A16, ([[0.0, *[-10.6875] * 47], [0.0] * 48],)),
         Case("tiny", _tiny_case(), W4A16),
         Case("a byte of 255", (*fp4[:4], nan, *fp4[5:]), W4A16),
@@ -178,7 +179,7 @@ def _experts_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     weights = expert_weights(draw.generator(), num_experts, width, size, bits, ue8m0)
     x = sampled_activations(draw, num_tokens, width, infinite=False)
     x = x * 2.0**-8 if bits == 8 else x  # FP8 codes reach 448
-    has_shared = min_size or draw.flag()  # a compiled function takes one number of tensors
+    has_shared = min_size or draw.flag()  # a compiled function takes a fixed number of tensors
     shared = sampled_activations(draw, num_tokens, width, infinite=False) if has_shared else None
     routed = routing(draw, num_tokens, topk, num_experts)
     return Case("sampled", (x, *routed, *weights, shared), settings)
@@ -242,7 +243,7 @@ def _route_cases() -> list[Case]:
         # logits 0 2 1 1 and 0 0 1 1: ties go to the first
         Case("best", (hidden, weight), best, ([[1], [2]], [[1.5], [1.5]])),
         Case("order", (hidden, weight), {"top_k": 4, "scale": 1.0}),
-        # scores of at most 1.46, and 10 more
+        # scores are at most 1.46, so a bias of 10 decides
         Case(
             "bias",
             (hidden, weight, torch.tensor([10.0, 0.0, 0.0, 10.0])),
@@ -266,7 +267,8 @@ def _route_cases() -> list[Case]:
 
 
 def _route_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    """Sample products of small integers, which are exact, so that ties are ties everywhere."""
+    """Sample products of small integers, which are exact, so that all implementations see the same
+    ties."""
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 20), min_size)
     width = 130 if min_size else draw.one_of(130, 1, 16, 300)
     num_experts = 40 if min_size else draw.one_of(40, 8, 11)
@@ -300,7 +302,7 @@ def _route_precise(
             listed = table[word].tolist() if 0 <= word < len(table) else [-1] * top_k
             ids.append([expert if 0 <= expert < len(row) else -1 for expert in listed])
             continue
-        scores = (torch.tensor(row).exp().log1p()).sqrt()  # float32, as in the comparison
+        scores = (torch.tensor(row).exp().log1p()).sqrt()  # in float32, as the op compares them
         ranked = scores if bias is None else scores + bias.cpu()
         values = [-math.inf if math.isnan(value) else value for value in ranked.tolist()]
         ids.append(sorted(range(len(row)), key=lambda expert: (-values[expert], expert))[:top_k])
@@ -309,7 +311,8 @@ def _route_precise(
     of_chosen = torch.where(exists, logits.gather(1, chosen.clamp(min=0)), 0.0)
     scores = torch.where(exists, torch.nn.functional.softplus(of_chosen).sqrt(), 0.0)
     value = scores / (scores.sum(1, keepdim=True) + 1e-20) * scale
-    # relative errors: exp has the error of its argument, in a score and in the sum; sums add few
+    # relative errors: exp has the absolute error of its argument, in a score and in the sum; the
+    # sums add few roundings
     reach = 8 + of_chosen.abs().nan_to_num(0.0).amax(1, keepdim=True)
     return None, Exact(value, value * reach)
 
@@ -320,7 +323,7 @@ def _grouped_cases() -> list[Case]:
     one = {**two, "num_groups": 1, "top_k": 1}
     nan, least = torch.tensor([[NAN, 0.0, 0.0, 0.0]]), torch.full((1, 4), -INF)
     return [
-        # 0.5 + 1.5 of the first group, 1.25 + 1.25 of the second
+        # the first group has the sum 0.5 + 1.5, the second 1.25 + 1.25
         Case("groups", (half, bias), {**two, "top_k": 1}, ([[2]], [[2.5]])),
         Case("one group", (half, bias), one, ([[1]], [[2.5]])),
         Case("no sum", (half, bias), {**one, "normalize": False}, ([[1]], [[1.25]])),
@@ -339,7 +342,8 @@ def _grouped_cases() -> list[Case]:
 
 
 def _grouped_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    """Logits are integers of at least 0, so sums of two scores are equal only if the scores are."""
+    """Sample logits that are integers of at least 0, so that sums of two scores are equal only if
+    the scores are equal."""
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 20), min_size)
     size = 5 if min_size else draw.one_of(5, 4, 8)
     seed, experts = draw.generator(), size * settings["num_groups"]
@@ -362,7 +366,7 @@ def _grouped_precise(
     groups, num_kept = settings["num_groups"], settings["kept_groups"]
     size, ids = logits.shape[1] // groups, []
     for row in logits.tolist():
-        scores = torch.tensor(row).sigmoid()  # float32, as in the comparison
+        scores = torch.tensor(row).sigmoid()  # in float32, as the op compares them
         biased = scores if bias is None else scores + bias.cpu()
         values = [-INF if math.isnan(value) else value for value in biased.tolist()]
         sums = [
@@ -377,7 +381,8 @@ def _grouped_precise(
     value = scores * settings["scale"]
     if settings["normalize"]:
         value = value / (scores.sum(1, keepdim=True) + 1e-20)
-    # relative errors: exp has the error of its argument, at most 4, in score and sum; plus eight
+    # relative errors: exp has the absolute error of its argument, at most 4, in the score and in
+    # the sum; eight more roundings follow
     return None, Exact(value, value * 16)
 
 

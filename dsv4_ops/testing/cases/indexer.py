@@ -23,7 +23,7 @@ _PAGES_OF_1 = {"block_size": 1, "layout": _TAG}
 
 
 def worked_page() -> list[int]:
-    """A block of one row: 3, -0.3, 0.01 and zeros, scale 2^-7."""
+    """Return a block of one row: 3, -0.3, 0.01 and zeros, with the scale 2^-7."""
     return [0x7C, 0xE2, 0x3A] + [0] * 125 + [0, 0, 0x00, 0x3C] + [0] * 444
 
 
@@ -77,7 +77,7 @@ def _gather_cases() -> list[Case]:
 
 
 def _many_requests(name: str, cache: Tensor, lens: list[int]) -> Case:
-    """Make blocks of one row; only blocks of odd requests exist."""
+    """Make a call with blocks of one row, in which only odd requests have a block."""
     starts = [sum(lens[:place]) for place in range(len(lens) + 1)]
     table = [[place % 2 or -1] for place in range(len(lens))]
     flags = [place % 2 for place, length in enumerate(lens) if length] + [0, 0]
@@ -117,14 +117,14 @@ def _cases() -> list[Case]:
         return Case(name, (i32(lens),), settings, ([*starts],) if starts else None)
 
     return [
-        # 4, 2, 0 and 3 splits: runs of 3, 2, 2, 2
+        # rows have 4, 2, 0 and 3 splits, so SMs get runs of 3, 2, 2 and 2
         case("worked example", 4, [1000, 300, 0, 600], [0, 0], [0, 3], [1, 1], [3, 1], [4, 0]),
-        # 0, 0, 1, 0, 1, 0 splits: no run begins in a row without keys
+        # rows have 0, 0, 1, 0, 1 and 0 splits, and no run begins in a row without keys
         case("fewer splits than SMs", 4, [0, -9, 1, 0, 256, 0], [2, 0], [4, 0], *[[6, 0]] * 3),
         case("no keys", 4, [0, 0, -1], *[[3, 0]] * 5),
         case("no request", 4, [], *[[0, 0]] * 5),
         case("one SM", 1, [257, 1], [0, 0], [2, 0]),
-        # 3 * 2^23 splits: 6291456 each, and 2^23 = 8388608 in a row
+        # 3 * 2^23 splits: each SM gets 6291456, and each row has 2^23 = 8388608
         case(
             "longest", 4, [2**31 - 1] * 3, [0, 0], [0, 6291456], [1, 4194304], [2, 2097152], [3, 0]
         ),
@@ -158,16 +158,16 @@ TAG, PLAIN = IndexerLayout.tag, PlainLayout.tag
 def _quantize_cases() -> list[Case]:
     q = torch.full((2, 1, 128), 3.0, dtype=torch.bfloat16)
     q[:, :, 126], q[:, :, 127] = 1.0, 2.0
-    quarter = torch.tensor([[0.0, 1.0]])  # rotation of the last pair
+    quarter = torch.tensor([[0.0, 1.0]])  # rotates the last pair by a quarter turn
     weights = torch.tensor([[1.0], [-2.0]])
-    # 2^-7 is the scale of 3: 384, 128, 256, and rotated -256 and 128
+    # over the scale 2^-7, 3 is 384, and (1, 2) is (128, 256) or, rotated, (-256, 128)
     rows = [[[384.0] * 126 + pair] for pair in ([-256.0, 128.0], [128.0, 256.0])]
     case = partial(Case, settings={"softmax_scale": 0.5})
     nothing = torch.zeros(1, 2, 128, dtype=torch.bfloat16)
     ones = torch.ones(1, 2, dtype=torch.bfloat16)
     first = torch.full((1, 1, 128), 3.0, dtype=torch.bfloat16)
     first[..., 0], first[..., 1] = 1.0, 2.0
-    # values 0 and 2 make a quarter turn, 1 and 3 half a turn
+    # values 0 and 2 rotate by a quarter turn, 1 and 3 by half a turn
     turns, halves = torch.tensor([[0.0, -1.0, 1.0, 0.0]]), [-384.0, -256.0, 128.0, -384.0]
     return [
         Case(
@@ -217,7 +217,7 @@ indexer_quantize_q = OpTesting(
 
 
 def tiny_query(num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Two heads, of ones and of minus ones, with weights 0.5 and 2.
+    """Make queries with two heads, of ones and of minus ones, and their weights 0.5 and 2.
 
     A key of ones scores 64, a key of minus ones 256.
     """
@@ -227,7 +227,7 @@ def tiny_query(num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def tiny_cache() -> Tensor:
-    """Two blocks of two keys: ones and minus ones (scale 2); NaN and ones (scale 4)."""
+    """Make two blocks of two keys: ones and minus ones (scale 2); NaN and ones (scale 4)."""
     cache = torch.zeros(IndexerLayout(2).shape(2), dtype=torch.uint8)
     cache[0, :128], cache[0, 128:256] = ONE, ONE | 0x80
     cache[1, :128], cache[1, 128:256] = 0x7F, ONE
@@ -245,15 +245,16 @@ def _tiny_case(
     *rows: list[Any],
     **changed: Any,
 ) -> Case:
-    """One query for each of ``places``, lengths or positions, over the tiny cache."""
+    """Make a call over the tiny cache, with a query for each of ``places``, which are lengths or
+    positions."""
     tensors = (*tiny_query(len(requests)), tiny_cache(), places, i32(requests), table)
     return Case(name, tensors, {**settings, **changed}, ([*rows],))
 
 
 def beyond_int32() -> tuple[Tensor, ...]:
-    """``indexer_select`` over blocks of 64 rows at the limit of int32 slots.
+    """Make tensors for ``indexer_select``, with blocks of 64 rows at the limit of int32 slots.
 
-    The last block whose slots fit int32, the next one, and the first.
+    The table has the last block whose slots fit into int32, the next block, and the first block.
     """
     cache, last = IndexerLayout(64).allocate(1).expand(2**26, -1), 2**31 // 64 - 1
     table = i32([[last, last + 1, 0]])
@@ -462,14 +463,14 @@ def _scores(
 
 
 def _ranked(scores: Tensor) -> Tensor:
-    """Rank NaN below every number."""
+    """Replace NaN with -inf, so that it ranks below every number."""
     return torch.where(scores.isnan(), -torch.inf, scores)
 
 
 def _rows_of(
     slots: Tensor, candidate: Tensor, req_indices: Tensor, block_table: Tensor, block_size: int
 ) -> Tensor:
-    """Find the rows of slots, each after the previous one; num_rows for a slot without a row."""
+    """Return the row of each slot, after the row of the previous slot; num_rows if it has none."""
     num_rows, rows = candidate.shape[1], []
     row = torch.arange(num_rows, device=slots.device)
     pages = block_table[req_indices.clamp(0, len(block_table) - 1)][:, row // block_size].long()
@@ -486,9 +487,10 @@ def _rows_of(
 
 
 def _decode_selection(case: Case, outcome: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the indices if scores are exact, else the selected scores in descending order.
+    """Return the indices if scores are exact.
 
-    Also return whether the selection is valid: rounding may swap two close scores.
+    Otherwise return the selected scores in descending order, because rounding may swap two close
+    scores, and whether each selected index is valid.
     """
     tensors = [tensor for tensor in case.tensors if tensor is not None]
     oracle, indices = _scores(*tensors, **case.settings), outcome[0].long()

@@ -33,7 +33,8 @@ def _of_tokens(
     table: list[list[int]],
     *tokens: tuple[Any, ...],
 ) -> Case:
-    """Make a call for tokens of (position, request, slots up to the last one, length if larger)."""
+    """Make a call for tokens of (position, request, slots, length). Without a length, it is the
+    number of slots."""
     rows = _padded([token[2] for token in tokens], width)
     lens = [token[3] if len(token) == 4 else len(token[2]) for token in tokens]
     places = (i64([token[0] for token in tokens]), i32([token[1] for token in tokens]))
@@ -85,13 +86,13 @@ def _window_cases() -> list[Case]:
             window_size=5,
         ),
         case(
-            "pages at the edge of int32",  # 2^31 / 4 blocks fit
+            "pages at the edge of int32",  # 2^31 / 4 blocks fit into int32
             [[536_870_911], [536_870_912], [INT32_MAX], [INT32_MIN]],
             (3, 0, [INT32_MAX - 3, INT32_MAX - 2, INT32_MAX - 1, INT32_MAX]),
             *[(3, request, [], 4) for request in (1, 2, 3)],
         ),
         case(
-            "a page that fits only in part",  # the second one would end at 2^31
+            "a page that fits only in part",  # the second block would end at 2^31
             [[715_827_881], [715_827_882]],
             *((2, 0, [2_147_483_643, 2_147_483_644, 2_147_483_645]), (2, 1, [], 3)),
             block_size=3,
@@ -186,7 +187,7 @@ def _topk_cases() -> list[Case]:
             [[640, 641], *[[-1, -1]] * 6],
             [2, *[0] * 6],
         ),
-        # 2^31 / 64 = 33554432 blocks fit
+        # 2^31 / 64 = 33554432 blocks fit into int32
         ("far pages", [[0, 63, 64, 127]] * 4, [*range(4)], far, 64, edges, [4, 2, 0, 4]),
         (
             "pages of three",
@@ -273,7 +274,7 @@ def _dense_cases() -> list[Case]:
             compress_ratio=1,
         ),
         case(
-            "pages at the edge of int32",  # 2^31 / 2 blocks fit
+            "pages at the edge of int32",  # 2^31 / 2 blocks fit into int32
             [[1_073_741_823, 1_073_741_824], [INT32_MAX, 0]],
             *((511, 0, [INT32_MAX - 1, INT32_MAX], 4), (255, 1, [], 2)),
         ),
@@ -316,7 +317,7 @@ def _combine_case(
     name: str, requests: list[tuple[int, int]], *tokens: tuple[Any, ...], **changed: int
 ) -> Case:
     """Make a call for requests of (length, gathered length), and tokens of (selected rows,
-    position, request, as many columns of the result as its length counts)."""
+    position, request, columns of the result up to the token's length)."""
     settings = {**_COMBINE, **changed}
     columns = [[token[index] for token in tokens] for index in range(4)]
     width = -(-(settings["topk"] + settings["window_size"]) // 128) * 128
@@ -329,7 +330,7 @@ def _combine_case(
 def _combine_cases() -> list[Case]:
     case = _combine_case
     pair = {"window_size": 2, "compress_ratio": 1}
-    # of the second request, row 647483647 is the last that an int32 can name
+    # row 647483647 is the last row of the second request that an int32 can name
     far = {**pair, "workspace_rows": 1_500_000_000, "swa_offset": 1_499_999_990}
     edge = 647_483_647
     full, few = [*range(512), *range(1500, 1628)], [*range(123), *range(1500, 1505)]
@@ -557,7 +558,8 @@ _MIXED: dict[str, Any] = {
 
 
 _Token = tuple[Any, int, int, tuple[list[int], list[int]] | None]
-"""Arguments of one kind of token only, position, request, and the window's and compressed slots."""
+"""Arguments that only this kind of token has, position, request, and the expected slots of the
+window and of compressed rows."""
 _SLOTS, _AWAY = [30, 31, 12, -1], [-1, -1, -1]
 
 
@@ -570,8 +572,8 @@ def _decode(
     swa: list[int] = _SLOTS,
     window: list[int] = _SLOTS,
 ) -> _Token:
-    """Make a decode token; ``slots`` are as many as its length counts, None if there is no such
-    token."""
+    """Make a decode token. The number of ``slots`` is the token's expected length; None if the
+    token does not exist."""
     return (swa, entries, length), *at, None if slots is None else (window, slots)
 
 
@@ -738,7 +740,7 @@ def _mixed_cases() -> list[Case]:
             local=True,
         ),
         case(
-            "pages absent or beyond int32",  # 2^31 / 4 and 2^31 / 2 fit
+            "pages absent or beyond int32",  # 2^31 / 4 and 2^31 / 2 blocks fit into int32
             decode([0, 3, 1], [-1, 1], at=(5, 1)),
             prefill([0, 2], 7, 0, _AWAY, [-1, INT32_MAX - 1]),
             prefill([0, 3], 7, 1, [INT32_MAX - 2, INT32_MAX - 1, INT32_MAX], [-1, 1]),

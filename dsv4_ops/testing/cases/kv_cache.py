@@ -24,7 +24,8 @@ _PAGES_OF_1 = {"block_size": 1, "layout": _TAG}
 
 
 def worked_row() -> Tensor:
-    """bf16 [1, 512]: the block of the documentation, 448, just above 448, infinity, NaN, RoPE."""
+    """Return a bf16 row [1, 512]. Its blocks of 64 values have the values of the documentation,
+    448, -450, infinity and NaN; the last values are for RoPE."""
     k = torch.zeros(1, 512, dtype=torch.bfloat16)
     k[0, :3] = torch.tensor([3.0, -0.3, 0.01])
     k[0, 64], k[0, 128] = 448.0, -450.0
@@ -38,9 +39,9 @@ def worked_bytes() -> list[int]:
     """Return the block with the quantised ``worked_row``, with zero padding."""
     page = [0] * 1152
     page[:3] = [0x7C, 0xE2, 0x3A]
-    page[64], page[128] = 0x7E, 0xF6  # 448 / 1; -450 / 2 = -225, rounded to 224
+    page[64], page[128] = 0x7E, 0xF6  # 448 / 1; -450 / 2 = -225, rounded to -224
     page[192] = 0x7E
-    page[256], page[257] = 0x7F, 0x78  # NaN does not count: 2 / 2^-7 = 256
+    page[256], page[257] = 0x7F, 0x78  # NaN does not change the scale: 2 / 2^-7 = 256
     page[448:450], page[574:576] = [0x80, 0x3F], [0x00, 0xC0]
     page[576:584] = [120, 127, 128, 247, 120, 105, 105, 0]
     return page
@@ -67,7 +68,7 @@ quantize_and_insert_k_cache = OpTesting(
 
 
 def _worked_values() -> list[float]:
-    """``worked_row`` dequantised, without its NaN."""
+    """Return ``worked_row`` after quantisation and dequantisation, with 0 in place of NaN."""
     row = [0.0] * 512
     row[:3] = [3.0, -0.3125, 0.009765625]
     row[64], row[128], row[192], row[257] = 448.0, -448.0, float("inf"), 2.0
@@ -105,7 +106,7 @@ _GATHERS: tuple[tuple[str, list[int], list[int] | None, list[list[int]], int], .
     ("more than fit, later", [4], [3], [[2, 0]], 2),
     ("no sequence, and negative lengths", [0, -1, 3], [2, 3, -1], [[2]] * 3, 0),
     ("the longest", [_MOST] * 4, [_MOST, _MOST - 1, 2, _LEAST], [[2, 0]] * 4, 0),
-    # in int32 the first request's would be positions 1 and 2
+    # in int32, the first request would have positions 1 and 2
     ("far below zero", [_LEAST, _LEAST, 0], [_MOST, 1, _MOST], [[2, 0]] * 3, 0),
     ("pages that do not exist", [8], [7], [[-1, 3, 4, _MOST, _LEAST, 0]], 0),
     ("no column", [2], None, [[]], 0),

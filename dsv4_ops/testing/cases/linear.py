@@ -17,15 +17,15 @@ from dsv4_ops.testing.strategies.draw import Draw
 
 FP8_UNIT = 2.0**-4
 FLOOR_SCALE = 2.0**-22
-"""Scale for an amax of 1e-4: 2^-22 * 448 is just above, 2^-23 * 448 is not."""
+"""Scale for an amax of 1e-4: 2^-22 * 448 is just above 1e-4, and 2^-23 * 448 is below."""
 
 _OFFICIAL = {"block": 128, "scale": "pow2", "min_amax": 1e-4, "scale_layout": "row"}
 _HUGGING_FACE = {"block": 32, "scale": "float32", "min_amax": 1e-12, "scale_layout": "row"}
 
 
 def _rows_case(name: str, settings: dict[str, Any], codes: Any, scales: Any) -> Case:
-    """3 and -0.3 in the first 128 values, nothing above the lower bound in the second, 900 in the
-    third."""
+    """Make a row with 3 and -0.3 in the first 128 values, no value above the lower bound in the
+    second 128, and 900 in the third."""
     x = torch.zeros(1, 384, dtype=torch.bfloat16)
     x[0, 0], x[0, 1], x[0, 128], x[0, 256] = 3.0, -0.3, 2.0**-43, 900.0
     row = [0.0] * 384
@@ -34,13 +34,13 @@ def _rows_case(name: str, settings: dict[str, Any], codes: Any, scales: Any) -> 
 
 
 def _rows_cases() -> list[Case]:
-    # over 2^-7: 384 and -38.5; over 4: 225
+    # 3 and -0.3 over 2^-7 are 384 and -38.5; 900 over 4 is 225
     powers, scales = (384.0, -40.0, 224.0), [2.0**-7, FLOOR_SCALE, 4.0]
-    # over 3 / 448: 448 and -44.9; 900 / 448 of 900 is 448
+    # 3 and -0.3 over 3 / 448 are 448 and -44.9; 900 over 900 / 448 is 448
     exactly = (448.0, -44.0, 448.0)
     real = [torch.tensor(amax).div(FP8_MAX).item() for amax in (3.0, 1e-4, 900.0)]
     special = torch.tensor([[448.0, 450.0, torch.inf, 2.0, 0.0, 0.0]]).bfloat16()
-    # 450 needs scale 2; the largest bf16, 0x7F7F, needs 2^120
+    # 450 needs the scale 2; the largest bf16 value, 0x7F7F, needs 2^120
     large = [[224.0, 224.0, 448.0, 0.0, 0.0, 0.0]], [[2.0, 2.0**120, FLOOR_SCALE]]
     pairs = {**_OFFICIAL, "block": 2}
     none = {**_OFFICIAL, "scale_layout": "column_padded"}
@@ -78,7 +78,7 @@ def _rows_precise(
     value = torch.where(value.isinf(), value.sign() * most, value)
     subnormal = amax / FP8_MAX * (2.0**-10 / FP8_UNIT)
     size = 1.1 * finite + subnormal.expand_as(blocks).flatten(-2)
-    unit = 4 * 2.0**-24  # two divisions and the lower bound
+    unit = 4 * 2.0**-24  # two divisions and the lower bound round
     scales = (amax / FP8_MAX).squeeze(-1)
     return Exact(value, size, FP8_UNIT), Exact(scales, scales, unit)
 
@@ -109,7 +109,8 @@ _WEIGHT_SETTINGS = (W8A16, W8A8, {**W8A16, "out_dtype": torch.float32})
 
 
 def _worked_weight() -> tuple[Tensor, Tensor]:
-    """Four blocks of 128 x 128: codes 2, -0.5 and 1, 0 with scales 2, 1/2 and 1, 2^-127."""
+    """Make 2 x 2 blocks of 128 x 128 values, with codes [[2, -0.5], [1, 0]] and scales [[2, 1/2],
+    [1, 2^-127]]."""
     weight = torch.zeros(256, 256)
     weight[:128, :128], weight[:128, 128:], weight[128:, :128] = 2.0, -0.5, 1.0
     scale = torch.tensor([[128, 126], [127, 0]], dtype=torch.uint8)
@@ -172,7 +173,7 @@ def _sampled(
 
 
 def activation_values(x: Tensor, x_scale: Tensor | None, quantise: str) -> Tensor:
-    """float64 values of activations."""
+    """Return the float64 values of activations."""
     if x_scale is None and quantise == "fp8":
         x, x_scale = quantized(x)
     if x_scale is None:
@@ -199,7 +200,7 @@ def _norms_cases() -> list[Case]:
     norms[1][3] = 0.5
     tensors = torch.ones(2, 128).bfloat16(), weight.to(torch.float8_e4m3fn), torch.ones(2, 1)
     settings = {"eps": 1e-6, "activations": "bf16"}
-    # 3 and 4 over the root of 12.5: 0.8485 and 1.1314
+    # 3 and 4 over the root of 12.5 are 0.8485 and 1.1314
     rows = [[1.6953125, 2.265625] * 96] * 2, [[1.0] * 3 + [0.5] + [1.0] * 60] * 2
     return [
         Case("two", (*tensors, *norms), settings, rows),
@@ -235,7 +236,7 @@ def _norms_precise(
     parts = zip(*(each.split(sizes, 1) for each in product[:2]), strict=True)
     for (value, error), norm in zip(parts, (first_norm, second_norm), strict=True):
         scaled = torch.rsqrt(value.square().mean(1, keepdim=True) + eps) * norm
-        # a product is rounded before its norm, whose mean square changes with the largest value
+        # products round before the norm, and the error of the largest changes the mean square
         most = (error * scaled.abs()).amax(1, keepdim=True)
         normed = value * scaled
         found.append(Exact(normed, normed.abs() * (1 + most) + 2 * error * scaled.abs()))
@@ -287,7 +288,7 @@ def _swiglu_precise(
     gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
     active = gate * torch.sigmoid(gate)
     value = active * up
-    # both are rounded first; the slope of SiLU is at most 1.1, and its exponential has the error
+    # gates and ups round first; the slope of SiLU is at most 1.1, and its exponential has the error
     # of its argument
     error = 2 * (1.1 * of_gate * up.abs() + of_up * active.abs())
     return (Exact(value, value.abs() + error),)

@@ -46,7 +46,7 @@ def scale_of(value: float) -> Tensor:
 
 
 def worked_codes() -> tuple[list[float], list[int]]:
-    """Values and their codes under a scale of 0.5."""
+    """Return values, and their codes with a scale of 0.5."""
     values = [1.0, -3.3, 1000.0, 1e-4, 0.01, math.nan, -math.inf, 0.0]
     return values, [0x40, 0xCD, 0x7E, 0x00, 0x0A, 0x7F, 0xFE, 0x00]
 
@@ -132,7 +132,7 @@ def _parts(layout: str) -> tuple[int, int]:
 def _cache(
     seed: torch.Generator, num_blocks: int, size: int, layout: str, dtype: torch.dtype
 ) -> Tensor:
-    """A cache full of garbage."""
+    """Sample a cache with random values or bytes in all rows."""
     width = sum(_parts(layout))
     if layout == PLAIN:
         return plain_cache(seed, num_blocks, size, width).to(dtype)
@@ -207,7 +207,7 @@ def _gather_cases() -> list[Case]:
 
 
 def _slots(draw: Draw, min_size: int, count: int) -> Tensor:
-    """Sample slots in any order, some repeated and some absent."""
+    """Sample slots in any order, of which some are repeated and some are invalid."""
     num_rows = max(draw.one_of(5, 0, 1, 2, 17), min_size)
     slots = torch.randint(0, max(count, 1), (num_rows,), generator=draw.generator())
     draw.spoil(slots, (*ADVERSARIAL_SLOTS, count, count + 7), 4)
@@ -334,7 +334,7 @@ mla_absorb_q = OpTesting(
 
 
 def _expand_cases() -> list[Case]:
-    """Make two rows, and an unused one of NaN."""
+    """Make calls over two rows, and an unused row of NaN."""
     kv_c = torch.tensor([[1.0, 2.0], [4.0, 0.0], [math.nan, math.nan]])
     w_kv_b = torch.tensor([[[2.0, 0.0], [1.0, -1.0]], [[3.0, 1.0], [0.0, 1.0]]])
     rows = [[[2.0, -1.0], [5.0, 2.0]], [[8.0, 4.0], [12.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
@@ -433,7 +433,10 @@ def _decode(
 
 
 def worked_decode() -> tuple[Tensor, ...]:
-    """Positions 0 to 2 of request 0 on blocks 1 and 3, all other rows NaN; request 1 is padding."""
+    """Make a cache with positions 0 to 2 of request 0 in blocks 1 and 3, and queries and tables.
+
+    All other rows are NaN, and request 1 is padding.
+    """
     cache = torch.full((4, 2, 2), torch.nan)
     cache[1] = torch.tensor([[1.0, 0.0], [5.0, 1.0]])
     cache[3, 0] = torch.tensor([2.0, 0.0])
@@ -482,7 +485,7 @@ def _decode_cases() -> list[Case]:
             ([[[1.0] * 8]], [[0.0]]),
         ),
         Case(
-            # 16 products of 0.5 * 0.25 and 2 * 0.5
+            # the logit has 16 products of q = 0.5 * 0.25 and k = 2 * 0.5
             "coded queries",
             (q8, codes, *first, None, None, scale_of(0.25), scale_of(0.5)),
             _decode(1, FP8, rank=8, scale=1.0),
@@ -551,8 +554,8 @@ def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _tokens(
     draw: Draw, reqs: list[tuple[int, int]], min_size: int
 ) -> tuple[list[int], list[int], Tensor]:
-    """Sample lengths and requests of tokens, and the starts of requests; some tokens are padding,
-    or have absent requests or lengths."""
+    """Sample lengths and requests of tokens, and the starts of requests. Some tokens are padding,
+    or have invalid requests or lengths."""
     lens, requests, starts = [], [], [0]
     for request, (query, length) in enumerate(reqs):
         lens += [length - query + token + 1 for token in range(query)]
@@ -569,7 +572,7 @@ def _tokens(
 
 
 def _filled(rows: Tensor, slots: list[int], num_blocks: int, settings: dict[str, Any]) -> Tensor:
-    """A cache with ``rows`` in ``slots`` and NaN everywhere else."""
+    """Make a cache with ``rows`` in ``slots`` and NaN everywhere else."""
     size, layout, width = settings["block_size"], settings["layout"], rows.shape[1]
     if layout == PLAIN:
         cache = torch.full((num_blocks, size, width), torch.nan, dtype=rows.dtype)
@@ -606,7 +609,7 @@ mla_decode = OpTesting(
 
 
 def _sparse_cases() -> list[Case]:
-    """The cache of ``worked_decode``, with rows of 1, 5 and 2 in the slots 2, 3 and 6."""
+    """Make calls over the cache of ``worked_decode``, with rows 1, 5 and 2 in slots 2, 3 and 6."""
     cache = worked_decode()[1]
     small, log_2 = _decode(2, PLAIN, rank=1, scale=1.0), float(torch.tensor(2.0).log())
     q = torch.zeros(5, 2, 2)
@@ -633,7 +636,7 @@ def _sparse_cases() -> list[Case]:
 
 
 def _sparse_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    """Lists of rows in any order, with gaps; slots that no list names hold NaN."""
+    """Sample lists of rows in any order, with gaps. Slots that no list names hold NaN."""
     size, rank = settings["block_size"], settings["kv_lora_rank"]
     seed = draw.generator()
     num_tokens = max(draw.one_of(3, 0, 1, 2, 7), min_size)

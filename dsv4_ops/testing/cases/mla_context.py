@@ -59,7 +59,7 @@ def _chunk_cases() -> list[Case]:
         ),
         Case("equal", (lens,), _plan(12, 2, "equal", 2), _one_rank(*equal, 2)),
         Case(
-            # 6 rows each round down to turns of 4 positions: 4 each
+            # 6 rows per request round down to 4, a whole turn of the ranks
             "equal, whole rounds",
             (i32([12, 1]),),
             _plan(12, 3, "equal", 2, 2, 2),
@@ -108,7 +108,7 @@ INF = float("inf")
 
 
 def _state(out: list[float], lse: list[float]) -> tuple[Tensor, Tensor]:
-    """Return one head per value of ``lse``, with one output each."""
+    """Return the outputs and log-sum-exps of heads, with one output value per head."""
     return torch.tensor(out).view(1, -1, 1), torch.tensor(lse).view(1, -1)
 
 
@@ -140,7 +140,7 @@ def _merge_cases() -> list[Case]:
 
 
 def merged_lses(draw: Draw, seed: torch.Generator, *shape: int) -> Tensor:
-    """Sample log-sum-exps from -60 to 60, some of them for no key."""
+    """Sample log-sum-exps from -60 to 60, of which some are infinite or NaN."""
     spread: int = draw.one_of(4, 120)
     lse = (torch.rand(shape, generator=seed) - 0.5) * spread
     for value in (-INF, INF, NAN):
@@ -149,7 +149,7 @@ def merged_lses(draw: Draw, seed: torch.Generator, *shape: int) -> Tensor:
 
 
 def merged_out(lse: Tensor, seed: torch.Generator, width: int, dtype: torch.dtype) -> Tensor:
-    """Sample outputs, NaN for no keys, in a view of wider rows."""
+    """Sample outputs, which are NaN where ``lse`` is not finite."""
     out = torch.randn((*lse.shape, width), generator=seed)
     return torch.where(lse.isfinite()[..., None], out, NAN).to(dtype)
 

@@ -27,11 +27,11 @@ from dsv4_ops.testing.strategies.draw import Draw
 FP8_UNIT = 2.0**-4
 
 QUARTERS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-"""Identity at position 0, a quarter turn at position 1."""
+"""Table with the identity at position 0 and a quarter turn at position 1."""
 
 
 def bf16(values: Any) -> Tensor:
-    """A bf16 tensor from a list."""
+    """Make a bf16 tensor from a list."""
     return torch.tensor(values, dtype=torch.bfloat16)
 
 
@@ -65,7 +65,7 @@ def _rope_cases() -> list[Case]:
             _rope(rope_first=True),
             ([[5, 1, 2], [-1, 5, 2]],),
         ),
-        # (3, 5) turn by the first angle, a quarter, and (4, 6) by the second, a half
+        # (3, 5) rotate by the first angle, a quarter turn, and (4, 6) by the second, half a turn
         Case(
             "halves",
             (four, i64([0]), turns),
@@ -88,7 +88,7 @@ def _rope(
 
 
 def _rope_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    free = settings["inverse"]  # otherwise the compiled form: one rank, dtype and width
+    free = settings["inverse"]  # other calls are for one compiled form: one rank, dtype and width
     sizes = ((512, 64), (128, 64), (12, 4), (7, 6), (64, 64), (2, 2), (3, 0))
     dim, rope_dim = draw.one_of(*sizes) if free else (512, 64)
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 9, 17), min_size)
@@ -128,7 +128,7 @@ def _group_cases() -> list[Case]:
     row, back = worked_row(), rotated_row(inverse=True)
     plain, table = [0.5] * 512, worked_table()
     o, where = bf16([[row, plain, plain, row]] * 2), i64([1, 0])
-    half = [*[0.5] * 448, 0.5, -0.5, 0.5, -1.5, *[0.5] * 60]  # (1/2, 1/2), twice, inverse RoPE
+    half = [*[0.5] * 448, 0.5, -0.5, 0.5, -1.5, *[0.5] * 60]  # inverse RoPE of two (1/2, 1/2)
     rotated, unchanged = [back + half, half + back], [row + plain, plain + row]
     one = [[rotated[0] + rotated[1]], [unchanged[0] + unchanged[1]]]
     return [
@@ -169,15 +169,15 @@ inverse_rope_group = OpTesting(
 
 
 def _quantize_case(scale_layout: str, scales: Any) -> Case:
-    """Two heads of one group at position 0, which is not rotated.
+    """Make two heads of one group at a position that is not rotated.
 
-    3 and -0.3 in the first block, 900 in the sixth, a value below the smallest scale in the last.
+    The first block has 3 and -0.3, the sixth 900, and the last a value below the smallest scale.
     """
     o = torch.zeros(1, 2, 512, dtype=torch.bfloat16)
     o[0, 0, 0], o[0, 0, 1], o[0, 1, 128], o[0, 1, 511] = 3.0, -0.3, 900.0, 2.0**-43
     row = [0.0] * 1024
-    row[0], row[1] = 384.0, -40.0  # over 2^-7; -38.5 in bf16
-    row[512 + 128], row[1023] = 224.0, 0.5  # 900 over 4 is 225; over 2^-42
+    row[0], row[1] = 384.0, -40.0  # 3 and -0.3 over 2^-7 are 384 and -38.5
+    row[512 + 128], row[1023] = 224.0, 0.5  # 900 over 4 is 225; 2^-43 over 2^-42 is 0.5
     settings = {"num_groups": 1, "scale_layout": scale_layout}
     return Case(scale_layout, (o, i64([-1]), torch.zeros(1, 64)), settings, ([[row]], scales))
 
@@ -220,7 +220,7 @@ def _quantize_precise(
 
 
 def _decode_quantized(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Unscaled values, float64, and the padding of the scales."""
+    """Return the dequantised values in float64, and the padding of the scales."""
     values, scales = outcome
     num_tokens, padding = values.shape[1], scales.new_empty(0)
     layout = case.settings["scale_layout"]
@@ -246,12 +246,13 @@ inverse_rope_group_quantize = OpTesting(
 _FP8 = {"eps": 1e-6, "block_size": 1, "layout": MainLayout.tag}
 _PLAIN = {**_FP8, "layout": PlainLayout.tag}
 ROUNDINGS = 8
-"""Float32 roundings that count before the last one: sum, mean and root of the norm, its product,
-two of the rotation."""
+"""Allowed float32 roundings before the last one: in the sum, mean, root and product of the norm,
+and in the rotation."""
 
 
 def _worked() -> tuple[Tensor, ...]:
-    """Two tokens with two heads and a key each, at positions 1 and 0, for slots 1 and none."""
+    """Make two tokens with two heads and a key each, at positions 1 and 0. Only the first has a
+    slot."""
     q = torch.full((2, 2, 512), 4.0, dtype=torch.bfloat16)
     q[:, 1] *= -1
     kv = torch.zeros(2, 512, dtype=torch.bfloat16)
@@ -261,14 +262,15 @@ def _worked() -> tuple[Tensor, ...]:
 
 
 def _normed() -> list[Any]:
-    """All ones and all minus ones, rotated at position 1 and not at position 0."""
+    """Return queries of ones and of minus ones, rotated at position 1 and not at position 0."""
     rotated = [1.0] * 512
     rotated[448:452] = [-1.0, 1.0, -3.0, 1.0]
     return [[rotated, [-value for value in rotated]], [[1.0] * 512, [-1.0] * 512]]
 
 
 def _worked_page() -> list[int]:
-    """The key of position 1: (1, 2) becomes (-2, 1) and (3, 4) becomes (-11, 2)."""
+    """Return a block with the key of position 1: RoPE turns (1, 2) into (-2, 1) and (3, 4) into
+    (-11, 2)."""
     page = [0] * 1152
     page[:3] = [0x7C, 0xE2, 0x3A]
     page[448:456] = [0x00, 0xC0, 0x80, 0x3F, 0x30, 0xC1, 0x00, 0x40]

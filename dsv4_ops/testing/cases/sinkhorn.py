@@ -15,7 +15,8 @@ from dsv4_ops.testing.strategies.draw import Draw
 
 def _sinkhorn_cases() -> list[Case]:
     one = {"num_streams": 2, "iterations": 1, "eps": 0.25}
-    # rows (1/4, 3/4) and (1/2, 1/2) of the softmax, plus a quarter: columns 1.25 and 1.75
+    # the softmax has rows (1/4, 3/4) and (1/2, 1/2); eps of 1/4 is added to each value, and to the
+    # sums of the columns, 1.25 and 1.75
     thirds = torch.tensor([[0.0, math.log(3.0), 5.0, 5.0]])
     halves = [[[0.5 / 1.5, 1.0 / 2.0], [0.75 / 1.5, 0.75 / 2.0]]]
     even = {"num_streams": 4, "iterations": 20, "eps": 2.0**-140}
@@ -51,8 +52,8 @@ def sinkhorn_error(
 ) -> Exact:
     """Compute the matrix of float64 ``logits`` that have absolute ``errors``."""
     value = reference.sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
-    # relative errors: exp has the error of its argument, and each division adds one; a logit's
-    # error reaches its row and column, and what divides these
+    # relative errors: exp has the absolute error of its argument, and each division adds one; the
+    # error of a logit reaches its row and column, and the sums that divide them
     reach = logits.abs().nan_to_num(0.0, 0.0, 0.0) + 4 * errors / 2.0**-24
     return Exact(value, value * (reach.sum(1)[:, None, None] + 2 * iterations))
 

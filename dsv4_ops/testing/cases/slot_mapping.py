@@ -38,7 +38,7 @@ def _cases() -> list[Case]:
     ]
     late = (*LATE_POSITIONS, 2**33 + 3, 2**40 - 1, 2**31 + 3)
     none = dict.fromkeys((*BAD_POSITIONS, *late, -5, -(2**40) - 1), -1)
-    # ranks own blocks of positions in turn: 0..3, 8..11, 16..19 | 4..7, 12..15, 20..23
+    # rank 0 owns positions 0..3, 8..11 and 16..19, rank 1 owns 4..7, 12..15 and 20..23
     ranks = {**small, "cp_world_size": 2, "cp_interleave": 4}
     return [
         _case("worked example", three, *worked),

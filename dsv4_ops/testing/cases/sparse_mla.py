@@ -56,14 +56,14 @@ def _blocks(
 def _cases() -> list[Case]:
     case, blocks, most = _case, _blocks, 2**31 - 1
     few, six = [7, 1, 0, 5, 2], ([0, 0, 2, 0], [1, 0, 2, 2], [0, 1, 2, 0], [1, 1, 2, 2])
-    # 11 tiles on 4 programs: one program is free for an extra split of 5 tiles or more
+    # three tokens with 11 tiles on 4 programs leave one program free for an extra split
     one = ([2, 0, 2, 0], [2, 1, 2, 0], *_whole(0, 1))
-    # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: splits of up to 5 leave one free
+    # tokens have 1 + 1, 10 + 0 and 9 + 1 tiles; splits of 5 tiles leave one of 6 programs free
     two = ([1, 0, 2, 0], [2, 0, 2, 2], [1, 1, 2, 0], [2, 1, 2, 2], [0, 0, 1, 0])
-    # splits of up to 2 tiles take 2 * 12 + 2 * 12 + 5 = 53, of up to 3 take 36 + 2 * 12 + 3 = 63;
-    # tokens of several splits come first, then those of 2 tiles, of 1, of 0
+    # the expected time is 2 * 12 + 2 * 12 + 5 = 53 for splits of 2 tiles, and 36 + 2 * 12 + 3 = 63
+    # for splits of 3; tokens with several splits come first, then tokens with 2, 1 and 0 tiles
     twelve = ([0, 0, 4, 0], [3, 0, 3, 4], [0, 1, 4, 0], [0, 2, 4, 0], [0, 3, 4, 0], [3, 1, 3, 4])
-    # combines look up to as many rows as there are programs: split tokens come first
+    # a combine reads only as many rows as there are programs, so split tokens come first
     late = (*_splits(150, 4), *_whole(*range(150)))
     pairs = [[token, split, 2, 2 * token] for split in range(2) for token in range(32)]
     lengths = ((0, 1), (1, 1), (64, 1), (65, 1), (256, 1), (257, 3), (384, 3))
@@ -78,36 +78,40 @@ def _cases() -> list[Case]:
         case("no token, and extra rows", [], [], 64, 3, absent=3),
         case("longest", [most] * 3, [most] * 3, 64, 2, *_whole(0, 1, 2), absent=2),
         case("longest and least", [most], [-(2**31)], 64, 7, *_splits(0, 7), absent=1),
-        # 4 tiles on 3 programs are not longer than a split of 2 and a combine; 5 tiles take
-        # 2 * 3 + 2 * 3 + 2 = 14 in splits of 2, 3 * 3 + 2 * 3 + 1 = 16 in splits of 3, and 15 whole
+        # on 3 programs, 4 tiles are not longer than a split of 2 and a combine; the expected time
+        # of 5 tiles is 2 * 3 + 2 * 3 + 2 = 14 for splits of 2, 3 * 3 + 2 * 3 + 1 = 16 for splits of
+        # 3, and 15 without a split
         *[
             case(f"{keys} keys", [keys], None, 8, 3, *_splits(0, count), absent=4 - count)
             for keys, count in lengths
         ],
-        # 60 tiles are splits of 10, 20, 30 and 60
+        # 60 tiles become splits of 10, 20, 30 or 60 tiles
         *[
             case(f"{heads} heads", [3840], None, heads, 6, *_splits(0, count), absent=1)
             for heads, count in tiles
         ],
-        # 4 tiles and 1, although the keys of both fit in 4
+        # 4 tiles and 1 tile, although the keys of both would fit into 4 tiles
         case("apart", [193], [63], 1, 3, *_splits(0, 3), absent=1),
         case("window only", [2, 64], None, 1, 3, *_whole(0, 1), absent=3),
         blocks("12 programs", few, 12, *twelve, [3, 2, 3, 4], *_whole(4, 1, 2), absent=7),
-        # splits of 5 tiles take 5 * 5 + 2 * 5 + 1 = 36, of 6 take 41 and whole tokens 35
+        # the expected time is 5 * 5 + 2 * 5 + 1 = 36 for splits of 5 tiles, 41 for splits of 6, and
+        # 35 without a split
         blocks("5 programs", few, 5, *_whole(0, 3, 4, 1, 2), absent=5),
-        # splits of 10 tiles take 61, of 12 take 71
+        # the expected time is 61 for splits of 10 tiles, and 71 for splits of 12
         blocks("40 tiles", [20, 10, 1, 2, 7], 5, *_splits(0, 2), *_whole(1, 4, 3, 2), absent=4),
-        # splits of 8 tiles take 6 * 8 + 2 * 6 + 2; of 6, the mean, there would be 4 extra ones
+        # the expected time is 6 * 8 + 2 * 6 + 2 for splits of 8 tiles; splits of 6 tiles, the mean,
+        # would be 4 extra splits
         blocks("two extra splits", [16, 10, 1, 7], 6, *six, *_whole(3, 2), absent=4),
-        # 14ths of 31 tiles: 31 are 14, 30 are 13, 3 and 4 are 1, 1 is 0
+        # tokens are sorted by 14ths of 31 tiles: 31 tiles are 14, 30 are 13, 3 and 4 are 1, 1 is 0
         blocks("longer first", [3, 30, 1, 31, 1, 4], 2, *_whole(3, 1, 0, 5, 2, 4), absent=2),
-        # splits of 10 tiles, the mean, take 1240 + 4 * (154 - 132) + 2 * 132 + 3
+        # the expected time is 1240 + 4 * (154 - 132) + 2 * 132 + 3 for splits of 10 tiles, the mean
         *[
             blocks(f"one long token of 151, {size}", [size] * 150 + [40], 132, *late, absent=129)
             for size in (8, 10)
         ],
         blocks("two splits each", [66000] * 32, 64, *pairs, absent=32),
-        # in splits of 13 tiles, the mean, or more the first 40 would be 80: another round
+        # in splits of 13 tiles, the mean, or more, the first 40 tokens would need 80 programs, and
+        # so another round
         blocks("whole", [18] * 40 + [4] * 24, 132, *_whole(*range(64)), absent=66, heads=128),
     ]
 
@@ -144,7 +148,7 @@ def _mla_metadata_cases() -> list[Case]:
 
     unused = [0] * 8
     # token 0 has 2 + 8 blocks and token 1 has 1 + 0, plus an overhead of 5 per token: 21 in all, so
-    # 3 parts take 7 each, plus one overhead of 5
+    # each of 3 parts takes 7, plus an overhead of 5
     split = (
         [0, 0, 0, 7, 0, 1, 1, 0],
         [0, 0, 7, 10, 1, 1, 1, 0],
@@ -152,8 +156,8 @@ def _mla_metadata_cases() -> list[Case]:
         [0, 2, 3, 0, 0, 0, 0, 0],
         *[unused] * 2,
     )
-    # a token without keys has one block too: with overheads 6 + 7 = 13, so 4 parts take 4 each,
-    # plus one overhead of 5
+    # a token without keys has one block too: with overheads, the tokens take 6 + 7 = 13, so each of
+    # 4 parts takes 4, plus an overhead of 5
     idle = (
         [0, 0, 0, 1, 0, 0, 0, 0],
         [1, 1, 0, 2, 0, 0, 0, 0],
@@ -341,8 +345,8 @@ def _cache(
 ) -> tuple[Tensor, list[int]]:
     """Sample a cache with keys in some slots, and return these slots.
 
-    An FP8 cache has keys in two of three slots and random bytes elsewhere, a plain one has keys in
-    every other slot and NaN elsewhere.
+    An FP8 cache has keys in two of three slots and random bytes elsewhere. A plain cache has keys
+    in every other slot and NaN elsewhere.
     """
     block_size, width = settings[size], q.shape[2]
     count = num_blocks * block_size
@@ -399,7 +403,7 @@ def _rotation(draw: Draw, q: Tensor, least: int) -> tuple[Tensor | None, Tensor 
         return None, None
     sizes = [4, q.shape[2], 0]
     if q.shape[2] == MainLayout.head_dim:
-        sizes = [64] if least else [64, 64, 64, 4]  # 4 makes the reference run
+        sizes = [64] if least else [64, 64, 64, 4]  # only the reference supports 4
     table = tables(draw, rope_dim=draw.one_of(*sizes), min_size=least)
     return positions(draw, num_tokens=q.shape[0], num_positions=table.shape[0]), table
 

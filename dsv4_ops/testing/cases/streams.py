@@ -25,8 +25,8 @@ def _hyper_connection_cases() -> list[Case]:
     halves = [[[0.5, 0.5], [0.5, 0.5]]]
     out = torch.tensor([[2.0, 6.0]]).bfloat16()
     post, mix = torch.tensor([[1.0, 0.5]]), torch.tensor([[[1.0, 0.5], [0.0, 0.5]]])
-    # the mean of the squares 1, 9, 1 and 1 is 3, so these products are 1: pre_0 is the sigmoid of 1
-    # - 1, as without them, and the first row of logits is 4 - 3 twice
+    # the squares 1, 9, 1 and 1 have the mean 3, so the nonzero products with fn are 1: pre_0 is the
+    # sigmoid of 1 - 1, as without products, and the first row of logits is 4 - 3, twice
     root = 3.0**0.5
     fn = torch.zeros(8, 4)
     fn[0, 0], fn[4, 0], fn[5, 1] = root, root, -root / 3
@@ -36,7 +36,7 @@ def _hyper_connection_cases() -> list[Case]:
     return [
         # the mean of the streams, 1 and -1
         Case("alone", (streams, *weights), settings, ([], [[1.0, 1.0]], halves, [[2.0, -3.0]])),
-        # 2 + 1, 6 - 3; 1 + 0.5 + 0.5, 3 - 1.5 + 0.5: their mean is 2.5 twice
+        # the streams are (2 + 1, 6 - 3) and (1 + 0.5 + 0.5, 3 - 1.5 + 0.5), with mean (2.5, 2.5)
         Case(
             "after a block",
             (streams, *weights, out, post, mix),
@@ -92,7 +92,7 @@ def _hyper_connection_precise(
         terms = added.abs() + torch.einsum("tji,tjd->tid", mix.double().abs(), values.abs())
         written = Exact(value, value.abs() + (count + 1) * FP32_UNIT / BF16_UNIT * terms)
         values = value.to(torch.bfloat16).double()
-        # a sum between two bf16 values may be rounded to either
+        # a sum near the middle of two bf16 values may be rounded to either value
         flipped = 2 * BF16_UNIT * values.abs()
     flat = values.flatten(1)
     root = torch.rsqrt(flat.square().mean(1, keepdim=True) + norm_eps)
@@ -116,7 +116,7 @@ def _hyper_connection_precise(
     scaled = torch.rsqrt(rounded.square().mean(1, keepdim=True) + norm_eps) * norm_weight
     x = rounded * scaled
     error = x.abs() + 2 * of_collapsed / BF16_UNIT * scaled.abs()
-    # the mean square changes with the largest value
+    # the error of the largest value changes the mean square
     error = error + x.abs() * (of_collapsed / BF16_UNIT * scaled.abs()).amax(1, keepdim=True)
     return written, found_post, found_mix, Exact(x, error)
 

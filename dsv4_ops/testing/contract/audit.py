@@ -1,4 +1,4 @@
-"""Audit an op: every layer present, with the same parameters, documented and testable."""
+"""Check that an op has every layer, with the same parameters, with documentation and with tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def audit(spec: OpSpec) -> list[str]:
-    """List the problems of an op's spec; empty if it is complete."""
+    """Return the problems of an op's spec; the list is empty if the spec is complete."""
     problems = [
         f"no lowering kind for {device}" for device in DEVICES if device not in spec.lowering
     ]

@@ -1,7 +1,7 @@
 """Checks that every op of the registry must pass.
 
 Each ``check_*`` raises AssertionError with the name of the op and the difference.
-``assert_contract`` runs all checks, on a GPU also CUDA graph capture.
+``assert_contract`` runs all checks; on a GPU it also checks the capture in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def assert_contract(
 
     Args:
         op: Name in the registry.
-        device: Where the compiled code runs; "cuda" adds CUDA graph capture.
+        device: Device of the calls; "cuda" also checks the capture in a CUDA graph.
         examples: Number of sampled batches for which the compiled op must agree with the reference.
-        package: Also build and run an AOTInductor package (about ten seconds).
+        package: Whether to also build and run an AOTInductor package, which takes ten seconds.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -80,7 +80,7 @@ def assert_contract(
 
 
 def check_cases(spec: OpSpec, device: str = "cpu") -> None:
-    """Check that the reference gives the hand-computed numbers, on a CPU for strided inputs too."""
+    """Check that the op returns the hand-computed numbers; on a CPU, also for strided inputs."""
     computed = [case for case in op_testing(spec).cases() if case.expected is not None]
     assert computed, f"{spec.name}: no case with a hand-computed result"
     for case in computed:
@@ -113,9 +113,9 @@ def check_opcheck(
     """Check with ``torch.library.opcheck`` that schema, fake and AOT dispatch agree with the op.
 
     Args:
-        traces: Maximum calls to check under AOT dispatch, where nearly all of the time goes.
-        compiled: Whether ``CompiledOps`` has the op. It compiles the first configuration, which
-            includes AOT dispatch; this check then takes the other configurations.
+        traces: Maximum calls to check under AOT dispatch, which takes nearly all of the time.
+        compiled: Whether ``CompiledOps`` checks the op too. It covers AOT dispatch of the first
+            configuration, so this check then covers AOT dispatch of the others only.
     """
     first = op_testing(spec).settings[0]
     traced: set[tuple[Any, ...]] = set()
@@ -135,7 +135,8 @@ def check_opcheck(
 
 
 def _opchecks(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
-    """The parts of opcheck besides AOT dispatch; test_schema needs allclose, which float8 lacks."""
+    """Return the parts of opcheck except for AOT dispatch. test_schema needs allclose, which float8
+    lacks."""
     every = ("test_schema", "test_autograd_registration", "test_faketensor")
     float8 = any(tensor is not None and tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
     return every[1:] if float8 else every
@@ -147,8 +148,8 @@ def _has_nan(outcome: Results) -> bool:
 
 
 def _traced_as(case: Case) -> tuple[Any, ...]:
-    """Return the properties of ``case`` that a dynamic trace depends on; sizes 0 and 1
-    specialise."""
+    """Return the properties of ``case`` on which a dynamic trace depends. A trace specialises sizes
+    of 0 and 1."""
     inputs = (
         None
         if tensor is None
@@ -164,11 +165,10 @@ def _traced_as(case: Case) -> tuple[Any, ...]:
 
 
 def check_fake(spec: OpSpec, device: str = "cpu", *, traces: int | None = None) -> None:
-    """Check that fake results have the metadata of real ones, for dense and strided inputs of any
-    size.
+    """Check that fake results have the metadata of real results, for dense and strided inputs.
 
     Args:
-        traces: Maximum calls to check with symbolic sizes, where nearly all of the time goes.
+        traces: Maximum calls to check with symbolic sizes, which takes nearly all of the time.
     """
     traced: set[tuple[Any, ...]] = set()
     for case in op_testing(spec).cases():
@@ -184,10 +184,10 @@ def check_fake(spec: OpSpec, device: str = "cpu", *, traces: int | None = None) 
 
 
 class CompiledOps:
-    """Ops compiled once, together: a single graph, no opaque calls, no recompiles, in-place writes.
+    """Ops compiled into one graph, without opaque calls and recompiles, and with in-place writes.
 
-    Each of ``fused`` is in the graph once more, between a producer of its inputs and a consumer of
-    its results: IR that reads a computed value at the wrong index fails only there.
+    For each op of ``fused``, the graph also has a call between a producer of its inputs and a
+    consumer of its results. IR that reads a computed value at a wrong index fails only there.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class CompiledOps:
         fused: Sequence[OpSpec] = (),
         layout: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        layout = layout or torch.clone  # Dynamo would guard a view on its base
+        layout = layout or torch.clone  # for a view, Dynamo would guard the base
         self.parts = [_Part(spec, device, layout) for spec in specs]
         self.parts += [_Fused(spec, device, layout) for spec in fused]
         torch._dynamo.reset()
@@ -237,7 +237,7 @@ class CompiledOps:
         """Check that every op agrees with its reference in one call, without a recompile.
 
         Args:
-            cases: A call of each part; None for a call that the compilation compared already.
+            cases: A call of each part. None repeats the first call, which was compared already.
         """
         inputs = [
             part.inputs(case or part.first) for part, case in zip(self.parts, cases, strict=True)
@@ -266,12 +266,12 @@ class CompiledOps:
                 part.compare(mine, inputs[index], before[index])
 
     def check_cases(self) -> None:
-        """Check named cases of these configurations whose sizes torch.compile keeps dynamic."""
+        """Check the named cases that the compiled code can run without a recompile."""
         for cases in zip_longest(*(part.cases() for part in self.parts)):
             self.check(cases)
 
     def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
-        """Check ``examples`` sampled batches of every op, at random with ``derandomize=False``."""
+        """Check ``examples`` sampled batches of every op; random ones if not ``derandomize``."""
         sampled = (
             samples(part.testing, part.settings, examples, derandomize=derandomize)
             for part in self.parts
@@ -302,8 +302,8 @@ class _Part:
         return tuple(self.layout(tensor) for tensor in sized_tensors(case.on(self.device)))
 
     def _configured(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the properties that specialise a compiled function: dtypes, block shapes, float
-        widths."""
+        """Return the properties for which a compiled function is specialised: dtypes, block shapes,
+        float widths."""
         caches = [tensors[index] for index in self.spec.places("k_cache")]
         floats = [tensor for tensor in tensors if tensor.is_floating_point()]
         sizes = [tensor.shape[1:] for tensor in (*caches, *floats)]
@@ -320,8 +320,8 @@ class _Part:
         return sampled
 
     def compare(self, actual: Results, inputs: Results, before: Results) -> None:
-        """Compare results, and inputs after the call, with the reference on the inputs before the
-        call."""
+        """Compare the results and the mutated inputs of a call with the reference, which gets the
+        inputs as they were before the call."""
         for index, (tensor, copy) in enumerate(zip(inputs, before, strict=True)):
             if index not in self.spec.mutated:
                 assert equal(tensor, copy), f"{self.what}: an input was modified"
@@ -336,14 +336,14 @@ class _Part:
 
 
 class _Fused(_Part):
-    """An op between a producer and a consumer, which also sees what the op wrote."""
+    """An op between a producer and a consumer. The consumer also reads what the op wrote."""
 
     form = "fused"
 
     def __init__(self, spec: OpSpec, device: str, layout: Callable[[Tensor], Tensor]) -> None:
         super().__init__(spec, device, layout)
         count = len(sized_tensors(self.first))
-        # bools: under dynamic=True Dynamo turns captured ints into symbols, which break `in`
+        # bools, as under dynamic=True Dynamo turns captured ints into symbols, which break `in`
         self.writes = tuple(index in spec.mutated for index in range(count))
         self.num_results += len(spec.mutated)
 
@@ -395,7 +395,7 @@ def bound_call(
     skip: int = 0,
     keep: Callable[[Case], bool] | None = None,
 ) -> tuple[Callable[..., Any], Results]:
-    """Bind the settings to the public function; return it and the tensors for a call."""
+    """Bind the settings to the public function; return the bound function and its arguments."""
     testing = op_testing(spec)
     settings = dict(testing.settings[0])
     case = primer(testing, settings, skip=skip, keep=keep).on(device)

@@ -11,10 +11,11 @@ from torch import Tensor
 from dsv4_ops.testing.case import Case, Exact, OpTesting, results
 
 SLACK = 1.5
-"""Allowed error of an implementation, in errors of the reference."""
+"""Allowed error of an implementation, as a multiple of the reference's error."""
 
 ROUNDINGS = 2 * SLACK
-"""Allowed error of the reference, which may round twice: attention rounds P and its output."""
+"""Allowed error of the reference, in roundings. The reference may round twice: attention rounds P
+and its output."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,7 +35,7 @@ def assert_agrees(
     actual: Sequence[Tensor],
     expected: Sequence[Tensor],
 ) -> None:
-    """Assert that ``actual`` equals the reference's ``expected``, or is within budget of float64.
+    """Assert that ``actual`` equals the reference's ``expected``, or is close enough to float64.
 
     ``op_testing.precise`` says which results have a budget.
     """
@@ -54,7 +55,7 @@ def assert_agrees(
 
 
 def assert_precise(what: str, op_testing: OpTesting, case: Case, outcome: Sequence[Tensor]) -> None:
-    """Assert that the reference's own ``outcome`` is within ROUNDINGS of float64."""
+    """Assert that the ``outcome`` of the reference is within ROUNDINGS of float64."""
     read = op_testing.decode(case, outcome)
     pairs = zip(read, exact_results(op_testing, case), strict=True)
     for index, (result, exact) in enumerate(pairs):

@@ -46,7 +46,7 @@ def exact_terms(act: Tensor, weight: Tensor, quantised: bool) -> Exact:
 
 
 def routing(draw: Draw, num_tokens: int, topk: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sample routing weights and ids; some ids are of absent experts, with any weight."""
+    """Sample routing weights and ids. Some experts do not exist, with any weight."""
     seed = draw.generator()
     ids = torch.randint(0, num_experts, (num_tokens, topk), generator=seed, dtype=torch.int32)
     weights = torch.rand(num_tokens, topk, generator=seed) * 2
@@ -57,7 +57,7 @@ def routing(draw: Draw, num_tokens: int, topk: int, num_experts: int) -> tuple[T
 
 
 def fp4_weight(seed: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
-    """Sample pairs of codes [..., n, k / 2] in the released format, and scales that differ by up to
+    """Sample packed codes [..., n, k / 2] in the released format, and scales that differ by up to
     2^6."""
     bits = torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
     blocks = (*shape[:-1], shape[-1] // 16)

@@ -16,7 +16,8 @@ HOPPER_UNIT = 2.0**-12
 """Hopper's FP8 tensor cores align the addends to the largest one and keep about 14 bits."""
 
 LARGEST_INTEGER = 4
-"""Sums over 128 values and 64 heads of products of integers up to this are exact in float32."""
+"""Largest integer of exact cases. Sums of products of such integers over 128 values and 64 heads
+are exact in float32."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Scores:
     """float64 scores of all keys, [num_tokens, num_keys].
 
     Attributes:
-        value: The scores; -inf where there is no candidate.
+        value: The scores; -inf for keys that are no candidates.
         magnitude: Sums of the absolute terms.
         candidate: Which keys the token may select.
         unit: Relative error of a sum.
@@ -39,7 +40,7 @@ class Scores:
 
     @staticmethod
     def of(q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor, candidate: Tensor) -> Scores:
-        """Compute scores from float64 keys [num_tokens, num_keys, 128] and their factors."""
+        """Compute scores from float64 keys [num_tokens, num_keys, 128] and their ``scales``."""
         queries, factors = q.to(torch.float64), weights.to(torch.float64)[:, :, None]
         scales = scales.to(torch.float64)
         products = (queries @ keys.transpose(1, 2)).relu() * factors
@@ -54,12 +55,12 @@ class Scores:
         return Scores(value, terms.sum(1) * scales.abs(), candidate, unit, is_exact)
 
     def exact(self) -> Exact:
-        """Return the yardstick for implementations."""
+        """Return the scores with the scale of their errors."""
         return Exact(self.value, torch.where(self.candidate, self.magnitude, 0.0), self.unit)
 
 
 def _is_whole(values: Tensor, factor: int = 1) -> bool:
-    values = values.nan_to_num(0.0, 0.0, 0.0)  # sums with special values are the same everywhere
+    values = values.nan_to_num(0.0, 0.0, 0.0)  # special values give the same sum in any order
     small = values.abs() <= factor * LARGEST_INTEGER
     return bool(((values == values.round()) & small).all())
 

@@ -10,12 +10,12 @@ from dsv4_ops.testing.float64.rope import exact
 from dsv4_ops.testing.strategies.draw import Draw
 
 SUM_ROUNDINGS = 16
-"""Float32 roundings by which a sum of products may differ, in units of its absolute terms."""
+"""Allowed number of float32 roundings of a sum of products, each of the sum of absolute terms."""
 
 
 INFINITE_BITS = (0x7F80, 0xFF80)
 SPECIAL_BITS = (0x7FC0, 0xFF81, 0x0001, 0x807F, 0x8000, 0x43E0, 0x43E1, 0x38D1)
-"""NaN, quiet and signalling, subnormals, -0, 448 and a step above, 1e-4."""
+"""Bits of bf16 values: quiet and signalling NaN, subnormals, -0, 448 and the next value, 1e-4."""
 
 
 def scale_values(scale: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def block_values(codes: Tensor, scale: Tensor, rows: int, columns: int) -> Tenso
 
 
 def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Exact:
-    """``x @ weight.T`` of float64 values."""
+    """Compute ``x @ weight.T`` of float64 values."""
     product = x @ weight.transpose(-2, -1)
     terms = x.abs() @ weight.abs().transpose(-2, -1)
     return exact(product, terms, dtype, SUM_ROUNDINGS)
@@ -55,7 +55,7 @@ def fp8_weight(seed: torch.Generator, *shape: int, ue8m0: bool) -> tuple[Tensor,
 
 
 def activations(draw: Draw, *shape: int, infinite: bool) -> Tensor:
-    """Sample bf16 activations with a different size per row and some special values."""
+    """Sample bf16 activations with a different scale per row, and some special values."""
     seed = draw.generator()
     size = torch.exp2(torch.randint(-8, 5, (*shape[:-1], 1), generator=seed).float())
     x = (torch.randn(shape, generator=seed) * size).to(torch.bfloat16)

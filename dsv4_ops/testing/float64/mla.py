@@ -27,7 +27,7 @@ def decode_keys(
     layout: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the rows [num_tokens, num_rows, width] that tokens see, without their per-tensor
-    scale, and the mask of existing rows."""
+    scale, and the mask of rows that exist."""
     row = torch.arange(block_table.shape[1] * block_size, device=kv_cache.device)
     in_length = row < seq_lens[:, None]
     pages, rows = locate(block_table, req_indices[:, None], row, in_length, block_size)
@@ -69,7 +69,7 @@ def _exact_latents(
 def sparse_keys(
     kv_cache: Tensor, indices: Tensor, lens: Tensor, *, block_size: int, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the listed rows [num_tokens, topk, width], and the mask of existing ones."""
+    """Return the listed rows [num_tokens, topk, width], and the mask of rows that exist."""
     column = torch.arange(indices.shape[1], device=indices.device)
     slots = torch.where(column < lens[:, None], indices, -1)
     pages, rows = reference.locate_slots(slots, block_size)
@@ -86,8 +86,8 @@ def exact_mla_sparse(
 
 
 def _product(left: Tensor, right: Tensor, equation: str) -> tuple[Tensor, Tensor]:
-    """Compute a product in float64, and the scale of its errors: a float32 sum accumulates like a
-    random walk, which the rounding to half precision hides."""
+    """Compute a product in float64, and the scale of its errors. The errors of a float32 sum
+    accumulate like a random walk; in half precision, the rounding of the result hides them."""
     size = torch.einsum(equation, left.double().abs(), right.double().abs())
     if left.dtype == torch.float32:
         size = size * (1 + left.shape[-1] ** 0.5 / 2)
@@ -97,7 +97,8 @@ def _product(left: Tensor, right: Tensor, equation: str) -> tuple[Tensor, Tensor
 def exact_absorbed(
     q_nope: Tensor, q_pe: Tensor, w_uk_t: Tensor, q_scale: Tensor | None = None
 ) -> tuple[Exact]:
-    """Compute an e4m3 result as the values of its codes, which saturate."""
+    """Compute absorbed queries. For a result in e4m3, compute the values of the codes, which
+    saturate."""
     latent, products = _product(q_nope, w_uk_t, "tnp,npl->tnl")
     rope = q_pe.to(torch.float64)
     value = torch.cat([latent, rope], -1)

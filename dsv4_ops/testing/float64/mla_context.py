@@ -16,13 +16,13 @@ _LN_2 = 0.6931471805599453
 def exact_merge(outs: list[Tensor], lses: list[Tensor], lse_base: str) -> tuple[Exact, Exact]:
     """Compute the merged output and log-sum-exp.
 
-    Error scale: a log-sum-exp rounds at the subtraction of the maximum and in exp, which become
-    relative errors of a weight; the sums, the quotient and the products round once per part, and a
-    few times more.
+    Error scale: the subtraction of the maximum rounds, and so does exp; these become relative
+    errors of a weight. The sums, the quotient and the products round once per part, and a few times
+    more.
     """
     unit = 1.0 if lse_base == "e" else _LN_2
     every = torch.stack([lse.to(torch.float64) * unit for lse in lses])
-    every = torch.where(every < torch.inf, every, -torch.inf)  # NaN too
+    every = torch.where(every < torch.inf, every, -torch.inf)  # also replaces NaN
     total = torch.logsumexp(every, 0)
     weights = torch.exp(every - total).nan_to_num(0.0)[..., None]
     values = torch.stack([out.to(torch.float64) for out in outs])
@@ -40,8 +40,8 @@ def exact_merge(outs: list[Tensor], lses: list[Tensor], lse_base: str) -> tuple[
 
 
 def exact_share(out: Tensor, lse: Tensor, lses: Tensor, lse_base: str) -> tuple[Exact, Exact]:
-    """Compute one rank's part of a merge, and the log-sum-exp of all; errors as in
-    ``exact_merge``."""
+    """Compute one rank's part of a merge, and the log-sum-exp of all ranks. For the error scale,
+    see ``exact_merge``."""
     others = [torch.zeros_like(out)] * lses.shape[0]
     _, total = exact_merge(others, list(lses), lse_base)
     unit = 1.0 if lse_base == "e" else _LN_2
@@ -66,7 +66,8 @@ def exact_prefill(
     causal: bool,
     **unused: Any,
 ) -> tuple[Exact, Exact]:
-    """Compute output and log-sum-exp by request; error scales as in ``exact_attention``."""
+    """Compute output and log-sum-exp, request by request. For error scales, see
+    ``exact_attention``."""
     num_tokens, num_heads, _ = q.shape
     shape = (num_tokens, num_heads, v.shape[2])
     value, magnitude = (q.new_zeros(shape, dtype=torch.float64) for _ in range(2))

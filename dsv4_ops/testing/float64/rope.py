@@ -13,7 +13,7 @@ FP32_UNIT = 2.0**-24
 
 
 def worked_table() -> Tensor:
-    """Table [2, 64] of two positions.
+    """Return a table [2, 64] of two positions.
 
     Position 0 is the identity; position 1 has (cos, sin) = (0, 1) and (-1, 2) in its first pairs.
     """
@@ -24,21 +24,21 @@ def worked_table() -> Tensor:
 
 
 def worked_row() -> list[float]:
-    """512 values; position 1 of ``worked_table`` changes the four that are not 0 or 5."""
+    """Return 512 values. RoPE at position 1 of ``worked_table`` changes only values 448 to 451."""
     row = [5.0, *[0.0] * 511]
     row[448:452] = [1.0, 2.0, 3.0, 4.0]
     return row
 
 
 def rotated_row(*, inverse: bool = False) -> list[float]:
-    """``worked_row`` after RoPE, or inverse RoPE, at position 1."""
+    """Return ``worked_row`` after RoPE, or inverse RoPE, at position 1."""
     row = worked_row()
     row[448:452] = [2.0, -1.0, 5.0, -10.0] if inverse else [-2.0, 1.0, -11.0, 2.0]
     return row
 
 
 def tables(draw: Draw, *, rope_dim: int, min_size: int) -> Tensor:
-    """Cosines and sines of random angles, [num_positions, rope_dim]."""
+    """Sample cosines and sines of random angles, [num_positions, rope_dim]."""
     num_positions = max(draw.one_of(130, 0, 1, 2, 5, 9, 33), min_size)
     angles = torch.rand(num_positions, rope_dim // 2, generator=draw.generator()) * 7
     angles[:1] = 0
@@ -46,7 +46,7 @@ def tables(draw: Draw, *, rope_dim: int, min_size: int) -> Tensor:
 
 
 def positions(draw: Draw, *, num_tokens: int, num_positions: int) -> Tensor:
-    """Consecutive positions; some are padding, adversarial or past the table."""
+    """Sample consecutive positions, of which some are padding, adversarial or past the table."""
     start = draw.integer(0, max(num_positions - 1, 0))
     values = [start + token for token in range(num_tokens)]
     ends = (0, num_positions - 1, num_positions, 2**63 - 1)
@@ -65,7 +65,7 @@ def exact_rotation(
 ) -> tuple[Tensor, Tensor]:
     """Rotate float64 ``values`` [num_tokens, num_heads, dim]; also return the error scale.
 
-    The error scale of a value is the sum of its absolute products.
+    The error scale of a rotated value is the sum of the absolute products that it adds.
     """
     table, rope_dim = cos_sin_cache.to(torch.float64), cos_sin_cache.shape[1]
     first = 0 if rope_first else values.shape[2] - rope_dim
@@ -86,6 +86,7 @@ def exact_rotation(
 
 
 def exact(value: Tensor, products: Tensor, dtype: torch.dtype, roundings: int = 2) -> Exact:
-    """Error scale of ``roundings`` of ``products`` to float32 and a final one to ``dtype``."""
+    """Return ``value`` with the error scale of a number of float32 ``roundings`` of ``products``,
+    and of one final rounding to ``dtype``."""
     unit = torch.finfo(dtype).eps / 2
     return Exact(value, value.abs() + roundings * (FP32_UNIT / unit) * products)

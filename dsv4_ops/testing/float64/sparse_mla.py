@@ -16,12 +16,12 @@ def exact_attention(
 ) -> tuple[Exact, Exact, Exact]:
     """Compute output, row_max and log-sum-exp in float64.
 
-    Error scale: a logit rounds as a dot product, by its scale, and by the subtraction of row_max;
-    these become relative errors of P. A float32 output rounds five more times (exp, product, sum,
-    row_sum, quotient), and its sums over keys accumulate like a random walk, with the square root
-    of their number. In bf16 the rounding of P and of the output dominates. A log-sum-exp rounds
-    like its logits, like its sum, and three more times: in the base-2 logarithm, in the addition
-    of row_max, and in the conversion to base e.
+    Error scale: a logit rounds in the dot product, in the product with ``softmax_scale``, and in
+    the subtraction of row_max; these become relative errors of P. A float32 output rounds five more
+    times (exp, product, sum, row_sum, quotient). The errors of its sum over keys accumulate like a
+    random walk, with the square root of the number of keys. In bf16, the rounding of P and of the
+    output dominates. A log-sum-exp rounds like its logits, like its sum, and three more times: in
+    the base-2 logarithm, in the addition of row_max, and in the conversion to base e.
     """
     query, value = q.to(torch.float64), keys.to(torch.float64)
     value = torch.where(exists[..., None], value, 0.0)
@@ -52,7 +52,7 @@ def exact_over_both(q: Tensor, swa: Any, extra: Any, sink: Any, scale: float) ->
 def exact_inverse_rope(out: Exact, positions: Tensor | None, cos_sin_cache: Tensor | None) -> Exact:
     """Apply inverse RoPE to ``out``.
 
-    The error scale of a pair is rotated with it, and grows by one rounding.
+    The error scale of a pair rotates with the pair, and grows by one rounding.
     """
     if positions is None or cos_sin_cache is None:
         return out

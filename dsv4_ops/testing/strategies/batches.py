@@ -27,7 +27,7 @@ LAST_POSITION = INT32_MAX - 1
 LATE_POSITIONS = (INT32_MAX, 2**31, 2**32 + 3, 2**40, 2**63 - 1)
 BAD_REQUESTS = (-1, -5, 10**9, INT32_MAX, INT32_MIN)
 BAD_POSITIONS = (-1, -4, -128, -(2**40), *LATE_POSITIONS)
-"""Requests and positions of no token."""
+"""Requests and positions that no token has."""
 
 ADVERSARIAL_BLOCKS = (-1, INT32_MIN, INT32_MAX, 2**30, 33_554_431, 33_554_432)
 ADVERSARIAL_POSITIONS = (*BAD_POSITIONS, LAST_POSITION)
@@ -51,14 +51,14 @@ class Batch:
 
 
 def lengths(draw: Draw) -> int:
-    """A context length at or next to a boundary, or any small one."""
+    """Sample a context length at or next to a boundary, or any small length."""
     if draw.flag():
         return draw.integer(0, 600)
     return max(0, draw.one_of(*BOUNDARIES) * draw.integer(0, 3) + draw.integer(-1, 1))
 
 
 def requests(draw: Draw, *, min_size: int = 0, max_query: int = 9) -> list[tuple[int, int]]:
-    """(query length, sequence length) per request; some empty, padding or too short."""
+    """Sample (query length, sequence length) of requests, some empty, padding or too short."""
     kinds = draw.st.sampled_from(("decode", "decode", "short", "padding", "empty", "too short"))
     result = []
     for kind in draw(draw.st.lists(kinds, min_size=min_size, max_size=12)):
@@ -75,7 +75,7 @@ def requests(draw: Draw, *, min_size: int = 0, max_query: int = 9) -> list[tuple
 
 
 def tables(draw: Draw, *, num_reqs: int, min_size: int = 0, adversarial: bool = True) -> Tensor:
-    """A block table with enough columns, too few or none, and a few impossible entries."""
+    """Sample a block table with enough, too few or no columns, and a few invalid entries."""
     shape = (num_reqs, max(draw.one_of(0, 1, 2, 3, 11, 40), min_size))
     table = torch.randint(0, 5000, shape, generator=draw.generator(), dtype=torch.int32)
     if adversarial:
@@ -86,7 +86,7 @@ def tables(draw: Draw, *, num_reqs: int, min_size: int = 0, adversarial: bool = 
 def ragged_batch(
     draw: Draw, *, min_size: int = 0, max_query: int = 9, adversarial: bool = True
 ) -> Batch:
-    """A ragged batch of decodes, short prefills, padding and adversarial tables."""
+    """Sample a ragged batch of decodes, short prefills, padding and adversarial tables."""
     lens = requests(draw, min_size=min_size, max_query=max_query)
     query = torch.tensor([q for q, _ in lens], dtype=torch.int64)
     query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), query.cumsum(0)])
@@ -112,12 +112,12 @@ def batches(
 ) -> SearchStrategy[Batch]:
     """Return a Hypothesis strategy of ragged batches.
 
-    They contain decodes, short prefills and padding, with adversarial tables.
+    The batches contain decodes, short prefills and padding, with adversarial tables.
 
     Args:
         min_size: Minimum number of requests, tokens and table columns.
         max_query: Maximum query tokens of a request.
-        adversarial: Also draw absent table entries, requests and positions.
+        adversarial: Whether to sample invalid table entries, requests and positions too.
     """
     return strategy_of(
         ragged_batch, min_size=min_size, max_query=max_query, adversarial=adversarial

@@ -42,7 +42,7 @@ def keys(draw: Draw, *, num_rows: int, width: int, special: int) -> Tensor:
 
 
 def heads(draw: Draw, num_tokens: int, num_heads: int, width: int) -> Tensor:
-    """``keys`` of all columns, [num_tokens, num_heads, width]."""
+    """Sample ``keys`` with special values in any column, [num_tokens, num_heads, width]."""
     rows = keys(draw, num_rows=num_tokens * num_heads, width=width, special=width)
     return rows.view(num_tokens, num_heads, width)
 
@@ -59,8 +59,8 @@ def random_bytes(seed: torch.Generator, *shape: int) -> Tensor:
 
 
 def insertions(kind: type[QuantizedLayout], special: int) -> Make:
-    """Return a sampler of quantised inserts into random bytes; at times with more rows than
-    slots."""
+    """Return a sampler of calls that insert quantised rows into a cache of random bytes. Some calls
+    have more rows than slots."""
 
     def call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
         num_tokens = max(draw.one_of(0, 1, 2, 3, 5, 9, 17), min_size)
@@ -76,7 +76,7 @@ def insertions(kind: type[QuantizedLayout], special: int) -> Make:
 
 
 def slots(draw: Draw, *, num_tokens: int, num_slots: int) -> Tensor:
-    """Sample distinct slots, some of them absent."""
+    """Sample distinct slots, of which some are invalid."""
     order = torch.randperm(max(num_slots, num_tokens), generator=draw.generator())[:num_tokens]
     draw.spoil(order, (*ADVERSARIAL_SLOTS, num_slots, num_slots + 7), 4)
     return order

@@ -24,7 +24,7 @@ CHUNK = 200
 
 
 def op_testing(spec: OpSpec) -> OpTesting:
-    """Return the cases of an op and how to draw more."""
+    """Return the named cases and the sampler of an op."""
     op_testing: OpTesting = spec.implementation("testing")
     return op_testing
 
@@ -49,7 +49,7 @@ def stays_determined(spec: OpSpec, case: Case) -> bool:
 
 
 def as_case(spec: OpSpec, settings: dict[str, Any], tensors: Sequence[Tensor]) -> Case:
-    """Copy ``tensors`` into the case that the bound public function calls the op with."""
+    """Return the op's call for a call of the bound public function, with copies of ``tensors``."""
     capacities = dict.fromkeys(sizes(spec.schema), tensors[-1].shape[0])
     inputs = tensors[: len(tensors) - len(capacities)]
     return Case("called", tuple(inputs), {**settings, **capacities}).copy()
@@ -61,7 +61,7 @@ def reference(spec: OpSpec, case: Case) -> Results:
 
 
 def sizes(schema: str) -> list[str]:
-    """Return the keyword arguments that are capacities: result sizes that vary between calls."""
+    """Return the keyword arguments that are capacities, which set a result's size in a call."""
     return [name for name in ("num_tokens", "num_rows") if f"SymInt {name}" in schema]
 
 
@@ -92,7 +92,7 @@ def samples(
 ) -> Iterator[Case]:
     """Sample ``count`` calls of one configuration, the same in every process or random ones.
 
-    Callers copy the tensors that they write to.
+    A caller must copy a tensor before it writes to the tensor.
     """
     configuration = tuple(sorted(settings.items()))
     if derandomize:
@@ -147,7 +147,7 @@ def primer(
 ) -> Case:
     """Sample a call that ``keep`` accepts, with as many distinct sizes as possible.
 
-    Export gives equal sizes one symbol.
+    torch.export would give equal sizes the same symbol.
     """
 
     def differing(case: Case) -> int:

@@ -1,4 +1,4 @@
-"""Building blocks of sampled calls; the first one used imports hypothesis."""
+"""Building blocks of sampled calls. Only their first use imports hypothesis."""
 
 from __future__ import annotations
 

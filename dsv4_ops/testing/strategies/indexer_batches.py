@@ -19,7 +19,7 @@ _SPECIAL = (torch.nan, torch.inf, -torch.inf)
 
 
 def values(seed: torch.Generator, shape: tuple[int, ...], exact: bool) -> Tensor:
-    """Sample small integers with many equal rows, or normal numbers."""
+    """Sample small integers with many equal rows if ``exact``, or else normal numbers."""
     if not exact:
         return torch.randn(shape, generator=seed)
     few = torch.randint(-2, 3, (3, *shape[1:]), generator=seed)
@@ -40,7 +40,7 @@ def query(
     exact: bool,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
-    """Queries of ``dtype`` and their weights."""
+    """Sample queries of ``dtype`` and their weights."""
     q = values(seed, (num_tokens, num_heads, 128), exact).to(dtype)
     if exact:
         return q, torch.randint(-8, 17, (num_tokens, num_heads), generator=seed) / 8
@@ -59,8 +59,9 @@ class Paged(NamedTuple):
 
 
 def in_rows(case: Case, next_n: int, mixed: bool) -> Case:
-    """Return the call with positions or lengths [num_reqs, next_n]: the first tokens of every
-    request and padding; with ``mixed``, all tokens repeatedly, in any request's row."""
+    """Return the call with positions or lengths [num_reqs, next_n]. The row of a request has the
+    request's first tokens and padding. With ``mixed``, rows have tokens of all requests,
+    repeatedly."""
     q, weights, cache, places, req_indices, table = (
         each for each in case.tensors if each is not None
     )
@@ -80,7 +81,7 @@ def in_rows(case: Case, next_n: int, mixed: bool) -> Case:
 def paged_calls(draw: Draw, *, settings: dict[str, Any], min_size: int) -> Paged:
     """Sample queries of a ragged batch, and a cache with keys in all rows.
 
-    Some keys that sum exactly are NaN or infinite.
+    If all sums are exact, some keys are NaN or infinite.
     """
     exact, seed = draw.flag(), draw.generator()
     batch = ragged_batch(draw, min_size=min_size, max_query=4)
@@ -99,7 +100,7 @@ def paged_calls(draw: Draw, *, settings: dict[str, Any], min_size: int) -> Paged
 
 
 def _some_rows(draw: Draw, num_blocks: int, block_size: int) -> list[int]:
-    """Sample rows of a cache, most of them among the rows of short requests."""
+    """Sample rows of a cache, most of which are at the start of a block."""
     pages = draw.st.integers(0, num_blocks - 1)
     rows = draw.st.tuples(pages, draw.st.sampled_from((0, 1, 2, 3, block_size - 1)))
     sampled = draw(draw.st.lists(rows, max_size=4))

@@ -447,7 +447,7 @@ def _sources() -> str:
 
 
 class _Reads:
-    """A guard filter that drops all guards, and notes if a trace read an attribute of ``_UNREAD``."""
+    """A guard filter that drops all guards, and notes a guard on an attribute of ``_UNREAD``."""
 
     def __init__(self) -> None:
         self.found: str | None = None
