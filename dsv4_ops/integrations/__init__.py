@@ -1,1 +1,2 @@
-"""Run the models of other libraries on the ops of this package. Only the CLI imports from here."""
+"""Run the models of other libraries on the ops of this package. Ops, kernels and layers import
+nothing from here."""

@@ -84,7 +84,7 @@ class OpTesting:
         precise: Function (*tensors, **settings) -> tuple, which has an ``Exact`` for each result
             and then for each mutated argument. The entry is None if every implementation must match
             the reference bit for bit. The error of a result may be 1.5 times the error of the
-            reference, or 1.5 roundings. If ``precise`` is None, every result must match.
+            reference, or 1.5 roundings. If ``precise`` is None, all results must match bit for bit.
         decode: Function (case, outcome) -> tensors, which decodes results whose bytes encode
             floats, such as quantised rows, so that ``precise`` can describe them.
         determined: Function that says whether a call has a unique outcome, for ops whose reads and

@@ -318,7 +318,7 @@ def _quantized(info: TensorInfo, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise [n, k] to e4m3 with an E8M0 scale, float8_e8m0fnu, for every 128 x 128."""
+    """Quantise [n, k] to e4m3 with an E8M0 scale, float8_e8m0fnu, per block of 128 x 128."""
     blocks = _blocks(weight.to(torch.float32), WEIGHT_BLOCK, WEIGHT_BLOCK)
     exponent = _exponents(blocks.abs().amax((1, 3)), FP8_MAX)
     scaled = torch.ldexp(blocks, -exponent[:, None, :, None])

@@ -1,4 +1,4 @@
-"""Triton kernels of the plugins. A kernel runs stages that TensorRT cannot fuse in one launch."""
+"""Triton kernels of the plugins. In one launch, each runs stages that TensorRT cannot fuse."""
 
 import triton
 import triton.language as tl

@@ -49,8 +49,7 @@ def remove_unread(gm: GraphModule, settings: Any = None) -> GraphModule:
 class _Writes:
     graph: Graph
     root: dict[Node, Node] = field(default_factory=dict)
-    """For each node that is an input or buffer, or a result written to one, this input or buffer.
-    """
+    """For some nodes, the input or buffer whose memory the node uses."""
 
     def run(self) -> None:
         self._skip_copies()
@@ -191,7 +190,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _reads(user: Node, base: Node, readers: Container[Node]) -> bool:
-    """Whether ``user``, a user of ``base`` or of a view of ``base``, reads old values. A copy back
-    into ``base`` does not, unless it copies from one of ``readers``."""
+    """Whether ``user``, which uses ``base`` or a view of ``base``, reads the values. A copy into
+    ``base`` reads them only if its source is ``base`` or one of ``readers``."""
     copies = user.target is _COPY and user.args[0] is base
     return not copies or user.args[1] is base or user.args[1] in readers

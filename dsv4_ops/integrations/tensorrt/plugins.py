@@ -313,8 +313,8 @@ def _launch_logits(
 def _takes_logits(
     q: Tensor, weights: Tensor, k_cache: Tensor, *rest: Tensor | None, **settings: Any
 ) -> bool:
-    """Whether a call has no schedule of DeepGEMM, a plain cache, and at most 64 heads, for which
-    ``LOGITS_ROWS`` are chosen."""
+    """Whether a call has a plain cache, at most 64 heads (the limit of ``LOGITS_ROWS``), and no
+    schedule of DeepGEMM."""
     sizes = (*q.shape[1:], settings["num_rows"], settings["block_size"])
     known = settings["layout"] == PlainLayout.tag and all(type(size) is int for size in sizes)
     taken = known and 0 < sizes[0] <= 64 and sizes[2] > 0

@@ -55,10 +55,10 @@ def patch(
     ``generate_batch`` and managers of Hugging Face's continuous batching run all of their requests
     from one ``PagedCache`` (transformers 5.19 or newer).
 
-    Hooks, PEFT adapters, parametrizations and replaced modules keep working, except where our ops
-    replace a module. There, steps raise: for ``q_b_norm``, for ``kv_b_proj`` (except in V4), and
-    for ``compressor`` and ``indexer`` outside of their projections. ``precision`` changes only
-    linear layers that are a plain ``nn.Linear``. Hugging Face's tensor parallelism works
+    Hooks, PEFT adapters, parametrizations and replaced modules keep working, except on modules that
+    our ops replace. These are ``q_b_norm``, ``kv_b_proj`` (except in V4), and ``compressor`` and
+    ``indexer`` outside of their projections; a step raises if one was changed. Linear layers that
+    are no plain ``nn.Linear`` keep their precision. Hugging Face's tensor parallelism works
     (``tp_plan="auto"``). ``patch`` refuses a model that accelerate split or offloaded.
 
     A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs
@@ -84,7 +84,7 @@ def patch(
         plan: Whether decode steps of V4 build a split-KV schedule for their C128 layers
             (``build_attention_step``). The schedule saves time if the lengths of the requests
             differ. If the lengths are nearly equal, it costs 5 us per step and up to 9 us per C128
-            layer (256 tokens, 128 heads; 2 us for up to 64 tokens and 64 heads). Steps do without a
+            layer (256 tokens, 128 heads; 2 us for up to 64 tokens and 64 heads). Steps build no
             schedule with ``batch_invariant``, with impl "flash_mla" or "reference", or with more
             than 16383 tokens. For export, limit the token dimension to 16383, or pass False.
         parallel: Ranks that share the cache of every request (context parallelism). Each rank

@@ -20,7 +20,7 @@ class Recipe:
     ``activations``, ``activation_scale`` and ``expert_activations`` are for models with FP8 and FP4
     weights, whose SwiGLU is always in float32.
 
-    No field covers three more differences. The official code multiplies by an expert's routing
+    Three other differences have no field. The official code multiplies by an expert's routing
     weight before the last projection, Hugging Face after the projection. The official code
     simulates FP4 in the indexer; we use FP8 there with ``kv="fp8"``, and do not quantise otherwise.
     Hugging Face quantises the activations of FP4 experts in blocks of 32; we keep these activations

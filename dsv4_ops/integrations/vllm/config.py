@@ -1,4 +1,4 @@
-"""Read vLLM's configuration for the model, and refuse unsupported settings, without vLLM."""
+"""Read vLLM's configuration, and refuse unsupported settings. This file does not import vLLM."""
 
 from __future__ import annotations
 

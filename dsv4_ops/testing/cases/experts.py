@@ -66,7 +66,7 @@ W4A8 = {**W4A16, "activations": "fp8"}
 
 
 def _fp4_case() -> tuple[Tensor, ...]:
-    """Make two experts with 32 gates and ups for 64 inputs. ``x`` is 1 for codes in low halves.
+    """Make two experts with 32 gates and ups for 64 inputs, of which every second one is 1.
 
     The gates and ups of the first expert are 16 / 16 + 16 / 8 = 3 and -2, of the second 32 and -32.
     """
@@ -178,7 +178,7 @@ def _experts_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     ue8m0 = draw.flag()
     weights = expert_weights(draw.generator(), num_experts, width, size, bits, ue8m0)
     x = sampled_activations(draw, num_tokens, width, infinite=False)
-    x = x * 2.0**-8 if bits == 8 else x  # FP8 codes reach 448
+    x = x * 2.0**-8 if bits == 8 else x  # FP8 codes of weights reach 448
     has_shared = min_size or draw.flag()  # a compiled function takes a fixed number of tensors
     shared = sampled_activations(draw, num_tokens, width, infinite=False) if has_shared else None
     routed = routing(draw, num_tokens, topk, num_experts)

@@ -470,7 +470,8 @@ def _ranked(scores: Tensor) -> Tensor:
 def _rows_of(
     slots: Tensor, candidate: Tensor, req_indices: Tensor, block_table: Tensor, block_size: int
 ) -> Tensor:
-    """Return the row of each slot, after the row of the previous slot; num_rows if it has none."""
+    """Return the row of each slot, after the row of the previous slot, or num_rows if there is
+    none."""
     num_rows, rows = candidate.shape[1], []
     row = torch.arange(num_rows, device=slots.device)
     pages = block_table[req_indices.clamp(0, len(block_table) - 1)][:, row // block_size].long()

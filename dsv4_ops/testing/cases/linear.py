@@ -161,7 +161,7 @@ def _linear_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _sampled(
     draw: Draw, settings: dict[str, Any], min_size: int, rows: int, shape: tuple[int, ...]
 ) -> Case:
-    """Sample activations of ``shape`` or their codes, per group, and a weight."""
+    """Sample activations of ``shape``, or their codes for each group, and a weight."""
     ue8m0 = bool(min_size) or draw.flag()
     weight = fp8_weight(draw.generator(), rows, shape[-1], ue8m0=ue8m0)
     # a quantised infinity decodes to a value above the largest float32
@@ -275,7 +275,8 @@ def _swiglu_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     rows, columns = sizes[0] if min_size else draw.one_of(*sizes)
     ue8m0 = bool(min_size) or draw.flag()
     weight = fp8_weight(draw.generator(), rows, columns, ue8m0=ue8m0)
-    x = activations(draw, num_tokens, columns, infinite=False) * 2.0**-8  # codes reach 448
+    # codes of weights reach 448
+    x = activations(draw, num_tokens, columns, infinite=False) * 2.0**-8
     return Case("sampled", (x, *weight), settings)
 
 

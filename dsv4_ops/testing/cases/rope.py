@@ -203,8 +203,8 @@ def _quantize_cases() -> list[Case]:
 def _quantize_precise(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int, scale_layout: str
 ) -> tuple[Exact | None, ...]:
-    """Compute the decoded values in float64; an infinity is 448 times the scale of the largest
-    bf16."""
+    """Compute the decoded values in float64. An infinity decodes to 448 times the scale of the
+    largest bf16 value."""
     (rows,) = _group_precise(o, positions, cos_sin_cache, num_groups=num_groups)
     assert rows is not None
     infinite = rows.value.to(torch.bfloat16).isinf()

@@ -35,9 +35,9 @@ def assert_agrees(
     actual: Sequence[Tensor],
     expected: Sequence[Tensor],
 ) -> None:
-    """Assert that ``actual`` equals the reference's ``expected``, or is close enough to float64.
+    """Assert that ``actual`` equals the reference's ``expected``, or is within an error budget.
 
-    ``op_testing.precise`` says which results have a budget.
+    ``op_testing.precise`` has the float64 values of the results that have a budget.
     """
     if op_testing.precise is None:
         assert_same(what, actual, expected)

@@ -46,7 +46,7 @@ def exact_terms(act: Tensor, weight: Tensor, quantised: bool) -> Exact:
 
 
 def routing(draw: Draw, num_tokens: int, topk: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sample routing weights and ids. Some experts do not exist, with any weight."""
+    """Sample routing weights and ids. Some ids name no expert, and then have any weight."""
     seed = draw.generator()
     ids = torch.randint(0, num_experts, (num_tokens, topk), generator=seed, dtype=torch.int32)
     weights = torch.rand(num_tokens, topk, generator=seed) * 2

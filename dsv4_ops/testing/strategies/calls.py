@@ -49,7 +49,8 @@ def stays_determined(spec: OpSpec, case: Case) -> bool:
 
 
 def as_case(spec: OpSpec, settings: dict[str, Any], tensors: Sequence[Tensor]) -> Case:
-    """Return the op's call for a call of the bound public function, with copies of ``tensors``."""
+    """Return the case in which the bound public function calls the op with ``tensors``, which are
+    copied."""
     capacities = dict.fromkeys(sizes(spec.schema), tensors[-1].shape[0])
     inputs = tensors[: len(tensors) - len(capacities)]
     return Case("called", tuple(inputs), {**settings, **capacities}).copy()
@@ -61,7 +62,7 @@ def reference(spec: OpSpec, case: Case) -> Results:
 
 
 def sizes(schema: str) -> list[str]:
-    """Return the keyword arguments that are capacities, which set a result's size in a call."""
+    """Return the names of the keyword arguments that are capacities: they set a result's size."""
     return [name for name in ("num_tokens", "num_rows") if f"SymInt {name}" in schema]
 
 

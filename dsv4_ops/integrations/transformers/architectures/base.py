@@ -337,7 +337,8 @@ class ModelSpec(ABC):
     def attention_outputs(
         self, module: Any, hidden: Tensor, context: LayerContext, given: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Return what Hugging Face's attention would; ``given`` has its other arguments."""
+        """Return what Hugging Face's attention would return. ``given`` has the other arguments of
+        its forward."""
         return self.attention(module, hidden, context), None
 
     @property

@@ -63,13 +63,13 @@ def empty_copy(module: Any) -> Any:
     """Return a module of the same class and settings, with parameters on the meta device."""
     copied = copy.copy(module)
     for name, value in list(vars(copied).items()):
-        if isinstance(value, Replacement):  # calls the original module
+        if isinstance(value, Replacement):  # a replacement calls the original module
             del copied.__dict__[name]
     copied._parameters = {
         name: None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
         for name, parameter in module._parameters.items()
     }
-    copied._buffers, copied._modules = {}, dict(module._modules)  # the activation of experts
+    copied._buffers, copied._modules = {}, dict(module._modules)  # keeps the experts' activation
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         setattr(copied, hooks, OrderedDict())
     return copied

@@ -68,7 +68,7 @@ def manager_of(model: Any, generation_config: Any, config: Any, hints: Any) -> M
 
 
 class StepModel:
-    """A patched model that takes the call of Hugging Face's continuous batching.
+    """A patched model with the call that Hugging Face's continuous batching makes.
 
     Args:
         model: The patched model. All its attributes are attributes of this object too.

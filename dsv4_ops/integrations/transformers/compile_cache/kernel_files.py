@@ -94,7 +94,7 @@ def code_folder() -> Path:
 
 
 def triton_folder() -> Path | None:
-    """Return Triton's cache folder. If the process has not set one, set the folder of Inductor."""
+    """Return Triton's cache folder. If the process has not set a folder, set Inductor's."""
     if not torch.cuda.is_available():
         return None
     from dsv4_ops.lowering._compat import triton_cache_dir

@@ -269,8 +269,8 @@ class _Walk:
         self.add(_attribute(owner, name))
 
     def _add_class(self, kind: type) -> None:
-        """Describe methods and constants of a class, which a program can assign. The versions
-        determine the classes of torch and of Python."""
+        """Describe methods and constants of a class, which a program can assign. Leave out classes
+        of torch and of Python, which the versions determine."""
         if id(kind) in self._seen or _belongs_to(kind.__module__, "torch"):
             return
         self._seen[id(kind)] = len(self._seen)
@@ -554,7 +554,7 @@ def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part
         )
         made.disable_guard_check()
         return Part(made, SizeGuards(**header["sizes"]))
-    except Exception as error:  # other versions, libraries and files can raise any class
+    except Exception as error:  # other versions and libraries can raise any class of error
         _log.info("%s is not loaded: %s", place, error)
         return None
 

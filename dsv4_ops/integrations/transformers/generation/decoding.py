@@ -357,7 +357,7 @@ def _stream(streamer: Any, texts: Texts) -> None:
 
 
 class CompiledSteps(dict[Any, CompiledStep]):
-    """The compiled steps of a model, by name and settings. A copy of the model begins with none.
+    """The compiled steps of a model, by name and settings. A copy of the model has none at first.
 
     Attributes:
         prefills: Dry runs that compile the kernels of eager prefills.

@@ -1,8 +1,8 @@
 """Caches and CUDA graphs that ``generate`` keeps on a model for its next calls.
 
 A graph holds the addresses of a cache, so a model keeps a cache together with its graphs. A call
-takes a kept cache for itself, so concurrent calls use different caches. It gives the cache back at
-its end, unless it fails. ``generate`` never returns a kept cache to its caller.
+takes a kept cache for itself, so concurrent calls use different caches. Unless a call fails, it
+gives the cache back at the end. ``generate`` never returns a kept cache to its caller.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ WARM_CALLS = 2
 
 MOST_CACHES = 2
 MOST_GRAPHS = 12
-"""Maximum graphs of a cache. A graph is for one number of texts, and of tokens in a prefill."""
+"""Maximum graphs of a cache. A graph is for one number of texts and, in a prefill, one number of
+tokens."""
 LEAST_TOKENS, MOST_TOKENS = 64, 2048
 """Minimum and maximum tokens of a captured prefill. In longer prefills, the host is faster than the
 GPU."""
@@ -231,8 +232,8 @@ class KeptCaches:
         return KeptCache(cache, made_for, self._epoch, EagerStep(model, prefill_step))
 
     def give_back(self, cache: KeptCache) -> None:
-        """Keep a cache that a call took. Drop caches that are larger in no size, and caches over
-        the limits, least recently used first."""
+        """Keep a cache that a call took. Drop caches that this cache covers, and caches over the
+        limits, least recently used first."""
         with self._lock:
             if cache.epoch != self._epoch:
                 return

@@ -21,7 +21,7 @@ _POSITIONS = (torch.int64, torch.int32)
 def chunks(
     prompts: Sequence[Tensor], most: int, device: torch.device
 ) -> Iterator[tuple[StepBatch, list[int]]]:
-    """Yield steps of at most ``most`` tokens per prompt, and the column where each prompt stops.
+    """Yield steps of at most ``most`` tokens per prompt, and how much of each prompt they ran.
 
     The chunks are those of prompts with padding on the left: all prompts end in the last step, and
     a short prompt begins in a later step.

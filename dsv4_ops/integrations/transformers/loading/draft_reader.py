@@ -48,7 +48,7 @@ class DraftNames:
 
 @dataclass
 class DraftReader:
-    """Reads tensors of a layer, whose names here lack the prefix of the layer.
+    """Reads tensors of a draft layer, by their names without the prefix of the layer.
 
     Attributes:
         op: Public function that an error names.

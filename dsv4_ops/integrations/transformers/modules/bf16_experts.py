@@ -28,13 +28,14 @@ from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import experts
 
 RUN_ON = ("cuda",)
-"""Devices where the op runs; Hugging Face's own GEMMs run on the others."""
+"""Devices where our op runs. On other devices, Hugging Face's GEMMs run."""
 
 NO_LIMIT = torch.finfo(torch.float32).max
-"""SwiGLU limit of models that have none."""
+"""SwiGLU limit for models without a limit."""
 
 MOST_ROWS = 256
-"""Maximum mean number of rows per expert. With more rows, our op is the slower one on an H100."""
+"""Maximum mean number of rows per expert. With more rows, Hugging Face's GEMMs are faster than our
+op on an H100."""
 
 _DEFAULT = "grouped_mm"
 SILU = ("SiLUActivation", "SiLU")

@@ -1,4 +1,5 @@
-"""Fuse linear layers with the same input: in a decode step, launches take more time than bytes.
+"""Fuse linear layers with the same input, because a decode step spends more time on launches than
+on reading weights.
 
 The weights become views of one tensor, so parameters, state dict and memory stay the same. An added
 module multiplies by that tensor.

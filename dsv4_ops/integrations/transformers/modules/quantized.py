@@ -288,9 +288,10 @@ def _check_settings(op: str, name: str, module: Any) -> None:
 
 
 def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
-    """Make a linear layer's forward, [.., k] -> [.., n], or [.., g, k] -> [.., g, n / g] in groups.
+    """Make a linear layer's forward, [.., k] -> [.., n].
 
-    The forward of a layer with groups also takes FP8 codes, and then returns bf16.
+    With g groups, the forward maps [.., g, k] to [.., g, n / g]. It then also takes FP8 codes, for
+    which it returns bf16.
     """
 
     def forward(self: Any, x: Tensor | QuantizedGroups) -> Tensor:

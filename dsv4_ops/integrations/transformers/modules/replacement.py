@@ -70,7 +70,7 @@ class Replacement:
 
 
 def _unbound(module: Any, name: str, before: Any) -> Forward:
-    """Return the old method as a function of the instance, for copies of the instance too."""
+    """Return the old method as a function that takes the instance, or a copy of the instance."""
     if before is None:
         return getattr(type(module), name, None) or _missing
     if isinstance(before, MethodType) and before.__self__ is module:
@@ -94,8 +94,8 @@ def _missing(*_: Any, **__: Any) -> Any:
 def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
     """Copy a model with its parameters, buffers and hooks, and bind the replaced methods.
 
-    Dynamo guards bound methods by their code. It guards other callables by their identity, and
-    would compile every layer for them.
+    Dynamo guards bound methods by their code. It would guard other callables by their identity, and
+    so compile each layer again.
     """
     copies = {} if copies is None else copies
     if id(module) not in copies:
@@ -115,8 +115,8 @@ def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
 def defining_class(module: Any) -> str | None:
     """Return the name of the Hugging Face class that defines a module's forward, or None.
 
-    For a subclass that inherits the forward, it is the name of the base class. If other code
-    replaced or decorated the forward, it is None. Traces must not call this function.
+    For a subclass that inherits the forward, return the name of the base class. If other code
+    replaced or decorated the forward, return None. Traces must not call this function.
     """
     owner = _owner_of(type(module), "forward")
     if owner is None or owner.__module__ not in (*_MODELLING, *_ACTIVATIONS):
@@ -141,8 +141,8 @@ def _owner_of(kind: type, name: str) -> type | None:
 
 
 def _package_of(function: Any) -> str:
-    """Return the package of a function's code. It is in the function's globals: functools.wraps
-    does not copy them, but copies ``__module__``."""
+    """Return the package of a function's code, from the function's globals. functools.wraps does
+    not copy the globals, but would copy ``__module__``."""
     name: str = getattr(function, "__globals__", {}).get("__name__", "")
     return name.partition(".")[0]
 

@@ -29,7 +29,7 @@ class Rewrite(ABC):
     """Whether the rewrite changes attention modules only. A loop over all modules takes 0.1 ms per
     layer, too much for a compiled step."""
     copies_weights: ClassVar[bool] = False
-    """Whether ``apply`` adds copies of weights. An in-place change of a weight misses its copy."""
+    """Whether ``apply`` adds copies of weights. A copy does not follow an in-place change."""
 
     @abstractmethod
     def applies(self, module: Any) -> bool:

@@ -62,7 +62,7 @@ MOST_WHOLE = 8
 """Maximum layers that "auto" compiles as one graph. With more layers, compiling takes too long."""
 
 MOST_PLANS = 256
-"""Maximum plans. A plan lists the parts of a step of one size; one plan too many clears all."""
+"""Maximum plans. A plan lists the parts of a step of one size. A plan too many clears all plans."""
 
 MOST_VARIANTS = 4
 """Maximum compiled parts of one key, whose graphs assume different sizes."""
@@ -310,7 +310,7 @@ class CompiledStep:
         key, run = self._planned(batch, tensors, of_parts, passes)
         if self.regional:
             rest = {**rest, "run": run, "shared": self._shares()}
-            # with a key, a loaded part is of a checked call, and a recorder calls ``passes`` itself
+            # with a key, parts come from checked calls, and a recorder calls ``passes`` itself
             done = key is None and passes()
             with checks_are_done() if done else nullcontext():
                 found = (self._of_parts or PARTS[self.step])(self.model, batch, tensors, **rest)

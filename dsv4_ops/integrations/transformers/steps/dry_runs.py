@@ -45,8 +45,8 @@ class DryRuns:
     """The dry runs of a step.
 
     A model with a user's forwards or hooks has no dry runs. A model that calls other ranks has dry
-    runs only to compile kernels. These runs update no buffers, because fake parts of split weights
-    would get into them.
+    runs only to compile kernels. These runs update no buffers, because the buffers would get fake
+    parts of split weights.
 
     Args:
         step: The step.
@@ -131,7 +131,7 @@ class DryRuns:
 
         try:
             self._run(model, cache, num_tokens, num_reqs, rest, requests(noted))
-        except Exception as error:  # as of experts that read values; launches compile the rest
+        except Exception as error:  # experts may read values, say; launches compile the rest
             _log.info("not all kernels of a step were requested: %s", error)
         else:
             self._marks.append(mark)

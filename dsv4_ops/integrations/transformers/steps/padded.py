@@ -82,9 +82,9 @@ def padded_step(
         vocab_size: Size of the vocabulary.
 
     Raises:
-        ValueError: an argument does not fit the cache; in an eager call also if the cache cannot
-            store a token, which the host waits to learn. A graph counts such tokens in
-            ``cache.dropped`` instead.
+        ValueError: an argument does not fit the cache, or, in an eager call, the cache cannot store
+            a token. For the latter check, the host waits for the device. A graph counts such tokens
+            in ``cache.dropped`` instead.
     """
     _check(spec, shape, attention_mask, position_ids, cache)
     batch, length = shape
@@ -146,7 +146,8 @@ def can_go_on(spec: ModelSpec, first: Tensor, cache: PagedCache) -> Tensor:
 
 
 def _requests(shape: tuple[int, int], positions: Tensor, rows: Tensor) -> Requests:
-    """Return the requests of a padded batch: per row, one of its tokens and one of its padding."""
+    """Return the requests of a padded batch: for each row, a request for its tokens and a request
+    for its padding."""
     batch, length = shape
     count = positions.ge(0).sum(1, dtype=torch.int32)
     begin = torch.arange(batch + 1, dtype=torch.int32, device=positions.device) * length

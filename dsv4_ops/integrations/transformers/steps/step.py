@@ -190,7 +190,7 @@ def checked(
 
 
 def check_model(op: str, model: Any, device: torch.device) -> None:
-    """Raise if a module was changed after ``patch``, and a step does not call it or replaces it."""
+    """Raise if a module that a step replaces, or does not call, was changed after ``patch``."""
     spec = spec_of(op, model)
     check_body(op, model)
     check_modules(op, spec, spec.kinds, model.model, device)

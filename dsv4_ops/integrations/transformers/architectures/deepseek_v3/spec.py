@@ -451,7 +451,8 @@ class MlaModelSpec(ModelSpec):
 
 
 class AbsorbedWeights(Rewrite):
-    """Add buffers for absorbed MLA to attention: the halves of ``kv_b_proj``, and the query scale.
+    """Add the buffers of absorbed MLA to attention modules: the halves of ``kv_b_proj``, and the
+    query scale.
 
     Args:
         layers: Spec of the attention layers.
@@ -562,7 +563,8 @@ def _attentions(body: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
-    """Return the address and the version of each parameter: a change of it changes one of both."""
+    """Return the address and the version of each parameter. A change of a parameter changes its
+    address or its version."""
     parameters = (local(each) for each in linear._parameters.values() if each is not None)
     return tuple(
         (each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters
@@ -570,7 +572,7 @@ def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _can_hold(buffer: Tensor, half: Tensor) -> bool:
-    """Whether ``half`` can be copied into ``buffer``: after a move of the model, it cannot."""
+    """Whether ``half`` can be copied into ``buffer``. If the model has moved, it cannot."""
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         return False
     return (buffer.device, buffer.shape, buffer.dtype) == (half.device, half.shape, half.dtype)

@@ -1,4 +1,4 @@
-"""Models with DeepSeek sparse attention: caches of latents and indexer keys, selections, steps."""
+"""The spec of models with DeepSeek sparse attention, their caches and their steps."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class DsaModelSpec(MlaModelSpec):
         rings: dict[str, int],
         device: torch.device,
     ) -> DsaCache:
-        # in a short cache every row is selected without a look at keys, so it has no block of keys
+        # in a short cache every row is selected, so no step reads indexer keys: allocate no block
         keys = 0 if max_cache_len <= self.layers.index_topk else num_blocks
         selects = kind == FULL
         return DsaCache.allocate(

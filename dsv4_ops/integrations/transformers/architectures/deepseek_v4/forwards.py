@@ -208,8 +208,8 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
         routing = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
     shared: Tensor = block.shared_experts(x)
     hooks = block.experts._forward_hooks or block.experts._forward_pre_hooks
-    # if ranks sum the experts' outputs, each rank would add the shared experts; the op has no
-    # gradient; a user's hooks do not know ``shared``
+    # the op does not add the shared experts if every rank would add them before a sum over ranks,
+    # if a gradient may be needed, which the op does not have, or for a user's hooks
     if sums(block.experts) or torch.is_grad_enabled() or hooks:
         out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape) + shared
     else:
