@@ -1,6 +1,6 @@
-"""Build DeepSeek-V4 of any size in the released precision, with random weights, on its device.
+"""Build DeepSeek-V4 of any size in the released precision, with random weights, on the device.
 
-This reads and writes no checkpoint, and no temporary allocation is larger than one weight. The 43
+The build reads and writes no checkpoint, and no temporary allocation exceeds one weight. The 43
 layers of Flash take 145 GiB, which is the size of their codes and scales. A GPU builds them in
 seconds.
 """
@@ -19,7 +19,7 @@ NOT_QUANTIZED = (r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_he
 
 _CODES, _SCALES, _EXPERT_SCALES = (0, 256), (119, 122), (117, 120)
 """Ranges of the sampled bytes. With scales of 2^-8 to 2^-6, sums of thousands of products are near
-one. e2m1 codes are larger than e4m3 codes, so the scales of experts are a quarter of the others."""
+one. e2m1 codes are larger than e4m3 codes, so experts have scales of a quarter of that size."""
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _HEADS = {"q_b_proj": _COLUMNS, "sinks": _COLUMNS, "o_a_proj": _COLUMNS, "o_b_proj": _ROWS}
 _SHARED_EXPERTS = {"gate_proj": _COLUMNS, "up_proj": _COLUMNS, "down_proj": _ROWS}

@@ -116,7 +116,7 @@ def _sources() -> Iterator[str]:
         contextlib.suppress(ImportError, AttributeError),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        this = importlib.import_module("this")  # this module prints itself
+        this = importlib.import_module("this")  # the import prints the text
         yield _ascii(codecs.decode(this.s, "rot13"))
     with contextlib.suppress(ImportError, AttributeError):
         yield _ascii(importlib.import_module("heapq").__about__)  # a text about heaps

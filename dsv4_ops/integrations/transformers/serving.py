@@ -154,7 +154,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
             max_cache_len = read.max_position_embeddings
             on_progress(f"max_cache_len is {max_cache_len}, the model's max_position_embeddings")
         models = self._model_manager
-        # so that Hugging Face does not load its own class when it asks for a model again
+        # otherwise Hugging Face would load its own class at the next request for the model
         models.force_model, models.model_timeout = path, -1
         models._load_model = self._load
         models._load_processor = self._only_own(models._load_processor)
@@ -370,7 +370,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
 
 def _end_whole(streamer: Any, tokenizer: Any) -> None:
     """Let a stream end with its incomplete characters, as an answer without a stream does. Hugging
-    Face's streamer holds them back until their missing bytes come."""
+    Face's streamer holds such a character back until the missing bytes come."""
     tokens: list[int] = []
     put, end = streamer.put, streamer.end
     skips = {"skip_special_tokens": getattr(streamer, "_parser", None) is None}

@@ -89,7 +89,7 @@ class CacheTensors:
     Attributes:
         tables: Block tables, such as ``CacheTables``.
         rope: RoPE tables, such as ``RopeTables``.
-        layers: Caches of every layer, such as ``LayerCaches``. Steps write them.
+        layers: Caches of every layer, such as ``LayerCaches``. Steps write to these caches.
         dropped: Number of tokens that steps could not store, [1], int64.
         seq_lens: Length of the request in every row after its last step, [max_batch_size], int32; 0
             before the first. The next step begins at this length, or at a smaller one.

@@ -35,7 +35,7 @@ class PooledCaches:
     make: Callable[[Mapping[str, Tensor]], Any]
 
     def caches(self) -> Any:
-        """Make the caches. Only the graph that writes to them may call this."""
+        """Make the caches. Only the graph that writes to the caches may call this method."""
         return self.make(
             {
                 name: pool_view(

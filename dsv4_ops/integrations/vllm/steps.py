@@ -467,8 +467,8 @@ class EngineSteps:
         self._found = False
 
     def _padding(self) -> Iterator[tuple[Tensor, GroupTensors]]:
-        """Yield steps whose tokens have no slot. One step has one token, as that size needs its own
-        graph."""
+        """Yield steps whose tokens have no slot. One step has a single token, because a step of one
+        token needs its own graph."""
         device = self.model.device
         numbers = partial(torch.tensor, dtype=torch.int32, device=device)
         table = numbers([[0, 0]])

@@ -122,7 +122,7 @@ def written_slots(case: Case) -> list[tuple[int, int]]:
 
 
 def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
-    """Return kv and biased score of the existing rows of a complete window, [rows, head_dim]."""
+    """Return kv and biased scores of a complete window, [rows, head_dim], without missing rows."""
     kv_score, ape, states, table, *tokens, norm_weight, _, _, _ = Windows._make(case.tensors)
     ratio, size = case.settings["compress_ratio"], case.settings["state_block_size"]
     width, dim = ape.shape[1], norm_weight.shape[0]
@@ -170,8 +170,8 @@ def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
 
 
 def _exact(value: Tensor, size: Tensor, unit: float) -> Exact:
-    """Return the value with its error scale: one rounding of the result, and the float32 roundings
-    before it, in units of one rounding of the result."""
+    """Return ``value`` with an error scale. The scale counts one rounding of the result and the
+    float32 roundings before, in units of the rounding of the result."""
     return Exact(value, value.abs() + ROUNDINGS * (FP32_UNIT / unit) * size)
 
 
@@ -419,7 +419,7 @@ def precise_step(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None
 
 
 def _with_states_saved(windows: Case, slots: Any) -> Case:
-    """Return the call as it is after the states of its own tokens are saved."""
+    """Return ``windows`` with the states of the call's own tokens already saved."""
     call, size = Windows._make(windows.tensors), windows.settings["state_block_size"]
     states, (ratio, width) = call.states.clone(), call.ape.shape
     rows = StateLayout(size, 2 * width).rows(states)
@@ -538,7 +538,8 @@ def _compressor_step_cases() -> list[Case]:
 
 
 def _compressor_step_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    """Sample a step. Unless it saves states first, it saves none where its windows read."""
+    """Sample a step. Only a step that saves states first may save to slots that its windows
+    read."""
     windows = compress_and_insert.make(draw, settings, min_size)
     call = Windows._make(windows.tensors)
     num_tokens = call.positions.shape[0]

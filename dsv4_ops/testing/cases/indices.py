@@ -33,8 +33,8 @@ def _of_tokens(
     table: list[list[int]],
     *tokens: tuple[Any, ...],
 ) -> Case:
-    """Make a call for tokens of (position, request, slots, length). Without a length, it is the
-    number of slots."""
+    """Make a call for tokens of (position, request, slots, length). If a token leaves out the
+    length, the length is the number of slots."""
     rows = _padded([token[2] for token in tokens], width)
     lens = [token[3] if len(token) == 4 else len(token[2]) for token in tokens]
     places = (i64([token[0] for token in tokens]), i32([token[1] for token in tokens]))

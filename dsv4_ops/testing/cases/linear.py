@@ -122,7 +122,7 @@ def _linear_cases() -> list[Case]:
     real = torch.tensor([[2.0, 0.5], [1.0, 3.0]])
     ones = torch.ones(2, 256, dtype=torch.bfloat16)
     ones[1] = 0.3
-    # 128 * 2 * 2 - 128 * 0.5 * 0.5 = 480, and 128; 0.3 is 0.30078125 in bf16
+    # the row of ones gives 128 * 2 * 2 - 128 * 0.5 * 0.5 = 480 and 128; 0.3 is 0.30078125 in bf16
     whole = [[480.0] * 128 + [128.0] * 128, [144.375] * 128 + [38.5] * 128]
     # 1 / 2^-8 is 256; 0.30078125 / 2^-10 is 308, which rounds to 320 and reads as 0.3125
     rounded = [whole[0], [150.0] * 128 + [40.0] * 128]

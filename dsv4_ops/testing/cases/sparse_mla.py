@@ -232,7 +232,7 @@ def _lists(*tensors: Any) -> tuple[Tensor, ...]:
 def _decode_cases() -> list[Case]:
     q, twos, fours = torch.zeros(1, 2, 512, dtype=torch.bfloat16), one_key_page(2), one_key_page(4)
     half, sixes = [[1.0] * 512, [0.0] * 512], [[[2.0] * 512, [0.0] * 512]]
-    # two pairs (1, 1), rotated by a quarter turn and by (cos, sin) = (-1, 2)
+    # the inverse RoPE of two pairs (1, 1): a quarter turn, then (cos, sin) = (-1, 2)
     back = [1.0, -1.0, 1.0, -3.0]
     rotated = [[1.0] * 448 + back + [1.0] * 60, [0.0] * 512]
     plan = i32([[0, 0, 2, 0], [1, 0, 1, 2], [0, 1, 2, 0]])

@@ -114,8 +114,8 @@ def check_opcheck(
 
     Args:
         traces: Maximum calls to check under AOT dispatch, which takes nearly all of the time.
-        compiled: Whether ``CompiledOps`` checks the op too. It covers AOT dispatch of the first
-            configuration, so this check then covers AOT dispatch of the others only.
+        compiled: Whether ``CompiledOps`` checks the op too. ``CompiledOps`` checks AOT dispatch of
+            the first configuration, so this function then skips that check.
     """
     first = op_testing(spec).settings[0]
     traced: set[tuple[Any, ...]] = set()

@@ -33,7 +33,7 @@ def init_continuous_batching(before: Method) -> Method:
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        # check first: Hugging Face changes the model's attention, and an error would leave it so
+        # Hugging Face changes the model's attention, and an error would not undo the change
         check_release("init_continuous_batching")
         _check_configs(
             "init_continuous_batching",
@@ -84,7 +84,8 @@ def generate_batch(before: Method) -> Method:
 def max_length(generation_config: Any) -> int | None:
     """Return the maximum length of a prompt with its answer, or None.
 
-    It is None if ``max_new_tokens`` is set, which replaces ``max_length`` as in ``generate``.
+    The result is None if ``max_new_tokens`` is set, because ``max_new_tokens`` replaces
+    ``max_length``, as in ``generate``.
     """
     if generation_config.max_new_tokens is not None:
         return None

@@ -236,7 +236,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]  # transform
     def stop(self, *args: Any, **rest: Any) -> None:
         """Stop the thread, as Hugging Face does."""
         super().stop(*args, **rest)
-        if CACHED in vars(self.model):  # Hugging Face sets it on ``StepModel``: move it
+        if CACHED in vars(self.model):  # Hugging Face stored the manager on ``StepModel``
             delattr(self.model, CACHED)
             setattr(self.model.patched, CACHED, self)
 

@@ -307,7 +307,7 @@ _OUTLINES: weakref.WeakKeyDictionary[type, tuple[Watch, str]] = weakref.WeakKeyD
 
 
 def _outline_of_class(kind: type) -> str:
-    """Return the outline of a class, cached because layers share it."""
+    """Return the outline of a class. Layers share classes, so ``_OUTLINES`` keeps the outlines."""
     watch, text = _OUTLINES.get(kind, (None, ""))
     if watch is None or not watch.unchanged():
         watch, text = Watch(), outline(vars(kind))
@@ -317,8 +317,9 @@ def _outline_of_class(kind: type) -> str:
 
 
 def outline(names: Mapping[str, Any]) -> str:
-    """Describe the code and the constants in a namespace, which change if a program assigns another
-    object to a name. Leave out contents of lists and dictionaries, as they change in any case."""
+    """Describe the code and the constants in a namespace, so that the text changes if a program
+    assigns another object to a name. Leave out the contents of lists and dictionaries: programs
+    change these contents without a change of code."""
     return str(sorted((n, _outline(item)) for n, item in names.items() if n not in _UNREAD_NAMES))
 
 
@@ -533,7 +534,7 @@ def without_collections() -> Iterator[None]:
 
 def loaded(kept: bytes, names: Mapping[str, Any], place: str = "a part") -> Part | None:
     """Load a part from the bytes that ``compiled`` returned; ``place`` is their origin, for logs.
-    Return None if they are damaged, or if sources, versions or libraries differ."""
+    Return None if the bytes are damaged, or if sources, versions or libraries differ."""
     try:
         line, _, content = kept.partition(b"\n")
         header = json.loads(line)
@@ -727,7 +728,7 @@ def folder_of_parts() -> Path | None:
 
     Returns:
         None: the variable is "off", or the folder in the user's cache folder cannot be made, or
-            another user can write to it. A part from another user could run any code.
+            another user can write to this folder. A part from another user could run any code.
     """
     setting = os.environ.get("DSV4_OPS_CACHE", "")
     if setting:

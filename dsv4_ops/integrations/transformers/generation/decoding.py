@@ -3,8 +3,8 @@
 Hugging Face prepares the inputs, runs the prefill and makes the processors. Hugging Face's loop
 then builds new inputs for every token, and compiles again for each batch size. Our loop runs one
 step on the same tensors. On a GPU it captures the step in a CUDA graph, and checks only every
-``CHECK_EVERY`` steps whether all texts have ended. If ``generate`` made the cache, its next calls
-use the graph again.
+``CHECK_EVERY`` steps whether all texts have ended. If ``generate`` made the cache, later calls of
+``generate`` use the graph again.
 """
 
 from __future__ import annotations

@@ -219,9 +219,9 @@ def prepare_cache(before: Method) -> Method:
 def _chunk(
     generation_config: Any, model_kwargs: dict[str, Any], rows: int, max_cache_len: int
 ) -> int:
-    """Return ``max_chunk`` of the cache: as long as the prompt needs, within bounds.
+    """Return ``max_chunk`` of the cache: the length of the prompt, within bounds.
 
-    It is rounded up to a power of two, because each size of a cache needs its own graph.
+    The value is rounded up to a power of two, because each size of a cache needs its own graph.
     """
     mask = model_kwargs.get(MASK)
     columns = max_cache_len if mask is None else mask.shape[1]

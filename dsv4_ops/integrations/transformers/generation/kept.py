@@ -49,9 +49,9 @@ STEPS = "dsv4_ops_decode_steps"
 def empty_cache(model: Any) -> None:
     """Free the caches and CUDA graphs that ``generate`` keeps on a patched model.
 
-    The next call of ``generate`` makes new ones. The memory goes back to torch's allocator;
-    ``torch.cuda.empty_cache`` then frees it for other processes. ``unpatch`` also calls this
-    function.
+    The next call of ``generate`` makes new caches and graphs. The memory goes back to torch's
+    allocator; ``torch.cuda.empty_cache`` then frees it for other processes. ``unpatch`` also calls
+    this function.
 
     Raises:
         ValueError: the model is not patched.

@@ -21,7 +21,8 @@ _POSITIONS = (torch.int64, torch.int32)
 def chunks(
     prompts: Sequence[Tensor], most: int, device: torch.device
 ) -> Iterator[tuple[StepBatch, list[int]]]:
-    """Yield steps of at most ``most`` tokens per prompt, and how much of each prompt they ran.
+    """Yield steps of at most ``most`` tokens per prompt. With each step, yield the length of the
+    part of each prompt that has run after the step.
 
     The chunks are those of prompts with padding on the left: all prompts end in the last step, and
     a short prompt begins in a later step.
@@ -44,7 +45,8 @@ def chunks(
 
 
 def bucket(num_tokens: int) -> int:
-    """Round a number of tokens up to the size of a kept step, unless it is too large for one."""
+    """Round a number of tokens up to the size of a kept step. Return a number above the largest
+    size as it is."""
     if num_tokens > kept.MOST_TOKENS:
         return num_tokens
     return kept.rounded(num_tokens, kept.LEAST_TOKENS)

@@ -165,8 +165,7 @@ def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None
 
 
 def check_continues(ids: Tensor, mask: Tensor, cache: PagedCache) -> None:
-    """Raise if prompts do not begin with the text in the cache, provided that ``remember`` kept
-    it."""
+    """Raise if ``remember`` kept the text in the cache and the prompts do not begin with it."""
     lengths, text = cache.seq_lens[: ids.shape[0]].to(ids.device), cache.text
     if text is None or not torch.equal(text.seq_lens, lengths):
         return

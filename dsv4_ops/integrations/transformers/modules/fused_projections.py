@@ -122,8 +122,8 @@ def _gathered(layers: list[Any], name: str) -> Tensor:
 
 
 def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
-    """Return the fused layer of ``holder``; None if it has none, if a gradient may be needed, or if
-    one of ``layers`` was changed."""
+    """Return the fused layer of ``holder``. Return None if ``holder`` has no fused layer, if
+    autograd may need gradients, or if a program changed one of ``layers``."""
     fused: FusedLinear | None = holder._modules.get(FUSED)
     if fused is None or torch.is_grad_enabled() or not all(map(_is_own, layers)):
         return None

@@ -290,8 +290,8 @@ def _check_settings(op: str, name: str, module: Any) -> None:
 def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
     """Make a linear layer's forward, [.., k] -> [.., n].
 
-    With g groups, the forward maps [.., g, k] to [.., g, n / g]. It then also takes FP8 codes, for
-    which it returns bf16.
+    With g groups, the forward maps [.., g, k] to [.., g, n / g]. A forward with groups also takes
+    FP8 codes, and then returns bf16.
     """
 
     def forward(self: Any, x: Tensor | QuantizedGroups) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run a step with fake tensors before it runs.
+"""Run a step with fake tensors before the real run.
 
 A dry run makes the checks of kinds, dtypes and devices, so Dynamo need not trace them. It also lets
 workers compile the kernels in parallel. A dry run computes nothing, and each kind of layer runs

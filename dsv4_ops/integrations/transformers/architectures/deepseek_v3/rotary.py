@@ -80,7 +80,8 @@ def rotary_of(op: str, config: Any) -> Rotary:
 
 
 def softmax_scale(config: Any) -> float:
-    """Scale of the attention logits, with YaRN's mscale squared if the configuration has it."""
+    """Scale of the attention logits. If the configuration sets ``mscale_all_dim`` for YaRN, the
+    scale includes the square of YaRN's mscale."""
     scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
     rope = config.rope_parameters
     all_dim = rope.get("mscale_all_dim", 0)

@@ -208,8 +208,9 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
         routing = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
     shared: Tensor = block.shared_experts(x)
     hooks = block.experts._forward_hooks or block.experts._forward_pre_hooks
-    # the op does not add the shared experts if every rank would add them before a sum over ranks,
-    # if a gradient may be needed, which the op does not have, or for a user's hooks
+    # add the shared experts outside the op in three cases: the ranks sum the result of the experts,
+    # so every rank would add the shared experts; autograd may need gradients, and the op has none;
+    # a user's hooks expect Hugging Face's arguments
     if sums(block.experts) or torch.is_grad_enabled() or hooks:
         out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape) + shared
     else:
@@ -219,8 +220,8 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
 
 
 def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
-    """Whether ``hyper_connection`` supports a layer's hyper-connections and norms, and they are
-    unchanged."""
+    """Whether a layer's hyper-connections and norms are unchanged, and ``hyper_connection``
+    supports their sizes and types."""
     if context is None or streams.device.type not in FUSED_ON:
         return False
     pairs = (layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)
