@@ -1,6 +1,6 @@
-"""Benchmark A100 code on a Hopper card, beside the code that the card runs itself.
+"""Compare the times of A100 code and of Hopper code on a Hopper card.
 
-It shows the cost of sm_80's instructions, not the speed of an A100.
+The times show the cost of sm_80's instructions, not the speed of an A100.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dsv4_ops.kernels.common.hopper import support
 from dsv4_ops.kernels.launch_plans import PLANS
 
 MOST = 2.0
-"""Maximum time of an A100's code, relative to Triton's code for the card."""
+"""Maximum time of sm_80 code, relative to Triton's code for the card."""
 
 _BATCHES, _HEADS, _CONTEXT = (1, 8, 64), 64, 32768
 
@@ -43,7 +43,7 @@ class Row:
 
     case: str
     rows: int
-    hopper_us: float | None = None  # the code that the card runs, with Gluon kernels
+    hopper_us: float | None = None  # our code for the card, with Gluon kernels
     triton_us: float | None = None  # Triton's code for the card, without Gluon kernels
     sm_80_us: float | None = None  # Triton's code for an A100
     times_triton: float | None = None  # sm_80_us over triton_us
@@ -69,7 +69,7 @@ CODES: dict[str, Callable[[Path], contextlib.AbstractContextManager[None]]] = {
 }
 
 Calls = Callable[[], Sequence[Call]]
-"""Checks a case when it is called, and returns the calls to time."""
+"""A function that checks a case and returns the calls to time."""
 
 
 def _case_calls(case: Case, device: torch.device) -> Calls:
@@ -100,7 +100,7 @@ def _dense_calls(layout: str, batch: int, device: torch.device) -> Calls:
 
 
 def cases_of(device: torch.device, *, smoke: bool = False) -> list[tuple[Row, Callable[[], Calls]]]:
-    """Return rows, each with the function that makes its calls."""
+    """Return rows, each with a function that makes the row's calls."""
     made = [
         *insert_cases(_BATCHES, smoke=smoke),
         *decode_cases(_BATCHES, (_HEADS,), (512,)),
@@ -124,7 +124,7 @@ def cases_of(device: torch.device, *, smoke: bool = False) -> list[tuple[Row, Ca
 
 
 def measure(row: Row, make: Callable[[], Calls], cold: ColdCache) -> None:
-    """Check and time a case with each code."""
+    """Check and time a case with Hopper's code, Triton's code and sm_80 code."""
     calls = make()
     for name, code in CODES.items():
         with tempfile.TemporaryDirectory() as folder, code(Path(folder)):

@@ -1,7 +1,7 @@
 """Find the sizes at which ``impl="auto"`` should select a library (``dispatch/choice.py``).
 
 ``python -m benchmarks.choice`` compares our kernels with the libraries, adapters included.
-``dsv4_ops.dispatch.providers`` says where libraries are found.
+``dsv4_ops.dispatch.providers`` says where it looks for libraries.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SIZES: dict[str, list[tuple[int, int, int]]] = {
         for op in _INDEXER
     },
 }
-"""Tokens, heads, and rows: of the compressed cache, of the list, or of a request."""
+"""Tokens, heads, and rows (of the compressed cache, of the list, or of a request)."""
 
 _GATHERED_ROWS = 30000
 
@@ -61,7 +61,7 @@ _GATHERED_ROWS = 30000
 def calls(
     op: str, tokens: int, heads: int, rows: int, device: torch.device
 ) -> Sequence[Callable[..., object]]:
-    """Make calls that take ``impl``, with full lists, over rotating inputs."""
+    """Make calls with full lists and rotating inputs; each call takes ``impl``."""
     if op == _DENSE:
         row = mla.Row(PlainLayout.tag, heads, tokens, rows)
         pool = mla.pool_of(row.layout, tokens * -(-rows // mla.BLOCK), device)
@@ -85,7 +85,7 @@ def _work(op: str, tokens: int, heads: int, rows: int, device: torch.device) -> 
 
 
 def forms(op: str, library: str, size: tuple[int, int, int]) -> dict[str, list[Call]]:
-    """Our calls, and the library's with plans made in the call and, if it can, before."""
+    """Make our calls, and the library's: planned in the call and, if possible, planned before."""
     tokens, heads, rows = size
     device = torch.device("cuda")
     made = calls(op, *size, device)
@@ -102,7 +102,7 @@ def forms(op: str, library: str, size: tuple[int, int, int]) -> dict[str, list[C
 
 
 def main() -> int:
-    """Print a line per op and sizes; exit status 1 if no library runs here."""
+    """Print a line per op and sizes; return 1 if no library runs here."""
     able = [name for name in LIBRARIES if not unusable(name)]
     for name in set(LIBRARIES) - set(able):
         print(f"{name}: {unusable(name)}", file=sys.stderr)

@@ -18,7 +18,7 @@ CASES = {kind: functools.partial(_cases, kind) for kind in KINDS}
 
 
 class Bench(OpBench):
-    """Measure the compressor, whose limit is a copy."""
+    """Measure the compressor, whose roofline is a copy."""
 
     groups, smoke_groups = CASES, ("c4_indexer",)
     title = (

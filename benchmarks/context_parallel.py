@@ -1,8 +1,8 @@
 """Benchmark context parallelism: variants of the collectives, and the layers' attention on N GPUs.
 
-It starts a process per GPU (two gloo processes on a CPU, for small cases only). Before
-anything is timed, each variant of the combine is compared with float64: eager, compiled, and
-captured in a CUDA graph that is replayed with other inputs. Gathers are compared byte for byte.
+It starts a process per GPU (two gloo processes on a CPU, for small cases only). It first compares
+each variant of the combine with float64: eager, compiled, and captured in a CUDA graph that is
+replayed with other inputs. It compares gathers byte for byte, and then times all variants.
 """
 
 from __future__ import annotations
@@ -61,31 +61,31 @@ CPU_VARIANTS = CUDA_VARIANTS[:2]
 _HEADS, _TOKENS = (64, 128), (1, 4, 16, 32, 64, 128, 256)
 _CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
 _MODEL_CONTEXTS, _MODEL_STEPS, _MOST_ERROR = (4096, 131072), 6, 0.1
-"""Maximum error of logits in bfloat16: near ties of routers fall differently."""
+"""Maximum error of logits: bfloat16 may change the experts where a router nearly ties."""
 _SMALL_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
 _CALLS = 16
-"""Calls per graph, so that its launch does not count."""
+"""Calls per graph: enough that the graph's launch does not matter."""
 _V4_HEADS = 64
 _CANDIDATES = 512
 """Candidates per token that a rank's indexer selects in V4."""
 _INTERLEAVE = 64
-"""Consecutive positions on one rank: a block."""
+"""Number of consecutive positions on one rank: a block."""
 
 
 @dataclass
 class Row:
-    """Device time in microseconds, equal on all ranks, because ranks wait for each other.
+    """Device time in microseconds; it is equal on all ranks, which wait for each other.
 
     ``group`` is one of ``CASES``: "layer" is the attention of a V3 layer between its projections,
-    "v4_layer" a C4 or C128 layer of DeepSeek-V4, and a model's step has 4 layers and 16 experts.
+    "v4_layer" a C4 or C128 layer of DeepSeek-V4. A model's step has 4 layers and 16 experts.
     """
 
     group: str
     ranks: int  # processes, with a GPU each
-    variant: str  # the collective, with what it gathers; a kind of layer, with what layers share
+    variant: str  # the collective and its data, or the kind of layer and what ranks share
     heads: int  # heads of all ranks; 0 for candidates, which have none
     tokens: int  # one per request
-    context: int = 0  # rows that each token sees; 0 for a combine or a gather
+    context: int = 0  # rows that a token sees; 0 for a combine or a gather
     us: float | None = None  # median of replays of a CUDA graph; on a CPU, wall time
     kernels: float | None = None  # per layer in a model's step
     cache_gb: float | None = None  # caches of a model on a rank
@@ -99,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def partials(
     seed: int, world: int, tokens: int, heads: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Sample bf16 outputs and log-sum-exps of all ranks; one has no keys for the first token."""
+    """Sample bf16 outputs and log-sum-exps of all ranks; one rank has no keys for token 0."""
     draw = Draw(device, seed)
     outs = draw.normal(world, tokens, heads, RANK).bfloat16()
     lses = draw.normal(world, tokens, heads) * 3
@@ -116,7 +116,7 @@ def gathered_parts(seed: int, world: int, tokens: int, heads: int, device: torch
 
 
 def check(combine: Callable[..., Any], world: int, rank: int, device: torch.device) -> float:
-    """Return the largest error, relative to the bound of the roundings."""
+    """Return the largest error, relative to the bound that follows from the roundings."""
     worst = 0.0
 
     def error(found: Tensor, outs: Tensor, lses: Tensor) -> float:
@@ -142,14 +142,14 @@ def check(combine: Callable[..., Any], world: int, rank: int, device: torch.devi
 
 
 def time_us(calls: Sequence[Callable[[], Any]], device: torch.device, replays: int) -> float:
-    """Time a call, with the same number of replays per sample on every rank."""
+    """Time a call with the same number of replays per sample on every rank."""
     if device.type != "cuda":
         return float(wall_us(calls[0], device, budget_s=0).median)
     return replays_us(Capture(calls).graph, replays) / len(calls)
 
 
 class CollectiveRanks(Ranks):
-    """The measurements of a process."""
+    """The measurements in one process."""
 
     title = "Ranks that share a cache, microseconds of all ranks"
     least = 2
@@ -167,7 +167,7 @@ class CollectiveRanks(Ranks):
             getattr(self, group)()
 
     def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a collective for a GPU; tests compile it on a CPU."""
+        """Compile a collective for a GPU. (Tests compile collectives on a CPU.)"""
         return _compiled(call) if self.cuda else call
 
     def time(self, row: Row, calls: Sequence[Callable[[], Any]], replays: int) -> None:
@@ -192,7 +192,7 @@ class CollectiveRanks(Ranks):
                 self.time(Row("combine", self.world, via, heads, tokens), calls, 8)
 
     def gather(self) -> None:
-        """Check, then time gathers of the queries of all heads and of the indexer's candidates."""
+        """Check and time gathers of the queries of all heads and of the indexer's candidates."""
         tokens = _TOKENS[:2] if self.is_small else _TOKENS
         cases = [("queries", heads, count) for heads in _HEADS for count in tokens]
         cases += [("candidates", 0, count) for count in tokens]
@@ -215,7 +215,7 @@ class CollectiveRanks(Ranks):
                 self.time(Row("gather", self.world, f"{what}, {via}", heads, count), timed, 8)
 
     def layer(self) -> None:
-        """Time V3's attention: on one GPU, with shared heads, and with shared heads and rows."""
+        """Time V3's attention on one GPU, with heads split, or with heads split and rows shared."""
         whole = MlaSpec.deepseek_v3()
         contexts, batches = (_CONTEXTS, _BATCHES) if not self.is_small else ((300,), (1, 3))
         if self.is_small:
@@ -239,7 +239,7 @@ class CollectiveRanks(Ranks):
             yield f"{CONTEXT}, {via}", replace(own, parallel=ContextParallel.of(**settings))
 
     def attend(self, spec: MlaSpec, cache: MlaCache, batch: int, context: int) -> float:
-        """Time the absorbed queries, the attention, its combine and the values."""
+        """Time the absorption of queries, attention, combine, and the up-projection of values."""
         draw, columns = Draw(self.device, 1), -(-context // spec.block_tokens)
         starts = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
         lens = torch.full((batch,), context, dtype=torch.int32, device=self.device)
@@ -313,7 +313,7 @@ class CollectiveRanks(Ranks):
         self.model("v3_model", v3_shaped if self.cuda else small_mla_model)
 
     def model(self, group: str, make: Callable[..., Any]) -> None:
-        """Time decode steps of a patched model, whole on every GPU and split over all GPUs. Hugging
+        """Time decode steps of a patched model, whole on every GPU or split over all GPUs. Hugging
         Face's plans split heads and experts; the ranks share the rows of the caches."""
         folder = Path(self.folder, group)
         if self.rank == 0:
@@ -341,7 +341,7 @@ class CollectiveRanks(Ranks):
                 shutil.rmtree(folder)
 
     def loaded(self, group: str, folder: Path, *, split: bool) -> Any:
-        """Load the model with Hugging Face, whole or this rank's part, and patch it."""
+        """Load the model, or this rank's part of it, with Hugging Face, and patch it."""
         import transformers
         from transformers.distributed import DistributedConfig
 
@@ -360,7 +360,7 @@ class CollectiveRanks(Ranks):
         return hf.patch(model, kv="bf16" if family == "v3" else "fp8", parallel=parallel)
 
     def steps(self, group: str, variant: str, model: Any) -> Tensor:
-        """Return logits of a few steps from empty caches, and time steps from full ones."""
+        """Return the logits of a few steps from empty caches; time steps from full caches."""
         from dsv4_ops.integrations import transformers as hf
 
         contexts, batch = ((64,), 2) if self.is_small else (_MODEL_CONTEXTS, 8)
@@ -393,12 +393,12 @@ class CollectiveRanks(Ranks):
 
 
 def flash(device: torch.device) -> Any:
-    """Build 4 layers and 16 experts of DeepSeek-V4-Flash's sizes."""
+    """Build a model of 4 layers and 16 experts with DeepSeek-V4-Flash's sizes."""
     return keep_float32(flash_shaped(num_experts=16, device=device))
 
 
 def _compiled(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a collective as in a model: heads are constants, tokens are any number above 1."""
+    """Compile a collective as in a model: heads are constant, tokens are any number above 1."""
     call = torch.compile(collective, fullgraph=True)
 
     def run(*given: Tensor) -> Any:

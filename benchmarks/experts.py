@@ -1,4 +1,4 @@
-"""Benchmark routed experts against a copy of their weights and torch's grouped products."""
+"""Benchmark routed experts against a copy of their weights and torch's grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CASES = ("fp4", W4A8, "fp8", "bf16")
 """Formats of weights. Activations are in bf16; "w4a8" has FP4 weights and FP8 activations."""
 
 CHECKED, CHECK_SCALE = 8, 64.0
-"""Tokens of the batch that compares Humming's results, and the factor of its x that brings a tenth
-of the gates and ups out of bounds."""
+"""Tokens of the batch that checks Humming's results, and a factor for the batch's x. With the
+factor, a tenth of the gates and ups exceed the limit."""
 
 _TOKENS = (1, 8, 64, 128, 512, 1024, 4096)
 _CALLS = {1: 8, 8: 8}
-"""Calls per graph, each with its own experts: even one token's experts exceed the L2."""
+"""Calls per graph. Each call has its own experts: even one token's experts exceed the L2."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def expert_weights(group: str, device: torch.device) -> tuple[Any, Any, Any, Any
 
 @functools.cache
 def bf16_weights(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Convert gate_up and down for torch's grouped products."""
+    """Convert gate_up and down for torch's grouped GEMMs."""
     up, down = (
         torch.empty(NUM_EXPERTS, *shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
         for shape in ((2 * SIZE, WIDTH), (WIDTH, SIZE))
@@ -71,7 +71,7 @@ def bf16_weights(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def grouped_experts(x: Tensor, routing: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Compute experts with torch: sort rows, multiply in two grouped products, sum by weight."""
+    """Compute experts with torch: sort rows, run two grouped GEMMs, and sum with weights."""
     keys, order = ids.flatten().sort()
     experts = torch.arange(NUM_EXPERTS, dtype=torch.int32, device=x.device)
     ends = torch.searchsorted(keys, experts, right=True, out_int32=True)
@@ -108,7 +108,7 @@ def humming_step(library: Any, row: Row, inputs: tuple[Tensor, Tensor, Tensor]) 
 
 
 def calls(group: str, library: Any, row: Row, device: torch.device) -> dict[str, Sequence[Call]]:
-    """Check a layer's experts with uniform routing; return the calls to time."""
+    """Check the experts of a layer with uniform routing, and return the calls to time."""
     torch._dynamo.reset()
     torch.manual_seed(row.tokens)
     made = expert_weights(group, device)

@@ -1,9 +1,9 @@
 """Benchmark all layers of DeepSeek-V4-Flash on several GPUs: decode steps, prefills and the start.
 
-Hugging Face's plans split a model in the released precision, with random weights, over a process
-per GPU, and all share the rows of the caches. Before anything is timed, the logits of six layers on
-all GPUs are compared with those on one. Contexts are not prefilled: caches hold random rows, and
-lengths are set. ``--model pro --layers N`` measures the first layers of DeepSeek-V4-Pro.
+Each GPU has a process. Hugging Face's plans split a model in the released precision, with random
+weights, over these ranks, which share the rows of the caches. First, the logits of six layers on
+all GPUs are compared with those on one GPU. No context is prefilled: caches have random rows, and
+the benchmark sets the lengths. ``--model pro --layers N`` measures the first layers of DeepSeek-V4-Pro.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from benchmarks.run import WrongResult
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 
 _CHECKED_LAYERS, _CHECKED_TOKENS, _MOST_ERROR = 6, 9, 0.05
-"""Compared layers, minimum tokens of a compared decode, and maximum median error of a token's
-logits relative to their norm: in bfloat16, near ties of routers fall differently."""
+"""For checks: layers, minimum tokens of a decode, and maximum of the median error of a token's
+logits, relative to their norm. In bfloat16 a router's near tie may select other experts."""
 _DRAFTED = 2
 """Tokens per request in a step that verifies one draft."""
 _ACCEPTED = (0.0, 0.5, 0.9)
-"""Shares of accepted drafts."""
+"""Assumed shares of accepted drafts."""
 _REPLAYS, _PREFILLS = 8, 3
 _CHUNK = 4096
 _BYTES_PER_MS = {"H200": 4.8e9, "H100": 3.35e9}
@@ -53,10 +53,10 @@ _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
 
 @dataclass(kw_only=True)
 class FlashRow:
-    """A phase of the start, a decode step or a prefill; the time is the same on all ranks."""
+    """A phase of the start, a decode step or a prefill. Times are the same on all ranks."""
 
     model: str
-    part: str  # "start", "check", "decode", "draft" (verifies one each), "soak" or "prefill"
+    part: str  # "start", "check", "decode", "draft" (one per request), "soak" or "prefill"
     layers: int
     ranks: int  # processes, with a GPU each
     phase: str | None = None  # of the start
@@ -66,13 +66,13 @@ class FlashRow:
     seconds: float | None = None  # of a phase
     step_ms: float | None = None
     tokens_per_s: float | None = None
-    per_s_none: float | None = None  # by the shares of _ACCEPTED (also the next two)
+    per_s_none: float | None = None  # tokens/s at each share of _ACCEPTED (also the next two)
     per_s_half: float | None = None
     per_s_most: float | None = None
     roofline_ms: float | None = None
     kernels: float | None = None  # of the step, divided by the layers
     collectives_pct: float | None = None  # share of the kernels' time, including waits
-    weights_gb: float | None = None  # of this GPU (also the next two)
+    weights_gb: float | None = None  # on this GPU (also the next two)
     cache_gb: float | None = None
     peak_gb: float | None = None  # the allocator's maximum
     logits_error: float | None = None  # median over the tokens of a check
@@ -104,13 +104,13 @@ def run(options: argparse.Namespace) -> None:
     options.contexts = options.contexts or ((64, 300) if on_cpu else (4096, 32768, 131072))
     options.prefills = options.prefills or ((48,) if on_cpu else (1024, 4096, 16384))
     options.backend = options.backend or (None if on_cpu else "inductor")
-    # weights are copied from tensors twice as large
+    # tensors twice as large are the source of the weights
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     run_ranks(FlashRanks, options, device, options.gpus)
 
 
 class FlashRanks(Ranks):
-    """The measurements of a process, the most important rows first."""
+    """The measurements in one process; the most important rows come first."""
 
     title = "Flash in the released precision"
     notes = (
@@ -163,7 +163,7 @@ class FlashRanks(Ranks):
         return next((rate for part, rate in _BYTES_PER_MS.items() if part in name), None)
 
     def row(self, part: str, **fields: Any) -> FlashRow:
-        """Make a row of this run."""
+        """Make a row with this run's layers and ranks."""
         model = self.options.model
         return FlashRow(model=model, part=part, layers=self.layers, ranks=self.world, **fields)
 
@@ -184,7 +184,7 @@ class FlashRanks(Ranks):
         self.keep(row)
 
     def model(self, layers: int, *, split: bool) -> Any:
-        """Build the first layers of the model: this rank's part, or whole."""
+        """Build the first layers of the model, or this rank's part of them."""
         from dsv4_ops.testing.released_model import released_model, split_over
 
         plan, config = None, flash_config(layers, self.options.model, small=not self.cuda)
@@ -194,7 +194,7 @@ class FlashRanks(Ranks):
         return released_model(config, device=self.device, distributed=plan)
 
     def patch(self, model: Any, *, split: bool) -> Any:
-        """Patch a model; ranks that split its heads share its caches."""
+        """Patch a model. Ranks that split the model's heads share its caches."""
         from dsv4_ops.attention import ContextParallel
         from dsv4_ops.integrations import transformers as v4
 
@@ -233,7 +233,7 @@ class FlashRanks(Ranks):
             raise WrongResult(wrong[0])
 
     def compiled(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile the step by kinds of layers, for all sizes; without a backend it is eager."""
+        """Compile the step by kind of layer, for all sizes; without a backend, return it eager."""
         from dsv4_ops.integrations import transformers as v4
 
         if self.options.backend is None:
@@ -242,7 +242,7 @@ class FlashRanks(Ranks):
         return v4.compile_step(model, step, **settings)
 
     def prefills(self, model: Any) -> None:
-        """Time prompts of one request in chunks, by the clock; a GPU replays a graph for each."""
+        """Measure the wall time of prompts in chunks; a GPU replays a graph for each chunk."""
         from dsv4_ops.integrations import transformers as v4
         from dsv4_ops.integrations.transformers.generation import kept
 
@@ -271,7 +271,7 @@ class FlashRanks(Ranks):
             found = self.row("prefill", requests=1, tokens=tokens, context=0)
             with self.measured(found):
                 for _ in range(kept.WARM_CALLS + 1 if captures else 1):
-                    prefill(tokens)  # compiles the kernels of these sizes, and captures
+                    prefill(tokens)  # compiles kernels for these sizes, and captures
                 seconds = []
                 for _ in range(_PREFILLS if self.cuda else 1):
                     wait(self.device)
@@ -287,7 +287,7 @@ class FlashRanks(Ranks):
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of weights that this rank reads."""
+    """Bytes of the weights that this rank reads."""
 
     dense: int  # in every step: all weights but experts and the embedding
     experts: int  # routed experts
@@ -295,7 +295,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: Any) -> Weights:
-        """Count the bytes of a model."""
+        """Count the bytes of a model's weights."""
         sizes = {name: _own(each).nbytes for name, each in model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         dense = sum(sizes.values()) - experts - sizes["model.embed_tokens.weight"]
@@ -303,13 +303,13 @@ class Weights:
         return cls(dense, experts, config.num_experts_per_tok / config.n_routed_experts)
 
     def read(self, tokens: int) -> float:
-        """Return the bytes that a step of this many tokens reads, if routers select at random."""
+        """Return the bytes that a step of ``tokens`` reads, if routers select at random."""
         hit: float = 1 - (1 - self.chosen) ** tokens
         return self.dense + self.experts * hit
 
 
 class Decodes:
-    """Time decode steps of all batches and contexts, from one cache and one compiled step."""
+    """Times decode steps of all batches and contexts, with one cache and one compiled step."""
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ class Decodes:
         self.graphs: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def run(self) -> None:
-        """Run short contexts first, and all contexts before profiles and drafts."""
+        """Time decodes of all batches and contexts that fit, then steps with drafts."""
         ranks = self.ranks
         with ranks.phase("first decode") as row:
             self.place(1, min(self.contexts), 1)
@@ -363,7 +363,7 @@ class Decodes:
         self.graphs.clear()
 
     def soak(self, steps: int) -> None:
-        """Run requests that come and go, in the graph of the largest batch."""
+        """Run requests that come and go, in the largest batch's graph."""
         ranks, requests = self.ranks, max(batch for batch, each in self.graphs if each == 1)
         batch, capture = self.graphs[requests, 1]
         for number in list(self.cache.requests):
@@ -386,7 +386,7 @@ class Decodes:
                 raise WrongResult(f"a request is off by {row.logits_error:.3f} among others")
 
     def measure(self, part: str, requests: int, context: int, each: int) -> None:
-        """Measure a row. If its graph is new, check it against the eager step and profile it."""
+        """Measure a row. Compare a new graph with the eager step, and profile the graph."""
         ranks, tokens = self.ranks, requests * each
         row = ranks.row(part, requests=requests, tokens=tokens, context=context)
         with ranks.measured(row):
@@ -415,7 +415,7 @@ class Decodes:
             _raise_if_dropped(self.cache)
 
     def place(self, requests: int, context: int, each: int) -> None:
-        """Give requests blocks, and rows in the order of their numbers."""
+        """Assign blocks and cache rows to requests, in the order of the requests' numbers."""
         for number in list(self.cache.requests):
             self.cache.free(number)
         for number in range(requests):
@@ -440,7 +440,7 @@ class Decodes:
         return float(sum(window + compressed[kind] / self.shares for kind in self.spec.kinds))
 
     def _capture(self, requests: int, context: int, each: int) -> None:
-        """Compare a compiled step with the eager one, and capture its graph."""
+        """Compare a compiled step with the eager step, and capture the compiled step."""
         ranks, batch = self.ranks, self.batch(requests, context, each)
         capture = None
         if ranks.options.backend is not None:
@@ -479,10 +479,10 @@ class Decodes:
         return requests * -(-(context + _DRAFTED) // tokens)
 
     def _most_blocks(self, v4: Any) -> float:
-        """Return the number of blocks that fit into free memory."""
+        """Return how many blocks fit into free memory."""
         if not self.ranks.cuda:
             return float("inf")
-        # a block has the same bytes without ranks, and a cache on the meta device cannot ask ranks
+        # ranks do not change a block's bytes, and a cache on the meta device cannot ask ranks
         made = functools.partial(v4.PagedCache, self.model.config, device="meta", **self.sizes)
         one, two = (sum(made(num_blocks=count).memory().values()) for count in (1, 2))
         torch.cuda.empty_cache()
@@ -498,7 +498,7 @@ def _own(parameter: Any) -> Any:
 
 
 def _checked_logits(model: Any) -> Tensor:
-    """Return logits of prefills longer than a window of 128, and of the decodes after them."""
+    """Return the logits of prefills longer than a window of 128, and of decodes after them."""
     from dsv4_ops.integrations import transformers as v4
 
     requests, length, steps = (4, 300, 4) if model.device.type == "cuda" else (2, 140, 2)

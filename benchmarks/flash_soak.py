@@ -1,6 +1,6 @@
 """Run many decode steps of one graph while requests arrive, end and are preempted.
 
-A preempted request loses its blocks, and begins again later. Prompts are fed one token per step. At
+A preempted request loses its blocks, and starts again later. Prompts run one token per step. At
 the end, the last logits of one preempted request are compared with its logits when it runs alone.
 """
 
@@ -25,7 +25,7 @@ class _Request:
 
 
 class Soak:
-    """Steps of changing requests in an empty cache; ``step`` returns logits of ``batch``."""
+    """Runs changing requests from an empty cache; ``step`` returns the logits of ``batch``."""
 
     def __init__(self, cache: Any, batch: Any, step: Any) -> None:
         self.cache, self.batch, self.step = cache, batch, step
@@ -33,7 +33,7 @@ class Soak:
         self.arrivals = self.preemptions = self.tokens = 0
 
     def run(self, steps: int) -> float:
-        """Return the error of one request's logits relative to their norm."""
+        """Run the steps; return the error of one request's logits, relative to their norm."""
         random, waiting, running = Random(1), list[_Request](), list[_Request]()
         longest = max(min(_LONGEST, steps // 4, self.cache.max_cache_len), 2)
         watched, found = self._arrived(random, longest, longest), None
@@ -83,7 +83,7 @@ class Soak:
         return logits[0].clone()
 
     def _step(self, running: Sequence[_Request]) -> Tensor:
-        """Feed the next token of each request; other entries of the batch are padding."""
+        """Run a step with the next token of each request, and padding in the rest of the batch."""
         count, padding = len(running), [0] * (self.slots - len(running))
         tokens = [each.tokens[each.done] for each in running] + padding
         for each in running:

@@ -20,7 +20,7 @@ LOGITS = Tolerance(torch.inf, 0.0, 5e-6)
 """The tolerance of DeepGEMM's own tests."""
 
 SHARED = 0.99
-"""Minimum share of the selected rows that the baseline selects too, as FP8 products are rounded."""
+"""Minimum share of selected rows that the baseline selects too; FP8 rounding changes others."""
 
 _BATCHES, _CONTEXTS = (1, 8, 64, 128), (8192, 32768, 65536, 131072)
 _V32_CONTEXTS = (32768, 131072)
@@ -44,7 +44,7 @@ def _not_shared(baseline: Tensor, ours: Tensor) -> str | None:
 
 
 class Bench(OpBench):
-    """Measure the indexer, whose limit is memory or the FP8 matrix units."""
+    """Measure the indexer, whose roofline is memory or the FP8 tensor cores."""
 
     groups, smoke_groups = CASES, tuple(indexer_cases.SELECTIONS)
     title = (

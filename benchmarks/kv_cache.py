@@ -21,7 +21,7 @@ CASES: dict[str, Callable[[bool], list[Case]]] = {
 
 
 class Bench(OpBench):
-    """Measure ops that only move bytes. vLLM's caches are equal byte for byte."""
+    """Measure ops that only move bytes; vLLM's kernels must write the same bytes."""
 
     groups = CASES
     title = "Cache ops, microseconds; every result was checked byte for byte before timing"

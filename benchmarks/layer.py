@@ -1,4 +1,4 @@
-"""Benchmark an attention layer in decode against its roofline and the baselines."""
+"""Benchmark an attention layer in a decode step against its roofline and the baselines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
 
 
 class Bench(OpBench):
-    """Measure the layer, and the baselines' stages in sequence."""
+    """Measure the layer, and a sequence of the baselines' stages."""
 
     groups, smoke_groups = CASES, ("window",)
     title = (

@@ -44,7 +44,7 @@ def fp8_weight(rows: int, columns: int, device: torch.device) -> tuple[Tensor, T
 
 
 def calls(name: str, activations: str, row: Row, device: torch.device) -> dict[str, Sequence[Call]]:
-    """Check a layer; return the calls to time."""
+    """Check a layer, and return the calls to time."""
     torch._dynamo.reset()
     groups, rows, columns = LAYERS[name]
     row.weight_bytes = rows * columns * (1 + 4 / 128**2)

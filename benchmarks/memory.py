@@ -32,7 +32,7 @@ CLOSE = 0.01
 class MemoryRow:
     """Memory of a part of a run, in GB; None on a CPU, except the computed bytes."""
 
-    part: str  # weights, cache, temporary tensors of a step at their peak, or its CUDA graph
+    part: str  # weights, cache, a step (peak of its temporary tensors), or its CUDA graph
     requests: int | None = None
     tokens: int | None = None
     context: int | None = None
@@ -55,10 +55,10 @@ def config_of(experts: int, **changed: Any) -> dict[str, Any]:
 
 
 def step_bytes(config: Mapping[str, Any], requests: int, tokens: int, context: int) -> int:
-    """Return the maximum bytes that an eager step holds at once, of requests with ``tokens`` new
-    tokens each at the end of a context: a decode if it is one token, else a prefill.
+    """Return the maximum bytes that an eager step holds at once: a decode if ``tokens`` is 1, else
+    a prefill. Each request has ``tokens`` new tokens at the end of its context.
 
-    Layers of a kind hold the same bytes one after the other, so a few layers stand for all.
+    Layers of a kind hold equal bytes, one after the other, so a few layers stand for all.
     """
     from dsv4_ops.integrations import transformers as v4
 
@@ -79,7 +79,7 @@ def _step(
 
 
 class Allocator:
-    """The growth of a device's allocator; none on a CPU."""
+    """Measures the growth of a device's allocator; on a CPU, measures nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -87,13 +87,13 @@ class Allocator:
         self.start()
 
     def start(self) -> None:
-        """Measure growth from here on."""
+        """Measure growth from now on."""
         if self.cuda:
             self.before = self._settled()
             torch.cuda.reset_peak_memory_stats()
 
     def write(self, row: MemoryRow, *, peak: bool = False) -> MemoryRow:
-        """Write the bytes allocated since ``start``, or their peak."""
+        """Write the bytes allocated since ``start``, or the peak since then, into the row."""
         if self.cuda:
             torch.cuda.synchronize()
             most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -168,7 +168,7 @@ def _capture(step: functools.partial[Any], memory: Allocator, row: MemoryRow) ->
 
 
 def _checked(row: MemoryRow) -> MemoryRow:
-    """Return the row if the allocator's bytes are the computed ones; raise otherwise."""
+    """Return the row if the allocator's bytes equal the computed bytes; raise otherwise."""
     found, computed = row.allocated_gb, row.computed_gb
     if found is not None and computed and abs(found / computed - 1) > CLOSE:
         raise WrongResult(f"memory: the allocator has {found} GB of {row.part}, not {computed}")

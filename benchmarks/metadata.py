@@ -34,7 +34,7 @@ from dsv4_ops.attention.metadata import (
 _REQUESTS, _NEXT_N, _LONGEST = (1, 8, 32, 128, 512), (1, 2, 4), 131072
 _CONTEXTS, _CONTEXT_REQUESTS = (1024, 16384, 131072, 1048576), 128
 _MOST_TOKENS, _SMALL_MODEL = 1048576, 16384
-"""Tokens per request that the tables hold: for DeepSeek-V4-Flash, and in a smoke run."""
+"""Maximum tokens per request in the tables: for DeepSeek-V4-Flash, and in a smoke run."""
 
 
 def _spec(small: bool) -> AttentionSpec:
@@ -82,7 +82,7 @@ def _case(
 
 @functools.cache
 def builder(spec: AttentionSpec) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the builder as a function of its six tensors that returns all fields."""
+    """Return a function of the builder's six tensors that returns all fields."""
     names = tuple(DecodeMetadata.__dataclass_fields__)
 
     def build(*given: Tensor) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ def builder(spec: AttentionSpec) -> Callable[..., tuple[Tensor, ...]]:
 def metadata_work(
     spec: AttentionSpec, requests: int, next_n: int, context: int | None, device: torch.device
 ) -> Work:
-    """Make batches of one size: of random lengths, or of equal lengths."""
+    """Make batches of one size, with random or equal lengths."""
 
     def draw(seed: int) -> Batch:
         lengths = torch.full((requests,), context or 0, dtype=torch.int32)
@@ -121,7 +121,7 @@ def metadata_work(
 
 
 def differences(args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """Name the fields that differ from the reference's."""
+    """Name the fields that differ from those of the reference."""
     names = DecodeMetadata.__dataclass_fields__
     pairs = zip(names, actual, expected, strict=True)
     found = {name: same_bytes(args, [left], [right]) for name, left, right in pairs}
@@ -129,7 +129,7 @@ def differences(args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
 
 
 class Bench(OpBench):
-    """Measure a step's metadata; every field is exact."""
+    """Measure a step's metadata; every field must be exact."""
 
     groups = CASES
     title = "Decode metadata of one step, microseconds; checked exactly before timing"
@@ -141,11 +141,11 @@ class Bench(OpBench):
 
     def __init__(self, device: torch.device, baseline: Path | None, *, budget_s: float) -> None:
         super().__init__(device, baseline, budget_s=budget_s)
-        self.cold = None  # a step finds the block tables of the last one in the L2
+        self.cold = None  # block tables stay in the L2 from one step to the next
 
     @classmethod
     def cases(cls, groups: Iterable[str], *, smoke: bool) -> list[Case]:
-        # first a batch whose sizes all differ, so that the compiler does not take two for one
+        # first a batch whose sizes all differ, else the compiler takes equal sizes for one
         first = _case(_spec(smoke), 9 if smoke else 129, 2, timed=False)
         return [first, *super().cases(groups, smoke=smoke)]
 

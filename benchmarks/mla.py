@@ -1,4 +1,4 @@
-"""Benchmark MLA, over all rows and over selected ones, against its roofline and FlashMLA."""
+"""Benchmark MLA over all rows or selected rows, against its roofline and FlashMLA."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ _MOST_DIFFERENCE = 1e-2
 
 @dataclass
 class Row:
-    """Times in microseconds, medians of replays of CUDA graphs, with samples taken in turn."""
+    """Times in microseconds: medians of CUDA graph replays, in alternating samples."""
 
-    layout: str  # of the rows
+    layout: str  # layout of the rows
     heads: int
     batch: int  # requests with one token each
     context: int
     topk: int | None = None  # selected rows per token; None for all rows
     us: float | None = None
-    flash_mla_us: float | None = None  # planned before, on bf16 rows; its prefill if selected
-    roofline_us: float | None = None  # of the bytes at the rate of copies, or FLOP at 790 TFLOP/s
-    max_diff: float | None = None  # from FlashMLA's output
+    flash_mla_us: float | None = None  # decode without its plan, or prefill of selected bf16
+    roofline_us: float | None = None  # bytes at the rate of copies, or FLOP at 790 TFLOP/s
+    max_diff: float | None = None  # maximum difference from FlashMLA's output
     error: str | None = None
 
     def compare(self, bytes_per_us: float) -> None:
@@ -72,7 +72,7 @@ class Row:
 
 
 class Inputs:
-    """Make the input sets of a case over one pool of rows, each with its own blocks and queries."""
+    """The input sets of a case over one pool of rows; each set has its own blocks and queries."""
 
     def __init__(self, row: Row, pool: Tensor, device: torch.device) -> None:
         self.row, self.device, self.cache = row, device, pool
@@ -80,7 +80,7 @@ class Inputs:
         pages = row.batch * columns
         ranges = pool.shape[0] // pages
         size = row.batch * row.keys * pool.shape[2] * pool.element_size()
-        # sets with selections share blocks, and read a few rows of each
+        # if rows are selected, sets share blocks and read a few rows of each block
         most = _MOST_SETS if row.topk is not None else min(_MOST_SETS, ranges)
         draw = Draw(device, 0)
         self.lens = torch.full((row.batch,), row.context, dtype=torch.int32, device=device)
@@ -88,7 +88,7 @@ class Inputs:
         self.sets: list[tuple[Tensor, Tensor]] = []
         for number in range(max(1, min(most, -(-_ROTATED // size)))):
             table = (draw.order(pages) + number % ranges * pages).view(row.batch, columns)
-            if row.topk is not None:  # in the order of positions, as an indexer returns them
+            if row.topk is not None:  # rows in the order of positions, as from an indexer
                 scores = draw.uniform(row.batch, row.context)
                 rows = scores.topk(row.keys).indices.sort().values
                 table = table.gather(1, rows // BLOCK) * BLOCK + rows % BLOCK
@@ -137,7 +137,7 @@ class Inputs:
 
 
 def roofline_us(row: Row, bytes_per_us: float) -> float:
-    """Return the longer of the times that bytes and products take."""
+    """Return the time of the bytes or of the FLOP, whichever is longer."""
     row_bytes = {PlainLayout.tag: 2 * WIDTH, MlaFp8Layout.tag: WIDTH, MlaDsFp8Layout.tag: 656}
     moved = row.batch * row.keys * row_bytes[row.layout]
     moved += row.batch * row.heads * (WIDTH + RANK) * 2
@@ -148,7 +148,7 @@ def roofline_us(row: Row, bytes_per_us: float) -> float:
 def checked_calls(
     row: Row, device: torch.device, *, pool: Tensor, library: Any
 ) -> dict[str, list[Call]]:
-    """Compare our op with FlashMLA; return the calls of both."""
+    """Compare our op with FlashMLA, and return the calls of the two."""
     inputs = Inputs(row, pool, device)
     forms = {"us": inputs.ours()}
     comparable = row.layout == PlainLayout.tag or row.topk is not None
@@ -162,7 +162,7 @@ def checked_calls(
 
 
 def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
-    """Sample rows of normal values, or of codes without NaN."""
+    """Sample rows of normal values, or of FP8 codes without NaN."""
     if layout == PlainLayout.tag:
         pool = torch.empty(blocks, BLOCK, WIDTH, dtype=torch.bfloat16, device=device)
         return pool.normal_()

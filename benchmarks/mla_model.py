@@ -1,4 +1,4 @@
-"""Benchmark DeepSeek-V3 and V3.2: decode steps, Hugging Face's too, and V3's prefill memory."""
+"""Benchmark decode steps of DeepSeek-V3 and V3.2, ours and Hugging Face's; V3's prefill memory."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _SMALL |= {"kv_lora_rank": 64}
 
 @dataclass
 class Row:
-    """A step of the model, or the memory of a prefill."""
+    """A decode step of the model, or the memory of a prefill."""
 
     case: str  # "decode" (V3), "selected" (V3.2) or "memory"
-    context: int  # tokens before those of the step
+    context: int  # tokens before the step
     batch: int = 1
     stock_ms: float | None = None  # compiled for V3, eager for V3.2; None if out of memory
     step_ms: float | None = None  # of the patched model, one CUDA graph for all contexts
     graphs: int | None = None  # graphs compiled for all contexts
-    chunk_rows: int | None = None  # of the workspace in which the context is expanded
-    peak_gib: float | None = None  # of one layer
-    whole_gib: float | None = None  # with the context as one chunk
+    chunk_rows: int | None = None  # rows of the workspace for an expanded chunk
+    peak_gib: float | None = None  # peak memory of one layer
+    whole_gib: float | None = None  # peak memory with the context as one chunk
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def _shaped(family: str, device: torch.device) -> Any:
             attn_implementation="sdpa",
         )
     model = in_bfloat16(getattr(transformers, f"{family}ForCausalLM"), config, device)
-    rotary = model.model.rotary_emb  # made in bfloat16 here, but not by ``from_pretrained``
+    rotary = model.model.rotary_emb  # bfloat16 here; ``from_pretrained`` makes it float32
     model.model.rotary_emb = type(rotary)(config).to(device)
     for name, weight in model.named_parameters():
         is_norm = name.endswith("norm.weight")
@@ -82,12 +82,12 @@ def _shaped(family: str, device: torch.device) -> Any:
 
 
 def _stock_step(model: Any, batch: int, context: int, compiles: bool) -> Call:
-    """Time Hugging Face's step over a StaticCache, which attends to all of its rows."""
+    """Make Hugging Face's step over a StaticCache; it attends to all rows of the cache."""
     import transformers
 
     cache = transformers.StaticCache(config=model.config, max_cache_len=context)
     ids = torch.arange(batch, device=model.device)[:, None]
-    # positional: the cache's name depends on transformers
+    # positional, because the argument's name depends on transformers
     model(ids, None, None, cache, use_cache=True)
     for layer in cache.layers:
         layer.keys.normal_()
@@ -99,7 +99,7 @@ def _stock_step(model: Any, batch: int, context: int, compiles: bool) -> Call:
 def decode(
     case: str, device: torch.device, batches: Sequence[int], contexts: Sequence[int]
 ) -> Iterator[Row]:
-    """Time decode steps of the patched model, with one graph for all contexts of a batch."""
+    """Time decode steps of the patched model; one graph serves all contexts of a batch size."""
     from dsv4_ops.integrations import transformers as hf
 
     selects = case == "selected"
@@ -141,7 +141,7 @@ def decode(
 
 
 def prefill(device: torch.device, cached: int, rows: int) -> Call:
-    """Run a layer of V3: a request of ``_NEW`` tokens over a context, in chunks of ``rows``."""
+    """Make a call of a V3 layer: ``_NEW`` tokens over a context, in chunks of ``rows``."""
     chunks = max_context_chunks(num_reqs=1, max_model_len=cached, workspace_rows=rows)
     settings: dict[str, Any] = {"workspace_rows": rows, "max_chunks": chunks}
     settings |= _SMALL if device.type == "cpu" else {}
@@ -166,7 +166,7 @@ def prefill(device: torch.device, cached: int, rows: int) -> Call:
 
 
 def memory(device: torch.device) -> Iterator[Row]:
-    """Measure a layer's peak memory over growing contexts, chunked and whole; not on a CPU."""
+    """Measure a layer's peak memory for several contexts, in chunks and whole, on a GPU only."""
     cuda = device.type == "cuda"
     for context in _CONTEXTS if cuda else (256,):
         peaks: list[float | None] = []

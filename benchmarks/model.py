@@ -1,4 +1,4 @@
-"""Benchmark decode steps of a whole model: of Hugging Face's model, and of the patched one."""
+"""Benchmark decode steps of a whole model: Hugging Face's model and the patched model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STOCK_STEPS = 5
 
 @dataclass(kw_only=True)
 class ModelRow:
-    """A step of a model. ``*_ms`` are times from call to call on a device that is never idle."""
+    """A step of a model. ``*_ms`` are intervals between calls; the host never waits for results."""
 
     batch: int
     context: int
@@ -47,9 +47,9 @@ class ModelRow:
     busy_ms: float | None = None  # sum of all kernels' times
     kernels: int | None = None
     kernels_per_layer: float | None = None
-    metadata_us: float | None = None  # of the metadata that all layers share, in its own graph
+    metadata_us: float | None = None  # metadata of all layers, in a CUDA graph of its own
     metadata_pct: float | None = None
-    roofline_ms: float | None = None  # to read all weights but the embeddings
+    roofline_ms: float | None = None  # time to read all weights but the embeddings
     compile_s: float | None = None
     max_diff: float | None = None
     error: str | None = None
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
             if options.max_seconds and time.perf_counter() - start > options.max_seconds:
                 raise BenchError("not started: --max-seconds")
             _measure_patched(of_batch, model)
-        except Exception as error:  # a failure becomes a row and does not end the run
+        except Exception as error:  # the row gets the failure, and the run continues
             for row in of_batch:
                 row.error = one_line(error)
         for row in of_batch:
@@ -126,14 +126,14 @@ def _row(model: Any, batch: int, context: int) -> ModelRow:
 def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None:
     """Time steps from a full cache.
 
-    Eager steps extend the cache, as in use. A compiled step is repeated from the same cache: in
-    use, it would compile ten graphs or more.
+    Eager steps extend the cache, as in generation. The compiled step repeats from the same cache:
+    with a growing cache, it would compile ten graphs or more.
     """
     try:
         cache = filled_cache(model, batch=row.batch, context=row.context)
         ids = torch.arange(row.batch, device=model.device)[:, None]
 
-        def step() -> Any:  # positional: the cache's name depends on transformers
+        def step() -> Any:  # positional, because the name of the cache's argument varies
             return model(ids, None, None, cache, use_cache=True).logits
 
         row.stock_ms = step_ms(step, model.device, _STOCK_STEPS)
@@ -149,7 +149,7 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
                 return whole(ids, None, None, same_again(cache), use_cache=True).logits
 
             row.stock_compiled_ms = step_ms(compiled_step, model.device, _STOCK_STEPS)
-    except RuntimeError as error:  # out of memory: keep the size; the rest is about other processes
+    except RuntimeError as error:  # out of memory: the message's end is about other processes
         row.stock_error = one_line(error).partition(" GPU ")[0]
     finally:
         cache = None
@@ -158,7 +158,7 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
 
 
 def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
-    """Time steps of a batch with one cache and one compiled step for all contexts."""
+    """Time steps of one batch size; all contexts share a cache and a compiled step."""
     from dsv4_ops.integrations import transformers as v4
 
     batch, longest = rows[0].batch, max(row.context for row in rows)

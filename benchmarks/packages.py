@@ -1,4 +1,4 @@
-"""Measure AOTInductor packages of sparse MLA, exported once per form for any number of tokens."""
+"""Measure AOTInductor packages of sparse MLA; one package per form, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _MOST_TOKENS = 8192
 _GATHERED_BEFORE = "baseline_us is FlashMLA alone, over bf16 rows gathered before"
 
 Dims = Mapping[int, str]
-"""Dynamic dimensions of an argument, by number; equal names are equal sizes."""
+"""Names of an argument's dynamic dimensions, by number; equal names mean equal sizes."""
 
 _PER_TOKEN: Dims = {0: _TOKENS}
 
 
 @dataclass(frozen=True)
 class Form:
-    """A call that is exported once."""
+    """A kind of call, which is exported once."""
 
     name: str
     case: Callable[[int], Case]  # makes the case for a number of tokens
-    dims: Sequence[Dims]  # of every argument
-    exported: int  # tokens of the export
+    dims: Sequence[Dims]  # one entry per argument
+    exported: int  # number of tokens in the export
 
 
 _SWA: tuple[Dims, ...] = ({0: "swa_blocks"}, _PER_TOKEN, _PER_TOKEN)
@@ -53,13 +53,13 @@ _DIMS: dict[str, tuple[Dims, ...]] = {
     ),
     "gathered": (_PER_TOKEN, {0: "rows"}, _PER_TOKEN, _PER_TOKEN, {}),
 }  # fmt: skip
-"""Dynamic dimensions: caches, tables and workspaces of the cases differ in size."""
+"""Dynamic dimensions, because the caches, tables and workspaces of cases differ in size."""
 
 
 def forms(
     heads: int, selected: int, dense: int, keys: int, *, prefix: int, rows: int, exported: int
 ) -> dict[str, Form]:
-    """Return the forms: decode of ``selected`` rows, decode of ``dense`` rows through block tables,
+    """Return the forms: decode of ``selected`` rows, decode of ``dense`` rows by block tables,
     prefill of ``selected`` rows after ``prefix`` tokens, and ``keys`` of gathered ``rows``."""
     cases: dict[str, Callable[[int], Case]] = {
         "decode": lambda count: decode_cases((count,), (heads,), (selected,))[-1],
@@ -71,7 +71,7 @@ def forms(
 
 
 def package_cases(form: Form, tokens: Sequence[int]) -> list[Case]:
-    """Make the cases of a form for these numbers of tokens, with its package."""
+    """Make cases of a form for these numbers of tokens; they run the form's package."""
     cases = [(case, functools.partial(_work, form, case)) for case in map(form.case, tokens)]
     named: dict[str, Any] = {"case": GROUP, "variant": form.name}
     return [dataclasses.replace(case, build=build, **named) for case, build in cases]
@@ -83,7 +83,7 @@ def _work(form: Form, case: Case, device: torch.device) -> Work:
 
 
 class Packages:
-    """The packages of a run; each is built at its first use."""
+    """The packages of a run, each built at its first use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -94,7 +94,7 @@ class Packages:
         if form.name not in self._made:
             try:
                 self._made[form.name] = build(form, self._device)
-            # stored: another build takes as long; without frames, which hold inputs
+            # store the error, as a second build takes as long; frames would hold inputs
             except Exception as error:
                 self._made[form.name] = error.with_traceback(None)
         made = self._made[form.name]
@@ -104,7 +104,7 @@ class Packages:
 
 
 class _Call(torch.nn.Module):
-    """A module for a call, which returns its results as a tuple."""
+    """Wraps a call as a module that returns a tuple."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -21,10 +21,10 @@ from dsv4_ops.testing.text import prompts
 
 @dataclass(kw_only=True)
 class PrecisionRow:
-    """Logits of one mode, compared with those of Hugging Face's model in float32 without a cache.
-    Both have the same weights, which bfloat16 represents exactly."""
+    """The logits of one mode, compared with those of Hugging Face's model in float32 without a
+    cache. The two models have the same weights, which bfloat16 represents exactly."""
 
-    case: str  # "prefill", one call for the first tokens, or "decode", one for each after them
+    case: str  # "prefill" (the first tokens in one call) or "decode" (one call per later token)
     runs: str
     weights: str
     kv: str | None = None
@@ -34,10 +34,10 @@ class PrecisionRow:
     first: int
     last: int
     rms_pct: float | None = None  # root mean square of the difference, as part of logits_std
-    median_pct: float | None = None  # rms_pct of the median token
+    median_pct: float | None = None  # median over tokens of the token's own rms_pct
     max_std: float | None = None  # largest difference in standard deviations
-    argmax_pct: float | None = None  # tokens with the same likeliest next token
-    kl_millinats: float | None = None  # mean divergence from float32's distribution
+    argmax_pct: float | None = None  # share of tokens with the same most likely next token
+    kl_millinats: float | None = None  # mean KL divergence from float32's distribution
     logits_std: float | None = None
     error: str | None = None
     seconds: float | None = None
@@ -61,7 +61,7 @@ MODES: tuple[Mode, ...] = (
 _SMOKE_MODES = (MODES[1], MODES[-1])
 
 _INDEX_TOPK = 64
-"""Rows that the indexer selects, fewer than the context has."""
+"""Rows that the indexer selects: fewer than the context has."""
 
 
 class _Sizes(NamedTuple):
@@ -90,14 +90,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def round_weights(model: Any) -> Any:
-    """Round the weights to bfloat16, except those that Hugging Face keeps in float32."""
+    """Round weights to bfloat16, except weights that Hugging Face keeps in float32."""
     for weight in _cast_in_bfloat16(model):
         weight.data = weight.data.bfloat16().float()
     return model
 
 
 def in_bfloat16(model: Any) -> Any:
-    """Copy the model as ``from_pretrained(dtype=torch.bfloat16)`` loads it."""
+    """Return a copy like the model that ``from_pretrained(dtype=torch.bfloat16)`` loads."""
     made = copy.deepcopy(model)
     for weight in _cast_in_bfloat16(made):
         weight.data = weight.data.bfloat16()
@@ -121,7 +121,7 @@ class _Judge:
         self.expected = model(ids, use_cache=False).logits.double()
 
     def rows(self, model: Any, mode: Mode) -> Iterator[PrecisionRow]:
-        """Return a row per path."""
+        """Return a row for the prefill and a row for the decodes."""
         runs, weights, kv, precision = mode
         start, error, logits = time.perf_counter(), None, None
         try:
@@ -145,7 +145,7 @@ class _Judge:
         import transformers
 
         cache = transformers.DynamicCache(config=model.config)
-        # positional: the cache's name depends on transformers
+        # positional, because the argument's name depends on transformers
         return self._through(lambda ids: model(ids, None, None, cache, use_cache=True).logits)
 
     def _patched(self, model: Any, kv: str, precision: str) -> Tensor:

@@ -33,9 +33,9 @@ BENCHES = {
     "ampere": "code for an A100 on a Hopper card: beside what that card runs",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
-"""Names of the benchmarks, which are modules, and the ops that they measure. A module's ``run``
-writes rows and a table to ``options.out``; its ``CASES`` are groups to choose from; its
-``add_options`` adds its own options."""
+"""Benchmarks (names of modules), and the ops that they measure. The function ``run`` of a module
+writes rows and a table to ``options.out``, ``CASES`` are the groups to choose from, and
+``add_options`` adds the benchmark's own options."""
 
 
 class BenchError(RuntimeError):
@@ -51,7 +51,7 @@ class WrongResult(BenchError):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit status: 0, 1 (wrong result), 2 (bad arguments), 130 (interrupted)."""
+    """Run a benchmark; return the exit status: 0, 1 (wrong result), 2 (bad arguments) or 130."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         options = _parser().parse_args(arguments)
@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _recorded(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments for the rows, without ``--out``, and with only the folder's name of
-    ``--baseline``: rows are published, but not the paths of a machine."""
+    """Return the arguments to store in rows, without ``--out``. Of the path of ``--baseline``, only
+    the folder's name remains, because we publish rows but no paths of a machine."""
     kept: list[str] = []
     rest = iter(arguments)
     for argument in rest:

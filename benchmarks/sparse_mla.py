@@ -33,8 +33,8 @@ PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
 
 _BATCHES = (1, 2, 8, 32, 64, 128, 256)
 _PREFILLS = (1, 8, 64, 128, 256, 512, 2048)
-_SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # the table holds C128 rows of 1M tokens
-_LARGEST_PREFIX = 983040  # FlashMLA holds 1048576 rows, including the window's
+_SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # a table for C128 rows of 1M tokens
+_LARGEST_PREFIX = 983040  # FlashMLA takes 1048576 rows at most, including the window's
 _PACKAGED, _LARGE = (2, 8, 64, 256), (512, 2048)
 
 
@@ -52,7 +52,7 @@ def _packages(small: bool) -> list[Case]:
 
 
 Calls = dict[str, list[tuple[Any, ...]]]
-"""Functions that make cases, and their arguments, by the group."""
+"""Functions that make cases, with their arguments, by group."""
 
 _SMALL: Calls = {
     "decode": [(decode_cases, (2, 8), (4,), (64,))],
@@ -104,7 +104,7 @@ CASES = {group: functools.partial(_cases, group) for group in _WHOLE}
 
 
 class Bench(OpBench):
-    """Measure sparse MLA; FlashMLA agrees within the tolerances of its own tests."""
+    """Measure sparse MLA; FlashMLA must agree within the tolerances of its own tests."""
 
     groups, smoke_groups = CASES, ("decode",)
     title = (
@@ -126,7 +126,7 @@ class Bench(OpBench):
         "package_us: an AOTInductor package of the form that the variant names, made once for any "
         "number of tokens, timed as compiled_us.",
     )
-    cache: Any = None  # vLLM's cache ops, or the reason that there are none
+    cache: Any = None  # vLLM's cache ops, or the reason for their absence
 
     @functools.cached_property
     def packages(self) -> Packages:
@@ -141,7 +141,7 @@ class Bench(OpBench):
         return flash_mla.load(folder)
 
     def others(self, row: OpRow, work: Work) -> Mapping[str, Callable[[], Function]]:
-        """Return the package of a form, and both variants of a prefill."""
+        """Return a form's package, or a prefill's two explicit variants."""
         if isinstance(work.details, Form):
             return {"package_us": functools.partial(self.packages.of, work.details)}
         if self.copies is None or not isinstance(work.details, Context):
@@ -173,11 +173,11 @@ class Bench(OpBench):
             return
         try:
             self._time_whole(row, work, at.ours)
-        except Exception as error:  # a broken baseline becomes a row and does not end the run
+        except Exception as error:  # the row gets the error, and the run continues
             row.say("baseline_error", f"whole: {one_line(error)}")
 
     def _time_whole(self, row: OpRow, work: Work, ours: Sequence[Tensor]) -> None:
-        """Time vLLM's prefill from FP8 blocks, and its stages in their order."""
+        """Time vLLM's whole prefill from FP8 blocks, and its stages one after the other."""
         if isinstance(self.cache, Exception):
             raise self.cache
         held = whole_prefills(self.modules, self.cache, work)

@@ -1,8 +1,8 @@
-"""Benchmark starts: the time to the first steps of a model on the device, to steps of other sizes,
-or to the first texts of ``generate``.
+"""Benchmark a start: the times of a model's first steps on the device, of its first steps of other
+sizes, or of the first texts of ``generate``.
 
-Layers have the sizes of DeepSeek-V4-Flash in the released precision. Every start is a process: a
-cold start has empty folders of compiled code, and warm starts have the folders that it filled.
+Layers have the sizes of DeepSeek-V4-Flash in the released precision. Every start is a process. The
+cold start has empty folders of compiled code; warm starts have the folders that it filled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dsv4_ops.cli.options import bounded_int
 
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DSV4_OPS_CACHE")
 _MOST_ERROR = 0.05
-"""Maximum error of compiled logits, relative to the largest; both steps are in bfloat16."""
+"""Maximum error of compiled logits, relative to the largest eager logit (in bfloat16)."""
 
 
 @dataclass(kw_only=True)
@@ -44,8 +44,8 @@ class StartRow:
     seconds: float | None = None  # wall time of the phase
     graphs: int | None = None  # graphs that the phase compiled
     clock_ms: float | None = None  # median wall time of the step after the phase
-    step_ms: float | None = None  # its median time in a CUDA graph
-    token_ms: float | None = None  # how much longer ``generate`` takes with a token more
+    step_ms: float | None = None  # median time of that step in a CUDA graph
+    token_ms: float | None = None  # time of one more token of ``generate``
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
 def _follow(
     options: argparse.Namespace, name: str, environment: dict[str, str], output: Report
 ) -> None:
-    """Run one start, and write each of its rows at once."""
+    """Run one start; write each row as soon as it is measured."""
     command = [sys.executable, *shlex.split(options.command)[1:], "--child", name]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -134,7 +134,7 @@ def _phases(options: argparse.Namespace, device: torch.device) -> Any:
 def _generated(
     options: argparse.Namespace, model: Any, row: Callable[..., StartRow]
 ) -> Iterator[StartRow]:
-    """Time ``generate`` after the longest prompt for all batches, then for all batches again."""
+    """Time ``generate`` after the longest prompt, for all batch sizes and then once more."""
     prompt, new, device = max(options.prefills), options.generate, model.device
     more: dict[str, Any] = {}
     if device.type == "cpu":
@@ -176,7 +176,7 @@ class Steps:
         self.lens = [0] * len(self.rows)
 
     def first(self, step: Callable[..., Any], counts: Sequence[int]) -> tuple[float, int]:
-        """Return the seconds of a step, and the number of graphs that it compiled."""
+        """Run a step; return its seconds, and the number of graphs that it compiled."""
         batch, graphs = self.batch(counts), _graphs()
         began = time.perf_counter()
         step(batch, self.cache)
@@ -191,7 +191,7 @@ class Steps:
         return step_batch(counts, given[0], self.cache.device, given[1])
 
     def check(self, requests: int) -> None:
-        """Raise if an eager step of the same tokens has other logits."""
+        """Raise if the logits differ from those of an eager step of the same tokens."""
         batch = self.batch([1] * requests)
         expected = self.v4.decode_step(self.model, batch, self.cache)
         error = (self.decode(batch, self.cache) - expected).abs().max() / expected.abs().max()
@@ -201,7 +201,7 @@ class Steps:
             )
 
     def clock_ms(self, step: Callable[..., Any], counts: Sequence[int]) -> float:
-        """Return the median wall time of the step, repeated at the same positions."""
+        """Repeat the step at the same positions, and return its median wall time."""
         batch, times = self.batch(counts), list[float]()
         for _ in range(5):
             began = time.perf_counter()
@@ -211,7 +211,7 @@ class Steps:
         return median(times)
 
     def captured_ms(self, requests: int) -> float:
-        """Return the median time of replays of a CUDA graph of the step."""
+        """Return the median time of the step in a CUDA graph."""
         batch = self.batch([1] * requests)
         return Capture([lambda: self.decode(batch, self.cache)]).device_us().median / 1e3
 

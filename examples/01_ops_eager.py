@@ -1,9 +1,9 @@
 """The ops, called like any PyTorch function: metadata, cache insert and gather, sparse MLA.
 
 Two requests and one padding request go through two steps of one attention layer with a window of
-4 tokens and a cache in DeepSeek-V4's FP8 layout. You can check every printed number by hand: keys,
-which are values in MLA, are constant rows, and queries are 0. All keys then weigh the same; with a
-sink of logit 0, attention gives their sum divided by their number plus one.
+4 tokens and a cache in DeepSeek-V4's FP8 layout. You can check every printed number by hand: each
+key, which is also the value in MLA, is a constant row, and queries are 0. All keys then have equal
+weights; with a sink of logit 0, attention returns the sum of n values divided by n + 1.
 
     python examples/01_ops_eager.py
 """
@@ -35,8 +35,8 @@ def int32(values: list, device: str) -> Tensor:
 
 
 class Layer:
-    """A cache of five blocks, and a block table: entry [request, block] is the block of the
-    request's positions block * 4 to block * 4 + 3."""
+    """A cache of five blocks, and a block table: its entry [request, column] is the block with the
+    request's positions column * 4 to column * 4 + 3."""
 
     def __init__(self, device: str) -> None:
         self.cache = MainLayout(block_size=PAGE).allocate(num_blocks=5, device=device)
@@ -49,9 +49,9 @@ class Layer:
         """Compute metadata, insert keys and attend.
 
         Args:
-            starts: First token of every request of the step, and one past the last.
+            starts: First token of every request in the step, and the number of tokens.
             lens: Tokens of every request, including those of this step; 0 for a padding request.
-            keys: Value of every token's key.
+            keys: The constant value of every token's key.
         """
         query_start_loc, seq_lens = int32(starts, self.device), int32(lens, self.device)
         tokens = dsv4_ops.token_map(query_start_loc, seq_lens, num_tokens=len(keys))
@@ -80,7 +80,7 @@ class Layer:
         return metadata, slots, attended.out
 
     def gather(self, lens: list[int]) -> Tensor:
-        """Rows of every request, read back; [requests, rows, 512]."""
+        """Read back the rows of every request; [requests, rows, 512]."""
         return dsv4_ops.gather_k_cache(
             self.cache, int32(lens, self.device), None, self.pages, block_size=PAGE, num_rows=8
         )

@@ -1,9 +1,9 @@
-"""A Hugging Face DeepSeek-V4 with one call to patch it: decoding compiles to one graph.
+"""Patch a Hugging Face DeepSeek-V4 with one call: decoding compiles to one graph.
 
-Four prompts of different lengths share a step of fixed shape. While its prompt lasts, a request
-takes three tokens per step, then one. The batch is ragged and changes, and lengths pass the window
+Four prompts of different lengths share a step of fixed shape. A request takes three tokens per step
+until the end of its prompt, then one. The batch is ragged and changes, and lengths pass the window
 (128 tokens) and the compressors' boundaries, but torch.compile runs once. At the end, the tokens
-are compared with those of the model as Hugging Face made it, unpatched and uncompiled.
+are compared with those of Hugging Face's model, unpatched and uncompiled.
 
     python examples/02_compile_decode.py
 """
@@ -15,7 +15,7 @@ import os
 import time
 from dataclasses import dataclass
 
-# idle threads that spin would take the core from the compiler
+# idle threads must not spin: they would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -27,7 +27,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
 
-ROWS, TOKENS = 6, 16  # requests (two of them padding here) and tokens of a step
+ROWS, TOKENS = 6, 16  # requests of a step, of which two are padding, and tokens of a step
 PROMPTS, CHUNK = (3, 40, 100, 150), 3  # lengths of the prompts; prompt tokens per step
 
 
@@ -39,7 +39,7 @@ class Request:
 
 
 def next_batch(requests: list[Request], device: str) -> v4.StepBatch:
-    """The next tokens of every request, then padding up to the size of the step."""
+    """Return the next tokens of every request, then padding up to the size of the step."""
     tokens: list[int] = []
     starts, lens, rows = [0], [0] * ROWS, [-1] * ROWS
     for place, request in enumerate(requests):
@@ -56,7 +56,7 @@ def next_batch(requests: list[Request], device: str) -> v4.StepBatch:
 
 
 def take(requests: list[Request], batch: v4.StepBatch, logits: Tensor) -> None:
-    """The greedy token of every request whose tokens are all stored now."""
+    """Append the greedy token to every request whose tokens are all stored now."""
     best, stops = logits.argmax(-1).tolist(), batch.query_start_loc.tolist()[1:]
     for request, stop, stored in zip(requests, stops, batch.seq_lens.tolist(), strict=False):
         request.stored = stored
@@ -65,8 +65,8 @@ def take(requests: list[Request], batch: v4.StepBatch, logits: Tensor) -> None:
 
 
 def differing(requests: list[Request], device: str) -> int:
-    """Count the tokens that differ from those of Hugging Face's model, which decodes each text in
-    one call."""
+    """Count the tokens that differ from Hugging Face's model, which computes each text in one
+    call."""
     stock, wrong = small_model(device=device), 0
     for request, length in zip(requests, PROMPTS, strict=True):
         ids = torch.tensor([request.tokens], device=device)

@@ -1,10 +1,10 @@
 """A decode step as one CUDA graph: by torch.compile, and captured by hand.
 
-The loop never looks at the device: tokens and lengths are tensors that stay where they are, a
-replay reads them, and the host only says "again". The step is captured twice: by
-``mode="reduce-overhead"``, which here raises where torch would silently do without a graph, and by
+The host never reads from the device: tokens and lengths are tensors at fixed addresses, a replay
+reads them, and the host only launches the next replay. The step is captured twice: by
+``mode="reduce-overhead"``, which here raises where torch would silently run without a graph, and by
 ``torch.cuda.graph`` around the compiled step. Without a GPU the same loop runs the compiled step,
-and says so.
+and prints that there is no graph.
 
     python examples/03_cuda_graph.py --device cuda
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from itertools import chain
 
-# idle threads that spin would take the core from the compiler
+# idle threads must not spin: they would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -34,7 +34,7 @@ LENGTHS = (3, 12, 7, 10)  # lengths of the prompts; the other two requests are p
 
 
 class Decoder:
-    """Requests that all decode, with the step's tensors at fixed addresses."""
+    """Decoding requests, with the tensors of the step at fixed addresses."""
 
     def __init__(self, device: str) -> None:
         model = small_model(device=device)
@@ -58,7 +58,7 @@ class Decoder:
             self.int32(rows),
         )
         if device == "cuda":
-            mark_static(*vars(self.batch).values())  # so that a graph reads them in place
+            mark_static(*vars(self.batch).values())  # a graph reads these tensors in place
 
     def int32(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.cache.device)
@@ -77,7 +77,7 @@ class Decoder:
             self.batch.tokens[: len(LENGTHS)] = tokens[-1]
             self.batch.seq_lens.add_(self.grows)
             tokens.append(step()[: len(LENGTHS)].argmax(-1))
-        self.cache.raise_if_dropped()  # synchronises; no step reads values
+        self.cache.raise_if_dropped()  # synchronises, which a step never does
         finish(self.cache.device)
         return torch.stack(tokens, 1).tolist(), (time.perf_counter() - begun) / steps
 

@@ -1,15 +1,14 @@
 """Prefill and decode as AOTInductor packages, and a C++ program that generates with them.
 
-``export_prefill`` and ``export_decode`` compile a patched Hugging Face model into a file each.
-``aoti_runner/`` is linked to libtorch only: it reads from the files which tensors the steps take,
-makes the caches, runs the prompts in chunks with one package, generates with the other, and prints
-greedy tokens. The tokens are compared with those of the Hugging Face model, which has never seen
-our code.
+``export_prefill`` and ``export_decode`` each compile a patched Hugging Face model into a file.
+``aoti_runner/`` is linked to libtorch only. It reads the list of tensors from the files, makes the
+caches, runs the prompts in chunks with the prefill package, generates with the decode package, and
+prints greedy tokens. The tokens are compared with those of Hugging Face's model, unpatched.
 
     python examples/04_aoti_export.py                        # two minutes or three
     python examples/04_aoti_export.py --package decode.pt2 --prefill prefill.pt2
-                                               # written there, or used if they are there
-    build/aoti_runner --prefill prefill.pt2 decode.pt2 16 "Beautiful is"   # no Python from here on
+                                               # uses these files, or writes them
+    build/aoti_runner --prefill prefill.pt2 decode.pt2 16 "Beautiful is"   # needs no Python
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from dsv4_ops.testing.text import ByteTokenizer
 SOURCE = Path(__file__).parent / "aoti_runner"
 PROMPTS = ("Beautiful is better than ugly.", "In the face of ambiguity,")
 REQUESTS, MAX_LEN = 2, 512  # sizes of the packages
-MAX_TOKENS = 32  # tokens of a prefill step: the prompts come in two chunks
+MAX_TOKENS = 32  # maximum tokens of a prefill step: the prompts take two
 
 
 def export(step: str, path: Path, device: str) -> None:
-    """Compile the package unless it exists."""
+    """Compile the package of a step, unless it exists."""
     if path.exists():
         print(f"{path} is there: used as it is", flush=True)
         return
@@ -59,7 +58,7 @@ def build(folder: Path) -> Path:
 
 
 def build_with_cmake(folder: Path) -> Path | None:
-    """Build with CMake; None if it fails, as a CUDA build of torch does without nvcc."""
+    """Build with CMake; return None if that fails, as with a CUDA build of torch but no nvcc."""
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     for command in (["cmake", "-S", SOURCE, "-B", folder, prefix], ["cmake", "--build", folder]):
         ended = subprocess.run(command, capture_output=True, text=True)
@@ -70,7 +69,7 @@ def build_with_cmake(folder: Path) -> Path | None:
 
 
 def build_directly(folder: Path) -> Path:
-    """Headers and libraries of the installed torch."""
+    """Build with the compiler and the installed torch's headers and libraries."""
     root, program = Path(torch.__file__).parent, folder / "aoti_runner"
     libraries = ["torch", "torch_cpu", "c10"]
     libraries += ["torch_cuda", "c10_cuda"] if torch.version.cuda else []
@@ -78,7 +77,7 @@ def build_directly(folder: Path) -> Path:
         os.environ.get("CXX", "c++"), "-std=c++20", "-O1", SOURCE / "main.cpp", "-o", program,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include",
-        # without --no-as-needed the loader misses libtorch.so when the package asks for it
+        # without --no-as-needed the program lacks libtorch.so, which the package needs
         "-Wl,--no-as-needed", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib",
         *(f"-l{name}" for name in libraries),
     ]  # fmt: skip
@@ -87,7 +86,7 @@ def build_directly(folder: Path) -> Path:
 
 
 def generate(program: Path, prefill: Path, package: Path, count: int) -> list[list[int]]:
-    """Greedy tokens of every prompt, from the C++ program."""
+    """Return the greedy tokens of every prompt from the C++ program."""
     command = [program, "--prefill", prefill, package, str(count), *PROMPTS]
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
     print("aoti_runner:", ended.stderr.strip().replace("\n", ", "), flush=True)
@@ -96,8 +95,8 @@ def generate(program: Path, prefill: Path, package: Path, count: int) -> list[li
 
 @torch.no_grad()
 def differing(found: list[list[int]]) -> int:
-    """Count the tokens that differ from those of Hugging Face's model, which decodes each text in
-    one call."""
+    """Count the tokens that differ from Hugging Face's model, which computes each text in one
+    call."""
     model, wrong = small_model(), 0
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         ids = ByteTokenizer().encode(prompt, bos=True) + tokens

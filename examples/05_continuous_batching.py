@@ -1,10 +1,10 @@
-"""Continuous batching: requests come and go, one compiled step of fixed shape serves them all.
+"""Continuous batching: requests come and go, and one compiled step of fixed shape serves them all.
 
 To serve a model, use ``model.generate_batch(prompts)``, ``python -m dsv4_ops serve MODEL`` or vLLM
-(docs/engines.md). This shows what such an engine does, with the scheduler in
-``continuous_batching.py``: blocks run out, and requests wait or are preempted and start again.
-Whatever the batch is, the device runs the same graph. In the end each request runs again, alone,
-and all its logits have the same bits.
+(docs/engines.md). This script shows how such an engine works, with the scheduler in
+``continuous_batching.py``: blocks run out, and requests wait, or are preempted and start again. The
+device runs the same graph for every batch. At the end each request runs again alone, and all its
+logits have the same bits.
 
     python examples/05_continuous_batching.py
     python examples/05_continuous_batching.py --requests 60
@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from random import Random
 
-# idle threads that spin would take the core from the compiler
+# idle threads must not spin: they would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -31,8 +31,8 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import real_text
 
-# tokens of a step: a multiple of 8. PyTorch's eager kernels compute the last numbers of a tensor in
-# another way if they do not fill a vector, which would change bits
+# tokens of a step must be a multiple of 8: PyTorch's eager kernels round a tensor's last numbers
+# differently if these do not fill a SIMD vector
 TOKENS = 16
 SIZES = {"max_batch_size": 6, "max_cache_len": 512, "max_chunk": TOKENS, "num_blocks": 4}
 
@@ -40,8 +40,8 @@ SIZES = {"max_batch_size": 6, "max_cache_len": 512, "max_chunk": TOKENS, "num_bl
 def run(
     scheduler: Scheduler, requests: list[Request], step: Callable[[v4.StepBatch], Tensor]
 ) -> tuple[dict[int, list[Tensor]], int]:
-    """Run requests, of which one arrives every four steps; return each request's logits, and the
-    number of preemptions."""
+    """Run requests that arrive one by one, every four steps; return the logits of each request,
+    and the number of preemptions."""
     logits: dict[int, list[Tensor]] = {request.name: [] for request in requests}
     arriving, number, preempted = list(requests), 0, 0
     while arriving or scheduler.waiting or scheduler.running:
@@ -63,7 +63,7 @@ def run(
 
 
 def sampled(count: int, seed: int) -> list[Request]:
-    """Prompts of two kinds: short ones, and documents whose answers begin another block."""
+    """Sample short prompts, and documents whose answers need another block."""
     random, text = Random(seed), real_text(100_000).encode()
     requests = []
     for name in range(count):

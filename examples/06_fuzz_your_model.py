@@ -1,14 +1,13 @@
-"""Fuzz a step: hypothesis splits requests into ragged steps, which must not change any
-token.
+"""Fuzz a step: hypothesis splits requests into ragged steps, and no split may change a token's
+logits.
 
-Whatever a scheduler does - chunks, decodes, padding, requests that rest, garbage in padding - the
-logits of a token depend on the tokens before it and on nothing else. So draw schedules, with chunks
-around the sizes where something happens (1, the ratio 4, the window and ratio 128), run them, and
-compare each token with one forward of Hugging Face's model over the whole text. Replace ``step`` by
-your own and keep the rest.
+Whatever a scheduler does - chunks, decodes, padding, idle requests, garbage in padding - the logits
+of a token depend only on the tokens before it. So this script samples schedules, with chunks around
+critical sizes (1, the ratio 4, the window and ratio 128), runs them, and compares each token with
+one forward of Hugging Face's model over the whole text. To test your own step, replace ``step``.
 
-A step whose bug looks like a good idea follows: hypothesis finds the bug, and shrinks the schedule
-to the shortest that shows it.
+The script then fuzzes a step with a planted bug: hypothesis finds the bug, and shrinks the schedule
+to the shortest one that fails.
 
     python examples/06_fuzz_your_model.py --examples 20
 """
@@ -28,7 +27,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 
 REQUESTS, LENGTH = 2, 136
-CLOSE = 1e-4  # the standard deviation of logits is one
+CLOSE = 1e-4  # tolerance of logits, whose standard deviation is one
 SETTINGS = settings(
     deadline=None, database=None, derandomize=True, report_multiple_bugs=False,
     phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
@@ -38,8 +37,8 @@ Step = Callable[[object, v4.StepBatch, v4.CacheTensors], Tensor]
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens of each request in a step, padding tokens after them, and the values in the padding's
-    fields."""
+    """A step: the tokens of each request, the padding tokens after them, and the values that fill
+    the padding."""
 
     counts: tuple[int, ...]
     padding: int = 0
@@ -47,7 +46,7 @@ class Sampled:
 
 
 def schedules(max_chunk: int) -> st.SearchStrategy[list[Sampled]]:
-    """Strategy of steps with chunks of at most ``largest`` tokens."""
+    """Return a strategy for steps with chunks of at most ``max_chunk`` tokens."""
     edges = sorted({min(size, max_chunk) for size in (0, 1, 2, 3, 4, 5, 7, 127, 128, 129)})
     counts = st.tuples(*[st.sampled_from(edges)] * REQUESTS)
     garbage = st.sampled_from([0, -1, 7, 2**31 - 1, -(2**31)])
@@ -55,7 +54,7 @@ def schedules(max_chunk: int) -> st.SearchStrategy[list[Sampled]]:
 
 
 class Check:
-    """A model's step, compared with Hugging Face's logits."""
+    """Compares a model's step with Hugging Face's logits."""
 
     def __init__(self, step: Step, device: str) -> None:
         self.step, self.device, self.ran = step, device, 0
@@ -68,7 +67,7 @@ class Check:
 
     @torch.no_grad()
     def schedule(self, steps: list[Sampled]) -> None:
-        """Run ``steps`` from empty requests; raise at the first wrong token."""
+        """Run ``steps``, beginning with empty requests; raise at the first wrong token."""
         self.ran += 1
         done = [0] * REQUESTS
         for sampled in steps:
@@ -86,14 +85,14 @@ class Check:
         self.cache.raise_if_dropped()
 
     def batch(self, counts: list[int], done: list[int], sampled: Sampled) -> v4.StepBatch:
-        """Return the next tokens of every request; a request without tokens rests."""
+        """Return the next tokens of every request; a request may have none."""
         starts, lens, rows, tokens = [0], [], [], []
         for request, count in enumerate(counts):
             tokens += self.text[request, done[request] : done[request] + count].tolist()
             starts.append(len(tokens))
             lens.append(done[request] + count)
             rows.append(request)
-        for _ in range(sampled.padding):  # a row that the cache lacks marks padding
+        for _ in range(sampled.padding):  # a row that the cache does not have marks padding
             tokens.append(sampled.garbage)
             starts.append(len(tokens))
             lens.append(sampled.garbage)
@@ -120,7 +119,7 @@ class Check:
 
 
 def forgetful(model: object, batch: v4.StepBatch, cache: v4.CacheTensors) -> Tensor:
-    """The planted bug: "states are scratch space, clear them". They hold incomplete groups of 4."""
+    """Run a step with the planted bug: clear the states, which hold incomplete groups of 4."""
     for layer in cache.layers:
         if layer.states is not None:
             layer.states.zero_()

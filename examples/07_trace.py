@@ -1,8 +1,8 @@
-"""Where the time of a decode step goes: a trace for Perfetto, and two tables.
+"""Show where a decode step spends its time: a trace for Perfetto, and two tables.
 
-Eager steps are split by stage: hooks on the modules of the patched Hugging Face model assign every
-moment to the innermost running stage. The kernels of a compiled step are fused across stages, so a
-table lists them by name. The trace has both; open it at https://ui.perfetto.dev.
+The first table splits eager steps by stage: hooks on the modules of the patched Hugging Face model
+assign every moment to the innermost running stage. A compiled step fuses kernels across stages, so
+the second table lists kernels by name. Open the trace of both at https://ui.perfetto.dev.
 
     python examples/07_trace.py --trace trace.json
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# idle threads that spin would take the core from the compiler
+# idle threads must not spin: they would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -35,14 +35,14 @@ def decode_batch(cache: v4.PagedCache) -> v4.StepBatch:
     """Make a token for each of four requests; the other requests and tokens are padding."""
     for request in range(4):
         cache.add(request, num_tokens=LENGTH)
-    cache.seq_lens.fill_(LENGTH)  # as if steps had filled the rows
+    cache.seq_lens.fill_(LENGTH)  # as if earlier steps had filled the rows
     values = ([0, 1, 2, 3, 4, 4, 4], [LENGTH] * 4 + [0, 0], [0, 1, 2, 3, -1, -1])
     rest = (torch.tensor(value, dtype=torch.int32, device=cache.device) for value in values)
     return v4.StepBatch(torch.zeros(TOKENS, dtype=torch.int64, device=cache.device), *rest)
 
 
 def timed(call: Callable[[], Any], args: argparse.Namespace) -> float:
-    """Time a call in seconds."""
+    """Return the seconds that a call takes."""
     call()
     finish(args.device)
     begun = time.perf_counter()
@@ -88,7 +88,7 @@ def main() -> int:
                 stages.run(model, batch, cache)
     cache.raise_if_dropped()
     profiler.export_chrome_trace(str(args.trace))
-    stages.seconds.clear()  # measured without the profiler
+    stages.seconds.clear()  # the profiler slowed these stages down
     for _ in steps:
         stages.run(model, batch, cache)
     total = sum(stages.seconds.values())

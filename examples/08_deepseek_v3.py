@@ -1,9 +1,9 @@
-"""A Hugging Face DeepSeek-V3 on a paged latent cache: ragged decoding as one graph.
+"""Decode ragged requests with Hugging Face's DeepSeek-V3, a paged latent cache and one graph.
 
-Three prompts of different lengths are prefilled in one step. Then every request decodes, one of
-them ends and gives its row to a new request, and torch.compile runs once. Decodes attend to latent
-rows with absorbed queries: no key or value of the context is expanded. At the end, the tokens are
-compared with those of the model as Hugging Face made it, unpatched and uncompiled.
+One step prefills three prompts of different lengths. Then all requests decode; one request ends and
+gives its row to a new request, but torch.compile runs once. Decodes attend to latent rows with
+absorbed queries: no key or value of the context is expanded. At the end, the tokens are compared
+with those of Hugging Face's model, unpatched and uncompiled.
 
     python examples/08_deepseek_v3.py            # two minutes or three, most of them in Inductor
     python examples/08_deepseek_v3.py --eager    # without a compiler
@@ -17,7 +17,7 @@ import os
 import time
 from dataclasses import dataclass
 
-# idle threads that spin would take the core from the compiler
+# idle threads must not spin: they would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -29,8 +29,8 @@ from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.testing.models import small_mla_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
 
-ROWS, MAX_LEN = 4, 256  # requests of a step (one of them padding here); maximum tokens of a request
-PROMPTS = (90, 7, 40, 25)  # lengths; the last prompt takes the row of the first request that ends
+ROWS, MAX_LEN = 4, 256  # requests of a step, of which one is padding; maximum tokens of a request
+PROMPTS = (90, 7, 40, 25)  # lengths; the last prompt gets the row of the request that ends
 
 
 @dataclass
@@ -47,8 +47,7 @@ def int32(values: list[int], device: str) -> Tensor:
 def batch_of(
     requests: list[Request], counts: list[int], cache: hf.PagedCache, device: str
 ) -> hf.StepBatch:
-    """Return the last ``counts`` tokens of every request, then padding requests of one token
-    each."""
+    """Return the last ``counts`` tokens of every request, then padding requests of one token."""
     padding = ROWS - len(requests)
     tokens, starts, lens, rows = [], [0], [], []
     for request, count in zip(requests, counts, strict=True):
@@ -64,8 +63,8 @@ def batch_of(
 
 
 def differing(request: Request, stock: torch.nn.Module, device: str) -> int:
-    """Count the tokens that differ from those of Hugging Face's model, which decodes the text in
-    one call."""
+    """Count the tokens that differ from Hugging Face's model, which computes the text in one
+    call."""
     ids = torch.tensor([request.tokens], device=device)
     best = stock(ids, use_cache=False).logits[0].argmax(-1).tolist()
     pairs = zip(best[request.prompt - 1 : -1], request.tokens[request.prompt :], strict=True)

@@ -1,9 +1,9 @@
-"""DeepSeek-V3 with a cache that ranks share: each stores a part, and tokens stay the same.
+"""Decode DeepSeek-V3 with a cache that ranks share: each stores a part, and tokens stay the same.
 
-Every rank runs the same steps, and ranks take turns in storing positions. torchrun starts the
-ranks, with gloo on CPUs and NCCL on GPUs; without torchrun the script starts two by itself.
+Every rank runs the same steps, and ranks store positions round-robin. torchrun starts the ranks,
+with gloo on CPUs and NCCL on GPUs; without torchrun the script itself starts two ranks.
 
-    python examples/09_context_parallel.py           # two processes of a CPU, uncompiled
+    python examples/09_context_parallel.py           # two processes on a CPU, uncompiled
     torchrun --nproc-per-node 4 examples/09_context_parallel.py --device cuda --compile
 """
 
@@ -23,7 +23,7 @@ from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.testing.models import small_mla_model
 from dsv4_ops.testing.text import ByteTokenizer, real_text
 
-# lengths of the prompts (a request of 7 tokens is on one rank alone); maximum tokens
+# lengths of the prompts (one rank has all 7 tokens of the short one); maximum tokens
 PROMPTS, MAX_LEN = (90, 7, 140), 320
 
 
@@ -34,7 +34,7 @@ def int32(values: list[int], device: torch.device) -> torch.Tensor:
 def decode(
     model: torch.nn.Module, steps: int, compiled: bool, device: torch.device
 ) -> tuple[list[list[int]], hf.PagedCache]:
-    """Return the tokens of every request: the prompts in one step, then greedy decodes."""
+    """Prefill all prompts in one step, then decode; return the greedy tokens of every request."""
     cache = hf.PagedCache.for_model(model, max_batch_size=len(PROMPTS), max_cache_len=MAX_LEN)
     requests, text = [], real_text(sum(PROMPTS))
     for number, length in enumerate(PROMPTS):

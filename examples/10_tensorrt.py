@@ -1,8 +1,8 @@
-"""A patched decode step with torch-tensorrt: engines for projections and experts, our ops between.
+"""Run a patched decode step with torch-tensorrt: engines for projections and experts, then our ops.
 
-`enable` keeps what our ops write: the caches among the inputs are written in place. The logits of
-some steps are compared with those of the same model without engines. The authors did not run this
-with TensorRT (docs/tensorrt.md); tests compile the same program without engines.
+`enable` preserves the writes of our ops, which go to the caches among the inputs, in place. The
+script compares the logits of some steps with those of the same model without engines. We did not
+run it with TensorRT (docs/tensorrt.md); tests compile the same program without engines.
 
     python examples/10_tensorrt.py
 """
@@ -35,7 +35,7 @@ def compile_step(model: Any, cache: v4.PagedCache, **options: Any) -> Callable[.
 
 
 def compare(model: Any, step: Callable[..., Tensor], cache: v4.PagedCache, steps: int) -> float:
-    """Return the largest distance of logits from PyTorch's, over steps that read earlier writes."""
+    """Return the maximum difference from PyTorch's logits, over steps that read earlier writes."""
     plain = v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=MAX_LEN)
     device = cache.device
     tokens, worst = torch.tensor([5, 6], device=device), 0.0

@@ -1,8 +1,8 @@
-"""DeepSeek-V4 in the released precision: load, patch, generate.
+"""Load, patch and run DeepSeek-V4 in the released precision.
 
-Without a folder it writes a tiny checkpoint in the released format, with random weights, and runs
-it. FP8 and FP4 weights stay as they are in the files. The decode step is compiled by kind of layer,
-one part after the other, and kept in a file for the next process.
+Without a folder the script writes a tiny checkpoint in the released format, with random weights,
+and runs that. FP8 and FP4 weights stay as they are in the files. The decode step is compiled by
+kind of layer, one part after the other, and stored in a file for the next process.
 
     python examples/11_checkpoint.py            # minutes, most of them in Inductor
     python examples/11_checkpoint.py --eager    # without a compiler
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# idle threads that spin would take the core from the compiler
+# idle threads must not spin: they would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -35,7 +35,7 @@ PROMPT, MAX_LEN = 12, 256
 
 
 class Clock:
-    """Prints the current task, and the time that it took."""
+    """Prints each task, and then the time that the task took."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -49,7 +49,7 @@ class Clock:
 def decode(
     step: Callable[..., Tensor], cache: v4.PagedCache, tokens: list[int], count: int, device: str
 ) -> list[int]:
-    """Append ``count`` tokens, each the likeliest after the tokens before it."""
+    """Append ``count`` tokens, each the most likely token after the earlier ones."""
     tokens = list(tokens)
     for _ in range(count):
         cache.reserve("request", len(tokens))
@@ -63,7 +63,7 @@ def decode(
 
 
 def prefilled(model: Any, tokens: list[int], device: str) -> tuple[v4.PagedCache, int]:
-    """Prefill a cache with the prompt; return it and the next token."""
+    """Prefill a cache with the prompt; return the cache and the next token."""
     cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=MAX_LEN)
     cache.add("request", num_tokens=len(tokens))
     starts, lens, rows = (

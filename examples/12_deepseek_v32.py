@@ -1,9 +1,9 @@
-"""A Hugging Face DeepSeek-V3.2 or GLM-5 whose tokens attend to the rows that an indexer selects.
+"""Run Hugging Face's DeepSeek-V3.2 or GLM-5, whose tokens attend to rows that an indexer selects.
 
-Two prompts, one shorter and one much longer than a selection, are prefilled in one step and decoded
-together, by one graph of torch.compile. Every layer caches a latent and an indexer key per token.
-The tokens are compared with those of the model as Hugging Face made it, which expands the keys and
-values of every token of the context and masks those that are not selected.
+One step prefills two prompts, one shorter and one much longer than a selection. One graph of
+torch.compile then decodes both requests. Every layer caches a latent and an indexer key per token.
+The tokens are compared with those of Hugging Face's unpatched model, which expands the keys and
+values of the whole context and masks tokens that are not selected.
 
     python examples/12_deepseek_v32.py                    # minutes, most of them in Inductor
     python examples/12_deepseek_v32.py --eager            # without a compiler
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 
-# idle threads that spin would take the core from the compiler
+# idle threads must not spin: they would take the core from the compiler
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch

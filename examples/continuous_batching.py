@@ -1,16 +1,16 @@
-"""A scheduler of continuous batching over a ``PagedCache``, written to be read: it decides which
+"""A scheduler for continuous batching over a ``PagedCache``, written for readers: it decides which
 tokens of which requests a step computes.
 
 To serve a model, use ``model.generate_batch(prompts)``, ``python -m dsv4_ops serve MODEL`` or vLLM
 (docs/engines.md).
 
-The device repeats one step of fixed shape. All decisions are made here, on the host, and reach the
-device as the values of four small tensors (``StepBatch``):
+The device repeats one step of fixed shape. The scheduler decides on the host, by these rules, and
+its decisions reach the device as the values of four small tensors (``StepBatch``):
 
 - Decodes come first, one token each; chunks of prompts fill the rest of the step.
 - Requests start in the order of their arrival, when a row and blocks for their tokens are free.
-- If a request lacks a block for its next token, the youngest request is preempted: it gives its row
-  and blocks back, waits at the head of the queue, and computes all of its tokens again.
+- If no block is left for a request's next token, the youngest request is preempted: it gives its
+  row and blocks back, waits at the head of the queue, and computes all of its tokens again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache, StepBatc
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and the tokens generated after it."""
+    """A prompt, and the tokens that were generated after it."""
 
     name: int
     prompt: list[int]
@@ -40,16 +40,16 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Number of tokens to compute before the next one can be chosen: 1 while decoding."""
+        """Number of tokens to compute before the next token can be chosen: 1 while decoding."""
         return len(self.prompt) + len(self.output) - self.stored
 
 
 class Scheduler:
-    """Plans steps for the requests that it gets.
+    """Plans steps for requests.
 
     Args:
-        cache: A cache whose rows share ``num_blocks`` blocks, enough for any request alone.
-        num_tokens: Tokens of a step, more than the cache has rows.
+        cache: A cache whose rows share ``num_blocks`` blocks; one request may need all of them.
+        num_tokens: Number of tokens of a step, more than the cache has rows.
     """
 
     def __init__(self, cache: PagedCache, num_tokens: int) -> None:
@@ -59,7 +59,7 @@ class Scheduler:
         self.counts: dict[Request, int] = {}  # tokens of each request in the planned step
 
     def plan(self) -> StepBatch | None:
-        """Return the next step; None if there is none. Call ``commit`` with its results."""
+        """Return the next step, or None without requests. Pass its results to ``commit``."""
         self.counts = {}
         for request in [each for each in self.running if each.left == 1]:
             if request in self.running and self._reserve(request):
@@ -91,7 +91,7 @@ class Scheduler:
             self.counts[request] = count
 
     def _start(self) -> bool:
-        """Start the request at the head of the queue, if its tokens fit."""
+        """Start the first request of the queue if a row and blocks are free for its tokens."""
         try:
             self.cache.add(self.waiting[0].name, len(self.waiting[0].tokens))
         except OutOfBlocks:

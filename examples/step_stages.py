@@ -1,4 +1,4 @@
-"""Stages of an eager step and kernels of a compiled one, for ``07_trace.py``."""
+"""Find the stages of an eager step and the kernels of a compiled step, for ``07_trace.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REST = "metadata: slots, windows, pages"
 
 
 class Stages:
-    """Seconds of every stage, nested stages excluded, from module hooks."""
+    """Measures, with module hooks, the seconds of every stage without those of nested stages."""
 
     def __init__(self, model: Any) -> None:
         self.seconds: Counter[str] = Counter()
@@ -49,12 +49,12 @@ class Stages:
         self.open.pop()[1].close()
 
     def run(self, model: Any, batch: v4.StepBatch, cache: v4.PagedCache) -> None:
-        self.begin(REST)  # time outside of all modules
+        self.begin(REST)  # the time outside of all modules
         v4.decode_step(model, batch, cache.tensors)
         self.end()
 
     def tick(self) -> None:
-        """Charge the time since the last change to the running stage."""
+        """Add the time since the last change to the running stage."""
         finish(self.device)
         now = time.perf_counter()
         if self.open:
@@ -63,8 +63,8 @@ class Stages:
 
 
 def projects(name: str, module: nn.Module) -> bool:
-    """Whether a step calls it as a module. The compressors' projections run in float32 unless they
-    have hooks, and other norms are part of an op."""
+    """Return whether a step calls the module. The compressors' projections run in float32 unless
+    they have hooks, and other norms are part of an op."""
     if name in ("q_a_norm", "kv_norm"):
         return True
     of_compressor = "compressor" in name and name.endswith(("kv_proj", "gate_proj"))
@@ -72,8 +72,8 @@ def projects(name: str, module: nn.Module) -> bool:
 
 
 def name_kernels() -> None:
-    """Record the CPU kernels of the compiled step, functions of a generated module, in the trace.
-    Those of a GPU are recorded anyway."""
+    """Record the CPU kernels of the compiled step in the trace: functions of a generated module.
+    The profiler records GPU kernels itself."""
     from torch._inductor.codecache import PyCodeCache
 
     def named(name: str, kernel: Any) -> Any:
@@ -92,7 +92,7 @@ def name_kernels() -> None:
 
 
 def kernel_seconds(profiler: profile, device: str) -> Counter[str]:
-    """Return the kernels' seconds of the compiled steps, by name."""
+    """Return the seconds of the compiled steps' kernels, by name."""
     events, on_gpu = profiler.events(), device == "cuda"
     end = max(e.time_range.end for e in events if e.name.startswith("compiled step"))
     found: Counter[str] = Counter()

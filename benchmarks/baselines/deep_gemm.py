@@ -1,4 +1,4 @@
-"""DeepGEMM as a baseline: its lightning indexer's logits, planned outside of the timing."""
+"""DeepGEMM as a baseline: logits of the lightning indexer. Its plan is not timed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dsv4_ops.core.layout import IndexerLayout
 
 
 def load(folder: Path) -> Any:
-    """Load DeepGEMM of vLLM 0.22.1 from the bundle; any failure raises."""
+    """Load vLLM 0.22.1's build of DeepGEMM from the bundle; any failure raises."""
     return vllm_metadata.library(folder).load_deep_gemm()[0]
 
 
 def arguments(
     q: Tensor, weights: Tensor, k_cache: Tensor, lens: Tensor, table: Tensor, *, block_size: int
 ) -> Args:
-    """Return queries, keys and lengths in DeepGEMM's form, one query per request."""
+    """Convert queries, keys and lengths to DeepGEMM's form, with one query per request."""
     view = IndexerLayout(block_size).kernel_view(k_cache)
     return q[:, None], view, weights, lens[:, None].contiguous(), table
 
 
 def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable[..., Tensor]:
-    """Compute the logits of one input set, undefined past the lengths, which all sets share."""
+    """Compute logits of an input set. All sets share lengths; logits past them are undefined."""
     lens = sets[0][3]
     plan = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
 
@@ -46,7 +46,7 @@ def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable
 def select_call(
     sets: Sequence[Args], block_size: int, topk: int, library: Any
 ) -> Callable[..., Tensor]:
-    """Select rows: PyTorch's top-k of its logits, in any order. All rows of all requests exist."""
+    """Select rows with PyTorch's top-k of the logits, in any order. All rows must exist."""
     logits = logits_call(sets, block_size, library)
 
     def call(*args: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FlashMLA as a baseline: its calls on the inputs of our cases, planned outside of the timing."""
+"""FlashMLA as a baseline: calls on the inputs of our cases. FlashMLA's plan is not timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4_ops.core.layout import MainLayout
 
 
 def load(folder: Path) -> Any:
-    """Load FlashMLA of vLLM 0.22.1 from the bundle; any failure raises."""
+    """Load vLLM 0.22.1's build of FlashMLA from the bundle; any failure raises."""
     return vllm_metadata.library(folder).FlashMLA()
 
 
@@ -48,8 +48,8 @@ def decode_arguments(
 def decode_call(
     sets: Sequence[Args], scale: float, library: Any, *, planned: bool = True
 ) -> Callable[..., Any]:
-    """Decode one input set. The plan depends on shapes and lengths, which all sets share. If
-    ``planned``, the plan is made here, else in every call."""
+    """Return a call that decodes an input set. The plan depends on shapes and lengths, which all
+    sets share. If ``planned``, it is made once here, else in every call."""
 
     def attend(args: Args, meta: Any) -> Any:
         q, swa, indices, lens, extra, extra_indices, extra_lens, sink = args

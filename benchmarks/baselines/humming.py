@@ -1,8 +1,8 @@
 """Humming (humming-kernels) as a baseline: FP4 experts with bf16 activations.
 
-Humming launches one product for all experts, which dequantises as it multiplies, and an elementwise
-kernel for an activation that its caller writes in CUDA. It neither sorts rows nor sums them:
-engines have kernels for both. Here our ``expert_plan`` sorts, and a loop of Inductor's sums.
+Humming launches one GEMM for all experts, which dequantises as it multiplies, and an elementwise
+kernel for an activation that the caller writes in CUDA. Humming neither sorts nor sums rows, for
+which engines have kernels. Here our ``expert_plan`` sorts rows, and Inductor's code sums them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import dsv4_ops as ops
 from benchmarks.run import BenchError
 
 MOST_ERROR = 4 * 2**-9
-"""Maximum error relative to the norm of the result. Four values are rounded to bf16: gate and up,
-the activation, an expert's result, and the sum. Stream-K also adds its parts in bf16."""
+"""Maximum error relative to the norm of the result. Humming rounds four values to bf16: gate and
+up, the activation, an expert's result, and the sum. Stream-K also adds partial sums in bf16."""
 
 _INDEXED = {"gemm_type": "indexed"}
-"""Rows stay in place and are read by index, as by default in vLLM and SGLang."""
+"""Rows stay in place, and the GEMM reads them by index: the default in vLLM and SGLang."""
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Computes the results of the experts from hidden states, routing weights and ids."""
+"""A function of hidden states, routing weights and ids that returns the experts' results."""
 
 
 def load() -> Any:
@@ -39,10 +39,10 @@ def load() -> Any:
 
 
 def make_layer(library: Any, codes: Tensor, scale: Tensor) -> Any:
-    """Make a layer in Humming's order from the checkpoint's FP4 codes [num_experts, n, k / 2] and
-    UE8M0 bytes [num_experts, n, k / 32]."""
+    """Make a layer in Humming's weight order from a checkpoint's FP4 codes [num_experts, n, k / 2]
+    and UE8M0 bytes [num_experts, n, k / 32]."""
     num_experts, rows, packed = codes.shape
-    with torch.device(codes.device):  # otherwise it makes its parameters on the CPU
+    with torch.device(codes.device):  # else the layer makes its parameters on the CPU
         layer = library.layer.HummingLayer(
             shape_n=rows, shape_k=2 * packed, weight_config={"quant_method": "mxfp4"},
             num_experts=num_experts, torch_dtype=torch.bfloat16,
@@ -68,7 +68,7 @@ def activation(limit: float) -> str:
 
 
 def experts_step(library: Any, layers: Sequence[Any], num_rows: int, *, limit: float) -> Step:
-    """Experts of ``num_rows`` pairs of token and expert, by the layers of gate_up and down."""
+    """Return the experts for ``num_rows`` pairs (token, expert), from layers gate_up and down."""
     method, impl = library.layer.HummingMethod, activation(limit)
     tables = [method.get_default_tuning_configs(each, **_INDEXED) for each in layers]
     tunings = [choose(table, num_rows) for table in tables]
@@ -103,9 +103,9 @@ def weighted_sum(out: Tensor, weights: Tensor) -> Tensor:
 
 
 def _plan(ids: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sorted rows, the experts of blocks, and the number of rows in all blocks.
+    """Return the sorted rows, the expert of each block, and the number of rows in all blocks.
 
-    Humming reads rows as unsigned, and skips rows out of range, such as -1, our padding.
+    Humming reads row numbers as unsigned and skips numbers out of range, such as our padding, -1.
     """
     plan = ops.expert_plan(ids, num_experts=num_experts, block_size=block)
     return plan.sorted_rows, plan.expert_of_block, plan.num_blocks * block

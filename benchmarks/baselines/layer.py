@@ -1,4 +1,4 @@
-"""A decode step of a layer on the baselines' kernels."""
+"""A decode step of a layer with the baselines' kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOTES = {
     "another in the CuTe DSL; the slots of all compressed rows are there before, as its metadata "
     "makes them once a step; ",
 }
-"""The stages that the baseline lacks or computes in another way, by kind of layer."""
+"""Notes, by kind of layer, on stages that the baseline lacks or computes in another way."""
 
 
 class Libraries(NamedTuple):
@@ -50,7 +50,7 @@ class Libraries(NamedTuple):
 
 
 def load(folder: Path) -> Libraries:
-    """Load all baselines of a bundle; any failure raises."""
+    """Load all libraries of a bundle; any failure raises."""
     states, compressor = "save_partial_states", "fused_compress_quant_cache"
     files = (states, compressor, "fused_indexer_q", "fused_inv_rope_fp8_quant")
     return Libraries(
@@ -63,7 +63,7 @@ def load(folder: Path) -> Libraries:
 
 
 class Results(NamedTuple):
-    """Queries, ``slots`` of the selected rows, and the attention output before inverse RoPE."""
+    """Queries, ``slots`` of the selected rows, and the attention output before the inverse RoPE."""
 
     q: Tensor
     slots: Tensor | None
@@ -86,7 +86,7 @@ def our_results(kind: str, spec: LayerSpec, args: Args) -> Results:
 
 
 class BaselineStages:
-    """The baseline's step for one input set; each stage reads the results of earlier stages."""
+    """The baseline's step on one input set; a stage reads the results of earlier stages."""
 
     def __init__(
         self, libraries: Libraries, kind: str, spec: LayerSpec, args: Args, ours: Results
@@ -103,8 +103,8 @@ class BaselineStages:
         self.logits = self.rows = self.out = self.quantized = cast(Any, None)
 
     def calls(self, found: Found | None = None) -> list[Call]:
-        """Run each stage once, in order; return the stages. If ``found`` is given, compare the
-        results with ours."""
+        """Run each stage once, in order, and return the stages. With ``found``, compare the results
+        with ours."""
         made: dict[str, Callable[[], Call]] = {"window": lambda: self._window}
         if self.kind != "window":
             made["compressed"] = lambda: self._compress("", "compressed")
@@ -127,7 +127,7 @@ class BaselineStages:
         return calls
 
     def written(self, name: str) -> list[Rows]:
-        """Return the rows that a stage writes to the baseline's copies of the caches."""
+        """Return the rows that a stage writes into the baseline's copies of the caches."""
         of = {"window": {"swa": self.step.slot_mapping}}
         for stage, prefix, cache in (
             ("compressed", "", "compressed"),
@@ -153,7 +153,7 @@ class BaselineStages:
                 text = f"selection: other rows of {wrong} of {left.shape[0]} tokens"
         elif name == "attention":
             text = outside(name, self.out, self.ours.out, DECODE_OUT)
-        elif name == "inverse_rope_fp8":  # ours, from the same attention output
+        elif name == "inverse_rope_fp8":  # we rotate the baseline's attention output
             ours = dsv4_ops.inverse_rope_group_quantize(
                 self.out, self.step.positions, self.table, num_groups=self.spec.num_groups,
                 scale_layout="row",
@@ -168,7 +168,7 @@ class BaselineStages:
             found.wrong.append(text)
 
     def _window(self) -> None:
-        """Run vLLM's query norm, RoPE and insert; it pads other numbers of heads to 64 or 128."""
+        """Run vLLM's query norm, RoPE and insert, which pad the number of heads to 64 or 128."""
         fused = self.libraries.extension.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
         q, step, size = self.inputs.q, self.step, self.spec.attention.swa_block_size
         self.q = fused(
@@ -177,7 +177,7 @@ class BaselineStages:
         )  # fmt: skip
 
     def _compress(self, prefix: str, cache: str) -> Call:
-        """Save states, then compress and store complete windows."""
+        """Return a call that saves states, then compresses and stores complete windows."""
         layout, states = (cast(Any, self.layouts[name]) for name in (cache, f"{prefix}states"))
         group, step, rows = self.group, self.step, states.rows(self.own[f"{prefix}states"])
         width = rows.shape[2] // 2

@@ -16,7 +16,7 @@ from dsv4_ops.core.layout import MainLayout
 
 
 class Context(NamedTuple):
-    """One prefill request: vLLM gathers up to four requests per chunk, so it is one chunk."""
+    """One prefill request, and so one chunk: vLLM gathers up to four requests per chunk."""
 
     tokens: int  # new tokens
     length: int  # all tokens, including earlier ones
@@ -45,7 +45,7 @@ class Context(NamedTuple):
 
 
 class WholePrefill:
-    """vLLM's prefill of one input set; ``workspace`` is bf16 [1, rows, 512]."""
+    """vLLM's prefill on one input set; ``workspace`` is bf16 [1, rows, 512]."""
 
     def __init__(
         self, flash_mla: Any, cache: Any, context: Context, args: Args, workspace: Tensor
@@ -53,7 +53,7 @@ class WholePrefill:
         self.flash_mla, self.cache, self.workspace = flash_mla, cache, workspace
         self.context = context
         self.q, self.swa, positions, _, swa_table, self.extra, table, selected, self.sink = args
-        if selected is None:  # all rows, which a server lists once per step
+        if selected is None:  # a server lists all rows once per step
             row = torch.arange(self.context.compressed, dtype=torch.int32, device=self.q.device)
             visible = (positions[:, None] + 1) // self.context.ratio
             selected = torch.where(row < visible, row, -1)
@@ -67,15 +67,15 @@ class WholePrefill:
 
     @staticmethod
     def rows(context: Context) -> tuple[int, int]:
-        """Return the workspace rows per request, and the row at which the window starts, in a
-        server for which this request and this step are the longest."""
+        """Return the workspace rows per request, and the row at which the window starts, for a
+        server whose longest request and step are these."""
         start = -(-context.length // context.ratio)
         return start + WINDOW + context.tokens, start
 
     def gather(self) -> None:
         """Gather the compressed rows, then the window rows."""
         gather, size = self.cache.dequantize_and_gather_k_cache, PAGES[self.context.ratio]
-        counts = self.seq_lens // self.context.ratio  # a server computes them in every layer
+        counts = self.seq_lens // self.context.ratio  # a server computes this in every layer
         start = self.rows(self.context)[1]
         compressed = MainLayout(size).kernel_view(self.extra)[:, :, 0]
         window = MainLayout(PAGE).kernel_view(self.swa)[:, :, 0]
@@ -109,7 +109,7 @@ class WholePrefill:
 
 
 def whole_prefills(flash_mla: Any, cache: Any, work: Work) -> list[WholePrefill]:
-    """Make the calls of every input set, over one workspace."""
+    """Make the prefill of every input set; all share a workspace."""
     rows = WholePrefill.rows(work.details)[0]
     device = work.sets[0][0].device
     workspace = torch.zeros(1, rows, MainLayout.head_dim, dtype=torch.bfloat16, device=device)

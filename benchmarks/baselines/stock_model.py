@@ -16,14 +16,14 @@ LAYER_TYPES = (
     "heavily_compressed_attention",
     "compressed_sparse_attention",
 )
-"""Layers of each type among the 43 of DeepSeek-V4-Flash."""
+"""Number of layers of each type among the 43 layers of DeepSeek-V4-Flash."""
 
 
 def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> Any:
     """Build a bf16 model of DeepSeek-V4-Flash's sizes with few layers and experts, and random
     weights.
 
-    From 5.24 on, transformers itself makes the parameters of ``keep_float32`` in float32.
+    From 5.24 on, transformers itself makes the parameters in ``keep_float32`` float32.
     """
     import transformers
 
@@ -51,7 +51,7 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
 
 
 def in_bfloat16(kind: Any, config: Any, device: torch.device) -> Any:
-    """Build a model with parameters in bfloat16, directly on the device."""
+    """Build a model with bfloat16 parameters, directly on the device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -93,7 +93,7 @@ def filled_cache(model: Any, *, batch: int, context: int) -> Any:
 
 
 def same_again(cache: Any) -> Any:
-    """Copy a cache for a step that replaces tensors of only the copy's layers."""
+    """Copy a cache, so that a step replaces tensors in the copy only."""
     made = copy.copy(cache)
     made.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in made.layers:

@@ -1,12 +1,12 @@
 """vLLM 0.22.1's metadata builders on our batches: the work of a server before every decode step.
 
-The kernels are third-party files that are loaded at run time from a bundle. The order of the calls
-and the host work between them are written here, and follow the builders' behaviour. The times are a
-lower bound of vLLM's: the token-to-request copy is made once (three builders make one each), the C4
-slots are computed once (two builders compute them), and the clamped copies of the block tables, the
-DeepGEMM and FlashMLA plans, and the Python around the calls are left out. Contents differ in two
-points: vLLM does not compute ``positions`` here, and for next_n = 4 it copies a block-table row per
-token for the indexer.
+The kernels are third-party files, which are loaded from a bundle at run time. This file calls them
+in the order of vLLM's builders, with the same host work between the calls. The times are a lower
+bound of vLLM's: this file copies the token-to-request map once (three builders do so), computes the
+C4 slots once (two builders do so), and leaves out the clamped copies of the block tables, the
+DeepGEMM and FlashMLA plans, and the Python around the calls. Contents differ in two points: vLLM
+does not compute ``positions`` here, and for next_n = 4 it copies a row of the block table per token
+for the indexer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from benchmarks.harness.timing import Activity, Capture, Timing, device_activiti
 from dsv4_ops.attention.metadata import AttentionSpec, DecodeMetadata
 
 VERSION = "vLLM 0.22.1"
-_MAX_BATCHED_TOKENS = 8192  # vLLM's default on an H200: buffers are refilled to their end
-_NATIVE_NEXT_N = (1, 2)  # sizes that DeepGEMM's paged kernel takes on Hopper; others are flattened
+_MAX_BATCHED_TOKENS = 8192  # vLLM's default on an H200; vLLM refills whole buffers
+_NATIVE_NEXT_N = (1, 2)  # DeepGEMM's paged kernel takes these on Hopper; vLLM flattens others
 _NEEDED = ("comp", "swa", "idx", "fms")
 _POISON = -7
 
@@ -38,7 +38,7 @@ class BaselineMismatch(RuntimeError):
 
 
 class BaselineResult(NamedTuple):
-    """Cost of the builder sequence of one step."""
+    """Times of the builders in one step."""
 
     device_us: Timing
     host_us: Timing
@@ -68,7 +68,7 @@ def load(folder: Path, needed: Sequence[str] = _NEEDED) -> Any:
 
 
 class BuilderSequence:
-    """The builders' persistent buffers for one batch, and a step over them."""
+    """The builders' persistent buffers for one batch, and a step that fills them."""
 
     def __init__(self, modules: Any, spec: AttentionSpec, batch: Batch) -> None:
         self.modules, self.spec, self.batch = modules, spec, batch
@@ -114,7 +114,7 @@ class BuilderSequence:
         self.token_to_req[: requests.shape[0]].copy_(requests, non_blocking=True)
 
     def device_step(self) -> None:
-        """Run the part that can be captured."""
+        """Run the part of the step that a CUDA graph can capture."""
         self._window()
         self._indexer()
         tables = self.batch.block_tables
@@ -134,7 +134,7 @@ class BuilderSequence:
         )  # fmt: skip
 
     def _indexer(self) -> None:
-        """Return the indexer's lengths: [num_reqs, next_n] where DeepGEMM takes that shape."""
+        """Compute the indexer's lengths: [num_reqs, next_n] if DeepGEMM takes that shape."""
         batch, requests = self.batch, self.batch.requests
         decode_lens = self.indexer.decode_lens_buffer[:requests]
         torch.diff(batch.query_start_loc, out=decode_lens)
@@ -147,9 +147,9 @@ class BuilderSequence:
             num_decode_tokens=batch.tokens, use_native=batch.next_n in _NATIVE_NEXT_N,
             next_n=batch.next_n, max_decode_len=longest,
         )[0]  # fmt: skip
-        if batch.next_n > 1:  # a buffer of the builder
+        if batch.next_n > 1:  # the lengths are in a buffer of the builder
             lens //= self.spec.c4_ratio
-        else:  # a tensor of the runner, which must not change
+        else:  # the lengths are the runner's tensor, which must not change
             self.c4_lens[:requests] = lens // self.spec.c4_ratio
             self.c4_lens[requests : batch.tokens] = 0
             lens = self.c4_lens[: batch.tokens]
@@ -197,7 +197,7 @@ def measure(
     """Check a step over the first batch against ``expected``; on a GPU, time steps over all
     batches.
 
-    Device time is the time of a graph of the device steps, plus the profiled copies to the device.
+    The device time is a CUDA graph of the device steps, plus the profiled copies to the device.
     """
     sequences = [BuilderSequence(modules, spec, batch) for batch in batches]
     first = sequences[0]

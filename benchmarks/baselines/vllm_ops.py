@@ -1,4 +1,4 @@
-"""Other files of vLLM 0.22.1 that a bundle may hold: Triton kernels around attention, and the
+"""More files of vLLM 0.22.1 that a bundle may have: Triton kernels around attention, and the
 extension with the query norm. ``benchmarks/README.md`` says how to add them."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from benchmarks.baselines import vllm_metadata
 
 KERNELS = "models/deepseek_v4/common/ops"
-"""Folder of the Triton files, in ``vllm_py`` of the bundle and in the ``vllm`` of a wheel."""
+"""Folder of the Triton files, in a bundle's ``vllm_py`` and in a wheel's ``vllm``."""
 
 EXTENSION = "_C.abi3.so"
 
 _SCALE_BYTES = 16  # alignment of a column of scales in DeepGEMM
-_libraries: list[Any] = []  # keep the library objects: an op lives as long as its library
+_libraries: list[Any] = []  # keeps the objects alive: an op lives as long as its library
 _loaded: set[Path] = set()
 
 
@@ -64,11 +64,11 @@ def _load_library(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         unpacked = Path(folder, EXTENSION)
         unpacked.write_bytes(lzma.decompress(path.read_bytes()))
-        torch.ops.load_library(unpacked)  # stays mapped after its file is deleted
+        torch.ops.load_library(unpacked)  # the library stays mapped after the file is deleted
 
 
 def _fill_stubs() -> None:
-    """Add the functions that files need to modules that the bundle has as stubs."""
+    """Add functions, which the files need, to the bundle's stub modules."""
     ops: Any = importlib.import_module("vllm.utils.torch_utils")
     ops.direct_register_custom_op = _register
     scales: Any = importlib.import_module("vllm.utils.deep_gemm")
@@ -86,7 +86,7 @@ def _register(
     mutates_args: Sequence[str] = (),
     fake_impl: Callable[..., Any] | None = None,
 ) -> None:
-    """Define an op of vLLM's that calls ``op_func``, unless an earlier bundle defined it."""
+    """Define an op of vLLM that calls ``op_func``, unless an earlier bundle has defined the op."""
     if hasattr(torch.ops.vllm, op_name):
         return
     library = torch.library.Library("vllm", "FRAGMENT")

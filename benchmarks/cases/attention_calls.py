@@ -1,4 +1,4 @@
-"""Calls of sparse MLA to measure."""
+"""The calls of sparse MLA that benchmarks measure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decode(*tensors: Any, **chosen: Any) -> SparseMla:
 
 
 def prefill(ratio: int, *tensors: Any, **chosen: Any) -> SparseMla:
-    """Let the op choose by size, unless ``impl`` is given; no library is faster here."""
+    """Prefill; without ``impl`` the op chooses by size. No library is faster at these sizes."""
     return dsv4_ops.sparse_mla_prefill(*tensors, **{**prefill_settings(ratio), **chosen})
 
 
@@ -47,7 +47,7 @@ PREFILLS = {ratio: functools.partial(prefill, ratio) for ratio in (C4, C128)}
 
 
 def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
-    """Copy the rows to bf16 first, at any size. No ``impl`` selects this variant alone."""
+    """Prefill by a copy of the rows to bf16, which no ``impl`` selects at every size."""
     launch, kernels = _kernels("launcher"), _kernels("sparse_mla.prefill")
     call = PrefillCall(*tensors, **prefill_settings(ratio))
     with torch.cuda.device_of(tensors[0]):
@@ -55,20 +55,20 @@ def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
 
 
 def on_hopper(q: Tensor) -> bool:
-    """Whether our Gluon kernels run these queries over FP8 caches."""
+    """Return whether our Gluon kernels run these queries over FP8 caches."""
     try:
         return bool(_kernels("common.hopper.support").runs(_kernels("launcher").EAGER, q, True))
-    except ImportError:  # no triton
+    except ImportError:  # triton is not installed
         return False
 
 
 def _kernels(module: str) -> Any:
-    """Import a module of kernels at its first use, because it imports triton."""
+    """Import a module of kernels at its first use, because the module imports triton."""
     return importlib.import_module(f"dsv4_ops.kernels.{module}")
 
 
 def gathered(*tensors: Any, **chosen: Any) -> SparseMlaGathered:
-    """Let the op choose by size; no library is faster here."""
+    """Attend to gathered rows; the op chooses by size. No library is faster at these sizes."""
     return dsv4_ops.sparse_mla_gathered(*tensors, softmax_scale=SCALE, **chosen)
 
 
@@ -86,6 +86,6 @@ def plan_and_decode_paged(*tensors: Any) -> SparseMla:
 
 
 def plan_of(args: Args, lens: int) -> Tensor:
-    """Make a plan; argument ``lens`` has the numbers of compressed rows."""
+    """Make a plan; ``lens`` is the place of the numbers of compressed rows in ``args``."""
     plan: Tensor = dsv4_ops.sparse_mla_plan(args[3], args[lens], num_heads=args[0].shape[1])
     return plan

@@ -28,7 +28,7 @@ from benchmarks.harness.batches import mixed_lengths, rotating_sets
 from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
 
-_SELECTED_FROM = 4  # rows to select from, relative to the rows selected
+_SELECTED_FROM = 4  # number of candidate rows over the number of selected rows
 _LONGEST = 131072
 _EDGE_TOKENS = 24
 _BY_TOKEN = (0, 2, 3, 5, 6)  # arguments with a row per token, in both ops
@@ -44,11 +44,11 @@ PAGED = ByToken(
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens that each attend to their own rows."""
+    """Tokens, each of which attends to its own rows."""
 
     heads: int
-    width: int  # columns of the compressed rows' indices; 0 for a window alone
-    swa_lens: tuple[int, ...]  # rows of the window of every token
+    width: int  # columns of the list of compressed rows; 0 for a window alone
+    swa_lens: tuple[int, ...]  # window rows of every token
     extra_lens: tuple[int, ...]  # compressed rows of every token
 
     @property
@@ -60,7 +60,7 @@ class Shape:
         return f"{WINDOW}+{self.width}" if self.width else str(WINDOW)
 
     def cost(self, index_bytes: int | None = None, rows: int | None = None) -> tuple[int, int]:
-        """Return bytes and FLOP of a call. Tokens read their own rows, or ``rows`` in all."""
+        """Return bytes and FLOP of a call that reads each token's rows, or ``rows`` in total."""
         keys = sum(self.swa_lens) + sum(self.extra_lens)
         queries = self.tokens * self.heads * MainLayout.head_dim
         moved = (keys if rows is None else rows) * MainLayout(PAGE).row_bytes + 2 * 2 * queries
@@ -82,7 +82,7 @@ def ragged(tokens: int, heads: int, width: int, ratio: int) -> Shape:
 
 
 def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[int]) -> list[Case]:
-    """Make a case of adversarial entries, then cases of full lists of every shape."""
+    """Make a case with adversarial entries, then cases with full lists for every shape."""
     edges = functools.partial(_edge_work, heads[0], widths[0])
     cases = [shape_case("decode", uniform(_EDGE_TOKENS, heads[0], widths[0]), edges, "adversarial")]
     for count, width, tokens in itertools.product(heads, widths, batches):
@@ -109,7 +109,7 @@ def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int)
 def paged_cases(
     batches: Sequence[int], heads: int, width: int, lengths: Sequence[int]
 ) -> list[Case]:
-    """Make C128 layers of requests of equal length, by block tables with 2 rows per block."""
+    """Make C128 layers of requests of equal length, with block tables of 2 rows per block."""
     cases = []
     for tokens, rows in itertools.product(batches, lengths):
         shape = Shape(heads, width, (WINDOW,) * tokens, (rows,) * tokens)
@@ -138,13 +138,13 @@ def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) ->
 
 
 def planned(build: Callable[[torch.device], Work], lens: int, device: torch.device) -> Work:
-    """Build the case with a plan; argument ``lens`` has the numbers of compressed rows."""
+    """Build the case with a plan; ``lens`` is the place of the numbers of compressed rows."""
     work = build(device)
     return dataclasses.replace(work, sets=[(*args, plan_of(args, lens)) for args in work.sets])
 
 
 def planning(build: Callable[[torch.device], Work], device: torch.device) -> Work:
-    """Build the case; both sides make their plans in the call."""
+    """Build the case; our call and the baseline's call make their own plans."""
     work = build(device)
     baseline: Any = work.baseline
     call = {decode: plan_and_decode, decode_paged: plan_and_decode_paged}[work.call]
@@ -154,7 +154,7 @@ def planning(build: Callable[[torch.device], Work], device: torch.device) -> Wor
 def shape_case(
     group: str, shape: Shape, build: Callable[[torch.device], Work], variant: str = ""
 ) -> Case:
-    """Name a case by its group and shape. Adversarial cases are checked, not timed."""
+    """Name a case by its group and shape. Adversarial cases are checked but not timed."""
     return Case(
         group,
         f"{shape.tokens} x {shape.heads} heads, {shape.keys}",
@@ -168,7 +168,7 @@ def shape_case(
 
 
 def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Work:
-    """Build a case whose window and selected rows are slots."""
+    """Build a case that lists window and selected rows as slots."""
     draw, cost = AttentionDraw(device, shape.tokens), shape.cost()
     count, tokens = rotating_sets(cost[0], device), shape.tokens
     swa_cache, swa_tables = draw.cache(PAGE, (count, tokens, WINDOW // PAGE + 1))
@@ -196,7 +196,7 @@ def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Wor
 
 
 def paged_work(shape: Shape, device: torch.device) -> Work:
-    """Build a case of a block table's first rows. The baseline gets precomputed slots."""
+    """Build a case that attends to a block table's first rows. The baseline gets their slots."""
     draw, tokens = AttentionDraw(device, shape.tokens), shape.tokens
     read = sum(-(-length // PAGE_128) for length in shape.extra_lens) + sum(shape.swa_lens)
     cost, columns = shape.cost(4 * read), -(-shape.width // PAGE_128)
@@ -222,14 +222,14 @@ def paged_work(shape: Shape, device: torch.device) -> Work:
 
 
 def _edge_work(heads: int, width: int, device: torch.device) -> Work:
-    """Put absent slots among valid ones; make some lists empty, and end some in the middle."""
+    """Build lists with absent slots among valid slots; some lists are empty or end early."""
     work = decode_work(uniform(_EDGE_TOKENS, heads, width), device)
     q, swa_cache, swa, _, extra_cache, extra, _, sink = work.sets[0]
     absent = torch.tensor([-1, -(2**31), 2**31 - 1, 10**6 * PAGE], device=device).to(torch.int32)
     for listed in (swa, extra):
         listed[::3, ::5] = absent[torch.arange(listed[0, ::5].shape[0], device=device) % 4]
     lens = torch.tensor([0, 1, 63, 65, 2**31 - 1, -1], device=device).to(torch.int32)
-    # clones: Dynamo guards on the base of a view
+    # clone the tensors, because Dynamo guards on the base of a view
     swa_lens = lens.repeat(_EDGE_TOKENS // 6).clone()
     extra_lens = lens.repeat_interleave(_EDGE_TOKENS // 6).clone()
     args = (q, swa_cache, swa, swa_lens, extra_cache, extra, extra_lens, sink)

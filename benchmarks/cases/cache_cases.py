@@ -48,7 +48,7 @@ def _baseline_gather(modules: Any) -> Callable[..., Any]:
 
 
 def insert_cases(tokens: tuple[int, ...], *, smoke: bool) -> list[Case]:
-    """Make absent slots, then random slots, then consecutive slots for many tokens."""
+    """Make inserts with absent slots, with random slots, and with consecutive slots."""
     pages = _SMOKE_PAGES if smoke else _POOL_PAGES
     edges = "slots that do not exist"
     cases = [Case("insert", edges, _insert_edges, rows=_EDGE_TOKENS, timed=False)]
@@ -81,7 +81,7 @@ def _insert_work(tokens: int, pages: int, device: torch.device, *, consecutive: 
 
 
 def _insert_edges(device: torch.device) -> Work:
-    """Sample slots below 0 and past the cache among valid ones."""
+    """Sample valid slots, slots below 0, and slots past the end of the cache."""
     draw, slots_in_all = Draw(device, 1), _EDGE_PAGES * BLOCK_SIZE
     slots = draw.order(slots_in_all, torch.int64)[:_EDGE_TOKENS].clone()
     absent = (-1, -7, -(2**63), slots_in_all, slots_in_all + 5, 2**40, 2**63 - 1, -1)
@@ -91,7 +91,7 @@ def _insert_edges(device: torch.device) -> Work:
 
 
 def gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
-    """Make gathers with absent blocks, of requests of equal length, and of a ragged batch."""
+    """Make gathers with absent blocks, for requests of equal length, and for a ragged batch."""
     cases = [Case("gather", "pages that do not exist", _gather_edges, rows=150, timed=False)]
     for requests, rows in shapes:
         build = functools.partial(_gather_work, (rows,) * requests, rows, smoke=smoke)
@@ -119,7 +119,7 @@ def _gather_work(
 
 
 def _gather_edges(device: torch.device) -> Work:
-    """Make absent blocks, an empty request, and a request longer than table and workspace."""
+    """Make absent blocks, an empty request, and a request too long for table and workspace."""
     draw, last = Draw(device, 1), _EDGE_PAGES - 1
     table = draw.ints(3, -1, 0, 1, last + 1, 7, 2**31 - 1, last, 5, -(2**31)).view(5, 2)
     seq_lens = draw.ints(100, 0, 128, 90, 1000)
@@ -130,7 +130,7 @@ def _gather_edges(device: torch.device) -> Work:
 def paged(
     layout: QuantizedLayout, count: int, requests: int, columns: int, draw: Draw, *, smoke: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Make a full cache, and ``count`` tables of random blocks, which share no block."""
+    """Make a full cache, and ``count`` tables of random blocks; no tables share a block."""
     needed = requests * columns
     pages = max(_SMOKE_PAGES if smoke else _POOL_PAGES, count * needed)
     cache, order = draw.full(layout, pages), draw.order(pages)
@@ -139,6 +139,6 @@ def paged(
 
 
 def _workspace(requests: int, rows: int, device: torch.device) -> Tensor:
-    """Make a result filled with one value, which a gather must keep outside of its rows."""
+    """Make a workspace of one value, which must remain outside of the gathered rows."""
     shape = (requests, rows, MAIN.head_dim)
     return torch.full(shape, -7.0, dtype=torch.bfloat16, device=device)

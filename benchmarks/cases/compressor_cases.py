@@ -1,4 +1,4 @@
-"""Cases of the compressor, in decode and prefill: save states, and compress complete windows."""
+"""Cases of the compressor, in decode and prefill: it saves states and compresses full windows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsv4_ops.testing.contract.compare import assert_agrees
 _EPS = 1e-6
 _ROPE_DIM = 64
 _CONTEXT = 4096  # position of the first window of a decode step: a multiple of the ratios
-_STATES, _CACHE = 2, 9  # arguments that a call mutates
+_STATES, _CACHE = 2, 9  # numbers of the arguments that a call mutates
 _EDGE_TOKENS = 24
 
 
@@ -39,7 +39,7 @@ class Kind:
 
     @property
     def width(self) -> int:
-        """Values of kv, and of the score, per token."""
+        """Number of values per token of kv, and also of the score."""
         return self.layout.head_dim * (2 if self.overlap else 1)
 
     @property
@@ -73,13 +73,13 @@ KINDS = {
 
 @functools.cache
 def save_and_compress(kind: str) -> Callable[..., None]:
-    """The work of a layer in every step, for one kind of compressor."""
+    """Return the op call of a layer in every step, for one kind of compressor."""
     return functools.partial(dsv4_ops.save_and_compress, **KINDS[kind].settings)
 
 
 def reference(kind: Kind, *args: Any) -> None:
-    """Run the references. The second gets only the tokens that complete a window, and reads other
-    rows from the saved states, so its memory does not grow with the other tokens."""
+    """Run the references of the two ops. The second reference gets only tokens that complete a
+    window, and reads other rows from the saved states, to save memory."""
     save_compressor_states(
         *args[:3], *args[4:6], compress_ratio=kind.ratio, block_size=kind.state_block_size
     )
@@ -87,7 +87,7 @@ def reference(kind: Kind, *args: Any) -> None:
 
 
 def _finishing(kind: Kind, args: Args) -> Args:
-    """Return the arguments of the second op for the tokens that complete a window."""
+    """Return the arguments of the second op, for tokens that complete a window only."""
     kv_score, ape, states, table, _, positions, requests, *rest, slots = args
     tokens = ((positions + 1) % kind.ratio == 0).nonzero()[:, 0]
     where = (positions[tokens], requests[tokens])
@@ -97,7 +97,7 @@ def _finishing(kind: Kind, args: Args) -> Args:
 def differences(
     kind: Kind, args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> str | None:
-    """Describe a difference. States must be equal, rows within the float64 budget."""
+    """Describe a difference: states must be equal, and rows within the float64 budget."""
     if not differing_bytes(actual, expected):
         return None
     if wrong := differing_bytes(actual[:1], expected[:1]):
@@ -115,7 +115,7 @@ def differences(
 
 @dataclass(frozen=True)
 class Step:
-    """Position and request of each token. States have all earlier tokens that a step needs."""
+    """Position and request of each token. States contain all earlier tokens that a step needs."""
 
     positions: tuple[int, ...]
     req_indices: tuple[int, ...]
@@ -129,19 +129,19 @@ class Step:
 
 
 def decode_step(kind: Kind, requests: int, *, finishing: bool) -> Step:
-    """Make one token per request: all of them, or one in ``ratio``, end a window."""
+    """Make one token per request; every token, or one in ``ratio``, ends a window."""
     last = kind.ratio - 1
     offsets = [last if finishing else request % kind.ratio for request in range(requests)]
     return Step(tuple(_CONTEXT + offset for offset in offsets), tuple(range(requests)))
 
 
 def prefill_step(tokens: int) -> Step:
-    """A whole request."""
+    """Make one whole request."""
     return Step(tuple(range(tokens)), (0,) * tokens)
 
 
 def compressor_cases(kind: str, decode: Sequence[int], prefill: Sequence[int]) -> list[Case]:
-    """Make absent tokens and slots, decode steps, and prefills."""
+    """Make a case with absent tokens and slots, decode steps, and prefills."""
     spec = KINDS[kind]
     edges = functools.partial(_edge_work, kind)
     cases = [Case(kind, "absent slots and padding", edges, rows=_EDGE_TOKENS, timed=False)]
@@ -160,7 +160,7 @@ def _case(kind: str, shape: str, step: Step, variant: str = "") -> Case:
 
 
 def moved_bytes(kind: Kind, step: Step) -> int:
-    """Return the bytes of projections, states, rows, and indices that must move."""
+    """Return the bytes of projections, states, rows and indices that a step must move."""
     tokens, dim = len(step.positions), kind.layout.head_dim
     here = set(zip(step.req_indices, step.positions, strict=True))
     stored, finished = 0, step.finished(kind)
@@ -201,7 +201,7 @@ def step_work(kind: str, step: Step, device: torch.device) -> Work:
 
 
 def _states(kind: Kind, step: Step, draw: Draw) -> tuple[Tensor, Tensor]:
-    """Make full states, and a table of random blocks for the tokens that a step can need."""
+    """Make full states, and a table of random blocks for all tokens that a step may read."""
     size = kind.state_block_size
     first = max(min(step.positions) - kind.window + 1, 0) // size
     last = (max(step.positions) // kind.ratio + 1) * kind.ratio // size
@@ -222,7 +222,7 @@ def _cache(kind: Kind, step: Step, positions: Tensor, draw: Draw) -> tuple[Tenso
 
 
 def _edge_work(kind: str, device: torch.device) -> Work:
-    """Make padding, absent requests, slots and blocks, and one window of many."""
+    """Build a case with padding, and with absent requests, slots and blocks."""
     work = step_work(kind, decode_step(KINDS[kind], _EDGE_TOKENS, finishing=True), device)
     _, _, _, table, state_slots, positions, requests, *_, slots = work.sets[0]
     state_slots[::5] = torch.tensor([-1, 2**40, -(2**63), 2**63 - 1, -7], device=device)

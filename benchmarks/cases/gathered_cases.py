@@ -1,4 +1,4 @@
-"""Cases of sparse MLA over gathered bf16 rows, as FlashMLA's sparse prefill takes them."""
+"""Cases of sparse MLA over gathered bf16 rows, the input of FlashMLA's sparse prefill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
 
 ROWS = 8192
-"""Rows in the workspace of an input set: a C4 request of about 30k tokens."""
+"""Workspace rows of an input set: those of a C4 request of about 30k tokens."""
 
 
 _CHECK = ByToken(
@@ -28,7 +28,7 @@ _CHECK = ByToken(
 def gathered_cases(
     tokens: Sequence[int], models: Sequence[tuple[int, int]], rows: int = ROWS
 ) -> list[Case]:
-    """Make full lists of different rows, for pairs (heads, keys per token)."""
+    """Make cases with full lists of distinct rows, for pairs (heads, keys per token)."""
     return [_case(count, heads, keys, rows) for heads, keys in models for count in tokens]
 
 
@@ -43,14 +43,14 @@ def _case(tokens: int, heads: int, keys: int, rows: int) -> Case:
 
 
 def cost(heads: int, listed: Tensor) -> tuple[int, int]:
-    """Return bytes and FLOP of a call, which reads each listed row once and writes the output."""
+    """Return bytes and FLOP of a call that reads each listed row once and writes the output."""
     queries, width = listed.shape[0] * heads * MainLayout.head_dim, MainLayout.head_dim
     moved = 2 * int(listed.unique().numel()) * width + 2 * 2 * queries + listed.nbytes
     return moved, 2 * heads * listed.numel() * (width + width)
 
 
 def gathered_work(tokens: int, heads: int, keys: int, rows: int, device: torch.device) -> Work:
-    """Build a case: every token lists random rows of the input set's workspace."""
+    """Build a case in which every token lists random rows of the input set's workspace."""
     draw = AttentionDraw(device, tokens)
     listed = draw.rows(tokens, keys, rows).int()
     moved, flop = cost(heads, listed)

@@ -1,4 +1,4 @@
-"""Cases of the lightning indexer in decode: logits, and a selection that stores no logits."""
+"""Cases of the lightning indexer in decode: logits, and selections that store no logits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from benchmarks.harness.work import Args, Case, Work, ours_on
 HEADS = 64
 TOPK, _RATIO = 512, 4
 V32 = "select_v32"
-"""The group of DeepSeek-V3.2's selection, which takes 2048 of all tokens."""
+"""The group of DeepSeek-V3.2's selection: 2048 of all tokens."""
 SELECTIONS = {"select": (TOPK, _RATIO), V32: (2048, 1)}
-"""Selected rows, and tokens per row."""
+"""Number of selected rows, and tokens per row, by group."""
 _EDGE_TOKENS, _EDGE_CONTEXT = 12, 8192
 _BY_TOKEN = (0, 1, 3, 4)
 _PAGES = {"block_size": BLOCK_SIZE, "layout": INDEXER.tag}
@@ -43,7 +43,7 @@ def select(*args: Tensor, topk: int, compress_ratio: int, impl: str | None = Non
 
 
 def selection(group: str) -> dict[str, int]:
-    """The settings that only a selection has."""
+    """Return the settings that only selections take."""
     topk, ratio = SELECTIONS[group]
     return {"topk": topk, "compress_ratio": ratio}
 
@@ -51,7 +51,7 @@ def selection(group: str) -> dict[str, int]:
 def indexer_cases(
     group: str, batches: Sequence[int], contexts: Sequence[int], *, smoke: bool
 ) -> list[Case]:
-    """Make absent tokens, requests and blocks, then requests of equal context."""
+    """Make a case with absent tokens, requests and blocks, then requests of equal context."""
     edges = functools.partial(_edge_work, group, smoke=smoke)
     context = _EDGE_CONTEXT // (4 if smoke else 1)
     cases = [_case(group, _EDGE_TOKENS, context, edges, "adversarial")]
@@ -72,7 +72,7 @@ def _case(
 
 
 def cost(group: str, tokens: int, rows: int) -> tuple[int, int]:
-    """Bytes and FLOP of a call: the keys of every request, its blocks, queries, weights, result."""
+    """Return bytes and FLOP of a call: all requests' keys and blocks, queries, weights, result."""
     result = 4 * (rows if group == "logits" else SELECTIONS[group][0])
     vectors = HEADS * (INDEXER.head_dim + 4) + 8
     moved = rows * INDEXER.row_bytes + -(-rows // BLOCK_SIZE) * 4 + vectors + result
@@ -115,7 +115,7 @@ def _work(group: str, sets: Sequence[Args], cost: tuple[int, int], **more: Any) 
 
 
 def _edge_work(group: str, device: torch.device, *, smoke: bool) -> Work:
-    """Make tokens that see no, few or too many rows, and absent requests and blocks."""
+    """Build tokens that see no rows, few or too many, and absent requests and blocks."""
     context = _EDGE_CONTEXT // (4 if smoke else 1)
     work = indexer_work(group, _EDGE_TOKENS, context, device, smoke=smoke)
     q, weights, cache, where, requests, table = work.sets[0]

@@ -31,11 +31,11 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 
 INDEX_HEADS = 64
 OUT = Tolerance(1e-3, 2.01 / 128, 2e-5)
-"""Maximum difference of the output from the references on the CPU: FlashMLA's own tolerance, plus
-one e4m3 code of a row that the step writes."""
+"""Maximum difference between the output and the CPU's reference: FlashMLA's own tolerance, plus one
+e4m3 code of a row that the step writes."""
 
 TOKEN_COSINE = 1e-4
-"""Maximum cosine difference of a token; a few wrong rows cause a hundred times as much."""
+"""Maximum cosine difference of a token; a few wrong rows cause a hundred times more."""
 
 INPUTS, WEIGHTS, CACHES, GROUP = map(
     len, map(fields, (LayerInputs, LayerWeights, LayerCaches, CompressedStep))
@@ -47,12 +47,12 @@ group."""
 _STEP = INPUTS + WEIGHTS + CACHES
 
 _MAX_SETS = 8
-_ROPE_ROWS = 64  # the table repeats: large positions need no other angles than small ones
+_ROPE_ROWS = 64  # the table repeats these rows, as a benchmark needs no other angles
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a released model that the cases depend on."""
+    """Sizes of a released model on which the cases depend."""
 
     name: str
     heads: int
@@ -64,7 +64,7 @@ PRO = Model("Pro", 128, LayerSpec.deepseek_v4_pro())
 
 
 def parts_of(args: Args) -> tuple[LayerInputs, LayerWeights, LayerCaches, AttentionStep]:
-    """Return the arguments of ``attention_layer`` from those of a call."""
+    """Group the tensors of a call into the arguments of ``attention_layer``."""
     rest, step = args[INPUTS:], args[_STEP:]
     groups = CompressedStep(*step[-2 * GROUP : -GROUP]), CompressedStep(*step[-GROUP:])
     names = [each.name for each in fields(AttentionStep)]
@@ -79,7 +79,7 @@ def parts_of(args: Args) -> tuple[LayerInputs, LayerWeights, LayerCaches, Attent
 
 @functools.cache
 def layer_call(kind: str, spec: LayerSpec) -> Callable[..., Tensor]:
-    """A layer as a function of tensors."""
+    """Return a layer as a function of tensors."""
 
     def call(*args: Any) -> Tensor:
         out = attention_layer(spec, kind, *parts_of(args), state_rings=False)
@@ -106,7 +106,7 @@ def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, i
 
 
 def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int]:
-    """Return the bytes that must move, and FLOP. An FP8 product counts half, for its time."""
+    """Return the bytes that must move, and FLOP; FP8 FLOP count half, as they take half as long."""
     spec, dim = model.spec, MainLayout.head_dim
     row, index_row = MainLayout(1).row_bytes, IndexerLayout(1).row_bytes
     keys, flop = min(context, spec.attention.window_size), 0
@@ -128,7 +128,7 @@ def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int
 
 
 def layer_work(kind: str, model: Model, requests: int, context: int, device: torch.device) -> Work:
-    """Build a case. Input sets share weights, and have their own caches and tables."""
+    """Build a case. Input sets share weights, but have their own caches and tables."""
     moved, flop = cost(kind, model, requests, context)
     draw = LayerDraw(kind, model, requests, context, device)
     count = min(rotating_sets(moved, device), _MAX_SETS)
@@ -144,7 +144,7 @@ def layer_work(kind: str, model: Model, requests: int, context: int, device: tor
 
 
 def differs(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """Describe a difference of two outputs that exceeds the tolerances, or return None."""
+    """Describe the difference of two outputs if it exceeds the tolerances, else return None."""
     ours, want = actual[0], expected[0].to(actual[0].device)
     found = outside("out", ours, want, OUT)
     if found:
@@ -207,7 +207,7 @@ class LayerDraw(Draw):
         return tuple(found)
 
     def table(self, tokens_per_page: int, pages: int) -> Tensor:
-        """Put the last ``pages`` blocks of every request on random blocks."""
+        """Make a table with random blocks for the last ``pages`` blocks of every request."""
         columns = torch.arange(-(-self.context // tokens_per_page), device=self.device)
         stops = -(-self.lens()[:, None] // tokens_per_page)
         used = (columns < stops) & (columns >= stops - pages)
@@ -219,7 +219,7 @@ class LayerDraw(Draw):
         return torch.full((self.requests,), self.context, dtype=torch.int32, device=self.device)
 
     def step(self) -> AttentionStep:
-        """Build the step; on ranks that share the rows, with a table of this rank's blocks."""
+        """Build the step. If ranks share the rows, its table has this rank's blocks."""
         attention, ranks = self.spec.attention, self.spec.ranks
         size = attention.swa_block_size
         swa = self.table(size, attention.window_size // size + 1)
@@ -260,7 +260,7 @@ class LayerDraw(Draw):
         return step.c4 if self.kind == "c4" else step.c128
 
     def indexer_keys(self, layout: IndexerLayout, step: AttentionStep, toward: Tensor) -> Tensor:
-        """Sample keys. The keys to be selected point ``toward`` far more than the others do, so
+        """Sample keys. Keys that should be selected point ``toward`` much more than other keys, so
         that rounded scores do not change the selection."""
         table = step.c4.block_table
         cache = layout.allocate(int(table.max()) + 1, self.device)
@@ -268,7 +268,7 @@ class LayerDraw(Draw):
         row = torch.arange(rows, device=self.device)
         for request in range(self.requests):
             share = self.uniform(rows) / 2
-            order = self.order(rows - 1, torch.int64)  # without the row that this step writes
+            order = self.order(rows - 1, torch.int64)  # the step itself writes the last row
             share[order[: self.spec.attention.index_topk]] += 1
             key = toward[request] * share[:, None] + 0.25 * self.normal(rows, toward.shape[1])
             page = table[request, row // layout.block_size].long()

@@ -1,4 +1,4 @@
-"""Compare the caches that a baseline's stages and ours write: byte for byte, or within one code."""
+"""Compare the caches that a baseline's stages write with ours: equal bytes, or within one code."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dsv4_ops.reference.pages import Columns, gather_rows, row_columns, scatter_
 from dsv4_ops.testing.cases.compressor import row_values
 
 CODE_STEP, ROPE_STEP = 2.0**-3, 2.0**-7
-"""Maximum relative steps between codes, in e4m3 and bf16."""
+"""Maximum relative step between neighbouring codes, in e4m3 and in bf16."""
 
-_NEAR_ZERO = 2.0**-16  # relative to a row's maximum: there, steps and float32 sums cancel
+_NEAR_ZERO = 2.0**-16  # relative to the row's maximum: smaller values cancel in float32 sums
 _SPOILED = 0x5A
 
 
 @dataclass
 class Found:
-    """The differences that a comparison found: ``wrong`` ones exceed rounding, ``notes`` do not."""
+    """Differences between two results: those in ``wrong`` exceed rounding, ``notes`` do not."""
 
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, different: int, total: int, wrong: str | None) -> None:
-        """Record a difference of some of ``total`` bytes."""
+        """Record that ``different`` of ``total`` bytes differ."""
         if wrong:
             self.wrong.append(f"{name}: {wrong}")
         elif different:
@@ -47,7 +47,7 @@ class Rows:
     slots: Tensor
 
     def spoil(self) -> None:
-        """Overwrite the baseline's rows, so that a missing write shows."""
+        """Overwrite the baseline's rows, so that a comparison shows a missing write."""
         if isinstance(self.layout, StateLayout):
             slots, size = self.slots, self.layout.block_size
             self.layout.rows(self.baseline)[slots // size, slots % size] = torch.nan
@@ -100,7 +100,7 @@ def compare_codes(
 
 
 def steps_apart(name: str, ours: Tensor, baseline: Tensor, step: float) -> str | None:
-    """Count values that differ by more than a step of their code."""
+    """Describe how many values differ by more than a step of their code, or return None."""
     size = torch.maximum(ours.abs(), baseline.abs()).float()
     allowed = step * size + _NEAR_ZERO * size.amax(-1, keepdim=True)
     wrong = ~((ours.float() - baseline.float()).abs() <= allowed)

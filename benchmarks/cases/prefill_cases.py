@@ -1,4 +1,4 @@
-"""Cases of sparse MLA's prefill: a request that selects compressed rows (C4) or sees all (C128)."""
+"""Cases of sparse MLA's prefill: a request selects compressed rows (C4) or sees all (C128)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from benchmarks.harness.work import Args, Case, Work
 from dsv4_ops.core.layout import round_up
 
 PREFIX, LONG_PREFIX = 16384, 131072
-"""Tokens of a request before those of the step."""
+"""Tokens of a request before the step."""
 
 _TILE = 128
 """The width of FlashMLA's lists is a multiple of this."""
 
 
 def _keys(args: Args) -> int:
-    """Return the number of a token's keys: selected, or of C128's block table."""
+    """Return how many keys a token has: those selected, or those of C128's block table."""
     table, selected = args[6], args[7]
     return int(WINDOW + (table.shape[1] * PAGES[C128] if selected is None else selected.shape[1]))
 
@@ -38,7 +38,7 @@ def _keys(args: Args) -> int:
 def selecting_cases(
     tokens: Sequence[int], models: Sequence[tuple[int, int]], prefix: int = PREFIX
 ) -> list[Case]:
-    """Make C4 layers, for models given as (heads, top-k)."""
+    """Make C4 layers for models, as pairs (heads, top-k)."""
     return [
         _case(uniform(count, heads, width), _context(count, prefix, C4), prefix, "")
         for heads, width in models
@@ -49,7 +49,7 @@ def selecting_cases(
 def dense_cases(
     tokens: Sequence[int], heads: Sequence[int], prefix: int = LONG_PREFIX, table_rows: int = 0
 ) -> list[Case]:
-    """Make C128 layers, whose tokens see all complete rows; tables fit, or have ``table_rows``."""
+    """Make C128 layers, whose tokens see all complete rows; ``table_rows`` widens the tables."""
     return [_dense(count, each, prefix, table_rows) for each in heads for count in tokens]
 
 
@@ -78,7 +78,7 @@ def _case(shape: Shape, context: Context, prefix: int, variant: str, table_rows:
 
 
 class _Rows(NamedTuple):
-    """A request's rows, the number of them that FlashMLA gets, and each token's rows (-1: none)."""
+    """Rows of a request, how many of them FlashMLA gets, and each token's rows (-1: none)."""
 
     cache: Tensor
     table: Tensor
@@ -98,11 +98,11 @@ class _Rows(NamedTuple):
 def prefill_work(
     shape: Shape, context: Context, prefix: int, table_rows: int, device: torch.device
 ) -> Work:
-    """Build tokens of a request after a prefix. The baseline gets its rows gathered in bf16."""
+    """Build tokens of a request after a prefix. The baseline gets gathered bf16 rows."""
     draw, tokens, ratio = AttentionDraw(device, shape.tokens), shape.tokens, context.ratio
     lens = draw.ints(*shape.swa_lens) + draw.ints(*shape.extra_lens)
     sink, step = draw.normal(shape.heads), torch.arange(tokens, device=device)
-    before = round_up(prefix, PAGE) // PAGE  # freed blocks of the window cache
+    before = round_up(prefix, PAGE) // PAGE  # blocks that the window cache has freed
     selectable = prefix // ratio if ratio == C4 else context.compressed
 
     def one_set() -> tuple[Args, Args]:
@@ -140,8 +140,8 @@ def prefill_work(
 def _compressed(
     draw: AttentionDraw, shape: Shape, context: Context, selectable: int, table_rows: int
 ) -> _Rows:
-    """Make the compressed rows of the request: a selection among the first ones, or all that a
-    token sees. If the block table has more rows, it belongs to a longer request."""
+    """Make the compressed rows of the request: a selection among the first rows, or all rows that
+    a token sees. If the block table has more rows, it fits a longer request."""
     size = PAGES[context.ratio]
     cache, table = draw.cache(size, (1, -(-context.compressed // size)))
     table = pad(table, (0, max(0, table_rows // size - table.shape[1])), value=-1)
@@ -154,7 +154,7 @@ def _compressed(
 
 
 def _gathered(swa: _Rows, extra: _Rows) -> tuple[Tensor, Tensor]:
-    """Return bf16 rows [num_rows, 1, 512], compressed ones first, and each token's rows."""
+    """Return bf16 rows [num_rows, 1, 512], compressed rows first, and the list of each token."""
     rows = torch.cat([extra.dense(), swa.dense()])
     indices = torch.cat([swa.listed + extra.held, extra.listed], 1)
     width = indices.shape[1]

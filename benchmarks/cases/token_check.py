@@ -1,6 +1,6 @@
-"""Check ops with independent tokens: ours against float64, a baseline by a tolerance.
+"""Check ops whose tokens are independent: ours against float64, a baseline within a tolerance.
 
-Tokens are compared in chunks to bound memory.
+The check compares tokens in chunks, to bound memory.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees
 
-_KEYS = 2**17  # keys of a chunk, each 512 values in float64
+_KEYS = 2**17  # keys per chunk; a key has 512 values in float64
 
 
 @dataclass(frozen=True)
 class ByToken:
-    """The calls of one op."""
+    """Checks the calls of one op."""
 
     op: str
     settings: dict[str, Any]
     places: tuple[int, ...]  # arguments with a row per token
-    keys: Callable[[Args], int]  # number that a token of an input set sees
+    keys: Callable[[Args], int]  # number of keys that a token of an input set sees
 
     def work(
         self, call: Callable[..., Any], sets: Sequence[Args], cost: tuple[int, int], **more: Any
     ) -> Work:
-        """Build a case with this check; ``cost`` is bytes and FLOP of a call."""
+        """Build a case with this check; ``cost`` is the bytes and FLOP of a call."""
         check: dict[str, Any] = {"reference": self.reference, "difference": self.differences}
         return Work(call, sets, cost[0], flop=cost[1], **check, **more)
 
@@ -45,7 +45,7 @@ class ByToken:
     def differences(
         self, args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
     ) -> str | None:
-        """Describe results that exceed the error budget of the reference, or return None."""
+        """Describe results outside of the reference's error budget, or return None."""
         if not differing_bytes(actual, expected):
             return None
         op_testing = OPS[self.op].implementation("testing")
@@ -58,7 +58,7 @@ class ByToken:
         return None
 
     def _parts(self, args: Args) -> Iterator[tuple[slice, Args]]:
-        """Yield slices of tokens, and the call for each."""
+        """Yield slices of tokens, and the arguments of the call for each slice."""
         step = max(1, _KEYS // max(self.keys(args), 1))
         for start in range(0, args[0].shape[0], step):
             tokens = slice(start, start + step)
@@ -73,8 +73,8 @@ class ByToken:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A tolerance: an element passes by its absolute or by its relative difference; ``cosine``
-    bounds 1 - 2 ab / (aa + bb) over all elements."""
+    """A tolerance: the absolute or the relative difference of an element must be within it, and
+    ``cosine`` bounds 1 - 2 ab / (aa + bb) over all elements."""
 
     absolute: float
     relative: float
@@ -82,7 +82,7 @@ class Tolerance:
 
 
 def outside(name: str, baseline: Tensor, ours: Tensor, tolerance: Tolerance) -> str | None:
-    """Describe the difference of two results that exceeds ``tolerance``."""
+    """Describe the difference of two results if it exceeds ``tolerance``, else return None."""
     if baseline.shape != ours.shape:
         return f"{name} is {list(baseline.shape)}, not {list(ours.shape)}"
     left, right = baseline.double(), ours.double()

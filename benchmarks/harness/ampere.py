@@ -1,7 +1,7 @@
 """Run A100 code on a Hopper card: PTX of sm_80, which the card's ptxas accepts.
 
-Tests check the results that an A100 would compute; ``benchmarks/ampere.py`` times its code on the
-Hopper card.
+Tests check the results, which an A100 would compute too; ``benchmarks/ampere.py`` times the code on
+the Hopper card.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _stages(
     *,
     card: int,
 ) -> tuple[str, str] | None:
-    """Replace the last stages of Triton's compiler. Since 3.7 Triton also calls this without
-    arguments, for a word that becomes part of the kernels' cache key."""
+    """Replace the last stages of Triton's compiler. Since 3.7 Triton also calls this hook without
+    arguments, to get a text for the kernels' cache key."""
     if backend is None:
         return "sm_80", "sm_80"
     if language != Language.TRITON:
@@ -51,9 +51,9 @@ def _stages(
 
 
 def _forget() -> None:
-    """Unload the kernels of this process: Triton's table does not distinguish targets."""
+    """Unload this process's kernels, because Triton's table does not distinguish targets."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # finish kernels before they are unloaded
+        torch.cuda.synchronize()  # kernels must finish before Triton unloads them
     torch._dynamo.reset()
     PLANS.plans.clear()
     vars(DeviceProperties)["create"].__func__.cache_clear()  # Inductor's cache holds the capability
@@ -66,10 +66,10 @@ def _forget() -> None:
 def as_an_a100(folder: Path) -> Iterator[None]:
     """Report capability 8.0 to all callers, and let Triton compile for sm_80.
 
-    ptxas compiles the PTX for the card in this machine, as the driver would. ``folder`` holds
-    compiled code. Compile workers are not patched.
+    ptxas compiles the PTX for the card in this machine, as the driver would. Compiled code goes to
+    ``folder``. Inductor's compile workers are not patched.
     """
-    target = driver.active.get_current_target()  # read before it is patched
+    target = driver.active.get_current_target()  # the real target, before the patch
     _forget()
     hook = functools.partial(_stages, card=target.arch)
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}

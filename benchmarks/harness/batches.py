@@ -1,4 +1,4 @@
-"""Decode batches as a server sees them: mixed contexts, scattered blocks, full-width tables."""
+"""Decode batches like those of a server: mixed contexts, scattered blocks, full-width tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_ops.attention.metadata import AttentionSpec, BlockTables, DecodeMetada
 
 SHORTEST_CONTEXT = 100
 _MAX_SETS = 32
-_CAPTURED_CALLS = 8  # minimum calls per CUDA graph, so that its launch does not count
+_CAPTURED_CALLS = 8  # minimum calls per CUDA graph, so that its launch hardly counts
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Batch:
     slot_mapping: Tensor
     block_tables: BlockTables
     positions: Tensor
-    """int64 [num_tokens]. Our builder computes it; the baselines get it, as from vLLM."""
+    """int64 [num_tokens]. Our builder computes positions; the baselines get them, as in vLLM."""
 
     @property
     def tokens(self) -> int:
@@ -67,13 +67,13 @@ def draw_batch(
     pages = tables.swa.gather(1, positions // spec.swa_block_size).long()
     slots = pages * spec.swa_block_size + positions % spec.swa_block_size
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * next_n
-    # clones: Dynamo guards on the base of a view, and the base of next_n = 1 has a size of 1
+    # clone, as Dynamo guards on the base of a view, which has a size of 1 for next_n = 1
     slots, positions = slots.reshape(-1).clone(), positions.reshape(-1).clone()
     return Batch(requests, next_n, starts, seq_lens, slots, tables, positions)
 
 
 def input_bytes(spec: AttentionSpec, batch: Batch) -> int:
-    """Return the bytes that any builder must read: vectors, and each needed block id once."""
+    """Return the bytes that any builder must read: vectors, and every block id that it uses."""
     last = batch.seq_lens.long() - 1
     first = (last - (batch.next_n - 1) - (spec.window_size - 1)).clamp(min=0)
     window_pages = last // spec.swa_block_size - first // spec.swa_block_size + 1
@@ -93,7 +93,7 @@ def output_bytes(metadata: DecodeMetadata) -> int:
 
 
 def rotating_sets(step_bytes: int, device: torch.device) -> int:
-    """Return the number of input sets: up to 32, enough for three times the L2; one on a CPU."""
+    """Return how many input sets fill three times the L2, 32 at most; on a CPU, 1."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size

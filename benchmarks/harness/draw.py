@@ -8,7 +8,7 @@ from torch import Tensor
 import dsv4_ops
 from dsv4_ops.core.layout import IndexerLayout, Layout, QuantizedLayout
 
-_FILLED_PAGES = 512  # blocks filled at a time, to bound the reference's memory
+_FILLED_PAGES = 512  # number of blocks filled at a time, to bound the reference's memory
 
 
 class Draw:
@@ -29,7 +29,7 @@ class Draw:
         return torch.randperm(count, device=self.device, generator=self.generator, dtype=dtype)
 
     def ints(self, *values: int) -> Tensor:
-        """Put given int32 values on the device."""
+        """Return int32 values on the device."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def keys(self, *shape: int) -> Tensor:
@@ -54,7 +54,7 @@ class Draw:
         return cache
 
     def junk(self, layout: Layout, pages: int) -> Tensor:
-        """Make a cache of random bytes, so that a write to any other byte shows."""
+        """Make a cache of random bytes, which shows writes to wrong bytes."""
         cache = layout.allocate(pages, self.device)
         junk = torch.randint(0, 256, (cache.nbytes,), dtype=torch.uint8, device=self.device,
                              generator=self.generator)  # fmt: skip

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors that ops return; kernels' own allocations are not counted."""
+    """Counts the bytes of tensors that ops return, but not the allocations inside kernels."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Return the maximum bytes that ``call`` holds at once, besides tensors that existed before."""
+    """Return the maximum bytes that ``call`` holds at once, without earlier tensors."""
     counted = LiveBytes()
     with torch.no_grad(), counted:
         call()

@@ -1,4 +1,4 @@
-"""Measure an op case by case: check it, then time it, its roofline and a baseline."""
+"""Measure an op case by case: check the op, then time it, a copy and a baseline."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from benchmarks.harness.work import (
 from benchmarks.run import BenchError, WrongResult
 
 FLOP_PER_US = 790e6
-"""Best measured rate of bf16 products on an H200; FP8 has twice that."""
+"""Highest measured rate of bf16 MMAs on an H200; FP8 has twice that rate."""
 
 Function = Callable[..., Any]
 
@@ -54,8 +54,8 @@ def compiled_op(function: Function) -> Function:
 
 @dataclass(kw_only=True)
 class OpRow:
-    """One measured op; device times in microseconds, None if the device has no such time. On a CPU
-    they are wall times. ``*_range`` are the 20th and 80th percentile."""
+    """One measured op. Times are in microseconds: device times, or wall times on a CPU; None if a
+    device has no such time. ``*_range`` are the 20th and 80th percentile."""
 
     case: str
     shape: str
@@ -63,19 +63,19 @@ class OpRow:
     requests: int
     rows: int
     moved_bytes: int | None = None  # minimum that any implementation reads and writes
-    flop: int | None = None  # of products
+    flop: int | None = None  # FLOP of the products
     input_sets: int = 1
     compiled_us: float | None = None  # per call, in a function compiled with dynamic sizes
-    eager_us: float | None = None  # called without a compiler, in a CUDA graph too
+    eager_us: float | None = None  # per call without a compiler, also in a CUDA graph
     baseline_us: float | None = None  # the other implementation on the same inputs
-    roofline_us: float | None = None  # the bytes at a large copy's bandwidth, or the FLOP
-    copy_us: float | None = None  # a copy of the same number of bytes
+    roofline_us: float | None = None  # time of the bytes at a large copy's rate, or of the FLOP
+    copy_us: float | None = None  # time of a copy of as many bytes
     bandwidth_gbs: float | None = None
     kernels: int | None = None  # kernels of one compiled call
     host_us: float | None = None  # Python time per call outside of a graph (also the next)
     baseline_host_us: float | None = None
     baseline_agrees: bool | None = None  # byte for byte, or within the tolerance of its own tests
-    baseline_max_diff: float | None = None  # of an element
+    baseline_max_diff: float | None = None  # maximum difference of an element
     baseline_note: str | None = None
     baseline_error: str | None = None
     note: str | None = None
@@ -86,34 +86,34 @@ class OpRow:
     baseline_us_range: list[float] = field(default_factory=list)
     activities: list[list[Any]] = field(default_factory=list)  # each kernel and its time
     baseline_activities: list[list[Any]] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)  # fields of some benchmarks
+    more: dict[str, Any] = field(default_factory=dict)  # fields that only some benchmarks have
 
     def say(self, name: str, text: str | None) -> None:
-        """Append a text to a field of texts."""
+        """Append a text to the text in a field."""
         texts = (getattr(self, name), text)
         setattr(self, name, "; ".join(each for each in texts if each) or None)
 
 
 @dataclass
 class Checked:
-    """A case to time, whose results are right."""
+    """A case whose results are right, ready to be timed."""
 
     row: OpRow  # gets the times
     case: Case
     work: Work
-    written: Written  # resets what the calls write
+    written: Written  # resets the tensors that the calls write
     ours: Sequence[Tensor]  # results of the compiled call for the first input set
     expected: Sequence[Tensor]  # the reference's results
-    wanted: Sequence[Sequence[Tensor]] = ()  # of every input set, or of all calls that write
+    wanted: Sequence[Sequence[Tensor]] = ()  # right results per input set, or of all writing calls
 
 
 class OpBench:
-    """The compiled functions of a run, and the measurement of one case."""
+    """Holds the compiled functions of a run, and measures cases."""
 
     groups: ClassVar[Mapping[str, Callable[[bool], list[Case]]]]
-    """Functions that make a group's cases (True: small ones), in the order of measurement."""
+    """Functions that make the cases of a group (small cases if True), in measuring order."""
     smoke_groups: ClassVar[Sequence[str]] = ()
-    """Groups of a smoke run, if not all."""
+    """Groups of a smoke run; empty for all groups."""
     title: ClassVar[str]
     notes: ClassVar[tuple[str, ...]] = ()
     flop_per_us: ClassVar[float] = FLOP_PER_US
@@ -148,7 +148,7 @@ class OpBench:
         groups = options.cases or (options.smoke and cls.smoke_groups) or cls.groups
         cases = matching(options, cls.cases(groups, smoke=options.smoke))
         left_out = []
-        # allow a graph for one token and one request each, and one per configuration
+        # allow graphs for one token, for one request, and for each configuration
         with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
             bench = cls(device, options.baseline, budget_s=0.1 if options.smoke else 0.5)
             for case in report.progress(cases, options.bench):
@@ -165,15 +165,15 @@ class OpBench:
         bench.raise_failures()
 
     def load(self, folder: Path) -> Any:
-        """Load the modules that ``Work.baseline`` takes from a bundle; any failure raises."""
+        """Load the modules for ``Work.baseline`` from a bundle; any failure raises."""
         raise NotImplementedError
 
     def has_baseline(self, work: Work) -> bool:
-        """Whether there is a baseline of a case."""
+        """Return whether a case has a baseline."""
         return work.baseline is not None
 
     def compare_baseline(self, at: Checked, baseline: Sequence[Tensor]) -> None:
-        """Record the baseline's difference in the row: by default, the number of bytes."""
+        """Record how the baseline's results differ: by default, in how many bytes."""
         wrong = differing_bytes(baseline, at.expected)
         at.row.baseline_agrees = wrong == 0
         if wrong:
@@ -185,7 +185,7 @@ class OpBench:
         return {}
 
     def measure(self, case: Case) -> OpRow:
-        """Check, then time one case. A failure is written to the row, and raised at the end."""
+        """Check and time one case. The row gets a failure, which is raised at the end."""
         start = time.perf_counter()
         row = OpRow(
             case=case.case, shape=case.shape, variant=case.variant, requests=case.requests,
@@ -208,16 +208,16 @@ class OpBench:
             raise BenchError(f"{len(self.failures)} cases failed, {one_line(self.failures[0])}")
 
     def compiled(self, call: Function) -> Function:
-        """Return the compiled form of an op, one for all cases."""
+        """Return the compiled form of an op; all cases share it."""
         if call not in self._compiled:
             self._compiled[call] = compiled_op(call)
         return self._compiled[call]
 
     def graph_us(self, calls: Sequence[Call], *, repeated: bool = True) -> float:
-        """Time one call in a graph of several; device time.
+        """Return the device time of one call, in a graph of several calls.
 
-        If a call reads little, its next repeat finds the data in the L2. For such calls, a graph
-        per call is more accurate, although its launch counts.
+        If a call reads little, its repeat in the same graph would find the data in the L2. For such
+        calls, a graph per call is more accurate, although the launch counts.
         """
         calls = captured_calls(calls) if repeated else calls
         return Capture(calls).device_us(self.cold).median
@@ -234,7 +234,7 @@ class OpBench:
             try:
                 call = make()
                 results = checked(work, written, call)
-            except Exception as error:  # the row says which form does not run here
+            except Exception as error:  # the row names the form that cannot run here
                 row.say("note", f"{name}: {one_line(error)}")
                 continue
             check(name, work, results, expected, case)
@@ -261,7 +261,7 @@ class OpBench:
             return
         try:
             self.time_baseline(at)
-        except Exception as error:  # a broken baseline becomes a row and does not end the run
+        except Exception as error:  # the row gets the error, and the run continues
             row.baseline_error = one_line(error)
 
     def _wall(self, call: Function, work: Work) -> Timing:
@@ -274,12 +274,12 @@ class OpBench:
         return float(self._device_us(name, call, at).median)
 
     def _time_cuda(self, at: Checked, compiled: Function, copies: Copies) -> None:
-        """Time a case, and collect the results for each input set."""
+        """Time a case, and store the right results of every input set."""
         row, work, written = at.row, at.work, at.written
         first = work.sets[0]
         written.reset()
         at.wanted = [work.results(compiled, args) for args in work.sets]
-        if written.groups:  # results of all calls together
+        if written.groups:  # the results of all calls together
             at.wanted = written.copies()
         ours = self._device_us("compiled", compiled, at)
         row.compiled_us, row.compiled_us_range = _fields(ours)
@@ -312,7 +312,7 @@ class OpBench:
         return capture.device_us(self.cold)
 
     def time_baseline(self, at: Checked) -> None:
-        """Compare the baseline, then time it; what it raises is in the row."""
+        """Compare and time the baseline; the row gets its error."""
         row, work = at.row, at.work
         assert work.baseline is not None
         row.baseline_note, of_baseline = work.baseline_note, work.of_baseline()
@@ -330,7 +330,7 @@ def _fields(timing: Timing) -> tuple[float, list[float]]:
 
 
 def _captured(call: Call, work: Work) -> list[Call]:
-    """Return the calls of a CUDA graph: every input set in turn."""
+    """Return the calls of a CUDA graph, one per input set."""
     return captured_calls([functools.partial(call, *args) for args in work.sets])
 
 
@@ -338,10 +338,10 @@ def run_kernels(
     options: argparse.Namespace,
     cases: Iterable[tuple[Any, Callable[[Any, torch.device], Mapping[str, Sequence[Call]]]]],
 ) -> None:
-    """Check and time kernels on CUDA; rows and table go to ``options.out``.
+    """Check and time kernels on CUDA; write rows and a table to ``options.out``.
 
-    A case is its row, and a function that checks it and returns calls over rotating inputs, by the
-    field of their time.
+    A case is a row and a function. The function checks the case, and returns calls over rotating
+    inputs, by the name of the field for their time.
     """
     device = chosen_device(options)
     if device.type != "cuda":
@@ -356,7 +356,7 @@ def run_kernels(
         with output.measured(row):
             _time_forms(row, checked_calls(row, device))
             row.compare(copies)
-        del checked_calls  # it may hold a pool of rows, and the next case another
+        del checked_calls  # frees a pool of rows before the next case makes its own
     output.finish(f"{options.bench}, microseconds")
     output.raise_failures()
 

@@ -1,4 +1,4 @@
-"""Attainable memory bandwidth: copies of any size that miss the L2."""
+"""Measure the attainable memory bandwidth with copies that miss the L2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VECTOR = 16
 
 
 class ColdCache:
-    """Empties the L2: it reads a buffer of four times its size, so that no line is written back."""
+    """Empties the L2 by reads, which leave no dirty lines, of a buffer of four times its size."""
 
     def __init__(self, device: torch.device) -> None:
         size = 4 * torch.cuda.get_device_properties(device).L2_cache_size
@@ -26,7 +26,7 @@ class ColdCache:
 
 
 class Copies:
-    """Times of copies on the device, measured at first use.
+    """The times of copies on the device, each measured at its first use.
 
     ``bytes_per_us`` is the bandwidth of a copy of 256 MiB, bytes read plus bytes written.
     """
@@ -37,14 +37,14 @@ class Copies:
         self.bytes_per_us = 2 * _LARGE / self.us(2 * _LARGE)
 
     def us(self, moved_bytes: int) -> float:
-        """Return the time of a copy that reads half of ``moved_bytes`` and writes half."""
+        """Return the time of a copy that reads and writes half of ``moved_bytes`` each."""
         size = round_up(max(moved_bytes // 2, 1), _VECTOR)
         if size not in self._known:
             self._known[size] = self._measured(size)
         return self._known[size]
 
     def _measured(self, size: int) -> float:
-        """Return the time of a memcpy or of a kernel: each is slow for some sizes."""
+        """Return the time of a memcpy or of a copy kernel, whichever is faster at this size."""
         sets = rotating_sets(2 * size, self.device)
         source = torch.zeros(sets, size // 8, dtype=torch.int64, device=self.device)
         target = torch.empty_like(source)

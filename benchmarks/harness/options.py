@@ -24,7 +24,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cases(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:
-    """Add the options of a benchmark of groups of cases."""
+    """Add the options of a benchmark that has groups of cases."""
 
     def chosen(text: str) -> tuple[str, ...]:
         named = text.split(",")
@@ -40,7 +40,7 @@ def add_cases(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:
 
 
 def matching(options: argparse.Namespace, cases: Sequence[Case]) -> Sequence[Case]:
-    """Return the cases that ``--match`` selects, and the cases that are checked but not timed."""
+    """Return the cases that ``--match`` selects, and all cases that are only checked."""
     if not options.match:
         return cases
     found = [case for case in cases if not case.timed or options.match in str(case)]

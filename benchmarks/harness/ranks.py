@@ -1,4 +1,4 @@
-"""Processes with a GPU each, or on a CPU, and the rows that the first one prints and writes."""
+"""Processes with a GPU each, or on a CPU; rank 0 prints and writes their rows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from benchmarks.harness.timing import event_us
 from benchmarks.run import BenchError
 
 _TIMEOUT = timedelta(seconds=570)
-"""Time that ranks wait while another rank compiles."""
+"""How long ranks wait while another rank compiles."""
 _SAMPLES = 7
 
 
 @dataclass
 class Ranks:
-    """The measurements of a process; rank 0 writes the rows."""
+    """The measurements in one process; rank 0 writes the rows."""
 
     title: ClassVar[str]
     notes: ClassVar[tuple[str, ...]] = ()
@@ -39,7 +39,7 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
-    folder: str  # of all ranks
+    folder: str  # a folder that all ranks share
     options: argparse.Namespace
     output: Report
     began: float = field(default_factory=time.perf_counter)
@@ -76,7 +76,7 @@ class Ranks:
 def run_ranks(
     kind: type[Ranks], options: argparse.Namespace, device: torch.device, world: int | None
 ) -> None:
-    """Measure in ``world`` processes, by default one per GPU, or two on a CPU."""
+    """Measure in ``world`` processes: by default one per GPU, or two on a CPU."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else None
     world = world or gpus or 2
     if world < kind.least or (gpus is not None and world > gpus):
@@ -85,11 +85,11 @@ def run_ranks(
     output, is_complete = Report(options, device), True
     output.stamp["device"] = f"{world} x {output.stamp['device']}"
     start: Any = importlib.import_module("torch.multiprocessing").spawn
-    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # holds the weights of models
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # for the weights of models
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         try:
             start(_process, (world, device.type, folder, kind, options, output), nprocs=world)
-        except Exception as error:  # print the rows measured so far
+        except Exception as error:  # the table still shows earlier rows
             print(error, file=sys.stderr, flush=True)
             is_complete = False
     output.read()
@@ -121,15 +121,15 @@ def _process(
 
 
 def replays_us(graph: Any, replays: int) -> float:
-    """Time a replay, with the same number per sample on every rank: ranks wait for each other."""
+    """Time a replay, with equal numbers of replays on all ranks, which wait for each other."""
 
     def sample() -> None:
         for _ in range(replays):
             graph.replay()
 
     samples = []
-    for _ in range(_SAMPLES + 1):  # the first sample raises clocks, and is dropped
-        dist.barrier()  # the replay before the sample waits for all ranks too
+    for _ in range(_SAMPLES + 1):  # drop the first sample, which raises the clocks
+        dist.barrier()  # the untimed replay below waits for all ranks too
         samples.append(
             event_us(sample, graph.replay) / replays
         )  # the first replay aligns the ranks

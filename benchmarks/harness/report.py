@@ -1,4 +1,4 @@
-"""Rows of a benchmark: written as JSONL with their provenance, and shown as a Markdown table.
+"""Write the rows of a benchmark as JSONL with their provenance, and show them as a Markdown table.
 
 ``python -m benchmarks report FILE`` prints the table of a stored file.
 """
@@ -32,21 +32,21 @@ _POINT = (
     "context", "heads", "keys", "rows", "tokens", "layout", "model", "runs", "weights", "kv",
     "precision", "activations", "cache", "selection", "ranks", "layers",
 )  # fmt: skip
-"""Fields that identify the point of a row."""
+"""Fields that identify the point that a row measures."""
 
 _NOT_SHOWN = {
     "device", "threads", "torch", "triton", "transformers", "python", "dsv4_ops", "commit",
     "sources", "date", "command", "copy_tbs", "plotted", "moved_bytes", "flop", "input_sets",
     "bandwidth_gbs", "weight_bytes", "weights_gb", "text",
 }  # fmt: skip
-"""Provenance, and fields that other columns are computed from; shown only on request."""
+"""Provenance, and fields from which other columns are computed; shown only on request."""
 
 _OURS = ("compiled_us", "us", "device_us", "step_ms")
 _BASELINES = ("baseline_whole_us", "baseline_us", "baseline_device_us", "flash_mla_us", "stock_ms")
 
 
 def stamp(device: torch.device, command: str) -> dict[str, Any]:
-    """The provenance of a row: commit, date, device and versions."""
+    """Return the provenance of a row: commit, date, device and versions."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else _processor(),
@@ -102,14 +102,14 @@ class Report:
         self.path.write_text("")
 
     def add(self, row: Any) -> None:
-        """Append a dataclass to the JSONL file. Items of its ``more`` become fields of the row."""
+        """Append a dataclass to the JSONL file. Items in ``row.more`` become fields."""
         self.rows.append({**vars(row), **vars(row).get("more", {})})
         self.rows[-1].pop("more", None)
         with self.path.open("a") as file:
             file.write(json.dumps({**self.rows[-1], **self.stamp}) + "\n")
 
     def read(self) -> None:
-        """Read the rows from the file, to which other processes have appended them."""
+        """Read the rows that other processes have appended to the file."""
         lines = self.path.read_text().splitlines()
         self.rows = [
             {name: value for name, value in json.loads(line).items() if name not in self.stamp}
@@ -117,7 +117,7 @@ class Report:
         ]
 
     def finish(self, title: str, *notes: str) -> None:
-        """Print the table of all rows between title and notes, and write it beside the rows."""
+        """Print a title, a table of all rows and notes, and write the same to a Markdown file."""
         stamped = " ".join(f"{key}={value}" for key, value in self.stamp.items())
         text = "\n\n".join([title, stamped, markdown(self.rows), *_texts(self.rows), *notes])
         self.path.with_suffix(".md").write_text(text + "\n")
@@ -125,7 +125,7 @@ class Report:
 
     @contextlib.contextmanager
     def measured(self, row: Any) -> Iterator[None]:
-        """Append a row after its measurement, whose failure becomes its ``error``."""
+        """Append a row after its measurement; an exception becomes the row's ``error``."""
         try:
             yield
         except Exception as error:
@@ -133,7 +133,7 @@ class Report:
         self.add(row)
 
     def raise_failures(self) -> None:
-        """Raise if rows have an error: a ``WrongResult`` if one of them is."""
+        """Raise if a row has an error: as ``WrongResult`` if one row has a wrong result."""
         failed = [row["error"] for row in self.rows if row["error"]]
         wrong = [text for text in failed if text.startswith(WrongResult.__name__)]
         if failed:
@@ -150,14 +150,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table of a file."""
+    """Print a table of the rows of a file."""
     rows = [json.loads(line) for line in options.file.read_text().splitlines()]
     rows = rows if options.all else newest(rows)
     print(markdown(rows, (options.columns or "").split(","), options.match or ""))
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
-    """Return the last run of every point, better or not, in the order of the first runs."""
+    """Return the newest row of every point, fast or slow, in the order of the first rows."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         point = tuple(row.get(name) for name in _POINT)
@@ -167,8 +167,8 @@ def newest(rows: Sequence[Row]) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str] = (), match: str = "") -> str:
-    """Format a table of some fields, by default of those with a value in any row. ``times_faster``
-    and ``pct_of_roofline`` are computed for rows with the needed fields."""
+    """Format a table of ``columns``, by default of all fields with a value in any row. It computes
+    ``times_faster`` and ``pct_of_roofline`` for rows with the fields for them."""
     complete = [{**row, **_derived(row)} for row in rows]
     names = [name for name in columns if name]
     if not names:
@@ -181,7 +181,7 @@ def markdown(rows: Sequence[Row], columns: Sequence[str] = (), match: str = "") 
 
 
 def _texts(rows: Sequence[Row]) -> list[str]:
-    """Return the errors and notes of rows, each with its points."""
+    """Return the errors and notes of rows, each with the points that have it."""
     points: dict[str, list[str]] = {}
     for row in rows:
         where = " ".join(str(row[name]) for name in _POINT if row.get(name) not in (None, ""))
@@ -196,14 +196,14 @@ def _is_text(name: str) -> bool:
 
 
 def _has(rows: Sequence[Row], name: str) -> bool:
-    """Whether a cell can show the value of a field."""
+    """Return whether a table cell can show the field."""
     found = [row[name] for row in rows if row.get(name) not in (None, "")]
     words = str if _is_text(name) else ()
     return bool(found) and not any(isinstance(value, (list, dict, words)) for value in found)
 
 
 def _derived(row: Row) -> Row:
-    """Return the baseline's time over ours, and the roofline's time over ours in percent."""
+    """Return the baseline's time over ours, and the roofline's time over ours, in percent."""
     ours = _first(row, _OURS)
     if not ours:
         return {}
@@ -238,7 +238,7 @@ def progress(items: Sequence[Item], title: str) -> Iterator[Item]:
 
 
 def one_line(error: Exception) -> str:
-    """Return type and first line of an error, and the second line if the first announces it."""
+    """Return an error's type and first line, and its second line if the first ends in a colon."""
     first, _, rest = str(error).strip().partition("\n")
     if first.endswith(":"):
         first = f"{first} {rest.strip().partition(chr(10))[0]}"

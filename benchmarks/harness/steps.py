@@ -1,4 +1,4 @@
-"""Steps of whole models: configurations, batches, and caches full of random rows."""
+"""Inputs for steps of whole models: configurations, batches, and caches of random rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = {"flash": FLASH | {"index_topk": 512}, "pro": PRO | {"index_topk": 1024
 SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
 SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 256, "vocab_size": 260, "index_topk": 16}
 SMALL |= {"index_n_heads": 16, "num_experts_per_tok": 2}
-"""Sizes on a CPU."""
+"""Changed sizes on a CPU."""
 
 
 def flash_config(
@@ -36,7 +36,7 @@ def step_batch(
     device: torch.device,
     rows: Sequence[int] | None = None,
 ) -> Any:
-    """Make the last ``counts`` tokens of requests of ``lens``, the same in all processes."""
+    """Make the last ``counts`` tokens of requests of ``lens``; all processes make equal tokens."""
     from dsv4_ops.integrations import transformers as v4
 
     made = torch.Generator().manual_seed(sum(lens))
@@ -60,6 +60,6 @@ def fill(cache: Any) -> None:
 
 
 def cuda_graphs(device: torch.device) -> dict[str, Any]:
-    """Options of Inductor: a CUDA graph of the step, or an error."""
+    """Return Inductor's options for a CUDA graph of the step, or an error without one."""
     names = ("triton.cudagraphs", "triton.cudagraph_or_error")
     return dict.fromkeys(names, True) if device.type == "cuda" else {}

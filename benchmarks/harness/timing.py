@@ -1,4 +1,4 @@
-"""Timers: device time of CUDA graphs, host time of a call, and its kernels."""
+"""Measure the device time of CUDA graphs, and the host time and the kernels of calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def summary(samples: Sequence[float]) -> Timing:
 
 
 class Capture:
-    """A CUDA graph of ``calls`` in sequence; it holds ``outputs``, so that no two share memory."""
+    """A CUDA graph of successive ``calls``. It holds ``outputs``, so that no two share memory."""
 
     def __init__(self, calls: Sequence[Call], before: Call | None = None) -> None:
         side = torch.cuda.Stream()
@@ -53,13 +53,13 @@ class Capture:
     def device_us(self, before: Call | None = None) -> Timing:
         """Return device time per call, launches inside the graph included.
 
-        ``before`` runs untimed ahead of every sample, and keeps the device
-        busy until the graph is launched, as ``memory.ColdCache`` does. A sample is then one replay.
+        ``before``, such as ``memory.ColdCache``, runs untimed before every sample, and keeps the
+        device busy until the graph is launched. A sample is then one replay.
         """
         replays = self._replays()
         if before is None:
             return summary([self._sample_us(replays) for _ in range(_SAMPLES)])
-        self._sample_us(replays)  # raises clocks
+        self._sample_us(replays)  # raises the clocks
         calls = len(self.outputs)
         return summary([event_us(self.graph.replay, before) / calls for _ in range(_COLD_SAMPLES)])
 
@@ -77,10 +77,10 @@ class Capture:
 
 
 def alternating_us(captures: Sequence[Capture]) -> list[Timing]:
-    """Return each graph's device time per call, from samples taken in turn.
+    """Return each graph's device time per call; the samples of the graphs alternate.
 
-    A card at its power limit lowers its clocks as it gets warmer: if two kernels were timed one
-    after the other, the second would look up to a tenth slower.
+    A card at its power limit lowers its clocks as it gets warmer. If one kernel were timed after
+    the other, the second would look up to a tenth slower.
     """
     replays = [capture._replays() for capture in captures]
     rounds = [
@@ -91,7 +91,7 @@ def alternating_us(captures: Sequence[Capture]) -> list[Timing]:
 
 
 def event_us(call: Call, before: Call | None = None) -> float:
-    """Return the device time of ``call``; ``before`` runs ahead of it."""
+    """Return the device time of ``call``, after an untimed ``before``."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if before is not None:
         before()
@@ -103,13 +103,13 @@ def event_us(call: Call, before: Call | None = None) -> float:
 
 
 def host_us(call: Call) -> Timing:
-    """Return the Python time of a call in a server, which never waits for results.
+    """Return the Python time of a call, as in a server, which never waits for results.
 
-    Rounds are far shorter than the launch queue. No other work precedes them: some of the
-    baselines' copies wait for the stream, and that wait would count as the baseline's.
+    A round is much shorter than the launch queue. The stream is empty before it, because some of
+    the baselines' copies wait for the stream, and this wait would count as the baseline's time.
     """
     samples: list[float] = []
-    for _ in range(_ROUNDS + 1):  # the first round fills the allocator's caches
+    for _ in range(_ROUNDS + 1):  # the first round only fills the allocator's caches
         torch.cuda.synchronize()
         samples.append(_round_us(call, _CALLS_PER_ROUND))
     torch.cuda.synchronize()
@@ -117,7 +117,7 @@ def host_us(call: Call) -> Timing:
 
 
 def wall_us(call: Call, device: torch.device, *, budget_s: float) -> Timing:
-    """Return the time to the result of a call, with a wait for the device."""
+    """Return the wall time of a call, up to the end of its work on the device."""
 
     def finished() -> None:
         call()
@@ -139,7 +139,7 @@ def _round_us(call: Call, calls: int) -> float:
 
 
 def step_ms(call: Call, device: torch.device, steps: int) -> float:
-    """Return milliseconds per call. Except on a CPU, the host does not wait between calls."""
+    """Return milliseconds per call. On a GPU, the host does not wait between calls."""
     call()
     samples, steps = [], steps if device.type == "cuda" else 1
     for _ in range(3):
@@ -168,7 +168,7 @@ class Activity(NamedTuple):
 def device_activities(call: Call) -> list[Activity]:
     """Return the kernels, copies and fills of one call, in order."""
     activities: list[Activity] = []
-    for _ in range(2):  # the first profile of a process may miss its start
+    for _ in range(2):  # a process's first profile may miss the first kernels
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             call()

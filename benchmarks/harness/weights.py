@@ -1,4 +1,4 @@
-"""Rows of products whose limit is the bytes of their weights."""
+"""Rows of GEMMs whose roofline is the bytes of their weights."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 from benchmarks.run import WrongResult
 
 MOST_ERROR = 4e-3
-"""Maximum error relative to the norm of the result: two roundings to bf16."""
+"""Maximum error relative to the norm of the result, for two roundings to bf16."""
 
 
 @dataclass
 class Row:
-    """Times in microseconds, medians of replays of a CUDA graph over rotating inputs."""
+    """Times in microseconds: medians of CUDA graph replays over rotating inputs."""
 
     case: str
     tokens: int
-    weight_bytes: float = 0.0  # that a call reads, scales included
+    weight_bytes: float = 0.0  # bytes of weights and scales that a call reads
     us: float | None = None  # our op, with ``impl="auto"``
     impl: str = ""  # what "auto" selects
-    pct_of_copy: float | None = None  # weight_bytes over us, relative to the rate of copies
-    baseline_us: float | None = None  # torch with bf16 weights: ``F.linear``, or grouped products
-    scaled_mm_us: float | None = None  # torch's product of FP8 activations, with their quantisation
+    pct_of_copy: float | None = None  # rate of weight_bytes, relative to that of copies
+    baseline_us: float | None = None  # torch with bf16 weights: ``F.linear`` or grouped GEMMs
+    scaled_mm_us: float | None = None  # torch's FP8 GEMM, with quantisation of the activations
     humming_us: float | None = None  # Humming's experts (``baselines/humming.py``)
     humming_error: float | None = None  # relative to the reference
     relative_error: float | None = None  # relative to float32
     error: str | None = None
 
     def compare(self, bytes_per_us: float) -> None:
-        """Compare the time with a copy's."""
+        """Set ``pct_of_copy`` from the rate of a copy."""
         assert self.us is not None
         self.pct_of_copy = 100 * self.weight_bytes / self.us / bytes_per_us
 

@@ -1,4 +1,4 @@
-"""A case of a benchmark as calls over rotating inputs, and the comparison of their results."""
+"""A benchmark's case as calls over rotating inputs, and the comparison of the calls' results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.run import WrongResult
 
 Args = tuple[Any, ...]
 Difference = Callable[[Args, Sequence[Tensor], Sequence[Tensor]], "str | None"]
-"""(input set, results of a call, expected results) -> the difference in words, or None."""
+"""A function (input set, results of a call, expected results) -> difference in words, or None."""
 
 _POISON = 0x5A
 
 
 def same_bytes(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """The ``Difference`` of results that must be equal."""
+    """The ``Difference`` for results that must be equal."""
     wrong = differing_bytes(actual, expected)
     total = sum(tensor.nbytes for tensor in expected)
     return f"{wrong} of {total} bytes differ from the reference" if wrong else None
@@ -29,20 +29,20 @@ def same_bytes(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) ->
 
 @dataclass(frozen=True)
 class Work:
-    """Inputs of a case, on their device."""
+    """The inputs and calls of a case, on one device."""
 
-    call: Callable[..., Any]  # the op on an input set; on a CPU it is the reference
-    sets: Sequence[Args]  # input sets of equal shapes to rotate through
-    moved_bytes: int  # that a call must read and write
-    written: tuple[int, ...] = ()  # arguments that a call mutates; none if it returns its results
-    baseline: Callable[[Any], Callable[..., Any]] | None = None  # vLLM's, from its modules
-    baseline_sets: Sequence[Args] = ()  # the baseline's arguments, if they are not ``sets``
+    call: Callable[..., Any]  # the op on an input set; on a CPU, the op is the reference
+    sets: Sequence[Args]  # input sets of equal shapes; calls rotate through them
+    moved_bytes: int  # bytes that a call must read and write
+    written: tuple[int, ...] = ()  # places of mutated arguments; empty if a call returns results
+    baseline: Callable[[Any], Callable[..., Any]] | None = None  # makes the baseline from modules
+    baseline_sets: Sequence[Args] = ()  # the baseline's arguments, if different from ``sets``
     baseline_note: str | None = None  # work that the baseline leaves out
     eager: bool = True  # whether the time without a compiler is meaningful
-    flop: int = 0  # of the products of a call
-    reference: Callable[..., Any] | None = None  # takes copied inputs; None for ``call`` on a CPU
+    flop: int = 0  # FLOP of a call's products
+    reference: Callable[..., Any] | None = None  # gets copies of inputs; None: ``call`` on a CPU
     difference: Difference = same_bytes
-    details: Any = None  # of the case, for its benchmark
+    details: Any = None  # more of the case, for its benchmark
 
     def results(self, call: Callable[..., Any], args: Args) -> list[Tensor]:
         """Return the outcome of ``call``: its results, or the arguments that it mutates."""
@@ -69,21 +69,21 @@ class Case:
 
     case: str
     shape: str
-    build: Callable[[torch.device], Work]  # samples its inputs
+    build: Callable[[torch.device], Work]  # samples the inputs of the case
     rows: int
     requests: int = 1
     variant: str = ""
-    timed: bool = True  # if not, it is only checked
-    labels: Mapping[str, Any] = field(default_factory=dict)  # fields of rows of some benchmarks
+    timed: bool = True  # False: the case is only checked
+    labels: Mapping[str, Any] = field(default_factory=dict)  # more fields of the row
 
     def __str__(self) -> str:
         return ", ".join(part for part in (self.case, self.shape, self.variant) if part)
 
 
 class Written:
-    """The tensors that the calls of a case mutate, and their first contents.
+    """The tensors that the calls of a case mutate, and their initial contents.
 
-    Each entry of ``groups`` is for one input set, or for sets that mutate the same tensors.
+    An entry of ``groups`` is for one input set, or for all sets that mutate the same tensors.
     """
 
     def __init__(self, work: Work) -> None:
@@ -93,11 +93,11 @@ class Written:
         self._first = self.copies()
 
     def copies(self) -> list[list[Tensor]]:
-        """Return copies of their contents."""
+        """Return copies of the tensors' present contents."""
         return [[tensor.clone() for tensor in group] for group in self.groups]
 
     def reset(self) -> None:
-        """Restore their first contents."""
+        """Restore the initial contents."""
         for group, contents in zip(self.groups, self._first, strict=True):
             for tensor, first in zip(group, contents, strict=True):
                 tensor.copy_(first)
@@ -111,22 +111,22 @@ def tensors(returned: Any) -> list[Tensor]:
 
 
 def poison(results: Sequence[Tensor]) -> None:
-    """Overwrite results, so that memory that the next call does not write shows."""
+    """Overwrite results, so that a comparison shows memory that the next call does not write."""
     for result in results:
         result.view(torch.uint8).fill_(_POISON)
 
 
 def checked(work: Work, written: Written, call: Call) -> list[Tensor]:
-    """Return the outcome of ``call`` for the first input set, from first contents or poison."""
+    """Return the outcome of ``call`` for the first input set, over initial contents or poison."""
     written.reset()
     if not work.written:
-        # freed at once, so that the next call gets this memory
+        # free the results at once, so that the next call gets the same memory
         poison(work.results(call, work.sets[0]))
     return work.results(call, work.sets[0])
 
 
 def differing_bytes(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
-    """Count the bytes that differ; raise WrongResult if number, shapes or dtypes do."""
+    """Count differing bytes; raise WrongResult if numbers, shapes or dtypes of results differ."""
     kinds = [
         [(tensor.dtype, list(tensor.shape)) for tensor in result] for result in (actual, expected)
     ]
@@ -149,7 +149,7 @@ def check(
     case: object,
     place: int = 0,
 ) -> None:
-    """Raise WrongResult if the reference does not allow an outcome; nothing is timed then."""
+    """Raise WrongResult if an outcome differs from the reference's; then nothing is timed."""
     try:
         difference = work.difference(work.sets[place], actual, expected)
     except WrongResult as error:
@@ -159,5 +159,5 @@ def check(
 
 
 def ours_on(tensor: Tensor) -> str:
-    """Return the ``impl`` to time beside the baselines: ours, even if libraries are loaded."""
+    """Return the ``impl`` of our own kernels, which are timed even if libraries are loaded."""
     return "triton" if tensor.is_cuda else "auto"

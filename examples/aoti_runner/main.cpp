@@ -1,11 +1,11 @@
-// Generates with packages of dsv4_ops.integrations.transformers. No Python, nor dsv4_ops, is needed:
+// Generates with packages of dsv4_ops.integrations.transformers, and needs neither Python nor dsv4_ops:
 //
 //     aoti_runner [--prefill PACKAGE] PACKAGE NUM_TOKENS PROMPT [PROMPT ...]
 //
-// Every prompt is a request of its own; the package of export_decode decodes all of them in one step, wherever each of
-// them is. With a package of export_prefill for a cache of the same sizes, that one takes the prompts, in chunks if they
-// are longer than it takes at once; without one, they are decoded too. The tokens of the demo's model are bytes, after a
-// first token 256. Prints a line of NUM_TOKENS greedy tokens per prompt.
+// Every prompt is a request of its own. The package of export_decode decodes all requests in one step, at any positions.
+// A package of export_prefill, for a cache of the same sizes, takes the prompts, in chunks if they are longer than a
+// step; without that package, prompts are decoded token by token. The tokens of the demo's model are bytes, after a
+// first token 256. The program prints a line of NUM_TOKENS greedy tokens per prompt.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -43,8 +43,8 @@ at::ScalarType dtype_of(const std::string& name) {
 
 using Metadata = std::unordered_map<std::string, std::string>;
 
-// Inputs of the package, made from its metadata: "name:dtype:sizes;..." in the order in which it takes them, and
-// "table:ring;..." for the block tables, whose entry [row, block] is row * ring + block % ring.
+// The package's inputs, made from its metadata: "name:dtype:sizes;..." in the order of the inputs, and "table:ring;..."
+// for the block tables, whose entry [row, block] is row * ring + block % ring.
 struct Inputs {
   std::vector<at::Tensor> tensors;
   std::map<std::string, at::Tensor> by_name;
@@ -72,17 +72,17 @@ struct Inputs {
 };
 
 struct Request {
-  std::vector<int64_t> tokens;  // the prompt, then what is generated
+  std::vector<int64_t> tokens;  // the prompt, then the generated tokens
   size_t prompt = 0;
   size_t done = 0;  // tokens whose keys are in the caches
 };
 
 at::Tensor int32s(const std::vector<int32_t>& values) { return at::tensor(values, at::kInt); }
 
-// One step: the next tokens of every request, of which it has done so many; requests that the package has beyond ours
-// are padding, of row -1. The caches among the inputs are written. A request that has no token left gets its next one,
-// the greedy one. A package of export_prefill takes just these tokens and gives logits of every request's last one; one
-// of export_decode takes a fixed number of them and gives logits of each.
+// Runs one step over the next counts[i] tokens of every request i; further requests of the package are padding, of row
+// -1. The step writes the caches among the inputs. If a request has no token left, it gets the next greedy token. A
+// package of export_prefill takes only these tokens, and returns logits of every request's last token; a package of
+// export_decode takes a fixed number of tokens, and returns logits of each.
 void step(
     torch::inductor::AOTIModelPackageLoader& loader, bool prefills, Inputs& inputs, std::vector<Request>& requests,
     const std::vector<size_t>& counts) {
@@ -121,7 +121,7 @@ void step(
   }
 }
 
-// All prompts, as many tokens at a time as the package takes. Returns the steps that took.
+// Prefills all prompts, with as many tokens per step as the package takes. Returns the number of steps.
 size_t prefill(const std::string& package, Inputs& inputs, const Metadata& decode, std::vector<Request>& requests) {
   torch::inductor::AOTIModelPackageLoader loader(package);
   const auto metadata = loader.get_metadata();
@@ -129,7 +129,7 @@ size_t prefill(const std::string& package, Inputs& inputs, const Metadata& decod
   if (most == metadata.end()) {
     throw std::runtime_error("--prefill is no package of export_prefill");
   }
-  const auto sizes = [](const Metadata& of) {  // of all inputs but the first one, the tokens
+  const auto sizes = [](const Metadata& of) {  // the sizes of all inputs but the first, which is the tokens
     const auto& described = of.at("dsv4_ops.inputs");
     return described.substr(described.find(';')) + of.at("dsv4_ops.rings") + of.at("AOTI_DEVICE_KEY");
   };
@@ -190,7 +190,7 @@ int run(
     step(loader, false, inputs, requests, counts);
   }
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
-  // the package counts what its caches have no room for, and waits for nothing: one look is enough
+  // the package counts tokens that its caches cannot store, and never waits: one check at the end is enough
   const auto dropped = inputs.by_name.at("dropped").item<int64_t>();
   if (dropped != 0) {
     throw std::runtime_error(std::to_string(dropped) + " tokens were not stored");

@@ -1,1 +1,1 @@
-"""Hugging Face's small DeepSeek-V4 or V3 beside the patched model: ``python -m examples.demo``."""
+"""Compare Hugging Face's small models with patched models: ``python -m examples.demo``."""

@@ -1,4 +1,4 @@
-"""Long measurements in separate processes, side by side: each keeps about one core busy."""
+"""Long measurements in parallel processes, each of which keeps about one core busy."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from examples.demo.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REQUESTS = 2
-PROMPT_LENGTH = 100  # 64 steps pass token 128, and so fill a window of keys and a C128 window
+PROMPT_LENGTH = 100  # 64 steps pass token 128, where a window of keys and a C128 window end
 COUNT_BACKEND = "eager"
 BACKEND = "inductor"
 JOB_SECONDS = 1200
 _ENVIRONMENT = {
-    # the demo's own process tests the compiler with each set of vector instructions: saves 10 s
+    # the demo's own process already tests the compiler's vector instructions; this saves 10 s
     "TORCHINDUCTOR_VEC_ISA_OK": "1",
-    # the code that calls a package's kernels has no loops: saves 10 s
+    # code that calls a package's kernels has no loops to optimise; this saves 10 s
     "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
 }
 _YIELDING = ("count-stock",)
-"""Environment of jobs that leave cores to others: the package takes longest, and the demo waits for
-it."""
+"""Jobs that leave the cores to other jobs: the package takes longest, and the demo waits for the
+package."""
 
-# Two kernels per layer unroll the iterations: the released 20 take 15 s more to compile.
+# Two kernels per layer unroll the iterations: the released number, 20, takes 15 s more to compile.
 SINKHORN_ITERATIONS = 3
 LAYERS_IN_TURN = (SPARSE, HEAVY, SLIDING)
-"""Kinds of V4's layers. The first two have all ops, because both attend to a window too."""
+"""Kinds of V4's layers. The first two together have all ops, as all kinds attend to a window."""
 LAYERS = 2
 
 
 def small_v4(*, num_hidden_layers: int, **changed: Any) -> Any:
-    """Build a small DeepSeek-V4 whose layers take these kinds in turn."""
+    """Build a small DeepSeek-V4 whose layers have the kinds of ``LAYERS_IN_TURN``, repeated."""
     kinds = list(islice(cycle(LAYERS_IN_TURN), num_hidden_layers))
     return small_model(layer_types=kinds, hc_sinkhorn_iters=SINKHORN_ITERATIONS, **changed)
 
@@ -66,19 +66,19 @@ MODELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "v3": ("DeepSeek-V3", small_mla_model),
     "v32": ("DeepSeek-V3.2", small_dsa_model),
 }
-"""Values of ``--model``: a name for the table, and a function that builds a small model."""
+"""By ``--model``: a name for the table, and a function that builds a small model."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A run: the model's layers, its device, the decode steps, and the key in ``MODELS``."""
+    """A run: the model's layers, its device, its key in ``MODELS``, and the decode steps."""
 
     device: torch.device
     layers: int
     steps: int
     of: str = "v4"
     enough: int | None = None
-    """Number of graphs of stock Hugging Face at which counting stops."""
+    """Number of graphs of stock Hugging Face after which the demo stops counting."""
     package: bool = True
     """Whether to build an AOTInductor package."""
     folder: Path | None = None
@@ -86,13 +86,13 @@ class Work:
 
     @property
     def backend(self) -> str:
-        """Backend of ``torch.compile`` for our step. On a CPU, Inductor compiles the step once, for
-        the package if there is one."""
+        """Backend of ``torch.compile`` for our step. On a CPU, Inductor compiles the step only
+        once: for the package, if the run builds one."""
         return COUNT_BACKEND if self.package and self.device.type == "cpu" else BACKEND
 
     def model(self) -> Any:
-        """Build the model without an end token, so that requests run all steps, also in
-        generate."""
+        """Build the model without an end token, so that requests run all steps, in ``generate``
+        too."""
         make = MODELS[self.of][1]
         return make(device=self.device, num_hidden_layers=self.layers, eos_token_id=None)
 
@@ -101,7 +101,7 @@ class Work:
         return torch.tensor(prompts(NUM_REQUESTS, PROMPT_LENGTH), device=self.device)
 
     def ours(self, model: Any) -> ours.Ours:
-        """Patch ``model`` in the reference mode, with a cache for all steps."""
+        """Patch ``model`` in the reference mode, and make a cache for all steps."""
         from dsv4_ops.integrations import transformers as v4
 
         patched = v4.patch(model, kv="fp32", precision="reference")
@@ -109,7 +109,7 @@ class Work:
 
 
 def count_stock(work: Work, progress: Progress) -> Graphs:
-    """Count the graphs that decoding takes with stock Hugging Face."""
+    """Count the graphs that stock Hugging Face compiles while it decodes."""
     return measure.count_graphs(
         stock.Stock(work.model(), work.prompts()),
         work.steps,
@@ -120,7 +120,7 @@ def count_stock(work: Work, progress: Progress) -> Graphs:
 
 
 def compile_ours(work: Work, progress: Progress) -> Graphs:
-    """Count the graphs that decoding takes with the patched model."""
+    """Count the graphs that the patched model compiles while it decodes."""
     return measure.count_graphs(
         work.ours(work.model()), work.steps, backend=work.backend, progress=progress.say
     )
@@ -134,8 +134,8 @@ def build_package(work: Work, progress: Progress) -> Package:
 
 
 def capture_stock(work: Work, progress: Progress) -> Captured:
-    """Capture stock's decode step in a CUDA graph. A capture that fails may leave its process
-    unusable."""
+    """Capture the decode step of stock Hugging Face in a CUDA graph. A failed capture may leave its
+    process unusable."""
     return measure.capture(stock.Stock(work.model(), work.prompts()), work.steps)
 
 
@@ -145,7 +145,7 @@ JOBS: dict[str, tuple[Callable[[Work, Progress], Any], type]] = {
     "capture-stock": (capture_stock, Captured),
     "package": (build_package, Package),
 }
-"""Functions of the processes, by name."""
+"""The functions that the processes run, by name."""
 
 
 def arguments(work: Work, job: str | None = None) -> list[str]:
@@ -157,18 +157,18 @@ def arguments(work: Work, job: str | None = None) -> list[str]:
 
 
 class Job:
-    """A job in a process of its own; as a context manager it ends with the block.
+    """A job in a process of its own. As a context manager, it stops the process at the block's end.
 
     Args:
         name: One of ``JOBS``.
         work: The run.
-        progress: The clock of its lines.
+        progress: The clock for the job's lines.
     """
 
     def __init__(self, name: str, work: Work, progress: Progress) -> None:
         self.made = JOBS[name][1]
         folder = [f"--folder={work.folder}"] if work.folder else []
-        # the package runs in the demo's own process too, with its threads
+        # the demo's own process runs the package too, with its own number of threads
         threads = {} if name == "package" else {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, *arguments(work, name), f"--since={progress.since}", *folder],
@@ -207,7 +207,7 @@ def run_job(name: str, work: Work, progress: Progress, *, attempted: bool) -> No
     if attempted and name in _YIELDING:
         os.nice(19)
     if name == "package":
-        gc.disable()  # an AOTInductor compile makes little garbage
+        gc.disable()  # an AOTInductor compilation makes little garbage
 
     def call() -> Any:
         return JOBS[name][0](work, progress)

@@ -1,6 +1,6 @@
-"""Measurements of greedy decoding: tokens, speed, graphs, host syncs, capture.
+"""Measure greedy decoding: tokens, speed, graphs, host syncs, capture.
 
-A ``Side`` is a model with its cache, stock or ours; everything here treats both alike.
+A ``Side`` is a model with its cache: stock or ours. This file treats the two sides alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK_STEPS = 5
 
 
 class Side(Protocol):
-    """A model and its cache, decoding a batch of prompts."""
+    """A model and its cache, which decode a batch of prompts."""
 
     prompts: Tensor
     """int64 [num_requests, length]."""
@@ -41,14 +41,14 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """A measurement that was not tried, and the reason."""
+    """The reason for which a measurement was not tried."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A measurement that raised."""
+    """The error of a measurement that raised."""
 
     error: str
     """Type and message."""
@@ -56,7 +56,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Results of a run: of the prefill and of every step."""
+    """Results of a run: those of the prefill and of every step."""
 
     tokens: list[list[int]]
     """Greedy tokens of every request."""
@@ -66,27 +66,27 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Graphs:
-    """Result of compiling a decode step with ``fullgraph=True``."""
+    """Result of a compilation of a decode step with ``fullgraph=True``."""
 
     backend: str
     graphs: int
     breaks: int
     recompiles: int
-    """Graphs after that of the first step."""
+    """Number of graphs after the first step's graph."""
     limit: int
     """Number of recompiles that torch allows by default."""
     fails_at: int | None
-    """Decode step, counted from 1, that raised at ``limit``; the other steps had a higher limit."""
+    """Number, from 1, of the decode step that raised at ``limit``; later steps had a higher one."""
     seconds: float
     """CPU seconds, because other processes run at the same time."""
     tokens: list[list[int]]
     stopped_at: int | None = None
-    """Decode step at which counting stopped; None if all steps ran."""
+    """Number of the decode step at which the count stopped; None if all steps ran."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """Greedy tokens of steps that replayed one CUDA graph."""
+    """Greedy tokens of steps that replay one CUDA graph."""
 
     tokens: list[list[int]]
 
@@ -101,7 +101,7 @@ def attempt(call: Callable[[], Any]) -> Any:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of the compilers that it ran."""
+    """Return the CPU seconds of this process and of its compilers."""
     return sum(os.times()[:4])
 
 
@@ -120,8 +120,8 @@ def decode(side: Side, steps: int, step: Callable[..., Tensor] | None = None) ->
 def tokens_per_second(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> float:
     """Return the tokens per second of decode steps, after the prefill and a warm-up.
 
-    It is the best of several chunks of steps, because other processes may use the machine. Tokens
-    stay on the device.
+    The speed is that of the best of several chunks of steps, because other processes may use the
+    machine. Tokens stay on the device.
     """
     run = step or side.step
     logits = side.start()
@@ -149,18 +149,18 @@ def count_graphs(
     compiled: Callable[..., Tensor] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Graphs:
-    """Compile the step of ``side`` with ``fullgraph=True`` and count graphs as it decodes.
+    """Compile the step of ``side`` with ``fullgraph=True``, and count graphs while it decodes.
 
-    It starts at torch's own recompile limit; where that raises, it goes on with ``limit``.
+    It starts with torch's own recompile limit; once torch raises, it continues with ``limit``.
 
     Args:
         side: The side to compile.
         steps: Decode steps.
         backend: Backend of ``torch.compile``; the number of graphs does not depend on it.
         limit: Maximum number of graphs.
-        enough: Graphs after which to stop; None runs all steps.
-        compiled: ``torch.compile(side.step, fullgraph=True, backend=backend)``, to use it later.
-        progress: Told of every graph.
+        enough: Number of graphs after which to stop; None runs all steps.
+        compiled: The result of ``torch.compile(side.step, ...)``, if the caller needs it later.
+        progress: Prints a line for every graph.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -230,10 +230,10 @@ def host_syncs(side: Side, steps: int, step: Callable[..., Tensor] | None = None
 
 @torch.no_grad()
 def capture(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> Captured:
-    """Capture one decode step in a CUDA graph and replay it for the rest.
+    """Capture one decode step in a CUDA graph, and replay the graph for the other steps.
 
-    The first steps run as they are. Only the tensors among the arguments are renewed before a
-    replay, in place.
+    The first steps run without a graph. Before a replay, only the tensors among the arguments get
+    new values, in place.
 
     Raises:
         RuntimeError: the step cannot be captured.

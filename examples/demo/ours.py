@@ -21,12 +21,12 @@ from examples.demo.measure import cpu_seconds
 PACKAGE = "decode.pt2"
 RUNNER = Path(__file__).with_name("package_process.py")
 _RUNNER_SECONDS = 300
-# for two C++ files, precompiling headers takes longer than it saves
+# for two C++ files, precompiled headers take more time than they save
 _SETTINGS = {"aot_inductor.precompile_headers": False}
 
 
 class Ours:
-    """A patched model with a ``PagedCache``, all requests decoding.
+    """A patched model with a ``PagedCache`` in which all requests decode.
 
     Args:
         model: The patched model.
@@ -66,7 +66,7 @@ class Ours:
         return logits
 
     def arguments(self, tokens: Tensor) -> tuple[Any, ...]:
-        """Return the arguments of ``step`` for the next tokens; every call advances a step."""
+        """Return the arguments of ``step`` for the next tokens; every call advances by one step."""
         from dsv4_ops.integrations import transformers as v4
 
         self.seq_lens += 1
@@ -83,7 +83,7 @@ class Package:
     """CPU seconds to export, compile and write the package."""
     tokens: list[list[int]]
     imported: list[str]
-    """Modules of dsv4_ops and transformers that the process imported; there should be none."""
+    """Modules of dsv4_ops and transformers that the process imported; the list should be empty."""
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def package(
 
 @contextmanager
 def _compilers_at_once() -> Iterator[None]:
-    """Compile the two C++ files of a package in parallel, which Inductor does one by one."""
+    """Compile the two C++ files of a package in parallel; Inductor would do it one by one."""
     from torch._inductor.cpp_builder import CppBuilder
 
     build = CppBuilder.build
@@ -133,7 +133,7 @@ def _compilers_at_once() -> Iterator[None]:
         if builder.get_target_file_path().endswith((".wrapper.o", ".kernel.o")):
             begun.append(pool.submit(build, builder))
             return
-        for each in begun:  # the linker needs all object files
+        for each in begun:  # wait for all object files before the linker runs
             each.result()
         build(builder)
 
@@ -142,7 +142,7 @@ def _compilers_at_once() -> Iterator[None]:
 
 
 def packaged_step(side: Ours, path: Path) -> Callable[..., Tensor]:
-    """Run the package with the arguments that ``side`` makes for its own step."""
+    """Return a function that runs the package with the arguments of the step of ``side``."""
     from dsv4_ops.integrations import transformers as v4
 
     run = torch._inductor.aoti_load_package(str(path))
@@ -155,7 +155,7 @@ def packaged_step(side: Ours, path: Path) -> Callable[..., Tensor]:
 
 
 def decoding_process(package_path: Path, inputs: Path) -> subprocess.Popen[str]:
-    """Start ``package_process.py``, which imports torch before the files exist."""
+    """Start ``package_process.py``, which imports torch while the files are being made."""
     command = [sys.executable, "-I", str(RUNNER), str(package_path), str(inputs)]
     pipe = subprocess.PIPE
     return subprocess.Popen(

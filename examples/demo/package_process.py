@@ -3,8 +3,8 @@
     python -I package_process.py PACKAGE INPUTS
 
 ``INPUTS`` is a ``torch.save`` of the package's inputs in their order (tokens, query_start_loc,
-seq_lens, then tables and caches, which the package writes to) and the number of steps. It runs by
-its path, not as a module, so that it imports nothing of its own package.
+seq_lens, then tables and caches, which the package writes to) and the number of steps. The demo
+runs this file by its path, not as a module, so that the process imports no other file of ours.
 """
 
 import json
@@ -24,12 +24,12 @@ class Refuse:
 
 
 def main(package: str, inputs: str) -> None:
-    """Decode when a line arrives, and print tokens and unwanted modules as JSON."""
+    """Wait for a line on standard input, decode, and print tokens and unwanted modules as JSON."""
     sys.meta_path.insert(0, Refuse)
     import torch
 
     if not sys.stdin.readline():
-        return  # no package was written
+        return  # an empty line: no package was written
     saved = torch.load(inputs)
     tokens, starts, seq_lens, *rest = saved["inputs"]
     step = torch._inductor.aoti_load_package(package)

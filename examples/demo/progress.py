@@ -1,4 +1,4 @@
-"""Lines about the current task of the demo, with the seconds since its start."""
+"""Print lines about the demo's current task, with the seconds since the demo's start."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Progress:
     """Writes to standard error.
 
     Args:
-        since: ``time.time()`` when the demo began; None is now.
+        since: ``time.time()`` at the demo's start; None means now.
         every: Seconds between the lines of a long task.
-        stream: Stream to write to instead.
+        stream: Another stream to write to.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Progress:
 
     @contextmanager
     def during(self, task: str) -> Iterator[None]:
-        """Print that ``task`` begins, that it goes on, and the time that it took."""
+        """Print a line when ``task`` begins, while it runs, and when it ends, with its time."""
         self.say(task)
         begun, ended = time.time(), threading.Event()
 

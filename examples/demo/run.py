@@ -1,4 +1,4 @@
-"""``python -m examples.demo``: both sides measured on this machine, then the table."""
+"""``python -m examples.demo`` measures both sides on this machine and prints the table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from examples.demo.progress import Progress
 
 MIN_STEPS, MAX_STEPS = 8, 4096
 MAX_LAYERS = 61
-GENERATED = 8  # tokens of each request in generate
+GENERATED = 8  # tokens that ``generate`` returns per request
 TIMED_STEPS = 28
 
 NEEDS_GPU = Unmeasured("needs a GPU")
@@ -55,10 +55,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the demo; return 0 if the patched model fulfils all promises, 1 if not, 2 for bad
     usage."""
     options = _parser().parse_args(argv)
-    # for one graph, the pool of compile workers costs more than it saves
+    # for one graph, Inductor's pool of compile workers costs more than it saves
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # a compile makes a million objects, few of them garbage: the collector takes a tenth of the
-    # time
+    # a compilation makes a million objects but little garbage: collections would take a tenth of
+    # the time
     gc.set_threshold(50_000, 20, 20)
     progress = Progress(options.since)
     try:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         found = run(work, progress)
-    # importing transformers takes seconds, so the package begins before
+    # an import of transformers takes seconds, so the job of the package starts before it
     except ImportError as error:
         print(error, file=sys.stderr)
         return 2
@@ -106,15 +106,15 @@ def _report(found: table.Demo, work: Work, out: Path | None) -> int:
 
 
 def _job_of(problem: str) -> str | None:
-    """Return the job whose traceback shows a problem; None if only the whole demo does."""
+    """Return the job whose traceback shows a problem; None if only the whole demo shows it."""
     shown_by = {"compiled decode failed": "compile", "the AOTInductor package failed": "package"}
     return next((job for text, job in shown_by.items() if problem.startswith(text)), None)
 
 
 def run(work: Work, progress: Progress) -> table.Demo:
-    """Measure both sides."""
+    """Measure stock Hugging Face and the patched model."""
     steps = work.steps
-    # Inductor tests the compiler with each set of vector instructions in processes: do so meanwhile
+    # meanwhile, let Inductor test the compiler's vector instructions, which takes processes
     isa = threading.Thread(target=lambda: attempt(_try_compiler), daemon=True)
     with ExitStack() as stack:
         work = replace(work, folder=Path(stack.enter_context(TemporaryDirectory())))
@@ -152,7 +152,7 @@ def run(work: Work, progress: Progress) -> table.Demo:
         if work.package:
             with progress.during("wait for the process that builds the package"):
                 found["package"] = package.result()
-        isa.join()  # loading a package needs its result
+        isa.join()  # to load a package, torch needs the result of this test
         with progress.during("both: tokens per second, with nothing beside"):
             found |= _compiled_speed(work, side, compiled, found["package"])
             found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(side, steps, compiled))
@@ -176,14 +176,14 @@ def _try_compiler() -> None:
 
 
 def _timed(work: Work) -> int:
-    """Decode steps per speed: the best chunk counts, so more steps would not change it."""
+    """Return the steps of a speed measurement: the best chunk counts, so a few steps suffice."""
     return min(work.steps, TIMED_STEPS)
 
 
 def _compiled_speed(
     work: Work, side: ours.Ours, compiled: Callable[..., Tensor], package: Any
 ) -> dict[str, Any]:
-    """Return the speed of the step that Inductor compiled, and the way in which it was compiled."""
+    """Return the speed of the step that Inductor compiled, and how Inductor compiled it."""
     if work.backend == BACKEND:
         speed = attempt(lambda: measure.tokens_per_second(side, _timed(work), compiled))
         return {"compiled_speed": speed, "compiled_by": "torch.compile"}

@@ -1,4 +1,4 @@
-"""Hugging Face's unpatched model: the side to compare with."""
+"""Hugging Face's unpatched model, with which the demo compares ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Stock:
-    """A ``DeepseekV4ForCausalLM`` with the ``DynamicCache`` that it makes for itself.
+    """Hugging Face's model with the ``DynamicCache`` that it makes itself.
 
     Args:
         model: The model, not patched.
@@ -22,7 +22,7 @@ class Stock:
         self.cache: Any = None
 
         def step(tokens: Tensor, cache: Any) -> Tensor:
-            # positional: the cache's name depends on transformers
+            # positional, because the argument's name depends on transformers
             logits: Tensor = model(tokens, None, None, cache, use_cache=True).logits
             return logits[:, -1]
 
@@ -55,7 +55,7 @@ def generated(model: Any, prompts: Tensor, count: int, **settings: Any) -> list[
 
 @torch.no_grad()
 def export_step(side: Stock) -> Any:
-    """Export a decode step and its cache, as an AOTInductor package needs it.
+    """Export a decode step and its cache in the form for an AOTInductor package.
 
     Raises:
         Exception: an error of ``torch.export``.

@@ -1,4 +1,4 @@
-"""The demo's table: measurements of both sides, in words, and as JSON."""
+"""The demo's table: measurements of both sides, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGITS_WITHIN = 1e-4
 
 @dataclass(frozen=True)
 class Setting:
-    """The run and the machine."""
+    """The settings of the run, and the machine."""
 
     device: str
     threads: int
@@ -41,20 +41,20 @@ class Figures:
     """Measurements of one side."""
 
     tokens: Tokens
-    """Greedy tokens, eager."""
+    """Greedy tokens of eager steps."""
     eager_speed: float
     """Tokens per second."""
     compiled_speed: float | Unmeasured | Failed
     """Speed with Inductor's code."""
     graphs: Graphs | Failed
     host_syncs: float | Unmeasured | Failed
-    """Host synchronisations per decode step, eager for stock and compiled for ours."""
+    """Host synchronisations per decode step; stock's steps are eager, and ours compiled."""
     cuda_graph: Captured | Unmeasured | Failed
     static_generate: Tokens | Failed
-    """What ``generate(cache_implementation="static")`` gives."""
+    """Tokens of ``generate(cache_implementation="static")``."""
     package: Package | Unmeasured | Failed
     compiled_by: str = ""
-    """The way in which Inductor compiled the step of ``compiled_speed``."""
+    """How Inductor compiled the step of ``compiled_speed``."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Demo:
     stock: Figures
     ours: Figures
     logits_difference: float
-    """Largest difference of our eager logits from stock's."""
+    """Largest difference between our eager logits and stock's."""
     seconds: float
 
 
@@ -77,7 +77,7 @@ _TRIED = {
     "static_generate": "static cache",
     "package": "torch.export and AOTInductor",
 }
-"""Names of measurements, by the field that holds their error."""
+"""Names of measurements, by the field with their error."""
 
 
 def rows(demo: Demo) -> list[Row]:
@@ -129,7 +129,7 @@ def rows(demo: Demo) -> list[Row]:
 
 
 def render(demo: Demo) -> str:
-    """Format the table, with the run and the machine."""
+    """Format the table, below the settings and the machine."""
     header: Row = ("", "stock Hugging Face (for comparison)", "dsv4_ops")
     table = [header, *rows(demo)]
     widths = [max(len(row[column]) for row in table) for column in range(2)]
@@ -152,7 +152,7 @@ def render(demo: Demo) -> str:
 
 
 def problems(demo: Demo) -> list[str]:
-    """List the promises that the patched model broke, a line each."""
+    """Return a line for each promise that the patched model broke."""
     return [*_wrong_tokens(demo), *_wrong_graphs(demo.ours)]
 
 
@@ -163,8 +163,8 @@ def as_json(demo: Demo) -> dict[str, Any]:
 
 
 def same(tokens: Tokens, expected: Tokens) -> str:
-    """Count the ``tokens`` that equal the expected ones; ``generate`` may have returned the first
-    tokens of each request only."""
+    """Count the ``tokens`` that equal the expected tokens. ``generate`` may have returned only the
+    first tokens of each request."""
     total = _count(tokens)
     equal = sum(
         token == wanted
