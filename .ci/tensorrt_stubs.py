@@ -1,11 +1,12 @@
-"""torch-tensorrt without TensorRT, for tests only: what it does before it builds an engine.
+"""Install torch-tensorrt without TensorRT, for tests of its work before it builds an engine.
 
     python .ci/tensorrt_stubs.py FOLDER
 
-PyPI has torch-tensorrt and TensorRT's Python bindings, but not the libraries behind them. FOLDER
-gets both wheels, at pinned versions and without what they depend on, less torch-tensorrt's C++
-(linked to CUDA), and libraries whose nine functions do nothing. ``tests/tensorrt/stubs.py`` imports
-it: graphs are traced, lowered and partitioned, and no engine is built.
+PyPI has torch-tensorrt and TensorRT's Python bindings, but not TensorRT's libraries. FOLDER gets
+the two wheels, at pinned versions and without dependencies, and libraries whose nine functions do
+nothing. It does not get torch-tensorrt's C++ code, which is linked to CUDA. After
+``tests/tensorrt/stubs.py`` imports FOLDER, graphs are traced, lowered and partitioned, but no
+engine is built.
 """
 
 import shutil
@@ -42,7 +43,7 @@ for path in sorted(Path(__file__).parent.glob("*.so.*")):
 
 
 def build(folder: Path) -> None:
-    """Fill ``folder``, unless it is complete."""
+    """Install everything into ``folder``, unless ``folder`` is complete."""
     done = folder / "complete"
     if done.exists() and done.read_text() == " ".join(PACKAGES):
         return

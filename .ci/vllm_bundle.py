@@ -1,16 +1,16 @@
-"""vLLM 0.33's Python without its kernels: for a GPU machine that reaches no index, or for a CPU.
+"""Pack vLLM 0.33's Python files without its kernels, for a GPU machine without an index or a CPU.
 
     python .ci/vllm_bundle.py .probe/vllm.tar.xz
 
-A machine with Python 3.12, PyTorch and transformers imports it after ``tar -xf .probe/vllm.tar.xz
--C FOLDER`` and ``export PYTHONPATH=FOLDER:$PWD``: the engine, its scheduler, sampler, CUDA graphs
-and Triton kernels. Models run by this package need no other kernel of vLLM. Its compiled library is
-replaced by ``KERNELS``, and vLLM's own models do not run.
+A machine with Python 3.12, PyTorch and transformers can import vLLM after ``tar -xf
+.probe/vllm.tar.xz -C FOLDER`` and ``export PYTHONPATH=FOLDER:$PWD``: the engine, scheduler,
+sampler, CUDA graphs and Triton kernels. Patched models need no other kernel of vLLM. ``KERNELS``
+replaces vLLM's compiled library, so vLLM's own models do not run.
 
     python .ci/vllm_bundle.py build/vllm .venv-vllm
 
-makes a folder with the CPU kernels of the environment of ``make test-vllm``, whose tests then run
-over it: ``VLLM_TARGET_DEVICE=cpu PYTHONPATH=build/vllm make test-vllm``.
+makes a folder with the CPU kernels from the environment of ``make test-vllm``. To test with it:
+``VLLM_TARGET_DEVICE=cpu PYTHONPATH=build/vllm make test-vllm``.
 """
 
 import shutil
@@ -24,7 +24,7 @@ from pathlib import Path
 VERSION = "0.33.0"
 VLLM = f"vllm=={VERSION}"
 LEFT_OUT = ("third_party/fmha_sm100", "third_party/deep_gemm", "third_party/tml_fa4", "vllm-rs")
-"""Folders and files that need a compiler, or a machine with more than a GPU."""
+"""Folders and files that need a compiler, or a larger machine than one GPU."""
 
 NEEDS = """
 aiohappyeyeballs aiohttp aiosignal annotated-types apache-tvm-ffi attrs blake3 cachetools cbor2
@@ -34,7 +34,7 @@ prometheus_client propcache py-cpuinfo pybase64 pydantic==2.14.4 pydantic-core==
 pydantic-extra-types python-multipart pyzmq setproctitle sniffio starlette truststore
 typing-extensions typing-inspection uvloop xgrammar==0.2.8 yarl
 """
-"""What ``from vllm import LLM`` imports, less what PyTorch and transformers bring."""
+"""Packages that ``from vllm import LLM`` imports, without those of PyTorch and transformers."""
 
 KERNELS = """
 import torch
@@ -80,13 +80,13 @@ class _Pinned:
 def _(input):
     return torch.as_tensor(_Pinned(input), device="cuda") if input.numel() else input.cuda()
 """
-"""What vLLM's engine calls of its library of CUDA kernels, in PyTorch."""
+"""PyTorch code for the functions that vLLM's engine calls in its library of CUDA kernels."""
 
 ENTRY_POINT = "[vllm.general_plugins]\ndsv4_ops = dsv4_ops.integrations.vllm:register\n"
 
 
 def main(target: Path, environment: Path | None = None) -> None:
-    """Write the archive, or the folder with the kernels of an environment."""
+    """Write the archive, or a folder with the kernels of ``environment``."""
     with tempfile.TemporaryDirectory() as folder:
         wheels = Path(folder, "wheels")
         site = Path(folder, "site") if environment is None else target

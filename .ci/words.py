@@ -1,14 +1,14 @@
-"""Refuse words that this repository no longer uses: what it says instead is what the field says.
+"""Refuse words that this repository no longer uses, and name the field's words for them.
 
     python .ci/words.py
 
-prints ``file:line: word: say ...`` for each and exits with 1 if there is any. ``NAMES`` may stand
-nowhere, not even as a part of a name such as ``num_stations``; ``PROSE`` only in names that stay
-for the reason given; ``WHOLE_NAMES`` in prose alone. Prose is comments, docstrings and Markdown,
-without inline code and doctests.
+prints ``file:line: word: say ...`` for each word, and exits with 1 if there is any. Words in
+``NAMES`` are refused everywhere, even as a part of a name such as ``num_stations``. Words in
+``PROSE`` are refused in prose, and words in ``WHOLE_NAMES`` as names of Python. Prose is comments,
+docstrings and Markdown, without inline code and doctests.
 
-The docstring of what ``docs/api`` shows begins with a sentence of at most 80 characters, on a line
-of its own; that it is imperative is a rule of ruff (D401).
+A docstring that ``docs/api`` shows must begin with a sentence of at most 80 characters, on a line
+of its own; a rule of ruff (D401) demands the imperative.
 """
 
 import ast
@@ -72,17 +72,17 @@ NOT_READ = {
 SENTENCE = 80
 
 _INLINE_CODE = re.compile(r"``[^`]*``|`[^`]*`|\]\([^)]*\)")
-"""Code, and targets of links."""
+"""Inline code, and targets of links."""
 
 
 _IN_NAMES = re.compile(rf"(?<![A-Za-z])({'|'.join(NAMES)})s?(?![A-Za-z])", re.IGNORECASE)
 _IN_PROSE = re.compile(rf"(?<![\w.])({'|'.join(PROSE)})s?(?![\w/])", re.IGNORECASE)
 _KEPT = re.compile(r"^\s*(\w+, )*\w+: |floor division|orders? of magnitude|\[[^]]*\]")
-"""Names in front of what is said of them, terms that hold a retired word, and shapes."""
+"""Argument names before a colon, terms that contain a retired word, and shapes."""
 
 
 def _prose(name: str, text: str) -> Iterator[tuple[int, str]]:
-    """Line numbers and lines of prose."""
+    """Yield line numbers and lines of prose."""
     if name.endswith(".md"):
         block = False
         for number, line in enumerate(text.splitlines(), 1):
@@ -108,7 +108,7 @@ def _prose(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def _words(name: str, text: str) -> Iterator[tuple[int, str, str]]:
-    """Line, word, and what to say instead."""
+    """Yield the line number, the word, and the word to say instead."""
     for number, line in enumerate(text.splitlines(), 1):
         shown = _INLINE_CODE.sub("", line) if name.endswith(".md") else line
         for word in _IN_NAMES.findall(shown):
@@ -121,20 +121,20 @@ def _words(name: str, text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _names(text: str) -> Iterator[tuple[int, str, str]]:
-    """Names of Python that say what prose may."""
+    """Yield names of Python that are refused as names, though not in prose."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME and token.string.lower() in WHOLE_NAMES:
             yield token.start[0], token.string, f"say {WHOLE_NAMES[token.string.lower()]}"
 
 
 def _public(root: Path) -> set[str]:
-    """Names of which ``docs/api`` shows the docstring."""
+    """Return the names whose docstrings ``docs/api`` shows."""
     pages = (page.read_text() for page in (root / "docs/api").glob("*.md"))
     return set(re.findall(r"^::: dsv4_ops\.(?:[\w.]+\.)?(\w+)$", "\n".join(pages), re.M))
 
 
 def _sentences(text: str, public: set[str]) -> Iterator[tuple[int, str, str]]:
-    """Public functions and classes whose docstring does not begin with a short sentence."""
+    """Yield public functions and classes whose docstring does not begin with a short sentence."""
     for node in ast.parse(text).body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name not in public:
             continue
@@ -144,7 +144,7 @@ def _sentences(text: str, public: set[str]) -> Iterator[tuple[int, str, str]]:
 
 
 def main() -> int:
-    """Read every tracked Python and Markdown file."""
+    """Check every tracked Python and Markdown file."""
     root = Path(__file__).resolve().parents[1]
     listed = subprocess.run(
         ["git", "ls-files", "*.py", "*.md"], cwd=root, capture_output=True, text=True
