@@ -34,16 +34,6 @@ QUICKLY = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1}
 the time; test_contract.py and test_indexer.py compile as users do."""
 
 
-RUN_IN_PYTHON = """
-import sys, torch, torch._inductor
-run = torch._inductor.aoti_load_package(sys.argv[1])
-for path in sys.argv[2:]:
-    inputs = torch.load(path)
-    torch.save([*run(*inputs), *inputs], path + ".out")
-assert not any(name.startswith("dsv4_ops") for name in sys.modules)
-"""
-
-
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory) -> Path:
     """The C++ program, compiled once for the tests of this file."""
@@ -161,7 +151,7 @@ def test_ops_survive_packages(names, request, tmp_path):
     paths = [tmp_path / "in.pt", *(tmp_path / f"{at}.pt" for at in range(len(launches[1:])))]
     for launch, path in zip(launches[1:], paths[1:], strict=True):
         torch.save((*inputs[: -len(launch.inputs)], *launch.inputs), path)
-    forked.python("-c", RUN_IN_PYTHON, package, *paths, cwd=tmp_path).check_returncode()
+    forked.run_package(package, *paths)
     found = {"Python": torch.load(tmp_path / "in.pt.out")}
     if NIGHTLY:
         write_tensors(tmp_path / "inputs", inputs)

@@ -81,6 +81,22 @@ def interpreted(script: Path, *arguments: Any) -> list[str]:
     return done.stdout.splitlines()
 
 
+_RUN_PACKAGE = """
+import sys, torch, torch._inductor
+run = torch._inductor.aoti_load_package(sys.argv[1])
+for path in sys.argv[2:]:
+    inputs = torch.load(path)
+    torch.save([*run(*inputs), *inputs], path + ".out")
+assert not any(name.startswith("dsv4_ops") for name in sys.modules)
+"""
+
+
+def run_package(package: Any, *paths: Path) -> None:
+    """Call a package in a process that never imports ours, with the inputs that each file holds;
+    results and inputs as they are left go to a file beside it."""
+    python("-c", _RUN_PACKAGE, package, *paths).check_returncode()
+
+
 _INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -1,11 +1,11 @@
 """The indexers of DeepSeek-V3.2 and GLM-5, a key a token, against Hugging Face's in float32:
 requests of several lengths in one ragged batch, over permuted blocks; hf one by one."""
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import dsv4_ops as ops
@@ -22,11 +22,10 @@ LENGTHS = (70, 24, 25, 1)
 
 def layer_of(family: str) -> tuple[Any, Any]:
     """Their indexer with random weights, and their rotary embedding."""
-    name = f"transformers.models.{family}"
-    modeling = pytest.importorskip(f"{name}.modeling_{family}", reason="transformers is older")
+    name = f"transformers.models.{family}.modeling_{family}"
+    modeling = pytest.importorskip(name, reason="transformers is older")
     prefix, _ = FAMILIES[family]
-    configuration = importlib.import_module(f"{name}.configuration_{family}")
-    config = getattr(configuration, f"{prefix}Config")(
+    config = getattr(transformers, f"{prefix}Config")(
         hidden_size=HIDDEN, q_lora_rank=RESIDUAL, num_hidden_layers=1, index_topk=TOPK
     )
     indexer = getattr(modeling, f"{prefix}Indexer")(config, 0).eval()
