@@ -3,7 +3,7 @@
 Each GPU has a process. Hugging Face's plans split a model in the released precision, with random
 weights, over these ranks, which share the rows of the caches. First, the logits of six layers on
 all GPUs are compared with those on one GPU. No context is prefilled: caches have random rows, and
-the benchmark sets the lengths. ``--model pro --layers N`` measures the first layers of DeepSeek-V4-Pro.
+the benchmark sets the lengths. ``--model pro --layers N`` measures the first layers of Pro.
 """
 
 from __future__ import annotations

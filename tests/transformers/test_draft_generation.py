@@ -137,6 +137,8 @@ def test_models_without_a_draft_layer_are_refused(path):
     message = "num_draft_tokens must be None for a model without a draft layer, got 2. Call load_m"
     refused(plain, message, prompts(5)[0])
     refused(v4.patch(small_mla_model()), message, prompts(5)[0])
+    message = "num_draft_tokens must be at most 64, got 1000000"
+    refused(plain, message, prompts(5)[0], num_draft_tokens=10**6)
 
 
 REFUSED = {

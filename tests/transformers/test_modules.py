@@ -4,6 +4,7 @@ in Hugging Face's own, before and after ``patch``, or steps refuse them."""
 import io
 import pickle
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.modules.replacement import is_linear
-from dsv4_ops.testing.models import small_config, small_model
+from dsv4_ops.testing.models import small_config, small_mla_model, small_model
 from tests.helpers import nightly
 from tests.support.hf_models import Engine, expected, new_cache, text
 
@@ -361,3 +362,11 @@ def test_copies_run_their_own_weights(copied, precision):
     names = {name for module in copy.modules() for name in vars(module)}
     assert names == {name for module in small_model().modules() for name in vars(module)}
     assert v4.unpatch(model) is model  # the copy's undoing left it alone
+
+
+def test_a_streamer_cannot_unpatch_its_model():
+    model = v4.patch(small_mla_model(num_hidden_layers=1), kv="fp32")
+    streamer = SimpleNamespace(put=lambda _: v4.unpatch(model), end=lambda: None)
+    with pytest.raises(ValueError, match=r"^unpatch: model must not be generating, got a call ins"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, streamer=streamer)
+    assert v4.unpatch(model) is model

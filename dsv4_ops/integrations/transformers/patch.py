@@ -173,11 +173,20 @@ def unpatch(model: Any) -> Any:
         ``model``.
 
     Raises:
-        ValueError: the model is not patched, or something else replaced one of our methods.
+        ValueError: the model is not patched or is generating, or something else replaced one of
+            our methods.
     """
     replaced = getattr(model, _REPLACED, None)
     if replaced is None:
         raise unpatched("unpatch", model, "There is nothing to undo")
+    if hooks.generates(model):
+        raise argument_error(
+            "unpatch",
+            "model",
+            must="not be generating",
+            got="a call inside of its generate",
+            do="Call unpatch after generate",
+        )
     replaced.undo()
     if batching.CACHED in vars(model):
         model.destroy_cached_continuous_batching_manager()

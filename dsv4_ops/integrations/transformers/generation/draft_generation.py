@@ -36,6 +36,8 @@ from dsv4_ops.integrations.transformers.generation.speculation import (
 from dsv4_ops.integrations.transformers.tensors import StepBatch
 
 _OP = "generate"
+MOST_DRAFTS = 64
+"""Maximum drafts of a step, each a run of the draft layer; memory and time grow with them."""
 _WARPERS = (
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -78,6 +80,14 @@ _ARGUMENTS = (
 def check_call(model: Any, num_drafts: Any, arguments: dict[str, Any]) -> None:
     """Raise if a call of ``generate`` with these arguments cannot draft."""
     Checks(_OP).at_least(1, num_draft_tokens=num_drafts)
+    if num_drafts > MOST_DRAFTS:
+        raise argument_error(
+            _OP,
+            "num_draft_tokens",
+            must=f"be at most {MOST_DRAFTS}",
+            got=num_drafts,
+            do="Pass 1 to 5: later drafts are hardly ever right",
+        )
     if draft_of(model) is None:
         model.dsv4_ops_spec.draft_kinds(_OP)  # raises for a model that load_mtp would refuse
         raise argument_error(

@@ -53,6 +53,7 @@ class _Call:
     num_drafts: int = 0
     may_keep: bool = False  # our loop decodes, unless a later check refuses the call
     kept: KeptCache | None = None
+    model: Any = None
 
     def step(self, ended: Tensor) -> None:
         """Record which rows have ended with the token just chosen or before."""
@@ -65,6 +66,12 @@ class _Call:
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)
+
+
+def generates(model: Any) -> bool:
+    """Whether this is inside of a ``generate`` call of the model, such as in its streamer."""
+    call = _CALL.get()
+    return call is not None and call.model is model
 
 
 def generate(before: Method) -> Method:
@@ -91,7 +98,7 @@ def generate(before: Method) -> Method:
                 do="Pass num_draft_tokens; load_mtp loads the draft layer of a checkpoint",
                 kind=NotImplementedError,
             )
-        call, num_drafts = _Call(), arguments.pop("num_draft_tokens", None)
+        call, num_drafts = _Call(model=self), arguments.pop("num_draft_tokens", None)
         if num_drafts is not None:
             check_call(self, num_drafts, arguments)
         check_kinds(self, arguments)
