@@ -8,7 +8,7 @@ may be smaller.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dsv4_ops.checkpoint.config import check_size, check_sizes, skipped_modules
@@ -29,6 +29,8 @@ _SIZES = (
 )
 _INDEXER_SIZES = ("q_lora_rank", "index_n_heads", "index_head_dim")
 """Sizes that a config of V3.2 or GLM-5 must have as well."""
+_HAS_INDEXER = "has_indexer"
+"""Field of our copy of a config: a function from the number of a layer to whether it has one."""
 _DRAFTS = "num_nextn_predict_layers"
 _SKIPPED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
 """Suffixes of tensors that loaders skip: frequencies, which loaders compute from the config but old
@@ -58,7 +60,7 @@ def _checked(op: str, config: Mapping[str, Any]) -> dict[str, Any]:
     check_sizes(op, config, _SIZES, zero=("first_k_dense_replace",))
     if kind in _WITH_INDEXER:
         check_sizes(op, config, _INDEXER_SIZES)
-        config["indexer_types"] = _indexer_types(op, config)
+    config[_HAS_INDEXER] = _has_indexer(op, config)
     if "q_lora_rank" not in config:
         check_sizes(op, config, ("q_lora_rank",))
     for name, least in (("q_lora_rank", 1), (_DRAFTS, 0)):
@@ -87,8 +89,8 @@ def mla_draft_tensors(op: str, config: Mapping[str, Any]) -> Iterator[tuple[str,
     config = _checked(op, {**config, "quantization_config": quantization})
     layer, width = config["num_hidden_layers"], config["hidden_size"]
     config["first_k_dense_replace"] = min(config["first_k_dense_replace"], layer)
-    if "indexer_types" in config:
-        config["indexer_types"].append("full")
+    if config["model_type"] in _WITH_INDEXER:
+        config[_HAS_INDEXER] = lambda _: True
     yield from _Tensors(config, skipped_modules(op, config)).layer(layer)
     prefix = draft_prefix(config)
     yield _plain(f"{prefix}eh_proj", width, 2 * width)
@@ -119,23 +121,22 @@ def is_draft(config: Mapping[str, Any], name: str) -> bool:
     return match is not None and 0 <= int(match[1]) - config["num_hidden_layers"] < drafts
 
 
-def _indexer_types(op: str, config: Mapping[str, Any]) -> list[str]:
-    """Return the type of each layer's indexer, "full" or "shared", as Hugging Face reads it from a
-    config.
+def _has_indexer(op: str, config: Mapping[str, Any]) -> Callable[[int], bool]:
+    """Return which layers have an indexer, as Hugging Face reads it from a config.
 
-    The configs of GLM-5 list the types, or give the number of leading "full" layers and the period
-    of the "full" layers after these.
+    The configs of GLM-5 list each layer's type, "full" or "shared", or give the number of leading
+    "full" layers and the period of the "full" layers after these.
     """
     count = config["num_hidden_layers"]
-    if config["model_type"] == "deepseek_v32":
-        return ["full"] * count
+    if config["model_type"] != "glm_moe_dsa":
+        always = config["model_type"] in _WITH_INDEXER
+        return lambda _: always
     types = config.get("indexer_types") or config.get("index_topk_pattern")
     if types is None:
         period, first = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
         check_size(op, "index_topk_freq", period, 0)
         check_size(op, "index_skip_topk_offset", first, 0)
-        numbers = (max(layer - first + 1, 0) for layer in range(count))
-        return ["shared" if number % max(period, 1) else "full" for number in numbers]
+        return lambda layer: max(layer - first + 1, 0) % max(period, 1) == 0
     if isinstance(types, str):
         types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in types]
     known = isinstance(types, list) and all(each in ("full", "shared") for each in types)
@@ -147,7 +148,7 @@ def _indexer_types(op: str, config: Mapping[str, Any]) -> list[str]:
             got=repr(types),
             do="Correct config.json",
         )
-    return list(types)
+    return lambda layer: bool(types[layer] == "full")
 
 
 class _Tensors:
@@ -189,7 +190,7 @@ class _Tensors:
         rows = heads * (nope + config["v_head_dim"])
         yield from self.linear(f"{prefix}kv_b_proj", rows, rank)
         yield from self.linear(f"{prefix}o_proj", width, heads * config["v_head_dim"])
-        if "indexer_types" in config and config["indexer_types"][layer] == "full":
+        if config[_HAS_INDEXER](layer):
             yield from self.indexer(f"{prefix}indexer.")
 
     def indexer(self, prefix: str) -> Iterator[tuple[str, TensorInfo]]:

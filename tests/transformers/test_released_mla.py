@@ -52,7 +52,8 @@ def refused(path, message, monkeypatch, capsys, kind=ValueError):
         patched.setattr(transformers.PreTrainedModel, "from_pretrained", None)
         with pytest.raises(kind) as caught:
             hf.load_quantized(path)
-    assert message in str(caught.value), caught.value
+    messages = (message,) if isinstance(message, str) else message
+    assert any(each in str(caught.value) for each in messages), caught.value
     assert main(["checkpoint", str(path), "--check"]) == 1
     assert capsys.readouterr().err == f"{caught.value}\n"
 
@@ -250,7 +251,7 @@ QUANTIZATION = ("quant_method", "weight_block_size", "activation_scheme", "scale
             10**12,
             "model.layers.1.mlp.gate.weight must be BF16 or F16 or F32 [1000000000000, 256], got",
         ),
-        ("num_hidden_layers", 10**12, "path must hold model.layers.2.input_layernorm.weight, "),
+        ("num_hidden_layers", 10**12, ("path must hold model.layers.2.input_", "each of 1000000")),
         ("v_head_dim", 64, f"{ATTENTION}.kv_b_proj.weight must be F8_E4M3 [384, 512], got "),
         ("attention_bias", True, "config.attention_bias must be false, got True. "),
         ("num_nextn_predict_layers", "1", "num_nextn_predict_layers must be an integer of at"),
@@ -324,9 +325,8 @@ def test_settings_that_read_other_files_are_refused(released, setting):
 
 
 def test_a_config_of_another_architecture_is_refused(released):
-    other = transformers.LlamaConfig()
-    with pytest.raises(ValueError, match=r"^load_quantized: config.model_type must be 'deepseek_v"):
-        hf.load_quantized(released[0], config=other)
+    with pytest.raises(ValueError, match=r"^load_quantized: config.model_type must be '(deep|glm)"):
+        hf.load_quantized(released[0], config=transformers.LlamaConfig())
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", None])
