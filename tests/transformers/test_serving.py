@@ -29,7 +29,8 @@ from tests.support.tokenizer import write_tokenizer
 SERVES = release(transformers.__version__) >= hooks.OLDEST
 needs_server = pytest.mark.skipif(not SERVES, reason="transformers is refused by name")
 pytestmark = pytest.mark.usefixtures("frozen_heap")
-CHAT = "/v1/chat/completions"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "name", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,10 @@ def post(server, path, body):
 
 def chat(content, **rest):
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 8, **rest}
+
+
+def text_of(line):
+    return json.loads(line[6:])["choices"][0]["text"] if line else ""
 
 
 def streamed(answer):
@@ -194,16 +199,16 @@ def test_responses_stream_where_a_client_asks(server):
 
 @needs_server
 @pytest.mark.parametrize(
-    ("path", "settings", "text"),
+    ("path", "device", "text"),
     [
-        ("nothere", {}, "serve: MODEL must be a folder, or a name of the Hub"),
-        ("a/b", {"device": "cuda:9"}, "serve: device must be one that torch sees, got cuda:9"),
+        ("nothere", None, "MODEL must be a folder, or a name"),
+        ("a/b", "cuda:9", "device must be one"),
     ],
 )
-def test_paths_and_devices_are_checked_before_a_load(serve, path, settings, text, monkeypatch):
+def test_paths_and_devices_are_checked_before_a_load(serve, path, device, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match=re.escape(text)):
-        serve.server(path, **settings)
+    with pytest.raises(ValueError, match=f"serve: {text}"):
+        serve.server(path, device=device)
 
 
 @needs_server
@@ -217,7 +222,7 @@ def test_settings_and_the_tokenizer_are_checked_before_a_load(serve, folder, tmp
 
 @needs_server
 def test_other_routes(server, texts, folder):
-    status, answer = post(server, "/v1/completions", {"prompt": "The sky", "max_tokens": 8})
+    status, answer = post(server, TEXT, {"prompt": "The sky", "max_tokens": 8})
     assert (status, answer["choices"][0]["text"]) == (200, texts("The sky"))
     assert post(server, CHAT, chat("one", n=1, logprobs=False))[0] == 200
     body = {"input": "one", "max_output_tokens": 8, "stream": False}
@@ -236,6 +241,43 @@ def test_other_routes(server, texts, folder):
 
 
 @needs_server
+def test_a_completion_of_several_prompts_has_a_choice_for_each(server, texts):
+    """Texts, or tokens, which are bytes here; a list of tokens is one prompt."""
+    prompts = ["The sky", "x" * 20, "y"]
+    ids = [AutoTokenizer.from_pretrained(server.path)(each)["input_ids"] for each in prompts]
+    for asked, whose in ((prompts, prompts), ([ids[0], "y"], prompts[::2]), (ids[1], prompts[1:2])):
+        status, answer = post(server, TEXT, {"prompt": asked, "max_tokens": 8})
+        assert [each["text"] for each in answer["choices"]] == list(map(texts, whose))
+        assert [each["index"] for each in answer["choices"]] == list(range(len(whose)))
+        prompt, new = sum(map(len, whose)), 8 * len(whose)
+        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        assert (status, answer["usage"]) == (200, usage)
+    _, answer = post(server, TEXT, {"prompt": ids[0], "max_tokens": 8, "stream": True})
+    assert "".join(map(text_of, answer.splitlines())) == texts("The sky")
+    settled(server)
+
+
+@needs_server
+def test_tools_come_into_a_prompt_whose_template_has_them(server, monkeypatch):
+    tokenizer = server._model_manager.loaded_models[server.path].processor
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    status, answer = post(server, CHAT, chat("x", tools=[TOOL], tool_choice="auto"))
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, len("nameuser: x\n"))
+    body = {"input": "x", "tools": [{"type": "function", **TOOL["function"]}]}
+    assert post(server, "/v1/responses", body)[1]["usage"]["input_tokens"] == len("nameuser: x\n")
+
+
+@needs_server
+def test_a_client_may_name_the_folder(server):
+    path = Path(server.path)
+    for name in (path.name, f"{path}/", f"{path.parent}/./{path.name}"):
+        assert post(server, CHAT, chat("x", model=name))[0] == 200
+
+
+@needs_server
 def test_openai_s_client(server, texts):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=30)
@@ -245,43 +287,47 @@ def test_openai_s_client(server, texts):
         client.chat.completions.create(model=server.path, **chat("x" * 200))
 
 
+LONG = "at most max_cache_len = 100 tokens, got 102. Send a shorter"
+BAD = [
+    (CHAT, b"{not json", "JSON"),
+    (CHAT, b"[1]", "dictionary"),
+    (CHAT, {}, "got KeyError: 'messages'."),
+    (CHAT, {"messages": "text"}, "The body must be a request of OpenAI's API, got"),
+    (CHAT, {"messages": [{"role": "user"}]} | {"max_tokens": "many"}, "invalid literal"),
+    (CHAT, chat("x") | {"max_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    (CHAT, chat("x") | {"max_tokens": -3}, "max_new_tokens must be at least 1, got -3"),
+    (CHAT, chat("x", generation_config="{"), "got JSONDecodeError"),
+    (CHAT, chat("x", tools=[TOOL]), "tools must be left out: the model's chat template"),
+    (CHAT, chat([{"type": "image_url", "image_url": {}}]), "text, got image_url."),
+    (CHAT, chat("x", max_tokens=None, generation_config='{"max_length": 8}'),
+     "The prompt must have fewer tokens than max_length = 8, got 8. Pass max_tokens."),
+    (CHAT, chat("x", model="other"), "pinned"),
+    (CHAT, chat("x" * 95), LONG),
+    (CHAT, chat("x" * 95, stream=True), LONG),
+    (TEXT, {"prompt": ""}, "The prompt must have at least one token."),
+    (TEXT, {"prompt": 5}, "prompt must be a string"),
+    (TEXT, {"prompt": []}, "prompt must be a text, tokens, or a list of these."),
+    (TEXT, {"prompt": ["x", 5]}, "prompt must be a text, tokens, or a list of these."),
+    (TEXT, {"prompt": ["x", ""]}, "The prompt must have at least one token"),
+    (TEXT, {"prompt": [10**6]}, "ids of the vocabulary, 0 to 259"),
+    (TEXT, {"prompt": ["x", "y"], "stream": True}, "stream must be false for 2 prompts."),
+    *((CHAT, chat("x", **{name: value}), f"{name} is not supported. Leave it out.")
+      for name, value in {"stop": ["a"], "logit_bias": {"5": 1.0}, "frequency_penalty": 0.5, "n": 2,
+      "logprobs": True, "presence_penalty": 1, "response_format": {"type": "json"}, "unknown": 1,
+      "tool_choice": "none", "verbosity": "low", "repetition_penalty": 2}.items()),
+    *((TEXT, {"prompt": "x", name: value}, f"{name} is not supported.")
+      for name, value in {"logit_bias": {"5": 1.0}, "logprobs": 0}.items()),
+    *(("/v1/responses", {"input": "x", name: "a"}, f"{name} is not supported.")
+      for name in ("previous_response_id", "conversation")),
+]  # fmt: skip
+
+
 @needs_server
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
-        (CHAT, b"{not json", 422, "JSON"),
-        (CHAT, b"[1]", 422, "dictionary"),
-        (CHAT, {}, 400, "got KeyError: 'messages'."),
-        (CHAT, {"messages": "text"}, 400, "The body must be a request of OpenAI's API, got"),
-        (CHAT, {"messages": [{"role": "user"}]} | {"max_tokens": "many"}, 400, "invalid literal"),
-        (CHAT, chat("x") | {"max_tokens": 0}, 400, "max_new_tokens must be at least 1, got 0"),
-        (CHAT, chat("x") | {"max_tokens": -3}, 400, "max_new_tokens must be at least 1, got -3"),
-        (CHAT, chat("x", generation_config="{"), 400, "got JSONDecodeError"),
-        (CHAT, chat("x", stop=["a"]), 400, "stop is not supported. Leave it out."),
-        (CHAT, chat("x", logit_bias={"5": 1.0}), 400, "logit_bias is not supported"),
-        (CHAT, chat("x", frequency_penalty=0.5), 400, "frequency_penalty is not supported"),
-        (CHAT, chat("x", n=2), 400, "n is not supported"),
-        (CHAT, chat("x", logprobs=True), 400, "logprobs is not supported"),
-        (CHAT, chat("x", presence_penalty=1), 400, "presence_penalty is not supported"),
-        (CHAT, chat("x", response_format={"type": "json"}), 400, "response_format is not"),
-        (CHAT, chat("x", unknown=1), 422, "Unexpected fields"),
-        (CHAT, chat([{"type": "image_url", "image_url": {}}]), 400, "text, got image_url."),
-        (
-            CHAT,
-            {"messages": chat("x")["messages"], "generation_config": '{"max_length": 8}'},
-            400,
-            "The prompt must have fewer tokens than max_length = 8, got 8. Pass max_tokens.",
-        ),
-        (CHAT, chat("x", model="other"), 400, "pinned"),
-        (CHAT, chat("x" * 95), 400, "at most max_cache_len = 100 tokens, got 102. Send a shorter"),
-        (CHAT, chat("x" * 95, stream=True), 400, "at most max_cache_len = 100 tokens, got 102."),
-        ("/v1/completions", {"prompt": ""}, 400, "The prompt must have at least one token."),
-        ("/v1/completions", {"prompt": [1, 2]}, 400, "prompt must be a string"),
-    ],
-)
-def test_bad_requests_get_a_clear_error(server, path, body, status, message):
+@pytest.mark.parametrize(("path", "body", "message"), BAD)
+def test_bad_requests_get_a_clear_error(server, path, body, message):
     found, answer = post(server, path, body)
-    assert (found, message in answer["error"]["message"]) == (status, True), answer
+    assert message in answer["error"]["message"]
+    assert found == (422 if isinstance(body, bytes) else 400)
     settled(server)
 
 

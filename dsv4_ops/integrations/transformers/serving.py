@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import json
 import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +57,35 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "presence_penalty": (0,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
     "response_format": ({"type": "text"},),
+    "text": ({"format": {"type": "text"}},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "background": (False,),
+    "include": ([],),
+    "truncation": ("disabled",),
 }
 """Fields of a request that we do not support, and the values that we accept because they change
 nothing."""
 
-_FIELDS = {
-    "repetition_penalty": "frequency_penalty",
-    "sequence_bias": "logit_bias",
-    "stop_strings": "stop",
-}
-"""For each setting of Hugging Face, the field of a request that sets it."""
+_READ = {
+    "model", "messages", "prompt", "input", "instructions", "suffix", "stream", "seed",
+    "temperature", "top_p", "max_tokens", "max_completion_tokens", "max_output_tokens",
+    "generation_config", "chat_template_kwargs", "tools",
+}  # fmt: skip
+"""Fields that have an effect here, where Hugging Face's handler reads them."""
+
+_HARMLESS = {
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "stream_options", "user",
+}  # fmt: skip
+"""Fields without an effect on an answer, which may have any value."""
+
+_prompt_tokens: ContextVar[list[int] | None] = ContextVar("prompt_tokens", default=None)
+"""The tokens of a prompt that came as such, for which Hugging Face's handler has no place."""
 
 _NO_ROUTES = ("/reset", "/load_model", "/v1/audio/transcriptions")
 """Routes of Hugging Face's server that we remove, because they are for other models."""
@@ -162,7 +181,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         # before transformers 5.24, both methods raise if Hugging Face's hub has no cache folder
         models.list_models = models.get_gen_models = lambda: [listed]
         name = self._name_of_model()
-        model, _ = models.load_model_and_processor(name)
+        model, self._tokenizer = models.load_model_and_processor(name)
         blocks = -(-max_cache_len // model.dsv4_ops_spec.block_tokens)
         config = ContinuousBatchingConfig(
             num_blocks=num_blocks,
@@ -255,6 +274,44 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         name: str = self._model_manager.process_model_name(self.path)
         return name
 
+    def _is_own(self, name: Any) -> bool:
+        """Whether a client means the model: its path, spelled in any way, or its folder's name."""
+        if not isinstance(name, str):
+            return False
+        path = Path(self.path)
+        return path.resolve().name == name or (
+            path.exists() and path.resolve() == Path(name).resolve()
+        )
+
+    def _checked(self, handler: Any) -> Callable[..., Any]:
+        """Answer a body that Hugging Face's handler cannot read, or would not, by HTTP 400."""
+        handle, ignored = handler.handle_request, handler._unused_fields
+
+        async def run(body: Any, request_id: str) -> Any:
+            try:
+                _check_fields(body, ignored, self._tokenizer)
+                kinds = {
+                    part["type"]
+                    for message in body.get("messages") or ()
+                    if isinstance(message.get("content"), list)
+                    for part in message["content"]
+                }
+                if kinds - {"text"}:
+                    raise HTTPException(400, f"content must be text, got {min(kinds - {'text'})}.")
+                own = {"model": self.path} if self._is_own(body.get("model")) else {}
+                return await handle({"stream": False, **body, **own}, request_id)
+            except (HTTPException, CBWorkerDeadError):
+                raise
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                _log.info("a request was refused", exc_info=True)
+                raise HTTPException(
+                    400,
+                    "The body must be a request of OpenAI's API, got "
+                    f"{type(error).__name__}: {error}.",
+                ) from error
+
+        return run
+
     def _compiles(self, step: str) -> Callable[[str], None]:
         return lambda part: self._on_progress(f"compiling {part} of {step}")
 
@@ -269,8 +326,10 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         """Answer bad requests with clear errors, and cancel the requests of clients that
         disconnect."""
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler.handle_request = _checked(handler.handle_request)
+            handler.handle_request = self._checked(handler)
             handler._build_generation_config = _sampled(handler._build_generation_config)
+        answer = self._completion_handler.handle_request
+        self._completion_handler.handle_request = _for_each_prompt(answer)
         self.app.add_middleware(Disconnects)
 
         for kind, answer in (
@@ -305,8 +364,7 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
         """Refuse settings that cannot differ between the requests of a batch."""
         for name, neutral in NEUTRAL.items():
             if getattr(gen_config, name, None) not in (None, neutral):
-                shown = _FIELDS.get(name, name)
-                raise HTTPException(400, f"{shown} is not supported. Leave it out.")
+                raise HTTPException(400, f"{name} is not supported. Leave it out.")
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **rest: Any
@@ -344,6 +402,9 @@ class Batches(CBGenerateManager):  # type: ignore[misc]  # transformers is untyp
                 headers={"Retry-After": "1"},
             )
         prompt = inputs["input_ids"]
+        tokens = _prompt_tokens.get()
+        if tokens is not None:
+            prompt[:] = tokens
         if not len(prompt):
             raise HTTPException(400, "The prompt must have at least one token. Send a text.")
         most_new = self._cb.most_tokens - len(prompt) + 1  # the cache never stores the last token
@@ -508,33 +569,88 @@ def _client_errors() -> Iterator[None]:
         raise HTTPException(400, str(error)) from error
 
 
-def _checked(handle: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a handler answer with HTTP 400 if it cannot read a body."""
+def _check_fields(body: Any, ignored: Collection[str], tokenizer: Any) -> None:
+    """Refuse fields that would have no effect."""
+    for name, value in body.items():
+        if value is None or name in _HARMLESS or (name in _READ and name not in ignored):
+            continue
+        # a number is no bool here
+        if (type(value), value) not in [(type(each), each) for each in _NEUTRAL.get(name, ())]:
+            raise HTTPException(400, f"{name} is not supported. Leave it out.")
+    if body.get("tools") and not _reads_tools(tokenizer):
+        raise HTTPException(
+            400, "tools must be left out: the model's chat template has no place for them."
+        )
+
+
+def _reads_tools(tokenizer: Any) -> bool:
+    """Whether the chat template puts tools into a prompt."""
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    messages = [{"role": "user", "content": "a"}]
+    try:
+        without, with_one = (
+            tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+            for tools in (None, [{"type": "function", "function": function}])
+        )
+    except Exception:  # requests get the error of the template
+        return True
+    return bool(without != with_one)
+
+
+def _for_each_prompt(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``/v1/completions`` take what OpenAI's does: texts, the tokens of one, or of several."""
+
+    async def one(body: Any, request_id: str, prompt: Any) -> Any:
+        if isinstance(prompt, list):
+            _prompt_tokens.set(prompt)
+            prompt = ""
+        return await answer({**body, "prompt": prompt}, request_id)
 
     async def run(body: Any, request_id: str) -> Any:
-        try:
-            for name, neutral in _NEUTRAL.items():
-                if body.get(name) not in (None, *neutral):
-                    raise HTTPException(400, f"{name} is not supported. Leave it out.")
-            kinds = {
-                part["type"]
-                for message in body.get("messages") or ()
-                if isinstance(message.get("content"), list)
-                for part in message["content"]
-            }
-            if kinds - {"text"}:
-                raise HTTPException(400, f"content must be text, got {min(kinds - {'text'})}.")
-            return await handle({"stream": False, **body}, request_id)
-        except (HTTPException, CBWorkerDeadError):
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            _log.info("a request was refused", exc_info=True)
+        prompt = body.get("prompt")
+        if not isinstance(prompt, list):
+            return await answer(body, request_id)
+        prompts = [prompt] if prompt and all(map(_is_token, prompt)) else prompt
+        if not prompts or not all(map(_is_prompt, prompts)):
             raise HTTPException(
-                400,
-                f"The body must be a request of OpenAI's API, got {type(error).__name__}: {error}.",
-            ) from error
+                400, "prompt must be a text, tokens, or a list of these. Send a text."
+            )
+        if body.get("stream") and len(prompts) > 1:
+            raise HTTPException(
+                400, f"stream must be false for {len(prompts)} prompts. Ask for each alone."
+            )
+        runs = [
+            asyncio.ensure_future(one(body, f"{request_id}-{index}", each))
+            for index, each in enumerate(prompts)
+        ]
+        try:
+            answers = await asyncio.gather(*runs)
+        finally:
+            for each in runs:
+                each.cancel()
+        return answers[0] if body.get("stream") else _merged(answers)
 
     return run
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_prompt(value: Any) -> bool:
+    tokens = isinstance(value, list) and bool(value) and all(map(_is_token, value))
+    return tokens or isinstance(value, str)
+
+
+def _merged(answers: list[Any]) -> Any:
+    """One answer with the choices of all, in order."""
+    bodies = [json.loads(each.body) for each in answers]
+    choices = [each["choices"][0] | {"index": index} for index, each in enumerate(bodies)]
+    usage = {
+        name: sum(each["usage"][name] for each in bodies)
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
+    return JSONResponse(bodies[0] | {"choices": choices, "usage": usage})
 
 
 def _sampled(build: Callable[..., Any]) -> Callable[..., Any]:
