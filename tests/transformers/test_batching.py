@@ -73,13 +73,14 @@ def expected(model, prompts, new=NEW):
     return [answers[tuple(prompt)] for prompt in prompts]
 
 
+def sizes(**changed):
+    small = {"max_batch_tokens": 64, "max_requests_per_batch": 4, "num_blocks": 8}
+    return ContinuousBatchingConfig(**small | changed)
+
+
 def manager_of(model, new=NEW, hints=None, generation=None, **config):
-    config = {"max_batch_tokens": 64, "max_requests_per_batch": 4, "num_blocks": 8} | config
-    return model.init_continuous_batching(
-        generation_config=generation or settings(new),
-        continuous_batching_config=ContinuousBatchingConfig(**config),
-        workload_hints=hints,
-    )
+    generation = generation or settings(new)
+    return model.init_continuous_batching(generation, sizes(**config), workload_hints=hints)
 
 
 @pytest.fixture(autouse=True)
@@ -126,13 +127,8 @@ SAME = pytest.mark.nightly("the same of V3, and of V4 with one scheduler")
 def test_each_request_gets_the_tokens_of_generate(name, scheduler, steps, caches):
     """Blocks run out: a request gives its blocks away and begins anew."""
     model, prompts = patched(name), prompts_of(12, LONGEST[name[:2]])
-    results = model.generate_batch(
-        prompts,
-        generation_config=settings(),
-        continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=3, max_batch_tokens=64, max_requests_per_batch=4, scheduler_type=scheduler
-        ),
-    )
+    config = sizes(num_blocks=3, scheduler_type=scheduler)
+    results = model.generate_batch(prompts, settings(), config)
     (cache,) = caches
     assert [result.error for result in results.values()] == [None] * 12
     assert [result.prompt_ids for result in results.values()] == prompts
@@ -196,16 +192,8 @@ def test_a_step_is_compiled_once(name, count):
     want = expected(patched(name), prompts, 3)
     graphs = []
     for some in (prompts[1:3], prompts, prompts[:1]):
-        results = model.generate_batch(
-            some,
-            generation_config=settings(3),
-            continuous_batching_config=ContinuousBatchingConfig(
-                num_blocks=8,
-                max_batch_tokens=64,
-                max_requests_per_batch=4,
-                varlen_compile_config=CompileConfig(backend="eager"),
-            ),
-        )
+        config = sizes(varlen_compile_config=CompileConfig(backend="eager"))
+        results = model.generate_batch(some, settings(3), config)
         tokens = [result.generated_tokens for result in results.values()]
         assert tokens == want[prompts.index(some[0]) :][: len(some)]
         graphs.append(counters["stats"]["unique_graphs"])
@@ -243,12 +231,8 @@ def test_several_answers_to_a_prompt():
 def test_logprobs_and_ends_are_hugging_faces():
     model, prompt = patched("v3"), PROMPT
     (tokens,) = expected(model, [prompt], 4)
-    config = ContinuousBatchingConfig(return_logprobs=True)
-    (result,) = model.generate_batch(
-        [prompt],
-        generation_config=settings(4, eos_token_id=tokens[2]),
-        continuous_batching_config=config,
-    ).values()
+    ends = settings(4, eos_token_id=tokens[2])
+    (result,) = model.generate_batch([prompt], ends, sizes(return_logprobs=True)).values()
     end = tokens.index(tokens[2]) + 1
     assert result.generated_tokens == tokens[:end]
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :]
@@ -432,19 +416,12 @@ def test_ranks_are_refused(monkeypatch):
         manager_of(model)
 
 
-@pytest.mark.parametrize(
-    "left_out",
-    [
-        {"num_beams": 3},
-        {"repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 3},
-        {"max_time": 1.0},
-    ],
-)
-def test_settings_that_would_be_left_out_are_refused(left_out):
+LEFT_OUT = {"num_beams": 3, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "max_time": 1.0}
+
+
+@pytest.mark.parametrize(("name", "value"), [("min_new_tokens", 3), *LEFT_OUT.items()])
+def test_settings_that_would_be_left_out_are_refused(name, value):
     """Hugging Face logs a line, or fails in its thread; generate has them all."""
-    ((name, value),) = left_out.items()
     text = f"generation_config.{name} must be .* in continuous batching, got {value}"
     with pytest.raises(NotImplementedError, match=text):
-        patched("v3").generate_batch([[5, 6]], generation_config=settings(**left_out))
+        patched("v3").generate_batch([[5, 6]], generation_config=settings(**{name: value}))

@@ -59,13 +59,8 @@ def main(path: str, examples: int, **rest: Any) -> None:
                 engine.abort_request([name])
                 seen["left"] += name not in last or not last[name].finished
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @settings(suppress_health_check=list(HealthCheck))
     @given(st.lists(REQUESTS, min_size=1, max_size=8))
     def serve(requests: list[Request]) -> None:
         llm.reset_prefix_cache()

@@ -67,27 +67,20 @@ def test_the_mode_of_vllm_compiles_or_does_not(given, backend):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("hf_config", SimpleNamespace(model_type="kimi_k2")),
-        ("pipeline_parallel_size", 2),
-        ("decode_context_parallel_size", 2),
-        ("prefill_context_parallel_size", 2),
-        ("enable_expert_parallel", True),
-        ("lora_config", SimpleNamespace()),
-        ("dtype", torch.float16),
-        ("cache_dtype", "fp8_e5m2"),
-        ("cache_dtype", "float32"),
-        ("hf_overrides", {"num_hidden_layers": 2}),
-        ("load_format", "dummy"),
+        ("hf_config", SimpleNamespace(model_type="kimi_k2")), ("enable_expert_parallel", True),
+        *((f"{name}_parallel_size", 2)
+          for name in ("pipeline", "decode_context", "prefill_context")),
+        ("lora_config", SimpleNamespace()), ("dtype", torch.float16), ("load_format", "dummy"),
+        ("cache_dtype", "fp8_e5m2"), ("cache_dtype", "float32"), ("hf_overrides", {"x": 2}),
         ("mode", SimpleNamespace(name="STOCK_TORCH_COMPILE")),
         ("speculative_config", SimpleNamespace(method="eagle")),
     ],
-)
+)  # fmt: skip
 def test_what_the_model_would_ignore_is_refused_by_name(name, value):
     said = {"lora_config": "enable_lora", "cache_dtype": "kv_cache_dtype"}
     said |= {"hf_config": "model_type", "mode": "compilation_config.mode"}
-    with pytest.raises(
-        NotImplementedError, match=f"DeepseekForCausalLM: {said.get(name, name)} must be "
-    ):
+    rule = f"DeepseekForCausalLM: {said.get(name, name)} must be "
+    with pytest.raises(NotImplementedError, match=rule):
         check_config(config(**{name: value}))
 
 
@@ -108,12 +101,10 @@ SPLIT = {"tensor_parallel_size": 2, "mode": SimpleNamespace(name="NONE")}
         ({"device": "cuda"}, "tensor_parallel_size"),
         ({"mode": SimpleNamespace(name="VLLM_COMPILE")}, "compilation_config.mode"),
         ({"data_parallel_size": 2}, "data_parallel_size"),
-        (
-            {"hf_config": SimpleNamespace(model_type="deepseek_v4", quantization_config={})},
-            "quantization_config",
-        ),
+        ({"hf_config": SimpleNamespace(model_type="deepseek_v4", quantization_config={})},
+         "quantization_config"),
     ],
-)
+)  # fmt: skip
 def test_several_ranks_run_eagerly_on_a_cpu(changed, name):
     check_config(config(**SPLIT))
     with pytest.raises(NotImplementedError, match=f"DeepseekForCausalLM: {name} must be "):

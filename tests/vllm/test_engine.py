@@ -46,28 +46,43 @@ def serve(path, **settings):
     return report
 
 
-def test_whole_prefills_get_the_logprobs_of_a_step_alone(folders):
-    report = serve(folders["v4"], max_num_batched_tokens=1024)
+SHARES = {"shared": True, "enable_prefix_caching": True}
+CASES = {
+    "whole prefills": ("v4", {"max_num_batched_tokens": 1024}, {}),
+    "chunks of 64 tokens": ("v4", {}, {"steps": 80}),
+    "requests that lose their blocks": (
+        "v4",
+        {
+            "count": 8,
+            "new": 150,
+            "short": True,
+            "max_model_len": 512,
+            "num_gpu_blocks_override": 120,
+        },
+        {"preempted": 0},
+    ),
+    "prefixes that others fill in the same step": ("v4", SHARES, {"cached": 5000}),
+    "drafts by n-grams": (
+        "v4",
+        {"count": 10, "speculative_config": NGRAM, **SHARES},
+        {"drafted": 0},
+    ),
+    "v3": ("v3", {"count": 10, "block_size": 64, **SHARES}, {"cached": 1000}),
+    "compiled as by default": (
+        "v4",
+        {"count": 10, "enforce_eager": False, **SHARES},
+        {"graphs": 12},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_requests_get_the_logprobs_of_a_step_alone(folders, case):
+    """By Inductor, five minutes, which compiles before the first request."""
+    version, settings, least = CASES[case]
+    report = serve(folders[version], **settings)
     assert report.error <= 1e-5
-
-
-def test_chunks_of_prefills_do_too(folders):
-    report = serve(folders["v4"])
-    assert report.error <= 1e-5
-    assert report.steps > 80  # 64 tokens at most in each
-
-
-def test_requests_that_lose_their_blocks_run_again(folders):
-    few = {"max_model_len": 512, "num_gpu_blocks_override": 120}
-    report = serve(folders["v4"], count=8, new=150, short=True, **few)
-    assert report.error <= 1e-5
-    assert report.preempted > 0
-
-
-def test_requests_share_prefixes_that_others_fill_in_the_same_step(folders):
-    report = serve(folders["v4"], shared=True, enable_prefix_caching=True)
-    assert report.error <= 1e-5
-    assert report.cached > 5000
+    assert all(getattr(report, name) > value for name, value in least.items())
 
 
 @pytest.mark.parametrize("version", ["v4", "v3"])
@@ -81,21 +96,6 @@ def test_compiled_steps_leave_every_byte_of_the_pool_as_eager_steps_do(folders, 
     assert report.graphs == {"v4": 12, "v3": 8}[version]
     assert (eager.graphs, report.late) == (0, eager.late)  # vLLM compiles one of its own
     assert report.error <= 1e-5
-
-
-def test_vllm_compiles_by_default(folders):
-    """By Inductor, before the first request; five minutes."""
-    shares = {"shared": True, "enable_prefix_caching": True}
-    report = serve(folders["v4"], count=10, enforce_eager=False, **shares)
-    assert report.graphs > 12
-    assert report.error <= 1e-5
-
-
-def test_drafts_by_ngrams_change_no_token(folders):
-    shares = {"shared": True, "enable_prefix_caching": True}
-    report = serve(folders["v4"], count=10, speculative_config=NGRAM, **shares)
-    assert report.error <= 1e-5
-    assert report.drafted > 0
 
 
 RELEASED = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "enable_prefix_caching": True}
@@ -139,13 +139,6 @@ def test_drafts_by_the_checkpoints_layer_are_those_of_a_step_alone(
     assert (seen["wrong"], seen["others"]) == (0, 0)
     assert seen["drafts"] > 30
     assert seen["cached"] > 0
-
-
-def test_v3_shares_prefixes_of_latent_rows(folders):
-    settings = {"shared": True, "enable_prefix_caching": True, "block_size": 64}
-    report = serve(folders["v3"], count=10, **settings)
-    assert report.error <= 1e-5
-    assert report.cached > 1000
 
 
 @pytest.mark.parametrize(

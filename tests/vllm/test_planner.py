@@ -35,17 +35,13 @@ def caches_of(config):
 def groups_of(config):
     """vLLM's groups of caches; each block has our bytes."""
     caches = caches_of(config)
+    layout = {"get_resolved_kv_cache_layout": lambda: KVCacheLayout.BLHNC}
     settings = SimpleNamespace(
-        cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC,
-            enable_prefix_caching=True,
-            block_size=256,
-        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=256, **layout),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
-        speculative_config=None,
-        diffusion_config=None,
         model_config=SimpleNamespace(hf_config=config),
+        **dict.fromkeys(("speculative_config", "diffusion_config")),
     )
     specs = {name: kv_cache_spec(cache) for name, cache in caches.items()}
     groups = get_kv_cache_groups(settings, specs)
