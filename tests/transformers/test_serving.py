@@ -87,15 +87,13 @@ def chat(content, **rest):
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 8, **rest}
 
 
-def text_of(line):
-    return json.loads(line[6:])["choices"][0]["text"] if line else ""
-
-
 def streamed(answer):
     """The text of a stream, and why it ended."""
-    chunks = [json.loads(line[6:]) for line in answer.splitlines() if line]
-    found = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
-    return found, chunks[-1]["choices"][0]["finish_reason"]
+    parts = [json.loads(line[6:])["choices"][0] for line in answer.splitlines() if line]
+    found = "".join(
+        part.get("text") or part.get("delta", {}).get("content") or "" for part in parts
+    )
+    return found, parts[-1]["finish_reason"]
 
 
 def settled(server):
@@ -253,13 +251,13 @@ def test_a_completion_of_several_prompts_has_a_choice_for_each(server, texts):
         usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         assert (status, answer["usage"]) == (200, usage)
     _, answer = post(server, TEXT, {"prompt": ids[0], "max_tokens": 8, "stream": True})
-    assert "".join(map(text_of, answer.splitlines())) == texts("The sky")
+    assert streamed(answer) == (texts("The sky"), "length")
     settled(server)
 
 
 @needs_server
 def test_tools_come_into_a_prompt_whose_template_has_them(server, monkeypatch):
-    tokenizer = server._model_manager.loaded_models[server.path].processor
+    tokenizer = server._tokenizer
     template = (
         "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
     )

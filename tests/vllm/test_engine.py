@@ -113,15 +113,8 @@ def test_a_released_folder_is_served_from_fp8_and_fp4(folders, count, settings, 
     assert (report.graphs > 12) == bool(settings)
 
 
-@pytest.mark.parametrize(
-    ("version", "settings"),
-    [
-        ("v4", {}),
-        ("v3", {"block_size": 64}),
-        ("v4", {"enforce_eager": False, "additional_config": AOT_EAGER}),
-        ("v3", {"block_size": 64, "enforce_eager": False, "additional_config": AOT_EAGER}),
-    ],
-)
+@pytest.mark.parametrize("settings", [{}, {"enforce_eager": False, "additional_config": AOT_EAGER}])
+@pytest.mark.parametrize("version", ["v4", "v3"])
 def test_drafts_by_the_checkpoints_layer_are_those_of_a_step_alone(
     folders, version, settings, tmp_path
 ):
@@ -130,7 +123,7 @@ def test_drafts_by_the_checkpoints_layer_are_those_of_a_step_alone(
     if version == "v4":
         path = write_drafting_v4(tmp_path, folders["released"])
     else:
-        path = write_drafting_v3(tmp_path)
+        path, settings = write_drafting_v3(tmp_path), {"block_size": 64, **settings}
     whole = {"enable_prefix_caching": True, "max_num_batched_tokens": 5120}
     settings = {"path": str(path), "count": 6, "new": 8, **whole, **settings}
     seen = json.loads(in_process("tests.vllm.drafts", settings))
