@@ -14,17 +14,10 @@ from dsv4_ops.testing.case import OpTesting
 from dsv4_ops.testing.contract.audit import audit
 
 HOST_FUNCTIONS = {  # and those around collectives of torch
-    "cp_combine",
-    "cp_gather_heads",
-    "cp_gather_rows",
-    "max_context_chunks",
-    "max_prefill_chunks",
-    "mla_workspace_rows",
-    "plan_context_chunks",
-    "plan_prefill_chunks",
-    "rope_cos_sin_cache",
-    "split_kv_b_proj",
-}
+    "cp_combine", "cp_gather_heads", "cp_gather_rows", "max_context_chunks",
+    "max_prefill_chunks", "mla_workspace_rows", "plan_context_chunks", "plan_prefill_chunks",
+    "rope_cos_sin_cache", "split_kv_b_proj",
+}  # fmt: skip
 SPEC = OPS["prefill_gather_lens"]
 
 

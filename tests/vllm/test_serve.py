@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -40,10 +41,13 @@ def address(folder):
     settings += ["--num-gpu-blocks-override", "300"]  # which this backend copies in every op
     settings += ["--additional-config", '{"dsv4_ops": {"backend": "aot_eager"}}']
     settings += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"]
-    # not vllm serve, which looks for a distribution of the name vllm
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command = [*server, "--model", str(folder), *settings]
-    more = {"DSV4_OPS_VLLM": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(folder), *settings]
+    # vllm serve looks for a distribution of the name vllm, and vllm-cpu has another
+    info = folder / "names" / "vllm-0.32.0+cpu.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    more = {"PYTHONPATH": f"{info.parent}:{os.environ.get('PYTHONPATH', '')}"}
+    more |= {"DSV4_OPS_VLLM": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     more |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     log = folder / "server.log"
     with log.open("w") as out:

@@ -135,19 +135,12 @@ def paged(*args, **changed):
 @pytest.mark.parametrize(
     ("tokens", "heads", "programs", "joining"),
     [
-        (32, 64, (132, 1), 16),
-        (120, 64, (132, 1), 16),
-        (60, 8, (132, 1), 60),
-        (16, 128, (66, 2), 8),
-        (60, 128, (66, 2), 8),
-        (40, 160, (44, 3), 6),
-        (121, 64, (154, 1), 16),
-        (256, 64, (289, 1), 16),
-        (61, 128, (77, 2), 8),
-        (256, 128, (272, 2), 8),
-        (41, 160, (52, 3), 6),
+        (32, 64, (132, 1), 16), (120, 64, (132, 1), 16), (60, 8, (132, 1), 60),
+        (16, 128, (66, 2), 8), (60, 128, (66, 2), 8), (40, 160, (44, 3), 6),
+        (121, 64, (154, 1), 16), (256, 64, (289, 1), 16), (61, 128, (77, 2), 8),
+        (256, 128, (272, 2), 8), (41, 160, (52, 3), 6),
     ],
-)
+)  # fmt: skip
 def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, joining):
     """A program for each SM whatever the tables' width, or of more tokens one for each and a
     quarter of the SMs for extra splits; and about 1024 that combine."""
