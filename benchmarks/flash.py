@@ -44,8 +44,7 @@ _CHUNK = 4096
 _BYTES_PER_MS = {"H200": 4.8e9, "H100": 3.35e9}
 """Memory bandwidth of GPUs by a part of their names."""
 _LONG = 131072
-"""Maximum context of the first cache; longer contexts are measured last, in a cache of their own,
-whose tables are wider."""
+"""Longer contexts are measured last, in a cache of their own, whose tables are wider."""
 _RESERVED_GB = 1.6
 """Memory for graphs and activations of decode steps, besides the cache."""
 _COLLECTIVES = ("nccl", "merge_ranks", "gather_ranks")
@@ -77,6 +76,7 @@ class FlashRow:
     peak_gb: float | None = None  # the allocator's maximum
     logits_error: float | None = None  # median over the tokens of a check
     worst_error: float | None = None
+    same_keys: bool | None = None  # whether the first layer's window has the same bytes
     note: str | None = None  # why a point was not run, or a summary of the soak
     error: str | None = None
 
@@ -140,15 +140,12 @@ class FlashRanks(Ranks):
         with self.phase("patch"):
             self.patch(model, split=True)
         weights, step = Weights.of(model), self.compiled(model, v4.decode_step)
-        short = [each for each in self.options.contexts if each <= _LONG]
-        if short:
-            Decodes(self, model, weights, step, short).run()
-            self.free()
-        self.prefills(model)
-        long = [each for each in self.options.contexts if each > _LONG]
-        if long:
-            self.free()
-            Decodes(self, model, weights, step, long).run()
+        for are_long in (False, True):
+            contexts = [each for each in self.options.contexts if (each > _LONG) == are_long]
+            if contexts:
+                Decodes(self, model, weights, step, contexts).run()
+            if not are_long:
+                self.prefills(model)
 
     def free(self) -> None:
         """Return the memory of what is no longer used."""
@@ -210,16 +207,17 @@ class FlashRanks(Ranks):
         row = self.row("check")
         row.layers, began = layers, time.perf_counter()
         self.say(f"{layers} layers on {self.world} ranks against one ...")
-        logits = []
+        found = []
         for split in (True, False):
             if split or self.rank == 0:
                 model = self.patch(self.model(layers, split=split), split=split)
-                logits.append(_checked_logits(model))
+                found.append(_checked(model))
                 del model
         self.free()
         dist.barrier()
         if self.rank == 0:
-            ours, one = logits
+            (ours, window), (one, window_of_one) = found
+            row.same_keys = torch.equal(window, window_of_one)
             errors = (ours - one).norm(dim=-1) / one.norm(dim=-1)
             row.logits_error, row.worst_error = float(errors.median()), float(errors.max())
             if not row.logits_error < _MOST_ERROR:
@@ -246,6 +244,7 @@ class FlashRanks(Ranks):
         from dsv4_ops.integrations import transformers as v4
         from dsv4_ops.integrations.transformers.generation import kept
 
+        self.free()
         prompts = sorted(self.options.prefills)
         chunk = min(_CHUNK, max(prompts))
         cache = v4.PagedCache.for_model(
@@ -321,6 +320,7 @@ class Decodes:
     ) -> None:
         from dsv4_ops.integrations import transformers as v4
 
+        ranks.free()  # what was measured before
         self.ranks, self.model, self.weights = ranks, model, weights
         self.spec = model.dsv4_ops_spec
         self.shares = 1 if self.spec.parallel is None else ranks.world
@@ -497,8 +497,8 @@ def _own(parameter: Any) -> Any:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _checked_logits(model: Any) -> Tensor:
-    """Return the logits of prefills longer than a window of 128, and of decodes after them."""
+def _checked(model: Any) -> tuple[Tensor, Tensor]:
+    """Return logits of prefills and decodes beyond a window, and the first layer's rows."""
     from dsv4_ops.integrations import transformers as v4
 
     requests, length, steps = (4, 300, 4) if model.device.type == "cuda" else (2, 140, 2)
@@ -512,7 +512,7 @@ def _checked_logits(model: Any) -> Tensor:
         batch = step_batch([1] * requests, [length + number] * requests, cache.device, rows)
         logits.append(v4.decode_step(model, batch, cache))
     _raise_if_dropped(cache)
-    return torch.cat(logits).float()
+    return torch.cat(logits).float(), cache.tensors.layers[0].swa
 
 
 def _raise_if_dropped(cache: Any) -> None:
