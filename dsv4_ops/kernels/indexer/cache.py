@@ -34,7 +34,7 @@ _MIN_INT32 = tl.constexpr(-INT32_MAX - 1)
 
 @triton.jit
 def _count_boundaries(cu_seq_lens, cu_stride, index, low, high):
-    """Count the boundaries at or before each row; the count is between ``low`` and ``high``."""
+    """Count the request boundaries at or before each row: ``low`` to ``high`` boundaries."""
     half = 1
     while half * 2 <= high - low:
         half *= 2
@@ -59,8 +59,9 @@ def gather_indexer_kernel(
     BLOCK_SIZE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ROWS: tl.constexpr, PROBES: tl.constexpr,
 ):  # fmt: skip
-    """Gather a tile of ROWS rows. To find their requests, the program loads PROBES boundaries at
-    once, evenly spaced if there are more. Rows search only if a boundary may lie between them."""
+    """Gather a tile of ROWS rows. To find the requests of these rows, the program loads PROBES
+    request boundaries at once, evenly spaced if there are more. Each row searches for its request
+    only if a boundary may lie inside the tile."""
     wait_for_previous_kernel()
     begin = tl.program_id(0) * ROWS
     index = begin + tl.arange(0, ROWS)

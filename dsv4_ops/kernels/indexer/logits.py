@@ -30,16 +30,16 @@ QUANTIZED_HEADS = 16
 """Heads of a token per program that quantises."""
 
 STEP = 128
-"""Keys that are scored at a time: a multiple of 64, as the matrix unit needs."""
+"""Number of keys that are scored at a time: a multiple of 64, as the matrix unit needs."""
 
 ROWS = 512
-"""Logits of a token per program of the paged kernel; half as many if programs are few and keys
-become bf16, as a tile holds half as many bf16 keys."""
+"""Logits of a token per program of the paged kernel. Half as many if there are few programs and
+keys are converted to bf16, because a tile then holds half as many keys."""
 
 _FEW = 4 * PROGRAMS * ROWS
 
 TOKENS = 8
-"""Queries per program of the ragged kernel, which scores the same keys with all of them."""
+"""Queries per program of the ragged kernel. A program scores the same keys with all its queries."""
 
 STAGES = 4
 
@@ -47,8 +47,8 @@ WARPS = 4
 
 
 def tile_sizes(num_heads: int, target: Target) -> dict[str, int]:
-    """Return the padded number of heads, and the keys that are scored at a time: half as many in
-    bf16, which takes twice the registers of codes."""
+    """Return the padded number of heads, and the number of keys that are scored at a time. bf16
+    keys are half as many, because they need twice the registers of codes."""
     heads = max(16, triton.next_power_of_2(num_heads))
     step = STEP if target.converts_codes else STEP // 2
     return {"HEADS": heads, "STEP": min(step, max(64 * step // heads, 16))}
@@ -177,7 +177,7 @@ def indexer_logits_ragged_kernel(
     DIM: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Score a tile of keys, which is loaded once, with the queries of TOKENS tokens."""
+    """Load a tile of keys once, and score it with the queries of TOKENS tokens."""
     wait_for_previous_kernel()
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
     head_weights = (weights, weight_token_stride, weight_head_stride)

@@ -25,8 +25,8 @@ def quantize_queries(
         angles: See ``kernels.common``.
         out: Codes and scaled weights, both dense.
         SOFTMAX_SCALE: Factor of the weights.
-        ROPE: Number of values of a head that are rotated; whether they are the first, not the last;
-            and whether neighbours form pairs, not values of both halves.
+        ROPE: Number of rotated values of a head; whether the first values are rotated, not the
+            last; and whether a pair is two adjacent values, not a value of each half.
         DIM: Values per head.
         HEADS: Heads per tile.
         CONVERTS: See ``common/fp8.py``.
@@ -45,7 +45,7 @@ def quantize_queries(
     head = program % tiles * HEADS + tl.arange(0, HEADS)
     head_valid = head < num_heads
     dim = tl.arange(0, DIM)[None, :]
-    if not INTERLEAVED:  # both values of a pair side by side
+    if not INTERLEAVED:  # load the two values of a pair side by side
         place = dim - FIRST
         paired = FIRST + place // 2 + place % 2 * (ROPE_DIM // 2)
         dim = tl.where((place >= 0) & (place < ROPE_DIM), paired, dim)

@@ -12,9 +12,9 @@ from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
 
 @triton.jit
 def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr, CONVERTS: tl.constexpr):
-    """Return the query of the int64 ``token``: one e4m3 tile [DIM, HEADS] if the GPU CONVERTS, else
-    two bf16 tiles [DIM / 2, HEADS]. ``q``: codes, their token, head and value strides, and the
-    number of heads."""
+    """Return the query of the int64 ``token``: with CONVERTS one e4m3 tile [DIM, HEADS], else two
+    bf16 tiles [DIM / 2, HEADS]. ``q``: codes, their token, head and value strides, and the number
+    of heads."""
     q, token_stride, head_stride, dim_stride, num_heads = q
     head = tl.arange(0, HEADS)
     head_valid = head < num_heads
@@ -46,8 +46,9 @@ def load_weights(weights, token, num_heads, HEADS: tl.constexpr):
 
 @triton.jit
 def load_codes(start, byte_stride, mask, DIM: tl.constexpr, CONVERTS: tl.constexpr):
-    """Load keys, e4m3 [rows, DIM] or two bf16 halves of DIM, from the byte pointers ``start``.
-    Masked rows are undefined; a product keeps rows apart."""
+    """Load keys from the byte pointers ``start``: with CONVERTS e4m3 [rows, DIM], else two bf16
+    tiles [rows, DIM / 2]. Masked rows are undefined, which does not affect the scores of other
+    rows."""
     # without ``other`` the load goes directly to shared memory
     if CONVERTS:
         lane = tl.arange(0, DIM)[None, :] * byte_stride
@@ -63,15 +64,15 @@ def load_codes(start, byte_stride, mask, DIM: tl.constexpr, CONVERTS: tl.constex
 
 @triton.jit
 def score_codes(codes, scale, query, weight, CONVERTS: tl.constexpr):
-    """Return float32 scores of a tile of keys. All rows are summed in the same order, so that the
-    score of a key does not depend on its row."""
+    """Return float32 scores of a tile of keys. The sum of each row has the same order, so the score
+    of a key does not depend on its row in the tile."""
     if CONVERTS:
         products = tl.dot(codes, query)
     else:
         codes0, codes1 = codes
         query0, query1 = query
-        # Triton assigns all warps to the rows of products that follow each other, so that none
-        # converts the rows of another
+        # Triton assigns all warps to rows, because one product follows the other; so no warp
+        # converts the rows of another warp
         products = tl.zeros((scale.shape[0], weight.shape[0]), tl.float32)
         products = multiply_add(codes0, query0, products)
         products = multiply_add(codes1, query1, products)
@@ -83,12 +84,12 @@ def score_codes(codes, scale, query, weight, CONVERTS: tl.constexpr):
 def load_tile_pages(
     table_row, start, stop, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Load the pages of at least ROWS rows from ``start`` on, a multiple of STEP: one page per tile
-    of STEP rows, or one per block if a tile has two; -1 from ``stop`` on. ``table_row``: the
-    request's row of the block table and its stride.
+    """Load the pages of at least ROWS rows from ``start`` on, a multiple of STEP. Load one page per
+    tile of STEP rows, or one per block if a tile has two blocks; -1 from ``stop`` on.
+    ``table_row``: the request's row of the block table and its stride.
 
-    The pages are loaded before the loop over the tiles, where the loads of keys would wait for
-    pages."""
+    The pages are loaded before the loop over the tiles, because in the loop the loads of keys would
+    wait for them."""
     if BLOCK_SIZE % STEP == 0 or STEP == 2 * BLOCK_SIZE:
         SPAN: tl.constexpr = min(BLOCK_SIZE, STEP)
         row = start + tl.arange(0, max(ROWS // SPAN, 32)) * SPAN
@@ -112,7 +113,7 @@ def _mask_page(page, num_blocks):
 
 @triton.jit
 def _extract(values, index):
-    """Return one of ``values``, which lie in different threads."""
+    """Return the value at ``index``; the values lie in different threads."""
     lane = tl.arange(0, values.shape[0])
     return tl.sum(tl.where(lane == index, values, 0), axis=0)
 
@@ -122,11 +123,11 @@ def score_tile(
     cache, table_row, pages, start, tile, stop, query, weight,
     FORMAT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Score a tile of the rows whose pages ``load_tile_pages`` has loaded; return scores, and which
-    of them are in pages that exist.
+    """Score a tile of the rows whose pages ``load_tile_pages`` loaded. Return the scores, and which
+    rows are in pages that exist.
 
-    Only blocks of less than half a tile need a 64-bit address per row, which costs as much as the
-    product. FORMAT: rows per block, bytes of a row's codes and of its scale, and CONVERTS of
+    A 64-bit address per row costs as much as the product. Only blocks of less than half a tile need
+    such addresses. FORMAT: rows per block, bytes of a row's codes and of its scale, and CONVERTS of
     ``common/fp8.py``."""
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     DATA_BYTES: tl.constexpr = FORMAT[1]

@@ -21,36 +21,39 @@ CAPACITY = 2048
 """Capacity of a scratch row in keys, unless twice topk is more."""
 
 MERGE_CAPACITY = 4096
-"""Keys that one merge takes, unless twice topk is more."""
+"""Maximum keys of one merge, unless twice topk is more."""
 
 GROUPS = 8
-"""Maximum groups of a row whose lists have more keys than one merge takes."""
+"""Maximum groups of lists of a row. A row has groups if its lists have too many keys for one
+merge."""
 
 WIDE, WIDE_GROUP = 1024, 8192
-"""Wide lists (at least WIDE keys) are merged in groups of WIDE_GROUP keys, because one merge holds
-few of them. Rows of up to 32768 keys then need no more passes than with narrow lists."""
+"""Lists of at least WIDE keys are merged in groups of WIDE_GROUP keys, because one merge holds few
+such lists. Rows of up to 32768 keys then need no more passes than with narrow lists."""
 
 MIN_PART = 256
 """Minimum keys of a part."""
 
 SHORT_PART = 200
-"""A row has at most as many parts as one merge takes lists, if parts then have up to this many keys
-per token of the call. H100, top 512, one token per request: 32 x 32k 29.4 us, down from 48.5; 14 x
-128k 53.4, down from 57.1. 8 x 128k exceeds it: 40.0 us, where one merge would need 46.6."""
+"""Use one merge for a row if its parts then have up to this many keys per token of the call.
+
+H100, top 512, one token per request: 32 x 32k take 29.4 us, down from 48.5; 14 x 128k take 53.4 us,
+down from 57.1. 8 x 128k have longer parts and use several merges: 40.0 us, and 46.6 with one."""
 
 LOGITS_STEP, LOGITS_MIN_PART = 512, 2048
-"""For logits that are read: keys per step, and minimum keys of a part."""
+"""Keys per step and minimum keys of a part, if the kernel reads logits."""
 
 STAGES = 3
 
 
 def warps_for(capacity: int) -> int:
-    """Return the warps of a program whose threads have 16 keys each."""
+    """Return the warps for ``capacity`` keys: 16 keys per thread, but 4 to 16 warps."""
     return min(max(capacity // 512, 4), 16)
 
 
 class _Scratch:
-    """Scratch rows, the plan of the parts of every row, and the constants of both passes."""
+    """Scratch rows, the plan of each row's parts, and the constants of the first pass and of the
+    merges."""
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class _Scratch:
         if isinstance(parts, int):
             merged_part = (num_keys + max_lists - 1) // max_lists
             if merged_part <= short_part * num_tokens:
-                parts = min(parts, max_lists)  # as the kernel does for each row
+                parts = min(parts, max_lists)  # as ``partition`` does for each row
         self.max_parts = torch.sym_max(1, parts)
         self.programs = torch.sym_min(num_tokens * self.max_parts, PROGRAMS)
         self.arguments = (*self.lists, self.out, num_tokens, self.max_parts, topk)
@@ -132,7 +135,7 @@ def indexer_topk(
         *strided(logits), num_columns, *strided(lens), *scratch.arguments,
         STEP=LOGITS_STEP, **scratch.sizes,
     )  # fmt: skip
-    return scratch.merge((lens, 0, lens, 0, 0, 0), 1, False)  # without slots, no table is read
+    return scratch.merge((lens, 0, lens, 0, 0, 0), 1, False)  # the table is not read without slots
 
 
 def indexer_select(

@@ -1,8 +1,8 @@
-"""Exact top-k of int32 keys, and merges of lists; of equal keys the first are selected.
+"""Exact top-k of int32 keys, and merges of lists. Among equal keys, the first keys are selected.
 
 A row is divided into parts. The first pass reduces each part to a list of its largest keys
 (``topk_partial.py``); then the lists of a row are merged. A list keeps the order of the row, so
-that ties need no index.
+ties are broken without comparing indices.
 """
 
 import triton
@@ -21,13 +21,14 @@ def partition(
     MERGE_CAPACITY: tl.constexpr, GROUPS: tl.constexpr, GROUP_CAPACITY: tl.constexpr,
     MAX_LISTS: tl.constexpr, SHORT_PART: tl.constexpr,
 ):  # fmt: skip
-    """Divide a row of ``count`` keys into parts. Return their number, keys per part, the width of
-    their lists, and whether a list has all keys of its part. Up to ``topk`` keys are one part.
+    """Divide a row of ``count`` keys into parts. Return the number of parts, keys per part, the
+    width of a list, and whether a list has all keys of its part. Up to ``topk`` keys are one part.
 
     Lists are as wide as one merge of MERGE_CAPACITY keys allows, so that only the merge has to be
-    exact. More lists are first merged in GROUPS groups, GROUP_CAPACITY keys at a time.
+    exact. If lists have more keys than that, they are first merged in GROUPS groups, GROUP_CAPACITY
+    keys at a time.
     """
-    # if parts stay short, use no more than one merge takes: that costs less than a merge of groups
+    # if parts stay short, limit their number to one merge, which costs less than a merge of groups
     if SHORT_PART > 0:
         merged_part = (count + MAX_LISTS - 1) // MAX_LISTS
         is_short = merged_part <= SHORT_PART * num_tokens
@@ -37,8 +38,8 @@ def partition(
     complete = part_keys <= topk
     group_keys = tl.minimum(part_keys, topk) * GROUPS
     group = (count + group_keys - 1) // group_keys * part_keys
-    # a power of two, so that complete lists fit: those of the row into one merge, or those of a
-    # group into GROUP_CAPACITY
+    # a power of two, so that complete lists fit: all lists of the row into one merge, or the lists
+    # of a group into GROUP_CAPACITY
     if (count <= MERGE_CAPACITY) | (
         complete & (count <= GROUPS * GROUP_CAPACITY) & (group > GROUP_CAPACITY)
     ):
@@ -60,7 +61,7 @@ def select(key, low, topk, max_selected):
     """Select the largest keys: ``topk`` to ``max_selected`` of them, or all if there are fewer.
 
     Return a mask of the selected keys, their offsets in a list, their number, and a lower bound of
-    the keys. Keys below ``low`` are absent, or known not to be among the largest."""
+    the selected keys. Keys below ``low`` are absent, or known not to be among the largest."""
     total = tl.sum((key >= low).to(tl.int32), axis=0)
     threshold = low - 1
     num_above = total
@@ -90,13 +91,13 @@ def select_topk(key, topk):
 
 @triton.jit
 def scratch_slots(number, CAPACITY: tl.constexpr):
-    """Return the slots of a scratch row, consecutive ones in consecutive threads. ``number`` is not
-    negative.
+    """Return the slots of a scratch row; consecutive threads have consecutive slots. ``number`` is
+    not negative.
 
-    The result hides two facts from Triton. If it knew that slots are consecutive, a thread would
-    load four neighbours; but stores to offsets that it does not know to be consecutive have one
-    slot per thread, and a conversion between the layouts costs more than the selection. If it knew
-    that slots are the same everywhere, it would keep addresses in registers.
+    The result hides two facts from Triton. If Triton knew that slots are consecutive, a thread
+    would load four adjacent slots. But in stores to unknown offsets a thread has one slot, and
+    converting between the two layouts costs more than the selection. If Triton knew that slots are
+    the same in all calls, it would keep addresses in registers.
     """
     return tl.arange(0, CAPACITY) ^ tl.minimum(number, 0)
 
@@ -111,8 +112,8 @@ def _load_indices(indices, head, base, slot):
 
 @triton.jit
 def reduce_list(keys, indices, fill, head, base, low, topk, max_selected, CAPACITY: tl.constexpr):
-    """Reduce the ``fill`` keys of a scratch row to the largest, ``topk`` to ``max_selected`` of
-    them, without gaps. Return their number and a lower bound of them."""
+    """Reduce the ``fill`` keys of a scratch row to the ``topk`` to ``max_selected`` largest keys,
+    without gaps. Return the number of these keys and a lower bound of them."""
     slot = scratch_slots(fill, CAPACITY)
     tl.debug_barrier()  # after all stores of keys
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
@@ -126,8 +127,8 @@ def reduce_list(keys, indices, fill, head, base, low, topk, max_selected, CAPACI
 
 @triton.jit
 def emit_list(keys, indices, fill, head, base, table_row, out, topk, SIZES: tl.constexpr):
-    """Select the result row at ``out`` from a scratch row, as indices, or as slots if SLOTS. SIZES:
-    WIDTH, CAPACITY, BLOCK_SIZE and SLOTS."""
+    """Select the top k of a scratch row, and write them to ``out`` as indices, or as slots if
+    SLOTS. SIZES: WIDTH, CAPACITY, BLOCK_SIZE and SLOTS."""
     CAPACITY: tl.constexpr = SIZES[1]
     slot = scratch_slots(fill, CAPACITY)
     tl.debug_barrier()  # after all stores of keys
@@ -142,7 +143,7 @@ def _emit(key, index, mask, table_row, out, topk, SIZES: tl.constexpr):
     WIDTH: tl.constexpr = SIZES[0]
     BLOCK_SIZE: tl.constexpr = SIZES[2]
     SLOTS: tl.constexpr = SIZES[3]
-    if SLOTS:  # pages of all keys: the selection hides the latency of their loads
+    if SLOTS:  # load the pages of all keys, because the selection hides the latency of these loads
         page = load_pages(table_row, index, mask, BLOCK_SIZE)
     selected, dst, count = select_topk(key, topk)
     if SLOTS:
@@ -153,7 +154,7 @@ def _emit(key, index, mask, table_row, out, topk, SIZES: tl.constexpr):
 
 @triton.jit
 def pad_list(keys, count, width, CAPACITY: tl.constexpr):
-    """Pad a list of ``count`` keys to ``width`` with absent ones."""
+    """Pad a list of ``count`` keys to ``width`` with absent keys."""
     if count < width:
         slot = scratch_slots(count, CAPACITY)
         tl.store(keys + slot, ABSENT_KEY, mask=(slot >= count) & (slot < width))
@@ -169,8 +170,8 @@ def pad_result(out, count, topk, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_entries(scratch, lists, base, start, head, CAPACITY: tl.constexpr):
-    """Load the first ``head`` keys of the first list, then the entries from ``start`` on of all
-    lists. Return keys and indices; in complete lists, indices count from ``base``.
+    """Load the first ``head`` keys of the first list, then entries of all lists from entry
+    ``start`` on. Return keys and indices; in complete lists, indices count from ``base``.
 
     ``scratch``: keys, indices, and keys per row. ``lists``: the row of the first list, the step
     between rows of lists, entries of all lists, entries per list, and whether lists are complete.
@@ -195,8 +196,9 @@ def _load_entries(scratch, lists, base, start, head, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _merge(scratch, lists, base, topk, CAPACITY: tl.constexpr):
-    """Merge lists into the first of them; return its number of keys. CAPACITY keys are loaded at a
-    time, at least the whole first list, so that it is read before it is overwritten."""
+    """Merge lists into the first list; return the number of keys in the result. CAPACITY keys are
+    loaded at a time. CAPACITY is at least the width of a list, so the first list is read before it
+    is overwritten."""
     keys, indices, stride = scratch
     row, _, entries, _, _ = lists
     count = 0
@@ -214,7 +216,7 @@ def _merge(scratch, lists, base, topk, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _emit_lists(scratch, lists, table_row, out, topk, SIZES: tl.constexpr):
-    """Select the result row at ``out`` from lists with at most CAPACITY keys, as ``emit_list``."""
+    """Select the top k of lists that have at most CAPACITY keys; write them as ``emit_list``."""
     CAPACITY: tl.constexpr = SIZES[1]
     key, index = _load_entries(scratch, lists, 0, 0, 0, CAPACITY)
     # the index of an absent key is arbitrary
@@ -227,7 +229,8 @@ def merge_groups_kernel(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     MERGE_CAPACITY: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the lists of each row with more than MERGE_CAPACITY keys in groups, one per program."""
+    """Merge the lists of each row that has more than MERGE_CAPACITY keys in its lists. A program
+    merges one group of lists."""
     wait_for_previous_kernel()
     token = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
@@ -254,12 +257,12 @@ def merge_parts_kernel(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of every row with several parts, as indices, or as slots if SLOTS. Its token
-    is not padding, so that its request is in the block table."""
+    """Write the result of every row with several parts, as indices, or as slots if SLOTS. The token
+    of such a row is not padding, so the block table has its request."""
     wait_for_previous_kernel()
     token = tl.program_id(0)
     table = block_table
-    if SLOTS:  # loaded together with the plan
+    if SLOTS:  # load the request together with the plan
         request = tl.load(req_indices + token.to(tl.int64) * request_stride)
         table += request.to(tl.int64) * table_stride
     parts = tl.load(plan + 3 * token)

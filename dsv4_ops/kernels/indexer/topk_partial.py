@@ -1,12 +1,12 @@
-"""First pass of the selection: reduce every part of a row to a list of its largest keys. The keys
-come from logits that are read, or from scores that are computed.
+"""First pass of the selection: reduce every part of a row to a list of the part's largest keys. The
+kernels read keys as logits, or compute them as scores.
 
-A program has a scratch row of CAPACITY keys and indices. Keys are appended in order, absent ones
-too, so that the loop that waits for loads counts nothing; the indices follow from the slots.
-When the row is full, it is reduced to at most MAX_WIDTH keys.
+A program has a scratch row of CAPACITY keys and indices. It appends keys in order, absent keys too,
+so that the loop over loads need not count keys; an index follows from the slot of its key. When the
+scratch row is full, the program reduces it to at most MAX_WIDTH keys.
 
-The number of keys of a row decides where keys are stored. Torch counts a tensor as written if its
-pointer reaches a store through the result of a function; so the kernels themselves load lengths and
+The number of keys of a row decides where keys are stored. torch counts a tensor as written if its
+pointer reaches a store through the result of a function. So the kernels themselves load lengths and
 positions, and device functions do not.
 """
 
@@ -29,8 +29,8 @@ from dsv4_ops.kernels.indexer.topk_merge import emit_list, pad_list, partition, 
 
 @triton.jit
 def _write_plan(plan, token, part, parts, width, complete):
-    """Store for the merges: the number of a row's parts, the width of their lists, and whether the
-    lists are complete."""
+    """Store for the merges: the number of a row's parts, the width of a list, and whether lists are
+    complete."""
     if part == 0:
         tl.store(plan + 3 * token, parts)
         tl.store(plan + 3 * token + 1, width)
@@ -39,7 +39,7 @@ def _write_plan(plan, token, part, parts, width, complete):
 
 @triton.jit
 def _finish(scratch, fill, head, base, parts, width, table_row, out, topk, SIZES: tl.constexpr):
-    """Write the result of a row with one part; otherwise pad the list of the part for the merge."""
+    """Write the result of a row that has one part; otherwise pad the part's list for the merge."""
     CAPACITY: tl.constexpr = SIZES[1]
     keys, indices = scratch
     if parts == 1:
@@ -58,8 +58,8 @@ def select_logits_kernel(
     MAX_WIDTH: tl.constexpr, MERGE_CAPACITY: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_CAPACITY: tl.constexpr, MAX_LISTS: tl.constexpr, SHORT_PART: tl.constexpr,
 ):  # fmt: skip
-    """Select from logits that are read. A program takes every ``num_programs``-th part of the
-    batch, the first parts of all rows first."""
+    """Select by logits. A program processes every ``num_programs``-th part of the batch; the first
+    parts of all rows come first."""
     wait_for_previous_kernel()
     program = tl.program_id(0)
     keys += program.to(tl.int64) * CAPACITY
@@ -128,8 +128,8 @@ def select_keys_kernel(
     MAX_LISTS: tl.constexpr, SHORT_PART: tl.constexpr, STAGES: tl.constexpr, SLOTS: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Select by scores that are computed from queries and keys. Parts are assigned to programs as
-    in ``select_logits_kernel``."""
+    """Compute scores from queries and keys, and select by them. Programs process parts as in
+    ``select_logits_kernel``."""
     wait_for_previous_kernel()
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
     head_weights = (weights, weight_token_stride, weight_head_stride)
@@ -179,7 +179,7 @@ def select_keys_kernel(
                 while start < stop:
                     length = tl.minimum(stop - start, (CAPACITY - fill) // STEP * STEP)
                     tiles = (length + STEP - 1) // STEP
-                    # Triton's interpreter has no range up to a tensor; extra tiles add no keys
+                    # Triton's interpreter cannot loop up to a tensor; extra tiles add no keys
                     for tile in tl.range(
                         0, CAPACITY // STEP if EMULATE else tiles, num_stages=STAGES
                     ):
