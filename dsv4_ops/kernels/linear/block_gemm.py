@@ -1,5 +1,5 @@
-"""Block-scaled GEMM of FP8 codes with FP8 weights, for many tokens. The matrix unit multiplies
-codes; both scales multiply the sum of each block of 128 columns in float32."""
+"""Block-scaled GEMM of FP8 codes and FP8 weights, for many tokens. The matrix unit multiplies
+codes. The sum over each block of 128 columns is multiplied by its two scales in float32."""
 
 import torch
 import triton
@@ -18,16 +18,16 @@ from dsv4_ops.kernels.common.triton_compat import INTERPRETED
 from dsv4_ops.kernels.launcher import Launcher
 
 TOKENS, WARPS = 64, 4
-"""Tokens and warps per program: several programs fit an SM, and one scales its sums while others
-multiply. Tiles of 128 x 128 with eight warps take 92 us, these tiles 81 us (1024 tokens of V4's
-``o_a``, an H200)."""
+"""Tokens and warps per program. An SM runs several such programs, so one program scales its sums
+while other programs multiply. On an H200, ``o_a`` of V4 with 1024 tokens takes 81 us; with tiles of
+128 x 128 and eight warps, 92 us."""
 
 ROWS, SMALL_ROWS = 128, 64
-"""Weight rows per program; the smaller number if the larger one would leave SMs idle. A tile lies
-in one block of scales."""
+"""Weight rows per program: SMALL_ROWS if ROWS would leave SMs idle. The rows of a tile share a
+block of scales."""
 
 STAGES, LARGE_STAGES, LARGE_TOKENS = 4, 3, 512
-"""Pipeline stages up to, and above, this number of tokens."""
+"""Pipeline stages for up to LARGE_TOKENS tokens, and for more tokens."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -39,7 +39,7 @@ def fp8_block_kernel(
     out, num_tokens,
     SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of tokens and weight rows. Neighbouring programs share weight rows."""
+    """Compute a tile of tokens and weight rows. Adjacent programs share weight rows."""
     wait_for_previous_kernel()
     TOKENS: tl.constexpr = TILE[0]
     ROWS: tl.constexpr = TILE[1]
@@ -69,7 +69,7 @@ def fp8_block_kernel(
 
 
 def is_supported(launch: Launcher, x: Tensor) -> bool:
-    """Return whether the kernel was measured on the GPU of ``x``: on Hopper alone."""
+    """Return whether ``x`` is on a Hopper GPU; the kernel was measured on no other GPU."""
     return INTERPRETED or launch.target(x.device).is_hopper
 
 

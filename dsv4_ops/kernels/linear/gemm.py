@@ -1,5 +1,5 @@
-"""GEMM with FP8 weights for few tokens: the weight is read once, and K is split among programs if
-the weight has few rows."""
+"""GEMM with FP8 weights for few tokens. The weight is read once. If the weight has few rows, K is
+split among programs."""
 
 import torch
 import triton
@@ -23,30 +23,30 @@ from dsv4_ops.kernels.linear import block_gemm
 from dsv4_ops.reference.linear import quantized
 
 FEW_TOKENS = 16
-"""Largest batch whose activations the programs reorder themselves."""
+"""Maximum number of tokens for which the programs of the GEMM reorder the activations."""
 
 MAX_BF16_TOKENS = 32
-"""Largest batch whose codes become bf16, because split-K is faster then: 32 tokens of ``kv`` take
-7.8 us, down from 12.6; but 64 of ``q_b`` take 34.5 us, up from 14.0 (an H200). Grouped layers:
-FEW_TOKENS."""
+"""Maximum number of tokens for which codes are converted to bf16. Split-K is then faster: on an
+H200, ``kv`` takes 7.8 us for 32 tokens, down from 12.6, but ``q_b`` takes 34.5 us for 64 tokens, up
+from 14.0. The maximum of grouped layers is FEW_TOKENS."""
 
 TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (128, 8, 3)}
 """Weight rows per program, warps and pipeline stages, by the tokens per program."""
 
 PROGRAMS_PER_SM = {16: 4, 32: 4, 64: 2, 128: 1}
-"""Programs per SM that K is split for, by the tokens per program: more tokens make larger partial
-sums."""
+"""Target number of programs per SM when K is split, by the tokens per program. With more tokens,
+partial sums are larger, so K has fewer splits."""
 
 SUMS, SUM_WARPS = 256, 4
-"""Values per program of the kernel that adds splits, and its warps. Inductor's own code takes 3.4
-us for 2 MB, and 11 us if a SwiGLU follows."""
+"""Values per program of the kernel that adds splits, and warps. Code that Inductor generates takes
+3.4 us for 2 MB, and 11 us if a SwiGLU follows."""
 
 MIN_STEPS, MAX_SPLITS = 2, 16
 """Minimum blocks of K per split, and maximum splits."""
 
 SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
-"""Tokens per program and maximum splits for a symbolic batch: each split stores partial sums of the
-whole batch, which may be large."""
+"""Tokens per program and maximum splits for a symbolic batch. Splits are few, because each split
+stores partial sums of the whole batch, which may be large."""
 
 
 @triton.jit(do_not_specialize=SIZES_BUT_TOKENS)
@@ -129,7 +129,7 @@ def _multiply_as_bf16(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Multiply ``x`` [num_tokens, num_groups, in_features] by the weight rows of each group, as
-    bf16; return the splits of K, float32 if there are several."""
+    bf16. Return the splits of K; several splits are float32."""
     num_tokens, num_groups, width = x.shape[0], int(x.shape[1]), int(x.shape[2])
     rows = int(weight.shape[0])
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -160,8 +160,9 @@ def _multiplies_codes(
     activations: str,
     out_dtype: torch.dtype,
 ) -> bool:
-    """Return whether products of codes are faster for ``x`` [num_tokens, num_groups, in_features],
-    and precise enough: the matrix unit adds them in about 14 bits, enough for bf16 results."""
+    """Return whether products of codes are faster for ``x`` [num_tokens, num_groups, in_features]
+    and precise enough. The matrix unit adds such products with about 14 bits, which is enough for
+    bf16 results."""
     if out_dtype != torch.bfloat16:
         return False
     num_tokens, is_fp8 = x.shape[0], x_scale is not None or activations == "fp8"

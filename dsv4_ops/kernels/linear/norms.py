@@ -1,5 +1,5 @@
-"""A product with FP8 weights whose result is two vectors, each of which is normalised: the kernel
-that adds the splits of K has all of a token's values."""
+"""A product with FP8 weights whose result is two vectors per token, each of which is normalised.
+The kernel that adds the splits of K also normalises, because it has all values of a token."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear.gemm import products
 
 WARPS = 8
-"""Warps of a program that normalises a vector of up to 2048 values."""
+"""Warps of a program, which normalises one vector."""
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""A product with FP8 weights whose result is gates and ups: the kernel that adds the splits of K
-computes their SwiGLU."""
+"""A product with FP8 weights whose result is gates and ups. The kernel that adds the splits of K
+also computes the SwiGLU."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.linear.gemm import products
 
 COLUMNS, WARPS = 256, 4
-"""Values of the result per program, and its warps."""
+"""Values of the result per program, and warps per program."""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def sum_and_swiglu_kernel(
     partial, out, num_tokens,
     SIZE: tl.constexpr, SPLITS: tl.constexpr, LIMIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some values of a token from their gates and ups, SIZE apart."""
+    """Compute some values of a token from their gates and ups, which are SIZE columns apart."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
