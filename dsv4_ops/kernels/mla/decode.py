@@ -41,24 +41,25 @@ MIN_TILE = 16
 """Minimum rows and columns of a matrix product."""
 
 FORMATS = {PlainLayout.tag: 0, MlaFp8Layout.tag: 1, MlaDsFp8Layout.tag: 2}
-"""Number of each layout in the kernels."""
+"""The number that stands for each layout in the kernels."""
 
 WIDTH, RANK = 576, 512
-"""Width of a row, and of the leading part that is its value; Hopper's kernel needs both."""
+"""Width of a row, and width of the leading part, which is the value. Hopper's kernel supports only
+these widths."""
 
 PAIR = 2 * KEY_TILE
 """Keys of a pair of blocks; a split of Hopper's kernel is a whole number of pairs."""
 
 INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
-"""Batch-invariant calls: keys of a block table per split, and maximum splits."""
+"""Keys of a block table per split, and maximum splits, in batch-invariant calls."""
 
 PARTS, MAX_ROWS_IN_PARTS = 4, 1024
-"""Programs that combine one row (a token and a head), and the maximum rows for that number."""
+"""PARTS programs combine each row (a token and a head) of up to MAX_ROWS_IN_PARTS rows."""
 
 
 class Call(NamedTuple):
-    """The tensors of a call; optional ones come last. With the setting ``slots``, ``block_table``
-    has the slots of every token, and ``req_indices`` is not read."""
+    """The tensors of a call; optional tensors come last. With the setting ``slots``,
+    ``block_table`` has the slots of every token, and ``req_indices`` is not read."""
 
     q: Tensor
     kv_cache: Tensor
@@ -123,12 +124,12 @@ _HOPPER_SETTINGS = (
 
 
 def runs_on_hopper(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> bool:
-    """Whether Hopper's kernel takes the call: rows of 576 values, bf16 or FP8."""
+    """Whether Hopper's kernel supports the call: rows of 576 values, bf16 or FP8."""
     q, cache = call.q, call.kv_cache
     is_plain = settings["layout"] == PlainLayout.tag
     dtype_fits = q.dtype == torch.bfloat16 or not is_plain
     sizes_fit = int(q.shape[2]) == WIDTH and int(settings["kv_lora_rank"]) == RANK
-    # a trace does not know addresses: the op checks them
+    # a trace has no addresses, so the op checks the address when it runs
     aligned = launch.opaque_gluon or launch.is_aligned(cache)
     aligned = aligned and cache.stride(0) % MIN_TILE == 0
     return dtype_fits and sizes_fit and aligned and support.runs(launch, q, True)
@@ -141,9 +142,11 @@ def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def group_of(call: Call, batch_invariant: bool) -> int:
-    """Return how many tokens of a request share a program: enough to fill its rows with their
-    heads, but at most the mean number per request, because a group's other programs are launched
-    too."""
+    """Return the size of a group: tokens of a request that share a program.
+
+    The heads of a group fill the rows of a program, but the size is at most the mean number of
+    tokens per request, because a program is launched for every token, and those of all tokens of a
+    group but the first return early."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     if call.query_start_loc is None or call.plan is not None or batch_invariant:
         return 1
@@ -187,12 +190,12 @@ def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) 
 
 
 def _batch_decides(settings: Mapping[str, Any]) -> bool:
-    """Whether the batch decides the splits."""
+    """Whether the splits may depend on the batch."""
     return settings["num_splits"] == 0 and not settings["batch_invariant"]
 
 
 def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, free: bool) -> None:
-    """Combine the splits; with more programs for few rows, if the batch decides the splits."""
+    """Combine the splits. If ``free``, several programs combine each row of a small batch."""
     num_tokens, num_heads, rank = results[0].shape
     few = isinstance(num_tokens, int) and num_tokens * num_heads <= MAX_ROWS_IN_PARTS
     parts = PARTS if free and few and rank == RANK else 1
@@ -200,7 +203,7 @@ def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, f
 
 
 def _row_arguments(call: Call) -> tuple[Any, ...]:
-    """Return rows, tables, scales and the plan in the order of both kernels' arguments."""
+    """Return the arguments of both kernels for rows, tables and scales, and those for the plan."""
     lens, plan = call.seq_lens, call.plan
     starts = lens if call.query_start_loc is None else call.query_start_loc
     return (
@@ -217,7 +220,7 @@ def _row_arguments(call: Call) -> tuple[Any, ...]:
 def _constants(call: Call, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constants of both kernels."""
     return {
-        "SOFTMAX_SCALE": float(settings["softmax_scale"]),  # Inductor would pass a float64
+        "SOFTMAX_SCALE": float(settings["softmax_scale"]),  # Inductor's arguments are float64
         "BLOCK_SIZE": settings["block_size"],
         "FORMAT": FORMATS[settings["layout"]],
         "ROW": int(call.kv_cache.shape[2]),
@@ -233,13 +236,14 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
     q, rank = call.q, int(settings["kv_lora_rank"])
     if q.dtype == torch.float8_e4m3fn:
         converts = launch.target(q.device).converts_codes
-        q = (q if converts else e4m3_values(q.view(torch.uint8))).to(torch.bfloat16)  # exact
+        # bf16 represents e4m3 values exactly
+        q = (q if converts else e4m3_values(q.view(torch.uint8))).to(torch.bfloat16)
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
     is_float32 = q.dtype == torch.float32
     group = group_of(call, settings["batch_invariant"])
     has_wgmma = launch.target(q.device).is_hopper and not is_float32
     keys = KEY_TILE if has_wgmma else KEY_TILE // 2
-    # without wgmma the queries stay in registers: 32 rows of them would spill
+    # without wgmma, queries stay in registers, and 32 rows of queries would spill
     rows = triton.next_power_of_2(min(group * num_heads, HEAD_TILE)) if has_wgmma else MIN_TILE
     rows = max(rows, MIN_TILE)
     work = split(call, False, settings, group)
@@ -265,8 +269,8 @@ def _attend_on_hopper(
     launch: Launcher, *tensors: Tensor | None, **settings: Any
 ) -> tuple[Tensor, Tensor]:
     """Attend with Hopper's kernel; ``tensors`` are the fields of ``Call``."""
-    call = Call(*tensors)  # type: ignore[arg-type]  # the first ones are never None
-    q = call.q.to(torch.bfloat16)  # exact
+    call = Call(*tensors)  # type: ignore[arg-type]  # the required tensors are not None
+    q = call.q.to(torch.bfloat16)  # exact for e4m3 values
     call = call._replace(q=copied(launch, q))
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     group = group_of(call, settings["batch_invariant"])
@@ -305,5 +309,5 @@ hopper_mla_decode = opaque_op.define(
     _call,
     _fake,
 )
-"""All launches of a call as one op, which sees the real sizes even in a graph for any number of
-tokens."""
+"""The op that makes all launches of a call. It sees the real sizes, also in a graph for any number
+of tokens."""

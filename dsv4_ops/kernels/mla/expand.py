@@ -11,10 +11,11 @@ from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 HALF_TILE, SINGLE_TILE = (128, 256, 64, 3, 8), (32, 64, 32, 2, 4)
-"""Rows, columns, depth, stages and warps of a product, for half precision and for float32."""
+"""Rows, columns, depth, stages and warps of a tile, for half precision and for float32."""
 
 SIDE_BY_SIDE = 16
-"""Row tiles whose programs run side by side, and share the weight's columns in the L2."""
+"""Number of row tiles whose programs run at the same time and share columns of the weight in the
+L2."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -37,7 +38,7 @@ def mla_expand_kernel(
     column = index // row_tiles * COLUMNS + tl.arange(0, COLUMNS)
     stop = tl.minimum(tl.load(num_valid), num_rows)
     row_valid, column_valid = row < stop, column < columns
-    # rows and columns past the end read the last one, without a mask, and are not stored
+    # past the end, load the last row or column again, without a mask; its result is not stored
     left = kv_c + tl.minimum(row, num_rows - 1)[:, None].to(tl.int64) * row_stride
     clamped_column = tl.minimum(column, columns - 1)
     head, head_column = (clamped_column // width).to(tl.int64), clamped_column % width

@@ -34,8 +34,8 @@ def _load_float32(tensor, token, mask, dim):
 
 @triton.jit
 def _scales(tiles, FINITE_MAX: tl.constexpr, UE8M0: tl.constexpr):
-    """Return the scale of each last dimension: amax over 448, NaN ignored, or a power of two above
-    it."""
+    """Return the scale of the values along the last dimension: amax / 448, without NaN. With UE8M0,
+    round the scale up to a power of two."""
     magnitudes = tl.minimum(tl.abs(tl.where(tiles != tiles, 0.0, tiles)), FINITE_MAX)
     amax = tl.max(magnitudes, axis=-1)
     scale = tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32))
@@ -58,8 +58,8 @@ def mla_insert_kernel(
     ROPE_TILE: tl.constexpr, ROW: tl.constexpr, WORD_BYTES: tl.constexpr, HAS_SCALE: tl.constexpr,
     UE8M0: tl.constexpr, FINITE_MAX: tl.constexpr, TOKENS: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Insert TOKENS rows. FORMAT: 0 values; 1 codes; 2 codes with a scale per 128, and RoPE
-    values."""
+    """Insert TOKENS rows. FORMAT is 0 for values, 1 for codes, and 2 for codes with a scale per 128
+    values, followed by RoPE values."""
     wait_for_previous_kernel()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1)

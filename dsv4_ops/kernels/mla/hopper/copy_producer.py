@@ -1,4 +1,4 @@
-"""Producer of dense MLA rows: it locates them, and copies bf16 rows to shared memory
+"""Producer of dense MLA rows. It locates rows, and copies bf16 rows to shared memory
 asynchronously."""
 
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ from dsv4_ops.kernels.common.hopper.mma_paired import EVEN, LEFT, ODD, RIGHT
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate, async_load, reinterpret
 
 ROPE = gl.constexpr(64)
-"""RoPE columns of a row; equal to the number of keys of a block."""
+"""RoPE columns of a row: as many as the keys of a block, so that a RoPE tile fits into a P tile."""
 
 NO_POSITION = gl.constexpr(2**31 - 1)
 """Position of a key that does not exist."""
@@ -30,7 +30,7 @@ WORD_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 WORD_ROW = gl.constexpr(gl.SliceLayout(1, WORD_LAYOUT.value))
 
 SMEM_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-"""The rows of a tile as words: the same bytes as its bf16 values."""
+"""Layout of a tile's rows as words, which are the same bytes as the 16-bit values."""
 
 _CHUNK_BYTES = gl.constexpr(128)
 """Bytes of a row that are checked at a time."""
@@ -38,9 +38,9 @@ _CHUNK_BYTES = gl.constexpr(128)
 
 @aggregate
 class Pages:
-    """Keys of a split: address, stride, number and rows of the pages, size of a row; address and
-    stride of the request's row of the block table, or with ``slots`` of the token's row of slots;
-    the positions ``first`` to ``stop``."""
+    """Keys of a split, at positions ``first`` to ``stop``. ``table_row`` and ``column_stride`` are
+    the address and the stride of the request's row of the block table; with ``slots``, of the
+    token's list of slots."""
 
     cache: Scalar
     page_stride: Scalar
@@ -64,8 +64,8 @@ class Rows:
 
 @gluon.jit
 def load_entries(pages, block, LAYOUT: gl.constexpr):
-    """Load the block-table entries of a block of this split's keys, or their slots; -1 past its
-    end."""
+    """Load the block-table entries of a block of keys, or the slots of the keys; -1 past the end of
+    the split."""
     COLUMN_KEYS: gl.constexpr = 1 if pages.slots else pages.block_size
     position = pages.first + block * KEYS + gl.arange(0, KEYS, LAYOUT)
     column = (position // COLUMN_KEYS).to(gl.int64)
@@ -96,9 +96,10 @@ def _copy_tile(tile, rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def clear_nonfinite(tile, bad_rows, is_masked, GROUP: gl.constexpr):
-    """Clear NaN and infinity in a tile of values if some tokens do not see all rows
-    (``is_masked``): P is 0 there, and its product with them would be NaN. Return which rows have
-    had such values so far; ``poison_rope`` tells the tokens that do see the row."""
+    """Replace NaN and infinity in a tile of values by 0 if some tokens do not see all rows
+    (``is_masked``). P is 0 for a token and a row that it does not see, and 0 times NaN or infinity
+    would be NaN. Return which rows have had such values so far. ``poison_rope`` then makes the
+    result of tokens that see such a row NaN."""
     EXPONENT: gl.constexpr = _BF16_EXPONENT if tile.dtype == gl.bfloat16 else _FLOAT16_EXPONENT
     if GROUP > 1:
         if is_masked:
@@ -118,7 +119,7 @@ def clear_nonfinite(tile, bad_rows, is_masked, GROUP: gl.constexpr):
 
 @gluon.jit
 def poison_rope(tile, bad_rows, is_masked, GROUP: gl.constexpr):
-    """Set the RoPE columns, which are no values, of ``bad_rows`` to NaN."""
+    """Set the RoPE columns of ``bad_rows`` to NaN, which makes the logits of these rows NaN."""
     if GROUP > 1:
         if is_masked:
             words = reinterpret(tile, gl.int32, [KEYS, ROPE // 2], SMEM_WORDS)
@@ -158,9 +159,9 @@ def arrive_after_copies(barrier):
 
 @gluon.jit
 def copy_pairs(pages, pairs, full_pairs, smem, GROUP: gl.constexpr):
-    """Fill the buffers in the order of their use, as one partition; all tokens of the group see the
-    first ``full_pairs`` pairs whole. The RoPE tile of a block lies in ``smem.p``: once its KV half
-    is free, so is its P."""
+    """Fill the buffers in the order of their use, as one partition. All tokens of the group see all
+    rows of the first ``full_pairs`` pairs. The RoPE tile of a block lies in the block's P tile,
+    which is free when the KV half that P multiplies last is free."""
     kv_smem, kv_valid_smem, p_smem = smem.kv, smem.kv_valid, smem.p
     kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free
     next_even = load_entries(pages, 0, COPY_ROW)

@@ -1,7 +1,7 @@
 """Dense MLA decode in Gluon: one partition produces keys, two attend to pairs of blocks.
 
 A row is three tiles: both halves of the latent, which are also the values, and the RoPE columns.
-The RoPE tile of a block is free once its logits are computed, and then holds the block's P.
+When the logits of a block are computed, the block's P replaces its RoPE tile in shared memory.
 """
 
 from triton.experimental import gluon
@@ -50,7 +50,8 @@ PAIR = gl.constexpr(128)
 """Keys of a pair of blocks; a split is a whole number of pairs."""
 
 _CODES_MMA_REGISTERS = gl.constexpr(192)
-"""Registers per thread of the MMA partitions over FP8 rows; dequantisation gets the rest."""
+"""Registers per thread of the MMA partitions over FP8 rows; the dequantising partition gets the
+rest."""
 
 _MIN_EXPONENT = gl.constexpr(15)
 """Minimum biased exponent of a query row's amax."""
@@ -69,8 +70,8 @@ class Queries:
 
 @aggregate
 class Tile:
-    """Query rows of a program. They are rows of ``tokens`` tokens from ``token`` on, and start at
-    row ``first_head``."""
+    """Query rows of a program. Rows are the heads of ``tokens`` tokens from ``token`` on; those of
+    the program begin at row ``first_head``."""
 
     token: Scalar
     first_head: Scalar
@@ -80,7 +81,8 @@ class Tile:
 
 @aggregate
 class Split:
-    """A token's split, the number of its splits, and the index of its first partial result."""
+    """A split of a token, the token's number of splits, and the index of its first partial
+    result."""
 
     first_partial: Scalar
     splits: Scalar
@@ -89,7 +91,8 @@ class Split:
 
 @aggregate
 class Lengths:
-    """Lengths of all tokens, their stride, and the position after the split's last key."""
+    """Address and stride of the lengths of all tokens, and the position after the split's last
+    key."""
 
     start: Scalar
     stride: Scalar
@@ -109,7 +112,7 @@ class Work:
 
 @aggregate
 class Output:
-    """Results of tokens with one split, and partial results of the others."""
+    """Addresses for results of tokens with one split, and for partial results of other tokens."""
 
     out: Scalar
     lse: Scalar
@@ -142,8 +145,8 @@ def _query_rows(q, tile, GROUP: gl.constexpr):
 
 @gluon.jit
 def _copy_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """Copy half of this program's query rows, and the RoPE columns with the left half; absent rows
-    become zeros."""
+    """Copy half of the columns of this program's query rows; with the left half, also copy the RoPE
+    columns. Absent rows become zeros."""
     start, valid = _query_rows(q, tile, GROUP)
     start, valid = start[:, None], valid[:, None]
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_LAYOUT))
@@ -159,9 +162,10 @@ def _copy_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.cons
 
 @gluon.jit
 def _scale_queries(q, tile, smem, q_rope_smem, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """Copy the queries as float16, each row times a power of two that brings its amax to at least
-    2^14: values down to 2^-31 of the amax keep all their bits. Return the inverse scales, which the
-    logits are multiplied by. The partitions exchange the amax of their halves."""
+    """Copy the queries as float16. Each row is multiplied by a power of two that brings its amax,
+    unless it is tiny, to 2^14 or above, so values down to 2^-31 of the amax keep all their bits.
+    Return the inverse scales, by which the caller multiplies the logits. The two partitions
+    exchange the amax of their halves."""
     start, valid = _query_rows(q, tile, GROUP)
     start, valid = start[:, None], valid[:, None]
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_LAYOUT))
@@ -212,8 +216,8 @@ def _row_lengths(lens, tile, GROUP: gl.constexpr):
 
 @gluon.jit
 def _reduce_amax(block: gl.constexpr, pairs, amax, smem):
-    """Return the amax over both halves of each row. It uses the P barriers: the other partition
-    could miss a phase of the row-sum barriers."""
+    """Return the amax over both halves of each row. The partitions exchange it with the P barriers,
+    because a partition could miss a phase of the row-sum barriers."""
     amax_smem, p_ready = smem.row_sum, smem.barriers.p_ready
     amax_smem.index(2 + block).store(amax)
     mbarrier.arrive(p_ready[block])
@@ -223,7 +227,7 @@ def _reduce_amax(block: gl.constexpr, pairs, amax, smem):
 
 @gluon.jit
 def _logit_scale(scales, SCALE: gl.constexpr):
-    """Return the factor of the logits; it stays a constant if it is known."""
+    """Return the factor of the logits: a constant if there are no scales."""
     if scales.has_q or scales.has_kv:
         scale = gl.to_tensor(SCALE)
         if scales.has_q:
@@ -237,8 +241,8 @@ def _logit_scale(scales, SCALE: gl.constexpr):
 
 @gluon.jit
 def _as_float16(smem, q_rope_smem):
-    """Reinterpret the shared memory for rows of codes: float16 holds every code, and P with more
-    bits than bf16."""
+    """Reinterpret the shared memory as float16, for rows of codes. float16 represents every code
+    exactly, and P with more bits than bf16 does."""
     kv_left_smem, kv_right_smem = smem.kv
     ROWS: gl.constexpr = smem.q.layout
     q_smem = reinterpret(smem.q, gl.float16, [1, HEADS, 2 * WIDTH], ROWS)
@@ -294,19 +298,19 @@ def _attend(
     inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
     if scales.has_kv:
         inverse *= gl.load(scales.kv)
-    rows = tile.tokens * num_heads - first_head  # rows left: no more are written
+    rows = tile.tokens * num_heads - first_head  # only this many rows are written
     staging = smem.p.index(HALF)
     staging = reinterpret(staging, gl.bfloat16, [HEADS, KEYS], staging.layout)
     splits = work.split.splits
     if splits == 1:
         row = tile.token * num_heads + first_head
-        if HALF == RIGHT:  # this partition waits once less
+        if HALF == RIGHT:  # the right partition waits less than the left
             store_lse(output.lse, row, row_max, row_sum, rows)
         write_half(output.out, staging, acc, inverse, row, rows, HALF * WIDTH, False)
     else:
         factor = gl.convert_layout(inverse, ACC_ROW)
         amax = _reduce_amax(HALF, pairs, amax_of(acc * factor[:, None]), smem)
-        # without a key the scale could be so small that ``inverse`` over it is infinite
+        # without a key the scale could be so small that ``inverse / scale`` is infinite
         scale = gl.where(amax == 0.0, 1.0, scale_of(amax))
         partial_index = work.split.first_partial + work.split.split
         row = partial_index.to(gl.int64) * num_heads + first_head
@@ -347,10 +351,10 @@ def hopper_mla_decode_kernel(
     SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token, or of a group of tokens of one request, over one split of
-    its keys. Arguments are those of ``mla_decode_kernel``; the values of a query are contiguous,
+    the keys. Arguments are those of ``mla_decode_kernel``; the values of a query are contiguous,
     and queries and rows begin at multiples of 16 bytes. A split is a whole number of block pairs.
-    With SCHEDULED, LANES is at least the number of tokens, and GROUP is 1. The TILES of heads of a
-    split run side by side, so that all but one read its keys from the L2."""
+    With SCHEDULED, LANES is at least the number of tokens, and GROUP is 1. The TILES head tiles of
+    a split run at the same time, so that all but one of them read the keys from the L2."""
     wait_for_previous_kernel()
     program, head_tile = gl.program_id(0) // TILES, gl.program_id(0) % TILES
     num_heads = gl.to_tensor(num_heads)
@@ -366,7 +370,7 @@ def hopper_mla_decode_kernel(
         if not valid:
             return
     elif SCHEDULED:
-        splits = gl.to_tensor(splits)  # a known number is a constant
+        splits = gl.to_tensor(splits)  # may be a constant
         grid = Grid(program, gl.num_programs(0) // TILES, head_tile == 0)
         if by_lengths > 0:
             lens, requests = PerToken(seq_lens, len_stride), PerToken(req_indices, req_stride)
@@ -415,7 +419,7 @@ def hopper_mla_decode_kernel(
     tiles = (length // PAIR + gl.where(length % PAIR > 0, 1, 0)).to(gl.int64)
     first_tile = (tiles * split // splits).to(gl.int32)
     stop_tile = (tiles * (split + 1) // splits).to(gl.int32)
-    pairs = gl.maximum(stop_tile - first_tile, 1)  # the partitions meet in one
+    pairs = gl.maximum(stop_tile - first_tile, 1)  # the partitions synchronise in at least one
     stop = gl.where(stop_tile < tiles, stop_tile * PAIR, length)
     stop = gl.where(stop_tile > first_tile, stop, 0)
 

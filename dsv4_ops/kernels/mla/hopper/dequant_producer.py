@@ -1,8 +1,9 @@
-"""Producer of dense MLA rows in FP8: it loads words of codes, and stores float16, or bf16 for rows
-with scales.
+"""Producer of dense MLA rows in FP8. It loads words of codes, and stores float16 values, or bf16
+values for rows with scales.
 
-It loads half the latents of a block at a time: a thread holds 64 codes of each of two rows, and
-eight codes of the RoPE columns. The next half is loaded while one is stored.
+The producer loads half of the latents of a block at a time. A thread then holds 64 codes of each of
+two rows, and eight codes of the RoPE columns. The next half is loaded while the current half is
+stored.
 """
 
 from triton.experimental import gluon
@@ -37,13 +38,13 @@ _LINE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0]))
 _LINE_ROW = gl.constexpr(gl.SliceLayout(1, _LINE_LAYOUT.value))
 
 _GROUP = gl.constexpr(32)
-"""Words of codes that share a scale."""
+"""Number of words of codes that share a scale."""
 
 
 @aggregate
 class HalfRows:
-    """Half the latents of a block: their codes as words, and the scales of the two groups, which
-    are None for rows without scales."""
+    """Half of the latents of a block: the codes as words, and the scales of their two groups.
+    Without scales, both are None."""
 
     codes: gl.tensor
     left_scale: Scalar
@@ -52,8 +53,9 @@ class HalfRows:
 
 @gluon.jit
 def codes_to_f16(words):
-    """Return the four e4m3 values of each word, exactly, as two words of two float16 values. This
-    takes one instruction for two values; bf16 takes six, which would bound the kernel."""
+    """Return the four e4m3 values of each word, exactly, as two words of two float16 values. The
+    conversion takes one instruction for two values. A conversion to bf16 takes six instructions,
+    which would bound the kernel."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 a, b; mov.b32 {a, b}, $2;
@@ -91,8 +93,8 @@ def scale_codes(words, scale):
 
 @gluon.jit
 def prefetch_l2(address, size):
-    """Prefetch ``size`` bytes from ``address`` into the L2, both multiples of 16. Four threads hold
-    both; the first one asks."""
+    """Prefetch ``size`` bytes at ``address`` into the L2. Address and size are multiples of 16.
+    Four threads hold the same address and size; only the first of them issues the prefetch."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred p; .reg .b32 lane;
@@ -124,9 +126,9 @@ def prefetch_line(address, valid):
 
 @gluon.jit
 def _prefetch(pages, block, entries):
-    """Prefetch the pages that begin in a block, or the block's rows if pages are larger than it.
-    Pages that end within a block are left to the loads. Rows in any slots are prefetched by lines:
-    a warp asks for one row at a time, but for lines at once."""
+    """Prefetch the pages that begin in a block of keys, or the rows of the block if a page has more
+    rows. Do nothing if such a page may end within a block. With ``slots``, prefetch rows by lines,
+    because a warp issues bulk prefetches one at a time, but prefetches many lines at once."""
     ROWS: gl.constexpr = pages.block_size if pages.block_size < KEYS else KEYS
     if pages.slots:
         rows = locate_rows(pages, block, entries, WORD_ROW)
@@ -153,7 +155,7 @@ def _load_words(rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
-    """Load the codes of half the latents, and their scales if the rows have any."""
+    """Load the codes of half of the latents, and their scales if rows have scales."""
     codes = _load_words(rows, HALF * WIDTH, WIDTH // 4)
     if FORMAT == SCALED:
         scales = (rows.start + 2 * WIDTH).to(gl.pointer_type(gl.float32), bitcast=True) + 2 * HALF
@@ -168,9 +170,9 @@ def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _load_next_half(rows, HALF: gl.constexpr, loaded, zero, FORMAT: gl.constexpr):
-    """Load half the latents once the half before, ``loaded``, is there: one counter of the hardware
-    counts all loads, so that a wait for earlier loads would wait for later ones too. ``zero`` is 0,
-    which the compiler does not know."""
+    """Load half of the latents after the previous half, ``loaded``, has arrived. The hardware has
+    one counter for all loads, so a wait for earlier loads would also wait for later loads. ``zero``
+    is 0, but the compiler does not know that."""
     if FORMAT == SCALED:
         nothing = loaded.right_scale.to(gl.int32, bitcast=True) & zero
         rows = Rows(rows.start + nothing * 16, rows.position)
@@ -179,7 +181,8 @@ def _load_next_half(rows, HALF: gl.constexpr, loaded, zero, FORMAT: gl.constexpr
 
 @gluon.jit
 def _load_rope(rows, FORMAT: gl.constexpr):
-    """Load the codes of the RoPE columns; RoPE values are copied later, when their tile is free."""
+    """Load the codes of the RoPE columns. Rows with scales have RoPE values instead of codes;
+    ``_store_rope`` copies these when the tile is free."""
     if FORMAT == SCALED:
         rope = rows
     else:
@@ -196,7 +199,7 @@ def _halves(words):
 
 @gluon.jit
 def _values(half, FORMAT: gl.constexpr):
-    """Dequantise half the latents of a block into words of two values."""
+    """Dequantise half of the latents of a block into words of two values."""
     if FORMAT == SCALED:
         word = gl.arange(0, WIDTH // 4, gl.SliceLayout(0, WORD_LAYOUT))
         scale = gl.where(
@@ -217,14 +220,14 @@ def _store(tile, words):
 
 @gluon.jit
 def _store_half(tile, half, bad_rows, is_masked, FORMAT: gl.constexpr, GROUP: gl.constexpr):
-    """Dequantise and store half the latents of a block."""
+    """Dequantise and store half of the latents of a block."""
     _store(tile, _values(half, FORMAT))
     return clear_nonfinite(tile, bad_rows, is_masked, GROUP)
 
 
 @gluon.jit
 def _store_rope(tile, rope, bad_rows, is_masked, FORMAT: gl.constexpr, GROUP: gl.constexpr):
-    """Store the RoPE columns that ``_load_rope`` returned."""
+    """Store the RoPE columns. ``rope``: the result of ``_load_rope``."""
     if FORMAT == SCALED:
         words = (rope.start + (2 * WIDTH + 16)).to(gl.pointer_type(gl.int32), bitcast=True)
         word = gl.arange(0, ROPE // 2, gl.SliceLayout(0, WORD_LAYOUT))

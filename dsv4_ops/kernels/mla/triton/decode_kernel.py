@@ -30,7 +30,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 def _codes_to_float(codes, CONVERTS: tl.constexpr):
     """Return the float32 values of e4m3 codes."""
     if CONVERTS:
-        # by way of float16: the direct conversion to bf16 uses a slow unit, one value at a time
+        # through float16: a direct conversion to bf16 would use a slow unit, one value at a time
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
         return decode(codes, CONVERTS)
@@ -38,7 +38,7 @@ def _codes_to_float(codes, CONVERTS: tl.constexpr):
 
 @triton.jit
 def _load_codes(row, dim, mask, DTYPE: tl.constexpr, CONVERTS: tl.constexpr):
-    """Load codes [keys, dims] as values of DTYPE, without their scale."""
+    """Load codes [keys, dims] as values of DTYPE; do not multiply them by a scale."""
     codes = tl.load(row[:, None] + dim[None, :], mask=mask, other=0)
     if CONVERTS:
         return round_to(_codes_to_float(codes, CONVERTS), DTYPE)
@@ -102,17 +102,18 @@ def mla_decode_kernel(
     TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SLOTS: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of a group of tokens over one split of its keys, for ROWS rows of
+    """Compute the attention of a group of tokens over one split of the keys, for ROWS rows of
     queries.
 
-    A group is one token, or up to GROUP tokens of a request, which then read their keys once; its
-    query rows are tokens times heads. The TILES of rows of a split run side by side, so that all
-    but one read its keys from the L2.
+    A group is one token, or up to GROUP tokens of a request, which read the keys together. The
+    query rows of a group are the heads of its tokens. The TILES tiles of rows of a split run at the
+    same time, so that all but one of them read the keys from the L2.
 
     A group begins every GROUP tokens from ``query_start_loc`` on, and after a token of another
-    request; the programs of its other tokens return early. A token with one split is finished here;
-    with several, the normalised accumulator goes to ``partial`` in multiples of ``partial_scale``.
-    FORMAT of rows: 0 values, 1 codes, 2 codes with scales, and RoPE values. With SLOTS,
+    request. The program of the group's first token computes the group; those of its other tokens
+    return early. With one split, the program writes the result. With several splits, it writes the
+    normalised accumulator, divided by ``partial_scale``, to ``partial``. FORMAT of rows is 0 for
+    values, 1 for codes, and 2 for codes with scales, followed by RoPE values. With SLOTS,
     ``block_table`` lists the slots of every token instead of the blocks of a request.
     """
     wait_for_previous_kernel()
@@ -208,8 +209,8 @@ def mla_decode_kernel(
         bad_rows = tl.zeros((KEYS,), dtype=tl.int32)
         if GROUP > 1:
             if (tile + 1) * KEYS > min_length:
-                # P is 0 for tokens that do not see a row, and its product with NaN or infinity
-                # would be NaN: tokens that do see the row get NaN through the logits
+                # P is 0 for tokens that do not see a row, and 0 times NaN or infinity is NaN, so
+                # clear such values; tokens that see the row get NaN through the logits
                 is_finite = tl.abs(latent.to(tl.float32)) < float("inf")
                 bad_rows = tl.max(tl.where(is_finite, 0, 1), axis=1)
                 latent = tl.where(is_finite, latent, 0.0)
