@@ -11,7 +11,8 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla_context.prefill_kernel import mla_prefill_kernel
 
 _LARGE_TILE, _SMALL_TILE = (128, 64, 2, 8), (64, 32, 2, 4)
-"""Queries, keys, stages and warps of a tile: 128 and 64 KiB of shared memory with V3's sizes."""
+"""Queries, keys, stages and warps of a tile. With V3's sizes, the tiles need 128 and 64 KiB of
+shared memory."""
 
 
 def mla_prefill(
@@ -33,7 +34,7 @@ def mla_prefill(
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
     target = launch.target(q.device)
     queries, keys, stages, warps = _LARGE_TILE if target.large_tiles else _SMALL_TILE
-    # two more spans: the tokens before the first request and after the last one
+    # two more spans: the tokens before the first request, and those after the last request
     tiles = num_tokens // queries + num_reqs + 2
     launch(mla_prefill_kernel)[tiles, num_heads](
         *strided(q, k_nope, k_pe, v, query_start_loc, cu_seq_lens),

@@ -42,10 +42,10 @@ def _attend(
 
     Args:
         state: acc, row_max and row_sum of the queries.
-        queries: Values of the queries without RoPE, and those with RoPE.
-        keys: A head's first row, row stride and column stride, each of k_nope, k_pe and v.
-        span: First key, and one past the last.
-        key_limit: One past the last key that each query sees.
+        queries: The NoPE part and the RoPE part of the queries.
+        keys: For each of k_nope, k_pe and v: the head's first row, row stride and column stride.
+        span: The first key, and one past the last key.
+        key_limit: For each query, one past the last key that the query sees.
         SIZES: Columns of k_nope, k_pe and v; columns of their tiles; keys per tile; softmax_scale;
             stages; and whether the mask is causal.
         MASKED: Whether some queries do not see all of these keys, or the last tile is partial.
@@ -112,10 +112,12 @@ def mla_prefill_kernel(
 ):  # fmt: skip
     """Compute a tile of queries of one head.
 
-    The tokens before the first request, the tokens of each request, and the tokens after the last
-    one are spans 0 to num_reqs + 1. The tiles of span n start at first // QUERIES + n, which leaves
-    each span enough tiles. A start below its predecessor counts as equal to it, so that every row
-    is written whatever the starts are. Tiles of late queries, which see the most keys, come first.
+    Span 0 is the tokens before the first request, span n the tokens of request n - 1, and span
+    num_reqs + 1 the tokens after the last request. The tiles of span n start at tile
+    first // QUERIES + n, where ``first`` is the span's first token. This leaves each span enough
+    tiles. A start below an earlier start counts as equal to that start, so that every row is
+    written whatever the starts are. Tiles of late queries run first, because they see the most
+    keys.
     """
     wait_for_previous_kernel()
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -143,7 +145,7 @@ def mla_prefill_kernel(
     key_stop = tl.load(bounds + cu_stride, mask=is_request, other=0)
     key_start = tl.minimum(tl.maximum(key_start, 0), num_k)
     key_stop = tl.minimum(tl.maximum(key_stop, 0), num_k)
-    # one past the last key that every query of the tile sees, and that any of them does
+    # one past the last key that every query of the tile sees, and that any of its queries sees
     common_stop = key_stop
     max_stop = key_stop
     key_limit = tl.zeros((QUERIES,), dtype=tl.int32) + key_stop
