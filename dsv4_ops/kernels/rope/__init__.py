@@ -1,4 +1,4 @@
-"""Launchers of query norm, RoPE and insert in one kernel, and of inverse RoPE of the output."""
+"""Launchers of two kernels: query norm, RoPE and insert; and inverse RoPE of the output."""
 
 from dsv4_ops.kernels.rope.inverse_rope_group import (
     inverse_rope_group as inverse_rope_group,

@@ -27,7 +27,7 @@ from dsv4_ops.kernels.common.sizes import SIZES
 from dsv4_ops.kernels.launcher import Launcher
 
 HEADS = 8
-"""Heads per program, all of one token: 32 values per thread."""
+"""Heads per program, all of one token. A thread then has 32 values."""
 
 WARPS = 4
 

@@ -23,8 +23,9 @@ def _load_rotated_tail(
     src, dim_stride, mask, factor, token, positions, angles,
     CODE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Load float32 [rows, ROPE_DIM], the end of the rows at ``src``, multiplied by ``factor`` and
-    rotated by the position of each ``token``, or of one token for all rows."""
+    """Load the last ROPE_DIM values of the rows at ``src`` as float32 [rows, ROPE_DIM], multiply
+    them by ``factor``, and rotate them by the position of each row's token. ``token`` may also be
+    one token for all rows."""
     ROWS: tl.constexpr = src.shape[0]
     cos_sin_cache, table_stride, column_stride, num_positions = angles
     position_rows, position_stride = positions[0], positions[1]
@@ -93,7 +94,7 @@ def _insert_keys(
     page, row, slot_valid = locate_slots(slot, num_blocks, BLOCK_SIZE)
     src = kv + token.to(tl.int64) * row_stride
     block = k_cache + page * page_stride
-    if SCALE_BYTES == 0:  # a plain cache: copy words, which keep the payload of a NaN
+    if SCALE_BYTES == 0:  # in a plain cache, copy words, which keep the payload of a NaN
         lane = tl.arange(0, HEAD_DIM)[None, :]
         dst = block.to(tl.pointer_type(tl.int16), bitcast=True) + row * cache_row_stride
         src_words = src.to(tl.pointer_type(tl.int16), bitcast=True)[:, None]
@@ -128,11 +129,11 @@ def normalise_and_insert(
     loads depend on each other.
 
     Args:
-        program: Index of a tile: first the tiles of keys, then the tiles of heads per token.
+        program: Index of a tile. Tiles of keys come first, then the tiles of heads of each token.
         q: Queries, the strides of tokens, heads and values, the result, and the number of heads.
         kv: Keys and the strides of rows and values.
         cache, slots, angles, FORMAT: See ``kernels.common``.
-        positions: Positions, their stride, and any other entries, which are not read.
+        positions: Positions and their stride; other entries are not read.
         EPS: Epsilon of the norm.
         HEADS, KEYS: Heads and keys per tile.
     """
@@ -149,10 +150,10 @@ def normalise_and_insert(
 
 
 HEADS = 4
-"""Heads per program, all of one token: 16 values per thread."""
+"""Heads per program, all of one token. A thread then has 16 values."""
 
 KEYS = 4
-"""Keys per program, as in the insert."""
+"""Keys per program, as in the kernel that only inserts."""
 
 WARPS = 4
 
