@@ -1,5 +1,5 @@
-"""Hyper-connections in two kernels: split-K products of the streams, then, for each token, the
-collapsed stream and the weights of the next call."""
+"""Hyper-connections in two kernels. The first kernel computes split-K products of the streams. The
+second kernel computes the collapsed stream of each token, and its weights for the next call."""
 
 import torch
 import triton
@@ -19,19 +19,21 @@ from dsv4_ops.kernels.launcher import Launcher
 
 FEW_TOKENS = 16
 FEW, MANY = (16, 16, 4), (32, 64, 4)
-"""Columns of each stream, tokens and warps per program of the products: for a small batch (256
-programs with V4 Flash), and for a large or symbolic one. For a large batch, twice as many warps
-hold the tiles where ``mma.sync`` multiplies."""
+"""Columns of each stream, tokens, and warps per program of the products, for a small batch (256
+programs with V4 Flash) and for a large or symbolic batch. On GPUs without ``large_tiles``, the
+tiles of a large batch need twice as many warps."""
 
 PROGRAMS, STEPS = 256, (4, 8)
-"""Minimum programs for large batches, and minimum and maximum column steps per program, which adds
-them to one partial sum. A program takes one step if the minimum would leave too few programs."""
+"""Minimum number of programs for a large batch, and minimum and maximum column steps per program. A
+program adds its steps to one partial sum. It takes one step if the minimum number of steps would
+leave too few programs."""
 
 END_WARPS = 8
 """Warps of a program that collapses the streams of a token, up to 4096 columns."""
 
 PARTS = {False: 128, True: 32}
-"""Partial sums that are added at a time, by whether programs take several steps."""
+"""Number of partial sums that are added at a time; the key says whether programs take several
+steps."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -46,8 +48,8 @@ def stream_products_kernel(
     WIDTH: tl.constexpr, COUNT: tl.constexpr, MIXED: tl.constexpr, WEIGHTS: tl.constexpr,
     SUMS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Mix the streams, and multiply some columns of each by ``fn``, COLUMNS at a time. The column
-    after the products holds the sum of squares.
+    """Mix the streams, and multiply some columns of each stream by ``fn``, COLUMNS at a time. The
+    column after the products holds the sum of squares.
 
     COUNT is the number of streams, WEIGHTS the rows of ``fn``, and SUMS is WEIGHTS + 1, rounded up
     to a power of two."""
@@ -75,8 +77,8 @@ def stream_products_kernel(
         fn_mask = (weight < WEIGHTS)[:, None] & column_valid[None, :]
         fn_columns = offset[None, :] * fn_column_stride
         fn_rows = fn + weight.to(tl.int64)[:, None] * fn_row_stride + fn_columns
-        # all loads precede the first store, since the compiler moves none across it; but ``fn`` is
-        # loaded after the mix, which leaves no registers for it
+        # all loads precede the first store, because the compiler moves no load across a store; with
+        # a mix, load ``fn`` after the mix, which needs the registers
         tiles, fn_tiles = (), ()
         for stream in tl.static_range(COUNT):
             tiles += (widen(tl.load(rows + stream * stream_stride, mask=mask, other=0.0)),)
@@ -108,7 +110,7 @@ def stream_products_kernel(
         for stream in tl.static_range(COUNT):
             values = round_to_bf16(tiles[stream])
             residual = tl.trans(fn_tiles[stream])
-            for _ in tl.static_range(3):  # three bf16 parts of 8 bits: exact, as the streams are
+            for _ in tl.static_range(3):  # three bf16 parts of 8 bits represent ``fn`` exactly
                 bits = residual.to(tl.int32, bitcast=True) >> 16
                 part = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
                 acc = multiply_add(values, part, acc)
@@ -149,8 +151,8 @@ def _weights(
     WIDTH: tl.constexpr, COUNT: tl.constexpr, WEIGHTS: tl.constexpr, SUMS: tl.constexpr,
     NUM_PARTS: tl.constexpr, PARTS: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Add a token's partial sums, and normalise, scale and shift them: the logits of pre, post and
-    mix."""
+    """Return the logits of pre, post and mix: add a token's partial sums, then normalise, scale and
+    shift the sums."""
     weight = tl.arange(0, SUMS)
     mask = weight < WEIGHTS
     kind = (weight >= COUNT).to(tl.int32) + (weight >= 2 * COUNT).to(tl.int32)
@@ -178,9 +180,9 @@ def stream_ends_kernel(
     NORM_EPS: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr,
     COLLAPSES: tl.constexpr, MIXES: tl.constexpr,
 ):  # fmt: skip
-    """Finish one token. One program collapses and normalises the streams (COLLAPSES); another
-    computes post and mix of the next call (MIXES), whose iterations take about as long. A launch
-    may do only one of the two."""
+    """Finish one token. With COLLAPSES, a program collapses and normalises the streams. With MIXES,
+    a program computes post and mix for the next call, which takes about as long. With both, a token
+    has two programs."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     weight = tl.arange(0, SUMS)
@@ -212,7 +214,7 @@ def stream_ends_kernel(
         gates = 1 / (1 + tl.exp(-weights))
         is_post = (weight >= COUNT) & (weight < 2 * COUNT)
         tl.store(post + token * COUNT + weight - COUNT, 2 * gates, mask=is_post)
-        # not ``column``: both branches would have to give it the same shape
+        # not named ``column``, to which both branches would have to give the same shape
         row, entry = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
         logits = _square(weights, (row, entry), 2 * COUNT, COUNT)
         doubly_stochastic = _sinkhorn(logits, (row, entry), COUNT, ITERATIONS, EPS)
@@ -270,8 +272,8 @@ def hyper_connection(
     )  # fmt: skip
     width_block = triton.next_power_of_2(width)
     end_warps = 16 if width_block > 4096 else END_WARPS
-    # for a large batch, a launch of few warps computes the weights and leaves the SMs to the
-    # programs that collapse
+    # for a large batch, a second launch of few warps computes post and mix, so that the programs
+    # that collapse have the SMs for themselves
     two_launches = ((True, False, end_warps), (False, True, max(sums // 32, 1)))
     for collapses, mixes, warps in two_launches if steps > 1 else ((True, True, end_warps),):
         launch(stream_ends_kernel)[num_tokens, collapses + mixes](
