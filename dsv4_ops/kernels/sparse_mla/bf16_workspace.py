@@ -16,11 +16,11 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source, Spans
 
 TOKENS, SPAN_WARPS = 1024, 8
-"""Tokens that a program compares with its request at a time, and its warps."""
+"""Number of tokens that a program compares with its request at a time, and warps."""
 
 COLUMNS, WARPS = 1024, 4
-"""List entries of a token that are written at a time: all of 128 + 512 keys, and at least the
-number of heads."""
+"""Number of list entries of a token that are written at a time, and warps. The number is enough for
+lists of 128 + 512 keys, and must be at least the number of heads."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -31,7 +31,8 @@ def find_spans_kernel(
     ends, counts, compressed,
     WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the span of rows of a request that any of its tokens sees, from their positions."""
+    """Compute the span of rows that any token of a request sees, from the positions of its
+    tokens."""
     wait_for_previous_kernel()
     request = tl.program_id(0)
     length = tl.zeros((TOKENS,), tl.int64)
@@ -72,9 +73,10 @@ def list_rows_kernel(
     EXTRA_BLOCK_SIZE: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_TOPK: tl.constexpr,
     HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """List the workspace rows that a token sees, -1 for absent ones, and the length up to the last.
-    Without HAS_TOPK, entries past the token's last row are written only to the end of a step of
-    COLUMNS: no kernel reads them, and a table is as wide as the longest request."""
+    """List the workspace rows that a token sees, with -1 for absent rows, and store the length up
+    to the last row. Without HAS_TOPK, a list is as wide as the table of the longest request, so the
+    kernel stops after the step of COLUMNS entries that has the last row; no kernel reads later
+    entries."""
     wait_for_previous_kernel()
     swa = (swa_table, swa_table_stride, swa_column_stride, swa_max_blocks)
     extra = (extra_table, extra_table_stride, extra_column_stride, extra_max_blocks)
@@ -125,8 +127,8 @@ def gather_rows(
 ) -> Rows:
     """Run ``reference.bf16_workspace.gather_rows`` as two kernels and a gather per cache.
 
-    Workspace rows that no token sees are not initialised. ``enabled`` is 1 or 0, or a symbol for
-    one of them: with 0 nothing is launched, and rows and lists are empty."""
+    Workspace rows that no token sees are not initialised. ``enabled`` is 1 or 0, or a symbol with
+    one of these values. With 0 nothing is launched, and rows and lists are empty."""
     if not (isinstance(enabled, int) and enabled == 1):
         launch = launch.predicated(enabled)
     spans = find_spans(launch, call)

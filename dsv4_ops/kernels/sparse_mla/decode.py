@@ -43,8 +43,8 @@ WARPS = 8
 
 
 def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine.Splits:
-    """Attend to the splits of every token: write the results of tokens with one split, and the
-    partial results of the others."""
+    """Attend to the splits of every token. Write the results of tokens with one split, and the
+    partial results of other tokens."""
     q, plan = call.q, call.plan
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
     if work.on_hopper and q.stride(2) != 1:
@@ -71,7 +71,7 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
         *(work.capacity, num_tokens, num_heads, work.splits),
     )
     constants = {
-        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor would pass a float64
+        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor's arguments are float64
         "SWA_BLOCK_SIZE": call.swa_block_size,
         "EXTRA_BLOCK_SIZE": call.extra_block_size,
         "HAS_EXTRA": call.extra is not None,
@@ -107,10 +107,11 @@ def row_format(launch: Launcher, call: DecodeCall | PrefillCall) -> tuple[int, .
 
 
 WIDTH = MainLayout.head_dim
-"""Values per row that the kernels' tiles are made for."""
+"""Values per row for which the kernels' tiles are made."""
 
 HALF_BLOCK_TIME = 0.6
-"""Time of half a block relative to a block: 0.55 measured, plus the combine of more splits."""
+"""Time of half a block relative to a block: 0.55 as measured, plus the time to combine more
+splits."""
 
 
 def sparse_mla_gathered(
@@ -123,16 +124,17 @@ def sparse_mla_gathered(
 
 
 def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
-    """Raise for FP8 blocks whose start the kernels cannot read."""
+    """Raise if the FP8 blocks of a cache do not start at multiples of 16 bytes."""
     for name, cache in zip(("swa_cache", "extra_cache"), call.caches, strict=True):
         Checks(op).page_start(name, cache, MainLayout(call.swa_block_size))
 
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
-    """Return the keys per unit of a split: half a block if that shortens the longest split of the
-    Triton kernel; in the Hopper kernel half a block takes as long as a block. Symbolic sizes, which
-    we must not guard, get half a block: half blocks gain more for small batches than they cost
-    large ones."""
+    """Return the keys per unit of a split of the Triton kernel: half a block if that shortens the
+    longest split, else a block. In the Hopper kernel, half a block takes as long as a block.
+
+    For symbolic sizes, which we must not guard, return half a block, because half blocks gain more
+    for small batches than they cost large batches."""
     if not all(isinstance(size, int) for size in (programs, *widths)):
         return KEY_TILE // 2
     whole, halves = (_longest_split(programs, widths, unit) for unit in (KEY_TILE, KEY_TILE // 2))
@@ -146,7 +148,7 @@ def _longest_split(programs: int, widths: Sequence[int], unit: int) -> int:
 
 
 def _units(widths: Sequence[int], unit: int) -> int:
-    """Return the units of a row: the window's, then the extra cache's."""
+    """Return the number of units of a token's lists. A unit does not span two lists."""
     return sum((width + unit - 1) // unit for width in widths)
 
 
@@ -196,7 +198,7 @@ def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
     batch_decides = num_splits == 0 and not batch_invariant
     widths = [lists.width() for lists in (call.window, call.extra) if lists is not None]
     unit = KEY_TILE
-    if batch_decides and not on_hopper and target.head_tile == HEAD_TILE:  # timed
+    if batch_decides and not on_hopper and target.head_tile == HEAD_TILE:  # the measured tile
         unit = unit_of_splits(num_tokens * tiles, widths)
     units = _units(widths, unit)
     splits = num_splits_of(num_tokens * tiles, units, unit, num_splits, batch_invariant)
@@ -207,7 +209,7 @@ def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
     if schedule is not None:
         programs += schedule.by_lengths * (schedule.programs - programs)
         return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
-    # if the batch decides its splits, only batches of up to PROGRAMS programs have several
+    # if the batch decides, tokens have several splits only in calls of up to PROGRAMS programs
     capacity = PROGRAMS if batch_decides else programs
     if isinstance(splits, int) and splits == 1:
         capacity = 0
@@ -226,5 +228,5 @@ hopper_split_keys = opaque_op.define(
     _call,
     lambda *args: empty_results(args[0]),
 )
-"""All launches of a call as one op, which sees the real sizes even in a graph for any number of
-tokens."""
+"""The op that makes all launches of a call. It sees the real sizes, also in a graph for any number
+of tokens."""

@@ -1,4 +1,5 @@
-"""Launch Hopper's kernel over listed bf16 rows: a tensor, or a copy of rows of paged FP8 caches."""
+"""Launch Hopper's kernel over lists of bf16 rows. The rows are a tensor, or a copy of FP8 rows of
+paged caches."""
 
 from __future__ import annotations
 

@@ -28,10 +28,11 @@ WARPS = 8
 """Warps of a program of the Triton kernel."""
 
 SMALL_HEAD_TILE = 16
-"""Heads of a program of that kernel on a datacenter Blackwell, where more would spill."""
+"""Heads of a program of the Triton kernel on a datacenter Blackwell, where more heads would
+spill."""
 
 LISTED = 512
-"""Selected rows that a program checks at a time for the last visible one."""
+"""Number of selected rows that a program checks at a time to find the last visible row."""
 
 
 def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: Any) -> SparseMla:
@@ -45,8 +46,8 @@ def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: 
 
 
 def _attend(launch: Launcher, by_size: bool, call: PrefillCall) -> tuple[Tensor, Tensor]:
-    """Attend with the kernel for this device. If ``by_size``, Hopper's may read a copy of the rows;
-    bits then depend on the number of tokens."""
+    """Attend with the kernel for this device. If ``by_size``, Hopper's kernel may read a copy of
+    the rows; the bits of the result then depend on the number of tokens."""
     on_hopper = support.runs(launch, call.q, call.is_fp8)
     if on_hopper and launch.opaque_gluon:
         results: tuple[Tensor, Tensor] = hopper_prefill_keys(by_size, *call)
@@ -59,7 +60,8 @@ def _attend(launch: Launcher, by_size: bool, call: PrefillCall) -> tuple[Tensor,
 def launch_by_size(launch: Launcher, call: PrefillCall) -> tuple[Tensor, Tensor]:
     """Attend to the cache or to a bf16 copy of its rows, as ``dispatch/prefill.py`` decides.
 
-    With symbolic sizes the decision is a symbol: both variants are launched, one with no programs.
+    With symbolic sizes the decision is a symbol. Both variants are then launched, one of them with
+    no programs.
     """
     use_copy = gathers(call._asdict())
     if isinstance(use_copy, int) and use_copy:
@@ -72,8 +74,8 @@ def launch_by_size(launch: Launcher, call: PrefillCall) -> tuple[Tensor, Tensor]
 
 
 def _splits(call: PrefillCall) -> Any:
-    """Return the splits of every token, as for a decode of this many tokens; a symbol for symbolic
-    sizes. Without splits, few tokens would leave SMs idle."""
+    """Return the number of splits of every token, as in a decode of this many tokens. For symbolic
+    sizes, the number is a symbol. Without splits, few tokens would leave SMs idle."""
     window, q = call.window_size, call.q
     blocks = -(-window // KEY_TILE) - (window - prefilled(call._asdict())) // KEY_TILE
     return num_splits_of(q.shape[0] * head_tiles(int(q.shape[1])), blocks, KEY_TILE, 0, False)
@@ -117,7 +119,7 @@ def launch_prefill(
         num_heads,
     )
     constants = {
-        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor would pass a float64
+        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor's arguments are float64
         "WINDOW_SIZE": call.window_size,
         "COMPRESS_RATIO": call.compress_ratio,
         "LISTED": LISTED,

@@ -1,4 +1,4 @@
-"""Producer of queries and listed bf16 rows: asynchronous copies to shared memory.
+"""Producer that copies queries and listed bf16 rows to shared memory, asynchronously.
 
 An item is a token and a tile of its heads.
 """
@@ -21,7 +21,7 @@ _ROW = gl.constexpr(gl.SliceLayout(1, _COPY_LAYOUT.value))
 
 @aggregate
 class Queries:
-    """Queries of all tokens, their strides, their heads, and the sinks."""
+    """Queries of all tokens, their strides, the number of heads, and the sinks."""
 
     start: Scalar
     stride: Scalar
@@ -63,7 +63,8 @@ def list_length(lists, item):
 
 @gluon.jit
 def pairs_of(length):
-    """Return the pairs of blocks of a list; at least one, in which the partitions meet."""
+    """Return the number of pairs of blocks of a list: at least one, in which the partitions
+    synchronise."""
     return gl.maximum((length + (2 * KEYS - 1)) // (2 * KEYS), 1)
 
 
@@ -78,7 +79,7 @@ def _load_entries(lists, item, block):
 
 @gluon.jit
 def _valid_rows(rows, entries, block, length):
-    """Return the entries that are valid rows; -1 for others, and past the list's length."""
+    """Return the entries that are valid rows; -1 for other entries, and past the list's length."""
     column = block * KEYS + gl.arange(0, KEYS, _ROW)
     return gl.where((column < length) & (entries >= 0) & (entries < rows.num_rows), entries, -1)
 
@@ -98,8 +99,8 @@ def _copy(
 
 @gluon.jit
 def copy_half_queries(q, item, iteration, HALF: gl.constexpr, lists, smem, HAS_SINK: gl.constexpr):
-    """Copy half of the queries of an item, and the sinks with the left half; absent heads become
-    zeros."""
+    """Copy half of the columns of an item's queries; with the left half, also copy the sinks.
+    Absent heads become zeros."""
     q_smem, q_ready = smem.q.index(0), smem.barriers.q_ready
     token = (item // lists.head_tiles).to(gl.int64)
     first_head = (item % lists.head_tiles) * HEADS
@@ -130,9 +131,9 @@ def copy_items(q, rows, lists, items, smem, HAS_SINK: gl.constexpr):
     """Fill the buffers for one item after the other, as one partition.
 
     Halves of blocks are copied in the order of their use; rows that do not exist become zeros. The
-    queries of an item follow its first keys, which thus need not wait for the previous item. The
-    other partitions, which would wait anyway, copy the queries of the first item. List entries are
-    loaded while earlier copies run.
+    queries of an item are copied after the item's first keys, so that these keys need not wait for
+    the previous item. The other partitions copy the queries of the first item, because they would
+    wait anyway. List entries are loaded while earlier copies run.
     """
     kv_smem, kv_valid_smem = smem.kv, smem.kv_valid
     kv_ready, kv_free = smem.barriers.kv_ready, smem.barriers.kv_free

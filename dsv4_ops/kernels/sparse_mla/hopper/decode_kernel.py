@@ -46,8 +46,9 @@ from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
 
 @aggregate
 class SplitWork:
-    """Key blocks of a split: ``first`` to ``stop`` of both lists, one after the other. The window
-    has the first ``swa_tiles`` blocks of the lists, and ``window_blocks`` of the split."""
+    """Key blocks of a split: ``first`` to ``stop``, counted through the window's list and then the
+    extra list. The window's list has ``swa_tiles`` blocks, of which ``window_blocks`` are in the
+    split."""
 
     first: Scalar
     stop: Scalar
@@ -57,8 +58,8 @@ class SplitWork:
 
 @aggregate
 class Rows:
-    """Rows that a token lists in one cache: address, stride, number and rows of the pages; address,
-    stride and length of the token's list."""
+    """A token's list of rows in one cache. Pages have an address, a stride, a number and rows per
+    page; the list has an address, a stride and a length."""
 
     cache: Scalar
     page_stride: Scalar
@@ -84,8 +85,8 @@ class Sources:
 
 @gluon.jit
 def count_blocks(first, stop, swa_tiles):
-    """Return the blocks of a split and how many of them lie in the window. No block crosses the
-    window's end."""
+    """Return the number of blocks of a split, and how many of them lie in the window. No block
+    crosses the window's end."""
     in_window = gl.maximum(gl.minimum(stop, swa_tiles) - first, 0)
     return in_window + gl.maximum(stop - gl.maximum(first, swa_tiles), 0), in_window
 
@@ -151,8 +152,8 @@ def locate_rows(sources, block, FIRST: gl.constexpr, entries):
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
 MMA_REGISTERS, DEQUANT_REGISTERS = gl.constexpr(160), gl.constexpr(152)
-"""Registers per thread of the other partitions; the left MMA partition, which has the logits, gets
-the rest."""
+"""Registers per thread of the right MMA partition and of the dequantising partition. The left MMA
+partition, which has the logits, gets the rest."""
 
 
 @gluon.jit
@@ -160,7 +161,7 @@ def attend_and_finish_left(
     q, smem, blocks, attn_sink, output, partial, splits, heads,
     SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
 ):  # fmt: skip
-    """Attend and write the left half of the result, or of a partial result with several splits."""
+    """Attend, and write the left half of the result; with several splits, of a partial result."""
     if HAS_SINK:
         if splits == 1:
             copy_sinks(smem.per_head.index(0), attn_sink, output.first_head, heads)
@@ -178,11 +179,11 @@ def attend_and_finish_left(
 def attend_and_finish_right(
     q, smem, blocks, output, partial, rotation, splits, heads, INVERSE_ROPE: gl.constexpr
 ):
-    """Attend and write the right half."""
+    """Attend, and write the right half."""
     load_half_queries(smem, q, heads, WIDTH)
     position = gl.to_tensor(0).to(gl.int64)
     if INVERSE_ROPE:
-        position = gl.load(rotation.position)  # before the keys, like the sinks
+        position = gl.load(rotation.position)  # before the attention, as the sinks
     acc = attend_right(blocks, smem)
     if splits == 1:
         finish_right(acc, blocks, output, rotation, position, heads, smem, INVERSE_ROPE)
@@ -197,7 +198,7 @@ def _dequantise_rows(sources, blocks, smem, SCALE_BYTES: gl.constexpr):
 
 @gluon.jit
 def _tiles(length):
-    """Return the key blocks of a list, whose length may be the largest int32."""
+    """Return the number of key blocks of a list; even the largest int32 length does not overflow."""
     return length // KEYS + gl.where(length % KEYS > 0, 1, 0)
 
 
@@ -239,7 +240,7 @@ def hopper_split_keys_kernel(
             return
         partial_index = first + split
     elif SCHEDULED:
-        splits = gl.to_tensor(splits)  # a known number is a constant
+        splits = gl.to_tensor(splits)  # may be a constant
         grid = Grid(gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0)
         if by_lengths > 0:
             batch = Batch(
@@ -291,7 +292,7 @@ def hopper_split_keys_kernel(
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     partial_row = partial_index.to(gl.int64) * num_heads
-    heads = num_heads - first_head  # heads left: no more are read or written
+    heads = num_heads - first_head  # only this many heads are read and written
     queries = HeadRows(
         q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride
     )

@@ -1,8 +1,8 @@
-"""Producer of FP8 rows for Hopper's matrix unit: it loads words of codes and stores bf16.
+"""Producer of FP8 rows for Hopper's matrix unit. It loads words of codes, and stores bf16.
 
 A thread holds 144 bytes of one row of half a block: four words of codes from each group of 64
-values that share a scale byte, and eight words of RoPE values. Codes are loaded as words because a
-loop carries a uint8 tensor in one register per byte.
+values that share a scale byte, and eight words of RoPE values. Codes are loaded as words, because a
+loop would need one register per byte of a uint8 tensor.
 """
 
 from triton.experimental import gluon
@@ -26,15 +26,15 @@ ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, _GROUP_LAYOUT.value))
 """Layout of one value per row: four threads hold each value."""
 
 _SMEM_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-"""The rows of a buffer as words: the same bytes as its bf16 values."""
+"""Layout of a buffer's rows as words, which are the same bytes as the bf16 values."""
 
 _TWICE = gl.constexpr(0x00010001)
 
 
 @aggregate
 class LocatedRows:
-    """Rows of half a block: the address of each one's page, the row in it (-1: no row), and the
-    offset of the page's scales."""
+    """Rows of half a block. Each row has the address of its page, its index in the page (-1: no
+    row), and the offset of the page's scales."""
 
     page: gl.tensor
     row: gl.tensor
@@ -56,8 +56,8 @@ class RowWords:
 
 @gluon.jit
 def widen_codes(words, factor):
-    """Return the four e4m3 values of each word times ``factor``, two copies of a bf16, as two words
-    of two bf16 values. The product with a power of two is exact."""
+    """Return the four e4m3 values of each word times ``factor``, as two words of two bf16 values.
+    ``factor`` is two copies of a bf16 power of two, so the products are exact."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 a, b, c, d; .reg .b32 x, y; .reg .f32 e, f, g, h;
@@ -122,7 +122,7 @@ def _widen(codes, scales, FIRST: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _concatenate(left, right):
-    """Concatenate the columns of both: this only renames registers."""
+    """Concatenate the columns of two tensors, which only renames registers."""
     WIDTH: gl.constexpr = left.shape[1]
     right = gl.convert_layout(right, left.type.layout, assert_trivial=False)
     return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [HALF, 2 * WIDTH])
@@ -130,8 +130,8 @@ def _concatenate(left, right):
 
 @gluon.jit
 def store_half(kv_tile, FIRST: gl.constexpr, words):
-    """Dequantise half a block into rows FIRST and up of a buffer, in one store: two stores would
-    have a barrier between them."""
+    """Dequantise half a block into rows FIRST and up of a buffer, in one store, because two stores
+    would have a barrier between them."""
     left = _widen(words.codes0, words.scales0, 0, 4)
     middle = _widen(words.codes1, words.scales1, 0, 2)
     right = _widen(words.codes2, words.scales1, 2, 1)
@@ -148,12 +148,13 @@ def dequantise(
     """Fill the KV buffers, as one partition.
 
     ``LOAD_ENTRIES(sources, block, FIRST)`` loads the list entries of half a block; ``LOCATE_ROWS``
-    turns them into ``LocatedRows``, one block later, because the first use of a loaded value waits
-    for it. ``sources`` knows the bytes of a row, SCALE_BYTES is the size of its scales.
+    turns entries into ``LocatedRows``. Rows are located one block after their entries are loaded,
+    because the first use of a loaded value waits for the load. ``sources`` has the bytes of a row;
+    SCALE_BYTES are the bytes of a row's scales.
 
-    The first half of a block is loaded after the first half of the previous block is stored, and
-    the second half at the start of the block: both at once would keep the matrix unit from shared
-    memory.
+    The first half of a block is loaded after the first half of the previous block is stored; the
+    second half is loaded at the start of the block. If both were loaded at once, the matrix unit
+    could not read shared memory meanwhile.
     """
     ROW: gl.constexpr = sources.row_bytes
     kv_smem, kv_valid_smem = smem.kv, smem.kv_valid

@@ -1,6 +1,6 @@
 """Attention of every token to listed bf16 rows, for Hopper, with one persistent program per SM. One
-partition copies and two attend; the keys of the next item are copied while the results of this one
-are written."""
+partition copies, and two attend. The keys of the next item are copied while the results of the
+current item are written."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,7 +37,7 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Output:
-    """Results of all tokens."""
+    """Addresses for the results of all tokens."""
 
     out: Scalar
     lse: Scalar
@@ -70,12 +70,12 @@ def _attend(
         first += pairs
         row_sum = reduce_row_sum(HALF, first, iteration, row_sum, smem)
         inverse = inverse_denominator(row_max, row_sum, smem.sink.index(iteration & 1), HAS_SINK)
-        # after the exchange of row sums, so that no partition is an item ahead
+        # free the queries after the exchange of row sums, so that no partition is an item ahead
         mbarrier.arrive(q_free)
         first_head = (item % head_tiles) * HEADS
-        heads = num_heads - first_head  # heads left: no more are written
+        heads = num_heads - first_head  # only this many heads are written
         row = (item // head_tiles).to(gl.int64) * num_heads + first_head
-        if HALF == RIGHT:  # this partition waits once less
+        if HALF == RIGHT:  # the right partition waits less than the left
             store_lse(output.lse, row, row_max, row_sum, heads)
             head = gl.arange(0, HEADS, LOGIT_ROW)
             gl.store(output.max_logits + row + head, row_max / _LOG2_E, mask=head < heads)

@@ -25,8 +25,8 @@ from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
 
 @aggregate
 class Span:
-    """Blocks of a token's window, lengths of the token and of its window, and the blocks of this
-    split, ``first_block`` to ``stop``."""
+    """Keys of a token: number of blocks of its window; number of tokens up to the token, and in its
+    window; and the blocks of this split, ``first_block`` to ``stop``."""
 
     window_blocks: Scalar
     length: Scalar
@@ -37,8 +37,8 @@ class Span:
 
 @aggregate
 class Pages:
-    """Pages of a request in one cache: address, stride, number and rows of the pages; address,
-    stride and columns of the request's row of the block table."""
+    """Pages of a request in one cache. Pages have an address, a stride, a number and rows per page;
+    the request's row of the block table has an address, a stride and columns."""
 
     cache: Scalar
     page_stride: Scalar
@@ -85,8 +85,8 @@ def _columns(span, block, FIRST: gl.constexpr):
 
 @gluon.jit
 def load_entries(sources, block, FIRST: gl.constexpr):
-    """Load the selected rows of half a block, from its key FIRST on; without ``has_topk`` rows are
-    columns."""
+    """Load the selected rows of half a block, from its key FIRST on; without ``has_topk``, return
+    columns, which are the rows."""
     column, in_window = _columns(sources.span, block, FIRST)
     if sources.has_topk:
         selection = sources.selection
@@ -218,7 +218,7 @@ def hopper_prefill_keys_kernel(
     sources = Sources(span, swa, extra, selection, HAS_EXTRA, HAS_TOPK, ROW)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
-    heads = num_heads - first_head  # heads left: no more are read or written
+    heads = num_heads - first_head  # only this many heads are read and written
     queries = HeadRows(
         q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride
     )

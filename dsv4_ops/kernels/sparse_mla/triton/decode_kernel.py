@@ -32,9 +32,10 @@ def locate_rows(
     every block of the cache, and divisions are shifts.
 
     Args:
-        unit, swa_units, stop: First unit of the block, units of the window, end of the split.
-        swa, extra: Cache, stride of its blocks, their number, list of the token, its stride, its
-            length.
+        unit, swa_units, stop: First unit of the block, number of units of the window, end of the
+            split.
+        swa, extra: The cache, the stride and the number of its blocks; the token's list, the
+            stride and the length of the list.
         SIZES: SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, PAGED.
         KEYS, UNIT: Keys of a block and of a unit.
     """
@@ -102,11 +103,11 @@ def split_keys_kernel(
 ):  # fmt: skip
     """Compute the attention of one token over one split of its keys, for a tile of heads.
 
-    The window's keys come first, then those of the extra cache; a split is a whole number of units.
-    A token with one split is finished here, with inverse RoPE if INVERSE_ROPE. With several, the
-    normalised accumulator goes to ``partial`` in multiples of ``partial_scale``. With PAGED,
-    ``extra_indices`` is a block table; with HAS_PLAN the plan holds token, split and number of
-    splits.
+    The window's keys come first, then the keys of the extra cache. A split is a whole number of
+    units. With one split, the program writes the result, with inverse RoPE if INVERSE_ROPE. With
+    several splits, it writes the normalised accumulator, divided by ``partial_scale``, to
+    ``partial``. With PAGED, ``extra_indices`` is a block table. With HAS_PLAN, the plan has token,
+    split and number of splits.
     """
     wait_for_previous_kernel()
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -168,7 +169,7 @@ def split_keys_kernel(
         _, _, _, _, kv_valid, _ = rows
         state = attend(queries, state, keys, kv_valid, scale, unit, MMA_SYNC)
         unit = next_unit
-    if (UNIT < KEYS) & (unit < stop):  # the odd unit, in half the time of a block
+    if (UNIT < KEYS) & (unit < stop):  # an odd unit takes half the time of a block
         rows = locate_rows(unit, swa_units, stop, swa, extra, SIZES, UNIT, UNIT)
         keys = load_keys(rows, FORMAT, MMA_SYNC)
         _, _, _, _, kv_valid, _ = rows
@@ -180,7 +181,7 @@ def split_keys_kernel(
     acc0, acc1, acc2, acc3, row_max, row_sum = state
     lse_log2 = log2_sum(row_max, row_sum)
     if splits == 1:
-        if INVERSE_ROPE:  # loaded while the other values are stored
+        if INVERSE_ROPE:  # load the angles early, while the other values are stored
             position = tl.load(positions + token * positions_stride)
             in_table, cos, sin = load_angles(cos_sin_cache, position, num_positions, acc3.shape[1])
         sink = tl.full((HEADS,), float("-inf"), dtype=tl.float32)

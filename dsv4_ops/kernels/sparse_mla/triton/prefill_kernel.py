@@ -28,15 +28,15 @@ def _locate_rows(
 ):
     """Return the rows of a block of keys, as ``load_keys`` takes them.
 
-    As unsigned numbers, negative blocks of the cache lie past every other, and divisions are
+    As unsigned numbers, negative blocks lie past every block of the cache, and divisions are
     shifts.
 
     Args:
-        tile, swa_tiles: Block of keys, blocks of the window.
-        length, visible: Tokens up to this one, compressed rows that it sees.
-        swa, extra: Cache, stride of its blocks, their number, the request's row of the block table,
-            its stride, its columns, and the number of keys.
-        selected: List of the token and its stride.
+        tile, swa_tiles: Index of the block of keys, and number of blocks of the window.
+        length, visible: Number of tokens up to this token, and of compressed rows that it sees.
+        swa, extra: The cache, the stride and the number of its blocks; the request's row of the
+            block table, its stride and its columns; and the number of keys.
+        selected: The token's list of selected rows, and the list's stride.
         SIZES: SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, HAS_TOPK.
         KEYS: Keys of a block.
     """
@@ -99,8 +99,8 @@ def prefill_keys_kernel(
     FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, MMA_SYNC: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token over its keys, for a tile of heads. The window's blocks
-    come first, then compressed rows: all that the token sees, or with HAS_TOPK the selected
-    ones."""
+    come first, then blocks of compressed rows: of all rows that the token sees, or with HAS_TOPK of
+    the selected rows."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -126,7 +126,7 @@ def prefill_keys_kernel(
         visible = length // COMPRESS_RATIO
         extra_len = visible
         if HAS_TOPK:
-            # up to the last visible row: the first tokens of a request see few
+            # end at the last visible row: the first tokens of a request see few rows
             extra_len = length * 0
             first = length * 0
             while first < topk:
@@ -138,7 +138,7 @@ def prefill_keys_kernel(
                 extra_len = tl.maximum(extra_len, end)
                 first += LISTED
         else:
-            max_blocks = (length * 0).to(tl.int64) + max_extra_blocks  # may be a constant 1
+            max_blocks = (length * 0).to(tl.int64) + max_extra_blocks  # the latter may be constant
             extra_len = tl.minimum(visible.to(tl.int64), max_blocks * EXTRA_BLOCK_SIZE)
             extra_len = extra_len.to(tl.int32)
         tiles += (extra_len + KEYS - 1) // KEYS
