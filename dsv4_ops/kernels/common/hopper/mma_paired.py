@@ -3,8 +3,8 @@ Each partition computes the logits and the softmax of one block of a pair, and a
 the output over both blocks.
 
 P tiles need no barrier of their own: a P tile is free when the KV half that P multiplies is free. A
-program processes several items (tokens). Pairs and items (``iteration``) are counted from the start
-of the program, because the phases of barriers are too.
+program may process several items, each a token and a tile of heads. Pairs and items (``iteration``)
+are counted from the start of the program, because the phases of barriers are too.
 """
 
 from triton.experimental import gluon

@@ -198,7 +198,7 @@ def _dequantise_rows(sources, blocks, smem, SCALE_BYTES: gl.constexpr):
 
 @gluon.jit
 def _tiles(length):
-    """Return the number of key blocks of a list; even the largest int32 length does not overflow."""
+    """Return the number of key blocks of a list; the largest int32 length does not overflow."""
     return length // KEYS + gl.where(length % KEYS > 0, 1, 0)
 
 
