@@ -1,2 +1,2 @@
-"""The leaf layer: registry, argument checks, errors, cache layouts and result types. Imports torch
-and the standard library only."""
+"""The leaf layer: registry, argument checks, errors, cache layouts and result types. It imports
+only torch and the standard library."""

@@ -204,7 +204,7 @@ class Checks:
                 raise self._wrong_shape(name, value, dims, do=do)
             return
         word, _, extra = dim.partition(" + ")
-        if extra:  # no sum with 0: Dynamo would trace it
+        if extra:  # do not add 0, because Dynamo would trace the sum
             offset = int(extra)
             if size < offset:
                 do = f"Pass at least {offset} entry, even for an empty batch"
@@ -235,7 +235,7 @@ class Checks:
             )
 
     def rows_of(self, name: str, value: Tensor, *dims: str) -> None:
-        """Check that ``value`` is a tensor of any dtype whose leading sizes are the named ones."""
+        """Check that ``value`` is a tensor of any dtype; ``dims`` name its leading sizes."""
         if not isinstance(value, Tensor):
             raise self._not_a_tensor(name, value, do="Pass a tensor of any dtype")
         if value.dim() < len(dims):
@@ -326,7 +326,8 @@ class Checks:
         *allowed: str,
         belongs_to: str = "the cache was written with",
     ) -> None:
-        """Check that ``value`` is an ``allowed`` string. ``belongs_to`` ends the error's advice."""
+        """Check that ``value`` is an ``allowed`` string. The error's advice ends with
+        ``belongs_to``."""
         if self.skips:
             return
         if not isinstance(value, str):
@@ -438,8 +439,8 @@ class Checks:
             )
 
     def bytes_of_row(self, name: str, cache: Tensor) -> int:
-        """Check a cache of ``MlaFp8Layout``; return its bytes per row, which the layout's tag does
-        not fix."""
+        """Check a cache of ``MlaFp8Layout``. Return its bytes per row, in which caches of this
+        layout may differ."""
         self.storage(name, cache, "MlaFp8Layout", MlaFp8Layout.tag, torch.uint8)
         self.tensor(name, cache, torch.uint8, "num_blocks", "block_size", "row_bytes")
         return int(cache.shape[2])
@@ -628,8 +629,8 @@ class Checks:
 
 
 def _nested(value: Tensor, order: tuple[int, ...]) -> bool:
-    """Whether the stride of each dimension skips all inner ones; ``order`` has the outermost
-    first."""
+    """Whether each dimension's stride is at least the extent of all inner dimensions; ``order``
+    begins with the outermost dimension."""
     extent = 1
     for axis in reversed(order):
         size, stride = value.shape[axis], value.stride(axis)

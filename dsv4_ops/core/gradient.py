@@ -134,7 +134,7 @@ def differentiated(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 def without_derivative(op: str, values: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """Return a copy of ``values`` whose backward raises.
 
-    ``op`` computed them from ``sources`` in code that autograd does not record."""
+    ``op`` computed the values from ``sources`` in code that autograd does not record."""
     copy: Tensor = torch.ops.dsv4_ops._without_derivative.default(values, list(sources), op)
     return copy
 

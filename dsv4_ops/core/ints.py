@@ -60,8 +60,8 @@ def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> 
 
 
 def _known_above(value: int, most: int) -> bool:
-    """Whether ``value`` is certainly above ``most``. A symbol gets no guard: no tensor of a trace
-    has such a size."""
+    """Whether ``value`` is certainly above ``most``. A symbolic size gets no guard, because no
+    tensor of a trace is that large."""
     if not torch.compiler.is_compiling():
         return value > most
     return statically_known_true(value > most)

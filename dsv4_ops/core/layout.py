@@ -26,10 +26,11 @@ CACHE_ALIGNMENT = 16
 """Every page starts at a multiple of this many bytes, because kernels copy 16 bytes at a time."""
 
 KEY_BLOCK = 128
-"""FlashMLA's sparse prefill needs key counts that are a multiple of this."""
+"""In FlashMLA's sparse prefill, the number of keys must be a multiple of this."""
 
 INDEX_ALIGNMENT = 4
-"""FlashInfer reads this many indices at a time, so an index matrix has a multiple of it columns."""
+"""FlashInfer reads this many indices at a time, so the columns of an index matrix are a multiple of
+this."""
 
 FP8_MAX = 448.0
 """Largest finite e4m3fn value."""
@@ -118,7 +119,7 @@ class Layout(ABC):
     def allocate(self, num_blocks: int, device: torch.device | str | None = None) -> Tensor:
         """Allocate a cache of ``num_blocks`` pages, filled with zeros."""
         at_least(f"{type(self).__name__}.allocate", 0, num_blocks=num_blocks)
-        with torch.inference_mode(False):  # ops outside that mode cannot write to its tensors
+        with torch.inference_mode(False):  # ops outside inference mode cannot write to its tensors
             return torch.zeros(self.shape(num_blocks), dtype=self.storage_dtype, device=device)
 
 
@@ -198,7 +199,7 @@ class IndexerLayout(QuantizedLayout):
 class PlainLayout(Layout):
     """Lay out unquantised rows, [num_blocks, block_size, width].
 
-    The reference mode and FlashInfer use it.
+    The reference mode and FlashInfer use this layout.
 
     Args:
         block_size: Rows per page.

@@ -62,14 +62,15 @@ _OTHER, _EARLIER = Target(99 * _KIB), Target(64 * _KIB, converts_codes=False)
 
 
 def target_of(capability: tuple[int, int] | None) -> Target:
-    """Return the target of a compute capability, which is None for devices not of NVIDIA."""
+    """Return the target of a compute capability; None stands for a device not made by NVIDIA."""
     if capability is None:
         return Target(227 * _KIB, converts_codes=torch.version.hip is None, large_tiles=True)
     return TARGETS.get(capability, _OTHER if capability > (8, 9) else _EARLIER)
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU, else None: AMD's numbers would mislead."""
+    """Return the compute capability of an NVIDIA GPU, else None. torch also reports numbers for AMD
+    GPUs, which mean something else."""
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)

@@ -45,15 +45,15 @@ ONE_WAVE_TILES = 120
 few SMs are free for extra splits, and the longest tokens are scheduled first."""
 
 EXTRA_SPLIT_SHARE = 4
-"""Beyond one wave, extra splits are at most the programs of a wave divided by this. Two splits that
-are as long as the single split of other tokens would add a wave."""
+"""Beyond one wave, extra splits are at most the programs of a wave divided by this. More splits
+would add a wave, because a split can be as long as a token that is not split."""
 
 SPLIT_SIZES, SPLIT_STEPS = 16, 4
 """Number of split sizes that a plan or the tile scheduler tries, and number of sizes per factor of
 two."""
 
 COMBINE_TILES, EXTRA_SPLIT_TILES = 2, 1
-"""Costs in key tiles: a combine, for every program; and an extra split."""
+"""Cost of a combine per program, and cost of an extra split, in key tiles."""
 
 COMBINE_COLUMNS = 4
 """Columns of the list of tokens to combine: token, splits, first partial result, unused. The first

@@ -112,7 +112,7 @@ class SizeGuards:
 
     Attributes:
         condition: Python expression of the symbols.
-        symbols: For each symbol, a Python expression of its value; ``L`` are the arguments.
+        symbols: For each symbol, a Python expression of its value; ``L`` holds the arguments.
     """
 
     condition: str
@@ -163,7 +163,7 @@ def aot_settings() -> dict[str, Any]:
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Disable autocast for ops of torch that are called inside."""
+    """Disable autocast for ops of torch that are called inside the context."""
     keys = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in AUTOCAST_KEYS]
     guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(keys[0] | keys[1])
     return guard
@@ -295,10 +295,10 @@ def statically_known_true(condition: Any) -> bool:
 
 
 def symmetric_workspace(group: str, nbytes: int, device: torch.device) -> Any:
-    """Allocate zeroed symmetric memory that all ranks of a group map; return it and its handle.
+    """Allocate zeroed symmetric memory that all ranks of a group map.
 
-    The handle has ``rank``, ``world_size`` and ``buffer_ptrs``. The call is collective: when it
-    returns on one rank, all ranks have zeroed their memory.
+    Return the memory and its handle, which has ``rank``, ``world_size`` and ``buffer_ptrs``. The
+    call is collective: when it returns on one rank, all ranks have zeroed their memory.
     """
     from torch.distributed import _symmetric_memory
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Lane(NamedTuple):
-    """Releases that the tests run on together, in an environment of their own."""
+    """Releases that the tests run on together, in a separate environment."""
 
     torch: str
     triton: str

@@ -1,4 +1,4 @@
-"""YaRN: slow down the low frequencies of a rotary embedding for contexts longer than trained."""
+"""YaRN: slow down low frequencies of a rotary embedding for contexts longer than in training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class YarnScaling:
     YaRN's attention scaling is left out.
 
     Args:
-        factor: Context length over the original one; above 0.
+        factor: Context length divided by the original context length; above 0.
         original_positions: Context length of the training. At least 1.
         beta_fast: Pairs with at least this many turns within the original context keep their
             frequency.
