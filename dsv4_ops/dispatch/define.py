@@ -136,10 +136,10 @@ def _load_kernels(stem: str) -> None:
 
 
 def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
-    """Run the implementation that ``choice.choose`` selects, outside a compiler.
+    """Outside a compiler, run the implementation that ``choice.choose`` selects.
 
-    On a GPU, a call with the form of an earlier call repeats the launches of that call, because
-    choosing launches takes longer than running them.
+    On a GPU, a call that differs from an earlier call only in the values of tensors repeats the
+    launches of that call, because choosing launches takes longer than running them.
     """
     repeats = "group" not in spec.parameters  # the memory of other ranks may move
 
@@ -198,7 +198,8 @@ def _looked_ahead(spec: OpSpec, mode: Any, args: Any, kwargs: Any) -> Any:
     """Return what AOTAutograd reads before it traces: the results' metadata, and which arguments
     are mutated.
 
-    The fake tells the first and the schema the second, much faster than a trace of the lowering.
+    The fake returns the metadata, and the schema says what is mutated. Both are much faster than a
+    trace of the lowering.
     """
     values = spec.arguments(args, kwargs)
     with mode:

@@ -1,4 +1,4 @@
-"""Load the parts of an op by name from other layers: kernels, lowerings and cases only when needed.
+"""Load the parts of an op from other layers, by name, when they are needed.
 
 An import by a string is easily overlooked, so only this module may import a higher layer that way.
 """

@@ -48,7 +48,7 @@ class Found:
 
 
 def find(name: str) -> Found | str:
-    """Find the library ``name``, or say why there is none. Imports nothing."""
+    """Find the library ``name``, or say why there is none; import nothing."""
     variable = VARIABLES[name]
     given = os.environ.get(variable)
     find_one = _find_flash_mla if name == FLASH_MLA else _find_deep_gemm
@@ -151,7 +151,7 @@ def _find_deep_gemm(given: str | None) -> Found | None:
 
 
 def _import_deep_gemm(folder: Path | None = None) -> Any:
-    """Import ``deep_gemm``, or the module in ``folder`` without that module's parents."""
+    """Import ``deep_gemm``: from ``folder`` and without parent packages, or as Python finds it."""
     _preload("libnvrtc.so.13", "libnvrtc.so.12")  # importing torch does not load libnvrtc
     if folder is None:
         return importlib.import_module(DEEP_GEMM)
@@ -185,7 +185,7 @@ def _preload(*sonames: str) -> None:
 
 
 def _vllm_folders() -> list[Path]:
-    """Return the folders where vLLM is installed, without importing it."""
+    """Return the folders where vLLM is installed, without importing vLLM."""
     spec = _spec("vllm")
     locations = [] if spec is None else getattr(spec, "submodule_search_locations", None)
     return [Path(folder) for folder in locations or ()]

@@ -27,7 +27,7 @@ Values = Mapping[str, Any]
 """Arguments of a call by name, without those that are not known yet."""
 
 ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
-"""Trailing values of a row that our sparse MLA kernels rotate back."""
+"""Number of trailing values of a row that our sparse MLA kernels rotate back."""
 
 HOPPER_ONLY = ("sparse_mla_gathered",)
 """Ops for which we have a Gluon kernel only."""
@@ -39,8 +39,8 @@ FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
 """Row width, latent width, and rows per block of FlashMLA's dense decode."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 SCALED_MM_COLUMNS = 512
-"""Columns must be a multiple of this, which has four scales. Releases of torch pad other numbers of
-scales differently."""
+"""The columns of a weight must be a multiple of this, so that its scales per row are a multiple of
+four. Releases of torch pad other numbers of scales differently."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 LEAST_LATENT = 16
 """Minimum latent width of our dense decode; tensor cores multiply no smaller tile."""
@@ -69,7 +69,7 @@ class Limit(NamedTuple):
 def limit(op: str, provider: str, values: Values, *, asking: bool = False) -> Limit | None:
     """Return what ``provider``, a library or "triton", does not support in a call of ``op``.
 
-    Unless ``asking``, a library counts as supporting symbolic sizes, which a check would guard.
+    Unless ``asking``, a symbolic size counts as supported, because checking it would add a guard.
     """
     if provider == TRITON:
         return _kernel_limit(op, values)
@@ -218,7 +218,8 @@ def no_triton() -> bool:
 
 
 def _rows_limit(values: Values) -> Limit | None:
-    """Sparse MLA takes bfloat16 queries of 512 values. Rows of a plain cache must be adjacent."""
+    """Return a limit unless queries are bfloat16 rows of 512 values, and the rows of plain caches
+    are adjacent."""
     q, width = values["q"], int(values["q"].shape[2])
     if q.dtype != torch.bfloat16 or width != MainLayout.head_dim:
         what = f"with {q.dtype} rows of {width} values"

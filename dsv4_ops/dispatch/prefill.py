@@ -40,7 +40,7 @@ def gathers(values: Mapping[str, Any]) -> Any:
     """
     tokens, columns, rows = values["q"].shape[0], prefilled(values), workspace_rows(values)
     tiles = tokens * head_tiles(int(values["q"].shape[1]))
-    waves = (tiles + PROGRAMS - 1) // PROGRAMS  # a wave takes as long if few SMs have a tile
+    waves = (tiles + PROGRAMS - 1) // PROGRAMS  # a partly filled wave takes as long as a full one
     return (
         positive(_ENTRY * waves * PROGRAMS * columns - _CALLS - _ROW * gathered_rows(values))
         * positive(2 * tiles - PROGRAMS)

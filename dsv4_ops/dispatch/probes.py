@@ -38,7 +38,7 @@ class _Library:
     extra: str
     distributions: tuple[str, ...]
     capability: tuple[int, int] | None = None
-    """Minimum compute capability of a library's CUDA device; None if it needs no GPU."""
+    """Minimum compute capability of a library's CUDA device; None if the library needs no GPU."""
 
 
 _ANY_GPU = (0, 0)

@@ -1,9 +1,9 @@
-"""Say which implementation runs a call, and make plans for FlashMLA and DeepGEMM.
+"""Say which implementation runs a call, and help to plan calls of FlashMLA and DeepGEMM.
 
 FlashMLA is the module ``flash_mla``, vLLM's build, or the library in the environment variable
-DSV4_OPS_FLASH_MLA (``/path/to/_flashmla_C.abi3.so``). DeepGEMM is the module ``deep_gemm``, vLLM's,
-or the folder in DSV4_OPS_DEEP_GEMM. ``python -m dsv4_ops doctor`` says where it found a library, or
-why the library does not run. Libraries are loaded at their first use.
+DSV4_OPS_FLASH_MLA (``/path/to/_flashmla_C.abi3.so``). DeepGEMM is the module ``deep_gemm``, vLLM's
+copy, or the folder in DSV4_OPS_DEEP_GEMM. ``python -m dsv4_ops doctor`` says where it found a
+library, or why the library does not run. Libraries are loaded at their first use.
 """
 
 from __future__ import annotations

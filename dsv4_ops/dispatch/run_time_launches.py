@@ -21,8 +21,8 @@ def run_time_launches() -> Iterator[None]:
     A launcher chooses tiles, splits and the number of programs by the sizes. In a trace with
     symbolic sizes, a launcher can only choose what works for all sizes; in a call, it chooses by
     the real sizes, as in eager mode. Calls also compile each kernel once per process instead of
-    once per graph, and CUDA graphs hide their host time. AOTInductor packages always contain the
-    launches, because they cannot call Python.
+    once per graph, and CUDA graphs hide the host time of calls. AOTInductor packages always contain
+    the launches, because a package cannot call Python.
     """
     token = _CALLS.set(True)
     try:

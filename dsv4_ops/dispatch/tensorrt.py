@@ -20,11 +20,11 @@ SUPPORTED = ((2, 11), (2, 15))
 PLUGINS_SINCE = (2, 13)
 """First version with the plugin API that we use."""
 AOT_BACKEND = "torch_tensorrt.dynamo.backend.backends:aot_torch_tensorrt_aten_backend"
-"""torch-tensorrt's function that calls AOTAutograd, whose graphs return what they write: no write
-is lost."""
+"""torch-tensorrt's function that calls AOTAutograd. Graphs of AOTAutograd return what they write,
+so no write is lost."""
 COMPILER = "torch_tensorrt.dynamo._compiler"
-"""The module that compiles exported programs. After ``integrations.tensorrt.enable`` these keep
-their writes."""
+"""The module that compiles exported programs. ``integrations.tensorrt.enable`` makes these programs
+keep their writes."""
 
 _ENABLED = [False]
 
