@@ -1,4 +1,4 @@
 """Kernels and their launchers. Most modules import triton.
 
-A launcher takes ``launch``, a ``launcher.Launcher``, and then the parameters of its op.
+The launcher of an op is a function that takes a ``launcher.Launcher`` and the op's parameters.
 """

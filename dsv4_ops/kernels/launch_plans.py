@@ -39,7 +39,7 @@ class LaunchPlans:
         self.plans: dict[Any, Plan | None] = {}
 
     def run(self, name: str, choose: Choose, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the plan of a call's form; if there is none, run the call and record one.
+        """Run the plan of a call's form. If the form has no plan, run the call and record a plan.
 
         Args:
             name: The op.

@@ -94,7 +94,7 @@ class _Predicated:
 
 
 class _WithOptions:
-    """A kernel that is launched with the result of ``options_of``."""
+    """A kernel whose launches have the options of ``options_of``."""
 
     __slots__ = ("kernel", "launched")
 
@@ -113,7 +113,7 @@ def options_of(kernel: Any, args: Sequence[Any]) -> dict[str, Any]:
 
 
 def dependent(kernel: Any, target: Target) -> dict[str, bool]:
-    """Return the option that starts a kernel before the previous one ends, if the kernel waits."""
+    """If the kernel waits for the previous kernel, return the option that starts it early."""
     return {"launch_pdl": True} if target.dependent_launch and waits(kernel) else {}
 
 

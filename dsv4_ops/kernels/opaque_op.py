@@ -1,4 +1,4 @@
-"""Ops that a graph keeps whole, with fakes: ours, and those of other libraries."""
+"""Ops that a graph keeps whole, and their fakes. The ops are ours, or those of other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile a kernel for one architecture, specialised for its arguments; needs no GPU."""
+"""Compile a kernel for one architecture and for properties of its arguments, without a GPU."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Argument(NamedTuple):
 
     @classmethod
     def number(cls, value: float) -> Argument:
-        """Return the properties of a number that stays a parameter of the kernel: its type and
-        divisibility, as in Triton's own launches. Inductor passes floats as float64."""
+        """Return the type and the divisibility of a number that stays a parameter of the kernel, as
+        in Triton's own launches. Inductor passes floats as float64."""
         if isinstance(value, float):
             return cls("fp64")
         return cls("i64" if value >= 2**31 else "i32", value % _MULTIPLE == 0)

@@ -103,8 +103,8 @@ class _Launch:
 def _list_and_index(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]:
     """Add an argument to a list, unless a list holds it already; return the list and the index.
 
-    In place of None, a launcher may pass a tensor that the kernel writes. The kernel does not read
-    that parameter, so one entry is enough.
+    For a parameter that would be None, a launcher may pass a tensor that the kernel also writes.
+    The kernel does not read such a parameter, so one entry is enough.
     """
     if not isinstance(value, Tensor):
         lists["numbers"].append(value)

@@ -15,7 +15,8 @@ Device functions take groups of arguments as tuples, which have the same entries
   of ``fp8.py``;
 - ``WINDOW``, ``FINISH``, ``THREADS`` and ``SAVE`` of the compressors: see their ``pooling.py``.
 
-Constants are tuples in launches too, because neither a launch nor Inductor's analysis reads them.
+In launches, only groups of constants are tuples, because neither a launch nor Inductor's analysis
+reads constants.
 
 A function unpacks its groups into names in its first lines. If a function takes a group with fewer
 entries, its docstring says which entries.

@@ -23,7 +23,7 @@ STEP_BYTES = 128
 """Bytes of a row per step, as two loads of 64."""
 
 FP4_UNIT = tl.constexpr(2.0**8)
-"""FP4 products are computed smaller by this factor, so that the factors of scales up to 2^9 are
+"""FP4 products are computed too small by this factor, so that the factors of scales up to 2^9 are
 finite. Only sums below 2^-141 are lost, which bf16 cannot represent."""
 
 _FP4_FIELD = tl.constexpr(118)
@@ -299,7 +299,7 @@ def multiply_fp8(
 
 @triton.jit
 def _widen(x):
-    """Convert activations to bf16. They are values, codes as bytes, or e4m3 codes."""
+    """Convert activations to bf16: from values, from codes as bytes, or from e4m3 codes."""
     if x.dtype == tl.uint8:
         return decode_to_bf16(x)
     else:

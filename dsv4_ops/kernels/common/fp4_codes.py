@@ -17,17 +17,18 @@ from dsv4_ops.kernels.common.fp8 import multiply_codes  # Inductor copies functi
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 _REACH = tl.constexpr(11)
-"""Maximum exponent of a scale relative to the row's base. At this exponent the code of 6 is e4m3's
-384, and the maximum of e4m3 is 448."""
+"""Maximum exponent of a scale relative to the row's base. At this exponent, 6 has the code that
+e4m3 has for 384; the maximum of e4m3 is 448."""
 
 _BASE_MARGIN = tl.constexpr(7)
 """Exponent, relative to the row's base, of the maximum scale in the row's first step."""
 
 _MAX_BASE = tl.constexpr(243)
-"""Maximum base. A scale byte of 255, which is NaN, is out of reach of it."""
+"""Maximum base, from which a scale byte of 255 (NaN) is out of reach."""
 
 _BASE_VALUE = tl.constexpr(5)
-"""Sums have the scale byte base plus this, because at the base the code of 0.5 is e4m3's 2^-6."""
+"""The scale byte of a row's sums is the row's base plus this, because at the base, 0.5 has the code
+that e4m3 has for 2^-6."""
 
 _LOW_CODES, _HIGH_CODES = tl.constexpr(0x14100800), tl.constexpr(0x24201C18)
 """e4m3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 at the base, one byte each."""

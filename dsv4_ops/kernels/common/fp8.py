@@ -32,7 +32,7 @@ def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
     if EMULATE:  # of a number and NaN, the hardware's maximum is the number, numpy's is NaN
         magnitudes = tl.where(magnitudes != magnitudes, 0.0, magnitudes)
     amax = tl.max(magnitudes, axis=-1)
-    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN if all values are
+    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN if all are NaN
     # ceil(log2(amax / 448)): the exponent minus 8, plus 1 if the significand is above 1.75
     patterns = amax.to(tl.int32, bitcast=True)
     min_scale: tl.constexpr = _SCALE_FLOOR if MIN_SCALE is None else MIN_SCALE
@@ -137,7 +137,8 @@ def _decode(codes):
 @triton.jit
 def decode_scaled(codes, factor):
     """Return the bf16 products of uint8 codes and bf16 powers of two. The function computes two
-    products at a time, with a third of the instructions of ``decode``; these bound attention."""
+    products at a time, with a third of the instructions of ``decode``. Attention is bound by
+    instructions."""
     if EMULATE:
         return (_decode(codes) * widen(factor)).to(tl.bfloat16)
     # per pair: move the codes to the upper bytes; fill the halves of NaN codes with ones; insert

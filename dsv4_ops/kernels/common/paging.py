@@ -22,7 +22,7 @@ def valid_tokens(position, request, num_reqs):
 @triton.jit
 def locate_slots(slot, num_blocks, block_size):
     """Return the int64 page and row of each slot, and which slots exist."""
-    slot = slot.to(tl.uint64)  # one comparison: a negative slot becomes larger than all others
+    slot = slot.to(tl.uint64)  # one comparison is enough, as negative slots become the largest
     size = tl.full((), block_size, tl.uint64)
     page, row = slot // size, slot % size
     valid = page < num_blocks
@@ -32,7 +32,7 @@ def locate_slots(slot, num_blocks, block_size):
 @triton.jit
 def locate_positions(table, request, position, mask, num_blocks, block_size):
     """Return the int64 page and row of each int64 position of its request, and which positions
-    exist. Positions without ``mask`` do not exist."""
+    exist. A position outside ``mask`` does not exist."""
     block_table, table_stride, column_stride, max_blocks = table
     position = position.to(tl.uint64)
     size = tl.full((), block_size, tl.uint64)
@@ -46,7 +46,7 @@ def locate_positions(table, request, position, mask, num_blocks, block_size):
 
 @triton.jit
 def load_pages(table_row, row, mask, BLOCK_SIZE: tl.constexpr):
-    """Load the page of each int32 row of a request; -1 without ``mask``, and for rows that are
+    """Load the page of each int32 row of a request; -1 outside ``mask``, and for rows that are
     negative or past the table. ``table_row``: the request's row of the block table, its stride and
     its number of columns."""
     block_table, column_stride, max_blocks = table_row

@@ -1,8 +1,8 @@
 """Arguments that differ from call to call, for which Triton must not compile a kernel again.
 
-Triton compiles a kernel again if an integer argument is 1, or a multiple of 16. Loads are faster if
-the argument is a stride or the bound of a mask along contiguous values. They are not for a number
-of rows, but a user would wait for seconds at each new batch size and cache length.
+Triton compiles a kernel again if an integer argument is 1, or a multiple of 16. This makes loads
+faster if the argument is a stride, or the bound of a mask along contiguous values. A number of rows
+makes no load faster, but a user would wait for seconds at each new batch size and cache length.
 """
 
 SIZES_BUT_TOKENS = (

@@ -1,4 +1,4 @@
-"""Map scores to integers of the same order, and find the threshold of the largest ones."""
+"""Map scores to integers of the same order, and find the threshold of the largest scores."""
 
 import triton
 import triton.language as tl

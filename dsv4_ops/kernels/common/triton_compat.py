@@ -121,7 +121,7 @@ def ptxas(capability: int) -> str:
 
 
 def forget_ptxas() -> None:
-    """Make Triton read the version of ptxas again; names of Triton's files depend on it.
+    """Make Triton read the version of ptxas again. Names of Triton's cache files depend on it.
 
     ``get_ptxas_version``, which caches the version: 3.6 to 3.9.
     """
@@ -177,7 +177,8 @@ def _name(kernel_hash: str) -> str:
 def takes_options_in_graphs() -> bool:
     """Return whether a traced launch may pass options of the backend as keyword arguments.
 
-    True since torch 2.14. Older torch refuses them; its Triton (up to 3.7) fuses by default.
+    True since torch 2.14. Older torch refuses such options. It comes with Triton 3.7 or older,
+    which fuses by default.
     """
     from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperMutation
 

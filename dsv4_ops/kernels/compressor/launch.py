@@ -63,7 +63,7 @@ SHORT_SPACING, LONG_SPACING = 0, 2
 """Spacing of scanning programs if other programs save states: see ``assign_role``."""
 
 SHORT_PROGRAMS, LONG_PROGRAMS, INSERT_PROGRAMS = 8 * 132 + 1, 33, 133
-"""Minimum number of scanning programs, unless there are fewer tokens; odd."""
+"""Minimum number of scanning programs, unless there are fewer tokens. The numbers are odd."""
 
 FEW_TOKENS = 2176
 """For every 128 tokens below this number, 2 more programs scan for long windows. In a decode, every

@@ -20,8 +20,8 @@ def compress_and_insert(
     SAVE: tl.constexpr, TOKENS: tl.constexpr, SPACING: tl.constexpr,
 ):  # fmt: skip
     """Run one of ``programs`` programs: scan every ``programs``-th token, and compress the windows
-    that those tokens complete. In a prefill, windows end at evenly spaced tokens; scanning far
-    apart tokens balances the work."""
+    that those tokens complete. In a prefill, windows end at evenly spaced tokens, so programs that
+    scan tokens far apart share the windows evenly."""
     RATIO: tl.constexpr = WINDOW[1]
     HEAD_DIM: tl.constexpr = WINDOW[4]
     DIM: tl.constexpr = FINISH[0]

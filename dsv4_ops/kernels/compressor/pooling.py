@@ -118,7 +118,7 @@ def _read_rows(
     row_valid = in_batch | (in_window & (page >= 0) & (page < num_state_blocks))
     state_offset = page.to(tl.int64) * state_page_stride
     state_offset += (index % STATE_BLOCK).to(tl.int64) * (2 * WIDTH)
-    # only from here on three dimensions: with them, a thread would look up each row four times
+    # two dimensions up to here: with three, a thread would look up each row four times
     NEXT: tl.constexpr = 2 if row.shape[1] > 1 else 1
     offset = tl.where(in_batch, row_token * kv_stride, state_offset)[:, :, None]
     row, dim = row[:, :, None], first_channel + tl.arange(0, DIM)[None, None, :]

@@ -23,8 +23,8 @@ programs have ended, and it sends without waiting. Besides, GPUs with NVLink run
 once, two per SM.
 
 Why the failure of a rank stops the other ranks: they trap after the group's timeout. If they
-returned NaN instead, tokens would be sampled from it. After a trap, the next call of the process
-fails, as with NCCL's watchdog, and no result is passed on.
+returned NaN instead, the model would sample tokens from NaN. After a trap, the next call of the
+process fails, as with NCCL's watchdog, and no result is passed on.
 """
 
 import struct

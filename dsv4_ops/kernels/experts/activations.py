@@ -100,7 +100,7 @@ def order_scales(
     """Return int32 [K // 128, num_slots // 2], each a pair of bf16 scales: the scales of the tokens
     in a plan's slots, and 0 for padding. The plan has blocks of ``rows`` slots."""
     count = int(scales.shape[1])
-    blocks = max(2, triton.next_power_of_2(count))  # a step of the GEMM reads the scales of two
+    blocks = max(2, triton.next_power_of_2(count))  # a GEMM step reads the scales of two blocks
     ordered = sorted_rows.new_empty((blocks, sorted_rows.shape[0] // 2))
     launch(order_scales_kernel)[sorted_rows.shape[0] // rows,](
         scales, *scales.stride(), topk, sorted_rows, ordered, ordered.stride(0),

@@ -86,7 +86,7 @@ SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
 """Block size for a symbolic number of rows, by weight bits."""
 
 ROWS_BY_SHARED = {226 * 1024: MAX_ROWS, 145 * 1024: 64, 0: 32}
-"""Largest block size, by the shared memory that a program needs for it."""
+"""Largest block size, by the shared memory that programs with such blocks need."""
 
 
 @triton.jit
@@ -344,7 +344,7 @@ def _down(
         weight, scale, rows, row_scales, expert.to(tl.int64), n_start,
         SIZE, WIDTH, BITS, False, TOKENS, CODES, BY_BLOCKS, TILE,
     )  # fmt: skip
-    # load again: the first result would occupy registers during the product
+    # load the rows again, because the first result would occupy registers during the product
     row = tl.load(sorted_rows + slot, cache_modifier=".cg")
     column = n_start + tl.arange(0, ROWS)[:, None]
     dst = out + row.to(tl.int64)[None, :] * SIZE + column

@@ -63,8 +63,8 @@ def _library() -> Any:
 
 
 def packaged() -> bool:
-    """Return whether an AOTInductor package can call the library: whether the build registers
-    ops."""
+    """Return whether an AOTInductor package can call the library: whether the library registers its
+    functions as ops."""
     return isinstance(_library(), torch._ops._OpNamespace)
 
 

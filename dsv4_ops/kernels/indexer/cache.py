@@ -24,7 +24,7 @@ quantize_and_insert_indexer_k = partial(
 )
 
 ROWS, WARPS = 32, 1
-"""Rows and warps per program of the gather. Its reductions stay within one warp."""
+"""Rows and warps per program of the gather. With one warp, reductions stay within the warp."""
 
 PROBES = 32
 """Request boundaries that a program of the gather loads together."""
@@ -34,7 +34,8 @@ _MIN_INT32 = tl.constexpr(-INT32_MAX - 1)
 
 @triton.jit
 def _count_boundaries(cu_seq_lens, cu_stride, index, low, high):
-    """Count the request boundaries at or before each row: ``low`` to ``high`` boundaries."""
+    """For each row, count the request boundaries at or before it. Every count is between ``low``
+    and ``high``."""
     half = 1
     while half * 2 <= high - low:
         half *= 2

@@ -47,8 +47,8 @@ WARPS = 4
 
 
 def tile_sizes(num_heads: int, target: Target) -> dict[str, int]:
-    """Return the padded number of heads, and the number of keys that are scored at a time. bf16
-    keys are half as many, because they need twice the registers of codes."""
+    """Return the padded number of heads, and the number of keys that are scored at a time. The
+    second number is halved for bf16 keys, which need twice the registers of codes."""
     heads = max(16, triton.next_power_of_2(num_heads))
     step = STEP if target.converts_codes else STEP // 2
     return {"HEADS": heads, "STEP": min(step, max(64 * step // heads, 16))}

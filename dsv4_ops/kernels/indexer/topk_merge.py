@@ -216,7 +216,7 @@ def _merge(scratch, lists, base, topk, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _emit_lists(scratch, lists, table_row, out, topk, SIZES: tl.constexpr):
-    """Select the top k of lists that have at most CAPACITY keys; write them as ``emit_list``."""
+    """Select the top k of lists with at most CAPACITY keys; write them as ``emit_list`` does."""
     CAPACITY: tl.constexpr = SIZES[1]
     key, index = _load_entries(scratch, lists, 0, 0, 0, CAPACITY)
     # the index of an absent key is arbitrary

@@ -142,11 +142,11 @@ def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def group_of(call: Call, batch_invariant: bool) -> int:
-    """Return the size of a group: tokens of a request that share a program.
+    """Return the size of a group: the number of tokens of a request that share a program.
 
-    The heads of a group fill the rows of a program, but the size is at most the mean number of
-    tokens per request, because a program is launched for every token, and those of all tokens of a
-    group but the first return early."""
+    The heads of a group should fill the rows of a program. But the size is at most the mean number
+    of tokens per request, because a program is launched for every token, and only the program of a
+    group's first token works."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     if call.query_start_loc is None or call.plan is not None or batch_invariant:
         return 1
@@ -220,7 +220,7 @@ def _row_arguments(call: Call) -> tuple[Any, ...]:
 def _constants(call: Call, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constants of both kernels."""
     return {
-        "SOFTMAX_SCALE": float(settings["softmax_scale"]),  # Inductor's arguments are float64
+        "SOFTMAX_SCALE": float(settings["softmax_scale"]),  # Inductor passes arguments as float64
         "BLOCK_SIZE": settings["block_size"],
         "FORMAT": FORMATS[settings["layout"]],
         "ROW": int(call.kv_cache.shape[2]),

@@ -125,8 +125,8 @@ def normalise_and_insert(
     program, q, kv, cache, slots, positions, angles,
     EPS: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate queries, or rotate and insert keys. The keys come first, because their
-    loads depend on each other.
+    """Normalise and rotate queries, or rotate and insert keys. Keys come first, because the loads
+    of a key depend on each other.
 
     Args:
         program: Index of a tile. Tiles of keys come first, then the tiles of heads of each token.

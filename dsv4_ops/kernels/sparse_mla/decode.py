@@ -71,7 +71,7 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
         *(work.capacity, num_tokens, num_heads, work.splits),
     )
     constants = {
-        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor's arguments are float64
+        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor passes arguments as float64
         "SWA_BLOCK_SIZE": call.swa_block_size,
         "EXTRA_BLOCK_SIZE": call.extra_block_size,
         "HAS_EXTRA": call.extra is not None,
@@ -198,7 +198,8 @@ def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
     batch_decides = num_splits == 0 and not batch_invariant
     widths = [lists.width() for lists in (call.window, call.extra) if lists is not None]
     unit = KEY_TILE
-    if batch_decides and not on_hopper and target.head_tile == HEAD_TILE:  # the measured tile
+    # half blocks were measured only with this head tile
+    if batch_decides and not on_hopper and target.head_tile == HEAD_TILE:
         unit = unit_of_splits(num_tokens * tiles, widths)
     units = _units(widths, unit)
     splits = num_splits_of(num_tokens * tiles, units, unit, num_splits, batch_invariant)

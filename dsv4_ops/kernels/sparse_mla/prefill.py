@@ -119,7 +119,7 @@ def launch_prefill(
         num_heads,
     )
     constants = {
-        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor's arguments are float64
+        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor passes arguments as float64
         "WINDOW_SIZE": call.window_size,
         "COMPRESS_RATIO": call.compress_ratio,
         "LISTED": LISTED,

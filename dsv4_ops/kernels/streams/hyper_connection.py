@@ -1,5 +1,6 @@
 """Hyper-connections in two kernels. The first kernel computes split-K products of the streams. The
-second kernel computes the collapsed stream of each token, and its weights for the next call."""
+second kernel computes the collapsed stream of each token, and the token's weights for the next
+call."""
 
 import torch
 import triton

@@ -1,4 +1,5 @@
-"""Arguments and results of sparse MLA's ops, for our kernels and FlashMLA's; without triton."""
+"""Arguments and results of sparse MLA's ops, for our kernels and for FlashMLA. This module does not
+import triton."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ LIST_PROGRAMS = 1024
 
 WARPS = 2
 """Warps of a program: each thread reads 8 values of a split. The number does not depend on the
-batch, because the bits of a result must not."""
+batch, because the bits of a result must not depend on it either."""
 
 
 def combine(
@@ -208,13 +208,13 @@ def combine(
     splits: int,
     parts: int = 1,
 ) -> None:
-    """Combine the tokens with several splits; ``parts`` programs share a head."""
+    """Combine the splits of each token that has several; ``parts`` programs share a head."""
     out, lse = results[:2]
     num_tokens, num_heads = out.shape[0], int(out.shape[1])
     if plan is None:  # if symbolic splits are 1, one program per head starts, and does nothing
         rows = programs = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
         steps = (_step(splits, MAX_STEP * parts),) * 2
-    else:  # a plan has at least one row more for each token with several splits, which come first
+    else:  # tokens with several splits come first in a plan, and each adds an extra row
         rows = plan.shape[0] - num_tokens
         max_programs = torch.sym_min(num_tokens, max(PROGRAMS // num_heads, 1))
         programs = torch.sym_max(max_programs, (rows + ROWS - 1) // ROWS)
@@ -237,7 +237,7 @@ def combine_listed(
     positions: Tensor | None,
     cos_sin_cache: Tensor | None,
 ) -> None:
-    """Combine the tokens that the split kernel has listed."""
+    """Combine the splits of the tokens that the split kernel listed."""
     out, lse = results[:2]
     num_tokens, num_heads = out.shape[0], int(out.shape[1])
     programs = torch.sym_min(num_tokens, max(LIST_PROGRAMS // num_heads, 1))

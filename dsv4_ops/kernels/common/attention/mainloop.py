@@ -120,8 +120,8 @@ def unfused(values):
 
 @triton.jit
 def recompute(values):
-    """Return int32 ``values``, but hide from the compiler that it knows them. The compiler then
-    computes expressions of them again instead of holding the results in registers."""
+    """Return int32 ``values``, but hide from the compiler that they were computed before. The
+    compiler then recomputes what follows from the values instead of holding it in registers."""
     if EMULATE:
         return values
     return tl.inline_asm_elementwise(
@@ -199,9 +199,9 @@ def attend(queries, state, keys, kv_valid, scale, block, MMA_SYNC: tl.constexpr)
 
     If a product feeds another product, Triton assigns all warps to rows. With 64 rows, half of the
     warps would then repeat the work of the other half. Triton does not look past the end of a
-    branch, so the four products with keys are in one. ``unfused`` keeps Triton from turning the sum
-    of the four products into a chain of products. Triton must not know that ``block`` is never
-    negative, or it removes the branches.
+    branch, so the four products with keys are inside a branch. ``unfused`` keeps Triton from
+    turning the sum of the four products into a chain of products. Triton would remove the branches
+    if it knew that ``block`` is never negative.
 
     MMA_SYNC says that warps multiply with ``mma.sync``, from registers. Each product, including
     those with P, is then in a branch of its own, so that Triton assigns warps to both dimensions.

@@ -94,10 +94,10 @@ def num_splits_of(
 
 
 def schedule_of(q: Tensor, units: int, tiles: int) -> TileSchedule | None:
-    """Return the in-kernel schedule of a batch with block tables; None for small batches.
+    """Return the in-kernel schedule of a batch with block tables; None for a very small or large
+    batch, whose tokens have equally many splits.
 
-    A small batch is split evenly by the width of its tables, which needs no schedule. With symbolic
-    sizes, ``by_lengths`` is a symbol.
+    With symbolic sizes, ``by_lengths`` is a symbol.
     """
     if isinstance(units, int) and units < MIN_UNITS:
         return None

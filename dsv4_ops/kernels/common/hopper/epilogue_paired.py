@@ -8,7 +8,7 @@ from dsv4_ops.kernels.common.hopper.mma import ACC_ROW, HEADS, WIDTH
 from dsv4_ops.kernels.common.triton_compat import Scalar, aggregate
 
 _COLUMNS = gl.constexpr(64)
-"""Columns of a result per store: the number of columns of P."""
+"""Columns of a result per store: as many as P has, because stores are staged in P's memory."""
 
 _STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 

@@ -4,7 +4,7 @@ the output over both blocks.
 
 P tiles need no barrier of their own: a P tile is free when the KV half that P multiplies is free. A
 program may process several items, each a token and a tile of heads. Pairs and items (``iteration``)
-are counted from the start of the program, because the phases of barriers are too.
+are counted from the start of the program, because barriers keep their phases from item to item.
 """
 
 from triton.experimental import gluon

@@ -17,5 +17,5 @@ WARPS = 4
 
 
 def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
-    """Whether a Gluon kernel runs the call. ``coded``: whether the kernel supports the caches."""
+    """Whether a Gluon kernel runs the call. ``coded``: whether it supports the row format."""
     return coded and not INTERPRETED and launch.target(q.device).is_hopper

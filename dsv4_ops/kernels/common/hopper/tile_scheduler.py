@@ -1,8 +1,8 @@
 """In-kernel split-KV tile scheduler: each program derives its work tile from all lengths.
 
-The scheduler needs no launch of its own. With it, the time of a ragged batch follows the sum of the
-contexts, not the longest context. Every warp computes the whole schedule, which is faster than
-waiting for another warp. Only the candidate sizes of a split are divided among the warps.
+The scheduler needs no launch of its own. With it, the time of a ragged batch depends on the sum of
+the contexts, not on the longest context. Every warp computes the whole schedule, which is faster
+than waiting for another warp. Only the candidate sizes of a split are divided among the warps.
 """
 
 from triton.experimental import gluon
@@ -160,8 +160,8 @@ def _work_tile(
     TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return the number of tokens with several splits, how many of them come before this program's
-    token, and the work tile. Splits follow the order of tokens; beyond one wave they follow the
-    classes first."""
+    token, and the work tile. Splits are in the order of tokens; beyond one wave, in the order of
+    classes, and of tokens within a class."""
     SCAN_LAYOUT: gl.constexpr = gl.BlockedLayout([TOKENS // 32], [32], [4], [0])
     lane = gl.arange(0, TOKENS, SCAN_LAYOUT)
     token_tiles = gl.convert_layout(tiles, SCAN_LAYOUT)
@@ -205,7 +205,7 @@ def _list_split_token(combine_list, list_row, token, splits, first_partial, mask
 
 @gluon.jit
 def schedule_evenly(grid, splits, combine_list):
-    """Return the results of ``schedule_by_lengths``, but split every token into ``splits``."""
+    """Return what ``schedule_by_lengths`` returns, but with ``splits`` splits for every token."""
     program, programs, is_writer = grid.program, grid.programs, grid.is_writer
     token, split = program // splits, program % splits
     is_first_split = is_writer & (split == 0)

@@ -70,8 +70,8 @@ class Queries:
 
 @aggregate
 class Tile:
-    """Query rows of a program. Rows are the heads of ``tokens`` tokens from ``token`` on; those of
-    the program begin at row ``first_head``."""
+    """Query rows of a program. A group of ``tokens`` tokens from ``token`` on has a row per token
+    and head; the program's rows begin at row ``first_head`` of the group."""
 
     token: Scalar
     first_head: Scalar
@@ -216,8 +216,8 @@ def _row_lengths(lens, tile, GROUP: gl.constexpr):
 
 @gluon.jit
 def _reduce_amax(block: gl.constexpr, pairs, amax, smem):
-    """Return the amax over both halves of each row. The partitions exchange it with the P barriers,
-    because a partition could miss a phase of the row-sum barriers."""
+    """Return the amax over both halves of each row. The partitions exchange their amax with the P
+    barriers, because a partition could miss a phase of the row-sum barriers."""
     amax_smem, p_ready = smem.row_sum, smem.barriers.p_ready
     amax_smem.index(2 + block).store(amax)
     mbarrier.arrive(p_ready[block])

@@ -58,8 +58,8 @@ class SplitWork:
 
 @aggregate
 class Rows:
-    """A token's list of rows in one cache. Pages have an address, a stride, a number and rows per
-    page; the list has an address, a stride and a length."""
+    """A token's list of rows in one cache: address, stride and number of the cache's pages, and
+    rows per page; address, stride and length of the list."""
 
     cache: Scalar
     page_stride: Scalar

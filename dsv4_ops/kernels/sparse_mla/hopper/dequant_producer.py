@@ -150,7 +150,7 @@ def dequantise(
     ``LOAD_ENTRIES(sources, block, FIRST)`` loads the list entries of half a block; ``LOCATE_ROWS``
     turns entries into ``LocatedRows``. Rows are located one block after their entries are loaded,
     because the first use of a loaded value waits for the load. ``sources`` has the bytes of a row;
-    SCALE_BYTES are the bytes of a row's scales.
+    SCALE_BYTES is the number of bytes of a row's scales.
 
     The first half of a block is loaded after the first half of the previous block is stored; the
     second half is loaded at the start of the block. If both were loaded at once, the matrix unit

@@ -25,8 +25,9 @@ from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import (
 
 @aggregate
 class Span:
-    """Keys of a token: number of blocks of its window; number of tokens up to the token, and in its
-    window; and the blocks of this split, ``first_block`` to ``stop``."""
+    """Keys of a split of a token. ``length`` is the number of tokens up to this token, of which
+    ``swa_len`` are in the token's window. The window has ``window_blocks`` blocks; the split has
+    the blocks from ``first_block`` to ``stop``."""
 
     window_blocks: Scalar
     length: Scalar
@@ -37,8 +38,8 @@ class Span:
 
 @aggregate
 class Pages:
-    """Pages of a request in one cache. Pages have an address, a stride, a number and rows per page;
-    the request's row of the block table has an address, a stride and columns."""
+    """Pages of a request in one cache: address, stride and number of the cache's pages, and rows
+    per page; address, stride and columns of the request's row of the block table."""
 
     cache: Scalar
     page_stride: Scalar

@@ -138,7 +138,7 @@ def prefill_keys_kernel(
                 extra_len = tl.maximum(extra_len, end)
                 first += LISTED
         else:
-            max_blocks = (length * 0).to(tl.int64) + max_extra_blocks  # the latter may be constant
+            max_blocks = (length * 0).to(tl.int64) + max_extra_blocks  # which may be a constant
             extra_len = tl.minimum(visible.to(tl.int64), max_blocks * EXTRA_BLOCK_SIZE)
             extra_len = extra_len.to(tl.int32)
         tiles += (extra_len + KEYS - 1) // KEYS
