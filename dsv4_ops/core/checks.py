@@ -1,7 +1,7 @@
 """Argument checks of the public functions.
 
 Checks read shapes, dtypes, devices and Python values, never values on a GPU. So they do not
-synchronise the device, and work on symbolic sizes. They also run under ``torch.compile``, except
+synchronise the device, and work on symbolic sizes. Checks also run under ``torch.compile``, except
 inside ``checks_are_done``.
 """
 
@@ -132,7 +132,7 @@ class Checks:
             )
 
     def _is_dense(self, name: str, value: Tensor | None, dtype: _Dtypes) -> None:
-        """Check that ``value`` is a dense tensor of ``dtype``, or of a dtype in that tuple."""
+        """Check that ``value`` is a dense tensor of ``dtype``, which may be a tuple of dtypes."""
         if isinstance(dtype, tuple):
             self.floats(name, value, *dtype)
         if not isinstance(value, Tensor):
@@ -172,7 +172,7 @@ class Checks:
         return self.error(name, must=must, got=list(value.shape), do=do)
 
     def optional(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
-        """Check that ``value`` is None or passes ``tensor``."""
+        """Check that ``value`` is None or passes the check ``tensor``."""
         if value is not None:
             self.tensor(name, value, dtype, *dims)
 
@@ -274,7 +274,7 @@ class Checks:
             )
 
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
-        """Check that ``value`` has at least ``limit`` columns, the value of ``limit_name``."""
+        """Check that ``value`` has at least ``limit`` columns. ``limit_name`` has this value."""
         if value.shape[1] < limit:
             raise self.error(
                 name,
@@ -439,8 +439,8 @@ class Checks:
             )
 
     def bytes_of_row(self, name: str, cache: Tensor) -> int:
-        """Check a cache of ``MlaFp8Layout``. Return its bytes per row, in which caches of this
-        layout may differ."""
+        """Check a cache of ``MlaFp8Layout``. Return the bytes per row, which differ between caches
+        of this layout."""
         self.storage(name, cache, "MlaFp8Layout", MlaFp8Layout.tag, torch.uint8)
         self.tensor(name, cache, torch.uint8, "num_blocks", "block_size", "row_bytes")
         return int(cache.shape[2])
@@ -591,7 +591,7 @@ class Checks:
     def rotation(
         self, positions: Tensor, cos_sin_cache: Tensor, rope_dim: str | int = "rope_dim"
     ) -> None:
-        """Check ``positions`` and the RoPE table of ``rope_dim`` columns that they index."""
+        """Check ``positions`` and ``cos_sin_cache``, a RoPE table with ``rope_dim`` columns."""
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("cos_sin_cache", cos_sin_cache, torch.float32, "num_positions", rope_dim)
 

@@ -61,7 +61,7 @@ def _not_written(op: str, name: str) -> Exception:
 class _Refused(SingleLevelFunction):
     """Return the results of ``call``; raise when they are differentiated.
 
-    ``torch.func`` nests transforms. The dispatcher runs this rule for one of them at a time.
+    ``torch.func`` nests transforms. The dispatcher runs this rule for one transform at a time.
     """
 
     @staticmethod

@@ -46,13 +46,13 @@ ACTIVATION_FLOOR = 85
 1e-10."""
 
 ACTIVATION_BLOCK = 128
-"""Activation values per scale."""
+"""Number of activation values that share a scale."""
 
 WEIGHT_BLOCK = 128
-"""Rows and columns of an FP8 weight per scale."""
+"""Number of rows, and of columns, of an FP8 weight that share a scale."""
 
 FP4_BLOCK = 32
-"""Values per scale in a row of an FP4 weight."""
+"""Number of values in a row of an FP4 weight that share a scale."""
 
 TOKEN_ALIGNMENT = 4
 """Scales with a token stride of 1 are padded to a multiple of this many tokens."""
@@ -97,12 +97,12 @@ class Layout(ABC):
         return round_up(self.block_size * self.row_bytes, PAGE_ALIGNMENT)
 
     def data_offset(self, slot: int) -> int:
-        """Return the byte of a dense cache at which the data of ``slot`` starts."""
+        """Return the byte offset of the data of ``slot`` in a dense cache."""
         page, row = divmod(slot, self.block_size)
         return page * self.page_bytes + row * self.data_bytes
 
     def scale_offset(self, slot: int) -> int:
-        """Return the byte of a dense cache at which the scales of ``slot`` start."""
+        """Return the byte offset of the scales of ``slot`` in a dense cache."""
         page, row = divmod(slot, self.block_size)
         scales = self.block_size * self.data_bytes
         return page * self.page_bytes + scales + row * self.scale_bytes
@@ -135,7 +135,7 @@ class QuantizedLayout(Layout):
     @property
     @abstractmethod
     def code_dim(self) -> int:
-        """Leading values that are stored as e4m3 codes."""
+        """Number of leading values that are stored as e4m3 codes."""
 
     @property
     @abstractmethod
@@ -204,7 +204,7 @@ class PlainLayout(Layout):
     Args:
         block_size: Rows per page.
         width: Values per row.
-        dtype: torch.bfloat16, torch.float32, or torch.float16, which only dense MLA takes.
+        dtype: torch.bfloat16, torch.float32, or, for dense MLA only, torch.float16.
     """
 
     width: int = 512
@@ -311,7 +311,7 @@ class MlaDsFp8Layout(MlaLayout):
         return self.data_offset(slot) + self.kv_lora_rank
 
     def rope_offset(self, slot: int) -> int:
-        """Return the byte of a dense cache at which the RoPE values of ``slot`` start."""
+        """Return the byte offset of the RoPE values of ``slot`` in a dense cache."""
         return self.data_offset(slot) + self.rope_byte
 
 

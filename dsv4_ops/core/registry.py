@@ -19,7 +19,7 @@ AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
 LOWERING_KINDS = ("decompose", "pointwise", "triton", "choices")
 DECOMPOSED = {"cpu": "decompose", "cuda": "decompose"}
 KERNEL_ON_CUDA = {"cpu": "decompose", "cuda": "triton"}
-"""Lowering per device type of ops that have a Triton kernel."""
+"""Lowering for each device type, for ops that have a Triton kernel."""
 
 
 class Lowering(Protocol):
@@ -33,7 +33,7 @@ class Lowering(Protocol):
 
 
 def returns_nothing() -> None:
-    """Return nothing: the fake of every op that only mutates its arguments."""
+    """Return nothing. This is the fake of every op that only mutates its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class OpSpec:
     Args:
         stem: File name of the op in every layer.
         schema: ``name(arguments) -> results`` in the language of ``torch.library``.
-        meta: Fake implementation. It takes only the parameters of the op that it needs.
+        meta: Fake implementation. The fake takes only those parameters of the op that it needs.
         reference: Eager implementation on any device: the meaning of the op.
         load: Loads the op's implementation in another layer (``dispatch/layers.py``), because core
             imports no other layer.
         launch_with: Loads the function that launches our kernel or a library.
         lowering: Kind of lowering per device type, decomposition by default.
-        dynamic: Dimension names that may change without a recompile.
+        dynamic: Names of the dimensions that may change without a recompile.
         source: Where the semantics come from.
         providers: Implementations that ``impl=`` can name. An op without ``impl`` has the
             implementations of its lowering.

@@ -1,4 +1,4 @@
-"""The properties of a GPU that kernels depend on, by its compute capability."""
+"""The properties of GPUs that kernels depend on, by compute capability."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Target:
             integer arithmetic.
         is_hopper: Whether the GPU runs our code for Hopper: Gluon kernels, and products of codes.
         large_tiles: Whether attention in Triton uses the tile sizes of Hopper, whose tensor cores
-            read operands from shared memory. ``mma.sync`` keeps operands and sums in registers,
-            which such tiles would spill. On Blackwell, such tiles exceed the tensor memory.
+            read operands from shared memory. With ``mma.sync``, operands and sums are in registers,
+            and such tiles would spill. On Blackwell, such tiles exceed the tensor memory.
         mma_sync: Whether warps multiply with ``mma.sync`` alone, from registers.
         dependent_launch: Whether a kernel may start before the previous kernel ends.
     """
@@ -69,8 +69,8 @@ def target_of(capability: tuple[int, int] | None) -> Target:
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU, else None. torch also reports numbers for AMD
-    GPUs, which mean something else."""
+    """Return the compute capability of an NVIDIA GPU, else None. For an AMD GPU, torch reports
+    numbers that mean something else."""
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)

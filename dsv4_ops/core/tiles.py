@@ -23,7 +23,7 @@ PART_OVERHEAD = 5
 """Fixed cost of a token in FlashMLA's scheduler, in key blocks."""
 
 LARGEST_TOPK = 4096
-"""Largest top-k of our selection kernel. Above it the reference runs, with the same result."""
+"""Largest top-k of our selection kernel. The reference runs for a larger top-k."""
 
 START_TILES = 4
 """Fixed cost of a program, in key tiles (H200: about 10 us, at 2 to 3 us per tile)."""

@@ -171,10 +171,11 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 @contextmanager
 def without_kernel_table() -> Iterator[None]:
-    """Empty the table of the Triton kernels that this process traced, while functions are saved.
+    """While functions are saved, empty the table of the Triton kernels that this process traced.
 
-    Inductor's code already contains its kernels. The table refers to kernels by number: a process
-    that loaded another process's table would launch wrong kernels in the next graph that it traces.
+    Saved code of Inductor contains the kernels anyway. The table refers to kernels by number: a
+    process that loaded another process's table would launch wrong kernels in the next graph that it
+    traces.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
 

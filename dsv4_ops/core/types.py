@@ -126,7 +126,7 @@ class ExpertPlan(NamedTuple):
 
 
 def max_expert_blocks(num_rows: int, num_experts: int, block_size: int) -> int:
-    """Return the most blocks that ``num_rows`` rows can fill if no block mixes experts."""
+    """Return the maximum number of blocks that ``num_rows`` rows fill if no block mixes experts."""
     padded = num_rows + sym_min(num_experts, num_rows) * (block_size - 1)
     return padded // block_size
 

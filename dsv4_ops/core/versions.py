@@ -34,7 +34,7 @@ LANES = {
     "transformers-5.23": Lane("2.15", "3.9", "5.23"),
 }
 """The lanes of ``make smoke LANE=name``. CI's full run is not listed. It uses the latest releases
-on the day of the run, which are those of "newest" until one of the packages has a new release."""
+of its day: those of "newest", until one of the packages has a new release."""
 
 
 def release(version: str) -> tuple[int, int]:

@@ -46,7 +46,7 @@ class YarnScaling:
             )
 
     def slowdowns(self, rope_dim: int, theta: float) -> list[float]:
-        """Return the factor by which each of the ``rope_dim // 2`` frequencies is multiplied.
+        """Return the factors by which the ``rope_dim // 2`` frequencies are multiplied.
 
         Args:
             rope_dim: Number of rotated values per row.

@@ -69,7 +69,7 @@ def is_faster(op: str, library: str, values: Values) -> bool:
 
 
 def subject(values: Values) -> Tensor:
-    """Return the tensor whose device and sizes decide: ``q``, ``x``, or the first tensor."""
+    """Return the tensor whose device and sizes are read: ``q``, ``x``, or the first tensor."""
     tensors = (each for each in values.values() if isinstance(each, Tensor))
     named: Tensor | None = values.get("q", values.get("x"))
     return next(tensors) if named is None else named
@@ -87,7 +87,7 @@ def check_impl(
 ) -> None:
     """Raise if the op has no such ``impl``, or if ``impl`` does not support this call or device.
 
-    Whether the library is installed is checked when the op runs or is compiled.
+    When the op runs or is compiled, it checks whether the library is installed.
     """
     allowed = (AUTO, *providers)
     if not isinstance(impl, str):
@@ -223,7 +223,7 @@ def own(spec: OpSpec, values: Values, why: str) -> Choice:
 
 
 def ours(spec: OpSpec) -> str:
-    """Return the implementation of an op on a GPU without libraries."""
+    """Return the implementation of an op on a GPU if no library runs the op."""
     return TRITON if TRITON in spec.providers else REFERENCE
 
 

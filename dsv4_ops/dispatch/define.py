@@ -100,7 +100,7 @@ def _autocast_rule(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
-    """Call the fake with the arguments that it takes."""
+    """Call the fake of an op with the arguments that the fake takes."""
     wanted = _parameters(spec.meta)
 
     @functools.wraps(spec.meta)

@@ -1,7 +1,7 @@
 """Caches that are views of one pool of bytes, and the writes of compiled code to them.
 
 A graph has one input for all caches, the pool. ``pool_view`` makes each cache inside the graph. If
-an op writes to a view, a compiler rebuilds the pool from the view, which copies a cache or the
+an op writes to a view, a compiler rebuilds the pool from the view, and so copies a cache or the
 whole pool. So the graph calls ``in_pool`` on the pool instead of an op that writes to such a view.
 When the graph runs, ``in_pool`` makes the views and calls the op.
 """

@@ -44,7 +44,7 @@ def adapter(library: str) -> Any:
 
 
 def load_kernels(stem: str) -> None:
-    """Import the launchers of a stem, which defines the ops that they trace."""
+    """Import the launchers of a stem. The import defines the ops that the launchers trace."""
     importlib.import_module(module_of("kernels", stem))
 
 

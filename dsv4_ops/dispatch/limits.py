@@ -34,18 +34,19 @@ HOPPER_ONLY = ("sparse_mla_gathered",)
 
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
-"""Maximum tokens of a decode: FlashMLA's planner keeps each token's numbers in shared memory."""
+"""Maximum tokens of a decode. FlashMLA's planner keeps numbers for each token in shared memory."""
 FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
 """Row width, latent width, and rows per block of FlashMLA's dense decode."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 SCALED_MM_COLUMNS = 512
-"""The columns of a weight must be a multiple of this, so that its scales per row are a multiple of
+"""The columns of a weight must be a multiple of this, so that the scales of a row are a multiple of
 four. Releases of torch pad other numbers of scales differently."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 LEAST_LATENT = 16
 """Minimum latent width of our dense decode; tensor cores multiply no smaller tile."""
 MOST_COLUMNS = 128
-"""Maximum columns of a tile in our dense prefill: the NoPE part or RoPE part of keys, or values."""
+"""Maximum columns of a tile in our dense prefill. A tile is the NoPE part of keys, the RoPE part of
+keys, or values."""
 MOST_CANDIDATES = 8192
 """Maximum candidates of a token, and maximum topk, for one program of ``cp_topk``."""
 WIDEST_HEAD = 1024
@@ -100,8 +101,8 @@ def _kernel_limit(op: str, values: Values) -> Limit | None:
 
 
 def _above(size: Any, most: int, asking: bool) -> bool:
-    """Whether a size is above ``most``. A symbol counts as small in an export and unless
-    ``asking``, because reading it adds a guard."""
+    """Whether a size is above ``most``. In an export, and unless ``asking``, a symbol counts as
+    small, because reading the symbol would add a guard."""
     if isinstance(size, int):
         return size > most
     if not asking or torch.compiler.is_exporting():

@@ -56,7 +56,7 @@ NAMES = tuple(_LIBRARIES)
 
 
 def probe(name: str, *, load: bool = False) -> Provider:
-    """Say whether library ``name`` is usable; never raises for a name in ``NAMES``.
+    """Say whether library ``name`` is usable; never raise for a name in ``NAMES``.
 
     Args:
         name: One of ``NAMES``.

@@ -50,8 +50,8 @@ def flash_mla_plan(
 ) -> FlashMlaPlan:
     """Make a plan of FlashMLA for all decodes of these sizes.
 
-    The plan divides the keys among FlashMLA's programs. Without it, FlashMLA plans in every call,
-    which takes 15 to 70 us on an H200.
+    The plan divides the keys among FlashMLA's programs. Without a plan, FlashMLA plans in every
+    call, which takes 15 to 70 us on an H200.
 
     FlashMLA's own plans (``dsv4_ops.flash_mla_metadata``) hold for one set of lengths, and silently
     give wrong results for others. This plan assumes full index lists instead, so it holds for all

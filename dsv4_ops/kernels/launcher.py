@@ -61,7 +61,7 @@ class Launcher:
         return target_of(self.capability(device))
 
     def converts_codes(self, device: torch.device) -> bool:
-        """Return whether kernels let Triton convert e4m3 codes. Otherwise they compute with
+        """Return whether kernels let Triton convert e4m3 codes. Otherwise kernels compute with
         integers, as in Triton's interpreter, which converts wrongly."""
         return not INTERPRETED and self.target(device).converts_codes
 
@@ -113,7 +113,7 @@ def options_of(kernel: Any, args: Sequence[Any]) -> dict[str, Any]:
 
 
 def dependent(kernel: Any, target: Target) -> dict[str, bool]:
-    """If the kernel waits for the previous kernel, return the option that starts it early."""
+    """Return the option that starts a kernel early, if it waits for the previous kernel."""
     return {"launch_pdl": True} if target.dependent_launch and waits(kernel) else {}
 
 

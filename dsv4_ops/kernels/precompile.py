@@ -35,10 +35,10 @@ from dsv4_ops.kernels.common.triton_compat import (
 from dsv4_ops.kernels.launcher import Launcher, options_of
 
 Wait = Callable[[], Any]
-"""Waits for a job."""
+"""A function that waits for a job."""
 
 Submit = Callable[..., Wait]
-"""Runs a function with arguments in a worker."""
+"""A function that runs another function in a worker."""
 
 _log = logging.getLogger(__name__)
 _SUBMIT: ContextVar[Submit | None] = ContextVar("precompile_submit", default=None)
@@ -179,7 +179,7 @@ class _Pickler(pickle.Pickler):
     """Pickles a kernel or device function as its name and its key in Triton's cache.
 
     The worker must use this process's key. Up to Triton 3.8, keys differ between processes, because
-    they identify modules by their addresses.
+    a key has the addresses of modules.
     """
 
     def persistent_id(self, value: Any) -> Any:

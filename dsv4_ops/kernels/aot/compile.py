@@ -61,7 +61,7 @@ def compiled(
         capability: Compute capability, such as 90.
 
     Returns:
-        Triton's ``CompiledKernel``. Constants are not among its parameters.
+        Triton's ``CompiledKernel``. Constants are not parameters of the compiled kernel.
     """
     names, options = kernel.arg_names, {**FUSION, **options}
     constants = {name: options.pop(name) for name in names if name in options}

@@ -1,7 +1,7 @@
 """Write everything that a C4 layer writes before it selects rows, in one launch instead of four.
 
-The four parts are independent. Each takes about as long as its longest chain of dependent loads, so
-they overlap well.
+The four parts are independent. A part takes about as long as its longest chain of dependent loads,
+so the parts overlap well.
 """
 
 import triton

@@ -48,7 +48,7 @@ def _compressor(
     states: Tensor,
     k_cache: Tensor,
 ) -> _Compressor:
-    """Return the kernel's arguments for the compressor whose constants begin with ``prefix``."""
+    """Return the kernel's arguments for the compressor whose names begin with ``prefix``."""
     width = int(ape.shape[1])
     state_tensors = compressor.state_arguments(kv_score, ape, states)
     tensors = (*state_tensors, norm_weight.contiguous(), *compressor.static_pages(k_cache))
@@ -82,7 +82,7 @@ _NAMES = tuple(signature(reference.insert_c4_step).parameters)
 
 
 class Call(namedtuple("Call", _NAMES, defaults=(False,))):
-    """The arguments of the op, as its reference names them."""
+    """The arguments of the op, with the names of the reference's parameters."""
 
     __slots__ = ()
 

@@ -20,15 +20,15 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.reference.linear import activation_values
 
 STEP_BYTES = 128
-"""Bytes of a row per step, as two loads of 64."""
+"""Bytes of a row per step. A step loads 64 bytes twice."""
 
 FP4_UNIT = tl.constexpr(2.0**8)
-"""FP4 products are computed too small by this factor, so that the factors of scales up to 2^9 are
-finite. Only sums below 2^-141 are lost, which bf16 cannot represent."""
+"""FP4 products are computed too small by this factor, so that the bf16 factors of scales up to 2^9
+are finite. Only sums below 2^-141 are lost, and bf16 cannot represent these."""
 
 _FP4_FIELD = tl.constexpr(118)
-"""Exponent field of a factor minus the scale byte. A bf16 with an e2m1 code in its lowest exponent
-bits is the value of the code times 2^-126."""
+"""The exponent field of a factor is the scale byte plus this. A bf16 with an e2m1 code in its
+lowest exponent bits is the value of the code times 2^-126."""
 
 _FP8_FACTOR = tl.constexpr((247 << 7) * 0x10001)
 """2^120 as two bf16 in an int32. A bf16 with an e4m3 code in its lowest exponent bits is the value
@@ -184,7 +184,7 @@ def _concatenate(left, right):
 
 @triton.jit
 def scale_values(scale):
-    """Return float32 values of scales in float32 or in UE8M0 bytes."""
+    """Convert scales from float32 or UE8M0 bytes to float32."""
     if scale.dtype == tl.float32:
         return scale
     patterns = scale.to(tl.int32) << 23
@@ -229,7 +229,7 @@ def multiply_fp4(
     rows in the order of ``tile_rows``.
 
     All loads run STAGES - 1 steps ahead, into shared memory. ptxas would delay a load into
-    registers until a product frees them, whatever the order of the program.
+    registers until a product frees these registers, whatever the order of the program.
 
     Args:
         weight: Addresses [ROWS, 1] of int32 words, the mask of the rows, and words per row.

@@ -2,7 +2,7 @@
 ``reference/quantization.py``.
 
 CONVERTS says whether Triton converts e4m3 codes (``Launcher.converts_codes``). If not, kernels
-compute the same bytes with integers. Triton's interpreter does so too, because it rounds wrongly.
+compute the same bytes with integers. This is also so in Triton's interpreter, which rounds wrongly.
 """
 
 import torch
@@ -24,9 +24,9 @@ def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
     """Return uint8 codes and int32 scale bytes of bf16 values in float32. The values along the last
     dimension share a scale.
 
-    A scale is at least MIN_SCALE, by default the cache's minimum. Kernels that call this are bound
-    by instructions as much as by memory, so NaN and infinity are left to ``encode``, which
-    saturates and returns 0x7F for NaN.
+    A scale is at least MIN_SCALE; the default is the minimum of the caches. Kernels that call this
+    are bound by instructions as much as by memory, so NaN and infinity are left to ``encode``,
+    which saturates and returns 0x7F for NaN.
     """
     magnitudes = tl.abs(values)
     if EMULATE:  # of a number and NaN, the hardware's maximum is the number, numpy's is NaN
@@ -44,7 +44,7 @@ def quantize(values, CONVERTS: tl.constexpr, MIN_SCALE: tl.constexpr = None):
 
 @triton.jit
 def encode(values, CONVERTS: tl.constexpr):
-    """Return uint8 e4m3 codes of float32 values: nearest even, saturated, 0x7F for NaN."""
+    """Return uint8 e4m3 codes of float32 values: round to nearest even, saturate, NaN to 0x7F."""
     if CONVERTS:
         return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:  # needed, because Triton also compiles the code after a branch that returns
@@ -117,7 +117,7 @@ def _encode(values):
     # normal codes: round 23 significand bits to 3, to nearest even
     rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
     normal = (rounded >> 20) - ((127 - 7) << 3)
-    # subnormal codes: multiples of 2^-9; float32 above 2^14 has just those bits
+    # subnormal codes: multiples of 2^-9, which is the spacing of float32 values above 2^14
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
     subnormal = shifted.to(tl.int32, bitcast=True) & 0xF
     codes = tl.where(magnitude < ((127 - 6) << 23), subnormal, normal)
@@ -177,12 +177,12 @@ def _first(left, right):
 
 @triton.jit
 def convert_once(tile, ENABLED: tl.constexpr):
-    """Return ``tile`` after a reduction over a dimension of size 1, which costs nothing.
+    """Return ``tile`` after a reduction over a dimension of size 1. Such a reduction costs nothing.
 
     Triton moves no conversion past a reduction. So a tile is converted once, in the layout of its
     load, and both products with ``mma.sync`` read the result from shared memory. Without the
-    reduction, Triton would move the bytes into the operand layout of each product, and convert them
-    twice."""
+    reduction, Triton would move the bytes into the operand layout of each product, and convert the
+    bytes twice."""
     if ENABLED and not EMULATE:
         return tl.reduce(tl.reshape(tile, (tile.shape[0], tile.shape[1], 1)), 2, _first)
     else:

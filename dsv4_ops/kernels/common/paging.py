@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 MAX_POSITIONS = tl.constexpr(2**31 - 1)
-"""Number of positions; a token with any other position is padding."""
+"""Valid positions are at least 0 and below this. A token with another position is padding."""
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def compute_slots(page, row, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def prefetch_column(table, num_reqs, row, BLOCK_SIZE: tl.constexpr):
-    """Load the block-table entry of ``row`` of each of the first 32 requests into the L2.
+    """For each of the first 32 requests, load the block-table entry of ``row`` into the L2.
 
     Each program calls this for its own rows while it waits for the lengths of the requests;
     together the programs load most of the entries that they will look up. The load is volatile, so

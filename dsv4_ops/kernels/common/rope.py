@@ -41,9 +41,9 @@ def _multiply(left, right):
 def load_tail_angles(
     angles, position, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr
 ):
-    """Load the angles of a row at ``position``, which is at least 0. Return for each of its DIM / 2
-    pairs whether it is rotated, its cosine and its sine. The last ROPE of HEAD_DIM values are
-    rotated. ``angles``: the dense table and its number of rows."""
+    """Load the angles of a row at ``position``, which is at least 0. For each of the row's DIM / 2
+    pairs, return whether the pair is rotated, the cosine and the sine. The last ROPE of HEAD_DIM
+    values are rotated. ``angles``: the dense table and its number of rows."""
     cos_sin_cache, num_positions = angles
     pair = tl.arange(0, DIM // 2) - (HEAD_DIM - ROPE) // 2
     in_table = (pair >= 0) & (pair < ROPE // 2) & (position < num_positions)

@@ -70,5 +70,5 @@ def _length(low, high):
 
 @triton.jit
 def _fraction(length, SHIFT: tl.constexpr):
-    """Return the uint32 ``length`` over a power of two, at least 1, as int32."""
+    """Return the uint32 ``length`` divided by 2^SHIFT, but at least 1, as int32."""
     return tl.maximum(length >> SHIFT, 1).to(tl.int32, bitcast=True)

@@ -153,8 +153,8 @@ def is_compiled(source: Any, target: GPUTarget, options: Any) -> bool:
 
 
 def compiled_folders(functions: Iterable[Any]) -> list[Path]:
-    """Return the folders of Triton's cache with this process's binaries of ``functions``, and all
-    folders with launchers.
+    """Return the folders in Triton's cache that have this process's binaries of ``functions``, and
+    all folders that have launchers.
 
     ``JITFunction.device_caches`` and the names of folders: 3.6 to 3.9.
     """
@@ -177,7 +177,7 @@ def _name(kernel_hash: str) -> str:
 def takes_options_in_graphs() -> bool:
     """Return whether a traced launch may pass options of the backend as keyword arguments.
 
-    True since torch 2.14. Older torch refuses such options. It comes with Triton 3.7 or older,
+    True since torch 2.14. Older torch refuses such options, but comes with Triton 3.7 or older,
     which fuses by default.
     """
     from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperMutation

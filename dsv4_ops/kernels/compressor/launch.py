@@ -45,11 +45,11 @@ SAVE_COLUMNS = 1024
 """Maximum columns of a tile of states."""
 
 SHORT_SAVE_VALUES, LONG_SAVE_VALUES, INSERT_SAVE_VALUES = 32, 64, 16
-"""Values per thread of a tile of states. Kernels that need many registers have more, because an SM
-runs few of their programs."""
+"""Values per thread of a tile of states. A thread has more values in kernels that need many
+registers, because an SM runs few programs of such kernels."""
 
 SHORT_TOKENS_SAVING, CHANNELS_SAVING, LONG_WARPS_SAVING = 8, 32, 1
-"""``SHORT_TOKENS``, ``CHANNELS`` and ``LONG_WARPS`` in launches that also save states."""
+"""Values of ``SHORT_TOKENS``, ``CHANNELS`` and ``LONG_WARPS`` in launches that also save states."""
 
 MIXED_WARPS = 4
 """If programs have at least this many warps, scanning programs do not all run at once, and programs
@@ -74,7 +74,7 @@ _NAMES = tuple(signature(reference.save_and_compress).parameters)
 
 
 class Call(namedtuple("Call", _NAMES, defaults=(False,))):
-    """The arguments of ``save_and_compress``, as its reference names them."""
+    """The arguments of ``save_and_compress``, with the names of the reference's parameters."""
 
     __slots__ = ()
 

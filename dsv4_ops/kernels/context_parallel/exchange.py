@@ -12,7 +12,7 @@ program there is a barrier, then a release at system scope raises the flag; an a
 flag. A flag only grows, and a program that waits for t accepts t + 1.
 
 Why no rank overwrites unread data: each program has two buffers per sender, which alternate from
-tile to tile, and shares them with no other program, whatever the shapes of calls. A sender writes
+tile to tile. No other program uses these buffers, whatever the shapes of calls. A sender writes
 tile t + 2 only after it has received this rank's flag of tile t + 1, and this rank's program raises
 that flag after its last read of tile t. So kernels and layers of all shapes may share a workspace.
 

@@ -85,7 +85,7 @@ def quantize_ordered_kernel(
 
 
 def round_rows(launch: Launcher, rows: torch.Tensor, sorted_rows: torch.Tensor) -> None:
-    """Round the bf16 ``rows`` of a plan's slots in place to the values of FP8 codes and scales."""
+    """Round the bf16 ``rows`` of a plan's slots, in place, to values that FP8 codes can have."""
     count = rows.shape[1] // ACTIVATION_BLOCK
     launch(round_rows_kernel)[sorted_rows.shape[0],](
         rows, rows.stride(0), sorted_rows,

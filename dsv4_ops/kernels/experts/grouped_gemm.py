@@ -73,7 +73,8 @@ _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 _NARROW_MEAN_ROWS = {16: 13, 32: 28, 64: 56}
 
 MEAN_ROWS = {4: _NARROW_MEAN_ROWS, 8: _NARROW_MEAN_ROWS, 16: {16: 5, 32: 16, 64: 40}}
-"""Largest mean rows per expert for each block size, by weight bits; above them, MAX_ROWS."""
+"""Largest mean number of rows per expert for each block size, by weight bits. With more rows, the
+block size is MAX_ROWS."""
 
 MAX_ROWS = 128
 
@@ -533,8 +534,9 @@ def _multiplies_codes(
     down: torch.Tensor,
     bits: int,
 ) -> bool:
-    """Return whether kernels multiply FP4 weights as codes on this GPU, which needs weights that
-    are aligned to 16 bytes. A traced graph has no addresses, but Inductor aligns its inputs."""
+    """Return whether kernels multiply FP4 weights as codes on this GPU. These kernels need weights
+    that are aligned to 16 bytes. A traced graph has no addresses, but Inductor aligns its inputs.
+    """
     device = gate_up.device
     interpreted = INTERPRETED and launch.capability(device) is None
     if bits != 4 or not (launch.target(device).is_hopper or interpreted):

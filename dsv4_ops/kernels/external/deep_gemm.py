@@ -1,8 +1,8 @@
 """DeepGEMM for the lightning indexer: DeepGEMM computes the logits of paged keys, and our kernel
-selects rows by them.
+selects rows by these logits.
 
 DeepGEMM checks no values, so we replace absent pages by page 0 before the call, and the logits of
-such pages by -inf after the call. Without a ``schedule``, each call makes one. DeepGEMM compiles
+such pages by -inf after the call. A call without a ``schedule`` makes its own. DeepGEMM compiles
 its kernels when they first run, and its functions are no torch ops, so no package can call them.
 """
 

@@ -30,7 +30,8 @@ FILL_COLUMNS = 1024
 """Logits per program of ``fill_absent_kernel``, all of one token."""
 
 _MAX_SINK = tl.constexpr(1e30)
-"""Replaces inf: FlashMLA would subtract it from its lse of a row without keys, also inf."""
+"""Maximum sink. For a row without keys, FlashMLA subtracts the sink from an lse of inf. With a sink
+of inf, the difference would be NaN."""
 
 
 @triton.jit
@@ -109,9 +110,11 @@ def finish_heads_kernel(
     INVERSE_ROPE: tl.constexpr, CLEARS: tl.constexpr,
     ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Store -inf as the lse of heads without keys, with CLEARS also zeros as their values; apply
-    inverse RoPE to the last ROPE values of every head. It starts late, as FlashMLA's combine may
-    end before the decode has stored its results."""
+    """Store -inf as the lse of heads without keys. With CLEARS, also store zeros as their values.
+    With INVERSE_ROPE, apply inverse RoPE to the last ROPE values of every head.
+
+    The kernel does not use dependent launch: FlashMLA's combine starts early, and may end before
+    the decode has stored the results of tokens with one split."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = head < num_heads

@@ -47,8 +47,8 @@ def load_weights(weights, token, num_heads, HEADS: tl.constexpr):
 @triton.jit
 def load_codes(start, byte_stride, mask, DIM: tl.constexpr, CONVERTS: tl.constexpr):
     """Load keys from the byte pointers ``start``: with CONVERTS e4m3 [rows, DIM], else two bf16
-    tiles [rows, DIM / 2]. Masked rows are undefined, which does not affect the scores of other
-    rows."""
+    tiles [rows, DIM / 2]. Masked rows are undefined, but do not affect the scores of other rows.
+    """
     # without ``other`` the load goes directly to shared memory
     if CONVERTS:
         lane = tl.arange(0, DIM)[None, :] * byte_stride

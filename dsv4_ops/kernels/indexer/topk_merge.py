@@ -25,8 +25,8 @@ def partition(
     width of a list, and whether a list has all keys of its part. Up to ``topk`` keys are one part.
 
     Lists are as wide as one merge of MERGE_CAPACITY keys allows, so that only the merge has to be
-    exact. If lists have more keys than that, they are first merged in GROUPS groups, GROUP_CAPACITY
-    keys at a time.
+    exact. If the lists of a row have more keys than MERGE_CAPACITY, they are first merged in GROUPS
+    groups, GROUP_CAPACITY keys at a time.
     """
     # if parts stay short, limit their number to one merge, which costs less than a merge of groups
     if SHORT_PART > 0:
@@ -38,8 +38,8 @@ def partition(
     complete = part_keys <= topk
     group_keys = tl.minimum(part_keys, topk) * GROUPS
     group = (count + group_keys - 1) // group_keys * part_keys
-    # a power of two, so that complete lists fit: all lists of the row into one merge, or the lists
-    # of a group into GROUP_CAPACITY
+    # round up to a power of two if complete lists then fit: all lists of the row into one merge, or
+    # the lists of a group into GROUP_CAPACITY
     if (count <= MERGE_CAPACITY) | (
         complete & (count <= GROUPS * GROUP_CAPACITY) & (group > GROUP_CAPACITY)
     ):
@@ -60,8 +60,9 @@ def partition(
 def select(key, low, topk, max_selected):
     """Select the largest keys: ``topk`` to ``max_selected`` of them, or all if there are fewer.
 
-    Return a mask of the selected keys, their offsets in a list, their number, and a lower bound of
-    the selected keys. Keys below ``low`` are absent, or known not to be among the largest."""
+    Return a mask of the selected keys, their offsets in a list, the number of selected keys, and a
+    lower bound of these keys. Keys below ``low`` are absent, or known not to be among the largest.
+    """
     total = tl.sum((key >= low).to(tl.int32), axis=0)
     threshold = low - 1
     num_above = total
@@ -72,7 +73,7 @@ def select(key, low, topk, max_selected):
     num_equal = count - num_above
     above = key > threshold
     equal = key == threshold
-    # both ranks in one scan
+    # compute both ranks in one scan
     ranks = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
     equal_rank = ranks >> 16
     selected = above | (equal & (equal_rank <= num_equal))

@@ -1,9 +1,9 @@
 """First pass of the selection: reduce every part of a row to a list of the part's largest keys. The
 kernels read keys as logits, or compute them as scores.
 
-A program has a scratch row of CAPACITY keys and indices. It appends keys in order, absent keys too,
-so that the loop over loads need not count keys; an index follows from the slot of its key. When the
-scratch row is full, the program reduces it to at most MAX_WIDTH keys.
+A program has a scratch row of CAPACITY keys and indices. The program appends keys in order, absent
+keys too, so that the loop over loads need not count keys; the index of a key follows from the key's
+slot. When the scratch row is full, the program reduces the row to at most MAX_WIDTH keys.
 
 The number of keys of a row decides where keys are stored. torch counts a tensor as written if its
 pointer reaches a store through the result of a function. So the kernels themselves load lengths and

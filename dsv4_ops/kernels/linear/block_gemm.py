@@ -1,5 +1,5 @@
 """Block-scaled GEMM of FP8 codes and FP8 weights, for many tokens. The matrix unit multiplies
-codes. The sum over each block of 128 columns is multiplied by its two scales in float32."""
+codes. The sum over a block of 128 columns is multiplied by the block's two scales in float32."""
 
 import torch
 import triton

@@ -26,7 +26,7 @@ _TILE = tl.constexpr(MlaDsFp8Layout.quant_block)
 
 @triton.jit
 def _load_float32(tensor, token, mask, dim):
-    """Load rows of tokens as float32; ``tensor`` groups a tensor and its strides."""
+    """Load rows of tokens as float32. ``tensor`` is a tuple of a tensor and its strides."""
     start, stride, dim_stride = tensor
     rows = start + token[:, None] * stride + dim[None, :].to(tl.int64) * dim_stride
     return widen(tl.load(rows, mask=mask, other=0.0))
@@ -34,8 +34,8 @@ def _load_float32(tensor, token, mask, dim):
 
 @triton.jit
 def _scales(tiles, FINITE_MAX: tl.constexpr, UE8M0: tl.constexpr):
-    """Return the scale of the values along the last dimension: amax / 448, without NaN. With UE8M0,
-    round the scale up to a power of two."""
+    """Return the scale of the values along the last dimension: amax / 448, where amax ignores NaN.
+    With UE8M0, round the scale up to a power of two."""
     magnitudes = tl.minimum(tl.abs(tl.where(tiles != tiles, 0.0, tiles)), FINITE_MAX)
     amax = tl.max(magnitudes, axis=-1)
     scale = tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32))

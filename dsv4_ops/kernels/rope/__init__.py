@@ -1,4 +1,4 @@
-"""Launchers of two kernels: query norm, RoPE and insert; and inverse RoPE of the output."""
+"""Launchers of the kernel for query norm, RoPE and insert, and of the kernel for inverse RoPE."""
 
 from dsv4_ops.kernels.rope.inverse_rope_group import (
     inverse_rope_group as inverse_rope_group,

@@ -44,7 +44,7 @@ def _load_rotated(
     src, dim_stride, mask, position, cos_sin_cache, table_stride, column_stride, num_positions,
     DIM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Load bf16 [heads, DIM] from the rows at ``src``, with inverse RoPE of the last ROPE
+    """Load bf16 [heads, DIM] from the rows at ``src``, and apply inverse RoPE to the last ROPE
     values."""
     HEADS: tl.constexpr = src.shape[0]
     dim = tl.arange(0, DIM)[None, :].to(tl.int64) * dim_stride

@@ -94,7 +94,7 @@ def _insert_keys(
     page, row, slot_valid = locate_slots(slot, num_blocks, BLOCK_SIZE)
     src = kv + token.to(tl.int64) * row_stride
     block = k_cache + page * page_stride
-    if SCALE_BYTES == 0:  # in a plain cache, copy words, which keep the payload of a NaN
+    if SCALE_BYTES == 0:  # in a plain cache, copy words, to keep the payload of a NaN
         lane = tl.arange(0, HEAD_DIM)[None, :]
         dst = block.to(tl.pointer_type(tl.int16), bitcast=True) + row * cache_row_stride
         src_words = src.to(tl.pointer_type(tl.int16), bitcast=True)[:, None]

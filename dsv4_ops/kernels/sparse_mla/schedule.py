@@ -45,7 +45,7 @@ def _tiles(lengths):
 
 @triton.jit
 def _splits_of(tiles, size):
-    """Return the number of splits, each of up to ``size`` tiles."""
+    """Return the number of splits if a split has up to ``size`` tiles."""
     return tl.maximum((tiles + size - 1) // size, 1)
 
 

@@ -79,7 +79,7 @@ def stream_products_kernel(
         fn_columns = offset[None, :] * fn_column_stride
         fn_rows = fn + weight.to(tl.int64)[:, None] * fn_row_stride + fn_columns
         # all loads precede the first store, because the compiler moves no load across a store; with
-        # a mix, load ``fn`` after the mix, which needs the registers
+        # a mix, load ``fn`` after the mix, because the mix needs the registers
         tiles, fn_tiles = (), ()
         for stream in tl.static_range(COUNT):
             tiles += (widen(tl.load(rows + stream * stream_stride, mask=mask, other=0.0)),)
@@ -182,7 +182,7 @@ def stream_ends_kernel(
     COLLAPSES: tl.constexpr, MIXES: tl.constexpr,
 ):  # fmt: skip
     """Finish one token. With COLLAPSES, a program collapses and normalises the streams. With MIXES,
-    a program computes post and mix for the next call, which takes about as long. With both, a token
+    a program computes post and mix for the next call; this takes about as long. With both, a token
     has two programs."""
     wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)

@@ -100,8 +100,8 @@ def _combine_in_steps(
     tensors, token, first_split, splits, head, num_heads,
     FLAGS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits in one step of the smaller size in STEPS if they fit, because masked loads
-    cost time; else in steps of the larger size."""
+    """Combine the splits in steps of one of the two sizes in STEPS: of the smaller size if all
+    splits fit into one such step, because masked loads cost time."""
     SMALL: tl.constexpr = STEPS[0]
     STEP: tl.constexpr = STEPS[1]
     if SMALL == STEP:
@@ -187,8 +187,8 @@ SMALL_STEP, STEP, MAX_STEP = 4, 8, 16
 splits, else STEP. With a known number of splits: up to MAX_STEP."""
 
 PROGRAMS, ROWS = 2048, 32
-"""Target number of programs with a plan, over all heads, and maximum rows per program. A head has
-no more programs than tokens, unless the rows need more."""
+"""Target number of programs with a plan, over all heads, and maximum rows per program. Each head
+has at most as many programs as there are tokens, unless the rows need more programs."""
 
 LIST_PROGRAMS = 1024
 """Maximum programs with a list, over all heads: programs without work cost time."""

@@ -18,7 +18,7 @@ from dsv4_ops.kernels.common.fp8 import (  # Inductor copies functions only
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 LINES = tl.constexpr(8)
-"""Maximum cache lines of a row to prefetch."""
+"""Maximum number of cache lines that are prefetched for a row."""
 
 _MIN_SCALE, _MAX_SCALE = tl.constexpr(1e-30), tl.constexpr(1e37)
 """Bounds of the scales of partial results. Inverses of scales within the bounds are normal float32
@@ -250,7 +250,7 @@ def log2_sum(row_max, row_sum):
 
 @triton.jit
 def denominator(row_max, row_sum, sink):
-    """Return the divisor of the accumulator; 1 without a key, whatever the sink."""
+    """Return the divisor of the accumulator; 1 if there is no key, whatever the sink is."""
     finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     return tl.where(row_sum == 0.0, 1.0, row_sum + tl.exp2(sink - finite_max))
 
@@ -283,7 +283,7 @@ def amax_of(values):
 
 @triton.jit
 def scale_of(amax):
-    """Return the scale of a partial result with this amax."""
+    """Return the scale of a partial result whose amax is ``amax``."""
     scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
     return tl.where(amax == float("inf"), 1.0, scale)  # keeps the finite values of such a row
 

@@ -26,7 +26,7 @@ MIN_LANES = 32
 """Minimum scheduler lanes (one token each). Spare lanes delay program start by up to 0.7 us."""
 
 MIN_UNITS = 4
-"""Minimum key blocks of a token's lists for scheduling by lengths."""
+"""Minimum number of key blocks in a token's lists at which lengths decide the splits."""
 
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
@@ -89,7 +89,7 @@ def num_splits_of(
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // torch.sym_max(programs, 1)))
     longest = (units + most - 1) // most
     splits = (units + longest - 1) // longest  # more splits would not shorten the longest
-    saved = units - longest  # must exceed the cost of a combine, which is that of a block
+    saved = units - longest  # must exceed a combine, which costs as much as a block
     return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEY_TILE // unit))
 
 
@@ -128,7 +128,8 @@ def schedule_arguments_of(
 
 
 def num_lanes(num_tokens: int) -> int:
-    """Return a power of two that is at least the number of tokens; the maximum for a symbol."""
+    """Return the scheduler's lanes: a power of two, at least the number of tokens. For a symbol,
+    return the maximum."""
     if not isinstance(num_tokens, int):
         return MAX_SCHEDULED_TOKENS
     return min(max(triton.next_power_of_2(num_tokens), MIN_LANES), MAX_SCHEDULED_TOKENS)

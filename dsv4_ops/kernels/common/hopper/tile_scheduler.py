@@ -41,8 +41,8 @@ class PerToken:
 
 @aggregate
 class Batch:
-    """Lengths of both lists and request index of each token, widths of both lists, number of
-    requests and of tokens."""
+    """For each token, the lengths of both lists and the request index; for all tokens, the widths
+    of both lists, the number of requests and the number of tokens."""
 
     swa_lens: PerToken
     extra_lens: PerToken
@@ -109,9 +109,9 @@ def schedule_by_lengths(
 ):  # fmt: skip
     """Return this program's work tile: token (``num_tokens`` if none), split, number of splits, and
     the token's first partial result. The programs with the first tile of heads write
-    ``combine_list``: the number of tokens with several splits; then the token, number of splits and
-    first partial result of each. The loads of all lengths also bring the lengths of this program's
-    token into the cache.
+    ``combine_list``: the number of tokens with several splits; then, for each such token, the
+    token, the number of splits and the first partial result. The loads of all lengths also bring
+    the lengths of this program's token into the cache.
 
     Args:
         grid: A ``Grid``.

@@ -204,7 +204,7 @@ def _query_scales(amax_smem, ROW: gl.constexpr):
 
 @gluon.jit
 def _row_lengths(lens, tile, GROUP: gl.constexpr):
-    """Return the position after the last key of each query row in this split."""
+    """For each query row, return the position after the row's last key in this split."""
     row = gl.arange(0, HEADS, LOGIT_ROW)
     member = row * 0
     if GROUP > 1:

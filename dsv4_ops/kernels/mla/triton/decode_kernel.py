@@ -110,10 +110,10 @@ def mla_decode_kernel(
     same time, so that all but one of them read the keys from the L2.
 
     A group begins every GROUP tokens from ``query_start_loc`` on, and after a token of another
-    request. The program of the group's first token computes the group; those of its other tokens
-    return early. With one split, the program writes the result. With several splits, it writes the
-    normalised accumulator, divided by ``partial_scale``, to ``partial``. FORMAT of rows is 0 for
-    values, 1 for codes, and 2 for codes with scales, followed by RoPE values. With SLOTS,
+    request. The program of the group's first token computes the group; the programs of the other
+    tokens return early. With one split, a program writes the result. With several, a program writes
+    the normalised accumulator, divided by ``partial_scale``, to ``partial``. FORMAT of rows is 0
+    for values, 1 for codes, and 2 for codes with scales, followed by RoPE values. With SLOTS,
     ``block_table`` lists the slots of every token instead of the blocks of a request.
     """
     wait_for_previous_kernel()

@@ -122,7 +122,7 @@ def _widen(codes, scales, FIRST: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _concatenate(left, right):
-    """Concatenate the columns of two tensors, which only renames registers."""
+    """Concatenate the columns of two tensors. This only renames registers."""
     WIDTH: gl.constexpr = left.shape[1]
     right = gl.convert_layout(right, left.type.layout, assert_trivial=False)
     return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [HALF, 2 * WIDTH])

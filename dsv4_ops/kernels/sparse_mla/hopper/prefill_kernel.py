@@ -86,8 +86,8 @@ def _columns(span, block, FIRST: gl.constexpr):
 
 @gluon.jit
 def load_entries(sources, block, FIRST: gl.constexpr):
-    """Load the selected rows of half a block, from its key FIRST on; without ``has_topk``, return
-    columns, which are the rows."""
+    """Load the selected rows of half a block, from its key FIRST on. Without ``has_topk``, columns
+    are rows, so return the columns."""
     column, in_window = _columns(sources.span, block, FIRST)
     if sources.has_topk:
         selection = sources.selection

@@ -104,8 +104,8 @@ def split_keys_kernel(
     """Compute the attention of one token over one split of its keys, for a tile of heads.
 
     The window's keys come first, then the keys of the extra cache. A split is a whole number of
-    units. With one split, the program writes the result, with inverse RoPE if INVERSE_ROPE. With
-    several splits, it writes the normalised accumulator, divided by ``partial_scale``, to
+    units. With one split, a program writes the result, with inverse RoPE if INVERSE_ROPE. With
+    several, a program writes the normalised accumulator, divided by ``partial_scale``, to
     ``partial``. With PAGED, ``extra_indices`` is a block table. With HAS_PLAN, the plan has token,
     split and number of splits.
     """
