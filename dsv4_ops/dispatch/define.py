@@ -53,7 +53,8 @@ def define_op(stem: str, schema: str, **fields: Any) -> OpOverload:
     """Register an op, and return the overload to call.
 
     ``fields`` are the other fields of ``OpSpec``. By default, ``meta`` and ``reference`` are the
-    functions in these layers with the op's name; the fake of an op without results returns nothing.
+    functions with the op's name in the layers ``meta`` and ``reference``. The fake of an op without
+    results returns nothing.
     """
     name = schema.partition("(")[0]
     if schema.endswith("-> ()"):

@@ -82,7 +82,7 @@ def limit(op: str, provider: str, values: Values, *, asking: bool = False) -> Li
 
 
 def _kernel_limit(op: str, values: Values) -> Limit | None:
-    """Return what our kernel of ``op`` does not support; None for ops outside the table."""
+    """Return what our kernel of ``op`` does not support; None for ops that are not listed here."""
     kernels = {
         "sparse_mla_decode": _decode_limit,
         "sparse_mla_decode_paged": _decode_limit,

@@ -23,8 +23,8 @@ VALUES = 4
 """Maximum consecutive channels per thread: 16 bytes."""
 
 DEPTH, LONG_DEPTH = 8, 16
-"""Maximum rows that a thread reads at a time, of a short and of a long window. C4 windows have 8
-rows."""
+"""Maximum rows that a thread reads at a time: of a short window, and of a long window. C4 windows
+have 8 rows."""
 
 CHANNELS = 64
 """Channels of a long window per program."""

@@ -1,10 +1,10 @@
 """FlashMLA for sparse and dense MLA: convert our arguments to FlashMLA's, and its results to ours.
 
 FlashMLA checks no values, so we first set absent slots to -1, which FlashMLA skips. FlashMLA's
-planner reads the lengths, so such a plan is right for one set of lengths only. FlashMLA plans in
-every call, unless the call passes a plan. A plan of ``flash_mla_metadata`` is for the lengths of
-the call. A plan of ``flash_mla_plan`` is for the sizes of the call. With such a plan, FlashMLA gets
-no lengths; we also set entries past the lengths to -1.
+planner reads the lengths, so a plan of FlashMLA is right for one set of lengths only. FlashMLA
+plans in every call, unless the call passes a plan. A plan of ``flash_mla_metadata`` is for the
+lengths of the call. A plan of ``flash_mla_plan`` is for the sizes of the call. With a plan for
+sizes, FlashMLA gets no lengths; we also set entries past the lengths to -1.
 """
 
 from __future__ import annotations

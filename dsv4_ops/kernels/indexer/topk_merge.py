@@ -28,7 +28,7 @@ def partition(
     exact. If the lists of a row have more keys than MERGE_CAPACITY, they are first merged in GROUPS
     groups, GROUP_CAPACITY keys at a time.
     """
-    # if parts stay short, limit their number to one merge, which costs less than a merge of groups
+    # if parts stay short, limit them to as many as one merge takes: it costs less than two merges
     if SHORT_PART > 0:
         merged_part = (count + MAX_LISTS - 1) // MAX_LISTS
         is_short = merged_part <= SHORT_PART * num_tokens

@@ -158,7 +158,7 @@ def group_of(call: Call, batch_invariant: bool) -> int:
 
 
 def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) -> Work:
-    """Choose the splits: by a plan, by the lengths, or the same number for all tokens."""
+    """Choose the splits: the plan's, splits by lengths, or the same number for all tokens."""
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     unit = PAIR if on_hopper else KEY_TILE
     if call.plan is not None:
@@ -203,7 +203,7 @@ def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, f
 
 
 def _row_arguments(call: Call) -> tuple[Any, ...]:
-    """Return the arguments of both kernels for rows, tables and scales, and those for the plan."""
+    """Return both kernels' arguments for rows, tables and scales, and arguments for the plan."""
     lens, plan = call.seq_lens, call.plan
     starts = lens if call.query_start_loc is None else call.query_start_loc
     return (

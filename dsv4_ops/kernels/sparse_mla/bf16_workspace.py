@@ -73,10 +73,10 @@ def list_rows_kernel(
     EXTRA_BLOCK_SIZE: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_TOPK: tl.constexpr,
     HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """List the workspace rows that a token sees, with -1 for absent rows, and store the length up
-    to the last row. Without HAS_TOPK, a list is as wide as the table of the longest request, so the
-    kernel stops after the step of COLUMNS entries that has the last row; no kernel reads later
-    entries."""
+    """List the workspace rows that a token sees, with -1 for absent rows, and store the list's
+    length up to the last row. Without HAS_TOPK, a list is as wide as the table of the longest
+    request, so the kernel stops after the step of COLUMNS entries that has the last row; no kernel
+    reads later entries."""
     wait_for_previous_kernel()
     swa = (swa_table, swa_table_stride, swa_column_stride, swa_max_blocks)
     extra = (extra_table, extra_table_stride, extra_column_stride, extra_max_blocks)

@@ -188,7 +188,7 @@ def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tenso
 
 
 def _split(call: DecodeCall, on_hopper: bool, target: Target) -> Work:
-    """Choose the splits: by a plan, by the lengths, or the same number for all tokens."""
+    """Choose the splits: the plan's, splits by lengths, or the same number for all tokens."""
     num_tokens, tiles = call.q.shape[0], head_tiles(int(call.q.shape[1]), target.head_tile)
     if call.plan is not None:
         programs = call.plan.shape[0]

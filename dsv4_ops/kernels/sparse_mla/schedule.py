@@ -61,8 +61,8 @@ def _candidates(total, longest, programs):
 
 @triton.jit
 def _best_size(counts, sizes, total, longest, num_tokens, programs):
-    """Return the cheapest size; the smallest on a tie. If the longest token takes no more time than
-    a split and a combine, return a size that splits no token."""
+    """Return the cheapest size; on a tie, the smallest size. If the longest token takes no more
+    time than a split and a combine, return a size that splits no token."""
     index = tl.arange(0, _SIZES)
     counts = counts.to(tl.int64)  # _START times the programs could overflow int32
     shared, extra = total + _START * (counts - programs), counts - num_tokens

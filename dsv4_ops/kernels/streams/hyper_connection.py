@@ -26,8 +26,8 @@ tiles of a large batch need twice as many warps."""
 
 PROGRAMS, STEPS = 256, (4, 8)
 """Minimum number of programs for a large batch, and minimum and maximum column steps per program. A
-program adds its steps to one partial sum. It takes one step if the minimum number of steps would
-leave too few programs."""
+program adds its steps to one partial sum. A program takes one step if the minimum number of steps
+would leave too few programs."""
 
 END_WARPS = 8
 """Warps of a program that collapses the streams of a token, up to 4096 columns."""

@@ -100,8 +100,8 @@ def _combine_in_steps(
     tensors, token, first_split, splits, head, num_heads,
     FLAGS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits in steps of one of the two sizes in STEPS: of the smaller size if all
-    splits fit into one such step, because masked loads cost time."""
+    """Combine the splits in steps. STEPS holds a small and a large size of a step. Steps are small
+    if all splits fit into one small step, because masked loads cost time."""
     SMALL: tl.constexpr = STEPS[0]
     STEP: tl.constexpr = STEPS[1]
     if SMALL == STEP:

@@ -83,8 +83,8 @@ def _multiply(left, right):
 
 @gluon.jit
 def _store_rotated(output, staging, acc, scale, heads, rotation, position):
-    """Write the right half. Round it, then apply inverse RoPE to its last 64 columns, as
-    ``kernels/common/rope.py`` does."""
+    """Round the right half, apply inverse RoPE to its last 64 columns as ``kernels/common/rope.py``
+    does, and write it."""
     target = output.out
     staging.store((acc * scale[:, None]).to(target.dtype.element_ty))
     pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, _PAIR_LAYOUT)) - (WIDTH - _ROPE) // 2

@@ -17,5 +17,5 @@ WARPS = 4
 
 
 def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
-    """Whether a Gluon kernel runs the call. ``coded``: whether it can read these rows."""
+    """Whether a Gluon kernel runs the call. ``coded``: whether a Gluon kernel can read the rows."""
     return coded and not INTERPRETED and launch.target(q.device).is_hopper

@@ -87,7 +87,7 @@ def _candidate_size(index, mean, longest):
 
 @gluon.jit
 def _best_size(tiles, total, longest, num_tokens, wave, programs, LAYOUT: gl.constexpr):
-    """Return the cheapest size whose extra splits fit; the smallest on a tie.
+    """Return the cheapest size whose extra splits fit; on a tie, the smallest size.
 
     An extra split and a combine cost time; beyond one wave, the start of a work tile does too. All
     programs wait for this function, so it is short.

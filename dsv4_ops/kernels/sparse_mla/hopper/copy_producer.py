@@ -55,7 +55,7 @@ class Lists:
 
 @gluon.jit
 def list_length(lists, item):
-    """Return the length of a list: that of the token of ``item``."""
+    """Return the length of a list for the token of ``item``."""
     token = (item // lists.head_tiles).to(gl.int64)
     length = gl.load(lists.lens + token * lists.len_stride)
     return gl.minimum(gl.maximum(length, 0), lists.width)

@@ -76,8 +76,8 @@ class Sources:
 
 @gluon.jit
 def _columns(span, block, FIRST: gl.constexpr):
-    """Return the columns of half a block in the window's or in the extra list, and whether the list
-    is the window's."""
+    """Return the list columns of half a block, and whether they are columns of the window's list;
+    otherwise they are columns of the extra list."""
     block = block + span.first_block
     in_window = block < span.window_blocks
     column = gl.where(in_window, block, block - span.window_blocks) * KEYS + FIRST
