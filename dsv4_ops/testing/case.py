@@ -88,7 +88,8 @@ class OpTesting:
         decode: Function (case, outcome) -> tensors, which decodes results whose bytes encode
             floats, such as quantised rows, so that ``precise`` can describe them.
         determined: Function that says whether a call has a unique outcome, for ops whose reads and
-            writes may overlap; by default, every call has one. Sampled calls must have one.
+            writes may overlap; by default, every call has a unique outcome. Sampled calls must have
+            a unique outcome.
     """
 
     cases: Callable[[], list[Case]]

@@ -239,7 +239,7 @@ def _stored(
 ) -> Tensor:
     """Return the tensor ``name`` of the files.
 
-    ``quantized`` has the matrices whose codes or scales were written, but not yet both."""
+    ``quantized`` keeps a matrix until its codes and its scales have both been returned."""
     layer, _, part = name.rpartition(".")
     if f"{layer}.scale" in expected:
         weight = f"{layer}.weight"

@@ -60,7 +60,7 @@ def released_model(
     num_experts = model.config.n_routed_experts
     for prefix, module in list(model.named_modules()):
         if "rotary_emb" in prefix.rpartition(".")[2]:
-            continue  # the loop below makes it
+            continue  # the loop below makes rotary embeddings
         for name, weight in list(module.named_parameters(recurse=False)):
             sampled = _sampled(f"{prefix}.{name}", weight, num_experts, device, seed)
             own = _own_part(sampled, weight) if is_split(weight) else sampled

@@ -13,7 +13,7 @@ from pathlib import Path
 
 BOS, EOS, PAD = 256, 257, 258
 VOCAB_SIZE = 260
-"""256 bytes, three special tokens, and one unused token to make it even."""
+"""256 bytes, three special tokens, and one unused token that makes the size even."""
 
 _MODULES = ("argparse", "textwrap", "difflib", "decimal", "logging", "pickle", "random")
 """Standard library modules with long docstrings, in reading order."""
@@ -55,8 +55,8 @@ class ByteTokenizer:
 def write_tokenizer(path: Path | str, *, bos: int = 0, eos: int = 1) -> None:
     """Write a tokenizer of bytes beside a checkpoint, in Hugging Face's format.
 
-    Every byte is a token. Bytes get the lowest ids except for those of the special tokens, by
-    default 2 to 257. The chat template names the role of each message. This needs transformers.
+    Every byte is a token. Bytes get the lowest ids that no special token has, by default 2 to 257.
+    The chat template names the role of each message. This function needs transformers.
 
     >>> from transformers import AutoTokenizer
     >>> write_tokenizer("tiny")

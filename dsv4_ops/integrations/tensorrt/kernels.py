@@ -1,4 +1,4 @@
-"""Triton kernels of the plugins. In one launch, each runs stages that TensorRT cannot fuse."""
+"""Triton kernels of the plugins. Each kernel fuses stages that TensorRT cannot fuse."""
 
 import triton
 import triton.language as tl

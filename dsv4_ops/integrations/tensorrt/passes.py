@@ -49,7 +49,7 @@ def remove_unread(gm: GraphModule, settings: Any = None) -> GraphModule:
 class _Writes:
     graph: Graph
     root: dict[Node, Node] = field(default_factory=dict)
-    """For some nodes, the input or buffer whose memory the node uses."""
+    """Map from a node to the input or buffer whose memory the node uses."""
 
     def run(self) -> None:
         self._skip_copies()
@@ -64,8 +64,8 @@ class _Writes:
                 self._copy_back(node)
 
     def _skip_copies(self) -> None:
-        """Remove functional copies that change neither dtype, device nor shape. A program that was
-        decomposed twice has them."""
+        """Remove functional copies that change neither dtype, device nor shape. A second
+        decomposition of a program adds such copies."""
         for node in list(self.graph.nodes):
             if node.target is _COPIED and not _is_cast(*node.args[:2]):
                 node.replace_all_uses_with(node.args[1], propagate_meta=False)

@@ -154,8 +154,8 @@ def _keeping(spec: ModelSpec, states: list[Tensor]) -> Runner:
 
 
 def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """Return a forward for Hugging Face's attention that runs our attention if ``run_layers`` calls
-    it."""
+    """Return a forward for Hugging Face's attention. In calls by ``run_layers``, the forward runs
+    our attention."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
         context = rest.pop("dsv4_ops", None)
@@ -196,7 +196,7 @@ class ModelForward(Rewrite):
 
 
 class AttentionForward(Rewrite):
-    """Let Hugging Face's attention run our attention if ``run_layers`` calls it."""
+    """Let Hugging Face's attention run our attention in calls by ``run_layers``."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec

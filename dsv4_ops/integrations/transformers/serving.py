@@ -68,8 +68,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include": ([],),
     "truncation": ("disabled",),
 }
-"""Fields of a request that we do not support, and the values that we accept because they change
-nothing."""
+"""Unsupported fields of a request. We accept such a field only with one of these values, which
+change nothing."""
 
 _READ = {
     "model", "messages", "prompt", "input", "instructions", "suffix", "stream", "seed",
@@ -104,7 +104,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         kv: See ``patch``.
         precision: See ``patch``.
         max_cache_len: Maximum tokens of a request, including its prompt.
-        max_requests: Maximum requests of a step. The cache has a row for each.
+        max_requests: Maximum requests of a step, and number of rows of the cache.
         max_batch_tokens: Maximum tokens of a step.
         num_blocks: Blocks of the cache; None takes enough for all rows, or as many as fit on a GPU.
         max_queue: Maximum requests that wait or run; the server refuses more.
@@ -458,7 +458,7 @@ class Requests:
     """A manager that starts a request only once the request has a handler and sampling settings.
 
     Args:
-        manager: Hugging Face's manager. All its other attributes are attributes of this object too.
+        manager: Hugging Face's manager. ``Requests`` has all other attributes of the manager too.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -470,7 +470,7 @@ class Requests:
         return getattr(self._manager, name)
 
     def add_request(self, input_ids: list[int], request_id: str, **rest: Any) -> str:
-        """Add a request now if it has a handler, or else when it gets one."""
+        """Add a request at once if it has a handler; otherwise wait for the handler."""
         arguments = {**rest, **self.sampling.pop(request_id, {})}
 
         def add() -> None:

@@ -92,7 +92,7 @@ class CacheTensors:
         layers: Caches of every layer, such as ``LayerCaches``. Steps write to these caches.
         dropped: Number of tokens that steps could not store, [1], int64.
         seq_lens: Length of the request in every row after its last step, [max_batch_size], int32; 0
-            before the first. The next step begins at this length, or at a smaller one.
+            before the first step. The next step begins at this length or a smaller length.
         written: Largest length of each row since its length was 0, [max_batch_size], int32. Rings
             may have overwritten positions before ``written``.
         made_for: ``fingerprint`` of the model. Steps refuse the cache of another model.

@@ -5,7 +5,7 @@ The plugin is installed with this package and does nothing unless the environmen
 
     DSV4_OPS_VLLM=1 vllm serve path/to/model
 
-Nothing here imports vLLM before vLLM calls ``register``.
+The plugin imports nothing of vLLM before vLLM calls ``register``.
 """
 
 from dsv4_ops.integrations.vllm.register import SWITCH as SWITCH, register as register

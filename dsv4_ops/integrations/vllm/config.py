@@ -60,7 +60,7 @@ def check_config(vllm_config: Any) -> None:
     family, families = model.hf_config.model_type, " or ".join(CLASSES)
     _check("model_type", family in CLASSES, families, family)
     one = "1, as weights are Hugging Face's"
-    if parallel.tensor_parallel_size > 1:  # Hugging Face's plan then splits over all processes
+    if parallel.tensor_parallel_size > 1:  # Hugging Face's plan splits over all processes
         ranks, device = "with several ranks", vllm_config.device_config.device
         _check("tensor_parallel_size", str(device) == "cpu", "1 on a GPU", "several ranks")
         _check(
@@ -84,7 +84,7 @@ def check_config(vllm_config: Any) -> None:
     _check("kv_cache_dtype", cache_dtype in known, "one of " + ", ".join(known), cache_dtype)
     _check("hf_overrides", not model.hf_overrides, "empty", model.hf_overrides)
     compiled = getattr(vllm_config.compilation_config.mode, "name", "NONE")
-    fits = compiled != "STOCK_TORCH_COMPILE"  # it would trace caches that share one storage
+    fits = compiled != "STOCK_TORCH_COMPILE"  # vLLM would trace caches that share one storage
     _check("compilation_config.mode", fits, "another", compiled)
     load = vllm_config.load_config.load_format
     _check("load_format", load in ("auto", "hf", "safetensors"), "auto", load)

@@ -69,7 +69,7 @@ class DeepseekForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load and patch Hugging Face's model from the checkpoint; ``weights`` is not read."""
-        self.hf = self.steps = None  # vLLM may load again
+        self.hf = self.steps = None  # vLLM may call this method again
         device = self.target_device
         place: dict[str, Any] = {} if device.type == "cpu" else {"device_map": device}
         if self.num_ranks > 1:

@@ -96,7 +96,7 @@ class Pages(nn.Module, AttentionLayerBase):
         super().__init__()
         self.layer_name, self.cache, self._on_bind = name, cache, on_bind
         self.kv_cache = torch.empty(0)
-        self.owner: tuple[Any, ...] = ()  # the model, in a tuple, as the model owns this module
+        self.owner: tuple[Any, ...] = ()  # the model; nn.Module does not look into tuples
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if name in layers:
             raise argument_error(

@@ -14,7 +14,7 @@ RELEASES = ((0, 32), (0, 33))
 """Supported vLLM releases; each release changes names and contracts of caches."""
 
 ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
-"""Architectures of checkpoints that vLLM then runs with our model class."""
+"""Architectures of checkpoints that vLLM runs with our model class."""
 
 DRAFTS = ("DeepSeekV4MTPModel", "DeepSeekMTPModel")
 """vLLM's names of the draft layers of V4 and V3."""

@@ -292,7 +292,7 @@ def family_of(spec: ModelSpec) -> V4Family | MlaFamily:
     """Return how an engine runs models with this spec."""
     if isinstance(spec, DeepseekV4Spec):
         return V4Family(spec)
-    assert isinstance(spec, MlaModelSpec)  # all other families
+    assert isinstance(spec, MlaModelSpec)  # every other family has this spec
     return MlaFamily(spec)
 
 
@@ -379,7 +379,7 @@ class EngineSteps:
 
         def of(layer: int, field: str) -> GroupTensors:
             group = metadata[cache_name(layer, field)]
-            # a graph would be compiled for one value of this int only
+            # drop max_query_len, because Dynamo would compile a graph for one value of this int
             return group._replace(slot_mapping=group.slot_mapping[: len(tokens)], max_query_len=0)
 
         if not self._found:

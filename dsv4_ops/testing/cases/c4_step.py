@@ -88,7 +88,8 @@ _CODE, _SCALE = 0x78, 119
 
 
 def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
-    """Return a block whose rows contain only 1 or only -1, or are empty for 0."""
+    """Return a block with a row for each sign. A row contains only 1 or only -1; the row of a zero
+    is empty."""
     page = torch.zeros(layout.page_bytes, dtype=torch.uint8)
     for row, sign in enumerate(signs):
         if sign == 0:
@@ -106,8 +107,8 @@ def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
 
 
 def _state_page(head_dim: int, *kv: float | None) -> list[float]:
-    """Return a block of two state rows, each with one value of kv and biased scores of 0.5, or
-    empty for None."""
+    """Return a block of two state rows. A row has equal kv values and biased scores of 0.5; the row
+    of a None is empty."""
     layout = StateLayout(2, 4 * head_dim)
     page = torch.zeros(1, layout.page_bytes // 4)
     for row, value in enumerate(kv):

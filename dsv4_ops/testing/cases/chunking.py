@@ -193,7 +193,7 @@ _TOKENS = (
 
 
 def _at(first: int, *rows: int) -> list[int]:
-    """Return the bounds of all tokens: ``rows`` from token ``first`` on, and 0 for the others."""
+    """Return a bound for each token: ``rows`` from token ``first`` on, and 0 for other tokens."""
     return [*[0] * first, *rows, *[0] * (len(_POSITIONS) - first - len(rows))]
 
 

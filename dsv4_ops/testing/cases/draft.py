@@ -34,12 +34,13 @@ def _cases() -> list[Case]:
             SAMPLED,
             ([[-1]], [0]),
         ),
-        # q is 1 at token 0: 0.4 accepts it and 0.6 does not; the next token is at 0.7 of _P[1], or
-        # at 0.4 of the residual [0, 1/4, 1/4]
+        # p / q is 0.5 at token 0, so 0.4 accepts the draft and 0.6 rejects it; the next token is at
+        # 0.7 of _P[1] in the first request, at 0.4 of the residual [0, 1/4, 1/4] in the second
         _sampled(
             "certain drafts", [0, 0], None, [[0.4, 0.7], [0.6, 0.4]], ([[0, 2], [1, -1]], [1, 0])
         ),
-        # p / q is 0.5 at token 1, and only token 0 has p > q; in the second request, p / q is 2
+        # in the first request, p / q is 0.5 at token 1, and only token 0 has p > q; in the second
+        # request, p / q is 2 at token 2
         _sampled(
             "from a distribution",
             [1, 2],
@@ -47,7 +48,7 @@ def _cases() -> list[Case]:
             [[0.55, 0.9], [0.99, 0.3]],
             ([[0, -1], [2, 1]], [0, 1]),
         ),
-        # the token is at 0.6 of _P[0]; at 0.6 of the residual [1/2, 0, 1/4] would be token 0
+        # the result is token 1, at 0.6 of _P[0]; token 0 is at 0.6 of the residual [1/2, 0, 1/4]
         _sampled(
             "missing drafts", [-1, 3], [[0.0, 1, 0]] * 2, [[0, 0.6]] * 2, ([[1, -1]] * 2, [0, 0])
         ),

@@ -120,7 +120,8 @@ def _bf16_case() -> tuple[Tensor | None, ...]:
 
 def _experts_cases() -> list[Case]:
     fp4, fp8 = _fp4_case(), _fp8_case()
-    # -5.71875 * 24 / 2 - 100 * 24 / 128 / 4 = -73.3125; with twice the first term, -141.9375
+    # the first 32 results are -5.71875 * 24 / 2 - 100 * 24 / 128 / 4 = -73.3125; the other results
+    # have twice the first term and are -141.9375
     out = [[-73.5] * 32 + [-142.0] * 32, [-18.75] * 64, [0.0] * 64]
     shared = [[-73.0] * 32 + [-142.0] * 32, [-18.625] * 64, [0.125] * 64]
     signed = (*fp4[:3], fp4[3].view(torch.int8), fp4[4], fp4[5].view(torch.int8), fp4[6])
@@ -178,7 +179,7 @@ def _experts_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     ue8m0 = draw.flag()
     weights = expert_weights(draw.generator(), num_experts, width, size, bits, ue8m0)
     x = sampled_activations(draw, num_tokens, width, infinite=False)
-    x = x * 2.0**-8 if bits == 8 else x  # FP8 codes of weights reach 448
+    x = x * 2.0**-8 if bits == 8 else x  # FP8 codes of weights reach 448, so x is small
     has_shared = min_size or draw.flag()  # a compiled function takes a fixed number of tensors
     shared = sampled_activations(draw, num_tokens, width, infinite=False) if has_shared else None
     routed = routing(draw, num_tokens, topk, num_experts)
@@ -311,8 +312,8 @@ def _route_precise(
     of_chosen = torch.where(exists, logits.gather(1, chosen.clamp(min=0)), 0.0)
     scores = torch.where(exists, torch.nn.functional.softplus(of_chosen).sqrt(), 0.0)
     value = scores / (scores.sum(1, keepdim=True) + 1e-20) * scale
-    # relative errors: exp has the absolute error of its argument, in a score and in the sum; the
-    # sums add few roundings
+    # the absolute error of a logit becomes a relative error of its exponential, in a score and in
+    # the sum of scores; the sums add few roundings
     reach = 8 + of_chosen.abs().nan_to_num(0.0).amax(1, keepdim=True)
     return None, Exact(value, value * reach)
 
@@ -381,8 +382,8 @@ def _grouped_precise(
     value = scores * settings["scale"]
     if settings["normalize"]:
         value = value / (scores.sum(1, keepdim=True) + 1e-20)
-    # relative errors: exp has the absolute error of its argument, at most 4, in the score and in
-    # the sum; eight more roundings follow
+    # the absolute error of a logit becomes a relative error of its exponential, at most 4, in a
+    # score and in the sum of scores; eight more roundings follow
     return None, Exact(value, value * 16)
 
 

@@ -470,8 +470,8 @@ def _ranked(scores: Tensor) -> Tensor:
 def _rows_of(
     slots: Tensor, candidate: Tensor, req_indices: Tensor, block_table: Tensor, block_size: int
 ) -> Tensor:
-    """Return the row of each slot, after the row of the previous slot, or num_rows if there is
-    none."""
+    """Return the row of each slot. Search the rows after the row of the previous slot, and return
+    num_rows if no such row has the slot."""
     num_rows, rows = candidate.shape[1], []
     row = torch.arange(num_rows, device=slots.device)
     pages = block_table[req_indices.clamp(0, len(block_table) - 1)][:, row // block_size].long()

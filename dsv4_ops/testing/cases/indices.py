@@ -164,7 +164,7 @@ def _topk_cases() -> list[Case]:
     calls: list[tuple[Any, ...]] = [
         ("worked example", [[0, 64, -1, -1]], [0], two, 64, [[640, 704, -1, -1]], [2]),
         (
-            "order and holes stay, and lengths end at the last entry",  # vLLM would count entries
+            "order and holes stay, and lengths end at the last entry",  # vLLM counts entries
             *([[-1, 64, -1, 0], [0, -1, 64, -1], [65, 1, 2, 66], none], [0] * 4, two, 64),
             [[-1, 704, -1, 640], [640, -1, 704, -1], [705, 641, 642, 706], none],
             [4, 3, 4, 0],
@@ -558,8 +558,8 @@ _MIXED: dict[str, Any] = {
 
 
 _Token = tuple[Any, int, int, tuple[list[int], list[int]] | None]
-"""Arguments that only this kind of token has, position, request, and the expected slots of the
-window and of compressed rows."""
+"""Arguments of this kind of token, position, request, and the expected slots of the window and of
+compressed rows."""
 _SLOTS, _AWAY = [30, 31, 12, -1], [-1, -1, -1]
 
 

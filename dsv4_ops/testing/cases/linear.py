@@ -66,7 +66,8 @@ def _rows_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 def _rows_precise(
     x: Tensor, *, block: int, scale: str, min_amax: float, scale_layout: str
 ) -> tuple[Exact | None, ...]:
-    """Compute decoded values in float64; None for power-of-two scales, which are exact."""
+    """Compute decoded values in float64. With power-of-two scales, every implementation must match
+    the reference bit for bit, so return None."""
     if scale == "pow2":
         return None, None
     value = x.to(torch.float64)
@@ -275,7 +276,7 @@ def _swiglu_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     rows, columns = sizes[0] if min_size else draw.one_of(*sizes)
     ue8m0 = bool(min_size) or draw.flag()
     weight = fp8_weight(draw.generator(), rows, columns, ue8m0=ue8m0)
-    # codes of weights reach 448
+    # codes of weights reach 448, so activations are small
     x = activations(draw, num_tokens, columns, infinite=False) * 2.0**-8
     return Case("sampled", (x, *weight), settings)
 

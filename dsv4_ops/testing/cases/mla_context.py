@@ -59,7 +59,7 @@ def _chunk_cases() -> list[Case]:
         ),
         Case("equal", (lens,), _plan(12, 2, "equal", 2), _one_rank(*equal, 2)),
         Case(
-            # 6 rows per request round down to 4, a whole turn of the ranks
+            # 6 rows per request are rounded down to 4, because a turn of two ranks has 4 rows
             "equal, whole rounds",
             (i32([12, 1]),),
             _plan(12, 3, "equal", 2, 2, 2),

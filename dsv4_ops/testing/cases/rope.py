@@ -88,7 +88,7 @@ def _rope(
 
 
 def _rope_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    free = settings["inverse"]  # other calls are for one compiled form: one rank, dtype and width
+    free = settings["inverse"]  # other calls share a compiled function: one rank, dtype and width
     sizes = ((512, 64), (128, 64), (12, 4), (7, 6), (64, 64), (2, 2), (3, 0))
     dim, rope_dim = draw.one_of(*sizes) if free else (512, 64)
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 9, 17), min_size)
@@ -251,8 +251,8 @@ and in the rotation."""
 
 
 def _worked() -> tuple[Tensor, ...]:
-    """Make two tokens with two heads and a key each, at positions 1 and 0. Only the first has a
-    slot."""
+    """Make two tokens with two heads and a key each, at positions 1 and 0. Only the first token has
+    a slot."""
     q = torch.full((2, 2, 512), 4.0, dtype=torch.bfloat16)
     q[:, 1] *= -1
     kv = torch.zeros(2, 512, dtype=torch.bfloat16)

@@ -52,8 +52,8 @@ def sinkhorn_error(
 ) -> Exact:
     """Compute the matrix of float64 ``logits`` that have absolute ``errors``."""
     value = reference.sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
-    # relative errors: exp has the absolute error of its argument, and each division adds one; the
-    # error of a logit reaches its row and column, and the sums that divide them
+    # the absolute error of a logit becomes a relative error of its exponential; through the sums of
+    # rows and columns, this error reaches all values; each division adds one rounding
     reach = logits.abs().nan_to_num(0.0, 0.0, 0.0) + 4 * errors / 2.0**-24
     return Exact(value, value * (reach.sum(1)[:, None, None] + 2 * iterations))
 

@@ -90,7 +90,7 @@ def _cases() -> list[Case]:
             case(f"{heads} heads", [3840], None, heads, 6, *_splits(0, count), absent=1)
             for heads, count in tiles
         ],
-        # 4 tiles and 1 tile, although the keys of both would fit into 4 tiles
+        # 193 keys take 4 tiles and 63 keys take 1 tile, although 256 keys fit into 4 tiles
         case("apart", [193], [63], 1, 3, *_splits(0, 3), absent=1),
         case("window only", [2, 64], None, 1, 3, *_whole(0, 1), absent=3),
         blocks("12 programs", few, 12, *twelve, [3, 2, 3, 4], *_whole(4, 1, 2), absent=7),
@@ -201,7 +201,7 @@ TAG = MainLayout.tag
 SCALE = 512**-0.5
 HEADS = 8
 BARE = (None, None, None)
-"""No plan and no inverse RoPE."""
+"""Arguments of a call without a plan and without inverse RoPE."""
 
 
 def _sizes(swa: int, extra: int, layout: str) -> dict[str, Any]:
@@ -398,12 +398,13 @@ def _plan(draw: Draw, settings: dict[str, Any], num_tokens: int, least: int) -> 
 
 
 def _rotation(draw: Draw, q: Tensor, least: int) -> tuple[Tensor | None, Tensor | None]:
-    """Sample adversarial positions and a table for inverse RoPE, or neither."""
+    """Sample adversarial positions and a table for inverse RoPE; some calls have no inverse
+    RoPE."""
     if not (least or draw.flag()):
         return None, None
     sizes = [4, q.shape[2], 0]
     if q.shape[2] == MainLayout.head_dim:
-        sizes = [64] if least else [64, 64, 64, 4]  # only the reference supports 4
+        sizes = [64] if least else [64, 64, 64, 4]  # only the reference supports a width of 4
     table = tables(draw, rope_dim=draw.one_of(*sizes), min_size=least)
     return positions(draw, num_tokens=q.shape[0], num_positions=table.shape[0]), table
 

@@ -25,8 +25,8 @@ def _hyper_connection_cases() -> list[Case]:
     halves = [[[0.5, 0.5], [0.5, 0.5]]]
     out = torch.tensor([[2.0, 6.0]]).bfloat16()
     post, mix = torch.tensor([[1.0, 0.5]]), torch.tensor([[[1.0, 0.5], [0.0, 0.5]]])
-    # the squares 1, 9, 1 and 1 have the mean 3, so the nonzero products with fn are 1: pre_0 is the
-    # sigmoid of 1 - 1, as without products, and the first row of logits is 4 - 3, twice
+    # the squares 1, 9, 1 and 1 have the mean 3, so each nonzero product with fn is 1; pre_0 is the
+    # sigmoid of 1 - 1, as in the case "alone"; both logits of the first row are 4 * 1 - 3
     root = 3.0**0.5
     fn = torch.zeros(8, 4)
     fn[0, 0], fn[4, 0], fn[5, 1] = root, root, -root / 3

@@ -187,7 +187,8 @@ class CompiledOps:
     """Ops compiled into one graph, without opaque calls and recompiles, and with in-place writes.
 
     For each op of ``fused``, the graph also has a call between a producer of its inputs and a
-    consumer of its results. IR that reads a computed value at a wrong index fails only there.
+    consumer of its results. Only such a call shows that generated code reads a computed value at a
+    wrong index.
     """
 
     def __init__(
@@ -237,7 +238,8 @@ class CompiledOps:
         """Check that every op agrees with its reference in one call, without a recompile.
 
         Args:
-            cases: A call of each part. None repeats the first call, which was compared already.
+            cases: A call of each part. None repeats the first call of the part without a
+                comparison.
         """
         inputs = [
             part.inputs(case or part.first) for part, case in zip(self.parts, cases, strict=True)
@@ -271,7 +273,8 @@ class CompiledOps:
             self.check(cases)
 
     def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
-        """Check ``examples`` sampled batches of every op; random ones if not ``derandomize``."""
+        """Check ``examples`` sampled batches of every op; without ``derandomize``, the batches
+        differ between runs."""
         sampled = (
             samples(part.testing, part.settings, examples, derandomize=derandomize)
             for part in self.parts
@@ -368,7 +371,7 @@ class _Fused(_Part):
 def _produced(tensor: Tensor, written: bool) -> Tensor:
     if written or tensor.dtype == torch.float8_e4m3fn:
         return tensor
-    # exact in floating point, where a larger intermediate could overflow
+    # for floats, a product with 2 could overflow, and products with -1 are exact
     return tensor * -1 * -1 if tensor.is_floating_point() else tensor * 2 - tensor
 
 

@@ -34,11 +34,11 @@ def expert_values(weight: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def exact_terms(act: Tensor, weight: Tensor, quantised: bool) -> Exact:
-    """Compute ``act @ weight.T`` with the error of rounding ``act`` to bf16, and of a code that may
-    differ if ``act`` is quantised afterwards."""
+    """Compute ``act @ weight.T`` with the error of rounding ``act`` to bf16. With ``quantised``,
+    the error also covers one different code of ``act``."""
     value, terms = act @ weight.t(), act.abs() @ weight.abs().t()
     roundings = 3 * ((act**2) @ (weight**2).t()).sqrt()
-    if quantised:  # one e4m3 step of one value
+    if quantised:  # one code may differ by one e4m3 step
         amax = (act.abs()[:, None] * weight.abs()[None]).amax(-1)
         roundings = roundings + 2.0**-3 / BF16_UNIT * amax
     product = exact(value, terms, torch.bfloat16, SUM_ROUNDINGS)
@@ -46,7 +46,7 @@ def exact_terms(act: Tensor, weight: Tensor, quantised: bool) -> Exact:
 
 
 def routing(draw: Draw, num_tokens: int, topk: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sample routing weights and ids. Some ids name no expert, and then have any weight."""
+    """Sample routing weights and ids. Some ids name no expert; such an id may have any weight."""
     seed = draw.generator()
     ids = torch.randint(0, num_experts, (num_tokens, topk), generator=seed, dtype=torch.int32)
     weights = torch.rand(num_tokens, topk, generator=seed) * 2

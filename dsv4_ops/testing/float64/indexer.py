@@ -13,7 +13,7 @@ from dsv4_ops.testing.case import Exact
 FP32_UNIT = 2.0**-24
 
 HOPPER_UNIT = 2.0**-12
-"""Hopper's FP8 tensor cores align the addends to the largest one and keep about 14 bits."""
+"""Hopper's FP8 tensor cores align the addends to the largest addend and keep about 14 bits."""
 
 LARGEST_INTEGER = 4
 """Largest integer of exact cases. Sums of products of such integers over 128 values and 64 heads

@@ -23,7 +23,7 @@ BOUNDARIES = (1, 2, 4, 64, 127, 128, 256)
 
 INT32_MIN = -(2**31)
 LAST_POSITION = INT32_MAX - 1
-"""seq_lens is int32: no request has a later token."""
+"""Last position that a token can have, because seq_lens is int32."""
 LATE_POSITIONS = (INT32_MAX, 2**31, 2**32 + 3, 2**40, 2**63 - 1)
 BAD_REQUESTS = (-1, -5, 10**9, INT32_MAX, INT32_MIN)
 BAD_POSITIONS = (-1, -4, -128, -(2**40), *LATE_POSITIONS)

@@ -20,7 +20,7 @@ Results = tuple[Tensor, ...]
 SAMPLES = 20
 """Sampled calls that the checks of one configuration share; sampling takes longer than a call."""
 CHUNK = 200
-"""Random calls per batch."""
+"""Maximum calls that Hypothesis samples at a time."""
 
 
 def op_testing(spec: OpSpec) -> OpTesting:
@@ -91,7 +91,8 @@ def sized_tensors(case: Case) -> tuple[Tensor, ...]:
 def samples(
     op_testing: OpTesting, settings: dict[str, Any], count: int, *, derandomize: bool = True
 ) -> Iterator[Case]:
-    """Sample ``count`` calls of one configuration, the same in every process or random ones.
+    """Sample ``count`` calls of one configuration. With ``derandomize``, every process gets the
+    same calls.
 
     A caller must copy a tensor before it writes to the tensor.
     """

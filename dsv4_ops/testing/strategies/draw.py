@@ -1,4 +1,4 @@
-"""Building blocks of sampled calls. Only their first use imports hypothesis."""
+"""Building blocks of sampled calls. Importing this file does not import hypothesis."""
 
 from __future__ import annotations
 

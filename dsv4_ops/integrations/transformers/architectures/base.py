@@ -210,7 +210,7 @@ class ModelSpec(ABC):
     causal_lm: ClassVar[tuple[str, ...]]
     """Hugging Face classes that ``patch`` supports."""
     memory_groups: ClassVar[dict[str, str]]
-    """For the name of each cache of a layer, the group of this cache in ``PagedCache.memory``."""
+    """Map from the name of a layer's cache to the cache's group in ``PagedCache.memory``."""
     shared_groups: ClassVar[tuple[str, ...]]
     """Groups that the ranks of ``parallel`` share; each rank stores a part."""
 

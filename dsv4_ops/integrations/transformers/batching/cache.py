@@ -37,8 +37,8 @@ class BatchCache:
     # Scheduler
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Give a request a row, and blocks for its next tokens; return False if it cannot have
-        them."""
+        """Give a request a row, and blocks for its next tokens. Return False if the cache is too
+        full or too small."""
         total, request = state.current_len() + request_len, state.request_id
         known = request in self.paged.requests
         if total > self.paged.max_cache_len:

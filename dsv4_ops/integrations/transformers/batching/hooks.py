@@ -103,7 +103,7 @@ def _check_arguments(op: str, arguments: dict[str, Any], names: list[str]) -> No
     if max_new_tokens is not None:
         checks.at_least(1, max_new_tokens=max_new_tokens)
     for name in arguments.keys() - {*names, "max_new_tokens", "input_ids"}:
-        # generate(cache_implementation="paged") passes arguments, and a config with their values
+        # generate(cache_implementation="paged") passes arguments and a config with equal values
         value, missing = arguments[name], object()
         if isinstance(value, Tensor):
             passes = name == "attention_mask" and bool(value.all())

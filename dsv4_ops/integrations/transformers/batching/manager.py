@@ -71,7 +71,7 @@ class StepModel:
     """A patched model with the call that Hugging Face's continuous batching makes.
 
     Args:
-        model: The patched model. All its attributes are attributes of this object too.
+        model: The patched model. A ``StepModel`` has all attributes of this model too.
         compile_config: The ``CompileConfig`` of the steps, or None.
     """
 
@@ -303,7 +303,7 @@ def cache_sizes(model: Any, config: Any, hints: Any, longest: int | None = None)
 
 
 def _default_blocks(model: Any, config: Any, rows: int, length: int, chunk: int) -> int:
-    """Return the number of blocks for all rows, or the number that fits into a GPU if fewer fit."""
+    """Return the number of blocks for all rows, or as many blocks as fit into a GPU."""
     most = rows * -(-length // spec_of(OP, model).block_tokens)
     if model.device.type != "cuda":
         return most

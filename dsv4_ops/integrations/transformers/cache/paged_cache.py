@@ -454,8 +454,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     @property
     def is_croppable(self) -> bool:
-        """Whether ``crop`` works. It does not work with rings, which may have overwritten keys that
-        earlier positions read."""
+        """Whether ``crop`` works. Rings prevent ``crop``, because a ring may have overwritten keys
+        that earlier positions read."""
         return not self.rings
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -463,7 +463,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
         Args:
             tokens_to_remove: Minus the number of tokens to remove from every row. A positive number
-                means something else: the maximum length to keep, as in transformers before 5.24.
+                is the maximum length to keep, as in transformers before 5.24.
 
         Raises:
             NotImplementedError: the cache keeps recent keys in rings, as for DeepSeek-V4.

@@ -270,7 +270,7 @@ class _Walk:
 
     def _add_class(self, kind: type) -> None:
         """Describe methods and constants of a class, which a program can assign. Leave out classes
-        of torch and of Python, which the versions determine."""
+        of torch and of Python, whose versions ``environment`` contains."""
         if id(kind) in self._seen or _belongs_to(kind.__module__, "torch"):
             return
         self._seen[id(kind)] = len(self._seen)
@@ -465,7 +465,7 @@ class Part:
     """A compiled part.
 
     Attributes:
-        run: The code. It has no guards.
+        run: The code, without guards.
         sizes: Assumptions of the code about the sizes of its arguments.
     """
 

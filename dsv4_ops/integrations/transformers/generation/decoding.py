@@ -189,7 +189,7 @@ def decoded(model: Any, call: Call, streamer: Any, kept: KeptCache | None = None
 
 def may_keep(model: Any, config: Any) -> bool:
     """Whether our loop may decode a call from a kept cache: the call does not return the cache, and
-    CUDA graphs can capture its steps."""
+    CUDA graphs can capture the steps."""
     return (
         keeps_on(model.device)
         and model.dsv4_ops_spec.parallel is None
@@ -245,8 +245,8 @@ def _calls_only_ours(model: Any) -> bool:
 
 
 def _are(instances: Any, names: tuple[str, ...], module: str) -> bool:
-    """Whether the class of each instance is Hugging Face's class of one of these names, and not a
-    subclass."""
+    """Whether the class of each instance is a Hugging Face class with one of these names. A
+    subclass does not count."""
     return all(
         type(each).__name__ in names
         and type(each).__module__ == f"transformers.generation.{module}"
@@ -260,7 +260,7 @@ class Texts:
     Attributes:
         ids: [batch, max_length], int64. A column that no step has written holds the first token of
             its text, so that processors read no token that the text lacks.
-        length: Number of written columns, [], int64. It stops growing when all texts have ended.
+        length: Number of written columns, [], int64; constant once all texts have ended.
         ended: Whether each text has ended, [batch], bool.
         padded: Whether the last token of each text is padding, [batch], bool.
         seq_lens: Number of tokens of each text that the cache stores, [batch], int32.
@@ -311,7 +311,8 @@ class Texts:
     def _batch(self) -> StepBatch:
         """Return the step with the last token of every text.
 
-        Padding replaces a text whose last token is padding, and all texts once all have ended.
+        A text whose last token is padding becomes a padding request. After the end of all texts,
+        every request is padding.
         """
         stored = ~self.padded & ~self.ended.all()
         self.seq_lens += stored.to(torch.int32)
@@ -357,7 +358,8 @@ def _stream(streamer: Any, texts: Texts) -> None:
 
 
 class CompiledSteps(dict[Any, CompiledStep]):
-    """The compiled steps of a model, by name and settings. A copy of the model has none at first.
+    """The compiled steps of a model, by name and settings. A copy of the model starts without
+    steps.
 
     Attributes:
         prefills: Dry runs that compile the kernels of eager prefills.
@@ -413,7 +415,7 @@ def _compiled(model: Any, call: Call, keeps: bool) -> CompiledStep:
     num_tokens = bucket(num_tokens) if keeps else num_tokens
     getattr(model, STEPS).prefills.request_kernels(model, cache.tensors, num_tokens, rows, {})
     if not step.parts and cache.device.type == "cuda":
-        with _decoding(model):  # this changes settings on which compiled layers depend
+        with _decoding(model):  # compiled layers depend on settings that ``_decoding`` changes
             _whole(step)(padding(rows, rows, cache.device), cache.tensors)
     return step
 

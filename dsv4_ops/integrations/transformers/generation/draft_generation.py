@@ -135,7 +135,7 @@ class DraftDecoding:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        **rest: Any,  # with the mask, which Hugging Face would pass twice if it were a parameter
+        **rest: Any,  # has the mask: Hugging Face passes a parameter for the mask twice
     ) -> Tensor:
         """Return prompts and new tokens, padded on the right, [batch, length]."""
         cache = rest.get(cache_argument())

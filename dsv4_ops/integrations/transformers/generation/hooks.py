@@ -56,12 +56,13 @@ class _Call:
     model: Any = None
 
     def step(self, ended: Tensor) -> None:
-        """Record which rows have ended with the token just chosen or before."""
+        """Add ``ended``, the rows that end with the newest token, to the rows that ended before."""
         before = torch.zeros_like(ended) if self.ended is None else self.ended
         self.end(before | ended, before)
 
     def end(self, ended: Tensor, padded: Tensor) -> None:
-        """Record which rows have ended, and which of them before the token just chosen."""
+        """Record the rows that have ended; ``padded`` are those that ended before the newest
+        token."""
         self.ended, self.padded = ended, padded
 
 
@@ -289,7 +290,7 @@ def _reserve_rows(
 
 
 def stopping_criteria(before: Method) -> Method:
-    """``_get_stopping_criteria``: record rows that have ended, if padding follows them."""
+    """``_get_stopping_criteria``: record rows that have ended, if Hugging Face pads such rows."""
     from transformers import StoppingCriteriaList
 
     class Noted(StoppingCriteriaList):  # type: ignore[misc]  # transformers is partly untyped

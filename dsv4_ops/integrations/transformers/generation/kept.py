@@ -100,7 +100,7 @@ class KeptStep:
         if tokens is None:
             self._batch = replace(self._batch, query_start_loc=starts)
             self._options = {"state_rings": False}
-        else:  # a prefill may have fewer tokens; those after its last text are padding
+        else:  # a prefill may have fewer tokens; tokens after the last text are padding
             self._inputs += ("query_start_loc",)
         self._form: Any = None
         self._logits: Tensor | None = None

@@ -82,8 +82,8 @@ def check_kinds(model: Any, arguments: dict[str, Any]) -> None:
 def check_prompts(arguments: dict[str, Any]) -> None:
     """Raise if a prompt has no tokens, or if the mask does not fit the prompts.
 
-    Expand a mask of one row to all prompts. Hugging Face would raise an error about positions,
-    because it counts them in the mask.
+    Expand a mask of one row to all prompts. Without this check, Hugging Face would raise an error
+    about positions, which Hugging Face counts in the mask.
     """
     name = next((each for each in _PROMPTS if isinstance(arguments.get(each), Tensor)), None)
     if name is None:
@@ -126,9 +126,9 @@ def check_prompts(arguments: dict[str, Any]) -> None:
 def whole_mask(
     inputs: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Tensor:
-    """Return the mask of all tokens, which is all ones if the call has no mask.
+    """Return the mask of all tokens. If the call has no mask, return a mask of ones.
 
-    If rows differ in length, the model gets this mask of ones too.
+    If the rows of the cache also differ in length, pass the mask of ones to the model.
     """
     mask: Tensor | None = model_kwargs.get(MASK)
     if mask is None:
@@ -156,7 +156,7 @@ def remember(cache: PagedCache, ids: Tensor, mask: Tensor, padded: Tensor | None
     lengths = cache.seq_lens[: ids.shape[0]].to(mask.device)
     answers, count = lengths - mask.sum(1), ids.shape[1] - mask.shape[1]
     cache.text = None
-    if int(answers.max()) == count - 1:  # otherwise the prompts were only a part of the text
+    if int(answers.max()) == count - 1:  # the prompts contain the whole earlier text
         is_token = torch.arange(count, device=mask.device) < answers[:, None]
         # the cache does not store the last token of an answer
         is_token[:, -1] = True if padded is None else ~padded.to(mask.device)

@@ -81,7 +81,8 @@ def speculative_step(
         temperature: 0 for greedy decoding, without ``draft_probs`` and ``uniforms``; above 0 for
             sampling.
         warp: Function that changes logits [rows, vocab_size] before sampling, for example to keep
-            only the most likely tokens. It applies to the model and to the drafts.
+            only the most likely tokens. The function changes the logits of the model and of the
+            draft layer.
 
     Returns:
         The new tokens and the next step.
@@ -239,7 +240,8 @@ def speculative_prefill(
     next_tokens = verified.tokens[:, 0]
     if following is not None:
         next_tokens = torch.where(following >= 0, following, next_tokens)
-    # a gather, not a scatter to ``last``: requests without tokens have the same index there
+    # a gather: in a scatter to ``last``, a request without tokens would write to the index of the
+    # request before
     request = torch.searchsorted(
         batch.query_start_loc[1:].contiguous(),
         torch.arange(num_tokens, dtype=torch.int32, device=last.device),
@@ -266,7 +268,7 @@ def speculative_prefill(
 def _forget_rejected(batch: StepBatch, cache: CacheTensors, rejected: Tensor) -> None:
     """Subtract the number of ``rejected`` drafts from the lengths of the cache's rows."""
     row = torch.arange(cache.num_rows, dtype=torch.int32, device=rejected.device)[:, None]
-    # a request that the step could not store did not change its row
+    # the step changed no row for a request that the step could not store
     is_stored = (row == batch.rows) & (batch.seq_lens == cache.seq_lens[:, None])
     cache.seq_lens.sub_(torch.where(is_stored, rejected, 0).amax(1))
 
@@ -360,7 +362,8 @@ def _draft(
     Args:
         spec: Spec of the model.
         model: The model.
-        batch: The step. Its lengths do not count the token that the model has just chosen.
+        batch: The step. The lengths of requests do not count the token that the model has just
+            chosen.
         trunk: The step, the residual streams and the next token of each of its tokens, and the
             index of each request's last token.
         num_drafts: Number of drafts per request.

@@ -68,7 +68,7 @@ def check_modules(
     if own_forward(body) is not None:
         raise _changed(op, "model.model", "a forward of its own")
     check_layers(op, kinds, body)
-    rotary = body._modules.get("rotary_emb")  # a draft layer has none
+    rotary = body._modules.get("rotary_emb")  # a draft layer has no rotary_emb
     if rotary is not None:
         check_skipped(op, "model", [("rotary_emb", rotary)], False)
     for index, (kind, layer) in enumerate(zip(kinds, body.layers, strict=True)):
@@ -117,8 +117,8 @@ def heads_are_split(
 ) -> bool:
     """Whether Hugging Face's tensor parallelism split the heads of all layers over ``ranks``.
 
-    ``parts`` yields the parameters of an attention layer that have a dimension of heads. It yields
-    None as the parameter of a module without a weight.
+    ``parts`` yields the parameters of an attention layer that have a dimension of heads, and None
+    in place of the parameter of a module without a weight.
 
     Raises:
         NotImplementedError: only some parameters are split, or they are split over other ranks.

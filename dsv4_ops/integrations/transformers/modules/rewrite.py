@@ -52,7 +52,7 @@ class Rewrite(ABC):
         return None
 
     def restore(self, module: Any) -> None:
-        """Undo ``apply``, except for the methods."""
+        """Undo ``apply``, but do not restore the methods."""
         return None
 
 
@@ -89,7 +89,7 @@ def refresh(op: str, body: Any, rewrites: Iterable[Rewrite]) -> None:
 
 
 def restore(model: Any, rewrites: Iterable[Rewrite]) -> None:
-    """Undo ``apply`` for all modules, except for the methods."""
+    """Undo ``apply`` for all modules, but do not restore the methods."""
     rewrites = tuple(rewrites)
     for module in list(model.modules()):
         for rewrite in rewrites:

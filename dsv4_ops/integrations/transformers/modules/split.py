@@ -209,8 +209,8 @@ def _sum_once(block: Any) -> Iterator[tuple[str, Maker]]:
 
 
 def _adds(module: Any) -> bool:
-    """Whether ranks that have different rows of the weights must sum their outputs. Ranks of a
-    linear layer need not: each has other columns of the output."""
+    """Whether ranks that have different rows of the weights must sum their outputs. Linear layers
+    need no sum, because each rank has other columns of the output."""
     return isinstance(module, nn.Embedding) or quantized_weights(module) == QUANTIZED_EXPERTS
 
 

@@ -62,7 +62,8 @@ MOST_WHOLE = 8
 """Maximum layers that "auto" compiles as one graph. With more layers, compiling takes too long."""
 
 MOST_PLANS = 256
-"""Maximum plans. A plan lists the parts of a step of one size. A plan too many clears all plans."""
+"""Maximum plans. A plan lists the parts of a step of one size. At the maximum, the next plan
+replaces all plans."""
 
 MOST_VARIANTS = 4
 """Maximum compiled parts of one key, whose graphs assume different sizes."""
@@ -110,10 +111,10 @@ def compile_step(
             Capture the step in CUDA graphs to hide the host time of these calls.
 
     Returns:
-        A function that takes the batch, the cache and the keyword arguments of ``step``. It returns
-        and writes what ``step`` does. Ranks that share the cache first compare their shapes on the
-        host, and all raise ValueError if the shapes differ. The comparison needs a process group
-        that sends CPU tensors ("cpu:gloo,cuda:nccl").
+        A function that takes the batch, the cache and the keyword arguments of ``step``. The
+        function returns and writes the same as ``step``. Ranks that share the cache first compare
+        the shapes of their arguments on the host, and all raise ValueError if the shapes differ.
+        The comparison needs a process group that sends CPU tensors ("cpu:gloo,cuda:nccl").
 
     Raises:
         ValueError, TypeError: the model is not patched, ``step``, ``mode`` or a setting is unknown,
@@ -284,7 +285,7 @@ class CompiledStep:
 
     @contextmanager
     def _all_sizes(self) -> Iterator[None]:
-        """If the step is dynamic, let a trace hold for all sizes."""
+        """If the step is dynamic, make traces that hold for all sizes."""
         if not self.settings["dynamic"]:
             yield
             return
@@ -310,7 +311,8 @@ class CompiledStep:
         key, run = self._planned(batch, tensors, of_parts, passes)
         if self.regional:
             rest = {**rest, "run": run, "shared": self._shares()}
-            # with a key, parts come from checked calls, and a recorder calls ``passes`` itself
+            # with a key, stored parts need no checks, and ``_variant`` calls ``passes`` before a
+            # compile
             done = key is None and passes()
             with checks_are_done() if done else nullcontext():
                 found = (self._of_parts or PARTS[self.step])(self.model, batch, tensors, **rest)
@@ -375,8 +377,8 @@ class CompiledStep:
             self._shared = _shared_weights(body)
 
     def _shares(self) -> bool:
-        """Whether the buffers that ``patch`` added share the weights' memory, as in the last
-        step."""
+        """Whether the buffers that ``patch`` added still share the weights' memory. False before
+        the first step."""
         if self._shared is None:
             return False
         kept = all(
@@ -401,7 +403,7 @@ class CompiledStep:
             return None, self._run
         if has_global_hooks() or has_function_modes():
             return None, self._run
-        # parts of a plan have no guards, so no code would repeat the checks
+        # parts of a plan have no guards, so dry runs must make the checks
         if self.settings["dynamic"] and not self._dry_runs.may_pass(self.model):
             return None, self._run
         try:
@@ -421,7 +423,7 @@ class CompiledStep:
             return key, _Recorder(self._part_of, _Plan(key[0], Watch()), passes)
         if not self._described.unchanged():
             self._digests, self._described = {}, Watch()
-            if not self.regional:  # ``_follow`` does this in a regional step
+            if not self.regional:  # in a regional step, ``_follow`` does so
                 self._dry_runs.forget_model()
                 self._passed = lambda: None, {}, False
         gaps = [None if each.is_contiguous() else each.stride() for each in vars(batch).values()]
@@ -447,8 +449,8 @@ class CompiledStep:
     def _variant(self, run: _Recorder, name: str, key: str, call: tuple[Any, ...]) -> Part | None:
         """Return the part of this key whose assumptions hold for the sizes of a call, or None.
 
-        Most keys have one part. A key has more if a graph assumes sizes, such as at least two
-        tokens.
+        Most keys have one part. A key has several parts if a graph makes assumptions about sizes,
+        such as at least two tokens.
         """
         assert self._file is not None
         for number in range(MOST_VARIANTS):
@@ -460,7 +462,8 @@ class CompiledStep:
                 if content is not None:
                     part = loaded(content, globals(), self._file.place(place))
             if part is None and name not in run.plan.compiled:
-                # Dynamo compiles other variants of a name: it guards only what a trace reads
+                # compile a name once per plan; Dynamo runs other calls of the name, because its
+                # guards compare only what a trace reads
                 run.plan.compiled.add(name)
                 done = run.passes()
                 if self.settings["dynamic"] and not done:

@@ -1,8 +1,8 @@
 """Run a step with fake tensors before the real run.
 
-A dry run makes the checks of kinds, dtypes and devices, so Dynamo need not trace them. It also lets
-workers compile the kernels in parallel. A dry run computes nothing, and each kind of layer runs
-once.
+A dry run makes the checks of kinds, dtypes and devices, so Dynamo need not trace these checks. A
+dry run also lets workers compile the kernels in parallel. It computes nothing, and each kind of
+layer runs once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = {decode_step: decode, prefill_step: prefill}
 
 BATCHES = (1, 2, 8, 16, 32)
 """Numbers of requests. After a first decode step, workers compile the kernels of decode steps with
-these numbers. Steps with other numbers need few more kernels."""
+these numbers of requests. Steps with other numbers need few more kernels."""
 
 
 class DryRuns:
@@ -131,7 +131,7 @@ class DryRuns:
 
         try:
             self._run(model, cache, num_tokens, num_reqs, rest, requests(noted))
-        except Exception as error:  # experts may read values, say; launches compile the rest
+        except Exception as error:  # for example, experts read values; launches compile the rest
             _log.info("not all kernels of a step were requested: %s", error)
         else:
             self._marks.append(mark)
@@ -248,8 +248,8 @@ def padding(num_tokens: int, num_reqs: int, device: torch.device) -> StepBatch:
 
 
 class OncePerName:
-    """A ``Runner`` that runs only the first of the parts with the same name and shapes, and returns
-    its result for all of them."""
+    """A ``Runner`` that runs a part once per name and shapes. Later parts of the same name and
+    shapes get the same result."""
 
     def __init__(self) -> None:
         self.results: dict[Any, Any] = {}

@@ -61,7 +61,7 @@ class EagerStep:
         if found == self._checked:
             spec.refresh(op, model.model, copies_only=True)
         else:
-            checked(op, model, batch, cache)  # this may replace buffers
+            checked(op, model, batch, cache)  # may replace buffers of the model
             if not self.can_be_captured():
                 return None
             found = self._checked = self._watch, self._addresses()

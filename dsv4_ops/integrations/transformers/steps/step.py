@@ -55,8 +55,8 @@ def decode_step(
         cache: A ``PagedCache``, or its ``tensors``, with blocks reserved for all tokens of
             ``batch``.
         state_rings: Whether a request may have more tokens in this step than the cache's
-            ``next_n``. If no request has, False saves launches (with FP8 caches, a C4 layer inserts
-            in one launch).
+            ``next_n``. If no request has more, False saves launches (with FP8 caches, a C4 layer
+            inserts in one launch).
 
     Returns:
         [num_tokens, vocab_size]. Rows of padding tokens are finite but undefined.
@@ -106,8 +106,8 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
 
     Args:
         model: A patched model.
-        batch: The step, with at most ``max_chunk`` tokens per request. Tokens at the start of a
-            longer request are dropped.
+        batch: The step, with at most ``max_chunk`` tokens per request. If a request has more
+            tokens, the step drops the first ones.
         cache: See ``decode_step``.
 
     Returns:

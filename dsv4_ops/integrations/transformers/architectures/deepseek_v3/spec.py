@@ -392,7 +392,7 @@ class MlaModelSpec(ModelSpec):
 
     def refresh(self, op: str, body: Any, *, copies_only: bool = False) -> None:
         super().refresh(op, body, copies_only=copies_only)
-        rotary = body._modules.get("rotary_emb")  # a draft layer has none
+        rotary = body._modules.get("rotary_emb")  # a draft layer has no rotary_emb
         if rotary is not None and not torch.compiler.is_compiling():
             RotaryFrequencies(self.rotary).check_unchanged(op, "model.rotary_emb", rotary)
 
@@ -404,7 +404,7 @@ class MlaModelSpec(ModelSpec):
         spec = self.layers
         if not heads_are_split("patch", model.model, self.parallel, self._head_parts):
             return self
-        assert spec.parallel is not None  # otherwise ``heads_are_split`` raises
+        assert spec.parallel is not None  # without ranks, ``heads_are_split`` raises
         parallel = replace(spec.parallel, shards_heads=True)
         heads = spec.num_heads // parallel.world_size
         return replace(self, layers=replace(spec, num_heads=heads, parallel=parallel))
@@ -422,7 +422,7 @@ class MlaModelSpec(ModelSpec):
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.rotary)
         for index, attention in _attentions(model.model):
-            # the other modules that steps do not call are not marked yet
+            # check only this module, because ``patch`` has not marked the other skipped modules yet
             modules = [("kv_b_proj", attention.kv_b_proj)]
             check_skipped(op, f"model.layers.{index}.self_attn", modules, self.shards_heads)
         has_experts = any(is_part(module, "Experts") for module in model.modules())
@@ -572,7 +572,8 @@ def _identity(linear: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _can_hold(buffer: Tensor, half: Tensor) -> bool:
-    """Whether ``half`` can be copied into ``buffer``. If the model has moved, it cannot."""
+    """Whether ``half`` can be copied into ``buffer``. A move of the model can change the device or
+    the dtype of ``half``."""
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         return False
     return (buffer.device, buffer.shape, buffer.dtype) == (half.device, half.shape, half.dtype)

@@ -113,7 +113,7 @@ class DsaModelSpec(MlaModelSpec):
 
     @classmethod
     def rotates_pairs(cls, config: Any) -> bool:
-        return True  # Hugging Face's attention has no setting for this
+        return True  # Hugging Face's attention always rotates pairs
 
     @classmethod
     def own_settings(cls, config: Any) -> dict[str, Any]:

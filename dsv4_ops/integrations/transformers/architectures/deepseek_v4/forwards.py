@@ -66,7 +66,7 @@ class FamilyForwards(Rewrite):
         return name in self.makers or (name == "DeepseekV4Experts" and self.gates_float32)
 
     def apply(self, module: Any) -> Iterator[tuple[str, Maker]]:
-        """Yield the forward, or for experts the activation."""
+        """Yield the new forward of a module; for experts, yield the new activation function."""
         name = class_of(module)
         if name == "DeepseekV4Experts":
             yield "_apply_gate", in_place_of(_gated)
@@ -210,7 +210,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
     hooks = block.experts._forward_hooks or block.experts._forward_pre_hooks
     # add the shared experts outside the op in three cases: the ranks sum the result of the experts,
     # so every rank would add the shared experts; autograd may need gradients, and the op has none;
-    # a user's hooks expect Hugging Face's arguments
+    # hooks of a user expect the result of the experts alone
     if sums(block.experts) or torch.is_grad_enabled() or hooks:
         out: Tensor = block.experts(rows, routing.ids, routing.weights).view(x.shape) + shared
     else:

@@ -66,7 +66,7 @@ class RingSpec(ModelSpec):
         return True
 
     def kind_of(self, caches: LayerCaches) -> str:
-        if not isinstance(caches, LayerCaches):  # of another family
+        if not isinstance(caches, LayerCaches):  # caches of another family
             return type(caches).__name__
         if caches.compressed is None:
             return "window"
@@ -140,6 +140,6 @@ def _is_ring(blocks: Tensor, table: Tensor) -> int:
 
 
 def _positions(blocks: Tensor, table: Tensor, block: int) -> int:
-    """Return how many positions fit into a row's blocks. In a ring, they fit at any alignment."""
+    """Return how many positions fit into a row's blocks, in a ring at any alignment."""
     full_blocks: int = blocks.shape[0] // table.shape[0] - _is_ring(blocks, table)
     return full_blocks * block

@@ -345,7 +345,7 @@ class DeepseekV4Spec(RingSpec):
         ]
         if not any(split):
             return self
-        assert self.parallel is not None  # otherwise ``heads_are_split`` raises
+        assert self.parallel is not None  # without ranks, ``heads_are_split`` raises
         parallel = replace(self.parallel, shards_heads=split[0], shards_index_heads=split[1])
         ranks = parallel.head_parts
         Checks("patch").divides("parallel.world_size", ranks, "config.o_groups", self.num_groups)
