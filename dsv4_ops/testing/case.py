@@ -52,7 +52,7 @@ Make = Callable[[Draw, dict[str, Any], int], Case]
 
 
 def tensor_names(reference: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of an op's tensor arguments, which are the positional ones, in order."""
+    """Return the names of an op's tensor arguments in order: its positional arguments."""
     parameters = inspect.signature(reference).parameters.values()
     return tuple(each.name for each in parameters if each.kind is not each.KEYWORD_ONLY)
 
@@ -78,7 +78,7 @@ class OpTesting:
 
     Args:
         cases: Named cases; at least one with a hand-computed result.
-        settings: Configurations (keyword arguments) to test; tests compile the first one.
+        settings: Configurations (keyword arguments) to test. Tests compile the first configuration.
         make: Function (draw, settings, min_size) -> Case, which samples a call for a configuration.
             ``draw`` is a ``Draw``. With ``min_size=2``, torch.compile specialises no size.
         precise: Function (*tensors, **settings) -> tuple, which has an ``Exact`` for each result

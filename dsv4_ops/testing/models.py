@@ -218,7 +218,7 @@ def small_mla_model(
 
 
 def small_dsa_config(family: str = "V3.2", **changed: Any) -> Any:
-    """Configure three layers, one dense and two with experts, whose tokens attend to 16 rows.
+    """Configure three layers, one dense and two with experts. Tokens attend to 16 rows.
 
     Args:
         family: "V3.2" for ``DeepseekV32Config``, or "GLM-5" for ``GlmMoeDsaConfig``, whose second

@@ -142,7 +142,7 @@ class _Writes:
         if isinstance(value, Tensor):
             return node
         if not isinstance(value, tuple | list):
-            return None  # a size, which no write changes
+            return None  # a size: no write changes sizes
         index = next((i for i, each in enumerate(value) if isinstance(each, Tensor)), None)
         if index is None:
             return None

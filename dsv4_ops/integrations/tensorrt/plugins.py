@@ -194,8 +194,8 @@ def combine_options(
 
 
 LOGITS_ROWS = {torch.bfloat16: 64, torch.float32: 32}
-"""Scores per block, by dtype of the keys: this many keys and the queries of 64 heads fit into the
-default 48 KiB of shared memory."""
+"""Scores per block, by dtype of the keys. This number of keys and the queries of 64 heads fit into
+48 KiB of shared memory, the default."""
 
 
 def logits_options(

@@ -51,7 +51,7 @@ def strip_scratch(op: str, ptx: str) -> str:
     """Return ``ptx`` without its last two parameters.
 
     Raises:
-        NotImplementedError: the code reads one of the two.
+        NotImplementedError: the code reads one of these parameters.
     """
     entry = re.search(r"\.visible \.entry (\w+)\(\n(.*?)\n\)", ptx, re.S)
     parameters = entry[2].split(",\n") if entry else []

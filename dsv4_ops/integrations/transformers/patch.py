@@ -56,10 +56,10 @@ def patch(
     from one ``PagedCache`` (transformers 5.19 or newer).
 
     Hooks, PEFT adapters, parametrizations and replaced modules keep working, except on modules that
-    our ops replace. These are ``q_b_norm``, ``kv_b_proj`` (except in V4), and ``compressor`` and
-    ``indexer`` outside of their projections; a step raises if one was changed. Linear layers that
-    are no plain ``nn.Linear`` keep their precision. Hugging Face's tensor parallelism works
-    (``tp_plan="auto"``). ``patch`` refuses a model that accelerate split or offloaded.
+    our ops replace. Our ops replace ``q_b_norm``, ``kv_b_proj`` (except in V4), and ``compressor``
+    and ``indexer`` outside of their projections; a step raises if such a module was changed. Linear
+    layers that are no plain ``nn.Linear`` keep their precision. Hugging Face's tensor parallelism
+    works (``tp_plan="auto"``). ``patch`` refuses a model that accelerate split or offloaded.
 
     A model with FP8 and FP4 weights (``FineGrainedFP8Config``, not dequantised) runs
     ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``, without kernels from Hugging Face's hub.
@@ -154,7 +154,7 @@ def patch(
 
 
 def add_replacements(model: Any, replacements: Iterable[tuple[Any, str, Maker]]) -> None:
-    """Replace more methods of a patched model, which ``unpatch`` restores too.
+    """Replace more methods of a patched model. ``unpatch`` restores these methods too.
 
     Each replacement is a module, the name of its method, and the maker of the new method.
     """

@@ -18,7 +18,7 @@ class Recipe:
     ``swiglu_float32``.
 
     ``activations``, ``activation_scale`` and ``expert_activations`` are for models with FP8 and FP4
-    weights, whose SwiGLU is always in float32.
+    weights. In such models, SwiGLU is always in float32.
 
     Three other differences have no field. The official code multiplies by an expert's routing
     weight before the last projection, Hugging Face after the projection. The official code
@@ -35,7 +35,7 @@ class Recipe:
         swiglu_float32: Compute SwiGLU of all experts in float32, and round once.
         streams_float32: Mix the residual streams in float32, and round once.
         logits_float32: Compute logits in float32.
-        shared_expert_clamp: Clamp shared experts like routed ones, as do Hugging Face and one of
+        shared_expert_clamp: Clamp shared experts like routed experts, as do Hugging Face and one of
             the two public copies of the official code.
         activations: Activations of quantised linear layers: "bf16", or "fp8" in blocks of 128.
         activation_scale: Scales of FP8 activations: "pow2" (official) or "float32" (Hugging Face).

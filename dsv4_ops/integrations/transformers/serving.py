@@ -1,7 +1,7 @@
 """Run Hugging Face's server with a patched model. All requests share one ``PagedCache``.
 
-Routes, chat templates, streams and parsers are Hugging Face's. Every request has its own sampling
-settings, and is cancelled when its client disconnects.
+The server keeps Hugging Face's routes, chat templates, streams and parsers. Every request has its
+own sampling settings, and is cancelled when its client disconnects.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ OP = "serve"
 _log = logging.getLogger(__name__)
 
 LEAST_TEMPERATURE = 1e-4
-"""Lowest temperature at which a request samples. Below it, logits divided by the temperature might
-be infinite, so the request is greedy."""
+"""Lowest temperature at which a request samples. At a lower temperature, logits divided by the
+temperature might be infinite, so the request is greedy."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -316,7 +316,7 @@ class Server(Serve):  # type: ignore[misc]  # transformers is untyped
         return lambda part: self._on_progress(f"compiling {part} of {step}")
 
     def _warm_up(self) -> None:
-        """Run a request of two tokens, which compiles both steps."""
+        """Run a request of two tokens, to compile the prefill step and the decode step."""
         self.manager.add_request([0, 0], request_id="warm-up", max_new_tokens=2)
         result = self.manager.get_result()
         if result is None or result.error is not None:
@@ -682,7 +682,7 @@ def _shared(model: Any) -> Any:
     """Return a generation config that lets Hugging Face create logits processors whose values can
     differ between requests."""
     config = copy.deepcopy(model.generation_config)
-    # Hugging Face creates no processor for a default value, so none of these is a default
+    # Hugging Face creates no processor for a default value, so these values differ from defaults
     config.do_sample, config.temperature, config.top_k, config.top_p = True, 0.5, 50, 0.5
     config.num_return_sequences = config.repetition_penalty = config.min_p = None
     return config

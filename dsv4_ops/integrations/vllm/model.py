@@ -50,7 +50,7 @@ class DeepseekForCausalLM(nn.Module):
         self.settings, self.backend = patch_settings(vllm_config), compile_backend(vllm_config)
         library = require_transformers(OP)
         self.prefix = CLASSES[config.hf_config.model_type]
-        # Hugging Face's class by name, because vLLM registers its own config for V4
+        # take Hugging Face's class by name, because vLLM registers its own config for V4
         self.config = getattr(library, f"{self.prefix}Config").from_pretrained(
             self.path, revision=self.revision
         )

@@ -18,7 +18,8 @@ from dsv4_ops.integrations.transformers.architectures.base import LayerContext
 
 @dataclass(frozen=True)
 class PooledCaches:
-    """The caches of a layer, which a graph makes as views of its argument, the pool.
+    """The caches of a layer in a pool. A graph takes the pool as an argument, and makes the caches
+    as views of the pool.
 
     Attributes:
         pool: All bytes, [num_blocks, bytes of a block], uint8.
@@ -54,7 +55,7 @@ def pooled(
     layouts: Sequence[dict[str, Layout]],
     make: Callable[[Mapping[str, Tensor]], Any],
 ) -> list[PooledCaches]:
-    """Return the caches of each layer as parts of one pool, of which all tensors are views.
+    """Return the caches of each layer as parts of one pool. All tensors are views of this pool.
 
     Raises:
         NotImplementedError: the tensors are not in one pool whose blocks have one size.

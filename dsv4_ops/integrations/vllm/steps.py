@@ -439,7 +439,8 @@ class EngineSteps:
 
     @contextmanager
     def _runs(self, schedule: str) -> Iterator[Runner]:
-        """Yield the ``Runner`` of a step, which runs parts eagerly or compiled for all sizes."""
+        """Yield the ``Runner`` of a step. The runner runs parts eagerly, or parts compiled for all
+        sizes."""
         if self._parts is None:
             yield run_part
             return

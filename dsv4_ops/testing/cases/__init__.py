@@ -1,1 +1,1 @@
-"""Cases, configurations and strategy of every op, one file per stem."""
+"""Cases, configurations and strategy of every op. File names are those of ``dsv4_ops.ops``."""

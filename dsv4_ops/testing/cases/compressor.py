@@ -73,9 +73,9 @@ save_compressor_states = OpTesting(
 
 FP32_UNIT, FP8_UNIT = 2.0**-24, 2.0**-4
 ROUNDINGS = 8
-"""Number of float32 roundings from the states to a row, each relative to the row: exponential (two,
-with the rounded difference), product, sums, quotient, root, two products of the norm, rotation.
-"""
+"""Number of float32 roundings from the states to a row, each relative to the row. They are in the
+exponential (two, because its argument is rounded too), the product, the sums, the quotient, the
+root, the norm (two products) and the rotation."""
 
 
 def _settings(ratio: int, overlap: bool, layout: str, *sizes: int) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _last_token(*kv_score: float) -> dict[str, Tensor]:
 
 
 def _compressor_cases() -> list[Case]:
-    # the RMSNorm of one channel is its sign times the weight
+    # the RMSNorm of one channel is the sign of the channel times the weight
     states = StateLayout(2, 4).allocate(2)
     StateLayout(2, 4).rows(states)[1, 0] = torch.tensor([-4.0, 5.0, 0.0, 100.0])
     one = {"norm_weight": torch.tensor([0.5]), "ape": torch.zeros(2, 1)}
@@ -491,7 +491,7 @@ def _worked(name: str, slots: Sequence[int], expected: Any = None, **changed: An
 
 
 def _compressor_step_cases() -> list[Case]:
-    # the RMSNorm of one channel is its sign times the weight
+    # the RMSNorm of one channel is the sign of the channel times the weight
     rows, unchanged, zero = [[[0.5], [-0.5]]], [[[7.0], [7.0]]], _compressor_step_page()
     old = StateLayout(2, 2).allocate(2)
     StateLayout(2, 2).rows(old)[1, 0] = torch.tensor([-9.0, 0.5])

@@ -66,7 +66,7 @@ def _greedy(name: str, logits: Tensor, ids: list[int], expected: tuple[Any, ...]
 def _sampled(
     name: str, ids: list[int], q: Any, uniforms: Any, expected: Any, settings: Any = SAMPLED
 ) -> Case:
-    """Make a call for two requests with one draft each, for which the model's rows are ``_P``."""
+    """Make a call for two requests with one draft each and the probabilities ``_P``."""
     logits = torch.tensor([_P, _P]).log()
     probs = None if q is None else torch.tensor(q)[:, None]
     chances = torch.tensor(uniforms, dtype=torch.float32)

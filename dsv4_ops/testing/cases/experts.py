@@ -66,7 +66,7 @@ W4A8 = {**W4A16, "activations": "fp8"}
 
 
 def _fp4_case() -> tuple[Tensor, ...]:
-    """Make two experts with 32 gates and ups for 64 inputs, of which every second one is 1.
+    """Make two experts with 32 gates and ups for 64 inputs. Every second input is 1.
 
     The gates and ups of the first expert are 16 / 16 + 16 / 8 = 3 and -2, of the second 32 and -32.
     """

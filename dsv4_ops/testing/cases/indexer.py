@@ -77,7 +77,7 @@ def _gather_cases() -> list[Case]:
 
 
 def _many_requests(name: str, cache: Tensor, lens: list[int]) -> Case:
-    """Make a call with blocks of one row, in which only odd requests have a block."""
+    """Make a call with blocks of one row. Only odd requests have a block."""
     starts = [sum(lens[:place]) for place in range(len(lens) + 1)]
     table = [[place % 2 or -1] for place in range(len(lens))]
     flags = [place % 2 for place, length in enumerate(lens) if length] + [0, 0]
@@ -217,7 +217,7 @@ indexer_quantize_q = OpTesting(
 
 
 def tiny_query(num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Make queries with two heads, of ones and of minus ones, and their weights 0.5 and 2.
+    """Make queries with a head of ones and a head of minus ones, and the head weights 0.5 and 2.
 
     A key of ones scores 64, a key of minus ones 256.
     """
@@ -463,7 +463,7 @@ def _scores(
 
 
 def _ranked(scores: Tensor) -> Tensor:
-    """Replace NaN with -inf, so that it ranks below every number."""
+    """Replace NaN with -inf, so that NaN ranks below every number."""
     return torch.where(scores.isnan(), -torch.inf, scores)
 
 
@@ -490,8 +490,8 @@ def _rows_of(
 def _decode_selection(case: Case, outcome: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the indices if scores are exact.
 
-    Otherwise return the selected scores in descending order, because rounding may swap two close
-    scores, and whether each selected index is valid.
+    Otherwise return the selected scores in descending order, and whether each selected index is
+    valid: rounding may swap the indices of two close scores.
     """
     tensors = [tensor for tensor in case.tensors if tensor is not None]
     oracle, indices = _scores(*tensors, **case.settings), outcome[0].long()

@@ -317,7 +317,7 @@ def _combine_case(
     name: str, requests: list[tuple[int, int]], *tokens: tuple[Any, ...], **changed: int
 ) -> Case:
     """Make a call for requests of (length, gathered length), and tokens of (selected rows,
-    position, request, columns of the result up to the token's length)."""
+    position, request, expected columns). The expected columns end at the token's length."""
     settings = {**_COMBINE, **changed}
     columns = [[token[index] for token in tokens] for index in range(4)]
     width = -(-(settings["topk"] + settings["window_size"]) // 128) * 128

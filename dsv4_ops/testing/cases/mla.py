@@ -207,7 +207,7 @@ def _gather_cases() -> list[Case]:
 
 
 def _slots(draw: Draw, min_size: int, count: int) -> Tensor:
-    """Sample slots in any order, of which some are repeated and some are invalid."""
+    """Sample slots in any order. Some slots are repeated, and some are invalid."""
     num_rows = max(draw.one_of(5, 0, 1, 2, 17), min_size)
     slots = torch.randint(0, max(count, 1), (num_rows,), generator=draw.generator())
     draw.spoil(slots, (*ADVERSARIAL_SLOTS, count, count + 7), 4)

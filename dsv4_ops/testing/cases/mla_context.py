@@ -140,7 +140,7 @@ def _merge_cases() -> list[Case]:
 
 
 def merged_lses(draw: Draw, seed: torch.Generator, *shape: int) -> Tensor:
-    """Sample log-sum-exps from -60 to 60, of which some are infinite or NaN."""
+    """Sample log-sum-exps from -60 to 60, and some that are infinite or NaN."""
     spread: int = draw.one_of(4, 120)
     lse = (torch.rand(shape, generator=seed) - 0.5) * spread
     for value in (-INF, INF, NAN):

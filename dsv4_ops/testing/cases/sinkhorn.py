@@ -50,7 +50,7 @@ def _sinkhorn_precise(
 def sinkhorn_error(
     logits: Tensor, num_streams: int, iterations: int, eps: float, errors: Tensor | float = 0.0
 ) -> Exact:
-    """Compute the matrix of float64 ``logits`` that have absolute ``errors``."""
+    """Compute the mixing matrix of float64 ``logits``; ``errors`` are absolute errors of logits."""
     value = reference.sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
     # the absolute error of a logit becomes a relative error of its exponential; through the sums of
     # rows and columns, this error reaches all values; each division adds one rounding

@@ -41,7 +41,8 @@ def _case(
     *rows: list[int],
     absent: int = 0,
 ) -> Case:
-    """Make a call with lengths in keys, whose plan ends with ``absent`` unused work tiles."""
+    """Make a call for tokens with these numbers of keys. The plan ends with ``absent`` unused work
+    tiles."""
     lens = (i32(swa), None if extra is None else i32(extra))
     settings = {"num_heads": heads, "num_programs": programs}
     return Case(name, lens, settings, ([*rows, *[_ABSENT] * absent],))
@@ -388,7 +389,7 @@ def sink_of(seed: torch.Generator) -> Tensor:
 
 
 def _plan(draw: Draw, settings: dict[str, Any], num_tokens: int, least: int) -> Tensor | None:
-    """Sample a plan for other lengths than the call's, or None."""
+    """Sample a plan or None. The plan is for other lengths than the lengths of the call."""
     free = settings["num_splits"] == 0 and not settings["batch_invariant"]
     if not free or not (least or draw.flag()):
         return None

@@ -238,7 +238,7 @@ class CompiledOps:
         """Check that every op agrees with its reference in one call, without a recompile.
 
         Args:
-            cases: A call of each part. None repeats the first call of the part without a
+            cases: A call for each part. None repeats the first call of the part without a
                 comparison.
         """
         inputs = [

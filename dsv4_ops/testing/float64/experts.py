@@ -25,7 +25,7 @@ def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def expert_values(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Decode weights in FP4, FP8 or bf16, which has no scales, to float64."""
+    """Decode weights in FP4, FP8 or bf16 to float64. Weights in bf16 have no scales."""
     if scale is None:
         return weight.to(torch.float64)
     if weight.dtype == torch.float8_e4m3fn:

@@ -10,8 +10,8 @@ from dsv4_ops.testing.float64.rope import exact
 from dsv4_ops.testing.strategies.draw import Draw
 
 SUM_ROUNDINGS = 16
-"""Allowed number of float32 roundings of a sum of products. Each rounds the sum of the absolute
-terms."""
+"""Allowed number of float32 roundings of a sum of products. Each rounding is relative to the sum of
+the absolute products."""
 
 
 INFINITE_BITS = (0x7F80, 0xFF80)

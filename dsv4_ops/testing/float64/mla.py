@@ -97,8 +97,8 @@ def _product(left: Tensor, right: Tensor, equation: str) -> tuple[Tensor, Tensor
 def exact_absorbed(
     q_nope: Tensor, q_pe: Tensor, w_uk_t: Tensor, q_scale: Tensor | None = None
 ) -> tuple[Exact]:
-    """Compute absorbed queries. For a result in e4m3, compute the values of the codes, which
-    saturate."""
+    """Compute absorbed queries. For a result in e4m3, compute the values of the codes, with
+    saturation."""
     latent, products = _product(q_nope, w_uk_t, "tnp,npl->tnl")
     rope = q_pe.to(torch.float64)
     value = torch.cat([latent, rope], -1)

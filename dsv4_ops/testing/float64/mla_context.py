@@ -16,9 +16,9 @@ _LN_2 = 0.6931471805599453
 def exact_merge(outs: list[Tensor], lses: list[Tensor], lse_base: str) -> tuple[Exact, Exact]:
     """Compute the merged output and log-sum-exp.
 
-    Error scale: the subtraction of the maximum rounds, and so does exp; these become relative
-    errors of a weight. The sums, the quotient and the products round once per part, and a few times
-    more.
+    Error scale: the subtraction of the maximum rounds, and so does exp; these errors become
+    relative errors of a weight. The sums, the quotient and the products round once per part, and a
+    few times more.
     """
     unit = 1.0 if lse_base == "e" else _LN_2
     every = torch.stack([lse.to(torch.float64) * unit for lse in lses])

@@ -46,7 +46,7 @@ def tables(draw: Draw, *, rope_dim: int, min_size: int) -> Tensor:
 
 
 def positions(draw: Draw, *, num_tokens: int, num_positions: int) -> Tensor:
-    """Sample consecutive positions, of which some are padding, adversarial or past the table."""
+    """Sample consecutive positions. Some are padding, adversarial or past the table."""
     start = draw.integer(0, max(num_positions - 1, 0))
     values = [start + token for token in range(num_tokens)]
     ends = (0, num_positions - 1, num_positions, 2**63 - 1)
@@ -86,7 +86,7 @@ def exact_rotation(
 
 
 def exact(value: Tensor, products: Tensor, dtype: torch.dtype, roundings: int = 2) -> Exact:
-    """Return ``value`` with the error scale of a number of float32 ``roundings`` of ``products``,
-    and of one final rounding to ``dtype``."""
+    """Return ``value`` with an error scale. The scale counts ``roundings`` float32 roundings of
+    ``products``, and one final rounding to ``dtype``."""
     unit = torch.finfo(dtype).eps / 2
     return Exact(value, value.abs() + roundings * (FP32_UNIT / unit) * products)

@@ -76,7 +76,7 @@ def insertions(kind: type[QuantizedLayout], special: int) -> Make:
 
 
 def slots(draw: Draw, *, num_tokens: int, num_slots: int) -> Tensor:
-    """Sample distinct slots, of which some are invalid."""
+    """Sample distinct slots. Some slots are invalid."""
     order = torch.randperm(max(num_slots, num_tokens), generator=draw.generator())[:num_tokens]
     draw.spoil(order, (*ADVERSARIAL_SLOTS, num_slots, num_slots + 7), 4)
     return order

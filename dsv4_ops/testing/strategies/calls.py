@@ -49,8 +49,8 @@ def stays_determined(spec: OpSpec, case: Case) -> bool:
 
 
 def as_case(spec: OpSpec, settings: dict[str, Any], tensors: Sequence[Tensor]) -> Case:
-    """Return the case in which the bound public function calls the op with ``tensors``, which are
-    copied."""
+    """Return the case in which the bound public function calls the op with copies of
+    ``tensors``."""
     capacities = dict.fromkeys(sizes(spec.schema), tensors[-1].shape[0])
     inputs = tensors[: len(tensors) - len(capacities)]
     return Case("called", tuple(inputs), {**settings, **capacities}).copy()

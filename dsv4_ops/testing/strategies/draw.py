@@ -61,8 +61,8 @@ class Draw:
 
 
 def strategy_of(sampled: Callable[..., T], **settings: Any) -> SearchStrategy[T]:
-    """Return a Hypothesis strategy of the results of ``sampled``, which takes a ``Draw`` and
-    ``settings``."""
+    """Return a Hypothesis strategy that samples results of ``sampled``. ``sampled`` takes a
+    ``Draw`` and ``settings``."""
     from hypothesis.strategies import composite
 
     def make(draw: Any) -> T:

@@ -61,7 +61,7 @@ def draft_of(model: Any) -> Any:
 
 
 def check_drafts(op: str, ranks: ContextParallel | None) -> None:
-    """Raise an error of ``op`` if ranks share the cache, which drafts do not support."""
+    """Raise an error of ``op`` if ranks share the cache: drafts do not support this."""
     if ranks is not None:
         raise argument_error(
             op,
@@ -250,7 +250,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
-        """Return the number of blocks per row of each block table whose rows are rings."""
+        """Return the number of blocks per row for each block table whose rows are rings."""
 
     @abstractmethod
     def tables(self, pool: Tensor, rings: dict[str, int], max_cache_len: int) -> Any:

@@ -18,7 +18,7 @@ from dsv4_ops.integrations.transformers.tensors import in_vocabulary
 def take_classes(draft: Any, body: Any, dtypes: Mapping[str, torch.dtype]) -> None:
     """Give a draft's decoder layer the quantised modules and the dtypes of the model's layers.
 
-    For each module, take the module of the same name in the last layer that has one, because not
+    For each module, take the module of the same name from the last layer that has this module: not
     all layers have an indexer or experts. ``dtypes`` are for tensors outside of the decoder layer.
     """
     of_layer: dict[str, torch.dtype] = {}

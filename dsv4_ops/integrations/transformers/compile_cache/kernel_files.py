@@ -26,10 +26,10 @@ import torch.compiler.config as compiler_config
 _OURS = "dsv4_ops.kernels."
 _CODE, _TRITON = "code/", "triton/"
 _HERE = b"[FOLDER]"
-"""Placeholder for the path of a kernel's folder, which Triton's files contain."""
+"""Placeholder for the path of a kernel's folder. Triton's files contain this path."""
 
 _KEPT = (".json", ".cubin", ".hsaco", ".so")
-"""Suffixes of the files that Triton loads. Its other files are stages of the compilation."""
+"""Suffixes of the files that Triton loads. Triton's other files are stages of the compilation."""
 
 
 def collect() -> dict[str, bytes]:
@@ -94,7 +94,8 @@ def code_folder() -> Path:
 
 
 def triton_folder() -> Path | None:
-    """Return Triton's cache folder. If the process has not set a folder, set Inductor's."""
+    """Return Triton's cache folder. If the process has set no folder, set the folder that Inductor
+    uses."""
     if not torch.cuda.is_available():
         return None
     from dsv4_ops.lowering._compat import triton_cache_dir

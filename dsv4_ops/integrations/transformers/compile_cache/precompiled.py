@@ -114,7 +114,7 @@ class Watch:
         self._inner.append((owner, name, _attribute(owner, name)))
 
     def add_tensor(self, tensor: Tensor, form: tuple[Any, ...]) -> None:
-        """Record dtype, device, shape and strides of a tensor, whose data may be replaced."""
+        """Record dtype, device, shape and strides of a tensor: a program can replace the data."""
         self._tensors[id(tensor)] = (tensor, form)
 
     def unchanged(self) -> bool:
@@ -187,7 +187,7 @@ class _Walk:
             self.words.append(f"again {self._seen[id(value)]}")
         else:
             self._seen[id(value)] = len(self._seen)
-            self._alive.append(value)  # keep it alive, so that no other object gets its id
+            self._alive.append(value)  # keep the object alive, so that no other object gets its id
             self.words.append(_name(type(value)))
             self._add_parts(value)
 
@@ -296,8 +296,8 @@ class _Walk:
 
 
 def _names_of(kind: type) -> Mapping[str, Any]:
-    """Return the namespace of a class. A compile copies or pickles objects, which adds a name to
-    their class. Add this name now, because a later addition would count as a change."""
+    """Return the namespace of a class. To copy or pickle an object adds a name to its class, and a
+    compile does so. Add this name now, because a later addition would count as a change."""
     slotnames: Any = copyreg._slotnames  # type: ignore[attr-defined]  # exists since Python 2
     slotnames(kind)
     return vars(kind)
@@ -415,7 +415,7 @@ def environment(settings: Mapping[str, Any]) -> str:
     from dsv4_ops.lowering import _compat
 
     found = [repr(sorted(options.items())), str(settings["dynamic"]), *versions(), *_libraries()]
-    # leave out the tags of our own libraries, which a trace adds
+    # leave out the tags of our own libraries: a trace adds these tags
     found += [tag for tag in compiler_config.cache_key_tag.split(";") if "dsv4_ops" not in tag]
     found.append(repr([aot_settings(), _compat.config.save_config_portable()]))
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:32]
@@ -483,7 +483,7 @@ def compiled(
     """Compile a function for these arguments; return the part, and the bytes for ``loaded``.
 
     Returns:
-        None: torch cannot save compiled functions, or cannot save this one.
+        None: torch cannot save compiled functions, or cannot save this function.
     """
     reads = _Reads()
     options = {**settings.get("options", {}), "guard_filter_fn": reads}

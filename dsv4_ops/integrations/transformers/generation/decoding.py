@@ -98,7 +98,7 @@ class DeviceDecoding:
 
     Args:
         on_end: Function that gets ``Texts.ended`` and ``Texts.padded`` at the end.
-        streamer: The streamer of the call, which Hugging Face passes only to its own methods.
+        streamer: The streamer of the call. Hugging Face passes a streamer only to its own methods.
         kept: Function that returns the kept cache that the call has taken, or None.
     """
 
@@ -390,7 +390,7 @@ def compiled_step(
     Args:
         model: A patched model.
         step: ``decode_step``, ``prefill_step``, or another step with ``of_parts``.
-        config: A ``CompileConfig``, of which only the backend and the options matter, or None.
+        config: A ``CompileConfig`` or None. Only the backend and the options matter.
         on_part: See ``compile_step``.
         of_parts: See ``CompiledStep``.
     """

@@ -61,7 +61,7 @@ class _Call:
         self.end(before | ended, before)
 
     def end(self, ended: Tensor, padded: Tensor) -> None:
-        """Record the rows that have ended; ``padded`` are those that ended before the newest
+        """Record the rows that have ended; ``padded`` are the rows that ended before the newest
         token."""
         self.ended, self.padded = ended, padded
 

@@ -89,7 +89,7 @@ class KeptStep:
         tokens: int | None,
         pool: Any,
     ) -> None:
-        # the first attribute, because a graph must be freed before its pool
+        # Python frees attributes in order, and a graph must be freed before its pool
         self._replay: Callable[[], None] | None = None
         self._step, self._cache, self._pool = step, cache, pool
         starts = torch.arange(rows + 1, dtype=torch.int32, device=cache.device)

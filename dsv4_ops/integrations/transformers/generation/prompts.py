@@ -185,7 +185,7 @@ def check_continues(ids: Tensor, mask: Tensor, cache: PagedCache) -> None:
 
 
 def _without_padding(ids: Tensor, mask: Tensor) -> Tensor:
-    """Move the tokens of each row to its left."""
+    """Move the tokens of each row to the left, and the padding to the right."""
     order = torch.sort((mask == 0).to(torch.int8), dim=1, stable=True).indices
     return ids.gather(1, order)
 

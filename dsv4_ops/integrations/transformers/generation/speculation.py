@@ -364,8 +364,8 @@ def _draft(
         model: The model.
         batch: The step. The lengths of requests do not count the token that the model has just
             chosen.
-        trunk: The step, the residual streams and the next token of each of its tokens, and the
-            index of each request's last token.
+        trunk: The step; the residual streams of its tokens; the next token after each token; and
+            the index of each request's last token.
         num_drafts: Number of drafts per request.
         sampling: A uniform random number per draft, or None; the temperature; and ``warp``.
 

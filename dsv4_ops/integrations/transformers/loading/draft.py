@@ -1,4 +1,4 @@
-"""``load_mtp``: the draft layer of a released checkpoint, which Hugging Face skips."""
+"""``load_mtp``: load the draft layer of a released checkpoint. Hugging Face skips this layer."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class DraftNames:
         others: For each other parameter or buffer, its name in the files and its path.
         experts: Name of the experts in the files, without the number of the expert.
         parts: For each projection of the stacked experts, the names of its parts in the files.
-        scale: Last part of the names of scales, where the names of weights have "weight".
+        scale: Last part of the name of a scale. The last part of a weight's name is "weight".
     """
 
     linears: Mapping[str, str]

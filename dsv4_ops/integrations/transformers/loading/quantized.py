@@ -39,7 +39,7 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
     - on a CPU, where Hugging Face dequantises V4 and fails for V3, whose ``kv_a_proj_with_mqa``
       ends within a block of 128 rows;
     - without accelerate;
-    - from a config without the dtype of the experts, such as V4-Pro's.
+    - from a config without the dtype of the experts, such as the config of V4-Pro.
 
     ``check_checkpoint`` checks all files first; ``patch`` checks codes and scales on their device.
 

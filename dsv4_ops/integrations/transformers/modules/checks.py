@@ -202,7 +202,7 @@ def _check_hook(op: str, name: str, module: Any) -> None:
 
 
 def check_body(op: str, model: Any) -> None:
-    """Raise if the model has hooks or a forward around its layers, which steps do not call."""
+    """Raise if the model has hooks or a forward around its layers: steps do not call these."""
     if not hasattr(model.model, "layers"):  # a PEFT wrapper around the patched model
         raise argument_error(
             op,

@@ -51,7 +51,7 @@ class FusedLinear(nn.Module):
 
     @torch.no_grad()
     def gather(self, layers: list[Any]) -> None:
-        """Copy the weights into one tensor, and make the layers' weights views of it."""
+        """Copy the weights into one tensor, and make the layers' weights views of this tensor."""
         self.register_buffer("weight", _gathered(layers, "weight"), persistent=False)
         scale = None
         if not is_linear(layers[0]):
@@ -133,7 +133,7 @@ def fused_layer(holder: Any, layers: list[Any]) -> FusedLinear | None:
 def _is_own(layer: Any) -> bool:
     """Whether a layer is Hugging Face's, in bf16 or FP8, and has no hooks."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks
-    if split_of(layer) is not None:  # always FP8, which a trace could not read from the weight
+    if split_of(layer) is not None:  # always FP8; a trace cannot read the weight's dtype
         return not hooks and own_forward(layer) is None
     if is_linear(layer):
         return bool(layer.weight.dtype == torch.bfloat16)

@@ -48,7 +48,7 @@ REPLACED = "_dsv4_ops_replaced_forward"
 
 
 class Replacement:
-    """A replaced method of an instance, which is copied and pickled with the instance.
+    """A replaced method of an instance. The method is copied and pickled with the instance.
 
     Args:
         module: The instance.
@@ -94,8 +94,8 @@ def _missing(*_: Any, **__: Any) -> Any:
 def with_methods(module: Any, copies: dict[int, Any] | None = None) -> Any:
     """Copy a model with its parameters, buffers and hooks, and bind the replaced methods.
 
-    Dynamo guards bound methods by their code. It would guard other callables by their identity, and
-    so compile each layer again.
+    Dynamo guards bound methods by their code. Dynamo would guard other callables by their identity,
+    and so compile each layer again.
     """
     copies = {} if copies is None else copies
     if id(module) not in copies:
@@ -205,7 +205,7 @@ def _is_of_class(module: Any, method: MethodType) -> bool:
 
 
 def runs_ours(module: Any) -> bool:
-    """Whether a module's forward is one of ours."""
+    """Whether a module runs one of our forwards."""
     forward = vars(module).get("forward")
     ours = isinstance(forward, Replacement) or REPLACED in vars(module)
     return ours and own_forward(module) is None

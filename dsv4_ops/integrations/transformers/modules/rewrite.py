@@ -21,8 +21,8 @@ from dsv4_ops.integrations.transformers.modules.replacement import (
 class Rewrite(ABC):
     """One change of one kind of module. A ``Rewrite`` holds settings, not modules.
 
-    A module is visited before the modules inside it, so ``apply`` and ``refresh`` may change
-    weights of inner modules that other rewrites read.
+    The loops visit a module before the modules inside this module, so ``apply`` and ``refresh`` may
+    change weights of inner modules before other rewrites read these weights.
     """
 
     attention_only: ClassVar[bool] = False

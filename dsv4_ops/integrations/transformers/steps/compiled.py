@@ -66,7 +66,7 @@ MOST_PLANS = 256
 replaces all plans."""
 
 MOST_VARIANTS = 4
-"""Maximum compiled parts of one key, whose graphs assume different sizes."""
+"""Maximum compiled parts of one key. Their graphs assume different sizes."""
 
 MOST_CHANGES = 8
 """After more changes of the model than this, only Dynamo's guards select compiled parts."""
@@ -90,8 +90,8 @@ def compile_step(
         step: ``decode_step`` or ``prefill_step``.
         mode: "whole" compiles one graph, as ``torch.compile(step, fullgraph=True)`` does.
             "regional" compiles one graph per kind of layer (four in the released models, at any
-            depth) and three for the rest; a CUDA graph can still capture the whole step. "auto" is
-            "regional" for more than 8 layers.
+            depth) and three graphs for the rest of the model; a CUDA graph can still capture the
+            whole step. "auto" is "regional" for more than 8 layers.
         cache_file: File that keeps compiled code for the next process. It is read if it exists, and
             written after a step that compiled something new. None keeps parts in the folder that
             the environment variable DSV4_OPS_CACHE names, by default ``~/.cache/dsv4_ops`` ("off"
@@ -423,7 +423,7 @@ class CompiledStep:
             return key, _Recorder(self._part_of, _Plan(key[0], Watch()), passes)
         if not self._described.unchanged():
             self._digests, self._described = {}, Watch()
-            if not self.regional:  # in a regional step, ``_follow`` does so
+            if not self.regional:  # in a regional step, ``_follow`` forgets the model
                 self._dry_runs.forget_model()
                 self._passed = lambda: None, {}, False
         gaps = [None if each.is_contiguous() else each.stride() for each in vars(batch).values()]
@@ -525,7 +525,7 @@ class CompiledStep:
         return self._dry_runs.num_parts if self.regional else 1
 
     def _load(self) -> None:
-        """Load the entries of torch's caches, which only a step that compiles a part needs."""
+        """Load the entries of torch's caches. Only a step that compiles a part needs them."""
         self._bar.compiles(self._num_parts())
         self._compiled = True
         if self._loaded is None:
@@ -618,7 +618,7 @@ class _Recorder:
     """A ``Runner`` that records a plan.
 
     Attributes:
-        asks: Whether the runner has called ``passes``, which says whether the step's checks pass.
+        asks: Whether the runner has called ``passes``. ``passes`` says whether all checks pass.
     """
 
     def __init__(

@@ -224,7 +224,7 @@ def _calls_others(model: Any) -> bool:
 
 
 def calls_users(model: Any) -> bool:
-    """Whether a step calls hooks or forwards of a user, which may not take fake tensors."""
+    """Whether a step calls hooks or forwards of a user. Such code may fail with fake tensors."""
     return has_global_hooks() or any(
         module._forward_hooks or module._forward_pre_hooks or own_forward(module) is not None
         for module in model.modules()

@@ -164,7 +164,7 @@ def _requests(shape: tuple[int, int], positions: Tensor, rows: Tensor) -> Reques
 
 
 def _padding_last(valid: Tensor) -> Tensor:
-    """Return the new column of every input: valid tokens first, padding last, both in their old
+    """Return the new column of every input: first the valid tokens in order, then the padding in
     order."""
     padding = valid.sum(1, keepdim=True) + (~valid).cumsum(1) - 1
     return torch.where(valid, valid.cumsum(1) - 1, padding)

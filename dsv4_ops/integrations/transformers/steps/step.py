@@ -107,7 +107,7 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
     Args:
         model: A patched model.
         batch: The step, with at most ``max_chunk`` tokens per request. If a request has more
-            tokens, the step drops the first ones.
+            tokens, the step drops the first tokens of the request.
         cache: See ``decode_step``.
 
     Returns:

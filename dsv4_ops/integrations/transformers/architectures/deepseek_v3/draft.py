@@ -1,8 +1,8 @@
 """The draft layer (multi-token prediction) of DeepSeek-V3, V3.2 and GLM-5.
 
 The layer reads the final, normed state of a token and the embedding of the next token, and predicts
-the token after the next. Embedding and head are the model's. In V3.2 and GLM-5, the layer has an
-indexer.
+the token after the next. The layer uses the model's embedding and head. In V3.2 and GLM-5, the
+layer has an indexer.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class MlaModelSpec(ModelSpec):
             batch_invariant=execution.batch_invariant,
             parallel=execution.parallel,
         )
-        # prefill steps use the context "chunked": raise its errors now
+        # prefill steps use context="chunked": raise the errors of this setting now
         replace(layers, context="chunked").check_impl(op, 1, execution.impl)
         layers = replace(layers, impl=execution.impl)
         model_dtype = dtype_of(config, dtype)
@@ -512,7 +512,7 @@ class AbsorbedWeights(Rewrite):
             else:
                 buffer.copy_(half)
         source = _identity(attention.kv_b_proj)
-        # compiled steps watch attributes: set this one only after a change
+        # compiled steps watch attributes: set this attribute only after a change
         if getattr(attention, SOURCE, None) != source:
             setattr(attention, SOURCE, source)
 

@@ -1,7 +1,8 @@
-"""The draft layer (multi-token prediction) of DeepSeek-V4, which has sliding-window attention.
+"""The draft layer (multi-token prediction) of DeepSeek-V4.
 
 The layer reads the residual streams of a token and the embedding of the next token, and predicts
-the token after the next. Embedding and head are the model's.
+the token after the next. The layer has sliding-window attention, and uses the model's embedding and
+head.
 """
 
 from __future__ import annotations

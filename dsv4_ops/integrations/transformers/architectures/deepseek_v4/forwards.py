@@ -184,7 +184,8 @@ def _layer_of_float32_norms(
 
 
 def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
-    """Run the router and the experts. If they are Hugging Face's, run the router as one op."""
+    """Run the router and the experts. If Hugging Face's modules are unchanged, run the router as
+    one op."""
     gate = block.gate
     ours = (
         is_unchanged(block)

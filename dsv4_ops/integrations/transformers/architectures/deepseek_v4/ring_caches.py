@@ -51,7 +51,7 @@ class RingSpec(ModelSpec):
         }
 
     def _kept_states(self, kind: str, next_n: int) -> int:
-        """Return the number of last positions of a request whose states later steps may read."""
+        """Return the number of positions at a request's end whose states later steps may read."""
         windows = 2 if kind == "c4" else 1
         return windows * self.layers.ratio(kind) + next_n - 1
 
